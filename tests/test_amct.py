@@ -62,9 +62,9 @@ def test_sorted_losses_choose_like_direct_ones(kind, with_offset, bits):
 @pytest.mark.parametrize("stairs", [1, 7, 30])
 def test_losses_are_equal_in_small_blocks(stairs, monkeypatch):
     x, params = drawn("laplace", 20_000, seed=3), IfmrParams()
-    whole = ifmr(x, params).losses
+    full_losses = ifmr(x, params).losses
     monkeypatch.setattr(ifmr_module, "_MAX_STEPS", stairs * 255)
-    assert ifmr(x, params).losses.tolist() == whole.tolist()
+    assert ifmr(x, params).losses.tolist() == full_losses.tolist()
 
 
 @pytest.mark.parametrize("with_offset", [False, True])
@@ -80,14 +80,17 @@ def test_streaming_is_within_one_candidate(kind, with_offset):
 
 def test_default_ratios_end_at_the_end():
     r = ratios(IfmrParams())
-    assert r.size == 61 and r[0] == np.float32(0.7) and r[-1] == pytest.approx(1.3, abs=1e-6)
+    assert r.size == 61
+    assert r[0] == np.float32(0.7)
+    assert r[-1] == pytest.approx(1.3, abs=1e-6)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=200), st.booleans())
 def test_the_grid_always_holds_zero(numbers, with_offset):
     result = ifmr(np.array(numbers, np.float32), IfmrParams(with_offset=with_offset))
-    assert result.scale > 0 and -128 <= result.offset <= 127
+    assert result.scale > 0
+    assert -128 <= result.offset <= 127
     assert result.clip_min <= 0 <= result.clip_max
 
 
@@ -130,13 +133,13 @@ def test_batches_leave_no_trace(parts, seed):
     x = np.random.default_rng(seed).normal(size=MAX_STORED_VALUES + 5000).astype(np.float32) * (
         seed + 1
     )
-    whole, split = streamed_of([x]), streamed_of(np.array_split(x[::-1], parts))
-    np.testing.assert_array_equal(whole.counts, split.counts)
-    np.testing.assert_array_equal(whole.sums, split.sums)
-    assert (whole.full_range, whole.total) == (split.full_range, split.total)
+    full_result, split = streamed_of([x]), streamed_of(np.array_split(x[::-1], parts))
+    np.testing.assert_array_equal(full_result.counts, split.counts)
+    np.testing.assert_array_equal(full_result.sums, split.sums)
+    assert (full_result.full_range, full_result.total) == (split.full_range, split.total)
 
 
-def seen(x):
+def observed(x):
     histogram = HfmgHistogram(1024)
     histogram.observe(np.asarray(x, np.float32))
     return histogram
@@ -145,11 +148,11 @@ def seen(x):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bits", [4, 8])
 def test_fast_losses_match_bin_by_bin(seed, bits):
-    histogram = seen(drawn("laplace", 30_000, seed))
+    histogram = observed(drawn("laplace", 30_000, seed))
     runs = candidate_runs(histogram.counts)
     width = np.float32((histogram.hi - histogram.lo) / np.float32(1024))
     loss = hfmg_module._loss32
-    direct = [loss(histogram.counts, left, right, width, bits) for left, right in runs]
+    direct = [loss(histogram.counts, left_bins, right, width, bits) for left_bins, right in runs]
     result = hfmg(histogram, HfmgParams(bits=bits))
     assert result.candidate == int(np.argmin(direct))
     np.testing.assert_allclose(result.losses, direct, rtol=1e-3)
@@ -160,8 +163,10 @@ def test_fast_losses_match_bin_by_bin(seed, bits):
 def test_cuts_shrink_from_the_outside(counts):
     runs = candidate_runs(np.array(counts, np.int32))
     widths = runs[:, 1] - runs[:, 0]
-    assert (np.diff(widths) < 0).all() and (np.diff(runs[:, 0]) >= 0).all()
-    assert (np.diff(runs[:, 1]) <= 0).all() and widths[-1] <= 16
+    assert (np.diff(widths) < 0).all()
+    assert (np.diff(runs[:, 0]) >= 0).all()
+    assert (np.diff(runs[:, 1]) <= 0).all()
+    assert widths[-1] <= 16
 
 
 @settings(max_examples=30)
@@ -174,31 +179,33 @@ def test_respreading_loses_no_count(counts, below, above):
     counts = np.array(counts, np.int32)
     new = (np.float32(-1 - below), np.float32(1 + above))
     out = redistribute(counts, (np.float32(-1), np.float32(1)), new)
-    assert out.sum() == counts.sum() and (out >= 0).all()
+    assert out.sum() == counts.sum()
+    assert (out >= 0).all()
 
 
-@pytest.mark.parametrize("together", [2, 3, 5])
-def test_samples_forming_a_batch_are_used(together):
+@pytest.mark.parametrize("batches", [2, 3, 5])
+def test_samples_forming_a_batch_are_used(batches):
     """Held until it is whole, and the last one as small as it is."""
     x = np.float32(drawn("laplace", (5, 400), seed=4) * np.arange(1, 6)[:, None])
-    joined, plain = HfmgHistogram(1024, samples_per_batch=together), HfmgHistogram(1024)
+    joined, plain = HfmgHistogram(1024, samples_per_batch=batches), HfmgHistogram(1024)
     for sample in x:
         joined.observe(sample)
     scale = hfmg(joined).scale  # ends the last batch
-    for start in range(0, 5, together):
-        plain.observe(x[start : start + together])
+    for start in range(0, 5, batches):
+        plain.observe(x[start : start + batches])
     np.testing.assert_array_equal(joined.counts, plain.counts)
-    assert joined.extremes == plain.extremes and hfmg(plain).scale == scale
+    assert joined.extremes == plain.extremes
+    assert hfmg(plain).scale == scale
     joined.end()  # nothing waits
     np.testing.assert_array_equal(joined.counts, plain.counts)
 
 
 def test_wrong_batches_and_bins_are_refused():
-    histogram = seen([1.0, 2.0, 3.0])
-    before = histogram.counts.copy()
+    histogram = observed([1.0, 2.0, 3.0])
+    counts_before = histogram.counts.copy()
     with pytest.raises(CalibrationError, match="NaN or Inf"):
         histogram.observe(np.array([np.nan], np.float32))
-    np.testing.assert_array_equal(histogram.counts, before)
+    np.testing.assert_array_equal(histogram.counts, counts_before)
     with pytest.raises(CalibrationError, match="at least one"):
         hfmg(HfmgHistogram())
     with pytest.raises(CalibrationError, match="1000"):
@@ -236,9 +243,9 @@ def test_half_strength_levels_activation_and_weight(pairs):
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_transposed_channels_round_trip(group):
     weight = np.arange(8 * 3 * 2 * 2, dtype=np.float32).reshape(8, 3, 2, 2)
-    first = arq.channels_first(weight, group)
-    assert first.shape == (3 * group, 8 // group, 2, 2)
-    np.testing.assert_array_equal(arq.channels_first(first, group), weight)
+    channels_first_weight = arq.channels_first(weight, group)
+    assert channels_first_weight.shape == (3 * group, 8 // group, 2, 2)
+    np.testing.assert_array_equal(arq.channels_first(channels_first_weight, group), weight)
 
 
 @pytest.mark.parametrize("strength", [0.1, 0.9, float("nan")])

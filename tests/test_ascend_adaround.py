@@ -47,10 +47,10 @@ def problem_of(case, window, activation):
     rows = golden_rows(case, window)
     groups = window.group if window else 1
     shape = (groups, len(rows) // groups, rows[0].size)
-    most = {"samples": 99, "max_positions": 999}
+    limits = {"samples": 99, "max_positions": 999}
     params = {"shape": shape, "scales": len(rows) if window else 1, "params": PARAMS}
-    inputs = RoundedWeightsOf(window=window, **most, **params).recorder(None)
-    targets = TargetsOf(channels_last=window is None, **most).recorder(None)
+    inputs = RoundedWeightsOf(window=window, **limits, **params).recorder(None)
+    targets = TargetsOf(channels_last=window is None, **limits).recorder(None)
     for x, y in zip(golden(case, "x"), golden(case, "outputs"), strict=True):
         inputs.observe(x[None])
         targets.observe(y[None])
@@ -78,16 +78,16 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_integers_are_amcts(case):
     problem = problem_of(case, *CASES[case])
-    wanted = golden(case, "integers").reshape(problem.weight.shape)
-    np.testing.assert_array_equal(adaround(problem, PARAMS), wanted)
-    assert (wanted != amct.round_to_nearest(problem)).any()
+    expected = golden(case, "integers").reshape(problem.weight.shape)
+    np.testing.assert_array_equal(adaround(problem, PARAMS), expected)
+    assert (expected != amct.round_to_nearest(problem)).any()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_scales_are_amcts(case):
     window, _ = CASES[case]
-    found = kl_scale(golden_rows(case, window), channel_wise=window is not None)
-    np.testing.assert_array_equal(found, golden(case, "scale"))
+    result = kl_scale(golden_rows(case, window), channel_wise=window is not None)
+    np.testing.assert_array_equal(result, golden(case, "scale"))
 
 
 def test_zero_channel_has_scale_one():
@@ -98,11 +98,19 @@ def test_zero_channel_has_scale_one():
 
 def test_iteration_positions_are_all_or_drawn():
     rng = np.random.default_rng(0)
-    for places, drawn in ((6, False), (100_000, True)):
-        shapes = ((1, 2, 3), (1, 2, 1), (1, 2), (places, 1, 3))  # weight, scale, bias, inputs
+    for position_count, drawn in ((6, False), (100_000, True)):
+        shapes = (
+            (1, 2, 3),
+            (1, 2, 1),
+            (1, 2),
+            (position_count, 1, 3),
+        )  # weight, scale, bias, inputs
         got = amct.Tiles.of(*(np.ones(shape, np.float32) for shape in shapes)).draw(rng)
-        assert got.size == np.unique(got).size <= places and 0 <= got.min() <= got.max() < places
-        assert (got.size < places) == drawn == (not np.array_equal(got, np.arange(got.size)))
+        assert got.size == np.unique(got).size <= position_count
+        assert 0 <= got.min() <= got.max() < position_count
+        assert (
+            (got.size < position_count) == drawn == (not np.array_equal(got, np.arange(got.size)))
+        )
 
 
 @pytest.mark.parametrize("kind", [NONE, RELU, SIGMOID, TANH, LEAKY, RELU6])
@@ -116,56 +124,60 @@ def test_slope_is_the_derivative_of_loss(kind):
     activation = amct.AdaActivation(kind, np.float32(rng.uniform(size=(groups, rows))))
     problem = amct.AdaProblem(**as_float32(values), activation=activation, share=0.5)
     tiles = amct.Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
-    wanted = tiles.activate_targets(problem.targets, problem.activation)
+    expected = tiles.activate_targets(problem.targets, problem.activation)
     low, alpha = amct.initial_alpha(tiles.weight, tiles.scale)
-    places = tiles.draw(np.random.default_rng(0))
+    positions = tiles.draw(np.random.default_rng(0))
     up, rise = amct.alpha_heights(alpha)
-    slope = amct.error_slope(problem, tiles, low + up, wanted, places)
+    slope = amct.error_slope(problem, tiles, low + up, expected, positions)
     slope = (slope + amct.regularizer_slope(up, 0.1, 7.0)) * rise
 
-    def loss(at):
-        h = np.clip(1.2 / (1 + np.exp(-at.astype(np.float64))) - 0.1, 0, 1)
+    def loss(alpha_values):
+        h = np.clip(1.2 / (1 + np.exp(-alpha_values.astype(np.float64))) - 0.1, 0, 1)
         codes = tiles.rows(np.clip(low + h, -128, 127)) * problem.scale.astype(np.float64)
-        made = np.einsum("pgk,gmk->gmp", problem.inputs[places], codes)
-        made += problem.bias.astype(np.float64)[:, :, None]
-        behind = problem.activation.value(made[:, None])[:, 0]
-        error = 0.5 * np.square(behind - wanted[:, :, places]).sum() / len(places)
+        outputs = np.einsum("pgk,gmk->gmp", problem.inputs[positions], codes)
+        outputs += problem.bias.astype(np.float64)[:, :, None]
+        activations = problem.activation.value(outputs[:, None])[:, 0]
+        error = 0.5 * np.square(activations - expected[:, :, positions]).sum() / len(positions)
         return error + 0.1 * (1 - np.abs(2 * h - 1) ** 7).sum()
 
     flat = np.flatnonzero(rise)[::37]
-    for place in flat:
+    for index in flat:
         ends = [alpha.astype(np.float64).copy() for _ in range(2)]
-        ends[0].flat[place] -= 1e-4
-        ends[1].flat[place] += 1e-4
+        ends[0].flat[index] -= 1e-4
+        ends[1].flat[index] += 1e-4
         measured = (loss(ends[1]) - loss(ends[0])) / 2e-4
-        assert slope.flat[place] == pytest.approx(measured, rel=2e-3, abs=2e-5)
+        assert slope.flat[index] == pytest.approx(measured, rel=2e-3, abs=2e-5)
 
 
 def test_the_exponent_falls_by_a_cosine():
     params = amct.AdaParams(num_iteration=100, beta_range=(20.0, 2.0), warm_start=0.2)
-    assert [amct.beta_of(params, at) for at in (20, 60, 100)] == pytest.approx([20, 11, 2])
+    assert [amct.beta_of(params, iteration) for iteration in (20, 60, 100)] == pytest.approx(
+        [20, 11, 2]
+    )
 
 
 def test_adaround_reduces_the_nearest_error():
     problem = problem_of("conv", *CASES["conv"])
-    found = adaround(problem, amct.AdaParams(num_iteration=0))
-    np.testing.assert_array_equal(found, amct.round_to_nearest(problem))
+    codes = adaround(problem, amct.AdaParams(num_iteration=0))
+    np.testing.assert_array_equal(codes, amct.round_to_nearest(problem))
     rng = np.random.default_rng(2)
     mixed = rng.normal(size=(300, 1, 5)) @ rng.normal(size=(5, 20))  # inputs that go together
     weight = rng.normal(size=(1, 4, 20)).astype(np.float32)
     values = {"weight": weight, "scale": np.full((1, 4, 1), 0.05), "bias": np.zeros((1, 4))}
     values |= {"inputs": mixed, "targets": np.einsum("pgk,gmk->pgm", mixed, weight)}
     problem = amct.AdaProblem(**as_float32(values))
-    found = adaround(problem, amct.AdaParams(num_iteration=1500))
+    codes = adaround(problem, amct.AdaParams(num_iteration=1500))
     nearest = amct.output_error(problem, amct.round_to_nearest(problem))
-    assert amct.output_error(problem, found) < 0.3 * nearest
-    assert np.abs(found * 0.05 - weight).max() < 0.05  # up or down, no further
+    assert amct.output_error(problem, codes) < 0.3 * nearest
+    assert np.abs(codes * 0.05 - weight).max() < 0.05  # up or down, no further
 
 
 @pytest.mark.parametrize("iterations", [1, PARAMS.num_iteration])
 def test_overflowing_squares_are_refused(iterations):
-    given = problem_of("conv", *CASES["conv"])
-    huge = replace(given, targets=given.targets * np.float32(1e30), activation=amct.AdaActivation())
+    problem = problem_of("conv", *CASES["conv"])
+    huge = replace(
+        problem, targets=problem.targets * np.float32(1e30), activation=amct.AdaActivation()
+    )
     steps = []
     with pytest.raises(CalibrationError, match="must be finite"):
         params = replace(PARAMS, num_iteration=iterations)
@@ -174,47 +186,49 @@ def test_overflowing_squares_are_refused(iterations):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "attributes",
     [
         {"strides": [2, 1], "pads": [1, 0, 2, 1], "group": 2},
         {"strides": [3, 2], "pads": [0, 1, 1, 0], "output_padding": [1, 0], "dilations": [1, 2]},
     ],
 )
-def test_patch_products_equal_transposed_convolution(given):
+def test_patch_products_equal_transposed_convolution(attributes):
     from deploy.graph.bounds import make_window
 
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 4, 5, 6)).astype(np.float32)
     weight = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
-    group = given.get("group", 1)
-    net = model_of([("ConvTranspose", "x w", "y", given)], {"w": weight}, [2, 4, 5, 6])
-    (wanted,) = run_net(net, x)
-    window = make_window(given, weight.shape[2:], transposed=True)
+    group = attributes.get("group", 1)
+    net = model_of([("ConvTranspose", "x w", "y", attributes)], {"w": weight}, [2, 4, 5, 6])
+    (output,) = run_net(net, x)
+    window = make_window(attributes, weight.shape[2:], transposed=True)
     rows = channels_first(weight, group).reshape(group, -1, 4 // group * 6)
-    made = np.einsum("gmk,gkp->pgm", rows, extract_patches(x, window, 1, 10_000))
-    whole = np.moveaxis(wanted, 1, -1).reshape(made.shape[0], group, -1)
-    np.testing.assert_allclose(made, whole, rtol=1e-4, atol=1e-5)
+    products = np.einsum("gmk,gkp->pgm", rows, extract_patches(x, window, 1, 10_000))
+    expected_products = np.moveaxis(output, 1, -1).reshape(products.shape[0], group, -1)
+    np.testing.assert_allclose(products, expected_products, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("shape", "last", "share"), [((2, 3, 5), True, 0.6), ((2, 5), True, 1), ((2, 3, 5), False, 1)]
+    ("shape", "channels_last", "share"),
+    [((2, 3, 5), True, 0.6), ((2, 5), True, 1), ((2, 3, 5), False, 1)],
 )
-def test_token_loss_averages_axis_1(shape, last, share):
-    targets = TargetsOf(samples=1, max_positions=9, channels_last=last).recorder(None)
+def test_token_loss_averages_axis_1(shape, channels_last, share):
+    targets = TargetsOf(samples=1, max_positions=9, channels_last=channels_last).recorder(None)
     targets.observe(np.zeros(shape, np.float32))
     assert targets.share == share
 
 
 def test_rounded_weights_are_restored_from_store(wording):
-    how = {"window": None, "shape": (1, 2, 3), "scales": 2, "params": amct.AdaParams()}
-    statistic = RoundedWeightsOf(samples=1, max_positions=9, **how)
+    options = {"window": None, "shape": (1, 2, 3), "scales": 2, "params": amct.AdaParams()}
+    statistic = RoundedWeightsOf(samples=1, max_positions=9, **options)
     recorder = statistic.recorder(None)
     assert recorder.to_arrays() == {}  # nothing is found yet
     integers = np.arange(-3, 3, dtype=np.int8).reshape(1, 2, 3)
     recorder.set_result(integers, np.float32([1, 2]), (3.0, 2.0))
-    again = statistic.restore(recorder.to_arrays())
-    np.testing.assert_array_equal(again.integers, integers)
-    assert again.scale.tolist() == [1, 2] and again.errors == (3.0, 2.0)
+    restored = statistic.restore(recorder.to_arrays())
+    np.testing.assert_array_equal(restored.integers, integers)
+    assert restored.scale.tolist() == [1, 2]
+    assert restored.errors == (3.0, 2.0)
     with pytest.raises(CalibrationError) as raised:
         statistic.restore({**recorder.to_arrays(), "integers": np.zeros(5, np.int8)})
     wording.check(raised.value)
@@ -226,7 +240,7 @@ def model_of(nodes, weights, shape):
 
 
 @pytest.mark.parametrize(
-    ("behind", "kind", "slope"),
+    ("following_nodes", "kind", "slope"),
     [
         ([("Relu", "c", "y")], RELU, None),
         ([("Sigmoid", "c", "y")], SIGMOID, None),
@@ -242,15 +256,20 @@ def model_of(nodes, weights, shape):
         ([("Relu", "c", "r"), ("Add", "r c", "y")], NONE, None),
     ],
 )
-def test_sole_following_activation_enters_the_loss(behind, kind, slope):
+def test_sole_following_activation_enters_the_loss(following_nodes, kind, slope):
     weights = {"w": np.ones((4, 2, 1, 1)), "zero": 0, "six": 6, "half": 0.5}
     weights |= {"four": np.arange(1, 5).reshape(4, 1, 1), "grid": np.ones((4, 3, 3))}
-    nodes = [("Conv", "x w", "c", "conv", {"group": 2}), *behind]
+    nodes = [("Conv", "x w", "c", "conv", {"group": 2}), *following_nodes]
     model = model_of(nodes, weights, [1, 4, 3, 3])
     graph = find_layers(model)
     config = read_simple_config("common_config { ada_quantize { } }", graph)
-    how = {"key": "", "samples": 1, "needs": (), "prepared": lambda seen, rounded, end: model}
-    (step,) = make_adaround_steps(model, graph.layers, config, **how).values()
+    options = {
+        "key": "",
+        "samples": 1,
+        "needs": (),
+        "prepared": lambda observed, rounded, end: model,
+    }
+    (step,) = make_adaround_steps(model, graph.layers, config, **options).values()
     assert step.activation.kind == kind
     assert slope is None or step.activation.slope.tolist() == np.float32(slope).tolist()
 
@@ -297,7 +316,7 @@ def all_kinds(tmp_path_factory):
 
 @pytest.fixture
 def built(all_kinds, ascend_build):
-    """(text, words; suffix, out) -> what was said, and the folder."""
+    """(text, arguments; suffix, out) -> what was said, and the folder."""
     return partial(ascend_build, all_kinds, all_kinds.with_suffix(".npy"))
 
 
@@ -305,15 +324,15 @@ ARQ = "batch_num: 48"
 LAYERS = ("first", "apart", "turned", "fc", "mm")
 
 
-def ada(iterations, more=""):
-    return f"{ARQ} common_config {{ ada_quantize {{ num_iteration: {iterations} }} {more} }}"
+def ada(iterations, extra_text=""):
+    return f"{ARQ} common_config {{ ada_quantize {{ num_iteration: {iterations} }} {extra_text} }}"
 
 
 def away(path, out, kind="fake_quant"):
     """Mean squared error of a built model against the float one, on the images of the fixture."""
     x = np.load(path.with_suffix(".npy"))
-    (made,), (wanted,) = run_net(out / f"kinds_{kind}_model.onnx", x), run_net(path, x)
-    return float(np.square(made - wanted).mean())
+    (actual,), (expected,) = run_net(out / f"kinds_{kind}_model.onnx", x), run_net(path, x)
+    return float(np.square(actual - expected).mean())
 
 
 def integers(out):
@@ -325,9 +344,10 @@ def integers(out):
 @pytest.mark.slow
 def test_adaround_reduces_error_of_all_kinds(all_kinds, built):
     _, arq = built(ARQ, out="arq")
-    said, out = built(ada(2000), out="ada")
-    assert "AdaRound rounded the weights of 5 layers" in said and "first 48 samples" in said
-    assert "AMCT's ARQ and AdaRound and IFMR" in said  # the pool's is ARQ's
+    output, out = built(ada(2000), out="ada")
+    assert "AdaRound rounded the weights of 5 layers" in output
+    assert "first 48 samples" in output
+    assert "AMCT's ARQ and AdaRound and IFMR" in output  # the pool's is ARQ's
     assert away(all_kinds, out) < 0.7 * away(all_kinds, arq)
     assert (out / "kinds_modified_model.onnx").exists()
     assert not (arq / "kinds_modified_model.onnx").exists()
@@ -339,18 +359,20 @@ def test_adaround_reduces_error_of_all_kinds(all_kinds, built):
 @pytest.mark.slow
 def test_the_rounding_is_in_every_file(all_kinds, built):
     """Deploy, fake-quant and Q/DQ model hold the same codes, which are not the nearest."""
-    said, out = built(ada(150), out="ada")
-    assert "within 0 of the fake-quant model" in said  # the integer executor on the deploy model
+    output, out = built(ada(150), out="ada")
+    assert "within 0 of the fake-quant model" in output  # the integer executor on the deploy model
     codes = integers(out)
-    held = {t.name: t for t in onnx.load(out / "kinds_fake_quant_model.onnx").graph.initializer}
+    fake_quant_tensors = {
+        t.name: t for t in onnx.load(out / "kinds_fake_quant_model.onnx").graph.initializer
+    }
     qdq = {t.name: t for t in onnx.load(out / "kinds_amct_qdq.onnx").graph.initializer}
     _, plain = built(ada(0), out="plain")
     for name, layer in zip(("w1", "w2", "w4", "w5"), ("first", "apart", "fc", "mm"), strict=True):
-        np.testing.assert_array_equal(numpy_helper.to_array(held[name]), codes[name])
-        found = numpy_helper.to_array(qdq[f"{layer}.weight.int8"])
-        np.testing.assert_array_equal(found, codes[name])
-        apart = codes[name].astype(int) - integers(plain)[name]
-        assert np.abs(apart).max() == 1, name  # a weight goes to its other neighbour at most
+        np.testing.assert_array_equal(numpy_helper.to_array(fake_quant_tensors[name]), codes[name])
+        qdq_codes = numpy_helper.to_array(qdq[f"{layer}.weight.int8"])
+        np.testing.assert_array_equal(qdq_codes, codes[name])
+        code_steps = codes[name].astype(int) - integers(plain)[name]
+        assert np.abs(code_steps).max() == 1, name  # a weight goes to its other neighbour at most
     assert np.abs(codes["w3"].astype(int) - integers(plain)["w3"]).max() == 1
 
 
@@ -358,13 +380,13 @@ def test_the_rounding_is_in_every_file(all_kinds, built):
 def test_record_alone_lacks_the_rounding(all_kinds, built, command, tmp_path, refusal):
     _, out = built(ada(100, "dmq_balancer { }"), out="ada")
     record, modified = out / "kinds_record.txt", out / "kinds_modified_model.onnx"
-    said = command("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
-    assert "AdaRound rounded the weights of 5 layers" in said
+    output = command("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
+    assert "AdaRound rounded the weights of 5 layers" in output
     assert "AdaRound" not in command("ascend", "deploy", modified, record, "-o", tmp_path / "b")
     for kind in ("deploy", "fake_quant"):
-        wanted = (out / f"kinds_{kind}_model.onnx").read_bytes()
-        assert (tmp_path / "a" / f"kinds_{kind}_model.onnx").read_bytes() != wanted
-        assert (tmp_path / "b" / f"kinds_modified_model_{kind}_model.onnx").read_bytes() == wanted
+        expected = (out / f"kinds_{kind}_model.onnx").read_bytes()
+        assert (tmp_path / "a" / f"kinds_{kind}_model.onnx").read_bytes() != expected
+        assert (tmp_path / "b" / f"kinds_modified_model_{kind}_model.onnx").read_bytes() == expected
     record.write_text(record.read_text().replace('"first"\n', "first\n", 1))
     err = refusal("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
     assert "comment on AdaRound" in err
@@ -372,35 +394,38 @@ def test_record_alone_lacks_the_rounding(all_kinds, built, command, tmp_path, re
 
 def document(layers=LAYERS, **weight):
     """A quant config JSON in which these layers ask for AdaRound."""
-    asked = {"weight_quant_params": {"wts_algo": "ada_quantize", **weight}}
-    made = {"version": 1, "batch_num": 48, "pool": {"quant_enable": True}}
-    return json.dumps(made | dict.fromkeys(layers, asked))
+    layer_config = {"weight_quant_params": {"wts_algo": "ada_quantize", **weight}}
+    config = {"version": 1, "batch_num": 48, "pool": {"quant_enable": True}}
+    return json.dumps(config | dict.fromkeys(layers, layer_config))
 
 
 @pytest.mark.slow
 def test_forms_threads_and_cache_agree(built, monkeypatch):
-    _, one = built(ada(60), out="one")
-    said, two = built(document(num_iteration=60), "--threads", 1, suffix=".json", out="two")
-    assert "calibrated anew" in said
-    files = [path.name for path in one.iterdir() if path.suffix in (".onnx", ".txt", ".npz")]
+    _, first_folder = built(ada(60), out="one")
+    output, two = built(document(num_iteration=60), "--threads", 1, suffix=".json", out="two")
+    assert "calibrated anew" in output
+    files = [
+        path.name for path in first_folder.iterdir() if path.suffix in (".onnx", ".txt", ".npz")
+    ]
     assert len(files) > 5
     for name in files:
         if "README" not in name:
-            assert (one / name).read_bytes() == (two / name).read_bytes(), name
+            assert (first_folder / name).read_bytes() == (two / name).read_bytes(), name
     search = "deploy.targets.ascend.weight_rounding.round_block"
     monkeypatch.setattr(search, lambda *a, **k: pytest.fail("a search"))
-    before = {name: (two / name).read_bytes() for name in files}
-    said, two = built(ada(60), out="two")
-    assert "cache reused" in said
-    assert all((two / name).read_bytes() == data for name, data in before.items())
+    bytes_by_name = {name: (two / name).read_bytes() for name in files}
+    output, two = built(ada(60), out="two")
+    assert "cache reused" in output
+    assert all((two / name).read_bytes() == data for name, data in bytes_by_name.items())
 
 
 @pytest.mark.slow
 def test_other_layers_keep_their_arq_weights(built):
     _, arq = built(ARQ, out="arq")
     fc = "calibration_config { ada_quantize { num_iteration: 100 } }"
-    said, out = built(f'{ARQ} override_layer_configs {{ layer_name: "fc" {fc} }}', out="ada")
-    assert "of 1 layers" in said and "ARQ and AdaRound" in said
+    output, out = built(f'{ARQ} override_layer_configs {{ layer_name: "fc" {fc} }}', out="ada")
+    assert "of 1 layers" in output
+    assert "ARQ and AdaRound" in output
     changed = {n for n, codes in integers(out).items() if (codes != integers(arq)[n]).any()}
     assert changed == {"w4"}
 
@@ -410,22 +435,24 @@ def test_layers_are_rounded_in_order(all_kinds, built, monkeypatch):
     """The inputs of a layer are those behind the rounded layers before it, as in AMCT."""
     from deploy.targets.ascend import weight_rounding
 
-    seen, whole = {}, weight_rounding._problem
+    problem_by_layer, make_problem = {}, weight_rounding._problem
 
-    def spy(step, *rest):
-        seen[step.layer.name] = (problem := whole(step, *rest))
+    def spy(step, *arguments):
+        problem_by_layer[step.layer.name] = (problem := make_problem(step, *arguments))
         return problem
 
     monkeypatch.setattr(weight_rounding, "_problem", spy)
     _, out = built(ada(100), out="ada")
-    assert list(seen) == list(LAYERS)
+    assert list(problem_by_layer) == list(LAYERS)
     x = np.load(all_kinds.with_suffix(".npy"))
     # the pool keeps its place, and its own codes do not show: activations stay float
-    (wanted,) = run_net(onnx.load(out / "kinds_modified_model.onnx"), x, ["f"])
-    np.testing.assert_allclose(seen["fc"].inputs[:, 0, :512], wanted, rtol=1e-4, atol=1e-5)
-    (wanted,) = run_net(onnx.load(all_kinds), x, ["g"])
-    np.testing.assert_allclose(seen["fc"].targets[:, 0], wanted, rtol=1e-4, atol=1e-5)
-    kinds = {name: problem.activation.kind for name, problem in seen.items()}
+    (expected,) = run_net(onnx.load(out / "kinds_modified_model.onnx"), x, ["f"])
+    np.testing.assert_allclose(
+        problem_by_layer["fc"].inputs[:, 0, :512], expected, rtol=1e-4, atol=1e-5
+    )
+    (expected,) = run_net(onnx.load(all_kinds), x, ["g"])
+    np.testing.assert_allclose(problem_by_layer["fc"].targets[:, 0], expected, rtol=1e-4, atol=1e-5)
+    kinds = {name: problem.activation.kind for name, problem in problem_by_layer.items()}
     assert kinds == {"first": RELU6, "apart": LEAKY, "turned": RELU, "fc": TANH, "mm": NONE}
 
 
@@ -433,23 +460,23 @@ def test_layers_are_rounded_in_order(all_kinds, built, monkeypatch):
 def test_auto_takes_such_a_configuration(all_kinds, command, tmp_path):
     config, out = tmp_path / "ada.cfg", tmp_path / "auto"
     config.write_text(ada(50))
-    words = ("--images", all_kinds.with_suffix(".npy"), "--ascend-config", config, "-o", out)
-    said = command("ascend", "auto", all_kinds, *words, "--max-loss", 0.5)
-    assert (out / "kinds_modified_model.onnx").exists(), said
+    arguments = ("--images", all_kinds.with_suffix(".npy"), "--ascend-config", config, "-o", out)
+    output = command("ascend", "auto", all_kinds, *arguments, "--max-loss", 0.5)
+    assert (out / "kinds_modified_model.onnx").exists(), output
 
 
 @pytest.mark.slow
 def test_repairs_keep_adaround_layers(built):
     _, out = built(ada(200), out="ada")
-    again, repaired = built(ada(200), "--repair", "bias,adaround", out="more")
-    assert "rounding by output error: nothing to repair" in again
-    assert "bias correction: nothing to repair" in again
+    output, repaired = built(ada(200), "--repair", "bias,adaround", out="more")
+    assert "rounding by output error: nothing to repair" in output
+    assert "bias correction: nothing to repair" in output
     name = "kinds_deploy_model.onnx"
     assert (out / name).read_bytes() == (repaired / name).read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("layers", "more", "wanted"),
+    ("layers", "weight_params", "expected"),
     [
         (["pool"], {}, "AveragePool; give that layer arq_quantize"),
         (LAYERS, {"num_bits": 7}, "rounds weights to 8 bits, got num_bits 7"),
@@ -457,26 +484,30 @@ def test_repairs_keep_adaround_layers(built):
         (LAYERS, {"channel_wise": True}, "channel_wise"),
     ],
 )
-def test_unroundable_layers_are_refused_before_observing(layers, more, wanted, built, no_pass):
-    assert wanted in built(document(layers, **more), suffix=".json", code=1)[0]
+def test_unroundable_layers_are_refused_before_observing(
+    layers, weight_params, expected, built, no_pass
+):
+    assert expected in built(document(layers, **weight_params), suffix=".json", code=1)[0]
 
 
 @pytest.mark.parametrize(
-    ("op", "more", "shape", "wanted"),
+    ("op", "attributes", "shape", "expected"),
     [
         ("Conv", {}, [2, 3, 3], "a 1-D convolution"),
         ("ConvTranspose", {"auto_pad": "SAME_UPPER"}, [3, 2, 3, 3], "auto_pad or output_shape"),
         ("MatMul", {}, [3, 8, 2], "a 3-D weight"),
     ],
 )
-def test_convolutions_that_amct_does_not_round(op, more, shape, wanted, ascend_build, tmp_path):
+def test_convolutions_that_amct_does_not_round(
+    op, attributes, shape, expected, ascend_build, tmp_path
+):
     weight, sides = np.random.default_rng(0).normal(size=shape), [8] * (len(shape) - 2)
     path, images = tmp_path / "c.onnx", tmp_path / "x.npy"
-    onnx.save(model_of([(op, "x w", "y", "c", more)], {"w": weight}, [1, 3, *sides]), path)
+    onnx.save(model_of([(op, "x w", "y", "c", attributes)], {"w": weight}, [1, 3, *sides]), path)
     np.save(images, np.ones((2, 3, *sides), np.float32))
     layer = {"weight_quant_params": {"wts_algo": "ada_quantize", "num_iteration": 1}}
     text = json.dumps({"version": 1, "c": layer})
-    assert wanted in ascend_build(path, images, text, suffix=".json", code=1)[0]
+    assert expected in ascend_build(path, images, text, suffix=".json", code=1)[0]
 
 
 def test_block_error_ends_other_blocks():
@@ -500,5 +531,5 @@ def test_record_integers_are_used_unchanged():
     record = LayerRecord(
         scale_d=np.float32(1), scale_w=np.ones(1, np.float32), rounded_weight=codes
     )
-    made = quantize_layers(model, find_layers(model), {"g": record})["g"]
-    np.testing.assert_array_equal(made.weight, codes[0].T)  # stored [C_in, C_out]
+    quantized = quantize_layers(model, find_layers(model), {"g": record})["g"]
+    np.testing.assert_array_equal(quantized.weight, codes[0].T)  # stored [C_in, C_out]

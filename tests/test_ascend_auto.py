@@ -38,10 +38,10 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def auto(command):
-    """(model, images, folder, words) -> what the command said."""
+    """(model, images, folder, arguments) -> what the command said."""
 
-    def call(model, images, out, *words):
-        return command("ascend", "auto", model, "--images", images, "-o", out, *words)
+    def call(model, images, out, *arguments):
+        return command("ascend", "auto", model, "--images", images, "-o", out, *arguments)
 
     return call
 
@@ -60,49 +60,52 @@ def settled(folder):
 def test_the_command_says_what_it_chose(auto_small, tmp_path):
     out = auto_small(tmp_path, "--max-loss", "0.00008")
     config = settled(tmp_path)
-    kept = set(config.enabled())
-    assert f"{len(kept)} layers in int8" in out and kept < set(config.layers)
+    int8_layers = set(config.enabled())
+    assert f"{len(int8_layers)} layers in int8" in out
+    assert int8_layers < set(config.layers)
     history = json.loads((tmp_path / HISTORY).read_text())
-    held = [entry for entry in history if entry["metric_eval"][0]]
-    assert kept in [{n for n, b in one["roll_back_config"].items() if not b} for one in held]
+    accepted_trials = [entry for entry in history if entry["metric_eval"][0]]
+    assert int8_layers in [
+        {n for n, b in item["roll_back_config"].items() if not b} for item in accepted_trials
+    ]
     gains = json.loads((tmp_path / RANKING).read_text())
     assert [g for _, g in gains] == sorted((g for _, g in gains), reverse=True)
-    made = onnx.load(tmp_path / "small_cnn_deploy_model.onnx")
-    assert sum(n.op_type == "AscendDequant" for n in made.graph.node) == len(kept)
+    deployed = onnx.load(tmp_path / "small_cnn_deploy_model.onnx")
+    assert sum(n.op_type == "AscendDequant" for n in deployed.graph.node) == len(int8_layers)
 
 
 @pytest.mark.slow
 def test_final_config_rebuilds_the_model(auto_small, command, small_cnn, data, tmp_path):
     auto_small(tmp_path / "a", "--max-loss", "0.00008")
-    words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "b")
+    arguments = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "b")
     config = ("--ascend-config", tmp_path / "a" / FINAL)
-    command("build", small_cnn, "--images", data, *words, *config)
+    command("build", small_cnn, "--images", data, *arguments, *config)
     configs, records = (
         [(tmp_path / folder / f"small_cnn_{name}").read_text() for folder in "ab"]
         for name in ("config.json", "record.txt")
     )
     assert configs[0] == configs[1]
     # observed anew with the weights of these layers alone quantized, so near and not equal
-    before, after = map(read_record, records)
-    assert list(before) == list(after)
-    for name, one in before.items():
-        assert after[name].scale_d == pytest.approx(one.scale_d, rel=0.02)
+    auto_record, build_record = map(read_record, records)
+    assert list(auto_record) == list(build_record)
+    for name, layer in auto_record.items():
+        assert build_record[name].scale_d == pytest.approx(layer.scale_d, rel=0.02)
 
 
 def test_user_configuration_is_the_only_search(auto_small, tmp_path):
     (tmp_path / "my.cfg").write_text("batch_num: 4\ncommon_config { hfmg_quantize { } }\n")
     auto_small(tmp_path / "o", "--ascend-config", tmp_path / "my.cfg", "--max-loss", "0.5")
     enabled = settled(tmp_path / "o").enabled()
-    assert {one.activation.act_algo for one in enabled.values()} == {"hfmg"}
+    assert {layer.activation.act_algo for layer in enabled.values()} == {"hfmg"}
 
 
 def test_config_names_every_layer_search(small_cnn):
     config = default_config(find_layers(name_nodes(load(small_cnn).model)))
-    first, second, *_ = config.layers
-    made = searches.apply_searches(config, {first: "hfmg", second: "nothing clipped"})
-    assert set(made.enabled()) == {first, second}
-    assert made.layers[first].activation.act_algo == "hfmg"
-    assert made.layers[second].activation.search_range == (1.0, 1.3)
+    first_layer, second, *_ = config.layers
+    searched = searches.apply_searches(config, {first_layer: "hfmg", second: "nothing clipped"})
+    assert set(searched.enabled()) == {first_layer, second}
+    assert searched.layers[first_layer].activation.act_algo == "hfmg"
+    assert searched.layers[second].activation.search_range == (1.0, 1.3)
     assert (
         searches.apply_searches(config, dict.fromkeys(config.layers, searches.CONFIGURED)) == config
     )
@@ -151,11 +154,11 @@ def parts(uneven, images):
     config = default_config(graph, batch_num=len(samples))
 
     def records(search):
-        own = searches.apply_searches(config, dict.fromkeys(graph.layers, search))
-        return calibrate_amct(model, graph, samples, own).records
+        search_config = searches.apply_searches(config, dict.fromkeys(graph.layers, search))
+        return calibrate_amct(model, graph, samples, search_config).records
 
-    found = {search: records(search) for search in ("as configured", "hfmg", "dmq 0.5")}
-    return model, graph, found, samples
+    records_by_search = {search: records(search) for search in ("as configured", "hfmg", "dmq 0.5")}
+    return model, graph, records_by_search, samples
 
 
 def test_uneven_depthwise_layer_is_balanced(parts):
@@ -176,19 +179,23 @@ def test_repairs_read_balanced_layers(parts):
     """Weights and inputs are rounded times DMQ's factors, and over them."""
     model, graph, records, samples = parts
     layers = quantize_layers(model, graph, records["dmq 0.5"])
-    found = read_all_quantizations(fake_quant_model(model, layers), find_weighted_layers(model))
-    layer, how = found["dw"]
-    one = layers["dw"].record
-    factors = one.factors.reshape(8, 1, 1)
-    np.testing.assert_allclose(how.factors, factors.repeat(9, axis=1), rtol=1e-6)
-    steps = layers["dw"].weight.reshape(8, 1, 9) * one.scale_w.reshape(8, 1, 1)
-    weights = how.weights(layer).reshape(8, 1, 9)
+    quantizations = read_all_quantizations(
+        fake_quant_model(model, layers), find_weighted_layers(model)
+    )
+    layer, quantization = quantizations["dw"]
+    record = layers["dw"].record
+    factors = record.factors.reshape(8, 1, 1)
+    np.testing.assert_allclose(quantization.factors, factors.repeat(9, axis=1), rtol=1e-6)
+    steps = layers["dw"].weight.reshape(8, 1, 9) * record.scale_w.reshape(8, 1, 1)
+    weights = quantization.weights(layer).reshape(8, 1, 9)
     np.testing.assert_allclose(weights, steps / factors, rtol=1e-5, atol=1e-7)
     patches = np.float32(samples[0]["x"][0].reshape(8, 1, -1).repeat(9, axis=1))
-    steps = np.rint(patches / factors / one.scale_d) + one.offset_d
-    wanted = (np.clip(steps, -128, 127) - one.offset_d) * one.scale_d * factors
-    np.testing.assert_allclose(how.inputs(patches), wanted, rtol=1e-4, atol=one.scale_d)
-    balanced = {name for name, (_, one) in found.items() if one.factors is not None}
+    steps = np.rint(patches / factors / record.scale_d) + record.offset_d
+    expected = (np.clip(steps, -128, 127) - record.offset_d) * record.scale_d * factors
+    np.testing.assert_allclose(
+        quantization.inputs(patches), expected, rtol=1e-4, atol=record.scale_d
+    )
+    balanced = {name for name, (_, record) in quantizations.items() if record.factors is not None}
     assert balanced == set(records["dmq 0.5"])
 
 
@@ -201,28 +208,33 @@ def test_dmq_must_halve_the_error():
 @pytest.mark.slow
 def test_command_repairs_before_choosing_float(auto, command, uneven, images, tmp_path):
     """The corrected model and the record are what was judged."""
-    said = auto(uneven, images, tmp_path, "--max-loss", "1e-4")
-    assert "4 layers in int8, 0 in float" in said
-    assert "DMQ balances 1 layers, with a multiplication more in front of each, by the" in said
-    assert "largest values of 12 images." in said
-    assert "bias correction: worst part" in said and "uneven_corrected.onnx is the" in said
+    output = auto(uneven, images, tmp_path, "--max-loss", "1e-4")
+    assert "4 layers in int8, 0 in float" in output
+    assert "DMQ balances 1 layers, with a multiplication more in front of each, by the" in output
+    assert "largest values of 12 images." in output
+    assert "bias correction: worst part" in output
+    assert "uneven_corrected.onnx is the" in output
     layers = settled(tmp_path).layers
-    assert layers["dw"].dmq_balancer_param and not layers["one"].dmq_balancer_param
+    assert layers["dw"].dmq_balancer_param
+    assert not layers["one"].dmq_balancer_param
     deployed = onnx.load(tmp_path / "uneven_deploy_model.onnx")
     assert [n.name for n in deployed.graph.node if n.op_type == "Mul"] == ["dw.mul"]
-    words = (tmp_path / "uneven_corrected.onnx", tmp_path / "uneven_record.txt")
-    command("ascend", "deploy", *words, "-o", tmp_path / "again")
-    found = outputs(tmp_path / "again" / "uneven_corrected_fake_quant_model.onnx", images)
-    np.testing.assert_array_equal(found, outputs(tmp_path / "uneven_fake_quant_model.onnx", images))
+    arguments = (tmp_path / "uneven_corrected.onnx", tmp_path / "uneven_record.txt")
+    command("ascend", "deploy", *arguments, "-o", tmp_path / "again")
+    actual = outputs(tmp_path / "again" / "uneven_corrected_fake_quant_model.onnx", images)
+    np.testing.assert_array_equal(
+        actual, outputs(tmp_path / "uneven_fake_quant_model.onnx", images)
+    )
 
 
 @pytest.mark.slow
 def test_dmq_runs_only_beyond_the_budget(auto, uneven, images, tmp_path):
-    said = auto(uneven, images, tmp_path, "--max-loss", "0.5")
-    assert "corrected" not in said and "DMQ" not in said
+    output = auto(uneven, images, tmp_path, "--max-loss", "0.5")
+    assert "corrected" not in output
+    assert "DMQ" not in output
     assert not (tmp_path / "uneven_corrected.onnx").exists()
-    said = auto(uneven, images, tmp_path, "--max-loss", "1e-4", "--amct-batch", 3)
-    assert "largest values of 3 images." in said
+    output = auto(uneven, images, tmp_path, "--max-loss", "1e-4", "--amct-batch", 3)
+    assert "largest values of 3 images." in output
     assert settled(tmp_path).batch_num == 4
 
 
@@ -252,11 +264,11 @@ def coarse(tmp_path_factory):
 
 @pytest.fixture
 def auto_coarse(coarse, auto, tmp_path):
-    """(folder, budget, words) -> what was said, and the folder."""
+    """(folder, budget, arguments) -> what was said, and the folder."""
 
-    def call(folder, budget, *words):
+    def call(folder, budget, *arguments):
         out, images = tmp_path / folder, coarse.with_suffix(".npy")
-        return auto(coarse, images, out, "--max-loss", budget, *words), out
+        return auto(coarse, images, out, "--max-loss", budget, *arguments), out
 
     return call
 
@@ -273,70 +285,75 @@ def outputs(path, images):
 @pytest.mark.slow
 def test_repairs_and_searches_precede_float(auto_coarse, coarse, command, tmp_path):
     """The repaired model and the record give the same files again."""
-    said, out = auto_coarse("repaired", REPAIRED)
-    assert "3 layers in int8, 0 in float." in said and len(losses_of(out)) == 2
-    assert "weight rounding by output error: 1 layer gives" in said
-    assert "coarse_corrected.onnx is the float model with these repairs, and goes with" in said
+    output, out = auto_coarse("repaired", REPAIRED)
+    assert "3 layers in int8, 0 in float." in output
+    assert len(losses_of(out)) == 2
+    assert "weight rounding by output error: 1 layer gives" in output
+    assert "coarse_corrected.onnx is the float model with these repairs, and goes with" in output
     assert json.loads((out / RANKING).read_text()) == []  # no layer had to be ranked
-    again, images = tmp_path / "again", coarse.with_suffix(".npy")
-    words = (out / "coarse_corrected.onnx", out / "coarse_record.txt", "-o", again)
-    command("ascend", "deploy", *words)
-    found = outputs(again / "coarse_corrected_fake_quant_model.onnx", images)
-    np.testing.assert_array_equal(found, outputs(out / "coarse_fake_quant_model.onnx", images))
-    deployed = (again / "coarse_corrected_deploy_model.onnx").read_bytes()
+    redeployed, images = tmp_path / "again", coarse.with_suffix(".npy")
+    arguments = (out / "coarse_corrected.onnx", out / "coarse_record.txt", "-o", redeployed)
+    command("ascend", "deploy", *arguments)
+    actual = outputs(redeployed / "coarse_corrected_fake_quant_model.onnx", images)
+    np.testing.assert_array_equal(actual, outputs(out / "coarse_fake_quant_model.onnx", images))
+    deployed = (redeployed / "coarse_corrected_deploy_model.onnx").read_bytes()
     assert deployed == (out / "coarse_deploy_model.onnx").read_bytes()
-    said, out = auto_coarse("swapped", SWAPPED)
-    assert "3 layers in int8, 0 in float." in said and len(losses_of(out)) == 3
+    output, out = auto_coarse("swapped", SWAPPED)
+    assert "3 layers in int8, 0 in float." in output
+    assert len(losses_of(out)) == 3
     assert losses_of(out) == sorted(losses_of(out), reverse=True)
     assert len(json.loads((out / RANKING).read_text())) == 3
 
 
 @pytest.mark.slow
 def test_threads_change_no_byte(auto_coarse):
-    _, one = auto_coarse("one", SWAPPED, "--threads", 1)
+    _, single_thread = auto_coarse("one", SWAPPED, "--threads", 1)
     _, three = auto_coarse("three", SWAPPED, "--threads", 3)
-    names = sorted(path.name for path in one.iterdir() if path.is_file())
+    names = sorted(path.name for path in single_thread.iterdir() if path.is_file())
     assert {FINAL, HISTORY, RANKING, "coarse_corrected.onnx"} <= set(names)
     assert names == sorted(path.name for path in three.iterdir() if path.is_file())
     for name in names:
-        assert (one / name).read_bytes() == (three / name).read_bytes(), name
+        assert (single_thread / name).read_bytes() == (three / name).read_bytes(), name
 
 
 @pytest.mark.slow
 def test_float_layer_keeps_its_constants(auto_coarse, coarse):
-    said, out = auto_coarse("o", 4e-5)
-    assert "2 layers in int8, 1 in float." in said
-    kept = settled(out).enabled()
+    output, out = auto_coarse("o", 4e-5)
+    assert "2 layers in int8, 1 in float." in output
+    int8_layers = settled(out).enabled()
     models = [onnx.load(path) for path in (coarse, out / "coarse_corrected.onnx")]
-    before, after = ({one.name: one for one in find_weighted_layers(model)} for model in models)
-    (back,) = before.keys() - set(kept)
-    assert (after[back].array == before[back].array).all()
-    tensors = (Graph(models[0]).constants, before), (Graph(models[1]).constants, after)
-    biases = [numpy_helper.to_array(held[layers[back].bias]) for held, layers in tensors]
+    original, corrected = (
+        {layer.name: layer for layer in find_weighted_layers(model)} for model in models
+    )
+    (back,) = original.keys() - set(int8_layers)
+    assert (corrected[back].array == original[back].array).all()
+    tensors = (Graph(models[0]).constants, original), (Graph(models[1]).constants, corrected)
+    biases = [numpy_helper.to_array(constants[layers[back].bias]) for constants, layers in tensors]
     np.testing.assert_array_equal(*biases)
 
 
 def test_user_configuration_keeps_user_weights(auto_coarse, tmp_path):
     (tmp_path / "my.cfg").write_text("batch_num: 8\n")
-    said, _ = auto_coarse("o", 4e-5, "--ascend-config", tmp_path / "my.cfg")
-    assert "weight rounding" not in said
+    output, _ = auto_coarse("o", 4e-5, "--ascend-config", tmp_path / "my.cfg")
+    assert "weight rounding" not in output
 
 
 @pytest.mark.parametrize("needed", range(5))
 def test_shortest_ranking_prefix_is_float(needed, auto_small, tmp_path, monkeypatch):
-    asked = []
+    float_sets = []
 
     def holds(search, trial):
-        asked.append(trial.in_float)
+        float_sets.append(trial.in_float)
         return {name for name, _ in search.ranking[:needed]} <= trial.in_float
 
     monkeypatch.setattr(BudgetSearch, "_holds", holds)
     auto_small(tmp_path, "--strategy", "binary-search")
     order = [name for name, _ in json.loads((tmp_path / RANKING).read_text())]
-    kept = set(settled(tmp_path).enabled())
-    assert kept == set(order[needed:]) and len(order) == 4
+    int8_layers = set(settled(tmp_path).enabled())
+    assert int8_layers == set(order[needed:])
+    assert len(order) == 4
     assert (tmp_path / "small_cnn_record.txt").exists() == (needed < 4)
-    assert len(asked) == len(set(asked)) <= 4
+    assert len(float_sets) == len(set(float_sets)) <= 4
 
 
 def test_labels_define_the_allowed_loss(auto_small, small_cnn, data, tmp_path):
@@ -344,12 +361,12 @@ def test_labels_define_the_allowed_loss(auto_small, small_cnn, data, tmp_path):
     classes = run_net(small_cnn, x)[0].argmax(axis=1)
     for number, image in enumerate(x):
         np.save(tmp_path / f"{number}.npy", image[None])
-    listed = "".join(f"{tmp_path}/{n}.npy {label}\n" for n, label in enumerate(classes))
-    (tmp_path / "list.txt").write_text(listed)
-    words = ("--eval-images", tmp_path / "list.txt", "--max-loss", 0)
-    said = auto_small(tmp_path / "o", *words)
+    list_text = "".join(f"{tmp_path}/{n}.npy {label}\n" for n, label in enumerate(classes))
+    (tmp_path / "list.txt").write_text(list_text)
+    arguments = ("--eval-images", tmp_path / "list.txt", "--max-loss", 0)
+    output = auto_small(tmp_path / "o", *arguments)
     assert {round(6 * loss) / 6 for loss in losses_of(tmp_path / "o")} == {0.0}
-    assert "4 layers in int8: loss 0.00000, held" in said
+    assert "4 layers in int8: loss 0.00000, held" in output
 
 
 def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):
@@ -359,13 +376,13 @@ def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):
     observed = observe(plan.observations, samples, runs=Counter())
     plain = RecordPlan._weight
 
-    def slowly(*words):
+    def slowly(*arguments):
         time.sleep(0.02)
-        return plain(*words)
+        return plain(*arguments)
 
     monkeypatch.setattr(RecordPlan, "_weight", slowly)
     plan._arq.clear()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(plan.record, observed)
+        first_record = pool.submit(plan.record, observed)
         time.sleep(0.03)
-        assert list(plan.record(observed).records) == list(first.result().records)
+        assert list(plan.record(observed).records) == list(first_record.result().records)

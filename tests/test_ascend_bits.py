@@ -44,28 +44,30 @@ def built(run, tmp_path_factory):
             folder = tmp_path_factory.mktemp("widths")
             config, out = folder / f"my{suffix}", folder / "o"
             config.write_text(text)
-            words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
+            arguments = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
             images = ("--images", WIDTHS / "x.npy")
-            code, said, err = run("build", model, *images, *words, "--ascend-config", config)
-            told = read_markdown(out) if (out / "report.md").exists() else ""
-            BUILT[key] = code, " ".join([*(said + err).split(), told]), out
+            code, output, err = run("build", model, *images, *arguments, "--ascend-config", config)
+            report = read_markdown(out) if (out / "report.md").exists() else ""
+            BUILT[key] = code, " ".join([*(output + err).split(), report]), out
         return BUILT[key]
 
     return build
 
 
-def refused(built, *how):
+def refused(built, *arguments):
     """The sentence of a build that ends in an error."""
-    code, said, out = built(*how)
-    assert code == 1 and not list(out.glob("*_record.txt")) and "Traceback" not in said
-    return said
+    code, message, out = built(*arguments)
+    assert code == 1
+    assert not list(out.glob("*_record.txt"))
+    assert "Traceback" not in message
+    return message
 
 
 def tensors(model):
     """(node, place) -> the constant that it reads there."""
-    held = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-    read = [(n.name, *place) for n in model.graph.node for place in enumerate(n.input)]
-    return {(node, place): held[name] for node, place, name in read if name in held}
+    constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    read = [(n.name, *position) for n in model.graph.node for position in enumerate(n.input)]
+    return {(node, position): constants[name] for node, position, name in read if name in constants}
 
 
 def kinds(model):
@@ -77,16 +79,17 @@ def kinds(model):
 @pytest.mark.parametrize("case", CASES)
 def test_a_build_is_amcts(case, built):
     """Same types and offsets; scales and what follows from them within AMCT's float32 sums."""
-    code, said, out = built(CASES[case], ".json" if case == "a4w4" else ".cfg")
-    assert code == 0, said
-    found = read_record((out / "float_record.txt").read_text())
-    wanted = read_record((WIDTHS / case / "record.txt").read_text())
-    assert list(found) == list(wanted)
-    for name, one in wanted.items():
-        mine = found[name]
-        assert (mine.act_bits, mine.weight_bits) == (one.act_bits, one.weight_bits), name
-        assert mine.offset_d == one.offset_d and mine.force_fp16 == (case == "force")
-        assert max(ulps(mine.scale_d, one.scale_d), ulps(mine.scale_w, one.scale_w)) <= 8
+    code, output, out = built(CASES[case], ".json" if case == "a4w4" else ".cfg")
+    assert code == 0, output
+    records = read_record((out / "float_record.txt").read_text())
+    expected = read_record((WIDTHS / case / "record.txt").read_text())
+    assert list(records) == list(expected)
+    for name, record in expected.items():
+        mine = records[name]
+        assert (mine.act_bits, mine.weight_bits) == (record.act_bits, record.weight_bits), name
+        assert mine.offset_d == record.offset_d
+        assert mine.force_fp16 == (case == "force")
+        assert max(ulps(mine.scale_d, record.scale_d), ulps(mine.scale_w, record.scale_w)) <= 8
     deployed = onnx.load(out / "float_deploy_model.onnx")
     assert kinds(deployed) == kinds(onnx.load(WIDTHS / case / "res_deploy_model.onnx"))
     (fake,) = OrtSession.open(out / "float_fake_quant_model.onnx").run({"x": X[:1]}).values()
@@ -97,24 +100,25 @@ def test_a_build_is_amcts(case, built):
 @pytest.mark.parametrize("case", (*CASES, "s19"))
 def test_files_from_amcts_record_are_amcts(case, command, tmp_path):
     """Every tensor of the deploy model equal, packed weights and cut scales too."""
-    words = ("-o", tmp_path, "--images", WIDTHS / "x.npy")
-    command("ascend", "deploy", FLOAT, WIDTHS / case / "record.txt", *words)
+    arguments = ("-o", tmp_path, "--images", WIDTHS / "x.npy")
+    command("ascend", "deploy", FLOAT, WIDTHS / case / "record.txt", *arguments)
     mine = onnx.load(tmp_path / "float_deploy_model.onnx")
     amct = onnx.load(WIDTHS / case / "res_deploy_model.onnx")
     assert kinds(mine) == kinds(amct)
-    found, wanted = tensors(mine), tensors(amct)
-    assert set(found) == set(wanted)
-    for key, value in wanted.items():
-        got = found[key]
-        assert got.dtype == value.dtype and got.shape == value.shape, key
+    tensors_found, expected = tensors(mine), tensors(amct)
+    assert set(tensors_found) == set(expected)
+    for key, value in expected.items():
+        got = tensors_found[key]
+        assert got.dtype == value.dtype, key
+        assert got.shape == value.shape, key
         if key != ("conv1", 2):  # of a bias that AMCT folded, and here the exporter
             np.testing.assert_array_equal(got, value, err_msg=str(key))
     fakes = OrtSession.open(tmp_path / "float_fake_quant_model.onnx")
     reference = np.load(WIDTHS / case / "y.npy")
     for x, y in zip(X, reference, strict=True):
         np.testing.assert_allclose(fakes.run({"x": x[None]})["y"][0], y, rtol=1e-5, atol=1e-7)
-    told = read_markdown(tmp_path)
-    assert "within 0 of the fake-quant model with AscendQuant's rounding" in told
+    report = read_markdown(tmp_path)
+    assert "within 0 of the fake-quant model with AscendQuant's rounding" in report
     out = command("ascend", "check", tmp_path / "float_deploy_model.onnx")
     grids = {"a16": "int8 and int16", "a16h": "int8 and int16", "a4w4": "int4"}
     assert out.endswith(f"7 layers in {grids.get(case, 'int8')}")
@@ -122,55 +126,56 @@ def test_files_from_amcts_record_are_amcts(case, command, tmp_path):
 
 def test_record_widths_round_trip_exactly(built, command, tmp_path):
     _, _, out = built(CASES["w4"])
-    again = tmp_path / "again"
-    command("ascend", "deploy", FLOAT, out / "float_record.txt", "-o", again)
+    redeployed = tmp_path / "again"
+    command("ascend", "deploy", FLOAT, out / "float_record.txt", "-o", redeployed)
     for name in ("record.txt", "deploy_model.onnx", "fake_quant_model.onnx", "amct_qdq.onnx"):
-        assert (again / f"float_{name}").read_bytes() == (out / f"float_{name}").read_bytes()
+        assert (redeployed / f"float_{name}").read_bytes() == (out / f"float_{name}").read_bytes()
 
 
 # -- what goes back to 8 bits, and is told
 def test_layers_without_4_bits_keep_8(built):
-    _, said, out = built(CASES["w4"])
-    assert "The weights of 2 layers (conv1, dw) have 8 bits, not 4: only layers" in said
-    assert "Weights of 4 layers (conv2, up, fc1, ...) are of 4 bits" in said
+    _, output, out = built(CASES["w4"])
+    assert "The weights of 2 layers (conv1, dw) have 8 bits, not 4: only layers" in output
+    assert "Weights of 4 layers (conv2, up, fc1, ...) are of 4 bits" in output
     used = json.loads((out / "float_config.json").read_text())
     bits = {name: used[name]["weight_quant_params"]["num_bits"] for name in ("conv1", "dw", "up")}
     assert bits == {"conv1": 8, "dw": 8, "up": 4}
-    _, said, _ = built(CASES["w6"])
-    assert "The weights of 3 layers (fc1, fc2, up) have 8 bits, not 6" in said
-    _, said, _ = built('skip_layers: "dw" common_config { arq_quantize { quant_bits: 4 } }')
-    assert "The weights of 1 layer (conv1) have 8 bits, not 4" in said
+    _, output, _ = built(CASES["w6"])
+    assert "The weights of 3 layers (fc1, fc2, up) have 8 bits, not 6" in output
+    _, output, _ = built('skip_layers: "dw" common_config { arq_quantize { quant_bits: 4 } }')
+    assert "The weights of 1 layer (conv1) have 8 bits, not 4" in output
 
 
 @pytest.mark.parametrize("case", ["a16", "a16h"])
 def test_common_16_bits_reach_suitable_layers(case, built):
-    _, said, out = built(CASES[case])
-    assert "The activations of 2 layers (fc2, pool) have 8 bits, not 16" in said
-    assert "of 16 bits, which atc takes for Nano chips (Ascend035) alone" in said
-    assert re.search(r"Sums of 16-bit activations reached 0\.0\d+ of int32's end, in fc1\.", said)
-    assert "The Q/DQ model has those layers in float" in said
+    _, output, out = built(CASES[case])
+    assert "The activations of 2 layers (fc2, pool) have 8 bits, not 16" in output
+    assert "of 16 bits, which atc takes for Nano chips (Ascend035) alone" in output
+    assert re.search(r"Sums of 16-bit activations reached 0\.0\d+ of int32's end, in fc1\.", output)
+    assert "The Q/DQ model has those layers in float" in output
     qdq = onnx.load(out / "float_amct_qdq.onnx")
-    made = {n.name for n in qdq.graph.node if n.op_type == "QuantizeLinear"}
-    assert made == {"pool.input.quantize", "fc2.input.quantize"}
+    quantizers = {n.name for n in qdq.graph.node if n.op_type == "QuantizeLinear"}
+    assert quantizers == {"pool.input.quantize", "fc2.input.quantize"}
 
 
 def test_other_commands_report_wide_layers(run, command, tmp_path):
     config = tmp_path / "my.cfg"
     config.write_text(CASES["w4"])
     sentence = "The weights of 2 layers (conv1, dw) have 8 bits, not 4"
-    made = tmp_path / "made.json"
+    config_path = tmp_path / "made.json"
     auto = ("--images", WIDTHS / "x.npy", "--max-loss", 1, "--ascend-config", config)
-    for words in (
-        ("config", FLOAT, "--from", config, "-o", made),
+    for arguments in (
+        ("config", FLOAT, "--from", config, "-o", config_path),
         ("check", config, "--model", FLOAT),
         ("auto", FLOAT, *auto, "-o", tmp_path / "auto"),
     ):
-        code, out, err = run("ascend", *words)
-        assert code == 0 and sentence in " ".join((out + err).split()), (words, out, err)
+        code, out, err = run("ascend", *arguments)
+        assert code == 0, (arguments, out, err)
+        assert sentence in " ".join((out + err).split()), (arguments, out, err)
     # 8 bits are what it asks for
-    assert command("ascend", "check", made, "--model", FLOAT).endswith("7 layers in int8")
+    assert command("ascend", "check", config_path, "--model", FLOAT).endswith("7 layers in int8")
     record = read_record((tmp_path / "auto" / "float_record.txt").read_text())
-    of_four = {name for name, one in record.items() if one.weight_bits == 4}
+    of_four = {name for name, layer in record.items() if layer.weight_bits == 4}
     assert of_four == {"conv2", "up", "fc1", "fc2"}
 
 
@@ -192,8 +197,8 @@ IN_JSON = {"fc2": {"activation_quant_params": {"num_bits": 16}}, "conv1": {"quan
     ],
 )
 def test_unsuitable_named_16_bits_are_refused(text, suffix, who, built, no_pass):
-    said = "16-bit activations are for Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
-    assert f"{said}, got {who}" in refused(built, text, suffix)
+    message = "16-bit activations are for Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
+    assert f"{message}, got {who}" in refused(built, text, suffix)
 
 
 def test_3d_convolution_takes_4_bit_weights(tmp_path, built, request, rng):
@@ -203,13 +208,14 @@ def test_3d_convolution_takes_4_bit_weights(tmp_path, built, request, rng):
     ends = {"x": [1, 3, 8, 8]}, {"y": [1, 4, 3, 2, 6]}
     model = save_net(tmp_path / "volume.onnx", nodes, *ends, constants)
     text = f"common_config {{ {INT16} arq_quantize {{ quant_bits: 4 }} }}"
-    code, said, out = built(text, ".cfg", model)
-    assert code == 0 and "activations of 1 layer (deep) have 8 bits, not 16" in said
+    code, output, out = built(text, ".cfg", model)
+    assert code == 0
+    assert "activations of 1 layer (deep) have 8 bits, not 16" in output
     record = read_record((out / "volume_record.txt").read_text())["deep"]
     assert (record.act_bits, record.weight_bits, record.offset_d) == (8, 4, 0)
     request.getfixturevalue("no_pass")
-    said = refused(built, override("layer_name", "deep", INT16), ".cfg", model)
-    assert "got Conv in layer 'deep'" in said
+    output = refused(built, override("layer_name", "deep", INT16), ".cfg", model)
+    assert "got Conv in layer 'deep'" in output
 
 
 def test_batched_matmul_takes_four_bits(command, rng, tmp_path):
@@ -220,8 +226,8 @@ def test_batched_matmul_takes_four_bits(command, rng, tmp_path):
     record = tmp_path / "r.txt"
     fields = {"act_type": "INT4", "wts_type": "INT4", "scale_d": 0.25, "scale_w": 0.3}
     record.write_text(entry("mm", **fields))
-    said = command("ascend", "deploy", model, record, "-o", tmp_path / "o")
-    assert "within 0 of the fake-quant model" in said
+    output = command("ascend", "deploy", model, record, "-o", tmp_path / "o")
+    assert "within 0 of the fake-quant model" in output
     deploy = onnx.load(tmp_path / "o" / "mm_deploy_model.onnx")
     assert tensors(deploy)["mm", 1].shape == (2, 3, 5)
     assert kinds(deploy)["mm.bias_quant"] == ("Cast",)
@@ -248,8 +254,8 @@ PRECISIONS = {
 
 @pytest.mark.parametrize("value", PRECISIONS)
 def test_nano_scales_equal_amct(value):
-    held = ascend_half(np.float32(value)), ascend_s19(np.float32([value]))[0]
-    assert tuple(int(one.view(np.uint32)) for one in held) == PRECISIONS[value]
+    scales = ascend_half(np.float32(value)), ascend_s19(np.float32([value]))[0]
+    assert tuple(int(scale.view(np.uint32)) for scale in scales) == PRECISIONS[value]
 
 
 def test_sums_beyond_int32_are_told(command, tmp_path):
@@ -259,10 +265,10 @@ def test_sums_beyond_int32_are_told(command, tmp_path):
     x, record = np.ones((1, 600), np.float32), tmp_path / "r.txt"
     np.save(tmp_path / "x.npy", x)
     record.write_text(entry("fc", act_type="INT16", scale_d=1 / 32767, scale_w=1 / 127))
-    words = ("-o", tmp_path / "o", "--images", tmp_path / "x.npy")
-    command("ascend", "deploy", model, record, *words)
-    told = read_markdown(tmp_path / "o")
-    assert "reached 1.16 of int32's end, in fc, and are wrong wherever" in told
+    arguments = ("-o", tmp_path / "o", "--images", tmp_path / "x.npy")
+    command("ascend", "deploy", model, record, *arguments)
+    report = read_markdown(tmp_path / "o")
+    assert "reached 1.16 of int32's end, in fc, and are wrong wherever" in report
     deployed = open_deploy(onnx.load(tmp_path / "o" / "wide_deploy_model.onnx"))
     np.testing.assert_allclose(deployed.run({"x": x})["y"], 600, rtol=1e-4)  # added in int64
 
@@ -274,7 +280,7 @@ def entry(key, **fields):
 
 
 @pytest.mark.parametrize(
-    ("layer", "fields", "said"),
+    ("layer", "fields", "message"),
     [
         ("fc2", {"act_type": "INT16"}, "act_type INT16 is for Conv and ConvTranspose with"),
         ("conv1", {"wts_type": "INT4"}, "with 3 input channels and 1 groups in layer 'conv1'"),
@@ -287,13 +293,14 @@ def entry(key, **fields):
         ("fc1", {"scale_d": 1e-12, "act_type": "INT16"}, "1 / scale_d must be in [2^-14, 4.29"),
     ],
 )
-def test_record_without_matching_layer_is_refused(layer, fields, said, refusal, tmp_path):
+def test_record_without_matching_layer_is_refused(layer, fields, message, refusal, tmp_path):
     record = tmp_path / "r.txt"
     record.write_text(entry(layer, **fields))
     err = refusal("ascend", "deploy", FLOAT, record, "-o", tmp_path / "o")
-    assert said in err and not (tmp_path / "o").exists()
+    assert message in err
+    assert not (tmp_path / "o").exists()
     if "scale_d" not in fields:  # that is the hardware's, not the record's
-        assert said in refusal("ascend", "check", record, "--model", FLOAT)
+        assert message in refusal("ascend", "check", record, "--model", FLOAT)
 
 
 def test_widths_of_a_record():
@@ -307,8 +314,8 @@ def test_widths_of_a_record():
     assert of_four.startswith("Activations of 1 layer (four) are of 4 bits, for which atc makes")
     assert " no .om on chips" in of_four
     assert weights.startswith("Weights of 1 layer (four) are of 4 bits")
-    (one,) = read_record(entry("fc1", dst_type="INT4", act_type="INT8")).values()
-    assert (one.act_bits, one.weight_bits) == (4, 4)
+    (layer,) = read_record(entry("fc1", dst_type="INT4", act_type="INT8")).values()
+    assert (layer.act_bits, layer.weight_bits) == (4, 4)
 
 
 HALF, HALF_X = WIDTHS / "float16.onnx", X.astype(np.float16)
@@ -317,12 +324,12 @@ F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
 
 @pytest.fixture
 def files(command, tmp_path):
-    """(words of `calib8 ...`, the model first) -> the report, deploy and fake-quant models."""
+    """(arguments of `calib8 ...`, the model first) -> the report, deploy and fake-quant models."""
 
-    def make(before, model, *words, dtype=np.float16):
+    def make(command_words, model, *arguments, dtype=np.float16):
         np.save(tmp_path / "x.npy", HALF_X.astype(dtype))
         out = tmp_path / "o"
-        command(*before, model, *words, "--images", tmp_path / "x.npy", "--out", out)
+        command(*command_words, model, *arguments, "--images", tmp_path / "x.npy", "--out", out)
         ends = ("deploy_model.onnx", "fake_quant_model.onnx")
         return read_markdown(out), *(out / f"{model.stem}_{end}" for end in ends)
 
@@ -334,10 +341,10 @@ BUILD = ("--target", "ascend", "--effort", 0, "--duration", 0)
 
 def types(model):
     """Tensor -> its element type, constants too."""
-    made = onnx.shape_inference.infer_shapes(model, strict_mode=True)
-    values = (*made.graph.input, *made.graph.output, *made.graph.value_info)
-    found = {v.name: v.type.tensor_type.elem_type for v in values}
-    return found | {t.name: t.data_type for t in made.graph.initializer}
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    values = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
+    type_by_name = {v.name: v.type.tensor_type.elem_type for v in values}
+    return type_by_name | {t.name: t.data_type for t in inferred.graph.initializer}
 
 
 def dtypes(path):
@@ -347,33 +354,36 @@ def dtypes(path):
 
 def test_amct_record_gives_its_files(files):
     """Integers and scales equal; conv1's bias was folded by AMCT there, here by the exporter."""
-    told, deploy, fake = files(("ascend", "deploy"), HALF, WIDTHS / "half" / "record.txt")
-    assert "7 layers (conv1, conv2, dw, ...) read and give float16, as in the file" in told
+    report, deploy, fake = files(("ascend", "deploy"), HALF, WIDTHS / "half" / "record.txt")
+    assert "7 layers (conv1, conv2, dw, ...) read and give float16, as in the file" in report
     assert set(dtypes(deploy).values()) == {1}
     mine, amct = onnx.load(deploy), onnx.load(WIDTHS / "half" / "res_deploy_model.onnx")
     assert [n.op_type for n in mine.graph.node] == [n.op_type for n in amct.graph.node]
-    found, wanted = tensors(mine), tensors(amct)
-    assert set(found) == set(wanted)
-    for key in set(found) - {("conv1", 2)}:
-        np.testing.assert_array_equal(found[key], wanted[key], err_msg=str(key))
+    tensors_found, expected = tensors(mine), tensors(amct)
+    assert set(tensors_found) == set(expected)
+    for key in set(tensors_found) - {("conv1", 2)}:
+        np.testing.assert_array_equal(tensors_found[key], expected[key], err_msg=str(key))
     model = onnx.load(fake)
-    assert types(model)["conv1_output0"] == F32 and types(model)["/Relu_output_0"] == F16
-    session, wanted = OrtSession.open(fake), np.load(WIDTHS / "half" / "y.npy")
-    for x, y in zip(HALF_X, wanted, strict=True):
+    assert types(model)["conv1_output0"] == F32
+    assert types(model)["/Relu_output_0"] == F16
+    session, expected = OrtSession.open(fake), np.load(WIDTHS / "half" / "y.npy")
+    for x, y in zip(HALF_X, expected, strict=True):
         got = session.run({"x": x[None]})["y"]
-        assert got.dtype == np.float16 and np.abs(got[0] - y).max() <= 4e-3 * np.abs(wanted).max()
+        assert got.dtype == np.float16
+        assert np.abs(got[0] - y).max() <= 4e-3 * np.abs(expected).max()
 
 
 def test_a_build_keeps_float16(files):
     _, deploy, fake = files(("build",), HALF, *BUILD, "--keep-float", "conv2")
     record = deploy.with_name("float16_record.txt").read_text()
     assert record.count('op_data_type: "FLOAT16"') == record.count("act_type") == 6
-    held = {t.name: t.data_type for t in onnx.load(deploy).graph.initializer}
-    assert held["conv2.weight"] == held["conv2.bias"] == F16
-    assert held["dw.weight"] == TensorProto.INT8 and set(dtypes(deploy).values()) == {1}
+    type_by_name = {t.name: t.data_type for t in onnx.load(deploy).graph.initializer}
+    assert type_by_name["conv2.weight"] == type_by_name["conv2.bias"] == F16
+    assert type_by_name["dw.weight"] == TensorProto.INT8
+    assert set(dtypes(deploy).values()) == {1}
     assert "Cast" not in [n.op_type for n in onnx.load(deploy).graph.node]
-    apart, largest = run_both(deploy, fake, HALF_X[:1])
-    assert apart <= 4e-3 * largest
+    deviation, largest = run_both(deploy, fake, HALF_X[:1])
+    assert deviation <= 4e-3 * largest
 
 
 def run_both(deploy, fake, x):
@@ -385,18 +395,18 @@ def run_both(deploy, fake, x):
 
 
 @pytest.mark.parametrize(
-    ("model", "told", "words"),
+    ("model", "recorded_type", "reason"),
     [
         ("float.onnx", "FLOAT16", "that of float16"),
         ("float16.onnx", "FLOAT32", "that of float32"),
     ],
 )
-def test_record_of_other_floats_is_refused(model, told, words, refusal, tmp_path):
+def test_record_of_other_floats_is_refused(model, recorded_type, reason, refusal, tmp_path):
     text = (WIDTHS / "half" / "record.txt").read_text()
     record = tmp_path / "r.txt"
-    record.write_text(text.replace("value {", f'value {{ op_data_type: "{told}"', 1))
+    record.write_text(text.replace("value {", f'value {{ op_data_type: "{recorded_type}"', 1))
     err = refusal("ascend", "deploy", WIDTHS / model, record, "-o", tmp_path / "o")
-    assert f"got {words} for 'conv1'" in err
+    assert f"got {reason} for 'conv1'" in err
     assert not (tmp_path / "o").exists()
 
 
@@ -429,30 +439,34 @@ def test_float16_types_are_restored_by_name():
     model = network()
     loaded = load(model)
     halves = find_float16_tensors(CalibrationSubject(loaded=loaded, samples=1, user_model=model))
-    made = to_float16(loaded.model, halves)
-    onnx.checker.check_model(made, full_check=True)
-    before, after = types(model), types(made)
-    assert all(after[name] == kind for name, kind in before.items() if name in after)
-    assert {after[name] for name in "cruva"} == {F16} and after["twice"] == F32
+    restored = to_float16(loaded.model, halves)
+    onnx.checker.check_model(restored, full_check=True)
+    types_before, types_after = types(model), types(restored)
+    assert all(
+        types_after[name] == kind for name, kind in types_before.items() if name in types_after
+    )
+    assert {types_after[name] for name in "cruva"} == {F16}
+    assert types_after["twice"] == F32
     x = {"x": np.random.default_rng(1).normal(size=(1, 3, 8, 8)).astype(np.float32)}
-    (got,), (wanted,) = (OrtSession.open(m).run(x).values() for m in (made, model))
-    np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), atol=2e-3)
+    (got,), (expected,) = (OrtSession.open(m).run(x).values() for m in (restored, model))
+    np.testing.assert_allclose(got.astype(np.float32), expected.astype(np.float32), atol=2e-3)
     assert find_float16_tensors(CalibrationSubject(loaded=load(model), samples=1)) == frozenset()
 
 
 @pytest.mark.parametrize(
-    ("text", "most"), [("", 2e-3), ('tensor_quantize { layer_name: "Add_a" input_index: 0 }', 4e-3)]
+    ("text", "max_deviation"),
+    [("", 2e-3), ('tensor_quantize { layer_name: "Add_a" input_index: 0 }', 4e-3)],
 )
-def test_a_mixed_model_is_built(text, most, files, tmp_path):
+def test_a_mixed_model_is_built(text, max_deviation, files, tmp_path):
     """AscendAntiQuant gives what AscendQuant read: dtype 1, and no Cast in front of the Add."""
     config = tmp_path / "my.cfg"
     config.write_text(f"batch_num: 2 {text}")
     onnx.save(network(), tmp_path / "mixed.onnx")
-    words = (*BUILD, "--ascend-config", config)
-    _, deploy, fake = files(("build",), tmp_path / "mixed.onnx", *words, dtype=np.float32)
+    arguments = (*BUILD, "--ascend-config", config)
+    _, deploy, fake = files(("build",), tmp_path / "mixed.onnx", *arguments, dtype=np.float32)
     assert dtypes(deploy) == {"Conv_c.dequant": 1}
-    apart, _ = run_both(deploy, fake, HALF_X[:1].astype(np.float32))
-    assert apart <= most
+    deviation, _ = run_both(deploy, fake, HALF_X[:1].astype(np.float32))
+    assert deviation <= max_deviation
     if text:
         nodes = {n.name: n for n in onnx.load(deploy).graph.node}
         back = nodes["Add_a.0.anti_quant"]
@@ -473,5 +487,6 @@ def test_final_cast_may_share_input_name(files, tmp_path):
     _, deploy, fake = files(("build",), tmp_path / "cast.onnx", *BUILD)
     for path in (deploy, fake):
         names = [node.name for node in onnx.load(path).graph.node]
-        assert len(names) == len(set(names)) and "end" in names
+        assert len(names) == len(set(names))
+        assert "end" in names
     assert OrtSession.open(fake).run({"x": HALF_X[:1]})[end.name].dtype == np.float32

@@ -28,15 +28,15 @@ KINDS = {layer.kind for layer in GRAPH.layers.values()} | {"MatMul"}
 
 @pytest.mark.parametrize("case", NAMES)
 def test_files_are_amcts_byte_for_byte(case):
-    wanted = (CASES / case / "config.json").read_text()
-    assert write_config(read_config(wanted)) == wanted
+    expected = (CASES / case / "config.json").read_text()
+    assert write_config(read_config(expected)) == expected
     simple = CASES / case / "simple.cfg"
     if simple.exists():
         config = read_simple_config(simple.read_text(), GRAPH)
     else:
         config = default_config(GRAPH, batch_num=2)
-    assert write_config(config) == wanted
-    config = resolve_config(read_config(wanted), GRAPH)
+    assert write_config(config) == expected
+    config = resolve_config(read_config(expected), GRAPH)
     assert read_simple_config(write_simple_config(config), GRAPH) == config
     text = (CASES / case / "record.txt").read_text()
     records = read_record(text)
@@ -60,13 +60,13 @@ def test_missing_keys_have_amct_defaults():
     ada["warm_start"] = 0.2
     activation = {"num_bits": 8, "act_algo": "ifmr", "asymmetric": None, "num_of_bins": 4096}
     weight = {"num_bits": 8, "wts_algo": "arq_quantize", "channel_wise": None}
-    both = {"activation": activation | ifmr, "weight": weight | ada}
-    assert asdict(LayerConfig()) == {"quant_enable": True, "dmq_balancer_param": None, **both}
+    both_texts = {"activation": activation | ifmr, "weight": weight | ada}
+    assert asdict(LayerConfig()) == {"quant_enable": True, "dmq_balancer_param": None, **both_texts}
     assert asdict(IfmrParams()) == ifmr | {"bits": 8, "with_offset": False}
     assert asdict(HfmgParams()) == {"bits": 8, "with_offset": True}
     assert asdict(AdaParams()) == ada
-    left = {k: v for k, v in asdict(QuantConfig()).items() if v}
-    assert left == {"version": 1, "batch_num": 1, "activation_offset": True, "do_fusion": True}
+    remaining = {k: v for k, v in asdict(QuantConfig()).items() if v}
+    assert remaining == {"version": 1, "batch_num": 1, "activation_offset": True, "do_fusion": True}
 
 
 @pytest.mark.parametrize("count", [1, 100, 2**31 - 1])
@@ -176,8 +176,10 @@ BROKEN_CFG = {
 
 
 def record(key, fields="", good=True):
-    given = 'scale_d: 0.1 offset_d: 3 scale_w: 0.2 offset_w: 0 act_type: "INT8" wts_type: "INT8"'
-    return f'record {{ key: "{key}" value {{ {given if good else ""} {fields} }} }} '
+    fields_given = (
+        'scale_d: 0.1 offset_d: 3 scale_w: 0.2 offset_w: 0 act_type: "INT8" wts_type: "INT8"'
+    )
+    return f'record {{ key: "{key}" value {{ {fields_given if good else ""} {fields} }} }} '
 
 
 BROKEN_RECORD = {
@@ -217,8 +219,10 @@ def test_broken_configuration_is_refused(kind, name):
     read, cases = BROKEN[kind]
     with pytest.raises(ConfigError, match=cases[name][1]) as error:
         read(cases[name][0])
-    said = str(error.value)
-    assert "\n" not in said and len(said) < 700 and "Traceback" not in said
+    message = str(error.value)
+    assert "\n" not in message
+    assert len(message) < 700
+    assert "Traceback" not in message
 
 
 SCALARS = [st.none(), st.booleans(), st.integers(-(10**12), 10**400), st.text(max_size=8)]
@@ -235,13 +239,13 @@ ANY_JSON = st.recursive(
 @given(st.data(), ANY_JSON)
 def test_no_value_breaks_the_json_reader(data, value):
     tree = json.loads((CASES / "small_mixed" / "config.json").read_text())
-    place = tree
+    key_path = tree
     while True:
-        key = data.draw(st.sampled_from(sorted(place)))
-        if not isinstance(place[key], dict) or data.draw(st.integers(0, 3)) == 0:
+        key = data.draw(st.sampled_from(sorted(key_path)))
+        if not isinstance(key_path[key], dict) or data.draw(st.integers(0, 3)) == 0:
             break
-        place = place[key]
-    place[key] = value
+        key_path = key_path[key]
+    key_path[key] = value
     with suppress(ConfigError):
         config = resolve_config(read_config(json.dumps(tree)), GRAPH)
         assert resolve_config(read_config(write_config(config)), GRAPH) == config
@@ -258,14 +262,16 @@ def test_record_floats_survive(scale_d, offset_d, scale_w):
     scales = {"scale_d": np.float32(scale_d), "scale_w": np.float32(scale_w)}
     record = LayerRecord(offset_d=offset_d, **scales)
     back = read_record(write_record({"a": record}))["a"]
-    assert back.scale_d == record.scale_d and back.offset_d == offset_d
+    assert back.scale_d == record.scale_d
+    assert back.offset_d == offset_d
     np.testing.assert_array_equal(back.scale_w, record.scale_w)
 
 
 # -- layers
 def test_layers_and_their_names():
     assert list(GRAPH.layers) == ["conv1", "conv2", "dw", "pw", "up", "pool", "fc1", "fc2"]
-    assert GRAPH.layers["dw"].group == 16 and GRAPH.layers["fc1"].trans_b
+    assert GRAPH.layers["dw"].group == 16
+    assert GRAPH.layers["fc1"].trans_b
     nodes = [("MatMul", "x w", "m", "mm"), ("Add", "b m", "y", "add")]
     layer = find_layers(model_of(nodes, {"w": np.ones((4, 3)), "b": np.ones(3)})).layers["mm"]
     assert (layer.bias, layer.bias_add, layer.output) == ("b", "add", "y")
@@ -292,18 +298,19 @@ def test_float_layers_have_reasons():
     ]
     graph = find_layers(model_of(nodes, dict.fromkeys(("w", "w2"), np.ones((4, 4)))))
     assert not graph.layers
-    assert "alpha 1" in graph.float_reasons["alpha"] and "shared" in graph.float_reasons["one"]
+    assert "alpha 1" in graph.float_reasons["alpha"]
+    assert "shared" in graph.float_reasons["one"]
     assert "constant" in graph.float_reasons["dynamic"]
     with pytest.raises(ConfigError, match="alpha"):
         default_config(graph)
 
 
-@pytest.mark.parametrize(("shape", "taken"), [([4], True), ([1, 4], True), ([1], False)])
-def test_gemm_bias_has_values_per_channel(shape, taken):
+@pytest.mark.parametrize(("shape", "accepted"), [([4], True), ([1, 4], True), ([1], False)])
+def test_gemm_bias_has_values_per_channel(shape, accepted):
     weights = {"w": np.ones((4, 4)), "b": np.ones(shape)}
     graph = find_layers(model_of([("Gemm", "x w b", "y", "g")], weights))
-    assert ("g" in graph.layers) is taken
-    assert taken or "one a channel" in graph.float_reasons["g"]
+    assert ("g" in graph.layers) is accepted
+    assert accepted or "one a channel" in graph.float_reasons["g"]
 
 
 RECORD = (CASES / "small_default" / "record.txt").read_text()
@@ -330,7 +337,7 @@ def checked(run, tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (DVPP, "a sound AIPP configuration"),
         ("aipp_op { aipp_mode: dynamic max_src_image_size: 6220800 support_rotation: false }", "a"),
@@ -351,13 +358,14 @@ def checked(run, tmp_path, text):
         ("# all defaults\nbatch_num: 4\n", "a simplified configuration"),
     ],
 )
-def test_foreign_spellings_are_known(text, said, tmp_path, run):
+def test_foreign_spellings_are_known(text, message, tmp_path, run):
     code, out, err = checked(run, tmp_path, text)
-    assert (code, err) == (0, "") and said in " ".join(out.split())
+    assert (code, err) == (0, "")
+    assert message in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (DVPP.replace("r0c0", "r0c9"), "matrix_r0c9"),
         (
@@ -369,13 +377,15 @@ def test_foreign_spellings_are_known(text, said, tmp_path, run):
         ("# record of nothing\nrecords { }", "no key 'records'"),
     ],
 )
-def test_wrong_configuration_entries_are_refused(text, said, tmp_path, run):
+def test_wrong_configuration_entries_are_refused(text, message, tmp_path, run):
     code, _, err = checked(run, tmp_path, text)
-    assert code == 1 and said in err and err.count("\n") == 1
+    assert code == 1
+    assert message in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("typed", "spelt"),
+    ("text", "spelt"),
     [
         ("ascend310p3", "Ascend310P3"),
         ("310P3", "Ascend310P3"),
@@ -385,18 +395,18 @@ def test_wrong_configuration_entries_are_refused(text, said, tmp_path, run):
         ("Ascend999X", "Ascend999X"),
     ],
 )
-def test_chips_are_spelt_as_atc_does(typed, spelt):
-    assert normalize_chip(typed) == spelt
+def test_chips_are_spelt_as_atc_does(text, spelt):
+    assert normalize_chip(text) == spelt
 
 
-@pytest.mark.parametrize("typed", ["AscendXYZ", "Ascend", "", "310P3; rm -rf", "31", "３１０"])
-def test_unknown_chip_is_refused(typed):
+@pytest.mark.parametrize("text", ["AscendXYZ", "Ascend", "", "310P3; rm -rf", "31", "３１０"])
+def test_unknown_chip_is_refused(text):
     with pytest.raises(ConfigError, match="Ascend310P3"):
-        normalize_chip(typed)
+        normalize_chip(text)
 
 
-@pytest.mark.parametrize(("factor", "told"), [(1e-7, True), (1, False)])
-def test_inputs_rounded_to_nothing_are_told(factor, told, ascend_build, small_cnn, rng, tmp_path):
+@pytest.mark.parametrize(("factor", "note"), [(1e-7, True), (1, False)])
+def test_inputs_rounded_to_nothing_are_told(factor, note, ascend_build, small_cnn, rng, tmp_path):
     np.save(tmp_path / "x.npy", np.float32(rng.normal(scale=factor, size=(4, 3, 16, 16))))
     _, out = ascend_build(small_cnn, tmp_path / "x.npy", "", "--accept")
-    assert ("rounds all of it to zero" in (out / "report.md").read_text()) is told
+    assert ("rounds all of it to zero" in (out / "report.md").read_text()) is note

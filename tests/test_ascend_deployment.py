@@ -47,13 +47,13 @@ def built(small_cnn, data, tmp_path_factory):
 
 @pytest.fixture
 def ended(refusal):
-    """(words) -> the one sentence of a command that must end in an error."""
+    """(arguments) -> the one sentence of a command that must end in an error."""
     return partial(refusal, "ascend")
 
 
 @pytest.fixture
 def done(command):
-    """(words) -> what a command prints that must work, its lines joined."""
+    """(arguments) -> what a command prints that must work, its lines joined."""
     return partial(command, "ascend")
 
 
@@ -66,16 +66,16 @@ POINTWISE = ("Conv", "x w", "c", "c", {"kernel_shape": [1, 1]})
 ONES = {"w": np.ones((2, 3, 1, 1))}
 
 
-def constants(made):
-    found = {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
-    for node in made.graph.node:
+def constants(model):
+    array_by_name = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    for node in model.graph.node:
         if node.op_type == "Constant":
-            found[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
-    return found
+            array_by_name[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    return array_by_name
 
 
-def named(made):
-    return {node.name: node for node in made.graph.node}
+def nodes_by_name(model):
+    return {node.name: node for node in model.graph.node}
 
 
 def accuracy_of(folder):
@@ -92,17 +92,18 @@ def test_amcts_records_give_amcts_models(case, done, tmp_path):
     """
     path = save_net(float_model(case), tmp_path / "m.onnx")
     out = tmp_path / "out"
-    said = done("deploy", path, CASES / case / "record.txt", "-o", out)
-    assert "up" in re.search(r"stays apart: ([^.]*)\.", said)[1].split(", ")
+    output = done("deploy", path, CASES / case / "record.txt", "-o", out)
+    assert "up" in re.search(r"stays apart: ([^.]*)\.", output)[1].split(", ")
     for kind in ("deploy", "fake_quant"):
         mine = onnx.load(out / f"m_{kind}_model.onnx")
         amct = onnx.load(CASES / case / f"res_{kind}_model.onnx")
-        ours, theirs = named(mine), named(amct)
-        assert ran(amct) == ran(mine) and set(ours) < set(theirs)
+        ours, theirs = nodes_by_name(mine), nodes_by_name(amct)
+        assert ran(amct) == ran(mine)
+        assert set(ours) < set(theirs)
         values = constants(mine), constants(amct)
         compared = 0
         for name, node in ours.items():
-            assert told(node) == told(theirs[name])
+            assert describe_node(node) == describe_node(theirs[name])
             for a, b in zip(node.input, theirs[name].input, strict=True):
                 assert (a in values[0]) == (b in values[1])
                 if a in values[0]:
@@ -119,35 +120,35 @@ def test_configuration_alone_determines_the_build(case, form, command, tmp_path)
     """The search switched layers off that the configuration enables, and rounded weights anew."""
     path = save_net(float_model(case), tmp_path / "m.onnx")
     arrays = np.load(CASES / case / "io.npz")
-    fed = [arrays[name] for name in sorted(arrays.files) if re.fullmatch(r"in\d+", name)]
-    np.save(tmp_path / "x.npy", np.concatenate(fed))
-    words = ("build", path, "--images", tmp_path / "x.npy", "--target", "ascend", "--accept")
-    words += ("--amct-batch", len(fed[0]), "--ascend-config", CASES / case / form)
-    command(*words, "--duration", 0, "--out", tmp_path / "out")
+    inputs = [arrays[name] for name in sorted(arrays.files) if re.fullmatch(r"in\d+", name)]
+    np.save(tmp_path / "x.npy", np.concatenate(inputs))
+    arguments = ("build", path, "--images", tmp_path / "x.npy", "--target", "ascend", "--accept")
+    arguments += ("--amct-batch", len(inputs[0]), "--ascend-config", CASES / case / form)
+    command(*arguments, "--duration", 0, "--out", tmp_path / "out")
     if form == "config.json":
-        wanted = json.loads((CASES / case / "config.json").read_text())
-        assert json.loads((tmp_path / "out/m_config.json").read_text()) == wanted
-    found, wanted = (
-        read_record(one.read_text())
-        for one in (tmp_path / "out/m_record.txt", CASES / case / "record.txt")
+        expected = json.loads((CASES / case / "config.json").read_text())
+        assert json.loads((tmp_path / "out/m_config.json").read_text()) == expected
+    records, expected = (
+        read_record(file.read_text())
+        for file in (tmp_path / "out/m_record.txt", CASES / case / "record.txt")
     )
-    assert list(found) == list(wanted)
-    for name, record in wanted.items():
-        assert found[name].offset_d == record.offset_d
-        assert ulps(found[name].scale_d, record.scale_d) <= 8
-        assert ulps(found[name].scale_w, record.scale_w) <= 8
+    assert list(records) == list(expected)
+    for name, record in expected.items():
+        assert records[name].offset_d == record.offset_d
+        assert ulps(records[name].scale_d, record.scale_d) <= 8
+        assert ulps(records[name].scale_w, record.scale_w) <= 8
     if case == "small_mixed" and form == "config.json":
-        command(*words, "--effort", 1, "--duration", 0, "--out", tmp_path / "searched")
+        command(*arguments, "--effort", 1, "--duration", 0, "--out", tmp_path / "searched")
         (target,) = json.loads((tmp_path / "searched/report.json").read_text())["targets"]
         notes = target["notes"]
         assert any("so the configuration of ascend is a start only" in note for note in notes)
 
 
-def ran(made):
-    return [node.name for node in made.graph.node if node.op_type != "Constant"]
+def ran(model):
+    return [node.name for node in model.graph.node if node.op_type != "Constant"]
 
 
-def told(node):
+def describe_node(node):
     """Operator and attributes; of an attribute that is a tensor, its bytes, whatever its form."""
     return node.op_type, {
         a.name: numpy_helper.to_array(a.t).tobytes() if a.t.ByteSize() else a.SerializeToString()
@@ -162,20 +163,23 @@ def same_array(a, b):
 def test_configuration_selects_the_record_form(done, ended, tmp_path):
     path = save_net(float_model("small_mixed"), tmp_path / "m.onnx")
     case, out = CASES / "small_mixed", tmp_path / "out"
-    words = ("deploy", path, case / "record.txt", "-o", out)
-    done(*words, "--ascend-config", case / "config.json")
-    wanted = json.loads((case / "config.json").read_text())
-    assert json.loads((out / "m_config.json").read_text()) == wanted
+    arguments = ("deploy", path, case / "record.txt", "-o", out)
+    done(*arguments, "--ascend-config", case / "config.json")
+    expected = json.loads((case / "config.json").read_text())
+    assert json.loads((out / "m_config.json").read_text()) == expected
     off = tmp_path / "off.cfg"
     off.write_text('skip_layers: "conv1"')
-    assert "'conv1' disabled" in ended(*words, "--ascend-config", off)
+    assert "'conv1' disabled" in ended(*arguments, "--ascend-config", off)
 
 
 # -- deploy: calib8's own, and edited
 def test_build_record_reproduces_its_files(small_cnn, built, done, tmp_path):
     stem = small_cnn.stem
-    said = done("deploy", small_cnn, built / f"{stem}_record.txt", "-o", tmp_path, "--threads", "1")
-    assert "nothing was calibrated" in said and "made-up samples" in said
+    output = done(
+        "deploy", small_cnn, built / f"{stem}_record.txt", "-o", tmp_path, "--threads", "1"
+    )
+    assert "nothing was calibrated" in output
+    assert "made-up samples" in output
     for ending in ("deploy_model.onnx", "fake_quant_model.onnx", "record.txt", "amct_qdq.onnx"):
         name = f"{stem}_{ending}"
         assert (tmp_path / name).read_bytes() == (built / name).read_bytes(), name
@@ -196,43 +200,48 @@ def test_fusion_follows_configuration_and_record(text, ascend_build, done, rng, 
     record = out / "bn_record.txt"
     done("deploy", path, record, "-o", tmp_path / "d")
     for ending in ("deploy_model.onnx", "fake_quant_model.onnx"):
-        made = tmp_path / "d" / f"bn_{ending}"
-        assert made.read_bytes() == (out / f"bn_{ending}").read_bytes()
-        norms = [n for n in onnx.load(made).graph.node if n.op_type == "BatchNormalization"]
-        assert len(norms) == bool(text) and all(n.domain == "" for n in norms)
+        model_path = tmp_path / "d" / f"bn_{ending}"
+        assert model_path.read_bytes() == (out / f"bn_{ending}").read_bytes()
+        norms = [n for n in onnx.load(model_path).graph.node if n.op_type == "BatchNormalization"]
+        assert len(norms) == bool(text)
+        assert all(n.domain == "" for n in norms)
     if text:  # the record may say so by itself, as AMCT's does
-        said = record.read_text().replace("  value {", "  value {\n    skip_fusion: true")
-        (tmp_path / "said.txt").write_text(said)
+        record_text = record.read_text().replace("  value {", "  value {\n    skip_fusion: true")
+        (tmp_path / "said.txt").write_text(record_text)
         done("deploy", path, tmp_path / "said.txt", "-o", tmp_path / "s")
-        assert (tmp_path / "s" / made.name).read_bytes() == made.read_bytes()
+        assert (tmp_path / "s" / model_path.name).read_bytes() == model_path.read_bytes()
         assert "skip_fusion: true" in (tmp_path / "s" / "bn_record.txt").read_text()
 
 
 def test_edited_record_changes_only_its_layer(small_cnn, built, done, data, tmp_path):
     stem = small_cnn.stem
     text = (built / f"{stem}_record.txt").read_text()
-    first, second, *_ = records = list(read_record(text))
+    first_layer, second, *_ = records = list(read_record(text))
     entries = re.split(r"(?=^record )", text, flags=re.MULTILINE)[1:]
     entries[0] = re.sub(r"scale_d: \S+", "scale_d: 0.5", entries[0])
     record = tmp_path / "edited.txt"
     record.write_text("# by hand\n" + entries[0] + "".join(entries[2:]))
     done("deploy", small_cnn, record, "-o", tmp_path / "o", "--images", data)
-    told = read_markdown(tmp_path / "o")
-    assert f"| {second} | the record has no scales for it" in told and "Cosine" in told
-    made = [onnx.load(f / f"{stem}_deploy_model.onnx") for f in (built, tmp_path / "o")]
-    before, after = map(named, made)
-    assert set(before) - set(after) == {f"{second}.quant", f"{second}.dequant"}
-    assert next(a.f for a in after[f"{first}.quant"].attribute if a.name == "scale") == 2.0
-    values = [constants(one) for one in made]
+    report = read_markdown(tmp_path / "o")
+    assert f"| {second} | the record has no scales for it" in report
+    assert "Cosine" in report
+    deploy_models = [onnx.load(f / f"{stem}_deploy_model.onnx") for f in (built, tmp_path / "o")]
+    original_nodes, edited_nodes = map(nodes_by_name, deploy_models)
+    assert set(original_nodes) - set(edited_nodes) == {f"{second}.quant", f"{second}.dequant"}
+    assert (
+        next(a.f for a in edited_nodes[f"{first_layer}.quant"].attribute if a.name == "scale")
+        == 2.0
+    )
+    values = [constants(model) for model in deploy_models]
     for name in records[2:]:
-        assert before[f"{name}.quant"].attribute == after[f"{name}.quant"].attribute
-        for tensor in after[name].input:
+        assert original_nodes[f"{name}.quant"].attribute == edited_nodes[f"{name}.quant"].attribute
+        for tensor in edited_nodes[name].input:
             if tensor in values[1]:
                 same_array(values[0][tensor], values[1][tensor])
 
 
-def record_of(key, more="", *, offset=0, scale="1"):
-    fields = f"scale_d: {scale} offset_d: {offset} scale_w: 1 offset_w: 0 {more}"
+def record_of(key, extra_fields="", *, offset=0, scale="1"):
+    fields = f"scale_d: {scale} offset_d: {offset} scale_w: 1 offset_w: 0 {extra_fields}"
     return f'record {{ key: "{key}" value {{ {fields} }} }}'
 
 
@@ -259,8 +268,8 @@ def test_broken_record_is_refused(text, match, small_cnn, ended, tmp_path):
 
 def test_undeployed_record_entries_are_reported(small_cnn, built, done, tmp_path):
     record = tmp_path / "r.txt"
-    more = 'prune_record { producer { name: "Conv_c1" } }'
-    record.write_text((built / f"{small_cnn.stem}_record.txt").read_text() + more)
+    pruning = 'prune_record { producer { name: "Conv_c1" } }'
+    record.write_text((built / f"{small_cnn.stem}_record.txt").read_text() + pruning)
     assert "not deployed: 1 x pruning" in done("deploy", small_cnn, record, "-o", tmp_path / "o")
 
 
@@ -270,18 +279,22 @@ def test_a_tensorrt_cache_gives_symmetric_scales(small_cnn, built, done, data, t
     lines = (built / f"{small_cnn.stem}.tensorrt.cache").read_text().splitlines(keepends=True)
     cache = tmp_path / "c.cache"
     cache.write_text("".join(line for line in lines if not line.startswith("x: ")))
-    words = ("-o", tmp_path / "o", "--images", data)
-    done("deploy", small_cnn, "--cache", cache, *words)
-    told = read_markdown(tmp_path / "o")
-    assert "3 of 4 layers, symmetric" in told and "| Conv | Conv_c1 | its input" in told
-    found = read_record((tmp_path / "o" / f"{small_cnn.stem}_record.txt").read_text())
+    arguments = ("-o", tmp_path / "o", "--images", data)
+    done("deploy", small_cnn, "--cache", cache, *arguments)
+    report = read_markdown(tmp_path / "o")
+    assert "3 of 4 layers, symmetric" in report
+    assert "| Conv | Conv_c1 | its input" in report
+    records = read_record((tmp_path / "o" / f"{small_cnn.stem}_record.txt").read_text())
     bits = dict(line.strip().rsplit(": ", 1) for line in lines[1:])
     inputs = {n.name: n.input[0] for n in onnx.load(small_cnn).graph.node}
-    assert "Conv_c1" not in found and len(found) == 3
+    assert "Conv_c1" not in records
+    assert len(records) == 3
     for name in ("Conv_c2", "Conv_c3"):
-        wanted = np.uint32(int(bits[inputs[name]], 16)).view(np.float32)
-        assert found[name].scale_d == wanted and found[name].offset_d == 0
-    assert found["Conv_c2"].scale_w.size == 8 and found["Gemm_logits"].scale_w.size == 1
+        expected = np.uint32(int(bits[inputs[name]], 16)).view(np.float32)
+        assert records[name].scale_d == expected
+        assert records[name].offset_d == 0
+    assert records["Conv_c2"].scale_w.size == 8
+    assert records["Gemm_logits"].scale_w.size == 1
 
 
 def test_scales_come_from_one_matching_file(small_cnn, built, ended, tmp_path):
@@ -293,10 +306,11 @@ def test_scales_come_from_one_matching_file(small_cnn, built, ended, tmp_path):
     config = ("--ascend-config", record)
     assert "leave the conf" in ended("deploy", small_cnn, "--cache", cache, *config, *out)
     cache = tmp_path / "c.cache"
-    other = trt_cache.from_scales({"other": np.float32(1)}, version="8.6.1")
-    cache.write_bytes(trt_cache.dump(other))
+    foreign_cache = trt_cache.from_scales({"other": np.float32(1)}, version="8.6.1")
+    cache.write_bytes(trt_cache.dump(foreign_cache))
     error = ended("deploy", small_cnn, "--cache", cache, *out)
-    assert "none of 4" in error and "calib8 cache check" in error
+    assert "none of 4" in error
+    assert "calib8 cache check" in error
     cache.write_text("no cache")
     assert "TRT-8503" in ended("deploy", small_cnn, "--cache", cache, *out)
 
@@ -304,20 +318,22 @@ def test_scales_come_from_one_matching_file(small_cnn, built, ended, tmp_path):
 # -- what both commands share
 def test_ascend_options_apply_to_pictures(small_cnn, built, pictures, done, ended, tmp_path):
     record = built / f"{small_cnn.stem}_record.txt"
-    words = ("deploy", small_cnn, record, "-o", tmp_path / "o")
-    assert "give --images" in ended(*words, "--aipp")
+    arguments = ("deploy", small_cnn, record, "-o", tmp_path / "o")
+    assert "give --images" in ended(*arguments, "--aipp")
     feed = ("--images", pictures, "--size", "16x16", "--limit", 3)
     flags = ("--soc", "Ascend310P3", "--first-layer-int8", "--source-color", "nv12")
     flags += ("--csc", "bt709-narrow", "--source-size", "32x32", "--cann", "7.0")
     flags += ("--resize", "short-side", "--short-side", 32)
-    done(*words, *feed, *flags, "--aipp", "--atc-flag=--log=error")
+    done(*arguments, *feed, *flags, "--aipp", "--atc-flag=--log=error")
     script = (tmp_path / "o" / f"{small_cnn.stem}_atc.sh").read_text()
     for part in ("--soc_version=Ascend310P3", "--log=error", "--insert_op_conf", "_compression"):
         assert part in script
     aipp = (tmp_path / "o" / f"{small_cnn.stem}_aipp.cfg").read_text()
-    assert "YUV420SP_U8" in aipp and "crop: true" in aipp and "matrix_r0c0" in aipp
+    assert "YUV420SP_U8" in aipp
+    assert "crop: true" in aipp
+    assert "matrix_r0c0" in aipp
     assert "CANN 7.0" in (tmp_path / "o" / f"{small_cnn.stem}_README.txt").read_text()
-    done(*words, *feed, "--aipp", "--dynamic-aipp")
+    done(*arguments, *feed, "--aipp", "--dynamic-aipp")
     assert accuracy_of(tmp_path / "o")["samples"] == 3
 
 
@@ -325,35 +341,35 @@ def test_open_shapes_are_given_by_name(ended, done, tmp_path):
     path = save_net(model([POINTWISE], ONES, {"x": [1, 3, "h", "w"]}), tmp_path / "open.onnx")
     record = tmp_path / "r.txt"
     record.write_text(record_of("c", offset=3, scale="0.1"))
-    words = ("deploy", path, record, "-o", tmp_path / "o")
-    assert "--shape" in ended(*words)
-    done(*words, "--shape", "x:1x3x5x7")
+    arguments = ("deploy", path, record, "-o", tmp_path / "o")
+    assert "--shape" in ended(*arguments)
+    done(*arguments, "--shape", "x:1x3x5x7")
     assert "--input_shape=x:1,3,5,7" in (tmp_path / "o" / "open_atc.sh").read_text()
     np.save(tmp_path / "x.npy", np.ones((1, 3, 5, 7), np.float32))
     feed = ("--images", tmp_path / "x.npy")
-    assert "leave one of them out" in ended(*words, "--shape", "x:1x3x5x7", *feed)
+    assert "leave one of them out" in ended(*arguments, "--shape", "x:1x3x5x7", *feed)
 
 
 @pytest.mark.parametrize(
-    ("flags", "least", "told"),
+    ("flags", "smallest", "is_reported"),
     [
         ((), 1e-9, True),
         ((), 1e-3, False),
         (("--atc-flag=--keep_dtype=wide.cfg",), 1e-9, False),
     ],
 )
-def test_float16_underflow_in_om_is_reported(flags, least, told, command, tmp_path):
+def test_float16_underflow_in_om_is_reported(flags, smallest, is_reported, command, tmp_path):
     nodes = [POINTWISE, ("Relu", "c", "r", "r"), ("Add", "r least", "g", "guard")]
     nodes.append(("Log", "g", "y", "log"))
-    net = model(nodes, ONES | {"least": least}, {"x": [1, 3, 5, 7]})
+    net = model(nodes, ONES | {"least": smallest}, {"x": [1, 3, 5, 7]})
     path = save_net(net, tmp_path / "net.onnx")
     np.save(tmp_path / "x.npy", DATA[:4, :, :5, :7])
-    words = ("--images", tmp_path / "x.npy", "--effort", 0, "--duration", 0, "--accept")
-    command("build", path, *words, "--target", "ascend", *flags, "--out", tmp_path / "o")
+    arguments = ("--images", tmp_path / "x.npy", "--effort", 0, "--duration", 0, "--accept")
+    command("build", path, *arguments, "--target", "ascend", *flags, "--out", tmp_path / "o")
     notes = (tmp_path / "o" / "report.md").read_text().replace("\\_", "_")
-    said = "in float16 what is not int8, which is too narrow for guard, log: least, 1e-09, which"
-    assert (said in notes) == told
-    assert ("give --atc-flag=--keep_dtype=FILE" in notes) == told
+    note = "in float16 what is not int8, which is too narrow for guard, log: least, 1e-09, which"
+    assert (note in notes) == is_reported
+    assert ("give --atc-flag=--keep_dtype=FILE" in notes) == is_reported
 
 
 def test_atc_gets_no_scalar_shape(done, tmp_path):
@@ -361,8 +377,8 @@ def test_atc_gets_no_scalar_shape(done, tmp_path):
     record = tmp_path / "r.txt"
     record.write_text(record_of("c", offset=3, scale="0.1"))
     done("deploy", save_net(net, tmp_path / "net.onnx"), record, "-o", tmp_path / "o")
-    words = (tmp_path / "o" / "net_atc.sh").read_text().split()
-    assert "--input_shape=x:1,3,5,7" in words
+    arguments = (tmp_path / "o" / "net_atc.sh").read_text().split()
+    assert "--input_shape=x:1,3,5,7" in arguments
 
 
 def test_foreign_files_and_inputs_are_protected(small_cnn, built, ended, done, tmp_path):
@@ -372,20 +388,22 @@ def test_foreign_files_and_inputs_are_protected(small_cnn, built, ended, done, t
     mine.write_text("mine")
     assert "did not write" in ended("deploy", small_cnn, record, "-o", tmp_path)
     error = ended("deploy", small_cnn, record, "-o", tmp_path, "--force")
-    assert "an output must not be an input" in error and mine.read_text() == "mine"
-    other = tmp_path / "other.txt"
-    record.rename(other)
-    done("deploy", small_cnn, other, "-o", tmp_path, "--force")
+    assert "an output must not be an input" in error
+    assert mine.read_text() == "mine"
+    renamed_record = tmp_path / "other.txt"
+    record.rename(renamed_record)
+    done("deploy", small_cnn, renamed_record, "-o", tmp_path, "--force")
     assert mine.read_bytes() == (built / mine.name).read_bytes()
 
 
 def test_json_output_is_complete_and_alone(small_cnn, built, run, tmp_path):
     record = built / f"{small_cnn.stem}_record.txt"
-    words = ("deploy", small_cnn, record, "-o", tmp_path / "d")
-    code, out, _ = run("ascend", *words, "--json", "-")
-    assert code == 0 and json.loads(out)["targets"][0]["method"] == "a record"
-    words = ("convert", built / f"{small_cnn.stem}.int8.onnx", "-o", tmp_path / "c")
-    assert run("ascend", *words, "--quiet", "--json", tmp_path / "c.json")[:2] == (0, "")
+    arguments = ("deploy", small_cnn, record, "-o", tmp_path / "d")
+    code, out, _ = run("ascend", *arguments, "--json", "-")
+    assert code == 0
+    assert json.loads(out)["targets"][0]["method"] == "a record"
+    arguments = ("convert", built / f"{small_cnn.stem}.int8.onnx", "-o", tmp_path / "c")
+    assert run("ascend", *arguments, "--quiet", "--json", tmp_path / "c.json")[:2] == (0, "")
     assert json.loads((tmp_path / "c.json").read_text())["targets"][0]["name"] == "ascend"
     assert (tmp_path / "c" / f"{small_cnn.stem}.int8_deploy_model.onnx").is_file()
 
@@ -419,9 +437,9 @@ def ort_fashion(tmp_path_factory):
             return feeds.pop() if feeds else None
 
     path = tmp_path_factory.mktemp("ort") / "ort.onnx"
-    words = {"quant_format": quantization.QuantFormat.QDQ, "per_channel": True}
-    words["activation_type"] = quantization.QuantType.QUInt8
-    quantization.quantize_static(str(FASHION / "fashion.onnx"), str(path), Reader(), **words)
+    options = {"quant_format": quantization.QuantFormat.QDQ, "per_channel": True}
+    options["activation_type"] = quantization.QuantType.QUInt8
+    quantization.quantize_static(str(FASHION / "fashion.onnx"), str(path), Reader(), **options)
     return path
 
 
@@ -430,31 +448,38 @@ FED = ("--images", FASHION / "eval.txt", "--mean", 0.5, "--std", 0.5)
 
 @pytest.mark.slow
 def test_onnxruntime_model_keeps_its_decisions(ort_fashion, done, tmp_path):
-    said = done("convert", ort_fashion, "-o", tmp_path / "o", *FED)
+    output = done("convert", ort_fashion, "-o", tmp_path / "o", *FED)
     accuracy = accuracy_of(tmp_path / "o")
-    assert accuracy["samples"] == 400 and accuracy["top1_agreement"] >= 0.999
-    assert "Here FP32 means ort.onnx" in said
-    assert "12 of 12 layers" in said and "rounded again: 1: /fc/Gemm." in said
-    given, made = onnx.load(ort_fashion), onnx.load(tmp_path / "o" / "ort_deploy_model.onnx")
-    values = constants(given), constants(made)
-    source = {n.output[0]: n for n in given.graph.node}
+    assert accuracy["samples"] == 400
+    assert accuracy["top1_agreement"] >= 0.999
+    assert "Here FP32 means ort.onnx" in output
+    assert "12 of 12 layers" in output
+    assert "rounded again: 1: /fc/Gemm." in output
+    source_model, deployed = (
+        onnx.load(ort_fashion),
+        onnx.load(tmp_path / "o" / "ort_deploy_model.onnx"),
+    )
+    values = constants(source_model), constants(deployed)
+    source = {n.output[0]: n for n in source_model.graph.node}
     records = read_record((tmp_path / "o" / "ort_record.txt").read_text())
-    ours = named(made)
-    for node in given.graph.node:
+    ours = nodes_by_name(deployed)
+    for node in source_model.graph.node:
         if node.op_type in ("Conv", "Gemm"):
             quantizer = source[source[node.input[0]].input[0]]
             assert records[node.name].offset_d == int(values[0][quantizer.input[2]]) - 128
         if node.op_type == "Conv":
             weight = values[0][source[node.input[1]].input[0]]
             same_array(weight, values[1][ours[node.name].input[1]])
-    assert ran_types(given).count("Conv") == 11
+    assert ran_types(source_model).count("Conv") == 11
 
 
 def test_removed_relus_return_without_rounding(ort_fashion, done, tmp_path):
-    words = ("-o", tmp_path / "o", *FED, "--limit", 40)
-    said = done("convert", ort_fashion, "--no-keep-rounding", *words)
+    arguments = ("-o", tmp_path / "o", *FED, "--limit", 40)
+    output = done("convert", ort_fashion, "--no-keep-rounding", *arguments)
     ops = ran_types(onnx.load(tmp_path / "o" / "ort_deploy_model.onnx"))
-    assert ops.count("Clip") == 3 and "Round" not in ops and "Their rounding was removed" in said
+    assert ops.count("Clip") == 3
+    assert "Round" not in ops
+    assert "Their rounding was removed" in output
     assert accuracy_of(tmp_path / "o")["outputs"][0]["sqnr_db"] > 30
 
 
@@ -466,11 +491,11 @@ def test_calib8_models_are_converted(ending, small_cnn, built, data, done, tmp_p
     records = read_record((tmp_path / "o" / f"{path.stem}_record.txt").read_text())
     assert {"Conv_c2", "Conv_c3", "Gemm_logits"} <= set(records)
     if ending == "_amct_qdq.onnx":  # its pairs are the record's: the same numbers come back
-        wanted = read_record((built / f"{small_cnn.stem}_record.txt").read_text())
-        for name, one in wanted.items():
+        expected = read_record((built / f"{small_cnn.stem}_record.txt").read_text())
+        for name, record in expected.items():
             mine = records[name]
-            assert (mine.scale_d, mine.offset_d) == (one.scale_d, one.offset_d)
-            np.testing.assert_array_equal(mine.scale_w, one.scale_w)
+            assert (mine.scale_d, mine.offset_d) == (record.scale_d, record.offset_d)
+            np.testing.assert_array_equal(mine.scale_w, record.scale_w)
 
 
 # -- convert: what Ascend can take over, and what it cannot
@@ -502,8 +527,8 @@ class Pairs:
         if zero is not None:
             self.weights[f"{name}.zero"] = zero
         inputs = [f"{name}.int", f"{name}.scale", f"{name}.zero"][: 2 if zero is None else 3]
-        more = {} if axis is None else {"axis": axis}
-        self.add("DequantizeLinear", inputs, name, f"{name}/DQ", more)
+        attributes = {} if axis is None else {"axis": axis}
+        self.add("DequantizeLinear", inputs, name, f"{name}/DQ", attributes)
 
     def model(self, *shape, opset=13):
         return model(self.nodes, self.weights, {"x": shape}, opset)
@@ -523,34 +548,36 @@ def two_convs(*, weight=lambda net: net.int8(INTEGERS, "v"), zero=MIDDLE, opset=
 
 @pytest.fixture
 def converted(done, tmp_path):
-    """(model, words) -> what `convert` said and reports, the deploy model, and its record.
+    """(model, arguments) -> what `convert` said and reports, the deploy model, and its record.
 
-    `apart`: how far that model in integers is from the model of pairs, over its largest output.
+    `deviation`: how far that model in integers is from the model of pairs, over its largest output.
     """
 
-    def convert(given, *words):
-        path, out = save_net(given, tmp_path / "m.onnx"), tmp_path / "o"
-        said = done("convert", path, *words, "-o", out)
+    def convert(model, *arguments):
+        path, out = save_net(model, tmp_path / "m.onnx"), tmp_path / "o"
+        output = done("convert", path, *arguments, "-o", out)
         deploy = onnx.load(out / "m_deploy_model.onnx")
         record = read_record((out / "m_record.txt").read_text())
-        reference = OrtSession.open(given, threads=1, optimize=False)
-        made, apart = open_deploy(deploy, threads=1), 0.0
-        for feed in random_feeds(OrtSession.open(given, threads=1).inputs, count=3):
-            (a,), (b,) = reference.run(feed).values(), made.run(feed).values()
-            apart = max(apart, float(np.abs(a - b).max() / np.abs(a).max()))
-        told = read_markdown(out)
-        return SimpleNamespace(said=said, told=told, deploy=deploy, record=record, apart=apart)
+        reference = OrtSession.open(model, threads=1, optimize=False)
+        integers, deviation = open_deploy(deploy, threads=1), 0.0
+        for feed in random_feeds(OrtSession.open(model, threads=1).inputs, count=3):
+            (a,), (b,) = reference.run(feed).values(), integers.run(feed).values()
+            deviation = max(deviation, float(np.abs(a - b).max() / np.abs(a).max()))
+        report = read_markdown(out)
+        return SimpleNamespace(
+            output=output, report=report, deploy=deploy, record=record, deviation=deviation
+        )
 
     return convert
 
 
-def weight_of(made, name):
-    return constants(made.deploy)[named(made.deploy)[name].input[1]]
+def weight_of(conversion, name):
+    return constants(conversion.deploy)[nodes_by_name(conversion.deploy)[name].input[1]]
 
 
-def stored(integers=INTEGERS, **how):
+def stored(integers=INTEGERS, **options):
     """A weight "v" for `two_convs`."""
-    return lambda net: net.int8(integers, "v", **{"zero": ZERO, **how})
+    return lambda net: net.int8(integers, "v", **{"zero": ZERO, **options})
 
 
 def floats(net):
@@ -573,10 +600,11 @@ BY_CHANNEL = {"scale": [0.01, 0.02, 0.03, 0.04], "zero": np.zeros(4, np.int8), "
     ids=["int8", "uint8 around 128", "a scale a channel", "float with a pair"],
 )
 def test_weights_keep_their_integers(weight, converted):
-    made = converted(two_convs(weight=weight))
+    conversion = converted(two_convs(weight=weight))
     for name in ("sound", "other"):
-        same_array(weight_of(made, name), INTEGERS)
-    assert "2 of 2 layers" in made.said and made.apart < 1e-5
+        same_array(weight_of(conversion, name), INTEGERS)
+    assert "2 of 2 layers" in conversion.output
+    assert conversion.deviation < 1e-5
 
 
 @pytest.mark.parametrize("zero", [np.uint8(0), np.uint8(131), np.int8(-7), np.int8(0)])
@@ -591,7 +619,7 @@ WRONG_AXIS = {"scale": [0.1] * 3, "zero": np.zeros(3, np.int8), "axis": 1}
 
 
 @pytest.mark.parametrize(
-    ("made", "reason"),
+    ("options", "reason"),
     [
         ({"weight": stored(UNSIGNED, zero=np.uint8(3))}, "zero point"),
         ({"weight": stored(UNSIGNED, zero=None)}, "zero point"),
@@ -602,12 +630,12 @@ WRONG_AXIS = {"scale": [0.1] * 3, "zero": np.zeros(3, np.int8), "axis": 1}
         ({"scale": 1e-6}, "1 / scale_d"),
     ],
 )
-def test_unconvertible_layers_stay_float(made, reason, converted):
-    found = converted(two_convs(**made))
-    assert "1 of 2 layers" in found.said
-    assert re.search(rf"\| other \| [^|]*{re.escape(reason)}", found.told)
-    assert weight_of(found, "other").dtype == np.float32
-    assert found.apart < (0.01 if "scale" not in made else 2)
+def test_unconvertible_layers_stay_float(options, reason, converted):
+    conversion = converted(two_convs(**options))
+    assert "1 of 2 layers" in conversion.output
+    assert re.search(rf"\| other \| [^|]*{re.escape(reason)}", conversion.report)
+    assert weight_of(conversion, "other").dtype == np.float32
+    assert conversion.deviation < (0.01 if "scale" not in options else 2)
 
 
 def test_matrices_get_one_scale(converted, rng):
@@ -619,11 +647,12 @@ def test_matrices_get_one_scale(converted, rng):
     net.int8(square, "b", **BY_CHANNEL)
     net.add("Transpose", "b", "bt", "turn", {"perm": [1, 0]})
     net.add("MatMul", "gd bt", "y", "several")
-    made = converted(net.model(2, 4))
-    assert "rounded again: 1: several." in made.said and "keep their integers" in made.said
-    same_array(weight_of(made, "equal"), np.ascontiguousarray(square.T))
-    assert all(one.scale_w.size == 1 for one in made.record.values())
-    assert made.apart < 0.02
+    conversion = converted(net.model(2, 4))
+    assert "rounded again: 1: several." in conversion.output
+    assert "keep their integers" in conversion.output
+    same_array(weight_of(conversion, "equal"), np.ascontiguousarray(square.T))
+    assert all(record.scale_w.size == 1 for record in conversion.record.values())
+    assert conversion.deviation < 0.02
 
 
 def test_extreme_bias_leaves_room_for_sums(converted):
@@ -632,25 +661,26 @@ def test_extreme_bias_leaves_room_for_sums(converted):
     net.int8(INTEGERS, "w", **BY_CHANNEL | {"scale": scales})
     net.int8(np.int32([5, 2**31 - 1, -7, 0]), "b", scale=scales * np.float32(0.01), axis=0)
     net.add("Conv", "xd w b", "y", "conv")
-    made = converted(net.model(1, 3, 6, 6))
-    assert "no room for the sums of products" in made.said
-    same_array(weight_of(made, "conv")[[0, 2, 3]], INTEGERS[[0, 2, 3]])
-    bias = constants(made.deploy)[named(made.deploy)["conv"].input[2]]
-    assert bias.tolist() == [5, 2**30, -7, 0] and made.apart < 1e-5
+    conversion = converted(net.model(1, 3, 6, 6))
+    assert "no room for the sums of products" in conversion.output
+    same_array(weight_of(conversion, "conv")[[0, 2, 3]], INTEGERS[[0, 2, 3]])
+    bias = constants(conversion.deploy)[nodes_by_name(conversion.deploy)["conv"].input[2]]
+    assert bias.tolist() == [5, 2**30, -7, 0]
+    assert conversion.deviation < 1e-5
 
 
 def test_a_grouped_transposed_convolution(converted, rng):
     net, integers = Pairs(), rng.integers(-127, 128, (4, 2, 3, 3)).astype(np.int8)
     net.int8(integers, "w", scale=[0.01, 0.05], zero=np.zeros(2, np.int8), axis=1)
     net.add("ConvTranspose", "xd w", "y", "up", {"group": 2})
-    made = converted(net.model(1, 4, 3, 3))
+    conversion = converted(net.model(1, 4, 3, 3))
     scales = np.float32([0.01, 0.05, 0.01, 0.05])
-    np.testing.assert_array_equal(made.record["up"].scale_w, scales)
-    assert made.apart < 1e-5
+    np.testing.assert_array_equal(conversion.record["up"].scale_w, scales)
+    assert conversion.deviation < 1e-5
 
 
-def ran_types(made):
-    return [node.op_type for node in made.graph.node]
+def ran_types(model):
+    return [node.op_type for node in model.graph.node]
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
@@ -661,11 +691,12 @@ def test_removed_relu_applies_to_float_readers(kind, converted):
     net.add("Conv", "xd w", "h", "conv")
     net.pair("h", "hd", scale=0.031, zero=kind(0))
     net.add("Sub", "hd c", "y", "sub")
-    kept = ("--keep-rounding", ["Div", "Round", "Clip", "Mul"], 1e-5)
-    for flag, ops, limit in (kept, ("--no-keep-rounding", ["Clip"], 0.01)):
-        made = converted(net.model(1, 3, 8, 8, opset=21), flag)
-        assert ran_types(made.deploy) == ["AscendQuant", "Conv", "AscendDequant", *ops, "Sub"]
-        assert made.apart < limit and "read through a pair: 1." in made.said
+    rounded_form = ("--keep-rounding", ["Div", "Round", "Clip", "Mul"], 1e-5)
+    for flag, ops, limit in (rounded_form, ("--no-keep-rounding", ["Clip"], 0.01)):
+        conversion = converted(net.model(1, 3, 8, 8, opset=21), flag)
+        assert ran_types(conversion.deploy) == ["AscendQuant", "Conv", "AscendDequant", *ops, "Sub"]
+        assert conversion.deviation < limit
+        assert "read through a pair: 1." in conversion.output
 
 
 def test_pairs_around_pool_and_output_vanish(converted, rng):
@@ -676,9 +707,10 @@ def test_pairs_around_pool_and_output_vanish(converted, rng):
     net.int8(rng.integers(-127, 128, (24, 4)).astype(np.int8), "w", zero=ZERO)
     net.add("MatMul", "f w", "h", "mm")
     net.pair("h", "y", scale=0.5)
-    made = converted(net.model(1, 3, 3, 5), "--no-keep-rounding").deploy
-    wanted = ["MaxPool", "Flatten", "AscendQuant", "MatMul", "AscendDequant"]
-    assert ran_types(made) == wanted and made.graph.output[0].name == "y"
+    deployed = converted(net.model(1, 3, 3, 5), "--no-keep-rounding").deploy
+    expected = ["MaxPool", "Flatten", "AscendQuant", "MatMul", "AscendDequant"]
+    assert ran_types(deployed) == expected
+    assert deployed.graph.output[0].name == "y"
 
 
 def behind_a_pair(*node):
@@ -694,13 +726,13 @@ def a_scale_a_channel():
 
 
 def codes_as_an_output():
-    made = two_convs()
-    made.graph.output.append(make_value("xd.q", [1, 3, 6, 6], TensorProto.UINT8))
-    return made
+    model = two_convs()
+    model.graph.output.append(make_value("xd.q", [1, 3, 6, 6], TensorProto.UINT8))
+    return model
 
 
 @pytest.mark.parametrize(
-    ("made", "match"),
+    ("model", "match"),
     [
         (model([("Relu", "x", "y")], {}, {"x": [1]}), "got none"),
         (behind_a_pair("Relu", "xd", "y"), "give the float model"),
@@ -715,8 +747,8 @@ def codes_as_an_output():
     ],
     ids=["none", "no layer", "integers", "a channel", "output", "alone", "old"],
 )
-def test_invalid_qdq_model_is_refused(made, match, ended, tmp_path):
-    path = save_net(made, tmp_path / "m.onnx")
+def test_invalid_qdq_model_is_refused(model, match, ended, tmp_path):
+    path = save_net(model, tmp_path / "m.onnx")
     assert match in ended("convert", path, "-o", tmp_path / "o")
     assert not (tmp_path / "o").exists()
 

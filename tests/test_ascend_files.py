@@ -41,13 +41,13 @@ def picture(height=32, width=48):
     return np.stack(planes, axis=-1).astype(np.uint8)
 
 
-def prepared(pixels, how):
+def prepared(pixels, preprocess):
     """What the calibration was fed for these pixels (RGB, of the model's size)."""
-    if how.color == "grey":
+    if preprocess.color == "grey":
         pixels = pixels[..., :1]
-    ordered = pixels[..., ::-1] if how.color == "bgr" else pixels
-    mean, std = (np.float32(v).reshape(-1, 1, 1) for v in (how.mean, how.std))
-    values = np.float32(ordered.transpose(2, 0, 1)) * np.float32(how.scale)
+    ordered = pixels[..., ::-1] if preprocess.color == "bgr" else pixels
+    mean, std = (np.float32(v).reshape(-1, 1, 1) for v in (preprocess.mean, preprocess.std))
+    values = np.float32(ordered.transpose(2, 0, 1)) * np.float32(preprocess.scale)
     return np.float32((values - mean) / std)
 
 
@@ -61,12 +61,15 @@ def test_csc_factors_follow_the_documents(standard):
 def test_yuv_is_that_of_opencv():
     """OpenCV writes BT.601 narrow, its own rounding and its own choice of chroma aside."""
     rgb = picture()
-    wanted = cv2.cvtColor(rgb, cv2.COLOR_RGB2YUV_I420)
+    expected = cv2.cvtColor(rgb, cv2.COLOR_RGB2YUV_I420)
     got = aipp.to_yuv(rgb, "bt601-narrow")
     height = rgb.shape[0]
-    luma = np.abs(got[:height].astype(int) - wanted[:height])
-    assert luma.max() <= 1 and got.shape == wanted.shape
-    planes = wanted[height:].reshape(2, height // 2, -1).transpose(1, 2, 0).reshape(height // 2, -1)
+    luma = np.abs(got[:height].astype(int) - expected[:height])
+    assert luma.max() <= 1
+    assert got.shape == expected.shape
+    planes = (
+        expected[height:].reshape(2, height // 2, -1).transpose(1, 2, 0).reshape(height // 2, -1)
+    )
     assert np.abs(got[height:].astype(int) - planes).mean() < 2
 
 
@@ -77,18 +80,22 @@ def test_om_receives_the_calibration_input(source, color, standard):
     if (source, color) == ("bgr", "grey"):
         return  # refused: test_unsupported_aipp_options_are_refused
     norms = {"mean": (0.4,), "std": (0.3,)} if color == "grey" else IMAGENET
-    how = replace(RGB, color=color, **norms)
-    given = AippSource(color=source, standard=standard)
-    made = aipp.write_aipp(how, given)
-    wanted = prepared(picture(), how)
-    error = aipp.measure_aipp_error(made, how, given, {"x": wanted[None]})
-    assert error is not None and error < (0.02 if given.is_yuv else 5e-4)
+    preprocess = replace(RGB, color=color, **norms)
+    frame_source = AippSource(color=source, standard=standard)
+    files = aipp.write_aipp(preprocess, frame_source)
+    expected = prepared(picture(), preprocess)
+    error = aipp.measure_aipp_error(files, preprocess, frame_source, {"x": expected[None]})
+    assert error is not None
+    assert error < (0.02 if frame_source.is_yuv else 5e-4)
     if (
-        given.is_yuv and color != "grey"
+        frame_source.is_yuv and color != "grey"
     ):  # and not with V for U, nor with another standard's factors
-        made = aipp.write_aipp(how, replace(given, color={"nv12": "nv21", "nv21": "nv12"}[source]))
-        swapped = aipp.measure_aipp_error(made, how, given, {"x": wanted[None]})
-        assert swapped is not None and swapped > 3 * error
+        files = aipp.write_aipp(
+            preprocess, replace(frame_source, color={"nv12": "nv21", "nv21": "nv12"}[source])
+        )
+        swapped = aipp.measure_aipp_error(files, preprocess, frame_source, {"x": expected[None]})
+        assert swapped is not None
+        assert swapped > 3 * error
 
 
 @pytest.mark.parametrize("size", [None, (40, 60), (64, 96), (40, 120), (24, 36)])
@@ -96,62 +103,73 @@ def test_om_receives_the_calibration_input(source, color, standard):
 @pytest.mark.parametrize("source", COLORS)
 @pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
 def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size):
-    how = replace(RGB, color=color, resize=resize, mean=(0.4,), std=(0.3,))
-    how = replace(how, short_side=40) if resize == "short-side" else how
+    preprocess = replace(RGB, color=color, resize=resize, mean=(0.4,), std=(0.3,))
+    preprocess = replace(preprocess, short_side=40) if resize == "short-side" else preprocess
     if (source, color) == ("bgr", "grey"):
         return  # refused: test_unsupported_aipp_options_are_refused
-    made = aipp.write_aipp(how, given := AippSource(color=source, size=size))
+    files = aipp.write_aipp(preprocess, frame_source := AippSource(color=source, size=size))
     light, tint = picture(80, 120)[..., :1] // 2, cv2.resize(picture()[:4, :6], (120, 80)) // 2
     bgr = cv2.resize((light + tint)[..., ::-1], (size or (80, 120))[::-1])
     pixels = cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY)[..., None] if color == "grey" else bgr
-    wanted = preprocess_image(pixels, how)[0]  # a tint that changes slowly survives 4:2:0
-    placed, (top, left), box = pixels, (0, 0), pixels.shape[:2]
+    expected = preprocess_image(pixels, preprocess)[0]  # a tint that changes slowly survives 4:2:0
+    placed, (top, left_column), box = pixels, (0, 0), pixels.shape[:2]
     if size is None:
-        (placed, (top, left)), box = resize_to_input(pixels, how), how.box
-    elif plan := made.frame_plan:
-        (top, left), box = plan.corner, plan.stored
+        (placed, (top, left_column)), box = resize_to_input(pixels, preprocess), preprocess.box
+    elif plan := files.frame_plan:
+        (top, left_column), box = plan.corner, plan.stored
         placed = cv2.resize(pixels, plan.resized[::-1]).reshape(*plan.resized, -1)
-        placed = placed[max(-top, 0) :, max(-left, 0) :][: box[0], : box[1]]
-        top, left = max(top, 0), max(left, 0)
+        placed = placed[max(-top, 0) :, max(-left_column, 0) :][: box[0], : box[1]]
+        top, left_column = max(top, 0), max(left_column, 0)
     frame = np.zeros((*box, placed.shape[2]), np.uint8)
-    frame[top : top + placed.shape[0], left : left + placed.shape[1]] = placed
+    frame[top : top + placed.shape[0], left_column : left_column + placed.shape[1]] = placed
     rgb = np.repeat(frame, 3, axis=2) if color == "grey" else frame[..., ::-1]
-    fed = aipp.run_aipp(made.parameters, aipp.to_source_format(rgb, how, given))
-    far = np.abs(fed - wanted) * how.std[0] / how.scale  # in pixel units
-    assert far.mean() <= 2 if given.is_yuv else far.max() <= 2
+    model_input = aipp.run_aipp(
+        files.parameters, aipp.to_source_format(rgb, preprocess, frame_source)
+    )
+    deviation = (
+        np.abs(model_input - expected) * preprocess.std[0] / preprocess.scale
+    )  # in pixel units
+    assert deviation.mean() <= 2 if frame_source.is_yuv else deviation.max() <= 2
 
 
 def test_frame_is_cropped_at_even_offsets():
     source = AippSource(color="nv12", size=(38, 54), standard="bt709-full")
-    made = aipp.write_aipp(replace(RGB, resize="short-side", short_side=40), source)
-    assert (made.parameters.load_start_pos_h, made.parameters.load_start_pos_w) == (2, 2)
+    files = aipp.write_aipp(replace(RGB, resize="short-side", short_side=40), source)
+    assert (files.parameters.load_start_pos_h, files.parameters.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()
-    got, wanted = (
-        aipp.run_aipp(made.parameters, aipp.to_yuv(frame, "bt709-full")),
+    got, expected = (
+        aipp.run_aipp(files.parameters, aipp.to_yuv(frame, "bt709-full")),
         prepared(picture(), RGB),
     )
-    assert np.abs(got - wanted).mean() < 0.02
+    assert np.abs(got - expected).mean() < 0.02
     narrow, full = (AippSource(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
     right, wrong = (
-        aipp.measure_aipp_error(aipp.write_aipp(RGB, source), RGB, full, {"x": wanted[None]})
+        aipp.measure_aipp_error(aipp.write_aipp(RGB, source), RGB, full, {"x": expected[None]})
         for source in (full, narrow)
     )
-    assert right is not None and wrong is not None and wrong > 2 * right
+    assert right is not None
+    assert wrong is not None
+    assert wrong > 2 * right
 
 
 def test_dynamic_aipp_leaves_values_to_host():
     source = AippSource(color="nv12", size=(64, 64), dynamic=True)
-    made = aipp.write_aipp(replace(RGB, **IMAGENET), source)
-    (op,) = parse_text("InsertNewOps", made.text, "it").aipp_op
-    assert op.aipp_mode == 2 and op.max_src_image_size == 64 * 64 * 3 // 2
-    assert not op.HasField("input_format") and not op.HasField("csc_switch")
-    (said,) = [words for words in made.host_notes if "aclmdlSetAIPP" in words]
-    assert "matrix_r0c0: 298" in said and "mean_chn_0: 123" in said and "\n" not in said
+    aipp_files = aipp.write_aipp(replace(RGB, **IMAGENET), source)
+    (op,) = parse_text("InsertNewOps", aipp_files.text, "it").aipp_op
+    assert op.aipp_mode == 2
+    assert op.max_src_image_size == 64 * 64 * 3 // 2
+    assert not op.HasField("input_format")
+    assert not op.HasField("csc_switch")
+    (note,) = [line for line in aipp_files.host_notes if "aclmdlSetAIPP" in line]
+    assert "matrix_r0c0: 298" in note
+    assert "mean_chn_0: 123" in note
+    assert "\n" not in note
     files = {}
     request = SimpleNamespace(manifest={"preprocess": None})
-    said = aipp.write_aipp_files(request, files, AippSource(), first_layer_int8=False)
-    assert said == ["No AIPP file: the calibration was fed arrays, not pictures."] and not files
+    note = aipp.write_aipp_files(request, files, AippSource(), first_layer_int8=False)
+    assert note == ["No AIPP file: the calibration was fed arrays, not pictures."]
+    assert not files
 
 
 @pytest.fixture(scope="module")
@@ -164,15 +182,15 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture
 def build_with_aipp(run, small_cnn, pictures, tmp_path):
-    """(words) -> exit code, stdout and stderr of a build with --aipp."""
+    """(arguments) -> exit code, stdout and stderr of a build with --aipp."""
     quick = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path)
     return partial(run, "build", small_cnn, "--images", pictures, *quick, "--aipp")
 
 
 def test_command_writes_aipp_and_its_deviation(build_with_aipp, command, tmp_path):
-    words = ("--source-color", "nv21", "--csc", "bt709-full", "--source-size", "20x24")
-    words += ("--resize", "short-side", "--short-side", 20)
-    code, _, err = build_with_aipp(*words, "--first-layer-int8")
+    arguments = ("--source-color", "nv21", "--csc", "bt709-full", "--source-size", "20x24")
+    arguments += ("--resize", "short-side", "--short-side", 20)
+    code, _, err = build_with_aipp(*arguments, "--first-layer-int8")
     assert code == 0, err
     text = (tmp_path / "small_cnn_compression.cfg").read_text()
     assert parse_text("CompressionOptions", text, "it").enable_first_layer_quantization
@@ -181,7 +199,8 @@ def test_command_writes_aipp_and_its_deviation(build_with_aipp, command, tmp_pat
     assert (op.src_image_size_h, op.src_image_size_w, op.crop_size_w) == (20, 24, 16)
     assert op.matrix_r0c2[0] == 403
     readme = (tmp_path / "small_cnn_README.txt").read_text()
-    assert "AIPP's arithmetic on 2 samples" in readme and "NV21" in readme
+    assert "AIPP's arithmetic on 2 samples" in readme
+    assert "NV21" in readme
     assert "sound AIPP" in command("ascend", "check", tmp_path / "small_cnn_aipp.cfg")
     code, _, err = build_with_aipp("--dynamic-aipp")
     assert code == 0, err
@@ -189,20 +208,21 @@ def test_command_writes_aipp_and_its_deviation(build_with_aipp, command, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("--csc", "bt709-full"), "csc is for YUV images"),
         (("--source-size", "20"), "reads HxW"),
         (("--source-color", "hsv"), "nv12"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
-    code, _, err = build_with_aipp(*words)
-    assert code != 0 and said in " ".join(err.split())
+def test_options_that_mean_nothing_are_refused(arguments, message, build_with_aipp):
+    code, _, err = build_with_aipp(*arguments)
+    assert code != 0
+    assert message in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "said"),
+    ("changes", "options", "message"),
     [
         ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
         ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
@@ -214,8 +234,8 @@ def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
         ({"size": (1, 1)}, {}, "sides"),
     ],
 )
-def test_unsupported_aipp_options_are_refused(changes, options, said):
-    with pytest.raises(ExportError, match=said):
+def test_unsupported_aipp_options_are_refused(changes, options, message):
+    with pytest.raises(ExportError, match=message):
         aipp.write_aipp(replace(RGB, **changes), AippSource(**options))
 
 
@@ -231,7 +251,7 @@ EVEN = (
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "size", "said"),
+    ("changes", "options", "size", "note"),
     [
         (
             YOLO,
@@ -266,13 +286,12 @@ EVEN = (
         ({}, RGB888, (16, 24), "The host (height x width): resize 16x24 to 32x48 (linear)."),
     ],
 )
-def test_host_resizing_is_described_with_sizes(changes, options, size, said):
-    how, given = replace(RGB, **changes), AippSource(size=size, **options)
-    made = aipp.write_aipp(how, given)
-    assert made.host_notes[0] == said and (
-        made.parameters.src_image_size_w % 16 == 0 or not given.is_yuv
-    )
-    assert made.parameters.crop == (made.frame_plan.stored != how.box)
+def test_host_resizing_is_described_with_sizes(changes, options, size, note):
+    preprocess, frame_source = replace(RGB, **changes), AippSource(size=size, **options)
+    files = aipp.write_aipp(preprocess, frame_source)
+    assert files.host_notes[0] == note
+    assert files.parameters.src_image_size_w % 16 == 0 or not frame_source.is_yuv
+    assert files.parameters.crop == (files.frame_plan.stored != preprocess.box)
 
 
 SECRET = "/home/someone/secret/train.py"
@@ -297,22 +316,22 @@ def model(tmp_path_factory):
     rng = np.random.default_rng(0)
     weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     weights |= {name: np.abs(weights[name]) for name in ("n1v", "n2v")}
-    made = build_net(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 10]}, weights, opset=20, ir=10)
-    made.metadata_props.add(key="author", value=SECRET)
-    for node in made.graph.node:
+    model = build_net(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 10]}, weights, opset=20, ir=10)
+    model.metadata_props.add(key="author", value=SECRET)
+    for node in model.graph.node:
         node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value=SECRET)
         node.doc_string = SECRET
-    made.graph.initializer[0].doc_string = SECRET
+    model.graph.initializer[0].doc_string = SECRET
     path = tmp_path_factory.mktemp("net") / "net.onnx"
-    onnx.save(made, path)
+    onnx.save(model, path)
     np.save(path.with_suffix(".npy"), np.float32(rng.normal(size=(6, 3, 8, 8))))
     return path
 
 
-def build(model, out, *words):
+def build(model, out, *arguments):
     """Build for Ascend, without a search."""
     quick = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
-    run_command("build", model, "--images", model.with_suffix(".npy"), *quick, *words)
+    run_command("build", model, "--images", model.with_suffix(".npy"), *quick, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -327,9 +346,9 @@ def folder(model, tmp_path_factory):
 def test_models_follow_the_named_cann(cann, opset, ir, model, folder, tmp_path):
     build(model, tmp_path, "--cann", cann)
     for ending in ("deploy_model", "amct_qdq"):
-        made = onnx.load(tmp_path / f"net_{ending}.onnx")
-        assert (made.opset_import[0].version, made.ir_version) == (opset, ir)
-        types = Counter(node.op_type for node in made.graph.node)
+        written_model = onnx.load(tmp_path / f"net_{ending}.onnx")
+        assert (written_model.opset_import[0].version, written_model.ir_version) == (opset, ir)
+        types = Counter(node.op_type for node in written_model.graph.node)
         assert types["LayerNormalization"] == (0 if opset < 17 else 1)
     assert f"CANN {cann} or newer" in (tmp_path / "net_README.txt").read_text()
     # an older opset computes the same
@@ -347,10 +366,12 @@ def test_files_carry_no_exporter_metadata(model, folder):
     assert SECRET.encode() in model.read_bytes()
     for path in folder.glob("net_*"):
         assert SECRET.encode() not in path.read_bytes(), path.name
-    made, plain = onnx.load(model), strip_metadata(onnx.load(model))
-    assert [n.output for n in made.graph.node] == [n.output for n in plain.graph.node]
-    assert made.graph.initializer[1] == plain.graph.initializer[1]
-    assert strip_metadata(plain) == plain and made.metadata_props and not plain.metadata_props
+    original, plain = onnx.load(model), strip_metadata(onnx.load(model))
+    assert [n.output for n in original.graph.node] == [n.output for n in plain.graph.node]
+    assert original.graph.initializer[1] == plain.graph.initializer[1]
+    assert strip_metadata(plain) == plain
+    assert original.metadata_props
+    assert not plain.metadata_props
 
 
 def entries(path):
@@ -360,39 +381,52 @@ def entries(path):
 
 
 def value(entry, key):
-    (found,) = [a["value"] for a in entry["attr"] if a["key"] == f"_datadump_{key}"]
-    return found
+    (attribute_value,) = [a["value"] for a in entry["attr"] if a["key"] == f"_datadump_{key}"]
+    return attribute_value
 
 
 def test_mapping_names_the_source_of_nodes(folder):
-    known = entries(folder / "net_quant.json")
-    told = {name: value(entry, "original_op_names") for name, entry in known.items()}
-    originals = {name: one["list"].get("s", []) for name, one in told.items()}
+    entry_by_node = entries(folder / "net_quant.json")
+    original_names = {
+        name: value(entry, "original_op_names") for name, entry in entry_by_node.items()
+    }
+    originals = {name: attribute["list"].get("s", []) for name, attribute in original_names.items()}
     assert originals["conv1"] == originals["conv1.dequant"] == ["conv1", "BatchNormalization_1"]
     assert originals["conv2.dequant"] == ["conv2", "bn2"]
-    assert originals["conv1.quant"] == [] and originals["relu1"] == ["relu1"]
-    assert originals["fc"] == ["fc"] and originals["fc.dequant"] == ["plus"]
+    assert originals["conv1.quant"] == []
+    assert originals["relu1"] == ["relu1"]
+    assert originals["fc"] == ["fc"]
+    assert originals["fc.dequant"] == ["plus"]
     keys = {"origin_name": "s", "origin_output_index": "i"}.items()
     outputs = {
         name: [tuple(value(shown, key)[kind] for key, kind in keys) for shown in e["output_desc"]]
-        for name, e in known.items()
+        for name, e in entry_by_node.items()
     }
-    assert outputs["conv1.dequant"] == [("BatchNormalization_1", 0)] and outputs["conv1"] == []
-    assert outputs["fc.dequant"] == [("plus", 0)] and outputs["x"] == [("x", 0)]
+    assert outputs["conv1.dequant"] == [("BatchNormalization_1", 0)]
+    assert outputs["conv1"] == []
+    assert outputs["fc.dequant"] == [("plus", 0)]
+    assert outputs["x"] == [("x", 0)]
     deploy = onnx.load(folder / "net_deploy_model.onnx")
     moving = {node.name for node in deploy.graph.node if node.op_type != "Constant"}
-    assert set(known) == {"x", *moving}
-    assert known["conv1.quant"]["input"] == ["x:0"]
-    assert known["conv1.dequant"]["input"] == ["conv1:0"]
-    assert {edge.rpartition(":")[0] for e in known.values() for edge in e["input"]} <= set(known)
+    assert set(entry_by_node) == {"x", *moving}
+    assert entry_by_node["conv1.quant"]["input"] == ["x:0"]
+    assert entry_by_node["conv1.dequant"]["input"] == ["conv1:0"]
+    assert {edge.rpartition(":")[0] for e in entry_by_node.values() for edge in e["input"]} <= set(
+        entry_by_node
+    )
 
 
 def test_readme_names_every_file_and_command(folder, model, tmp_path):
     text = (folder / "net_README.txt").read_text()
-    for words in ("sh net_atc.sh", "ais_bench --model net.om", "-om net.om -q net_quant.json"):
-        assert words in text
+    for command_text in (
+        "sh net_atc.sh",
+        "ais_bench --model net.om",
+        "-om net.om -q net_quant.json",
+    ):
+        assert command_text in text
     names = {path.name for path in folder.glob("net_*")} - {"net_README.txt"}
-    assert all(name in text for name in names) and "Ascend310P3" in text
+    assert all(name in text for name in names)
+    assert "Ascend310P3" in text
     done = subprocess.run(["sh", "-n", folder / "net_atc.sh"], capture_output=True)
     assert done.returncode == 0, done.stderr
     (tmp_path / "switch.cfg").write_text("{}")

@@ -45,17 +45,19 @@ def built(model, ascend_build):
 
     def build(text, suffix, code=0):
         images = model.with_suffix(".npy")
-        said, folder = ascend_build(model, images, text, suffix=suffix, code=code)
+        output, folder = ascend_build(model, images, text, suffix=suffix, code=code)
         used = folder / "keys_config.json"
-        return said, json.loads(used.read_text()) if used.exists() else None
+        return output, json.loads(used.read_text()) if used.exists() else None
 
     return build
 
 
-def refused(built, text, suffix, said):
+def refused(built, text, suffix, message):
     err, config = built(text, suffix, code=1)
-    assert said in err and config is None
-    assert err.count("calib8: error") == 1 and "Traceback" not in err
+    assert message in err
+    assert config is None
+    assert err.count("calib8: error") == 1
+    assert "Traceback" not in err
 
 
 def common(inner):
@@ -186,7 +188,7 @@ for _key, (_good, _path, _wanted, _bad, _words) in SEARCHES.items():
 SHORT = {"a": "activation_quant_params", "w": "weight_quant_params"}
 
 
-def at(config, path):
+def value_at(config, path):
     """What a quant config has there, as "conv1.a.search_range.0"."""
     for step in path.split("."):
         config = config[int(step) if step.isdigit() else SHORT.get(step, step)]
@@ -195,20 +197,20 @@ def at(config, path):
 
 @pytest.mark.parametrize("key", OBEYED)
 def test_simplified_key_is_obeyed(key, built):
-    text, path, wanted = OBEYED[key]
+    text, path, expected = OBEYED[key]
     config = built(text, ".cfg")[1]
-    if wanted is None:  # the layer stays float, whichever way the configuration says so
+    if expected is None:  # the layer stays float, whichever way the configuration says so
         assert config.get(path, {"quant_enable": False})["quant_enable"] is False
-    elif isinstance(wanted, float) and np.float32(wanted) != wanted:
-        assert at(config, path) == pytest.approx(wanted)
+    elif isinstance(expected, float) and np.float32(expected) != expected:
+        assert value_at(config, path) == pytest.approx(expected)
     else:
-        assert at(config, path) == wanted
+        assert value_at(config, path) == expected
 
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_wrong_simplified_value_is_refused_early(key, built, no_pass):
-    text, said = REFUSED[key]
-    refused(built, text, ".cfg", said)
+    text, message = REFUSED[key]
+    refused(built, text, ".cfg", message)
 
 
 def test_every_configuration_key_has_a_test():
@@ -302,26 +304,26 @@ ADAS = {"num_iteration", "reg_param", "beta_range", "warm_start"}
 def document(key, value):
     """A quant config of three layers in which one key is as said, a layer's in conv1."""
     layers = {name: {"quant_enable": True} for name in ("conv1", "conv2", "fc")}
-    made = {"version": 1, "batch_num": 4, **layers}
+    config = {"version": 1, "batch_num": 4, **layers}
     part, _, name = key.rpartition(".")
     if part:
-        others = {"wts_algo": "ada_quantize", "num_iteration": 3} if name in ADAS else {}
-        layers["conv1"][SHORT[part]] = {**others, name: value}
+        extra_keys = {"wts_algo": "ada_quantize", "num_iteration": 3} if name in ADAS else {}
+        layers["conv1"][SHORT[part]] = {**extra_keys, name: value}
     elif key in GLOBAL:
-        made[key] = value
+        config[key] = value
     else:
         layers["conv1"][key] = value
-    return json.dumps(made)
+    return json.dumps(config)
 
 
 @pytest.mark.parametrize("key", JSON_OBEYED)
 def test_quant_config_key_is_obeyed(key, built):
     config = built(document(key, JSON_OBEYED[key]), ".json")[1]
-    assert at(config, key if key in GLOBAL else f"conv1.{key}") == JSON_OBEYED[key]
+    assert value_at(config, key if key in GLOBAL else f"conv1.{key}") == JSON_OBEYED[key]
 
 
 @pytest.mark.parametrize("key", JSON_REFUSED)
 def test_wrong_config_value_is_refused_early(key, built, no_pass):
     name = key.rpartition(".")[2]
-    said = {"num_bits": "bits"}.get(name, name)
-    refused(built, document(key, JSON_REFUSED[key]), ".json", said)
+    message = {"num_bits": "bits"}.get(name, name)
+    refused(built, document(key, JSON_REFUSED[key]), ".json", message)

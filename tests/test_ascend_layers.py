@@ -35,18 +35,18 @@ def two_pictures(*, tied=False):
     if tied:
         nodes += [("ReduceMean", "v", "t", "mean", {"axes": [0]}), ("Add", "d t", "y", "add")]
     shapes = {"w": (8, 3, 3, 3), "b": (8,), "v": (8, 6)}
-    held = {name: rng.normal(0, 0.4, shape) for name, shape in shapes.items()}
+    constants = {name: rng.normal(0, 0.4, shape) for name, shape in shapes.items()}
     inputs = {word: ["N", 3, 8, 8] for word in ("left", "right")}
-    return build_net(nodes, inputs, {"y": ["N", 6]}, held)
+    return build_net(nodes, inputs, {"y": ["N", 6]}, constants)
 
 
-def computed(model, fed):
-    return OrtSession.open(model, threads=1).run(fed)["y"]
+def computed(model, feed):
+    return OrtSession.open(model, threads=1).run(feed)["y"]
 
 
 def samples(count=8):
-    left = np.random.default_rng(1).normal(size=(count, 3, 8, 8)).astype(np.float32)
-    return {"left": left, "right": (left * 0.2).astype(np.float32)}
+    left_images = np.random.default_rng(1).normal(size=(count, 3, 8, 8)).astype(np.float32)
+    return {"left": left_images, "right": (left_images * 0.2).astype(np.float32)}
 
 
 @pytest.fixture
@@ -56,75 +56,92 @@ def pictures_built(command, tmp_path):
     def build(model, target="ascend", effort=0):
         onnx.save(model, tmp_path / "net.onnx")
         np.savez(tmp_path / "x.npz", **samples())
-        words = ("--target", target, "--effort", effort, "--duration", 0, "--out", tmp_path / "o")
-        command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npz", *words)
+        arguments = (
+            "--target",
+            target,
+            "--effort",
+            effort,
+            "--duration",
+            0,
+            "--out",
+            tmp_path / "o",
+        )
+        command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npz", *arguments)
         return read_markdown(tmp_path / "o"), lambda ending: tmp_path / "o" / f"net{ending}"
 
     return build
 
 
-def loss(model, made):
+def loss(model, file_of):
     """The squared error of the fake-quant model, over the squares of the float model's output."""
-    fake = onnx.load(made("_fake_quant_model.onnx"))
-    wanted, found = computed(model, samples()), computed(fake, samples())
-    return np.square(wanted - found).mean() / np.square(wanted).mean()
+    fake = onnx.load(file_of("_fake_quant_model.onnx"))
+    expected, actual = computed(model, samples()), computed(fake, samples())
+    return np.square(expected - actual).mean() / np.square(expected).mean()
 
 
 @pytest.mark.parametrize("effort", [0, 1])
 def test_layers_sharing_a_weight_are_int8(pictures_built, effort):
     """AMCT refuses all of them; two pictures through one network were no model for Ascend."""
     model = two_pictures()
-    out, made = pictures_built(model, effort=effort)
-    deploy = onnx.load(made("_deploy_model.onnx"))
+    out, file_of = pictures_built(model, effort=effort)
+    deploy = onnx.load(file_of("_deploy_model.onnx"))
     layers = [node for node in deploy.graph.node if node.op_type in ("Conv", "Gemm")]
     tensors = {tensor.name: tensor for tensor in deploy.graph.initializer}
     stored = [tensors[n.input[1]].data_type for n in layers]
     among = slice(0, None, 1 + effort)  # a search leaves the Gemms in float, which costs nothing
     assert stored[among] == [TensorProto.INT8] * len(stored[among])
     assert len({n.input[1] for n in layers}) == 4  # atc gets what it gets from AMCT
-    assert loss(model, made) < 1e-3
-    assert "share" in out and "net_modified_model.onnx" in out
+    assert loss(model, file_of) < 1e-3
+    assert "share" in out
+    assert "net_modified_model.onnx" in out
     # AMCT itself gets a model whose layers share nothing: it refuses a configuration or a record
     # that names a layer which shares its weight
-    modified = onnx.load(made("_modified_model.onnx"))
-    config = json.loads(made("_config.json").read_text())
+    modified = onnx.load(file_of("_modified_model.onnx"))
+    config = json.loads(file_of("_config.json").read_text())
     named = {name for name, value in config.items() if isinstance(value, dict)}
     assert named == {"left/conv", "right/conv", "left/gemm", "right/gemm"}
     assert find_layers(modified).layers.keys() == named
-    np.testing.assert_array_equal(*(computed(one, samples(2)) for one in (model, modified)))
+    np.testing.assert_array_equal(*(computed(network, samples(2)) for network in (model, modified)))
 
 
 @pytest.mark.parametrize("which", ["net.onnx", "o/net_modified_model.onnx"])
 def test_record_reproduces_models_of_both_forms(pictures_built, command, tmp_path, which):
-    _, made = pictures_built(two_pictures())
-    record = made("_record.txt")
+    _, file_of = pictures_built(two_pictures())
+    record = file_of("_record.txt")
     command("ascend", "deploy", tmp_path / which, record, "--out", tmp_path / "again")
-    (again,) = (tmp_path / "again").glob("*_deploy_model.onnx")
-    one, other = (weights_of(onnx.load(path)) for path in (made("_deploy_model.onnx"), again))
-    assert one.keys() == other.keys()
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    (redeployed,) = (tmp_path / "again").glob("*_deploy_model.onnx")
+    original_weights, redeployed_weights = (
+        weights_of(onnx.load(path)) for path in (file_of("_deploy_model.onnx"), redeployed)
+    )
+    assert original_weights.keys() == redeployed_weights.keys()
+    assert all(
+        np.array_equal(original_weights[name], redeployed_weights[name])
+        for name in original_weights
+    )
 
 
 def weights_of(model):
     """Node -> its second input, where that is a constant."""
-    held = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     read = {node.name: node.input[1] for node in model.graph.node if len(node.input) > 1}
-    return {node: held[name] for node, name in read.items() if name in held}
+    return {node: constants[name] for node, name in read.items() if name in constants}
 
 
 def test_other_weight_readers_get_float_values(pictures_built):
     model = two_pictures(tied=True)
-    _, made = pictures_built(model)
-    assert loss(model, made) < 1e-3
+    _, file_of = pictures_built(model)
+    assert loss(model, file_of) < 1e-3
 
 
 def test_shared_weights_avoid_large_copies(monkeypatch):
     model = name_nodes(two_pictures())
-    own, graph = prepare_model(model)
-    held = {tensor.name for tensor in model.graph.initializer}
+    prepared, graph = prepare_model(model)
+    weight_names = {tensor.name for tensor in model.graph.initializer}
     assert len({layer.weight for layer in graph.layers.values()}) == 4
-    assert {one.name for one in make_default_plan(model).weights} == {"w", "v"} < held
-    assert len(own.graph.initializer) == len(model.graph.initializer) + 2  # one keeps what there is
+    assert {plan.name for plan in make_default_plan(model).weights} == {"w", "v"} < weight_names
+    assert (
+        len(prepared.graph.initializer) == len(model.graph.initializer) + 2
+    )  # one keeps what there is
     # All layers of one weight stay as they are then, and say why.
     monkeypatch.setattr("deploy.targets.ascend.preparation._MAX_COPY_BYTES", 4 * 2 * 8 * 6)
     _, graph = prepare_model(name_nodes(two_pictures()))
@@ -133,10 +150,10 @@ def test_shared_weights_avoid_large_copies(monkeypatch):
 
 
 def test_qdq_model_keeps_shared_weight_layers(pictures_built, command, tmp_path):
-    _, made = pictures_built(two_pictures(), target="tensorrt")
-    command("ascend", "convert", made(".tensorrt.qdq.onnx"), "--out", tmp_path / "again")
-    (made,) = (tmp_path / "again").glob("*_deploy_model.onnx")
-    assert [n.op_type for n in onnx.load(made).graph.node].count("AscendDequant") == 4
+    _, file_of = pictures_built(two_pictures(), target="tensorrt")
+    command("ascend", "convert", file_of(".tensorrt.qdq.onnx"), "--out", tmp_path / "again")
+    (file_of,) = (tmp_path / "again").glob("*_deploy_model.onnx")
+    assert [n.op_type for n in onnx.load(file_of).graph.node].count("AscendDequant") == 4
 
 
 HFMG = "common_config { hfmg_quantize { num_of_bins: 1024 } }\n"
@@ -150,89 +167,96 @@ def fixed(small_cnn, tmp_path_factory):
 
 
 @pytest.fixture
-def made(run, tmp_path):
-    """(model, rows, words, configuration) -> record, config, what was said; each in its folder."""
+def ascend_record(run, tmp_path):
+    """(model, rows, arguments, configuration) -> record, config, output; each in its folder."""
 
-    def build(model, rows, *words, config="", again=False):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())) - again)
+    def build(model, rows, *arguments, config="", reuse_folder=False):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())) - reuse_folder)
         folder.mkdir(exist_ok=True)
         # brighter from image to image, so that it shows which of them make up a batch
         size = np.geomspace(1, 30, 12).reshape(12, 1, 1, 1)
         x = np.random.default_rng(1).normal(size=(12, 3, 16, 16)) * size
         np.save(folder / "x.npy", x[:rows].astype(np.float32))
         (folder / "a.cfg").write_text(config)
-        given = ("--ascend-config", folder / "a.cfg") if config else ()
+        config_option = ("--ascend-config", folder / "a.cfg") if config else ()
         out, target = folder / "out", ("--target", "ascend", "--effort", 0, "--duration", 0)
         images = ("--images", folder / "x.npy", "--out", out)
-        code, said, err = run("build", model, *images, *target, *given, *words)
+        code, output, err = run("build", model, *images, *target, *config_option, *arguments)
         if code:
             return None, None, err
         record = read_record((out / "small_cnn_record.txt").read_text())
         settled = read_config((out / "small_cnn_config.json").read_text())
-        return record, settled, " ".join((out / "report.md").read_text().split()) + said
+        return record, settled, " ".join((out / "report.md").read_text().split()) + output
 
     return build
 
 
 def scales(record):
-    return [float(one.scale_d) for one in record.values()]
+    return [float(layer.scale_d) for layer in record.values()]
 
 
 @pytest.mark.parametrize("config", [HFMG, DMQ])
-def test_fixed_batch_uses_four_images(config, made, small_cnn, fixed):
+def test_fixed_batch_uses_four_images(config, ascend_record, small_cnn, fixed):
     text = "batch_num: 2\n" + config
-    joined, _, said = made(small_cnn, 8, "--amct-batch", 4, config=text)
-    same, _, _ = made(fixed, 8, config=text)
-    single, _, _ = made(small_cnn, 8, config=text.replace("2", "8", 1))
-    assert scales(joined) == pytest.approx(scales(same), rel=1e-5)
-    for name, one in joined.items():
-        np.testing.assert_allclose(one.factors, same[name].factors, rtol=1e-5)
-        assert one.offset_d == same[name].offset_d
+    joined, _, output = ascend_record(small_cnn, 8, "--amct-batch", 4, config=text)
+    fixed_record, _, _ = ascend_record(fixed, 8, config=text)
+    single, _, _ = ascend_record(small_cnn, 8, config=text.replace("2", "8", 1))
+    assert scales(joined) == pytest.approx(scales(fixed_record), rel=1e-5)
+    for name, layer in joined.items():
+        np.testing.assert_allclose(layer.factors, fixed_record[name].factors, rtol=1e-5)
+        assert layer.offset_d == fixed_record[name].offset_d
     assert scales(joined) != pytest.approx(scales(single), rel=1e-3)
-    assert "over 8 samples in 2 batches of 4." in said
+    assert "over 8 samples in 2 batches of 4." in output
 
 
 @pytest.mark.parametrize("exact", [(), ("--exact-ifmr",)])
-def test_batch_num_counts_batches(exact, made, small_cnn):
+def test_batch_num_counts_batches(exact, ascend_record, small_cnn):
     text = "batch_num: 2\ncommon_config { ifmr_quantize { } }\n"
-    some, _, said = made(small_cnn, 8, "--amct-batch", 3, *exact, config=text)
-    first, _, _ = made(small_cnn, 6, *exact, config=text.replace("2", "6", 1))
-    assert scales(some) == scales(first)  # IFMR sees all values at once, however they came
-    assert "6 samples in 2 batches of 3" in said and "6 of 8 samples were used" in said
-    _, _, err = made(small_cnn, 8, "--amct-batch", 5, config=text.replace("2", "3", 1))
+    two_batches, _, output = ascend_record(small_cnn, 8, "--amct-batch", 3, *exact, config=text)
+    single_images, _, _ = ascend_record(small_cnn, 6, *exact, config=text.replace("2", "6", 1))
+    assert scales(two_batches) == scales(
+        single_images
+    )  # IFMR sees all values at once, however they came
+    assert "6 samples in 2 batches of 3" in output
+    assert "6 of 8 samples were used" in output
+    _, _, err = ascend_record(small_cnn, 8, "--amct-batch", 5, config=text.replace("2", "3", 1))
     assert "needs batch_num batches, 3, got 2 of 5 images" in err
 
 
-def test_a_last_batch_may_be_smaller(made, small_cnn):
-    _, config, said = made(small_cnn, 10, "--amct-batch", 4)
+def test_a_last_batch_may_be_smaller(ascend_record, small_cnn):
+    _, config, output = ascend_record(small_cnn, 10, "--amct-batch", 4)
     assert config.batch_num == 3
-    assert "10 samples in 3 batches of 4, the last one of 2." in said
+    assert "10 samples in 3 batches of 4, the last one of 2." in output
     text = "batch_num: 3\n" + HFMG
-    partial, _, _ = made(small_cnn, 10, "--amct-batch", 4, config=text)
-    short, _, _ = made(small_cnn, 8, "--amct-batch", 4, config=text.replace("3", "2", 1))
+    partial, _, _ = ascend_record(small_cnn, 10, "--amct-batch", 4, config=text)
+    short, _, _ = ascend_record(small_cnn, 8, "--amct-batch", 4, config=text.replace("3", "2", 1))
     assert scales(partial) != pytest.approx(scales(short), rel=1e-3)  # its images count
-    threads, _, _ = made(small_cnn, 10, "--amct-batch", 4, "--threads", 3, config=text)
+    threads, _, _ = ascend_record(small_cnn, 10, "--amct-batch", 4, "--threads", 3, config=text)
     assert scales(threads) == scales(partial)
 
 
-def test_fixed_batch_model_takes_full_batches(made, fixed):
-    _, _, err = made(fixed, 8, "--amct-batch", 6)
+def test_fixed_batch_model_takes_full_batches(ascend_record, fixed):
+    _, _, err = ascend_record(fixed, 8, "--amct-batch", 6)
     assert "the model's batch size, 4, got 6" in err
-    _, config, said = made(fixed, 8, "--amct-batch", 8)
-    assert config.batch_num == 1 and "8 samples in 1 batches of 8" in said
-    _, config, said = made(fixed, 8)
-    assert config.batch_num == 2 and "8 samples in 2 batches of 4" in said
+    _, config, output = ascend_record(fixed, 8, "--amct-batch", 8)
+    assert config.batch_num == 1
+    assert "8 samples in 1 batches of 8" in output
+    _, config, output = ascend_record(fixed, 8)
+    assert config.batch_num == 2
+    assert "8 samples in 2 batches of 4" in output
 
 
 @pytest.mark.parametrize("config", [HFMG, DMQ])
-def test_a_cache_knows_the_batches(config, made, small_cnn):
+def test_a_cache_knows_the_batches(config, ascend_record, small_cnn):
     text = "batch_num: 2\n" + config
-    first, _, _ = made(small_cnn, 8, "--amct-batch", 4, config=text)
-    words = ("--amct-batch", 4, "--require-cache")
-    again, _, _ = made(small_cnn, 8, *words, config=text, again=True)
-    assert scales(again) == scales(first)
-    words = ("--amct-batch", 2, "--require-cache")
-    _, _, err = made(small_cnn, 8, *words, config=text.replace("2", "4", 1), again=True)
+    first_record, _, _ = ascend_record(small_cnn, 8, "--amct-batch", 4, config=text)
+    arguments = ("--amct-batch", 4, "--require-cache")
+    cached_record, _, _ = ascend_record(small_cnn, 8, *arguments, config=text, reuse_folder=True)
+    assert scales(cached_record) == scales(first_record)
+    arguments = ("--amct-batch", 2, "--require-cache")
+    _, _, err = ascend_record(
+        small_cnn, 8, *arguments, config=text.replace("2", "4", 1), reuse_folder=True
+    )
     assert "cache must fit" in err
 
 
@@ -260,4 +284,5 @@ def test_weight_read_by_outputs_stays_unchanged(reader, tmp_path):
     targets = ["onnxruntime", "tensorrt", "ascend"]
     quick = {"duration_s": 0, "tuning": Tuning(effort=0)}
     report = build(model, samples, targets=targets, out=tmp_path, **quick)
-    assert not report.failed and not report.unusable
+    assert not report.failed
+    assert not report.unusable

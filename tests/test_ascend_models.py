@@ -47,15 +47,15 @@ def float_model(case):
             node.name = parts[1]
     if case == "small_mixed":
         modified = onnx.load(CASES / case / "modified.onnx")
-        wanted = [t for t in modified.graph.initializer if t.name.startswith(("conv2.", "bn2."))]
-        model.graph.initializer.extend(wanted)
+        expected = [t for t in modified.graph.initializer if t.name.startswith(("conv2.", "bn2."))]
+        model.graph.initializer.extend(expected)
         norm = next(n for n in modified.graph.node if n.name == "bn2")
-        place = next(i for i, n in enumerate(model.graph.node) if n.name == "conv2")
-        conv = model.graph.node[place]
+        index = next(i for i, n in enumerate(model.graph.node) if n.name == "conv2")
+        conv = model.graph.node[index]
         conv.input[1:] = ["conv2.sub_module.weight", "conv2.sub_module.bias"]
         old, conv.output[0] = conv.output[0], "conv2_out"
         norm.input[0], norm.output[0] = "conv2_out", old
-        model.graph.node.insert(place + 1, norm)
+        model.graph.node.insert(index + 1, norm)
     return name_nodes(model)
 
 
@@ -96,21 +96,22 @@ def test_records_are_amcts(case):
     """
     model = float_model(case)
     graph = find_layers(model)
-    found = calibrate_amct(model, graph, inputs(case), config_of(case, graph)).records
-    wanted = records_of(case)
-    assert list(found) == list(wanted)
+    records = calibrate_amct(model, graph, inputs(case), config_of(case, graph)).records
+    expected = records_of(case)
+    assert list(records) == list(expected)
     balanced = case == "small_dmq"
-    for name, record in wanted.items():
-        mine, exact = found[name], name in ("pw", "up", "fc1", "fc2", "pool") and not balanced
-        assert mine.offset_d == record.offset_d and mine.scale_w.size == record.scale_w.size
+    for name, record in expected.items():
+        mine, exact = records[name], name in ("pw", "up", "fc1", "fc2", "pool") and not balanced
+        assert mine.offset_d == record.offset_d
+        assert mine.scale_w.size == record.scale_w.size
         assert ulps(mine.scale_d, record.scale_d) <= 8
         assert ulps(mine.scale_w, record.scale_w) <= (0 if exact else 8)
         if balanced and record.factors.size:
             assert ulps(mine.factors, record.factors) <= 8
     if not balanced:
-        assert ulps(found["conv1"].scale_d, wanted["conv1"].scale_d) == 0
+        assert ulps(records["conv1"].scale_d, expected["conv1"].scale_d) == 0
     arrays = np.load(CASES / case / "io.npz")
-    fake = fake_quant_model(model, quantize_layers(model, graph, found))
+    fake = fake_quant_model(model, quantize_layers(model, graph, records))
     reference = arrays["res_fake_quant_model"]
     error = np.abs(run_net(fake, arrays["in0"])[0] - reference).max()
     assert error <= 2e-2 * np.abs(reference).max()
@@ -138,9 +139,9 @@ def test_fake_quant_runs_as_amcts(case):
     mine = fake_quant_model(model, quantize_layers(model, find_layers(model), records_of(case)))
     onnx.checker.check_model(mine)
     arrays = np.load(CASES / case / "io.npz")
-    (wanted,) = run_net(CASES / case / "res_fake_quant_model.onnx", arrays["in0"])
-    np.testing.assert_allclose(run_net(mine, arrays["in0"])[0], wanted, rtol=1e-5)
-    np.testing.assert_allclose(wanted, arrays["res_fake_quant_model"], rtol=1e-5)
+    (expected,) = run_net(CASES / case / "res_fake_quant_model.onnx", arrays["in0"])
+    np.testing.assert_allclose(run_net(mine, arrays["in0"])[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(expected, arrays["res_fake_quant_model"], rtol=1e-5)
 
 
 # -- what cannot be done is said
@@ -160,9 +161,9 @@ def test_calibration_refuses_unsuitable_batches(default, wording):
         calibrate_amct(model, graph, [batch], config)
     wording.check(refusal.value)
     batch = {"input.1": np.zeros((2, 3, 32, 32), np.float32)}
-    found = calibrate_amct(model, graph, [batch], config)
-    assert found.zero_layers == ("conv1",)
-    assert (found.records["conv1"].scale_d, found.records["conv1"].offset_d) == (1, -128)
+    messages = calibrate_amct(model, graph, [batch], config)
+    assert messages.zero_layers == ("conv1",)
+    assert (messages.records["conv1"].scale_d, messages.records["conv1"].offset_d) == (1, -128)
 
 
 def test_exact_values_are_kept_on_request(default):
@@ -170,7 +171,8 @@ def test_exact_values_are_kept_on_request(default):
     config = config_of("small_default", graph)
     exact = calibrate_amct(model, graph, inputs("small_default"), config, exact=True)
     streamed = calibrate_amct(model, graph, inputs("small_default"), config)
-    assert exact.activation_bytes > 500_000 and not streamed.activation_bytes
+    assert exact.activation_bytes > 500_000
+    assert not streamed.activation_bytes
     for name, record in exact.records.items():
         assert streamed.records[name].scale_d == pytest.approx(float(record.scale_d), rel=0.016)
 
@@ -218,8 +220,8 @@ def test_shared_tensor_is_quantized_once():
     assert [n.op_type for n in deploy.graph.node].count("AscendQuant") == 1
     assert [o.name for o in deploy.graph.output] == ["y", "z"]
     fake = fake_quant_model(model, quantized)
-    found, wanted = run_net(fake, batch["x"]), run_net(model, batch["x"])
-    np.testing.assert_allclose(found[0], wanted[0], atol=0.05)
+    quantizers, expected = run_net(fake, batch["x"]), run_net(model, batch["x"])
+    np.testing.assert_allclose(quantizers[0], expected[0], atol=0.05)
 
 
 WORDS = json.loads((CASES.parent / "vectors.json").read_text())
@@ -255,9 +257,9 @@ def run_kernel(kernel, case):
         weight = x.reshape(-1)[: int(np.prod(p["shape"]))].reshape(p["shape"])
         return weight, arq(weight, channel_wise=p["channel_wise"], bits=p["num_bits"])
     if kernel == "ifmr":
-        same = {name: p[name] for name in ("max_percentile", "min_percentile", "search_step")}
+        same_shape = {name: p[name] for name in ("max_percentile", "min_percentile", "search_step")}
         span = (p["search_start"], p["search_end"])
-        return ifmr(x, IfmrParams(search_range=span, **same, **grid))
+        return ifmr(x, IfmrParams(search_range=span, **same_shape, **grid))
     histogram = HfmgHistogram(p["num_of_bins"])
     for batch in np.array_split(x.reshape(-1), case["batch_num"]):
         histogram.observe(batch)
@@ -300,7 +302,8 @@ def test_arq_to_the_bit():
     for case in good:
         weight, scale = run_kernel("arq", case)
         out, b = case["out"], case["params"]["num_bits"]
-        assert bits(scale) == out["scale"]["f32_bits"] and not any(out["offset"])
+        assert bits(scale) == out["scale"]["f32_bits"]
+        assert not any(out["offset"])
         fake = arq_fake_quantize(weight, scale, bits=b)
         assert hashlib.sha256(fake.tobytes()).hexdigest() == out["fake_sha256"]
         if "int_sha256" in out:
@@ -319,7 +322,8 @@ def test_ifmr_to_the_bit():
         if key in ARRAYS and np.isfinite(ARRAYS[key]).all():
             np.testing.assert_allclose(result.losses, ARRAYS[key], rtol=1e-4)
             compared += 1
-    assert len(good) == 452 and compared > 40
+    assert len(good) == 452
+    assert compared > 40
 
 
 @pytest.mark.slow
@@ -340,10 +344,12 @@ def test_hfmg_to_the_bit():
             np.testing.assert_array_equal(runs, ARRAYS[f"range/{name}"])
         if f"loss/{name}" in ARRAYS:
             finite = np.isfinite(ARRAYS[f"loss/{name}"])
-            wanted = ARRAYS[f"loss/{name}"][finite]
-            np.testing.assert_allclose(result.losses[finite], wanted, rtol=1e-4)
+            expected = ARRAYS[f"loss/{name}"][finite]
+            np.testing.assert_allclose(result.losses[finite], expected, rtol=1e-4)
             compared["losses"] += 1
-    assert len(good) == 381 and compared["histograms"] > 60 and compared["losses"] > 40
+    assert len(good) == 381
+    assert compared["histograms"] > 60
+    assert compared["losses"] > 40
 
 
 def text(size, seed):
@@ -359,30 +365,31 @@ def text(size, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "size", "least"),
+    ("name", "size", "min_similarity"),
     [
         ("ch_PP-OCRv4_det", (160, 192), 60),
         ("ch_PP-OCRv4_rec", (48, 160), 40),
         ("ch_ppocr_mobile_v2.0_cls", (48, 192), 50),
     ],
 )
-def test_ocr_models(name, size, least):
+def test_ocr_models(name, size, min_similarity):
     file = f"rapidocr_onnxruntime/models/{name}_infer.onnx"
     loaded = load(fetch_model("rapidocr-onnxruntime", "1.4.4", file))
     model = name_nodes(loaded.model)
     graph = find_layers(model)
-    assert len(graph.layers) > least
+    assert len(graph.layers) > min_similarity
     (spec,) = loaded.inputs
     batches = [{spec.name: text(size, seed)} for seed in range(4)]
     config = default_config(graph, batch_num=len(batches))
     exact = calibrate_amct(model, graph, batches, config, exact=True)
     streamed = calibrate_amct(model, graph, batches, config)
-    assert exact.activation_bytes and not streamed.activation_bytes
+    assert exact.activation_bytes
+    assert not streamed.activation_bytes
     one_step = 0.01 / 0.7  # a candidate is 0.01 of the range, of which 0.7 is the least
     for layer, record in exact.records.items():
-        near = streamed.records[layer]
-        assert near.scale_d == pytest.approx(float(record.scale_d), rel=one_step)
-        assert abs(near.offset_d - record.offset_d) <= 2
-    found = compare_deploy_model(model, quantize_layers(model, graph, exact.records), batches[:2])
-    assert found.same_rounding <= 1e-5
-    assert found.amct_cosine > 0.9
+        similarity = streamed.records[layer]
+        assert similarity.scale_d == pytest.approx(float(record.scale_d), rel=one_step)
+        assert abs(similarity.offset_d - record.offset_d) <= 2
+    records = compare_deploy_model(model, quantize_layers(model, graph, exact.records), batches[:2])
+    assert records.same_rounding <= 1e-5
+    assert records.amct_cosine > 0.9

@@ -49,7 +49,7 @@ KEPT = {}  # what was built once, for all tests that only read it
 
 
 @pytest.fixture
-def kept(built, built_matmul):
+def shared_build(built, built_matmul):
     """(name) -> what is said of `BOTH` or of a build of the attention, and the folder."""
     builds = {
         "inputs": lambda: built(BOTH),
@@ -59,8 +59,8 @@ def kept(built, built_matmul):
 
     def call(name):
         if name not in KEPT:
-            said, folder = builds[name]()
-            KEPT[name] = said, folder.rename(folder.with_name(name))
+            output, folder = builds[name]()
+            KEPT[name] = output, folder.rename(folder.with_name(name))
         return KEPT[name]
 
     return call
@@ -80,26 +80,28 @@ def config_of(folder):
     return json.loads(path.read_text())
 
 
-def same_bytes(one, other, stem, *endings):
+def same_bytes(first_folder, second_folder, stem, *endings):
     for name in (f"{stem}_{ending}" for ending in endings):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+        assert (first_folder / name).read_bytes() == (second_folder / name).read_bytes(), name
 
 
-def test_named_inputs_of_floats_are_int8(kept):
-    said, folder = kept("inputs")
-    assert "4 of 10 nodes int8" in said and "within 0 of the fake-quant model" in said
-    why = "it computes in float; by tensor_quantize its input is moved in int8"
-    assert f"| Add | Add_a | {why}" in said
+def test_named_inputs_of_floats_are_int8(shared_build):
+    output, folder = shared_build("inputs")
+    assert "4 of 10 nodes int8" in output
+    assert "within 0 of the fake-quant model" in output
+    reason = "it computes in float; by tensor_quantize its input is moved in int8"
+    assert f"| Add | Add_a | {reason}" in output
     nodes = nodes_of(folder / "small_cnn_deploy_model.onnx")
-    for name, place in (("Add_a.1", 1), ("MaxPool_p.0", 0)):
+    for name, index in (("Add_a.1", 1), ("MaxPool_p.0", 0)):
         back = nodes[f"{name}.anti_quant"]
         assert back.op_type == "AscendAntiQuant"
-        assert nodes[name[:-2]].input[place] == back.output[0]
+        assert nodes[name[:-2]].input[index] == back.output[0]
         (quant,) = (n for n in nodes.values() if n.output[0] == back.input[0])
-        given_ = {a.name: helper.get_attribute_value(a) for a in quant.attribute}
-        taken = {a.name: helper.get_attribute_value(a) for a in back.attribute}
-        assert taken["offset"] == given_["offset"] and taken["dtype"] == 0
-        assert taken["scale"] == pytest.approx(1 / given_["scale"], rel=1e-6)
+        quant_attributes = {a.name: helper.get_attribute_value(a) for a in quant.attribute}
+        back_attributes = {a.name: helper.get_attribute_value(a) for a in back.attribute}
+        assert back_attributes["offset"] == quant_attributes["offset"]
+        assert back_attributes["dtype"] == 0
+        assert back_attributes["scale"] == pytest.approx(1 / quant_attributes["scale"], rel=1e-6)
     assert not (folder / "small_cnn_modified_model.onnx").exists()  # AMCT takes the model as it is
     records = records_of(folder)
     assert [n for n, r in records.items() if r.is_node_input] == ["Add_a:1", "MaxPool_p:0"]
@@ -115,32 +117,36 @@ def test_equal_scales_share_one_ascendquant(built):
     """Conv_c2 and the Add read r1 and are searched alike; with another search each has its own."""
     for inner, nodes in (("", 4), ("hfmg_quantize { }", 5)):
         _, folder = built("batch_num: 6\n" + tensor("Add_a", 1, inner), out=f"o{nodes}")
-        made = onnx.load(folder / "small_cnn_deploy_model.onnx").graph.node
-        assert sum(node.op_type == "AscendQuant" for node in made) == nodes
+        deploy_nodes = onnx.load(folder / "small_cnn_deploy_model.onnx").graph.node
+        assert sum(node.op_type == "AscendQuant" for node in deploy_nodes) == nodes
 
 
 def test_input_scales_equal_their_searches(small_cnn, built):
     """On the values of the model whose weights are fake-quantized, as layers are searched."""
-    first = tensor("Add_a", 0, "ifmr_quantize { search_range_start: 0.9 max_percentile: 0.99 }")
-    second = tensor("MaxPool_p", 0, "hfmg_quantize { num_of_bins: 1024 asymmetric: false }")
-    _, folder = built("batch_num: 6\n" + first + second, "--exact-ifmr")
+    ifmr_input = tensor(
+        "Add_a", 0, "ifmr_quantize { search_range_start: 0.9 max_percentile: 0.99 }"
+    )
+    hfmg_input = tensor("MaxPool_p", 0, "hfmg_quantize { num_of_bins: 1024 asymmetric: false }")
+    _, folder = built("batch_num: 6\n" + ifmr_input + hfmg_input, "--exact-ifmr")
     records = records_of(folder)
     fake = onnx.load(small_cnn)
-    for held in fake.graph.initializer:  # ARQ, a scale a channel in Convs and one in the Gemm
-        if held.name in ("w1", "w2", "w3"):
-            scale = records[f"Conv_c{held.name[1]}"].scale_w.reshape(-1, 1, 1, 1)
-            value = np.rint(numpy_helper.to_array(held) / scale) * scale
-            held.CopyFrom(numpy_helper.from_array(value, held.name))
-    seen = [run_net(fake, image[None], ["c2", "r3"]) for image in DATA]
+    for (
+        initializer
+    ) in fake.graph.initializer:  # ARQ, a scale a channel in Convs and one in the Gemm
+        if initializer.name in ("w1", "w2", "w3"):
+            scale = records[f"Conv_c{initializer.name[1]}"].scale_w.reshape(-1, 1, 1, 1)
+            value = np.rint(numpy_helper.to_array(initializer) / scale) * scale
+            initializer.CopyFrom(numpy_helper.from_array(value, initializer.name))
+    observed_values = [run_net(fake, image[None], ["c2", "r3"]) for image in DATA]
     params = IfmrParams(search_range=(0.9, 1.3), max_percentile=0.99, with_offset=True)
-    by_ifmr = ifmr(np.concatenate([values.ravel() for values, _ in seen]), params)
+    by_ifmr = ifmr(np.concatenate([values.ravel() for values, _ in observed_values]), params)
     histogram = HfmgHistogram(1024)
-    for _, values in seen:
+    for _, values in observed_values:
         histogram.observe(values)
     by_hfmg = hfmg(histogram, HfmgParams(with_offset=False))
-    for name, wanted in (("Add_a:0", by_ifmr), ("MaxPool_p:0", by_hfmg)):
-        assert records[name].offset_d == wanted.offset
-        assert records[name].scale_d == pytest.approx(wanted.scale, rel=1e-5)
+    for name, expected in (("Add_a:0", by_ifmr), ("MaxPool_p:0", by_hfmg)):
+        assert records[name].offset_d == expected.offset
+        assert records[name].scale_d == pytest.approx(expected.scale, rel=1e-5)
     assert by_hfmg.offset == 0
 
 
@@ -149,92 +155,101 @@ def test_both_configuration_forms_are_equal(built, run, small_cnn, tmp_path):
     _, folder = built(BOTH + "common_config { ifmr_quantize { asymmetric: false } }")
     text = (folder / "small_cnn_config.json").read_text()
     config = json.loads(text)
-    assert list(config)[5] == "tensor_quantize" and list(config)[6] == "Conv_c1"
-    first, second = config["tensor_quantize"]
-    assert list(first) == ["layer_name", "input_index", "activation_quant_params"]
-    assert first["activation_quant_params"]["asymmetric"] is False  # common_config, also of IFMR
-    assert second["activation_quant_params"]["asymmetric"] is True  # activation_offset
-    assert second["activation_quant_params"]["num_of_bins"] == 4096
-    _, again = built(text, suffix=".json", out="again")
+    assert list(config)[5] == "tensor_quantize"
+    assert list(config)[6] == "Conv_c1"
+    first_input, second_input = config["tensor_quantize"]
+    assert list(first_input) == ["layer_name", "input_index", "activation_quant_params"]
+    assert (
+        first_input["activation_quant_params"]["asymmetric"] is False
+    )  # common_config, also of IFMR
+    assert second_input["activation_quant_params"]["asymmetric"] is True  # activation_offset
+    assert second_input["activation_quant_params"]["num_of_bins"] == 4096
+    _, json_folder = built(text, suffix=".json", out="again")
     files = ("config.json", "record.txt", "deploy_model.onnx", "fake_quant_model.onnx")
-    same_bytes(folder, again, "small_cnn", *files)
+    same_bytes(folder, json_folder, "small_cnn", *files)
     simple, config = tmp_path / "again.cfg", folder / "small_cnn_config.json"
     out = run.ok("ascend", "config", small_cnn, "--from", config, "-o", simple)
     assert "4 of 4 layers in int8, 2 inputs moved in int8" in out
-    _, third = built(simple.read_text(), out="third")
-    same_bytes(folder, third, "small_cnn", "config.json")
+    _, simple_folder = built(simple.read_text(), out="third")
+    same_bytes(folder, simple_folder, "small_cnn", "config.json")
 
 
 def test_inputs_stay_quantized_without_layers(built):
     """Inputs alone are enough to quantize; the executor and the check take such a model too."""
-    said, folder = built(BOTH + 'skip_layer_types: "Conv" skip_layers: "Gemm_logits"')
-    assert "0 of 10 nodes int8" in said and "within 0 of the fake-quant model" in said
+    output, folder = built(BOTH + 'skip_layer_types: "Conv" skip_layers: "Gemm_logits"')
+    assert "0 of 10 nodes int8" in output
+    assert "within 0 of the fake-quant model" in output
     assert set(records_of(folder)) == {"Add_a:1", "MaxPool_p:0"}
     _, folder = built(BOTH, "--keep-float", "Add_a")
     assert list(config_of(folder))[5] == "tensor_quantize"
     records = records_of(folder)
-    assert "Add_a:1" not in records and "MaxPool_p:0" in records
+    assert "Add_a:1" not in records
+    assert "MaxPool_p:0" in records
 
 
 def test_layer_cache_serves_quantized_inputs(built, tmp_path):
     """Inputs that no layer reads are observed in addition, in the same form of the model."""
     cache = ("--cache", tmp_path / "kept.cache")
     built("batch_num: 6", *cache)
-    said, _ = built("batch_num: 6\n" + tensor("Add_a", 1), *cache, out="second")
-    assert "reused" in said and "in part" not in said  # r1 is what Conv_c2 reads
-    said, _ = built("batch_num: 6\n" + tensor("Add_a", 0), *cache, out="third")
-    assert "reused in part" in said and "lacks 1 observations" in said
+    output, _ = built("batch_num: 6\n" + tensor("Add_a", 1), *cache, out="second")
+    assert "reused" in output
+    assert "in part" not in output  # r1 is what Conv_c2 reads
+    output, _ = built("batch_num: 6\n" + tensor("Add_a", 0), *cache, out="third")
+    assert "reused in part" in output
+    assert "lacks 1 observations" in output
 
 
 @pytest.mark.parametrize("attribute", ["scale", "dtype"])
-def test_antiquant_without_scale_is_refused(kept, attribute):
-    model = onnx.load(kept("inputs")[1] / "small_cnn_deploy_model.onnx")
+def test_antiquant_without_scale_is_refused(shared_build, attribute):
+    model = onnx.load(shared_build("inputs")[1] / "small_cnn_deploy_model.onnx")
     (back,) = (node for node in model.graph.node if node.name == "Add_a.1.anti_quant")
-    kept = [one for one in back.attribute if one.name != attribute]
+    remaining = [entry for entry in back.attribute if entry.name != attribute]
     del back.attribute[:]
-    back.attribute.extend(kept)
+    back.attribute.extend(remaining)
     expected = pytest.raises(ModelError, match="must have a scale")
     with expected if attribute == "scale" else nullcontext():
         open_deploy(model)
 
 
-def sound(command, folder, model, layers, inputs, again):
+def check_and_deploy(command, folder, model, layers, inputs, redeployed):
     """Every file is sound, and the record gives the files again; entries of the mapping by name."""
     stem = model.stem
-    for ending, said in (
+    for ending, summary in (
         ("record.txt", f"a sound record of {layers} layers{inputs[0]}"),
         ("config.json", f"a sound quant config, {layers} layers in int8{inputs[1]}"),
         ("deploy_model.onnx", f"a sound deploy model, {layers} layers in int8{inputs[1]}"),
     ):
-        more = () if ending.endswith("onnx") else ("--model", model)
-        assert said in command("ascend", "check", folder / f"{stem}_{ending}", *more)
+        model_option = () if ending.endswith("onnx") else ("--model", model)
+        assert summary in command("ascend", "check", folder / f"{stem}_{ending}", *model_option)
     config = ("--ascend-config", folder / f"{stem}_config.json")
-    command("ascend", "deploy", model, folder / f"{stem}_record.txt", "-o", again, *config)
+    command("ascend", "deploy", model, folder / f"{stem}_record.txt", "-o", redeployed, *config)
     files = ("deploy_model.onnx", "fake_quant_model.onnx", "record.txt", "config.json")
-    same_bytes(folder, again, stem, *files)
+    same_bytes(folder, redeployed, stem, *files)
     mapping = json.loads((folder / f"{stem}_quant.json").read_text())
     return {op["name"]: op for op in mapping["graph"][0]["op"]}
 
 
-def test_input_files_check_and_deploy(kept, command, small_cnn, tmp_path):
+def test_input_files_check_and_deploy(shared_build, command, small_cnn, tmp_path):
     inputs = (" and 2 inputs of tensor_quantize", ", 2 inputs moved in int8")
-    ops = sound(command, kept("inputs")[1], small_cnn, 4, inputs, tmp_path / "again")
+    ops = check_and_deploy(
+        command, shared_build("inputs")[1], small_cnn, 4, inputs, tmp_path / "again"
+    )
     assert ops["Add_a"]["input"] == ["Conv_c2.dequant:0", "Add_a.1.anti_quant:0"]
     assert ops["Add_a"]["attr"][0]["value"]["list"]["s"] == ["Add_a"]
     assert ops["Add_a.1.anti_quant"]["attr"][0]["value"]["list"] == {}
 
 
-def test_input_removed_from_record_stays_float(kept, command, small_cnn, tmp_path):
-    _, folder = kept("inputs")
+def test_input_removed_from_record_stays_float(shared_build, command, small_cnn, tmp_path):
+    _, folder = shared_build("inputs")
     text = (folder / "small_cnn_record.txt").read_text()
-    before, mark, _ = text.partition('record {\n  key: "MaxPool_p:0"')
+    remaining_text, mark, _ = text.partition('record {\n  key: "MaxPool_p:0"')
     assert mark
-    record, again = tmp_path / "less.txt", tmp_path / "again"
-    record.write_text(before)
+    record, redeployed = tmp_path / "less.txt", tmp_path / "again"
+    record.write_text(remaining_text)
     config = ("--ascend-config", folder / "small_cnn_config.json")
-    command("ascend", "deploy", small_cnn, record, "-o", again, *config)
-    assert [one["layer_name"] for one in config_of(again)["tensor_quantize"]] == ["Add_a"]
-    assert "MaxPool_p.0.anti_quant" not in nodes_of(again / "small_cnn_deploy_model.onnx")
+    command("ascend", "deploy", small_cnn, record, "-o", redeployed, *config)
+    assert [entry["layer_name"] for entry in config_of(redeployed)["tensor_quantize"]] == ["Add_a"]
+    assert "MaxPool_p.0.anti_quant" not in nodes_of(redeployed / "small_cnn_deploy_model.onnx")
 
 
 EDITS = {  # what stands behind a key of the record, and what takes its place
@@ -250,16 +265,16 @@ EDITS = {  # what stands behind a key of the record, and what takes its place
 
 
 @pytest.mark.parametrize("key", EDITS)
-def test_wrong_input_record_is_refused(key, kept, small_cnn, files, refusal, tmp_path):
-    place, old, new, said = EDITS[key]
-    name, model = ("matmuls", files) if place == "scores" else ("inputs", small_cnn)
-    _, folder = kept(name)
+def test_wrong_input_record_is_refused(key, shared_build, small_cnn, files, refusal, tmp_path):
+    key_text, old, new, message = EDITS[key]
+    name, model = ("matmuls", files) if key_text == "scores" else ("inputs", small_cnn)
+    _, folder = shared_build(name)
     text = (folder / f"{model.stem}_record.txt").read_text()
-    edited, count = re.subn(f'(?s)(key: "{place}.*?){old}', rf"\g<1>{new}", text, count=1)
+    edited, count = re.subn(f'(?s)(key: "{key_text}.*?){old}', rf"\g<1>{new}", text, count=1)
     assert count == 1
     record = tmp_path / "edited.txt"
     record.write_text(edited)
-    assert said in refusal("ascend", "deploy", model, record, "-o", tmp_path / "again")
+    assert message in refusal("ascend", "deploy", model, record, "-o", tmp_path / "again")
 
 
 WRONG = {
@@ -298,20 +313,22 @@ WRONG = {
 }
 
 
-def refused(built, text, said, suffix=".cfg"):
+def refused(built, text, message, suffix=".cfg"):
     err, folder = built(text, suffix=suffix, code=1)
-    assert said in err and err.count("calib8: error") == 1 and "Traceback" not in err
+    assert message in err
+    assert err.count("calib8: error") == 1
+    assert "Traceback" not in err
     assert not list(folder.glob("*_config.json"))
 
 
 @pytest.mark.parametrize("key", WRONG)
 def test_unsuitable_inputs_are_refused_before_observing(key, built, no_pass):
-    value, said = WRONG[key]
+    value, message = WRONG[key]
     if isinstance(value, str):
-        refused(built, value, said)
+        refused(built, value, message)
     else:
         text = json.dumps({"version": 1, "tensor_quantize": value, "Conv_c1": {}})
-        refused(built, text, said, ".json")
+        refused(built, text, message, ".json")
 
 
 @pytest.fixture
@@ -321,9 +338,9 @@ def auto(command, tmp_path):
     def call(model, images, text, strategy):
         config, out = tmp_path / "my.cfg", tmp_path / "o"
         config.write_text(text)
-        words = ("--images", images, "--max-loss", 0.0001, "--ascend-config", config, "-o", out)
-        said = command("ascend", "auto", model, *words, "--strategy", strategy)
-        return said, json.loads((out / FINAL).read_text())
+        arguments = ("--images", images, "--max-loss", 0.0001, "--ascend-config", config, "-o", out)
+        output = command("ascend", "auto", model, *arguments, "--strategy", strategy)
+        return output, json.loads((out / FINAL).read_text())
 
     return call
 
@@ -332,13 +349,13 @@ def auto(command, tmp_path):
 def test_auto_may_keep_inputs_float(strategy, auto, small_cnn, tmp_path):
     """What it leaves in float is neither in the record nor in the final configuration."""
     np.save(tmp_path / "images.npy", DATA)
-    _, found = auto(small_cnn, tmp_path / "images.npy", BOTH, strategy)
+    _, config = auto(small_cnn, tmp_path / "images.npy", BOTH, strategy)
     ranked = json.loads((tmp_path / "o" / RANKING).read_text())
-    assert {"Add_a:1", "MaxPool_p:0"} <= {one for one, _ in ranked}
+    assert {"Add_a:1", "MaxPool_p:0"} <= {entry for entry, _ in ranked}
     records = records_of(tmp_path / "o")
-    asked = found.get("tensor_quantize", [])
-    keys = {f"{one['layer_name']}:{one['input_index']}" for one in asked}
-    assert keys == {key for key, one in records.items() if one.is_node_input}
+    quantized_inputs = config.get("tensor_quantize", [])
+    keys = {f"{entry['layer_name']}:{entry['input_index']}" for entry in quantized_inputs}
+    assert keys == {key for key, entry in records.items() if entry.is_node_input}
     assert 0 < len(records) < 6
 
 
@@ -356,14 +373,14 @@ def test_unquantizable_add_inputs_are_refused(tmp_path, refusal):
     ends = {"y": None, "t": (TensorProto.INT64, None)}
     path = save_net(tmp_path / "g.onnx", nodes, {"x": [2, 4]}, ends, weights)
     config = tmp_path / "my.cfg"
-    for name, index, why in (
+    for name, index, reason in (
         ("bias", 0, "this Add is the bias of 'mm'"),
         ("shift", 1, "it is a constant"),
         ("sizes", 0, "it is not float32"),
     ):
         config.write_text(tensor(name, index))
         err = refusal("ascend", "config", path, "--from", config, "-o", tmp_path / "out.json")
-        assert f"input {index} of {name!r} cannot be quantized: {why}" in err
+        assert f"input {index} of {name!r} cannot be quantized: {reason}" in err
 
 
 @settings(max_examples=20)
@@ -374,8 +391,8 @@ def test_unquantizable_add_inputs_are_refused(tmp_path, refusal):
     st.booleans(),
     st.integers(0, 2**31),
 )
-@example(op="Add", both=False, asymmetric=False, padded=False, seed=532492818)
-def test_integers_and_floats_agree(op, both, asymmetric, padded, seed):
+@example(op="Add", all_inputs=False, asymmetric=False, padded=False, seed=532492818)
+def test_integers_and_floats_agree(op, all_inputs, asymmetric, padded, seed):
     """The executor's codes are within half a step of the input, and the fake-quant model's own.
 
     A MaxPool may have padding, which is no value of the tensor: its output is a value that is. Of a
@@ -387,22 +404,24 @@ def test_integers_and_floats_agree(op, both, asymmetric, padded, seed):
     model = build_net([(op, names, "y", "one", pool)], dict.fromkeys(names, shape), {"y": None})
     layers = find_layers(model)
     act = keys.ActivationParams(asymmetric=asymmetric, search_range=(1.0, 1.3))
-    places = (0, 1) if both and op == "Add" else (0,)
-    given = [{"layer_name": "one", "input_index": place} for place in places]
-    asked = tuple(keys.TensorConfig(**one, activation=act) for one in given)
+    indices = (0, 1) if all_inputs and op == "Add" else (0,)
+    tensor_configs = [{"layer_name": "one", "input_index": index} for index in indices]
+    requested_tensors = tuple(
+        keys.TensorConfig(**tensor_config, activation=act) for tensor_config in tensor_configs
+    )
     shift = -2 if seed % 2 else 0
     feed = {name: (rng.normal(size=shape) + shift).astype(np.float32) for name in names}
-    config = resolve_config(keys.QuantConfig(tensors=asked), layers)
-    found = calibrate_amct(model, layers, [feed], config)
-    made = quantize_layers(model, layers, found.records)
-    (got,) = open_deploy(deploy_model(model, made), threads=1).run(feed).values()
-    twin = fake_quant_model(model, made, npu_rounding=True)
+    config = resolve_config(keys.QuantConfig(tensors=requested_tensors), layers)
+    calibration = calibrate_amct(model, layers, [feed], config)
+    quantized = quantize_layers(model, layers, calibration.records)
+    (got,) = open_deploy(deploy_model(model, quantized), threads=1).run(feed).values()
+    twin = fake_quant_model(model, quantized, npu_rounding=True)
     (fake,) = OrtSession.open(twin, threads=1, optimize=False).run(feed).values()
     (real,) = OrtSession.open(model, threads=1).run(feed).values()
     np.testing.assert_array_equal(got, fake)
-    scales = [float(record.scale_d) for record in found.records.values()]
-    most = [0 if asymmetric else float(feed[names[place]].max()) for place in places]
-    bounds = [max(0.51 * s, above - 127 * s) for s, above in zip(scales, most, strict=True)]
+    scales = [float(record.scale_d) for record in calibration.records.values()]
+    maxima = [0 if asymmetric else float(feed[names[index]].max()) for index in indices]
+    bounds = [max(0.51 * s, above - 127 * s) for s, above in zip(scales, maxima, strict=True)]
     assert np.abs(got - real).max() <= sum(bounds) + 1e-6
 
 
@@ -424,8 +443,8 @@ def attention():
     ]
     a_head, shape = (HEADS, WIDE, WIDE), ["N", HEADS, TOKENS, WIDE]
     shapes = {"wq": a_head, "wk": (WIDE, WIDE), "wv": a_head, "bv": (WIDE,)}
-    held = {name: rng.normal(0, 0.4, size) for name, size in shapes.items()}
-    return build_net(nodes, {"x": shape}, {"y": shape}, held)
+    constants = {name: rng.normal(0, 0.4, size) for name, size in shapes.items()}
+    return build_net(nodes, {"x": shape}, {"y": shape}, constants)
 
 
 @pytest.fixture(scope="module")
@@ -444,30 +463,35 @@ def built_matmul(files, ascend_build):
 
 
 def named(*names, inner=""):
-    more = f"calibration_config {{ {inner} }}"
-    layers = [f'override_layer_configs {{ layer_name: "{name}" {more} }}\n' for name in names]
+    layer_config = f"calibration_config {{ {inner} }}"
+    layers = [
+        f'override_layer_configs {{ layer_name: "{name}" {layer_config} }}\n' for name in names
+    ]
     return "batch_num: 4\n" + "".join(layers)
 
 
-def test_unnamed_activation_matmuls_are_float(kept):
-    said, folder = kept("plain")
-    assert "3 of 8 nodes int8 | MatMul 3 |" in said
-    assert "neither factor is a constant: int8 only where a configuration names it" in said
+def test_unnamed_activation_matmuls_are_float(shared_build):
+    output, folder = shared_build("plain")
+    assert "3 of 8 nodes int8 | MatMul 3 |" in output
+    assert "neither factor is a constant: int8 only where a configuration names it" in output
     assert "scores" not in config_of(folder)
     assert "scores.quant" not in nodes_of(folder / "net_deploy_model.onnx")
     assert set(default_config(find_layers(attention())).layers) == {"query", "key", "value"}
 
 
-def test_named_activation_matmuls_are_int8(kept):
+def test_named_activation_matmuls_are_int8(shared_build):
     """Both factors symmetric; the second's scale stands in the record where a weight's would."""
-    said, folder = kept("matmuls")
-    assert "5 of 8 nodes int8 | MatMul 5 |" in said and "within 0 of the fake-quant model" in said
-    assert "MatMuls of two activations in int8: 2. Huawei says that this gains on" in said
+    output, folder = shared_build("matmuls")
+    assert "5 of 8 nodes int8 | MatMul 5 |" in output
+    assert "within 0 of the fake-quant model" in output
+    assert "MatMuls of two activations in int8: 2. Huawei says that this gains on" in output
     config = config_of(folder)["scores"]
     assert config["quant_enable"] is True
     assert config["activation_quant_params"]["asymmetric"] is False
     record = records_of(folder)["scores"]
-    assert record.offset_d == 0 and record.scale_w.shape == (1,) and not record.is_node_input
+    assert record.offset_d == 0
+    assert record.scale_w.shape == (1,)
+    assert not record.is_node_input
     nodes = nodes_of(folder / "net_deploy_model.onnx")
     assert list(nodes["scores"].input) == ["scores.quant.output0", "scores.1.quant.output0"]
     assert nodes["scores.1.quant"].input[0] == "kt"
@@ -485,22 +509,22 @@ def test_matmul_factors_have_searched_scales(built_matmul, files):
     assert config_of(folder)["scores"]["activation_quant_params"]["num_of_bins"] == 1024
     factors = run_net(attention(), np.load(files.with_suffix(".npy")), ["q", "kt"])
     for scale, values in zip((record.scale_d, record.scale_w[0]), factors, strict=True):
-        most = np.abs(values).max()  # HFMG may clip, and sees fake-quantized weights
-        assert 0.3 * most < 127 * scale < 1.1 * most
+        maximum = np.abs(values).max()  # HFMG may clip, and sees fake-quantized weights
+        assert 0.3 * maximum < 127 * scale < 1.1 * maximum
 
 
 def test_keep_float_overrides_named_matmuls(built_matmul):
     layers = {name: {"quant_enable": True} for name in ("query", "scores")}
     text = json.dumps({"version": 1, "batch_num": 4, **layers})
-    said, _ = built_matmul(text, suffix=".json")
-    assert "2 of 8 nodes int8 | MatMul 2 |" in said
-    said, folder = built_matmul(text, "--keep-float", "scores", suffix=".json")
-    assert "1 of 8 nodes int8 | MatMul 1 |" in said
+    output, _ = built_matmul(text, suffix=".json")
+    assert "2 of 8 nodes int8 | MatMul 2 |" in output
+    output, folder = built_matmul(text, "--keep-float", "scores", suffix=".json")
+    assert "1 of 8 nodes int8 | MatMul 1 |" in output
     assert config_of(folder)["scores"]["quant_enable"] is False
 
 
 @pytest.mark.parametrize(
-    ("name", "inner", "said"),
+    ("name", "inner", "message"),
     [
         ("scores", "ifmr_quantize { asymmetric: true }", "of two activations takes symmetric"),
         ("scores", "dmq_balancer { }", "dmq_balancer_param does not apply"),
@@ -516,30 +540,34 @@ def test_keep_float_overrides_named_matmuls(built_matmul):
         ("value_bias:0", "", "does not exist in the model"),
     ],
 )
-def test_unsuitable_matmul_is_refused_before_observing(name, inner, said, built_matmul, no_pass):
-    refused(built_matmul, named(name, inner=inner), said)
+def test_unsuitable_matmul_is_refused_before_observing(name, inner, message, built_matmul, no_pass):
+    refused(built_matmul, named(name, inner=inner), message)
 
 
 def test_common_settings_skip_activation_matmuls(built_matmul):
     """What common_config says of offsets and balancing is for layers that take it."""
     common = "common_config { ifmr_quantize { asymmetric: true } dmq_balancer { } }"
-    said, folder = built_matmul(named("scores") + common)
+    output, folder = built_matmul(named("scores") + common)
     config = config_of(folder)
     assert config["scores"]["activation_quant_params"]["asymmetric"] is False
     assert "dmq_balancer_param" not in config["scores"]
-    assert config["query"]["dmq_balancer_param"] == 0.5 and "4 of 8 nodes int8" in said
+    assert config["query"]["dmq_balancer_param"] == 0.5
+    assert "4 of 8 nodes int8" in output
     _, folder = built_matmul(named("scores", inner="ifmr_quantize { search_step: 0.1 }") + common)
-    found = config_of(folder)["scores"]["activation_quant_params"]
-    assert found["asymmetric"] is False and found["search_step"] == 0.1
+    activation_params = config_of(folder)["scores"]["activation_quant_params"]
+    assert activation_params["asymmetric"] is False
+    assert activation_params["search_step"] == 0.1
 
 
-def test_matmul_files_check_and_deploy(kept, command, files, tmp_path):
-    ops = sound(command, kept("matmuls")[1], files, 5, ("", ""), tmp_path / "again")
+def test_matmul_files_check_and_deploy(shared_build, command, files, tmp_path):
+    ops = check_and_deploy(
+        command, shared_build("matmuls")[1], files, 5, ("", ""), tmp_path / "again"
+    )
     assert ops["scores"]["attr"][0]["value"]["list"]["s"] == ["scores"]
 
 
-def test_three_dimensional_weight_has_one_scale(kept, files):
-    _, folder = kept("plain")
+def test_three_dimensional_weight_has_one_scale(shared_build, files):
+    _, folder = shared_build("plain")
     records = records_of(folder)
     weights = {t.name: numpy_helper.to_array(t) for t in attention().graph.initializer}
     deployed = onnx.load(folder / "net_deploy_model.onnx")
@@ -561,10 +589,10 @@ def test_dmq_balances_rows_of_matrices(built_matmul, files):
     balanced = "layer_type: 'MatMul' calibration_config { dmq_balancer { } }"
     _, folder = built_matmul(f"batch_num: 4 override_layer_types {{ {balanced} }}")
     factors = records_of(folder)["query"].factors
-    first = np.abs(np.load(files.with_suffix(".npy"))[0]).reshape(-1, WIDE).max(axis=0)
+    first_image_maxima = np.abs(np.load(files.with_suffix(".npy"))[0]).reshape(-1, WIDE).max(axis=0)
     (weight,) = (t for t in attention().graph.initializer if t.name == "wq")
     rows = np.abs(numpy_helper.to_array(weight)).max(axis=(0, 2))
-    np.testing.assert_allclose(factors, np.sqrt(first / rows), rtol=1e-5)
+    np.testing.assert_allclose(factors, np.sqrt(first_image_maxima / rows), rtol=1e-5)
 
 
 @settings(max_examples=15)
@@ -580,14 +608,14 @@ def test_matmul_integers_agree_with_floats(heads, rows, inner, columns, computed
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(heads, inner, columns)).astype(np.float32)
     inputs = {"x": [2, heads, rows, inner]} | ({"w": [*weight.shape]} if computed else {})
-    held = {} if computed else {"w": weight}
-    model = build_net([("MatMul", "x w", "y", "mm")], inputs, {"y": None}, held)
+    constants = {} if computed else {"w": weight}
+    model = build_net([("MatMul", "x w", "y", "mm")], inputs, {"y": None}, constants)
     layers = find_layers(model)
     config = keys.QuantConfig(layers={"mm": keys.LayerConfig()})
     feed = {"x": rng.normal(size=(2, heads, rows, inner)).astype(np.float32)}
     feed |= {"w": weight} if computed else {}
-    found = calibrate_amct(model, layers, [feed], resolve_config(config, layers))
-    quantized = quantize_layers(model, layers, found.records)
+    calibration = calibrate_amct(model, layers, [feed], resolve_config(config, layers))
+    quantized = quantize_layers(model, layers, calibration.records)
     assert compare_deploy_model(model, quantized, [feed], threads=1).same_rounding <= 1e-6
     (got,) = open_deploy(deploy_model(model, quantized), threads=1).run(feed).values()
     error = inner * (np.abs(feed["x"]).max() + np.abs(weight).max() + 1) ** 2 / 30
@@ -605,8 +633,9 @@ def test_matmul_integers_agree_with_floats(heads, rows, inner, columns, computed
 )
 def test_float_matrix_matmul_is_optional(op, shape, kind, offered):
     inputs = dict.fromkeys("ab", (kind, shape))
-    found = find_layers(build_net([(op, "a b", "y", "m")], inputs, {"y": (kind, None)}, opset=17))
-    assert list(found.optional_layers) == ["m"] * offered and "m" in found.float_reasons
+    layers = find_layers(build_net([(op, "a b", "y", "m")], inputs, {"y": (kind, None)}, opset=17))
+    assert list(layers.optional_layers) == ["m"] * offered
+    assert "m" in layers.float_reasons
 
 
 def test_vector_matmul_stays_float():
@@ -622,7 +651,8 @@ def test_a_configuration_says_what_is_float(files, run, tmp_path):
     config.write_text(named("scores"))
     out = run.ok("ascend", "config", files, "--from", config, "-o", tmp_path / "c.json")
     assert "4 of 4 layers in int8" in out
-    assert "float  context: neither factor" in out and "float  scores" not in out
+    assert "float  context: neither factor" in out
+    assert "float  scores" not in out
     model = attention()
     model.graph.initializer[0].dims.insert(0, 1)
     onnx.save(model, tmp_path / "four.onnx")
@@ -633,9 +663,9 @@ def test_a_configuration_says_what_is_float(files, run, tmp_path):
 @pytest.mark.parametrize("strategy", ["gain", "binary-search"])
 def test_auto_ranks_activation_matmuls_with_layers(strategy, auto, files, tmp_path):
     text = named("scores", "context")
-    said, found = auto(files, files.with_suffix(".npy"), text, strategy)
-    assert "5 layers in int8" in said
+    output, config = auto(files, files.with_suffix(".npy"), text, strategy)
+    assert "5 layers in int8" in output
     names = ("query", "key", "scores", "value", "context")
-    left = {name for name in names if found[name]["quant_enable"]}
-    assert set(records_of(tmp_path / "o")) == left
-    assert 0 < len(left) < 5
+    int8_layers = {name for name in names if config[name]["quant_enable"]}
+    assert set(records_of(tmp_path / "o")) == int8_layers
+    assert 0 < len(int8_layers) < 5

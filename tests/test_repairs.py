@@ -50,14 +50,14 @@ def saved(folder, nodes, constants, *, shape=("batch", 3, 12, 12), name="net"):
 def uneven(folder):
     """A depthwise network whose channels differ by a thousand, and cancel in the next layer."""
     rng = np.random.default_rng(1)
-    first, second = (10.0 ** rng.uniform(-1.5, 1.5, (16, 1, 1, 1)) for _ in range(2))
+    first_scale, second_scale = (10.0 ** rng.uniform(-1.5, 1.5, (16, 1, 1, 1)) for _ in range(2))
     w1, w2 = rng.normal(0, 0.3, (16, 3, 3, 3)), rng.normal(0, 0.5, (16, 1, 3, 3))
     constants = {
-        "w1": w1 * first,
-        "b1": rng.normal(0, 0.2, 16) * first.ravel(),
-        "w2": w2 * (second / first),
-        "b2": rng.normal(0, 0.2, 16) * second.ravel(),
-        "w3": rng.normal(0, 0.3, (8, 16, 1, 1)) / second.reshape(1, -1, 1, 1),
+        "w1": w1 * first_scale,
+        "b1": rng.normal(0, 0.2, 16) * first_scale.ravel(),
+        "w2": w2 * (second_scale / first_scale),
+        "b2": rng.normal(0, 0.2, 16) * second_scale.ravel(),
+        "w3": rng.normal(0, 0.3, (8, 16, 1, 1)) / second_scale.reshape(1, -1, 1, 1),
         "slope": np.full((16, 1, 1), 0.1),
     }
     nodes = (
@@ -72,9 +72,9 @@ def lopsided(folder):
     rng = np.random.default_rng(2)
 
     def weight(*shape):
-        whole = rng.integers(-20, 21, shape) + 0.45
-        whole[:, 0, 0, 0] = 127
-        return whole / 127 / np.prod(shape[1:]) * 8
+        steps = rng.integers(-20, 21, shape) + 0.45
+        steps[:, 0, 0, 0] = 127
+        return steps / 127 / np.prod(shape[1:]) * 8
 
     constants = {"w1": weight(16, 3, 3, 3), "w2": weight(16, 16, 3, 3), "w3": weight(8, 16, 3, 3)}
     nodes = (
@@ -88,33 +88,35 @@ def lopsided(folder):
 def feed(tmp_path):
     """20 samples of noise, positive for a picture."""
 
-    def made(shape):
+    def save(shape):
         x = np.random.default_rng(6).normal(size=(20, *shape)).astype(np.float32)
         path = tmp_path / "feed.npy"
         np.save(path, np.abs(x) if len(shape) == 3 else x)
         return path
 
-    return made
+    return save
 
 
 @pytest.fixture
 def built(tmp_path, run, feed):
     """`calib8 build` -> its report; `refused` gives the one sentence of a build that is refused."""
 
-    def call(model, *words, out="o"):
+    def call(model, *arguments, out="o"):
         shape = onnx.load(model).graph.input[0].type.tensor_type.shape.dim[1:]
         images = feed(tuple(d.dim_value for d in shape))
         plain = ("--duration", 0, "--effort", 0, "--accept")  # a repair alone, whatever is left
-        return run("build", model, "--images", images, *plain, "--out", tmp_path / out, *words)
+        return run("build", model, "--images", images, *plain, "--out", tmp_path / out, *arguments)
 
-    def report(model, *words, out="o"):
-        code, _, error = call(model, *words, out=out)
-        assert code == 0 and "Warning" not in error, error
+    def report(model, *arguments, out="o"):
+        code, _, error = call(model, *arguments, out=out)
+        assert code == 0, error
+        assert "Warning" not in error, error
         return json.loads((tmp_path / out / "report.json").read_text())
 
-    def refused(model, *words):
-        code, _, error = call(model, *words)
-        assert code in (1, 2) and error.count("\n") == 1, error
+    def refused(model, *arguments):
+        code, _, error = call(model, *arguments)
+        assert code in (1, 2), error
+        assert error.count("\n") == 1, error
         return error
 
     report.refused = refused
@@ -124,34 +126,36 @@ def built(tmp_path, run, feed):
 def worst(report):
     """Target -> SQNR of its worst output, over all 20 samples."""
     return {
-        row["target"]: min(one["sqnr_db"] for one in row["accuracy"]["outputs"])
+        row["target"]: min(output["sqnr_db"] for output in row["accuracy"]["outputs"])
         for row in report["engines"]
         if row.get("accuracy")
     }
 
 
-def said(report, words=""):
+def notes_with(report, text=""):
     """Notes that hold the words."""
-    own = (note for target in report["targets"] for note in target.get("notes", ()))
-    return [note for note in (*report.get("notes", ()), *own) if words in note]
+    target_notes = (note for target in report["targets"] for note in target.get("notes", ()))
+    return [note for note in (*report.get("notes", ()), *target_notes) if text in note]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "name", "gain", "words"),
+    ("make", "name", "gain", "arguments"),
     [
         (uneven, "equalize", 5, ()),
         (lopsided, "bias", 4, ()),
         (lopsided, "adaround", 3, ()),
     ],
 )
-def test_repair_improves_every_target(make, name, gain, words, tmp_path, built):
-    words = ("--target", ALL, *words)
-    before = built(make(tmp_path), *words, out="plain")
-    after = built(make(tmp_path), *words, "--repair", name, out="repaired")
-    kept = [note for note in said(after, REPAIRS[name].words) if note.endswith(", kept")]
-    assert len(kept) == len(ALL.split(",")), said(after)
-    old, new = worst(before), worst(after)
+def test_repair_improves_every_target(make, name, gain, arguments, tmp_path, built):
+    arguments = ("--target", ALL, *arguments)
+    plain_report = built(make(tmp_path), *arguments, out="plain")
+    repaired_report = built(make(tmp_path), *arguments, "--repair", name, out="repaired")
+    kept_notes = [
+        note for note in notes_with(repaired_report, REPAIRS[name].words) if note.endswith(", kept")
+    ]
+    assert len(kept_notes) == len(ALL.split(",")), notes_with(repaired_report)
+    old, new = worst(plain_report), worst(repaired_report)
     assert set(old) == set(ALL.split(","))
     assert all(new[target] > old[target] + gain for target in old), (old, new)
 
@@ -161,20 +165,29 @@ def test_huge_inputs_are_rounded_to_nearest(tmp_path, built):
     """As of values of 1e30: their products are not finite."""
     x = np.abs(np.random.default_rng(6).normal(size=(20, 3, 12, 12))).astype(np.float32)
     np.save(tmp_path / "huge.npy", x * 1e30)
-    words = ("--effort", 1, "--target", "onnxruntime,tensorrt", "--images", tmp_path / "huge.npy")
-    report = built(lopsided(tmp_path), *words)
-    assert not said(report, "nothing was searched")
+    arguments = (
+        "--effort",
+        1,
+        "--target",
+        "onnxruntime,tensorrt",
+        "--images",
+        tmp_path / "huge.npy",
+    )
+    report = built(lopsided(tmp_path), *arguments)
+    assert not notes_with(report, "nothing was searched")
     assert all(target["search"]["tried"] for target in report["targets"])
 
 
 @pytest.mark.slow
 def test_search_tries_rounding_unless_refused(tmp_path, built):
-    model, words = lopsided(tmp_path), REPAIRS["adaround"].words
+    model, note_text = lopsided(tmp_path), REPAIRS["adaround"].words
     searched = ("--effort", 1)
-    assert said(built(model, *searched), words) and not said(built(model), words)
-    assert not said(built(model, *searched, "--repair", "none", out="none"), words)
-    other = built(model, *searched, "--repair", "bias", out="other")
-    assert not said(other, words) and said(other, "bias corr")
+    assert notes_with(built(model, *searched), note_text)
+    assert not notes_with(built(model), note_text)
+    assert not notes_with(built(model, *searched, "--repair", "none", out="none"), note_text)
+    bias_report = built(model, *searched, "--repair", "bias", out="other")
+    assert not notes_with(bias_report, note_text)
+    assert notes_with(bias_report, "bias corr")
 
 
 def requests(folder, feed, target):
@@ -202,22 +215,24 @@ def test_search_tries_rounding_without_float_layers(target, tmp_path, feed):
     trial = trial_builder(made_for, request, ("adaround",))
     plain = trial_builder(made_for, request, ())
     name = next(n.name for n in request.model.graph.node if n.output[0] == "c2")
-    one = request.with_choices(Choices(float_nodes={name: "tried"}))
-    own = {layer.name: layer.array for layer in find_weighted_layers(request.model)}
-    found = {layer.name: layer.array for layer in find_weighted_layers(trial(one))}
-    assert np.array_equal(found[name], own[name])  # in float, and not rounded
+    choice_request = request.with_choices(Choices(float_nodes={name: "tried"}))
+    original_weights = {layer.name: layer.array for layer in find_weighted_layers(request.model)}
+    trial_weights = {
+        layer.name: layer.array for layer in find_weighted_layers(trial(choice_request))
+    }
+    assert np.array_equal(trial_weights[name], original_weights[name])  # in float, and not rounded
     sample = request.feed.first_samples(1)[0]
-    wanted = OrtSession.open(request.model).run(sample)["y"]
-    apart = [
-        np.square(OrtSession.open(make(one)).run(sample)["y"] - wanted).sum()
+    expected = OrtSession.open(request.model).run(sample)["y"]
+    errors = [
+        np.square(OrtSession.open(make(choice_request)).run(sample)["y"] - expected).sum()
         for make in (plain, trial)
     ]
-    assert apart[1] < 0.7 * apart[0]
+    assert errors[1] < 0.7 * errors[0]
 
 
 def test_repairs_have_fixed_order_and_names(tmp_path, built, wording):
-    for words in (["bias,equalize"], ["equalize", "bias"]):
-        assert parse_repairs(words) == ("equalize", "bias")
+    for arguments in (["bias,equalize"], ["equalize", "bias"]):
+        assert parse_repairs(arguments) == ("equalize", "bias")
     assert parse_repairs(["all"]) == tuple(REPAIRS)
     assert parse_repairs([]) == parse_repairs(["none"]) == ()
     with pytest.raises(ConfigError) as refusal:
@@ -227,7 +242,8 @@ def test_repairs_have_fixed_order_and_names(tmp_path, built, wording):
         parse_repairs(["equalise"])
     wording.check(refusal.value)
     error = built.refused(uneven(tmp_path), "--repair", "bios")
-    assert "a repair is one of" in error and "did you mean 'bias'?" in error
+    assert "a repair is one of" in error
+    assert "did you mean 'bias'?" in error
 
 
 @pytest.mark.slow
@@ -236,48 +252,47 @@ def test_useless_repairs_leave_a_plain_build(tmp_path, built):
     model = tmp_path / "equal" / "uneven.tensorrt.onnx"  # which has no more to gain
     built(model, "--target", ALL, out="plain")
     report = built(model, "--target", ALL, "--repair", "equalize", out="tried")
-    assert any("not kept" in note for note in said(report, "cross-layer equalization"))
+    assert any("not kept" in note for note in notes_with(report, "cross-layer equalization"))
     assert built_files(tmp_path / "tried") == built_files(tmp_path / "plain")
 
 
 @pytest.mark.slow
 def test_repaired_calibration_is_not_reused_plain(tmp_path, built):
-    model, words = uneven(tmp_path), ("--target", ALL, "--repair", "equalize,bias")
-    built(model, *words)
-    assert built(model, *words, "--require-cache")["calibration"]["reused"]
+    model, arguments = uneven(tmp_path), ("--target", ALL, "--repair", "equalize,bias")
+    built(model, *arguments)
+    assert built(model, *arguments, "--require-cache")["calibration"]["reused"]
     assert "weights or graph" in built.refused(model, "--target", ALL, "--require-cache")
 
 
 @pytest.mark.slow
 def test_repairs_are_equal_for_any_threads(tmp_path, built):
-    model, words = uneven(tmp_path), ("--target", ALL, "--repair", "all")
-    built(model, *words, "--threads", 1, out="one")
-    built(model, *words, "--threads", 3, out="three")
-    assert built_files(tmp_path / "one") == built_files(tmp_path / "three") and built_files(
-        tmp_path / "one"
-    )
+    model, arguments = uneven(tmp_path), ("--target", ALL, "--repair", "all")
+    built(model, *arguments, "--threads", 1, out="one")
+    built(model, *arguments, "--threads", 3, out="three")
+    assert built_files(tmp_path / "one") == built_files(tmp_path / "three")
+    assert built_files(tmp_path / "one")
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (("--target", "tensorrt", "--method", "entropy-tensorrt"), "cannot use repaired weights"),
         (("--target", "tensorrt", "--method", "legacy"), "got repair equalize"),
         (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
     ],
 )
-def test_file_readers_refuse_repairs_before_observing(words, sentence, tmp_path, built):
-    assert sentence in built.refused(uneven(tmp_path), *words, "--repair", "equalize")
+def test_file_readers_refuse_repairs_before_observing(arguments, sentence, tmp_path, built):
+    assert sentence in built.refused(uneven(tmp_path), *arguments, "--repair", "equalize")
 
 
 def test_gemm_gets_a_bias_everywhere(tmp_path, built):
-    whole = np.random.default_rng(8).integers(-20, 21, (8, 3)) + 0.45
-    whole[:, 0] = 127
+    steps = np.random.default_rng(8).integers(-20, 21, (8, 3)) + 0.45
+    steps[:, 0] = 127
     nodes = "p = GlobalAveragePool(x) f = Flatten(p) y = Gemm <transB = 1> (f, w)"
-    model = saved(tmp_path, nodes, {"w": whole / 127}, name="flat")
+    model = saved(tmp_path, nodes, {"w": steps / 127}, name="flat")
     report = built(model, "--target", ALL, "--repair", "bias")
-    kept = [note for note in said(report, "bias correction") if note.endswith(", kept")]
-    assert len(kept) >= 2, said(report)
+    kept_notes = [note for note in notes_with(report, "bias correction") if note.endswith(", kept")]
+    assert len(kept_notes) >= 2, notes_with(report)
 
 
 def test_repairs_keep_float_outputs(tmp_path):
@@ -288,8 +303,8 @@ def test_repairs_keep_float_outputs(tmp_path):
     forms = list(REPAIRS["equalize"].before(loaded.model, [{"x": x}], 1))
     assert forms
     for form in forms:
-        found = OrtSession.open(form).run({"x": x})["y"]
-        assert np.abs(found - plain).max() <= 2e-6 * np.abs(plain).max()
+        actual = OrtSession.open(form).run({"x": x})["y"]
+        assert np.abs(actual - plain).max() <= 2e-6 * np.abs(plain).max()
 
 
 @pytest.mark.parametrize(
@@ -306,8 +321,8 @@ def test_repairs_keep_float_outputs(tmp_path):
 )
 def test_scale_transparent_nodes_link_two_layers(nodes, linked, tmp_path):
     w = {"w1": np.ones((4, 3, 1, 1)), "w2": np.ones((4, 4, 1, 1)), "low": 0, "high": 6}
-    found = find_layer_links(load(saved(tmp_path, f"a = Conv(x, w1) {nodes}", w)).model)
-    ends = [(link.first.name, link.second.name) for link in found]
+    links = find_layer_links(load(saved(tmp_path, f"a = Conv(x, w1) {nodes}", w)).model)
+    ends = [(link.first.name, link.second.name) for link in links]
     assert ends == [("Conv_a", "Conv_y")] * linked
 
 
@@ -318,9 +333,9 @@ calm = settings(max_examples=30)
 @calm
 @given(st.lists(st.tuples(positive, positive), min_size=1, max_size=8))
 def test_factors_equalize_both_ranges(pairs):
-    first, second = np.array(pairs).T
-    factors = equal_factors(first, second)
-    np.testing.assert_allclose(first / factors, second * factors, rtol=1e-9)
+    first_ranges, second_ranges = np.array(pairs).T
+    factors = equal_factors(first_ranges, second_ranges)
+    np.testing.assert_allclose(first_ranges / factors, second_ranges * factors, rtol=1e-9)
 
 
 def test_zero_channels_have_factor_one(wording):
@@ -338,27 +353,28 @@ def test_output_rounding_never_exceeds_nearest_error(seed, g, c, k):
     steps, x = rng.normal(0, 20, (g, c, k)), rng.uniform(0, 1, (g, k, 200))
     fixed = rng.random((g, c, k)) < 0.2
     products = gram(x)
-    found = round_by_output(steps, products, fixed=fixed)
-    assert np.isin(found - np.floor(steps), (0, 1)).all()
-    assert (found == np.rint(steps))[fixed].all()
+    codes = round_by_output(steps, products, fixed=fixed)
+    assert np.isin(codes - np.floor(steps), (0, 1)).all()
+    assert (codes == np.rint(steps))[fixed].all()
     damped = products + 0.2 * np.einsum("gkk->gk", products).mean(1)[:, None, None] * np.eye(k)
-    before, after = (output_error(steps, q, damped) for q in (np.rint(steps), found))
-    assert (after <= before + 1e-9).all()
+    nearest_error, rounded_error = (output_error(steps, q, damped) for q in (np.rint(steps), codes))
+    assert (rounded_error <= nearest_error + 1e-9).all()
 
 
 def test_output_rounding_wins_for_correlated_inputs():
     steps = np.full((1, 1, 40), 3.4)
     x = np.random.default_rng(0).uniform(0.5, 1, (1, 40, 500))
-    found = round_by_output(steps, gram(x), fixed=np.zeros(steps.shape, bool))
-    assert abs(found.sum() - steps.sum()) < 1 and np.rint(steps).sum() == steps.sum() - 16
+    codes = round_by_output(steps, gram(x), fixed=np.zeros(steps.shape, bool))
+    assert abs(codes.sum() - steps.sum()) < 1
+    assert np.rint(steps).sum() == steps.sum() - 16
 
 
-@pytest.mark.parametrize(("weight", "last"), [(0.265, 0), (0.28, 1)])
-def test_damping_holds_weights_at_nearest(weight, last):
+@pytest.mark.parametrize(("weight", "expected_sum"), [(0.265, 0), (0.28, 1)])
+def test_damping_holds_weights_at_nearest(weight, expected_sum):
     """Of two that one input reads, one goes up where 4 w - 1 is more than 0.2 (1 - 2 w)."""
     steps = np.full((1, 1, 2), weight)
-    found = round_by_output(steps, np.ones((1, 2, 2)), fixed=np.zeros(steps.shape, bool))
-    assert found.sum() == last
+    codes = round_by_output(steps, np.ones((1, 2, 2)), fixed=np.zeros(steps.shape, bool))
+    assert codes.sum() == expected_sum
 
 
 def test_unsound_weights_are_refused(wording):
@@ -374,14 +390,18 @@ def test_unsound_weights_are_refused(wording):
 @given(seeds, st.integers(1, 3), st.integers(1, 150), st.integers(1, 300))
 def test_products_in_blocks_are_the_products(seed, g, m, k):
     rng = np.random.default_rng(seed)
-    left, right = rng.normal(size=(g, m, k)), rng.normal(size=(g, k, 70))
-    np.testing.assert_allclose(block_products(left, right), left @ right, atol=1e-9)
-    np.testing.assert_allclose(gram(left), left @ left.swapaxes(1, 2) / k, rtol=1e-3, atol=1e-4)
+    left_matrix, right_matrix = rng.normal(size=(g, m, k)), rng.normal(size=(g, k, 70))
+    np.testing.assert_allclose(
+        block_products(left_matrix, right_matrix), left_matrix @ right_matrix, atol=1e-9
+    )
+    np.testing.assert_allclose(
+        gram(left_matrix), left_matrix @ left_matrix.swapaxes(1, 2) / k, rtol=1e-3, atol=1e-4
+    )
 
 
-def lone(weight, kind, **given_):
+def lone(weight, kind, **attributes):
     """The one layer of a model that has no more."""
-    model = make_model([(kind, "x w", "y", given_)], {"x": None}, {"y": None}, {"w": weight})
+    model = make_model([(kind, "x w", "y", attributes)], {"x": None}, {"y": None}, {"w": weight})
     (layer,) = find_weighted_layers(model)
     return layer
 
@@ -394,16 +414,23 @@ def test_overfitted_channel_is_rounded_to_nearest():
     layer = lone(weight, "Gemm", transB=1)
     inputs = rng.uniform(0.5, 1, (1, 24, 300)).astype(np.float32)
     turns = np.where(np.arange(24) % 2, 1, -1)[None, :, None]
-    like, unlike = rng.uniform(0.5, 1, (1, 24, 50)).astype(np.float32), inputs[:, :, :50] * turns
-    free, kept, back = (
-        round_weight(layer, np.ones((4, 1)), inputs, apart=apart) for apart in (None, like, unlike)
+    similar, dissimilar = (
+        rng.uniform(0.5, 1, (1, 24, 50)).astype(np.float32),
+        inputs[:, :, :50] * turns,
     )
-    assert math.isnan(free.left) and kept.left < 0.2
-    assert np.array_equal(free.weight, kept.weight)
-    moved = (back.weight != weight).any(axis=1)
-    wrong = np.square((np.rint(back.weight) - weight) @ unlike[0]).sum(axis=1)
-    plain = np.square((np.rint(weight) - weight) @ unlike[0]).sum(axis=1)
-    assert not moved.all() and (wrong <= plain * (1 + 1e-6)).all() and back.left <= 1
+    free, confirmed, back = (
+        round_weight(layer, np.ones((4, 1)), inputs, apart=check_inputs)
+        for check_inputs in (None, similar, dissimilar)
+    )
+    assert math.isnan(free.left)
+    assert confirmed.left < 0.2
+    assert np.array_equal(free.weight, confirmed.weight)
+    has_moved = (back.weight != weight).any(axis=1)
+    wrong = np.square((np.rint(back.weight) - weight) @ dissimilar[0]).sum(axis=1)
+    plain = np.square((np.rint(weight) - weight) @ dissimilar[0]).sum(axis=1)
+    assert not has_moved.all()
+    assert (wrong <= plain * (1 + 1e-6)).all()
+    assert back.left <= 1
 
 
 CONVS = [
@@ -417,24 +444,26 @@ TRANSPOSED = [{}, {"strides": [2, 1], "pads": [1, 0, 0, 1], "output_padding": [1
 
 
 @pytest.mark.parametrize(
-    ("kind", "given_"),
+    ("kind", "layer_attributes"),
     [
-        *(("Conv", one) for one in CONVS),
-        *(("ConvTranspose", one) for one in TRANSPOSED),
+        *(("Conv", attributes) for attributes in CONVS),
+        *(("ConvTranspose", attributes) for attributes in TRANSPOSED),
     ],
 )
-def test_weights_times_patches_are_the_layer(kind, given_):
+def test_weights_times_patches_are_the_layer(kind, layer_attributes):
     rng = np.random.default_rng(7)
-    first, second = (4, 6) if kind == "ConvTranspose" else (6, 4)
-    w = rng.normal(size=(first, second // given_.get("group", 1), 3, 2))
+    first_channels, second_channels = (4, 6) if kind == "ConvTranspose" else (6, 4)
+    w = rng.normal(size=(first_channels, second_channels // layer_attributes.get("group", 1), 3, 2))
     ends = {"x": [2, 4, 9, 10]}, {"y": None}
-    model = load(make_model([(kind, "x w", "y", given_)], *ends, as_float32({"w": w}))).model
+    model = load(
+        make_model([(kind, "x w", "y", layer_attributes)], *ends, as_float32({"w": w}))
+    ).model
     x = rng.normal(size=(2, 4, 9, 10)).astype(np.float32)
     y = OrtSession.open(model).run({"x": x})["y"]
     (layer,) = find_weighted_layers(model)
-    made = block_products(layer.rows, patches(layer, x, 1, 10_000))
-    want = y.reshape(2, made.shape[0], -1, *y.shape[2:]).transpose(1, 2, 0, 3, 4)
-    np.testing.assert_allclose(made, want.reshape(made.shape), atol=1e-4)
+    products = block_products(layer.rows, patches(layer, x, 1, 10_000))
+    want = y.reshape(2, products.shape[0], -1, *y.shape[2:]).transpose(1, 2, 0, 3, 4)
+    np.testing.assert_allclose(products, want.reshape(products.shape), atol=1e-4)
 
 
 @pytest.mark.parametrize(("given_", "gains"), [("", True), (', auto_pad = "SAME_UPPER"', False)])
@@ -447,89 +476,104 @@ def test_transposed_layer_with_pads_is_rounded(given_, gains, tmp_path, built):
     nodes = f"c = Conv(x, v) r = Relu(c) y = ConvTranspose <strides = [2, 2]{given_}> (r, w)"
     model = saved(tmp_path, nodes, {"v": v / 127, "w": w / 127}, name="up")
     report = built(model, "--target", "onnxruntime,tensorrt", "--repair", "adaround")
-    found = said(report, REPAIRS["adaround"].words)
-    assert found and all(("1 layer gives 0." in note) == gains for note in found), found
+    notes = notes_with(report, REPAIRS["adaround"].words)
+    assert notes, notes
+    assert all(("1 layer gives 0." in note) == gains for note in notes), notes
 
 
 @calm
-@example(seed=45, kind="Conv", turned=False)  # a value reaches the extreme of the other sign
+@example(seed=45, kind="Conv", is_transposed=False)  # a value reaches the extreme of the other sign
 @given(seeds, st.sampled_from(["Conv", "Gemm", "MatMul"]), st.booleans())
-def test_targets_write_the_chosen_integers(seed, kind, turned):
+def test_targets_write_the_chosen_integers(seed, kind, is_transposed):
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(5, 2, 3, 3) if kind == "Conv" else (5, 18)).astype(np.float32)
-    given_ = {"group": 1} if kind == "Conv" else {"transB": 1}
-    if kind == "MatMul" or (kind == "Gemm" and turned):
-        weight, given_ = np.ascontiguousarray(weight.T), {}
-    layer = lone(weight, kind, **given_)
+    layer_attributes = {"group": 1} if kind == "Conv" else {"transB": 1}
+    if kind == "MatMul" or (kind == "Gemm" and is_transposed):
+        weight, layer_attributes = np.ascontiguousarray(weight.T), {}
+    layer = lone(weight, kind, **layer_attributes)
     inputs = rng.uniform(0, 1, (1, 18, 100)).astype(np.float32)
-    axis = 0 if kind == "Conv" or given_ else 1
+    axis = 0 if kind == "Conv" or layer_attributes else 1
     scales = weight_scales(weight, axis)
     wide = scales.reshape([-1 if a == axis else 1 for a in range(weight.ndim)]).astype(np.float64)
-    found = round_weight(layer, wide, inputs).weight
-    assert weight_scales(found, axis).tobytes() == scales.tobytes()
+    rounded_weight = round_weight(layer, wide, inputs).weight
+    assert weight_scales(rounded_weight, axis).tobytes() == scales.tobytes()
     steps = replace(layer, array=(weight / wide).astype(np.float32)).rows
-    wanted = quantize_weight(found, scales, axis)
-    assert np.abs(wanted - weight / wide).max() < 1 + 1e-4
-    got = replace(layer, array=wanted.astype(np.float32)).rows
+    target_codes = quantize_weight(rounded_weight, scales, axis)
+    assert np.abs(target_codes - weight / wide).max() < 1 + 1e-4
+    got = replace(layer, array=target_codes.astype(np.float32)).rows
     products = gram(inputs)
     nearest = np.rint(steps)
     damp = 0.2 * np.trace(products[0]) / 18 * np.eye(18)
-    before, after = (output_error(steps, q, products + damp).sum() for q in (nearest, got))
-    assert after <= before * (1 + 1e-4) and (after < before or (got == nearest).all())
+    nearest_error, rounded_error = (
+        output_error(steps, q, products + damp).sum() for q in (nearest, got)
+    )
+    assert rounded_error <= nearest_error * (1 + 1e-4)
+    assert rounded_error < nearest_error or (got == nearest).all()
     if kind == "Conv":  # AMCT's own scales, of 128 steps where the least value is the extreme
-        own = arq(weight)
-        ascend = round_weight(layer, own.reshape(-1, 1, 1, 1).astype(np.float64), inputs).weight
-        again = arq(ascend)
-        assert again.tobytes() == own.tobytes()
-        codes = arq_integers(ascend, own)
-        assert np.abs(codes - weight / own.reshape(-1, 1, 1, 1)).max() < 1 + 1e-4
+        arq_scales = arq(weight)
+        ascend = round_weight(
+            layer, arq_scales.reshape(-1, 1, 1, 1).astype(np.float64), inputs
+        ).weight
+        arq_scales_again = arq(ascend)
+        assert arq_scales_again.tobytes() == arq_scales.tobytes()
+        codes = arq_integers(ascend, arq_scales)
+        assert np.abs(codes - weight / arq_scales.reshape(-1, 1, 1, 1)).max() < 1 + 1e-4
 
 
 def test_inconsistent_mean_is_not_trusted():
     differences = np.stack([np.full(50, 0.3), np.random.default_rng(1).normal(0, 1, 50)], axis=1)
     steady, noise = shrunk_mean(differences)
-    assert steady == pytest.approx(0.3) and abs(noise) < 0.5 * abs(differences[:, 1].mean())
+    assert steady == pytest.approx(0.3)
+    assert abs(noise) < 0.5 * abs(differences[:, 1].mean())
     assert shrunk_mean(np.zeros((3, 2))).tolist() == [0, 0]
 
 
 def test_onnxruntime_substitutes_for_large_batches(tmp_path, built):
     config = tmp_path / "amct.cfg"
     config.write_text("batch_num : 20\n")
-    words = ("--target", "ascend", "--ascend-config", config, "--repair", "equalize")
-    notes = said(built(uneven(tmp_path), *words), "cross-layer equalization")
+    arguments = ("--target", "ascend", "--ascend-config", config, "--repair", "equalize")
+    notes = notes_with(built(uneven(tmp_path), *arguments), "cross-layer equalization")
     assert any(note.endswith(", kept") for note in notes)
 
 
 def test_trials_do_not_depend_on_order(tmp_path, feed):
     made_for, fresh = requests(tmp_path, feed, "onnxruntime")
-    kept = fresh()
-    names = [n.name for n in kept.model.graph.node]
-    tried = [
+    shared_request = fresh()
+    names = [n.name for n in shared_request.model.graph.node]
+    choice_list = [
         Choices(),
         Choices(float_nodes={names[0]: "tried"}),
         Choices(method=Method.of("minmax")),
         Choices(float_nodes={names[0]: "as asked"}, rounded=False),
         Choices(),
     ]
-    again = trial_builder(made_for, kept, ("adaround",))
-    for one in tried:
-        anew = trial_builder(made_for, new := fresh(), ("adaround",))(new.with_choices(one))
-        assert again(kept.with_choices(one)).SerializeToString() == anew.SerializeToString()
+    shared_builder = trial_builder(made_for, shared_request, ("adaround",))
+    for choices in choice_list:
+        fresh_trial = trial_builder(made_for, fresh_request := fresh(), ("adaround",))(
+            fresh_request.with_choices(choices)
+        )
+        assert (
+            shared_builder(shared_request.with_choices(choices)).SerializeToString()
+            == fresh_trial.SerializeToString()
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 200, 130), (3, 64, 257), (2, 9, 70), (1, 130, 1)])
 def test_block_products_sum_to_the_matrix(shape):
     groups, rows, inner = shape
     rng = np.random.default_rng(3)
-    whole = rng.integers(-9, 9, shape).astype(np.float32)
-    found = block_products(whole, whole.swapaxes(1, 2).copy(), mirrored=True)
-    assert np.array_equal(found, whole.astype(np.float64) @ whole.swapaxes(1, 2))
-    left, right = rng.normal(size=shape), rng.normal(size=(groups, inner, 150))
-    wanted = np.zeros((groups, rows, 150))
+    matrix = rng.integers(-9, 9, shape).astype(np.float32)
+    gram_matrix = block_products(matrix, matrix.swapaxes(1, 2).copy(), mirrored=True)
+    assert np.array_equal(gram_matrix, matrix.astype(np.float64) @ matrix.swapaxes(1, 2))
+    left_matrix, right_matrix = rng.normal(size=shape), rng.normal(size=(groups, inner, 150))
+    expected = np.zeros((groups, rows, 150))
     step = max(64, 64**3 // (min(rows, 64) * 64))
     for k in range(0, inner, step):
         for a in range(0, rows, 64):
             for b in range(0, 150, 64):
-                made = left[:, a : a + 64, k : k + step] @ right[:, k : k + step, b : b + 64]
-                wanted[:, a : a + 64, b : b + 64] += made
-    assert block_products(left, right).tobytes() == wanted.tobytes()
+                block = (
+                    left_matrix[:, a : a + 64, k : k + step]
+                    @ right_matrix[:, k : k + step, b : b + 64]
+                )
+                expected[:, a : a + 64, b : b + 64] += block
+    assert block_products(left_matrix, right_matrix).tobytes() == expected.tobytes()

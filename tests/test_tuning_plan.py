@@ -111,18 +111,18 @@ def test_written_plan_is_read_again(path, plan):
 def test_handwritten_plan_round_trips(path):
     path.write_text(GOOD, encoding="utf-8-sig")  # as an editor on Windows leaves it
     plan = read_plan(path)
-    own = plan.targets["onnxruntime"]
-    assert (plan.model, plan.float_nodes, own.made_from) == ("abc", ("/head/*",), "def")
-    assert own.choices.float_nodes == {"/c1": "alone in int8 it leaves 4.4 dB of y"}
-    assert own.choices.method == Method.of("minmax")
-    assert own.choices.methods == {"t": Method.of("mse")}
-    assert own.tried == ({"what": "all in int8", "sqnr_db": 4.4},)
+    target_plan = plan.targets["onnxruntime"]
+    assert (plan.model, plan.float_nodes, target_plan.made_from) == ("abc", ("/head/*",), "def")
+    assert target_plan.choices.float_nodes == {"/c1": "alone in int8 it leaves 4.4 dB of y"}
+    assert target_plan.choices.method == Method.of("minmax")
+    assert target_plan.choices.methods == {"t": Method.of("mse")}
+    assert target_plan.tried == ({"what": "all in int8", "sqnr_db": 4.4},)
     write_plan(path, plan)
     assert read_plan(path) == plan
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "must begin with schema"),
         ("float = [", "must be a TOML file"),
@@ -148,9 +148,9 @@ def test_handwritten_plan_round_trips(path):
         (GOOD + GOOD, "must be a TOML file"),
     ],
 )
-def test_invalid_plan_is_refused(path, text, words):
+def test_invalid_plan_is_refused(path, text, message):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=re.escape(words)) as refusal:
+    with pytest.raises(ConfigError, match=re.escape(message)) as refusal:
         read_plan(path)
     assert "\n" not in str(refusal.value)
 
@@ -161,14 +161,15 @@ def test_invalid_plan_is_refused(path, text, words):
 def test_tried_entries_tolerate_other_types(path, value):
     path.write_text(GOOD.replace("sqnr_db = 4.4", f"sqnr_db = {value}"))
     write_plan(path, read_plan(path))
-    (tried,) = read_plan(path).targets["onnxruntime"].tried
-    assert tried["what"] == "all in int8" and (value != "4" or tried["sqnr_db"] == 4.0)
+    (trial,) = read_plan(path).targets["onnxruntime"].tried
+    assert trial["what"] == "all in int8"
+    assert value != "4" or trial["sqnr_db"] == 4.0
 
 
 def test_missing_plan_and_folder_are_refused(tmp_path, wording):
-    for place in (tmp_path / "no.toml", tmp_path):
+    for plan_path in (tmp_path / "no.toml", tmp_path):
         with pytest.raises(ConfigError) as raised:
-            read_plan(place)
+            read_plan(plan_path)
         wording.check(raised.value)
 
 
@@ -186,15 +187,15 @@ def problems(draw):
 
 
 def cost(prices, between, in_float):
-    own = sum(pair[unit in in_float] for unit, pair in prices.items())
-    return own + sum(price for a, b, price in between if (a in in_float) != (b in in_float))
+    unit_costs = sum(pair[unit in in_float] for unit, pair in prices.items())
+    return unit_costs + sum(price for a, b, price in between if (a in in_float) != (b in in_float))
 
 
 def splits(prices, follows):
     """Every set of units in float that is allowed."""
     sizes = range(len(prices) + 1)
     for chosen in chain.from_iterable(combinations(prices, size) for size in sizes):
-        if all(unit in chosen or other not in chosen for unit, other in follows):
+        if all(unit in chosen or producer not in chosen for unit, producer in follows):
             yield frozenset(chosen)
 
 
@@ -204,8 +205,8 @@ def splits(prices, follows):
 def test_cheapest_split_has_the_fewest_floats(problem):
     prices, between, follows = problem
     costs = {split: cost(prices, between, split) for split in splits(prices, follows)}
-    least = min(costs.values())
-    best = [split for split, paid in costs.items() if paid == least]
+    min_cost = min(costs.values())
+    best = [split for split, paid in costs.items() if paid == min_cost]
     assert cheapest_split(prices, between, follows) == frozenset.intersection(*best)
 
 
@@ -228,8 +229,8 @@ def test_conversion_keeps_units_with_neighbours():
 
 
 def test_long_chain_is_split_exactly():
-    prices = {place: (0.0, 1.0) if place % 100 else (150.0, 0.0) for place in range(3000)}
-    between = [(place, place + 1, 0.25) for place in range(2999)]
+    prices = {unit: (0.0, 1.0) if unit % 100 else (150.0, 0.0) for unit in range(3000)}
+    between = [(unit, unit + 1, 0.25) for unit in range(2999)]
     assert cheapest_split(prices, between) == frozenset(range(0, 3000, 100))
 
 
@@ -241,31 +242,34 @@ def noise(**powers):
 LAYERS = [f"/c{number}" for number in range(64)]
 
 
-def found(noisy, *, layers=LAYERS, most=28, groups=8):
+def sensitivity_of(noisy, *, layers=LAYERS, max_trials=28, groups=8):
     """Sensitivity of layers whose noises are known, and the groups that were tried."""
-    tried = []
+    tried_groups = []
 
-    def alone(wanted):
-        tried.extend(wanted)
-        return [noise(y=sum(noisy.get(one, 0.0) for one in group)) for group in wanted]
+    def measure(requested_groups):
+        tried_groups.extend(requested_groups)
+        return [
+            noise(y=sum(noisy.get(layer, 0.0) for layer in group)) for group in requested_groups
+        ]
 
-    return measure_sensitivity(layers, alone, groups=groups, most=most), tried
+    return measure_sensitivity(layers, measure, groups=groups, most=max_trials), tried_groups
 
 
-@pytest.mark.parametrize("place", [0, 21, 63])
-def test_halving_finds_the_noisy_layer(place):
-    result, tried = found(dict.fromkeys(LAYERS, 1e-4) | {LAYERS[place]: 0.5})
-    assert result.groups[LAYERS[place],].parts["y"][0] == 0.5
-    assert len(tried) == 8 + 2 * 3  # 8 layers a group are halved three times
-    assert max(result.shares, key=result.shares.__getitem__) == LAYERS[place]
+@pytest.mark.parametrize("index", [0, 21, 63])
+def test_halving_finds_the_noisy_layer(index):
+    result, tried_groups = sensitivity_of(dict.fromkeys(LAYERS, 1e-4) | {LAYERS[index]: 0.5})
+    assert result.groups[LAYERS[index],].parts["y"][0] == 0.5
+    assert len(tried_groups) == 8 + 2 * 3  # 8 layers a group are halved three times
+    assert max(result.shares, key=result.shares.__getitem__) == LAYERS[index]
 
 
 def test_negligible_groups_are_not_halved():
-    _, tried = found({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.0009})
-    halved = {layer for group in tried[8:] for layer in group}
-    assert LAYERS[0] in halved and LAYERS[63] not in halved
-    _, tried = found(dict.fromkeys(LAYERS, 1e-4))
-    assert len(tried) == 8
+    _, tried_groups = sensitivity_of({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.0009})
+    halved = {layer for group in tried_groups[8:] for layer in group}
+    assert LAYERS[0] in halved
+    assert LAYERS[63] not in halved
+    _, tried_groups = sensitivity_of(dict.fromkeys(LAYERS, 1e-4))
+    assert len(tried_groups) == 8
 
 
 @settings(max_examples=60)
@@ -275,39 +279,43 @@ def test_negligible_groups_are_not_halved():
     st.integers(0, 30),
     st.dictionaries(st.sampled_from(LAYERS), st.floats(0, 10), max_size=6),
 )
-def test_search_respects_its_limit_of_trials(count, groups, most, noisy):
-    result, tried = found(noisy, layers=LAYERS[:count], groups=groups, most=most)
-    assert len(tried) <= max(most, groups)
+def test_search_respects_its_limit_of_trials(count, groups, max_trials, noisy):
+    result, tried_groups = sensitivity_of(
+        noisy, layers=LAYERS[:count], groups=groups, max_trials=max_trials
+    )
+    assert len(tried_groups) <= max(max_trials, groups)
     assert [layer for group in result.groups for layer in group] == LAYERS[:count]
-    assert set(result.groups) <= set(tried)
+    assert set(result.groups) <= set(tried_groups)
 
 
 def test_remaining_int8_noise_adds_by_part():
     result = Sensitivity({("a", "b"): noise(y=0.4, z=0.01), ("c",): noise(y=0.3)})
 
-    def left(*units):
+    def remaining_powers(*units):
         return {part: power[0] for part, power in result.without(frozenset(units)).parts.items()}
 
-    assert left() == pytest.approx({"y": 0.7, "z": 0.01})
-    assert left("a") == pytest.approx({"y": 0.5, "z": 0.005})
-    assert left("a", "c") == pytest.approx({"y": 0.2, "z": 0.005})
+    assert remaining_powers() == pytest.approx({"y": 0.7, "z": 0.01})
+    assert remaining_powers("a") == pytest.approx({"y": 0.5, "z": 0.005})
+    assert remaining_powers("a", "c") == pytest.approx({"y": 0.2, "z": 0.005})
     assert result.without(frozenset("abc")).worst == 0.0
     shares = result.shares
-    assert shares["a"] == shares["b"] and shares["c"] == pytest.approx(1.5 * shares["a"])
+    assert shares["a"] == shares["b"]
+    assert shares["c"] == pytest.approx(1.5 * shares["a"])
 
 
 def test_noise_sum_matches_measured_loss():
     groups = {("a",): noise(y=0.01), ("b",): noise(y=0.03)}
-    found = Sensitivity(groups)
-    seen = found.scaled(frozenset(), noise(y=0.01))  # together a quarter of the sum
-    assert seen.without(frozenset()).worst == pytest.approx(noise(y=0.01).worst)
-    assert seen.without(frozenset("b")).worst == pytest.approx(noise(y=0.0025).worst)
-    assert seen.groups == groups and seen.shares["b"] == pytest.approx(3 * seen.shares["a"])
-    part = found.scaled(frozenset("b"), noise(y=0.04))
+    sensitivity = Sensitivity(groups)
+    scaled = sensitivity.scaled(frozenset(), noise(y=0.01))  # together a quarter of the sum
+    assert scaled.without(frozenset()).worst == pytest.approx(noise(y=0.01).worst)
+    assert scaled.without(frozenset("b")).worst == pytest.approx(noise(y=0.0025).worst)
+    assert scaled.groups == groups
+    assert scaled.shares["b"] == pytest.approx(3 * scaled.shares["a"])
+    part = sensitivity.scaled(frozenset("b"), noise(y=0.04))
     assert part.without(frozenset("b")).worst == pytest.approx(noise(y=0.04).worst)
     for odd in (noise(y=0.0), noise(y=0.5)):  # nothing, or so much that noises do not add up
-        assert found.scaled(frozenset(), odd) is found
-    assert found.scaled(frozenset("ab"), noise(y=0.01)) == found
+        assert sensitivity.scaled(frozenset(), odd) is sensitivity
+    assert sensitivity.scaled(frozenset("ab"), noise(y=0.01)) == sensitivity
 
 
 SAMPLE = {"x": np.ones((1, 16, 8, 8), np.float32)}
@@ -327,36 +335,42 @@ def priced():
     return model, group_units(model, TARGETS["onnxruntime"]().plan(model).decisions)
 
 
-def timed(monkeypatch, chain, *, int8, floats, rest=0.0, pairs=()):
+def timed(monkeypatch, chain, *, int8, floats, other_time=0.0, pairs=()):
     """Prices, with kernels that take so long."""
     model, units = chain
-    turned = dict(pairs)
+    time_by_pair = dict(pairs)
     ours = onnx.ModelProto()
-    ours.graph.node.extend(make_node("QuantizeLinear", "x", "q", name=name) for name in turned)
+    ours.graph.node.extend(
+        make_node("QuantizeLinear", "x", "q", name=name) for name in time_by_pair
+    )
 
     def times(ran, feeds, *, made_from, runs, seconds):
-        own = int8 if ran is ours else floats
-        found = dict(zip(("/a", "/b", "/y"), own, strict=True))
-        return KernelTimes(found | turned, rest) if ran is ours else KernelTimes(found, 0.0)
+        layer_times = int8 if ran is ours else floats
+        time_by_node = dict(zip(("/a", "/b", "/y"), layer_times, strict=True))
+        return (
+            KernelTimes(time_by_node | time_by_pair, other_time)
+            if ran is ours
+            else KernelTimes(time_by_node, 0.0)
+        )
 
     monkeypatch.setattr(prices_module, "kernel_times", times)
     return measure_prices(model, model, ours, units, [SAMPLE])
 
 
 def test_slightly_slower_int8_counts_as_equal(monkeypatch, priced):
-    found = timed(monkeypatch, priced, int8=(119, 121, 50), floats=(100, 100, 100))
-    assert found.units == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
-    assert found.measured
+    prices = timed(monkeypatch, priced, int8=(119, 121, 50), floats=(100, 100, 100))
+    assert prices.units == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
+    assert prices.measured
 
 
 def test_negligible_time_moves_no_unit(monkeypatch, priced):
-    found = timed(monkeypatch, priced, int8=(1.9, 2.2, 500), floats=(1, 1, 998))
-    assert found.units["/a"] == (1, 1)  # less than a thousandth of 1000 us
-    assert found.units["/b"] == (2.2, 1)
+    prices = timed(monkeypatch, priced, int8=(1.9, 2.2, 500), floats=(1, 1, 998))
+    assert prices.units["/a"] == (1, 1)  # less than a thousandth of 1000 us
+    assert prices.units["/b"] == (2.2, 1)
 
 
 @pytest.mark.parametrize(
-    ("pairs", "rest", "rate"),
+    ("pairs", "other_time", "rate"),
     [
         ({"x/Q": 0.3}, 0.2, 0.5 / 1024),  # 16 x 8 x 8 values of x
         ({"x/Q": 0.3, "a/Q": 0.7}, 0.0, 1 / 2048),
@@ -366,15 +380,17 @@ def test_negligible_time_moves_no_unit(monkeypatch, priced):
         ({}, 5.0, 0.1e-3),
     ],
 )
-def test_conversion_cost_is_bounded(monkeypatch, priced, pairs, rest, rate):
-    found = timed(monkeypatch, priced, int8=(1, 1, 1), floats=(9, 9, 9), rest=rest, pairs=pairs)
-    assert found.turning["x"] - found.turning["y"] == pytest.approx(512 * rate)  # of 1024 and 512
-    assert len({found.turning[name] for name in "xab"}) == 1
+def test_conversion_cost_is_bounded(monkeypatch, priced, pairs, other_time, rate):
+    prices = timed(
+        monkeypatch, priced, int8=(1, 1, 1), floats=(9, 9, 9), other_time=other_time, pairs=pairs
+    )
+    assert prices.turning["x"] - prices.turning["y"] == pytest.approx(512 * rate)  # of 1024 and 512
+    assert len({prices.turning[name] for name in "xab"}) == 1
 
 
 def test_conversion_costs_at_least_two_kernels(monkeypatch, priced):
-    found = timed(monkeypatch, priced, int8=(3, 5, 4), floats=(9, 9, 9))
-    assert found.turning["y"] == pytest.approx(2 * 3 + 512 * 0.1e-3)
+    prices = timed(monkeypatch, priced, int8=(3, 5, 4), floats=(9, 9, 9))
+    assert prices.turning["y"] == pytest.approx(2 * 3 + 512 * 0.1e-3)
 
 
 def test_kernels_are_timed_per_side(monkeypatch, priced):
@@ -392,17 +408,19 @@ def test_kernels_are_timed_per_side(monkeypatch, priced):
 
 def test_counted_prices_are_products_without_conversion(priced):
     model, units = priced
-    found = count_prices(model, units, SAMPLE)
-    assert found.units == {
+    prices = count_prices(model, units, SAMPLE)
+    assert prices.units == {
         "/a": (0.7 * (1024 * 144), 1024 * 144),  # 16 channels of 3x3 behind each of 1024 values
         "/b": (0.7 * (1024 * 9), 1024 * 9),  # one channel each: depthwise
         "/y": (0.7 * (512 * 16), 512 * 16),
     }
-    assert set(found.turning.values()) == {0.0} and not found.measured
+    assert set(prices.turning.values()) == {0.0}
+    assert not prices.measured
     avx2 = count_prices(model, units, SAMPLE, CPUS["avx2"])
     assert avx2.units["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
     assert avx2.units["/b"] == (pytest.approx(1.5 * 2.2 * 1024 * 9), pytest.approx(2.2 * 1024 * 9))
-    assert set(avx2.turning.values()) >= {20.0 * 1024} and {*CPUS} < {*CPU_NAMES}
+    assert set(avx2.turning.values()) >= {20.0 * 1024}
+    assert {*CPUS} < {*CPU_NAMES}
 
 
 ROW = Units(
@@ -420,12 +438,12 @@ def row(turning=1.0, **units):
 
 
 def test_split_price_counts_borders_once():
-    found = row()
-    assert found.total(ROW, frozenset()) == 5 + 3 + 2  # in and out
-    assert found.total(ROW, frozenset("b")) == 5 + 12 + 4
-    assert found.total(ROW, frozenset("abc")) == 5 + 30
-    both = replace(ROW, edges=(("a", "b", "t"), ("a", "c", "t")), inlets=(), outlets=())
-    assert found.total(both, frozenset("bc")) == 5 + 21 + 1  # two readers, one pair
+    prices = row()
+    assert prices.total(ROW, frozenset()) == 5 + 3 + 2  # in and out
+    assert prices.total(ROW, frozenset("b")) == 5 + 12 + 4
+    assert prices.total(ROW, frozenset("abc")) == 5 + 30
+    shared_tensor = replace(ROW, edges=(("a", "b", "t"), ("a", "c", "t")), inlets=(), outlets=())
+    assert prices.total(shared_tensor, frozenset("bc")) == 5 + 21 + 1  # two readers, one pair
 
 
 def test_cheapest_split_weighs_time_and_noise():

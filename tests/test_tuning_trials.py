@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
+from calib8 import build as build_all
 from calib8 import calibrate
-from deploy import pipeline
 from deploy.calibration import one_pass
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.errors import BackendError, ExportError
@@ -58,25 +58,31 @@ def images(count, *, loud=()):
 
 @pytest.fixture
 def request_for(model, tmp_path):
-    def made(target, x):
+    def make(target, x):
         np.save(tmp_path / "x.npy", x)
-        found = calibrate(model, tmp_path / "x.npy", targets=(target,))
-        made_from = {"subject": found.subject, "ranges": found.ranges, "feed": found.feed}
+        calibration = calibrate(model, tmp_path / "x.npy", targets=(target,))
+        made_from = {
+            "subject": calibration.subject,
+            "ranges": calibration.ranges,
+            "feed": calibration.feed,
+        }
         return TARGETS[target](), BuildRequest(folder=tmp_path, manifest={}, **made_from)
 
-    return made
+    return make
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_search_ranges_exclude_evaluation_samples(target, request_for):
     made_for, request = request_for(target, images(20, loud=(3, 7)))
-    judges = [sample for at, sample in enumerate(request.feed.first_samples(20)) if at in (3, 7)]
+    judges = [
+        sample for index, sample in enumerate(request.feed.first_samples(20)) if index in (3, 7)
+    ]
     search = search_samples.with_held_out_ranges(made_for, request, judges)
-    wanted = OrtSession.open(request.model).run(judges[0])["y"]
+    expected = OrtSession.open(request.model).run(judges[0])["y"]
 
-    def lost(one):
-        got = OrtSession.open(made_for.trial(one)).run(judges[0])["y"]
-        return np.square(got - wanted).sum() / np.square(wanted).sum()
+    def lost(request_used):
+        got = OrtSession.open(made_for.trial(request_used)).run(judges[0])["y"]
+        return np.square(got - expected).sum() / np.square(expected).sum()
 
     assert lost(request) < 0.01 < 0.3 < lost(search)  # what they show is clipped
 
@@ -85,11 +91,12 @@ def test_search_ranges_exclude_evaluation_samples(target, request_for):
 def test_only_evaluation_samples_are_run_again(target, runs, request_for, monkeypatch):
     made_for, request = request_for(target, images(20))
     ran = []
-    for way in (OrtSession, BoundSession):
-        counted = lambda *a, run=way.run: ran.append(1) or run(*a)  # noqa: E731
-        monkeypatch.setattr(way, "run", counted)
+    for session_class in (OrtSession, BoundSession):
+        counted = lambda *a, run=session_class.run: ran.append(1) or run(*a)  # noqa: E731
+        monkeypatch.setattr(session_class, "run", counted)
     search = search_samples.with_held_out_ranges(made_for, request, request.feed.first_samples(3))
-    assert len(ran) == runs and search is not request
+    assert len(ran) == runs
+    assert search is not request
 
 
 @pytest.mark.parametrize("count", [search_samples.MANY + 10, 3])
@@ -112,9 +119,9 @@ def test_full_batch_configuration_keeps_its_ranges(request_for, tmp_path):
     )
 
 
-def build(model, x, out, *words):
+def build(model, x, out, *arguments):
     np.save(out.parent / "x.npy", x)
-    return ran(model, "--images", out.parent / "x.npy", "--duration", 0, *words, out=out)
+    return ran(model, "--images", out.parent / "x.npy", "--duration", 0, *arguments, out=out)
 
 
 @pytest.mark.slow
@@ -131,38 +138,46 @@ def test_clipping_is_judged_on_unseen_samples(tmp_path):
     x = rng.uniform(-1, 1, (40, 3, 48, 48)).astype(np.float32)
     x[:, 2, 24, 24] = 10
     build(saved(tmp_path, "idle", nodes, weights, (48, 48)), x, tmp_path / "idle")
-    plans = (read_plan(next(tmp_path.glob(f"{one}/calib8/*.toml"))) for one in ("matter", "idle"))
+    plans = (
+        read_plan(next(tmp_path.glob(f"{folder}/calib8/*.toml"))) for folder in ("matter", "idle")
+    )
     methods = [plan.targets["onnxruntime"].choices.method.label for plan in plans]
     assert methods == ["minmax", "percentile 99.99"]  # by 1.5 and 4 dB on other samples
 
 
 def test_ascend_plan_sets_unclipped_search_ranges(model, tmp_path):
     x = images(20) ** 3  # of long tails, which AMCT's search clips
-    out, words = tmp_path / "o", ("--target", "ascend", "--repair", "none", "--accept")
+    out, arguments = tmp_path / "o", ("--target", "ascend", "--repair", "none", "--accept")
     plan = tmp_path / "net.plan.toml"
-    found = {}
+    result_by_method = {}
     for method in ("", 'method = "minmax"\n', 'methods = { "x" = "minmax" }\n'):
         plan.write_text(f'schema = "calib8-plan/1"\n[ascend]\n{method}')
-        assert build(model, x, out, *words, "--plan", plan, "--refresh").code == 0
+        assert build(model, x, out, *arguments, "--plan", plan, "--refresh").code == 0
         config = json.loads((out / "net_config.json").read_text())
         ranges = {
             name: layer["activation_quant_params"].get("search_range", [0.7, 1.3])
             for name, layer in config.items()
             if isinstance(layer, dict) and "activation_quant_params" in layer
         }
-        found[method] = (ranges, (out / "net_record.txt").read_text())
-    (own, plain), (whole, every), (one, first) = found.values()
-    assert own == {"/c/Conv": [0.7, 1.3], "/y/Conv": [0.7, 1.3]}
-    assert whole == {"/c/Conv": [1.0, 1.3], "/y/Conv": [1.0, 1.3]}
-    assert one == {"/c/Conv": [1.0, 1.3], "/y/Conv": [0.7, 1.3]}
-    assert plain != every and plain != first
+        result_by_method[method] = (ranges, (out / "net_record.txt").read_text())
+    (
+        (default_ranges, default_record),
+        (minmax_ranges, minmax_record),
+        (tensor_ranges, tensor_record),
+    ) = result_by_method.values()
+    assert default_ranges == {"/c/Conv": [0.7, 1.3], "/y/Conv": [0.7, 1.3]}
+    assert minmax_ranges == {"/c/Conv": [1.0, 1.3], "/y/Conv": [1.0, 1.3]}
+    assert tensor_ranges == {"/c/Conv": [1.0, 1.3], "/y/Conv": [0.7, 1.3]}
+    assert default_record != minmax_record
+    assert default_record != tensor_record
 
 
 def test_ascend_refuses_methods_unknown_to_amct(model, tmp_path):
     plan = tmp_path / "net.plan.toml"
     plan.write_text('schema = "calib8-plan/1"\n[ascend]\nmethod = "entropy"\n')
     refused = build(model, images(8), tmp_path / "o", "--target", "ascend", "--plan", plan)
-    assert refused.code == 1 and refused.error.count("\n") == 1
+    assert refused.code == 1
+    assert refused.error.count("\n") == 1
     assert "takes the method minmax or none, got 'entropy'" in refused.error
 
 
@@ -170,18 +185,21 @@ def test_ascend_search_tries_minmax_without_configuration(model, tmp_path):
     config = tmp_path / "own.cfg"
     config.write_text("batch_num: 20\n")
     x = images(20)
-    for words, tried in (((), True), (("--ascend-config", config, "--effort", 1), False)):
-        out = tmp_path / f"o{tried}"
-        assert build(model, x, out, "--target", "ascend", "--accept", *words).code == 0
-        assert ("all in int8, minmax" in (out / "calib8/net.plan.toml").read_text()) == tried
+    for arguments, tries_minmax in (
+        ((), True),
+        (("--ascend-config", config, "--effort", 1), False),
+    ):
+        out = tmp_path / f"o{tries_minmax}"
+        assert build(model, x, out, "--target", "ascend", "--accept", *arguments).code == 0
+        assert ("all in int8, minmax" in (out / "calib8/net.plan.toml").read_text()) == tries_minmax
 
 
 def test_search_asks_target_demands_once(small_cnn, pictures, tmp_path, monkeypatch):
-    asked, demand = [], OnnxRuntime.demand
-    monkeypatch.setattr(OnnxRuntime, "demand", lambda *a: asked.append(1) or demand(*a))
-    report = pipeline.build(small_cnn, pictures, out=tmp_path, duration_s=0)
+    calls, demand = [], OnnxRuntime.demand
+    monkeypatch.setattr(OnnxRuntime, "demand", lambda *a: calls.append(1) or demand(*a))
+    report = build_all(small_cnn, pictures, out=tmp_path, duration_s=0)
     # 13 where each trial asks; what judges the one that was chosen asks once more
-    assert len(asked) <= report.targets[0].search.probes + 1
+    assert len(calls) <= report.targets[0].search.probes + 1
 
 
 def doubling():
@@ -191,43 +209,46 @@ def doubling():
     return load(make_model(nodes, {"x": ["batch", 4]}, {"y": ["batch", 4]}, weights, opset=17))
 
 
-def chosen(count, most, *, loud=()):
+def chosen(count, max_samples, *, loud=()):
     """Places of the samples that tell most; those that are loud have a hundred times the signal."""
     loaded = doubling()
-    rows = [np.full((1, 4), 100.0 if at in loud else 1.0, np.float32) for at in range(count)]
-    for at, row in enumerate(rows):
-        row[0, 0] = at  # by which it is known again
+    rows = [np.full((1, 4), 100.0 if index in loud else 1.0, np.float32) for index in range(count)]
+    for index, row in enumerate(rows):
+        row[0, 0] = index  # by which it is known again
     judges = make_evaluation_set(open_feed(rows, loaded.inputs), loaded.model, 500)
-    heard, form = search_samples.select_samples(judges, most)
+    selected, form = search_samples.select_samples(judges, max_samples)
     assert [part.output for part in form.parts] == ["y"]
-    return [int(sample["x"][0, 0]) for sample, _ in heard]
+    return [int(sample["x"][0, 0]) for sample, _ in selected]
 
 
 def test_loud_and_spread_samples_are_selected():
     loud = set(range(11, 19))
-    places = chosen(40, 8, loud=loud)
-    assert len(loud & set(places)) >= 4 and len(places) == 8 and places == sorted(places)
-    quiet = set(places) - loud
-    assert min(quiet) < 10 and max(quiet) >= 30
+    indices = chosen(40, 8, loud=loud)
+    assert len(loud & set(indices)) >= 4
+    assert len(indices) == 8
+    assert indices == sorted(indices)
+    quiet = set(indices) - loud
+    assert min(quiet) < 10
+    assert max(quiet) >= 30
 
 
 def test_mean_uses_more_samples_than_form():
     """Of samples in order the first four have a mean of their own: all deviate to one side."""
-    ages = [np.full((1, 6), at + 100, np.float32) for at in range(48)]
+    ages = [np.full((1, 6), index + 100, np.float32) for index in range(48)]
     judges = SimpleNamespace(
-        samples_with_outputs=lambda most: (({"x": one}, {"y": one}) for one in ages)
+        samples_with_outputs=lambda max_samples: (({"x": age}, {"y": age}) for age in ages)
     )
-    heard, form = search_samples.select_samples(judges, 8)
+    selected, form = search_samples.select_samples(judges, 8)
     assert [float(mean[0, 0]) for mean in form.usual.values()] == [115.5]
     # not the youngest and the oldest, where a Softmax hides what int8 loses before it
-    places = [int(sample["x"][0, 0]) - 100 for sample, _ in heard]
-    assert places == sorted(sampling_order(48)[:8])
+    indices = [int(sample["x"][0, 0]) - 100 for sample, _ in selected]
+    assert indices == sorted(sampling_order(48)[:8])
 
 
 @pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])
 def test_large_samples_reduce_the_count(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
-    judges = SimpleNamespace(samples_with_outputs=lambda most: iter([(sample, {})]))
+    judges = SimpleNamespace(samples_with_outputs=lambda max_samples: iter([(sample, {})]))
     assert search_samples.enough_samples(judges) == enough
 
 
@@ -239,8 +260,8 @@ def test_form_samples_follow_size_and_memory(side, numbers, count):
         pictures = np.broadcast_to(np.float32(0), (batch, 3, side, side))
         rows, flag = {"y": np.zeros((batch, numbers))}, {"z": np.zeros((batch, 1))}
         assert form_samples({"x": pictures}, rows, batch) == count
-        beside = form_samples({"x": pictures}, {**rows, **flag}, batch)
-        assert beside == max(count, 32 if side == 8 else count)  # one value beside many
+        with_flag = form_samples({"x": pictures}, {**rows, **flag}, batch)
+        assert with_flag == max(count, 32 if side == 8 else count)  # one value beside many
 
 
 def test_strongest_samples_consider_all_parts():
@@ -254,14 +275,14 @@ def test_strongest_samples_consider_all_parts():
 def test_uncertain_shares_are_the_strongest_samples(shape):
     sure = np.array([1.0, 0, 0, 0])
     shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
-    outputs = [{"y": one.reshape(shape).astype(np.float32)} for one in shares]
+    outputs = [{"y": values.reshape(shape).astype(np.float32)} for values in shares]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
     assert probe.strongest_samples(form, outputs, 2) == [1, 4]
-    no_shares = [{"y": 3 * one["y"]} for one in outputs]
+    no_shares = [{"y": 3 * values["y"]} for values in outputs]
     assert probe.strongest_samples(form, no_shares, 2) == [0, 3]
     outputs[4]["y"] = outputs[4]["y"] * np.nan
     assert 4 not in probe.strongest_samples(form, outputs, 2)
-    steps = [{"y": np.stack([one, sure])[None].astype(np.float32)} for one in shares]
+    steps = [{"y": np.stack([values, sure])[None].astype(np.float32)} for values in shares]
     assert probe.strongest_samples(derive_form(steps), steps, 2) == [0, 3]  # several steps a sample
 
 
@@ -270,47 +291,57 @@ def test_uncertain_probabilities_are_the_strongest_samples(shape):
     outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
     assert probe.strongest_samples(form, outputs, 2) == [1, 4]
-    ages = [{"y": 3 * one["y"]} for one in outputs]
+    ages = [{"y": 3 * output["y"]} for output in outputs]
     assert probe.strongest_samples(form, ages, 2) == [0, 3]
-    beside = [{**one, "z": np.float32([[2, -3, 1]])} for one in outputs]  # of a face that is there
-    assert probe.strongest_samples(derive_form(beside), beside, 2) == [0, 3]
+    with_box = [
+        {**output, "z": np.float32([[2, -3, 1]])} for output in outputs
+    ]  # of a face that is there
+    assert probe.strongest_samples(derive_form(with_box), with_box, 2) == [0, 3]
 
 
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(st.integers(1, 120), st.integers(1, 9))
-def test_selection_is_bounded_and_unique(count, most):
-    places = chosen(count, most)
-    assert len(places) == len(set(places)) == min(count, most) and places == sorted(places)
+def test_selection_is_bounded_and_unique(count, max_samples):
+    indices = chosen(count, max_samples)
+    assert len(indices) == len(set(indices)) == min(count, max_samples)
+    assert indices == sorted(indices)
 
 
 def test_long_feed_is_sampled_throughout():
-    feed = open_feed([np.full((1, 4), at, np.float32) for at in range(500)], doubling().inputs)
+    feed = open_feed(
+        [np.full((1, 4), index, np.float32) for index in range(500)], doubling().inputs
+    )
     spread = [int(sample["x"][0, 0]) for sample in feed.spread_samples(search_samples.CANDIDATES)]
-    assert len(spread) == search_samples.CANDIDATES and spread == sorted(spread)
+    assert len(spread) == search_samples.CANDIDATES
+    assert spread == sorted(spread)
     assert np.diff([0, *spread, 500]).max() <= 2 * 500 / search_samples.CANDIDATES
 
 
 def noise(**powers):
-    return probe.Noise({part: np.array(found, np.float64) for part, found in powers.items()})
+    return probe.Noise({part: np.array(values, np.float64) for part, values in powers.items()})
 
 
 def test_noises_average_and_add_by_part():
     assert noise(a=[0.0, 1e6]).worst == pytest.approx(0.5)
-    assert noise(a=[0.0, 0.0]).worst == 0.0 and probe.Noise({}).worst == 0.0
+    assert noise(a=[0.0, 0.0]).worst == 0.0
+    assert probe.Noise({}).worst == 0.0
     assert noise(a=[0.1, 0.1]).worst == pytest.approx(1 - math.exp(-math.sqrt(0.1)))
     assert noise(a=[0.1, 0.1]).db == pytest.approx(10.0)
     total = noise(a=[0.1, 0.3], b=[0.2, 0.2]).plus(noise(a=[0.3, 0.1]))
-    assert total.part == "a" and total.db == pytest.approx(-10 * math.log10(0.4))
+    assert total.part == "a"
+    assert total.db == pytest.approx(-10 * math.log10(0.4))
     assert total.parts["a"] == pytest.approx([0.4, 0.4])
-    assert total.parts["b"] == pytest.approx([0.2, 0.2]) and total.mean < total.worst
+    assert total.parts["b"] == pytest.approx([0.2, 0.2])
+    assert total.mean < total.worst
 
 
 def test_noise_is_relative_to_signal_shares():
     powers = np.array([0.01, 0.0, 0.01, 0.0])
     alike, half = probe.Noise({"a": powers}), probe.Noise({"a": powers}, {"a": 0.5})
     assert half.worst == pytest.approx(2 * alike.worst)
-    assert half.worst == pytest.approx(1 - math.exp(-0.1)) and half.db == pytest.approx(20.0)
+    assert half.worst == pytest.approx(1 - math.exp(-0.1))
+    assert half.db == pytest.approx(20.0)
     assert half.times(0.25).plus(half.times(0.75)).worst == pytest.approx(half.worst)
     assert half.weighed(half) == pytest.approx(2 * alike.weighed(alike))
     assert probe.Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
@@ -319,38 +350,40 @@ def test_noise_is_relative_to_signal_shares():
 def test_half_loud_sample_counts_fully():
     outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
     form = derive_form(outputs)
-    usual = probe.mean_powers(form, outputs)  # that of 4.5
-    assert probe.signal_shares(form, outputs, usual) == pytest.approx([0.5])
-    assert probe.signal_shares(form, outputs[:2], usual) == pytest.approx([1.0])
-    assert probe.signal_shares(form, outputs[2:], usual) == [1.0]
+    mean_power = probe.mean_powers(form, outputs)  # that of 4.5
+    assert probe.signal_shares(form, outputs, mean_power) == pytest.approx([0.5])
+    assert probe.signal_shares(form, outputs[:2], mean_power) == pytest.approx([1.0])
+    assert probe.signal_shares(form, outputs[2:], mean_power) == [1.0]
     assert probe.signal_shares(form, outputs[:1], [0.0]) == [1.0]
-    for said, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
-        one = [{"y": np.full((1, 4), said, np.float32)}]
-        assert probe.signal_shares(form, one, usual) == pytest.approx([share])
+    for level, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
+        outputs_of_one = [{"y": np.full((1, 4), level, np.float32)}]
+        assert probe.signal_shares(form, outputs_of_one, mean_power) == pytest.approx([share])
 
 
 def test_quiet_sample_is_measured_against_mean():
     loud, silent = (np.full((1, 4), value, np.float32) for value in (8.0, 0.02))
     form = derive_form([{"y": loud}, {"y": silent}])
-    (usual,) = probe.mean_powers(form, [{"y": loud}, {"y": silent}])
-    assert usual == pytest.approx(4 * 4.01**2)  # of the mean amplitude
-    (quiet,) = probe.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [usual])
+    (mean_power,) = probe.mean_powers(form, [{"y": loud}, {"y": silent}])
+    assert mean_power == pytest.approx(4 * 4.01**2)  # of the mean amplitude
+    (quiet,) = probe.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [mean_power])
     assert quiet < 1e-4  # 0.04 for 0.02 is nothing where 8 is said elsewhere
-    (heard,) = probe.noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [usual])
-    assert heard == pytest.approx(0.25)
-    (alone,) = probe.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
-    assert alone == pytest.approx(1.0)
+    (loud_noise,) = probe.noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [mean_power])
+    assert loud_noise == pytest.approx(0.25)
+    (absolute_noise,) = probe.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
+    assert absolute_noise == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("power, by_noise", [(1e-12, False), (1e-3, True)])
 def test_negligible_noise_is_no_float_reason(power, by_noise):
     """As of a policy whose moves, in the samples that were looked at, are at a Tanh's ends."""
-    found = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
+    sensitivity = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
     units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
     prices = SimpleNamespace(units={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
-    said = float_reasons(SimpleNamespace(in_float={"one", "other"}), units, prices, found, "int8")
+    reasons = float_reasons(
+        SimpleNamespace(in_float={"one", "other"}), units, prices, sensitivity, "int8"
+    )
     expected = "alone in int8 it leaves 30.0 dB of a" if by_noise else BETWEEN
-    assert said == {"/one": expected, "/other": expected}
+    assert reasons == {"/one": expected, "/other": expected}
 
 
 def fake_request(model, choices=NO_CHOICES):
@@ -370,10 +403,10 @@ class FakeTarget:
         if request.choices.method is None:
             return request.model
         weight = np.eye(4) if request.choices.method.name == "minmax" else np.full((4, 4), np.nan)
-        made = onnx.ModelProto()
-        made.CopyFrom(request.model)
-        made.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float32(weight), "w"))
-        return made
+        trial_model = onnx.ModelProto()
+        trial_model.CopyFrom(request.model)
+        trial_model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float32(weight), "w"))
+        return trial_model
 
 
 def doubled(*values):
@@ -385,34 +418,36 @@ def doubled(*values):
 def test_choices_are_tried_once_unless_unbuildable():
     target, request = FakeTarget(), fake_request(doubling().model)
     prober = probe.Prober(target.trial, request, doubled(1), runs_here=True, threads=2)
-    broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
-    equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
-    assert equal.worst == 0 and half.parts["y"] == pytest.approx([0.25]) == again.parts["y"]
-    assert none is None
+    broken, minmax = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
+    equal, half, unbuildable, repeated = prober.noises([NO_CHOICES, minmax, broken, minmax])
+    assert equal.worst == 0
+    assert half.parts["y"] == pytest.approx([0.25]) == repeated.parts["y"]
+    assert unbuildable is None
     assert prober.noises([Choices(float_nodes={"/y": "another reason"})]) == [None]
     assert (prober.tried, target.built) == (3, 3)
     assert [str(error)[:32] for error in prober.errors] == ["a layer must be what it is, got "]
     (nan,) = prober.noises([Choices(method=Method.of("mse"))])
-    assert nan.worst > 0.99 and nan.part == "y"
+    assert nan.worst > 0.99
+    assert nan.part == "y"
 
 
 @pytest.mark.parametrize("factor, temperatures", [(1.0, {"y": (4.0, -1)}), (0.2, {})])
 def test_certain_softmax_shows_logit_noise(factor, temperatures):
     """Half of the logits changes the certain outputs by 37 dB only."""
     nodes = [make_node("MatMul", "x w", "z"), make_node("Softmax", "z", "y", axis=2)]
-    whole, half = (
+    full_model, halved_model = (
         make_model(nodes, {"x": [1, 2, 3]}, {"y": [1, 2, 3]}, {"w": w}, opset=17)
         for w in (np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32) / 2)
     )
     logits = factor * np.float32([[[9, -9, 0], [0, 9, -9]]])
     outputs = {"y": np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)}
-    request, heard = fake_request(whole), [({"x": logits}, outputs)]
-    prober = probe.Prober(lambda _: half, request, heard, runs_here=True, threads=1)
+    request, samples = fake_request(full_model), [({"x": logits}, outputs)]
+    prober = probe.Prober(lambda _: halved_model, request, samples, runs_here=True, threads=1)
     (noise,) = prober.noises([NO_CHOICES])
     assert 0.1 < noise.worst < 0.3
     assert search_samples.find_temperatures(derive_form([outputs]), [outputs]) == temperatures
-    again = search_samples.temper(search_samples.temper(outputs["y"], 4, 2), 0.25, 2)
-    assert again == pytest.approx(outputs["y"], rel=1e-6)
+    restored = search_samples.temper(search_samples.temper(outputs["y"], 4, 2), 0.25, 2)
+    assert restored == pytest.approx(outputs["y"], rel=1e-6)
 
 
 def test_single_layer_trials_use_loudest_samples():
@@ -421,45 +456,49 @@ def test_single_layer_trials_use_loudest_samples():
         target.trial, request, doubled(1, -3, 2), runs_here=True, threads=1, few=2
     )
     off = Choices(method=Method.of("minmax"))
-    (whole,), (alone,) = prober.noises([off]), prober.alone([off], [["/y"]])
-    assert whole.parts["y"].shape == (3,) and alone.parts["y"] == pytest.approx([0.25, 0.25])
+    (full_noise,), (single_noise,) = prober.noises([off]), prober.alone([off], [["/y"]])
+    assert full_noise.parts["y"].shape == (3,)
+    assert single_noise.parts["y"] == pytest.approx([0.25, 0.25])
     broken = Choices(float_nodes={"/y": "why"})
-    assert prober.alone([broken, off], [["/y"], ["/y"]]) == [None, alone]
+    assert prober.alone([broken, off], [["/y"], ["/y"]]) == [None, single_noise]
     assert (prober.tried, target.built) == (3, 3)
-    other = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 4, np.float32)})]
-    heard = [*doubled(5, -4), *other]  # what is lost is in the other alone, as in one class
-    prober = probe.Prober(target.trial, request, heard, runs_here=True, threads=1, few=2)
+    deviating = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 4, np.float32)})]
+    samples = [*doubled(5, -4), *deviating]  # what is lost is in the other alone, as in one class
+    prober = probe.Prober(target.trial, request, samples, runs_here=True, threads=1, few=2)
     prober.noises([NO_CHOICES])
-    (alone,) = prober.alone([NO_CHOICES], [["/y"]])
-    assert alone.parts["y"][0] == 0 < alone.parts["y"][1]
+    (single_noise,) = prober.alone([NO_CHOICES], [["/y"]])
+    assert single_noise.parts["y"][0] == 0 < single_noise.parts["y"][1]
 
 
 def test_timing_uses_the_median_shape():
     samples = [{"x": np.zeros((1, size)), "n": np.zeros(1)} for size in (3, 90, 40, 41, 40)]
     timed = search_samples.same_shape_samples(samples)
-    assert [one["x"].shape for one in timed] == [(1, 40), (1, 40)]
-    same = [{"x": np.zeros((1, 8)) + step} for step in range(4)]
-    assert search_samples.same_shape_samples(same) == same
+    assert [sample["x"].shape for sample in timed] == [(1, 40), (1, 40)]
+    equal_samples = [{"x": np.zeros((1, 8)) + step} for step in range(4)]
+    assert search_samples.same_shape_samples(equal_samples) == equal_samples
 
 
 def test_search_weighs_samples_of_saturated_sigmoids(tmp_path):
     """Five in six lie where it is flat: there, nothing of what int8 changes before it is heard."""
-    made = np.random.default_rng(8)
-    first, second = made.normal(0, 0.3, (32, 64)), np.abs(made.normal(0, 0.2, (64, 1)))
+    rng = np.random.default_rng(8)
+    first_weight, second_weight = rng.normal(0, 0.3, (32, 64)), np.abs(rng.normal(0, 0.2, (64, 1)))
     nodes = [
         make_node("Gemm", "x first", "a"),
         make_node("Relu", "a", "r"),
         make_node("Gemm", "r second less", "s"),
         make_node("Sigmoid", "s", "y"),
     ]
-    weights = as_float32({"first": first, "second": second, "less": [-8.0]})
+    weights = as_float32({"first": first_weight, "second": second_weight, "less": [-8.0]})
     model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, weights, opset=17)
     loud = np.where(np.arange(48) % 6 == 1, 1.0, 20.0)[:, None]
-    out = build_net(model, loud * made.normal(0, 1, (48, 32)), tmp_path)
+    out = build_net(model, loud * rng.normal(0, 1, (48, 32)), tmp_path)
     plan = read_plan(out / "calib8/net.plan.toml").targets["onnxruntime"]
     (part,) = json.loads((out / "report.json").read_text())["engines"][1]["accuracy"]["parts"]
-    tried = [one["sqnr_db"] for one in plan.tried if one["what"].startswith("all in int8")]
-    assert tried and max(tried) < part["sqnr_db"] + 6 < 60
+    trial_sqnrs = [
+        trial["sqnr_db"] for trial in plan.tried if trial["what"].startswith("all in int8")
+    ]
+    assert trial_sqnrs
+    assert max(trial_sqnrs) < part["sqnr_db"] + 6 < 60
 
 
 # --- A trial of the search that cannot be run is no choice, and is told once.
@@ -471,16 +510,16 @@ WHY = "the model must be what this test lets through, got another"
 
 def layers_in_int8(model):
     """Convs of a trial whose weights are read from a pair."""
-    made = {output: node.op_type for node in model.graph.node for output in node.output}
+    op_by_tensor = {output: node.op_type for node in model.graph.node for output in node.output}
     convs = [node for node in model.graph.node if node.op_type == "Conv"]
-    return {conv.name for conv in convs if made.get(conv.input[1]) == "DequantizeLinear"}
+    return {conv.name for conv in convs if op_by_tensor.get(conv.input[1]) == "DequantizeLinear"}
 
 
 @pytest.fixture
 def build_failing(tmp_path, monkeypatch):
-    """(model -> whether ONNX Runtime refuses to load it, words) -> a build."""
+    """(model -> whether ONNX Runtime refuses to load it, arguments) -> a build."""
 
-    def run(refused, *words, where=probe, out="o"):
+    def run(refused, *arguments, where=probe, out="o"):
         class Refusing(OrtSession):
             @classmethod
             def open(cls, model, **options):
@@ -491,7 +530,7 @@ def build_failing(tmp_path, monkeypatch):
 
         monkeypatch.setattr(where, "OrtSession", Refusing)
         feed = ("--images", save_feed(tmp_path), "--duration", 0)
-        built = ran(spoiled(tmp_path), *feed, *words, out=tmp_path / out)
+        built = ran(spoiled(tmp_path), *feed, *arguments, out=tmp_path / out)
         assert built.code == 0
         return built
 
@@ -505,9 +544,9 @@ def notes(built):
 
 def nameless(built):
     """Reasons of a build that name no part of the outputs."""
-    said = built.plan.targets["onnxruntime"].choices.float_nodes.values()
+    plan_reasons = built.plan.targets["onnxruntime"].choices.float_nodes.values()
     rows = [node["reason"] for row in built.report["targets"] for node in row["nodes"]]
-    return [reason for reason in (*said, *rows) if reason.endswith("dB of ")]
+    return [reason for reason in (*plan_reasons, *rows) if reason.endswith("dB of ")]
 
 
 def test_untestable_layer_is_not_blamed(build_failing):
@@ -532,27 +571,35 @@ def test_search_continues_without_single_layer_trials(where, refused, build_fail
     built = build_failing(refused, "--accept", where=where)
     assert nameless(built) == []
     (note,) = notes(built)
-    assert WHY in note and ": 3 of " in note
-    tried = built.plan.targets["onnxruntime"].tried
-    assert tried and all(one["sqnr_db"] > -28 for one in tried)
+    assert WHY in note
+    assert ": 3 of " in note
+    trials = built.plan.targets["onnxruntime"].tried
+    assert trials
+    assert all(trial["sqnr_db"] > -28 for trial in trials)
 
 
 @pytest.mark.slow
 def test_method_without_runnable_trial_is_rejected(build_failing):
-    wanted = build_failing(lambda model: False, "--threads", 1)
-    assert notes(wanted) == []  # without a failure nothing is said of one
-    assert "failed =" not in (wanted.out / "calib8/spoiled.plan.toml").read_text()
+    unhindered = build_failing(lambda model: False, "--threads", 1)
+    assert notes(unhindered) == []  # without a failure nothing is said of one
+    assert "failed =" not in (unhindered.out / "calib8/spoiled.plan.toml").read_text()
     opened = itertools.count(1)
     built = build_failing(lambda model: next(opened) == 2, "--threads", 1, out="other")
     assert "1 of " in notes(built)[0]
-    names = [[one["what"] for one in b.plan.targets["onnxruntime"].tried] for b in (wanted, built)]
-    assert names[0][1] not in names[1] and names[0][0] in names[1]
+    names = [
+        [trial["what"] for trial in b.plan.targets["onnxruntime"].tried]
+        for b in (unhindered, built)
+    ]
+    assert names[0][1] not in names[1]
+    assert names[0][0] in names[1]
 
 
 def test_report_explains_a_skipped_search(build_failing):
     built = build_failing(layers_in_int8, "--accept")
     (note,) = [n for n in built.report["targets"][0]["notes"] if "nothing was searched" in n]
-    assert "with all in int8" in note and WHY in note and "--keep-float" in note
+    assert "with all in int8" in note
+    assert WHY in note
+    assert "--keep-float" in note
     assert json.dumps(note).count(WHY) == 1
 
 
@@ -560,9 +607,9 @@ def test_report_explains_a_skipped_search(build_failing):
 @pytest.mark.parametrize("duration", [0, 0.01])
 def test_unrunnable_int8_layer_stays_float(duration, build_failing, monkeypatch):
     monkeypatch.setattr(tune, "measure_prices", Mock(side_effect=BackendError(WHY)))
-    words = ("--accept", "--duration", duration)
-    built = build_failing(lambda model: "/mid/Conv" in layers_in_int8(model), *words)
-    assert "nothing was searched" not in built.said
+    arguments = ("--accept", "--duration", duration)
+    built = build_failing(lambda model: "/mid/Conv" in layers_in_int8(model), *arguments)
+    assert "nothing was searched" not in built.output
     reasons = built.plan.targets["onnxruntime"].choices.float_nodes
     assert reasons["/mid/Conv"] == "it cannot be run in int8"
     assert "leaves" in reasons["/bad/Conv"]
@@ -581,16 +628,16 @@ IMAGES = 100
 def deep(tmp_path_factory):
     """30 layers that int8 hurts differently: alone in float each wins a little, for its price."""
     rng = np.random.default_rng(1)
-    constants, nodes, before = {}, [], "x"
+    constants, nodes, tensor = {}, [], "x"
     for number in range(31):
         sizes = np.where(np.arange(8) == 0, 1.0 + number % 7, 1.0).reshape(1, 8, 1, 1)
         weights = rng.normal(0, 0.09, (8, 8 if number else 3, 3, 3))
         constants |= {f"w{number}": weights, f"s{number}": sizes}
         end = "y" if number == 30 else f"c{number}"
-        nodes.append(("Conv", f"{before} w{number}", end, SAME))
+        nodes.append(("Conv", f"{tensor} w{number}", end, SAME))
         nodes.append(("Tanh", end, f"t{number}", {}))
         nodes.append(("Mul", f"t{number} s{number}", f"m{number}", {}))
-        before = f"m{number}"
+        tensor = f"m{number}"
     return saved(tmp_path_factory.mktemp("deep"), "deep", nodes[:-2], constants)
 
 
@@ -598,46 +645,48 @@ def deep(tmp_path_factory):
 def search_deep(deep, tmp_path_factory):
     """A build of it, for many samples."""
     feed = save_feed(tmp_path_factory.mktemp("feed"), IMAGES)
-    words = ("--images", feed, "--duration", 0, "--accept", "--threads", 1)
-    return lambda *more: ran(deep, *words, *more, out=tmp_path_factory.mktemp("deep") / "o")
+    arguments = ("--images", feed, "--duration", 0, "--accept", "--threads", 1)
+    return lambda *extra_arguments: ran(
+        deep, *arguments, *extra_arguments, out=tmp_path_factory.mktemp("deep") / "o"
+    )
 
 
 @pytest.fixture
 def runs(monkeypatch):
     """Samples that were run, by what ran them."""
-    found = Counter()
+    count_by_runner = Counter()
 
     def counting(name):
         class Counting(OrtSession):
             def run(self, feed):
-                found[name] += 1
+                count_by_runner[name] += 1
                 return super().run(feed)
 
         return Counting
 
-    def observing(wanted, samples, **words):
-        drawn = (found.update(unseen=1) or sample for sample in samples)
-        return observe(wanted, drawn, **words)
+    def observing(observations, samples, **options):
+        drawn = (count_by_runner.update(unseen=1) or sample for sample in samples)
+        return observe(observations, drawn, **options)
 
     observe = one_pass.observe
     monkeypatch.setattr(search_samples, "observe", observing)
     for module in (probe, float_activations, search_samples):
         monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
-    return found
+    return count_by_runner
 
 
 @pytest.fixture
 def never_usable(monkeypatch):
     """Whatever is judged is doubtful on a few samples, and unusable on all: the dearest case."""
 
-    def levels(found, _):
-        yield (UNUSABLE if found.outputs and asked[-1] else DOUBTFUL), "as the test has it"
+    def levels(accuracy, _):
+        yield (UNUSABLE if accuracy.outputs and judged_all[-1] else DOUBTFUL), "as the test has it"
 
-    def noted(self, most, **words):
-        asked.append(most == IMAGES)
-        return on(self, most, **words)
+    def noted(self, max_samples, **options):
+        judged_all.append(max_samples == IMAGES)
+        return on(self, max_samples, **options)
 
-    asked, on = [], search_samples.GrowingComparison.on
+    judged_all, on = [], search_samples.GrowingComparison.on
     monkeypatch.setattr(search_samples.GrowingComparison, "on", noted)
     monkeypatch.setattr(search_samples, "judge_accuracy", levels)
 
@@ -645,8 +694,10 @@ def never_usable(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usable, monkeypatch):
-    counted, of = [], SearchBudget.of
-    monkeypatch.setattr(SearchBudget, "of", lambda *a: counted.append(of(*a[:2])) or counted[-1])
+    counted, make_budget = [], SearchBudget.of
+    monkeypatch.setattr(
+        SearchBudget, "of", lambda *a: counted.append(make_budget(*a[:2])) or counted[-1]
+    )
     (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
     # more than one split was judged on all samples, none twice: each on 48, then on the other 52
@@ -654,15 +705,18 @@ def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usabl
     assert runs["search_samples"] == (3 * IMAGES if target == "ascend" else methods)
     total = sum(runs.values())
     assert total <= 5 * IMAGES
-    assert [one.ran for one in counted] == [total]  # what is not counted is not bounded
+    assert [budget.ran for budget in counted] == [total]  # what is not counted is not bounded
 
 
-@pytest.mark.parametrize("products, more", [(1e9, 1), (4e7, 2), (1.0, 4)])
-def test_small_model_has_a_larger_budget(products, more):
-    asked = []
-    budget = SearchBudget.of(5, 60, lambda: asked.append(1) or products)
-    assert budget.holds(500) and not asked  # counted where it matters alone
-    assert budget.holds(more * 500) and not budget.holds(more * 500 + 1) and len(asked) <= 1
+@pytest.mark.parametrize("products, factor", [(1e9, 1), (4e7, 2), (1.0, 4)])
+def test_small_model_has_a_larger_budget(products, factor):
+    counts = []
+    budget = SearchBudget.of(5, 60, lambda: counts.append(1) or products)
+    assert budget.holds(500)
+    assert not counts  # counted where it matters alone
+    assert budget.holds(factor * 500)
+    assert not budget.holds(factor * 500 + 1)
+    assert len(counts) <= 1
 
 
 @pytest.mark.slow
@@ -671,7 +725,8 @@ def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, mo
     monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))
     monkeypatch.setattr(search_options, "_PRODUCTS", 0)  # as of a large model
     built = search_deep()
-    assert built.code == 0 and runs["search_samples"] == 2 * 48 + IMAGES
+    assert built.code == 0
+    assert runs["search_samples"] == 2 * 48 + IMAGES
     assert sum(runs.values()) <= 4 * IMAGES
     (row,) = built.report["targets"]
     assert "would be unusable" in " ".join(row["notes"])
@@ -689,22 +744,22 @@ def chain(shape=(1, 4)):
         make_node("MatMul", "b w2", "c", name="C"),
         make_node("Add", "c a", "y", name="D"),
     ]
-    constants = {f"w{place}": weight for place, weight in enumerate(weights)}
+    constants = {f"w{index}": weight for index, weight in enumerate(weights)}
     return make_model(nodes, {"x": shape}, {"y": shape}, constants, opset=17)
 
 
 def rounded(model, *nodes):
     """The model with a Round before these nodes."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    del made.graph.node[:]
+    rounded_model = onnx.ModelProto()
+    rounded_model.CopyFrom(model)
+    del rounded_model.graph.node[:]
     for node in model.graph.node:
         if node.name in nodes:
             inner = f"{node.input[0]}/rounded"
-            made.graph.node.append(make_node("Round", [node.input[0]], [inner]))
+            rounded_model.graph.node.append(make_node("Round", [node.input[0]], [inner]))
             node = make_node(node.op_type, [inner, *node.input[1:]], node.output)
-        made.graph.node.append(node)
-    return made
+        rounded_model.graph.node.append(node)
+    return rounded_model
 
 
 def run_on(model, feed):
@@ -712,9 +767,9 @@ def run_on(model, feed):
 
 
 @pytest.fixture
-def kept():
-    said = [OrtSession.open(chain(), threads=1).run(sample) for sample in SAMPLES]
-    return FloatActivations(chain(), [["B"], ["C"]], list(zip(SAMPLES, said, strict=True)))
+def activations():
+    float_outputs = [OrtSession.open(chain(), threads=1).run(sample) for sample in SAMPLES]
+    return FloatActivations(chain(), [["B"], ["C"]], list(zip(SAMPLES, float_outputs, strict=True)))
 
 
 def test_border_tensors_cross_the_change():
@@ -723,39 +778,43 @@ def test_border_tensors_cross_the_change():
     assert border_tensors(chain(), ["A"]) == []  # the model's own input is no border
 
 
-@pytest.mark.parametrize("changed, left", [("B", 4), ("C", 3), ("A", 5)])
-def test_downstream_model_equals_the_full_model(kept, changed, left):
+@pytest.mark.parametrize("changed, node_count", [("B", 4), ("C", 3), ("A", 5)])
+def test_downstream_model_equals_the_full_model(activations, changed, node_count):
     trial = rounded(chain(), changed)
-    short = downstream_model(trial, kept.same(trial), kept.values)
-    assert len(short.graph.node) == left
+    short = downstream_model(trial, activations.same(trial), activations.values)
+    assert len(short.graph.node) == node_count
     names = [value.name for value in short.graph.input]
-    for (sample, _), values in zip(kept.heard, kept.values, strict=True):
-        own = {name: {**sample, **values}[name] for name in names}
-        np.testing.assert_allclose(run_on(short, own), run_on(trial, sample), rtol=1e-5, atol=1e-6)
+    for (sample, _), values in zip(activations.heard, activations.values, strict=True):
+        downstream_feed = {name: {**sample, **values}[name] for name in names}
+        np.testing.assert_allclose(
+            run_on(short, downstream_feed), run_on(trial, sample), rtol=1e-5, atol=1e-6
+        )
 
 
-def test_same_nodes_need_equal_constants(kept):
-    short = downstream_model(chain(), kept.same(chain()), kept.values)
+def test_same_nodes_need_equal_constants(activations):
+    short = downstream_model(chain(), activations.same(chain()), activations.values)
     assert [node.name for node in short.graph.node] == ["C", "D"]  # where nothing changed
     trial = rounded(chain(), "C")
-    assert {"a", "b"} <= kept.same(trial) and "c" not in kept.same(trial)
+    assert {"a", "b"} <= activations.same(trial)
+    assert "c" not in activations.same(trial)
     trial.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.zeros((4, 4), np.float32), "w1"))
-    assert "a" in kept.same(trial) and "b" not in kept.same(trial)
+    assert "a" in activations.same(trial)
+    assert "b" not in activations.same(trial)
 
 
 def test_kept_activations_are_bounded(monkeypatch):
     monkeypatch.setattr(float_activations, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
-    kept = FloatActivations(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
-    assert [list(values) for values in kept.values] == [["a"], ["a"]]
+    activations = FloatActivations(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
+    assert [list(values) for values in activations.values] == [["a"], ["a"]]
 
 
 def test_cached_activations_serve_all_sample_sizes():
     samples = [{"x": np.full((1, steps, 4), steps, np.float32)} for steps in (3, 5, 3)]
     model = chain([1, "T", 4])
-    kept = FloatActivations(model, [["B"]], [(sample, {}) for sample in samples])
+    activations = FloatActivations(model, [["B"]], [(sample, {}) for sample in samples])
     trial = rounded(model, "B")
-    short = downstream_model(trial, kept.same(trial), kept.values)
+    short = downstream_model(trial, activations.same(trial), activations.values)
     (value,) = short.graph.input
     assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
-    for (sample, _), values in zip(kept.heard, kept.values, strict=True):
+    for (sample, _), values in zip(activations.heard, activations.values, strict=True):
         np.testing.assert_allclose(run_on(short, values), run_on(trial, sample), rtol=1e-5)

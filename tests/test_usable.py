@@ -44,12 +44,12 @@ def guessing(folder, *, outlier, wide, margin=6.0):
         "w3": rng.normal(0, 0.02, (10, wide, 12, 12)),
         "b3": np.where(np.arange(10) < 5, margin, -margin),
     }
-    same = {"pads": [1, 1, 1, 1]}
+    padding = {"pads": [1, 1, 1, 1]}
     nodes = [
-        ("Conv", "x w1", "stem", same),
+        ("Conv", "x w1", "stem", padding),
         ("Tanh", "stem", "t", {}),
         ("Mul", "t size", "m", {}),
-        ("Conv", "m w2", "wide", same),
+        ("Conv", "m w2", "wide", padding),
         ("Relu", "wide", "r", {}),
         ("Conv", "r w3 b3", "s", {}),
         ("Flatten", "s", "y", {}),
@@ -78,16 +78,16 @@ def feed(tmp_path_factory):
 def build(feed, tmp_path):
     """`calib8 build` of a model over `feed`, without time where none is given."""
 
-    def run(model, *words, out=None):
-        plain = () if "--duration" in words else ("--duration", 0)
-        return ran(model, "--images", feed, *plain, *words, out=out or tmp_path / "o")
+    def run(model, *arguments, out=None):
+        plain = () if "--duration" in arguments else ("--duration", 0)
+        return ran(model, "--images", feed, *plain, *arguments, out=out or tmp_path / "o")
 
     return run
 
 
 def level(built, target="onnxruntime"):
-    judged = [one for one in built.report["engines"] if one["target"] == target]
-    return judged[-1]["verdict"]["level"]
+    engines = [engine for engine in built.report["engines"] if engine["target"] == target]
+    return engines[-1]["verdict"]["level"]
 
 
 def chosen(built, target="onnxruntime"):
@@ -96,14 +96,14 @@ def chosen(built, target="onnxruntime"):
     return plan, plan.choices.float_nodes
 
 
-def told(built, target):
+def target_row(built, target):
     """What the report says of a target."""
-    (row,) = (one for one in built.report["targets"] if one["name"] == target)
+    (row,) = (row_found for row_found in built.report["targets"] if row_found["name"] == target)
     return row
 
 
 def screen(built):
-    return " ".join(built.said.split())
+    return " ".join(built.output.split())
 
 
 def models(built):
@@ -120,40 +120,47 @@ def default(model, feed, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_layer_making_engine_unusable_is_float(target, default):
-    assert default.code == 0, default.said
+    assert default.code == 0, default.output
     assert level(default, target) in ("good", "doubtful")
-    _, kept = chosen(default, target)
-    assert "/wide/Conv" in kept and not {"/stem/Conv", "/s/Conv"} <= kept.keys()
+    _, float_nodes = chosen(default, target)
+    assert "/wide/Conv" in float_nodes
+    assert not {"/stem/Conv", "/s/Conv"} <= float_nodes.keys()
 
 
 @pytest.mark.slow
 def test_tried_splits_are_told_once(default, surer):
     for row in (*default.report["targets"], *surer.report["targets"]):
-        tried = [one["what"] for one in row["search"]["tried"]]
-        assert len(tried) == len(set(tried)) > 2
-        assert not [what for what in tried if what.startswith("0 of")]  # all in int8
+        descriptions = [trial["what"] for trial in row["search"]["tried"]]
+        assert len(descriptions) == len(set(descriptions)) > 2
+        assert not [what for what in descriptions if what.startswith("0 of")]  # all in int8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("net", "first", "targets", "was"),
+    ("net", "first_build", "targets", "was"),
     [
         ("model", "default", ALL, "unusable"),
         ("narrow", "surer", GRIDS, "doubtful"),
     ],
 )
-def test_a_second_build_obeys_plan(net, first, targets, was, build, request, monkeypatch, tmp_path):
-    net, first = map(request.getfixturevalue, (net, first))
+def test_a_second_build_obeys_plan(
+    net, first_build, targets, was, build, request, monkeypatch, tmp_path
+):
+    net, first_build = map(request.getfixturevalue, (net, first_build))
     monkeypatch.setattr(search_samples, "GrowingComparison", None)  # whoever calls it fails
-    again = build(net, "--target", targets, out=shutil.copytree(first.out, tmp_path / "o"))
-    assert again.code == 0 and models(again) == models(first)
-    assert all(one["search"]["reused"] for one in again.report["targets"])
-    assert f"would be {was}" in (again.out / "report.md").read_text()
+    second_build = build(
+        net, "--target", targets, out=shutil.copytree(first_build.out, tmp_path / "o")
+    )
+    assert second_build.code == 0
+    assert models(second_build) == models(first_build)
+    assert all(row["search"]["reused"] for row in second_build.report["targets"])
+    assert f"would be {was}" in (second_build.out / "report.md").read_text()
 
 
 def test_build_without_search_judges_nothing(model, build):
     built = build(model, "--effort", 0)
-    assert built.code == 3 and level(built) == "unusable"
+    assert built.code == 3
+    assert level(built) == "unusable"
 
 
 @pytest.mark.slow
@@ -162,14 +169,16 @@ def test_unusable_named_plan_is_obeyed(default, model, build, tmp_path):
     plan = tmp_path / "own.plan.toml"
     plan.write_text("\n".join(line for line in text.splitlines() if '"/wide/Conv"' not in line))
     built = build(model, "--plan", plan)
-    assert built.code == 3 and level(built) == "unusable"
+    assert built.code == 3
+    assert level(built) == "unusable"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", GRIDS.split(","))
 def test_max_loss_holds_on_evaluation_samples(target, narrow, build):
     built = build(narrow, "--target", target, "--max-loss", 0.1)
-    assert built.code == 0 and level(built, target) == "good"
+    assert built.code == 0
+    assert level(built, target) == "good"
     assert "/wide/Conv" in chosen(built, target)[1]
 
 
@@ -178,10 +187,12 @@ def test_nonfinite_float_model_is_not_searched(model, build, tmp_path):
     broken.graph.node.append(make_node("Sqrt", "y", "z", name="/z/Sqrt"))
     broken.graph.output[0].name = "z"
     built = build(save_net(broken, tmp_path / "guessing.onnx"))
-    assert built.code == 3 and "NaN" in screen(built) and not chosen(built)[0].unusable
+    assert built.code == 3
+    assert "NaN" in screen(built)
+    assert not chosen(built)[0].unusable
 
 
-def alone(folder, feed, share):
+def save_single_layer(folder, feed, share):
     """Words for a layer alone, whose first channel holds nearly all of its input's range."""
     weight = np.random.default_rng(3).normal(size=(4, 3, 3, 3))
     weight[:, 0] /= share
@@ -194,8 +205,8 @@ def alone(folder, feed, share):
 @pytest.fixture(scope="module")
 def hopeless(tmp_path_factory, feed):
     folder = tmp_path_factory.mktemp("hopeless")
-    words = alone(folder, np.load(feed), 100)
-    return ran(*words, out=folder / "o"), words
+    arguments = save_single_layer(folder, np.load(feed), 100)
+    return ran(*arguments, out=folder / "o"), arguments
 
 
 @pytest.mark.parametrize("target", GRIDS.split(","))
@@ -203,9 +214,11 @@ def test_only_layer_is_always_int8(target, hopeless):
     """The verdict advises against it, and the files are there all the same."""
     hopeless, _ = hopeless
     assert level(hopeless, target) in ("unusable", "doubtful")
-    said = "tensorrt, ascend: not run on its device; its accuracy is that of its int8 model in"
-    assert said in (hopeless.out / "report.md").read_text()
-    assert all("all in int8" in one["what"] for one in told(hopeless, target)["search"]["tried"])
+    note = "tensorrt, ascend: not run on its device; its accuracy is that of its int8 model in"
+    assert note in (hopeless.out / "report.md").read_text()
+    assert all(
+        "all in int8" in trial["what"] for trial in target_row(hopeless, target)["search"]["tried"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -218,24 +231,27 @@ def surer(narrow, feed, tmp_path_factory):
 @pytest.mark.parametrize("target", GRIDS.split(","))
 def test_good_engine_replaces_a_doubtful_one(target, surer, narrow, build):
     assert level(build(narrow, "--target", target, "--effort", 0), target) == "doubtful"
-    assert level(surer, target) == "good" and "/wide/Conv" in chosen(surer, target)[1]
+    assert level(surer, target) == "good"
+    assert "/wide/Conv" in chosen(surer, target)[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "kept"), [("tensorrt", 33), ("ascend", 31)])
-def test_report_and_plan_tell_doubts(target, kept, surer):
-    why = f"{kept} of 40 samples keep FP32's top-1 class"
-    assert chosen(surer, target)[0].doubtful == why
-    assert f"would be doubtful, {why}; so" in " ".join(told(surer, target)["notes"])
+@pytest.mark.parametrize(("target", "kept_count"), [("tensorrt", 33), ("ascend", 31)])
+def test_report_and_plan_tell_doubts(target, kept_count, surer):
+    reason = f"{kept_count} of 40 samples keep FP32's top-1 class"
+    assert chosen(surer, target)[0].doubtful == reason
+    assert f"would be doubtful, {reason}; so" in " ".join(target_row(surer, target)["notes"])
 
 
 @pytest.mark.slow
 def test_doubtful_engine_stays_if_improvement_costs(build, tmp_path):
     """One class in ten is another one; to win it back takes a third of the time more."""
     built = build(guessing(tmp_path, outlier=40.0, wide=16), "--target", "tensorrt")
-    assert built.code == 0 and level(built, "tensorrt") == "doubtful"
-    plan, kept = chosen(built, "tensorrt")
-    assert not plan.doubtful and not kept
+    assert built.code == 0
+    assert level(built, "tensorrt") == "doubtful"
+    plan, float_nodes = chosen(built, "tensorrt")
+    assert not plan.doubtful
+    assert not float_nodes
 
 
 NEAR = """
@@ -248,64 +264,75 @@ def near(fp32, int8, label):
 
 
 @pytest.fixture(params=[1, 100], ids=["shares", "percent"])
-def near(request, tmp_path):
+def metric(request, tmp_path):
     """A figure of one's own that int8 in the widest layer spoils; of images with labels it is 1."""
     (tmp_path / "own.py").write_text(NEAR.format(scale=request.param))
     return f"{tmp_path / 'own.py'}:near"
 
 
 @pytest.mark.slow
-def test_user_metric_judges_the_choice(narrow, build, near, tmp_path):
-    plain = build(narrow, "--metric", near, "--effort", 0, out=tmp_path / "plain")
-    found = build(narrow, "--metric", near)
-    assert plain.code == 3 and found.code == 0, found.said
-    plan, kept = chosen(found)
-    assert "/wide/Conv" in kept and near in plan.unusable
+def test_user_metric_judges_the_choice(narrow, build, metric, tmp_path):
+    plain = build(narrow, "--metric", metric, "--effort", 0, out=tmp_path / "plain")
+    built = build(narrow, "--metric", metric)
+    assert plain.code == 3, built.output
+    assert built.code == 0, built.output
+    plan, float_nodes = chosen(built)
+    assert "/wide/Conv" in float_nodes
+    assert metric in plan.unusable
 
 
 @pytest.mark.slow
-def test_changed_metric_is_judged_again(narrow, build, near):
-    before, again = (chosen(build(narrow, "--metric", near))[0].made_from for _ in range(2))
-    assert again == before
-    own = Path(near.rpartition(":")[0])
-    own.write_text(own.read_text().replace("0.02", "9e9"))
-    changed, _ = chosen(build(narrow, "--metric", near))
-    assert changed.made_from != before and not changed.unusable
+def test_changed_metric_is_judged_again(narrow, build, metric):
+    first_digest, second_digest = (
+        chosen(build(narrow, "--metric", metric))[0].made_from for _ in range(2)
+    )
+    assert second_digest == first_digest
+    script = Path(metric.rpartition(":")[0])
+    script.write_text(script.read_text().replace("0.02", "9e9"))
+    changed, _ = chosen(build(narrow, "--metric", metric))
+    assert changed.made_from != first_digest
+    assert not changed.unusable
 
 
 @pytest.mark.slow
-def test_labelled_metric_judges_only_built_engines(narrow, feed, build, near, tmp_path):
+def test_labelled_metric_judges_only_built_engines(narrow, feed, build, metric, tmp_path):
     """The samples of the search have none, and what a figure says of these is another thing."""
     labels = tmp_path / "labels.txt"
     labels.write_text("3\n" * 40)
-    found = build(narrow, "--eval-images", feed, "--metric", near, "--labels", labels)
-    assert found.code == 0 and near not in chosen(found)[0].unusable
-    notes = found.report["notes"]
-    (said,) = (one for one in notes if one.startswith("the search went by the outputs' form"))
-    assert said.endswith(f"{near}: its images are some that calibrate, of which no labels are used")
+    built = build(narrow, "--eval-images", feed, "--metric", metric, "--labels", labels)
+    assert built.code == 0
+    assert metric not in chosen(built)[0].unusable
+    notes = built.report["notes"]
+    (search_note,) = (
+        note for note in notes if note.startswith("the search went by the outputs' form")
+    )
+    assert search_note.endswith(
+        f"{metric}: its images are some that calibrate, of which no labels are used"
+    )
 
 
 @pytest.mark.parametrize(
-    ("few", "asked"), [(0.0, 1), (0.02, 1), (0.04, 2), (0.1, 2), (0.3, 2), (0.6, 1)]
+    ("first_loss", "expected_calls"), [(0.0, 1), (0.02, 1), (0.04, 2), (0.1, 2), (0.3, 2), (0.6, 1)]
 )
-def test_sampling_stops_when_result_is_stable(few, asked, monkeypatch):
-    given = []
+def test_sampling_stops_when_result_is_stable(first_loss, expected_calls, monkeypatch):
+    judged_texts = []
 
-    def judged(self, model):
-        for share in (few, 0.1):
-            words = f"{share:.2f} lost"
+    def judge_parts(self, model):
+        for share in (first_loss, 0.1):
+            text = f"{share:.2f} lost"
             figure = TaskFigure(
-                task="text", figure="", value=1 - share, count="", words=words, samples=9, form=""
+                task="text", figure="", value=1 - share, count="", words=text, samples=9, form=""
             )
-            given.append(words)
+            judged_texts.append(text)
             yield Accuracy(samples=9, outputs=(), task=figure)
 
-    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", judged)
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", judge_parts)
     judge = search_samples.VerdictPredictor(
         None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
     )
-    found = judge.of(None, noise=0.0)
-    assert len(given) == asked and found.lost.words == given[-1]
+    verdict = judge.of(None, noise=0.0)
+    assert len(judged_texts) == expected_calls
+    assert verdict.lost.words == judged_texts[-1]
 
 
 def test_other_task_outputs_are_judged(monkeypatch):
@@ -327,12 +354,13 @@ def test_other_task_outputs_are_judged(monkeypatch):
     judge = search_samples.VerdictPredictor(
         None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
     )
-    found = judge.of(None, noise=0.0)
-    assert not found.good and found.doubtful == "6.0 dB in the worst part, age"
+    verdict = judge.of(None, noise=0.0)
+    assert not verdict.good
+    assert verdict.doubtful == "6.0 dB in the worst part, age"
 
 
 @pytest.mark.parametrize(
-    ("found", "lost", "noise", "good"),
+    ("box_count", "lost", "noise", "good"),
     [
         (13, 0, 0.075, False),
         (13, 0, 0.06, True),
@@ -342,16 +370,16 @@ def test_other_task_outputs_are_judged(monkeypatch):
         (None, 0, 0.075, True),
     ],
 )
-def test_noise_shows_loss_hidden_by_boxes(found, lost, noise, good, monkeypatch):
+def test_noise_shows_loss_hidden_by_boxes(box_count, lost, noise, good, monkeypatch):
     """Of 13 boxes all were kept, and of 86 in other photos 91 %."""
     figure = TaskFigure(
         task="boxes",
         figure="",
         value=1 - lost,
         count="",
-        words=f"all of {found} boxes",
+        words=f"all of {box_count} boxes",
         samples=51,
-        found=found,
+        found=box_count,
         form="",
     )
     figures = Accuracy(samples=51, outputs=(), task=figure)
@@ -366,7 +394,7 @@ def test_noise_shows_loss_hidden_by_boxes(found, lost, noise, good, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("fuller", "first", "built"),
+    ("fuller", "first_options", "built"),
     [
         ({}, {}, "fuller"),
         ({"doubtful": "9 dB"}, {}, "first"),
@@ -374,19 +402,26 @@ def test_noise_shows_loss_hidden_by_boxes(found, lost, noise, good, monkeypatch)
         ({"doubtful": "9 dB"}, {"doubtful": "12 dB"}, "first"),
     ],
 )
-def test_good_half_int8_split_is_preferred(fuller, first, built):
-    given = {"fuller": fuller, "first": first}
-    found = {name: search_samples.ExpectedVerdict(**one) for name, one in given.items()}
+def test_good_half_int8_split_is_preferred(fuller, first_options, built):
+    options_by_trial = {"fuller": fuller, "first": first_options}
+    verdict_by_trial = {
+        name: search_samples.ExpectedVerdict(**options)
+        for name, options in options_by_trial.items()
+    }
     prices = SimpleNamespace(measured=False)
     search = SimpleNamespace(
         prices=prices, likely=lambda n: ["first"], fuller=lambda n: "fuller", faster=lambda *_: None
     )
-    for more in (True, False):  # of the budget, once the fuller one is judged
-        left = iter([True])
-        judges = {"judge": found.__getitem__, "can_go_on": lambda left=left, m=more: next(left, m)}
+    for has_budget in (True, False):  # of the budget, once the fuller one is judged
+        budget = iter([True])
+        judges = {
+            "judge": verdict_by_trial.__getitem__,
+            "can_go_on": lambda budget=budget, m=has_budget: next(budget, m),
+        }
         chooser = SplitChooser(search=search, choose=lambda trials: (trials[0], []), **judges)
-        chosen, judged = chooser._choose_likely([])
-        assert chosen.trial == built and judged == found[built]
+        chosen, verdict = chooser._choose_likely([])
+        assert chosen.trial == built
+        assert verdict == verdict_by_trial[built]
 
 
 @pytest.mark.parametrize(("quietest", "built"), [(None, "first"), ("quietest", "quietest")])
@@ -395,8 +430,8 @@ def test_quietest_split_is_built_if_unusable(quietest, built):
     chooser = SplitChooser(
         search=search, choose=lambda trials: (trials[0], []), judge=None, can_go_on=lambda: True
     )
-    first = ChosenSplit(trial="first", told=[])
-    chosen = chooser._choose_usable(first, search_samples.ExpectedVerdict(unusable="3 dB"))
+    first_choice = ChosenSplit(trial="first", told=[])
+    chosen = chooser._choose_usable(first_choice, search_samples.ExpectedVerdict(unusable="3 dB"))
     assert (chosen.trial, chosen.unusable) == (built, "3 dB")
 
 
@@ -427,8 +462,9 @@ def test_cheaper_of_two_doubtful_splits_wins(time, lost, built):
         time_of=lambda _: 0.7,
         quiet_down=lambda: setattr(search, "weight", 10.0),
     )
-    for one in (loud, quiet):
-        one.in_float, one.noise = "", SimpleNamespace(worst=0.1)
+    for split in (loud, quiet):
+        split.in_float = ""
+        split.noise = SimpleNamespace(worst=0.1)
     chooser = SplitChooser(
         search=search, choose=lambda trials: (trials[0], []), judge=judge, can_go_on=lambda: False
     )
@@ -440,32 +476,34 @@ def test_good_splits_are_compared_by_price(wins):
     """More weight on noise finds a good split; it must not keep a faster good one from winning."""
     costs = {"loud": (0.63, 0.07), "slow": (0.92, 0.025), "quick": (0.64, 0.092)}
     costs["known"] = (0.7, 0.06)  # from before
-    loud, slow, quick, known = (
+    loud, slow, quick, earlier = (
         SimpleNamespace(time=time, loss=loss, noise=SimpleNamespace(worst=loss))
         for time, loss in costs.values()
     )
-    listed, found = ([loud, slow], quick) if wins == "quick" else ([loud, known, slow], None)
+    trial_list, faster_trial = (
+        ([loud, slow], quick) if wins == "quick" else ([loud, earlier, slow], None)
+    )
     search = SimpleNamespace(
         weight=3.75,
         prices=SimpleNamespace(measured=True),
         best_without_float=loud,
-        trials=listed,
-        likely=lambda n: listed[:n] if search.weight < 5 else [loud, slow],
-        faster=lambda *_: found,
+        trials=trial_list,
+        likely=lambda n: trial_list[:n] if search.weight < 5 else [loud, slow],
+        faster=lambda *_: faster_trial,
         can_refine=lambda: True,
     )
     search.quiet_down = lambda: setattr(search, "weight", 15.0)
 
     def choose(trials):
-        return min(trials, key=lambda one: np.log(one.time) + search.weight * one.loss), []
+        return min(trials, key=lambda trial: np.log(trial.time) + search.weight * trial.loss), []
 
     chooser = SplitChooser(
         search=search,
         choose=choose,
         can_go_on=lambda: True,
-        judge=lambda one: search_samples.ExpectedVerdict(doubtful="2 new" * (one is loud)),
+        judge=lambda trial: search_samples.ExpectedVerdict(doubtful="2 new" * (trial is loud)),
     )
-    assert chooser.run().trial is (quick if wins == "quick" else known)
+    assert chooser.run().trial is (quick if wins == "quick" else earlier)
 
 
 SIDE, ANCHORS = 32, 20
@@ -474,18 +512,18 @@ SIDE, ANCHORS = 32, 20
 @pytest.fixture(scope="module")
 def listing(tmp_path_factory):
     """A detector whose boxes above 0.3 are a list; what its layer `bad` reads int8 spoils."""
-    made = np.random.default_rng(4)
+    rng = np.random.default_rng(4)
     size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
     spread = np.array([1, 1, 1, 1, 4, 4]).reshape(6, 1, 1, 1)
-    rows, columns = (one.reshape(-1)[:ANCHORS] for one in np.mgrid[0:5, 0:5] * 6.0)
+    rows, columns = (grid_axis.reshape(-1)[:ANCHORS] for grid_axis in np.mgrid[0:5, 0:5] * 6.0)
     floats = {
-        "w0": made.normal(size=(8, 3, 3, 3)) * 0.3,
+        "w0": rng.normal(size=(8, 3, 3, 3)) * 0.3,
         "size": size,
-        "w1": made.normal(size=(3, 8, 1, 1)) * 0.5 / size,
+        "w1": rng.normal(size=(3, 8, 1, 1)) * 0.5 / size,
         "least": np.float32(0.3),
-        "w2": made.normal(size=(6, 3, 8, 8)) * spread * 0.12,
+        "w2": rng.normal(size=(6, 3, 8, 8)) * spread * 0.12,
         "b2": [0, 0, 0, 0, -2, -2],
-        "w3": made.normal(size=(6, 3, 16, 16)) * spread * 0.06,
+        "w3": rng.normal(size=(6, 3, 16, 16)) * spread * 0.06,
         "places": np.stack([columns, rows, columns + 9, rows + 9])[None],
     }
     floats["w1"][:, 0] = 0
@@ -505,25 +543,29 @@ def listing(tmp_path_factory):
     path = tmp_path_factory.mktemp("listing") / "net.onnx"
     ends = {"x": [1, 3, SIDE, SIDE]}, {"y": ["found", 6]}
     onnx.save(make_model(nodes, *ends, as_float32(floats) | wholes), path)
-    np.save(path.with_suffix(".npy"), made.uniform(0, 1, (24, 3, SIDE, SIDE)).astype(np.float32))
+    np.save(path.with_suffix(".npy"), rng.uniform(0, 1, (24, 3, SIDE, SIDE)).astype(np.float32))
     return path
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_layer_losing_detections_is_float(target, listing, run, tmp_path):
-    words = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--target", target)
-    found = {}
+    arguments = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--target", target)
+    accuracy_by_effort = {}
     for effort in (0, 1):
         out = tmp_path / str(effort)
-        code, said, err = run("build", listing, *words, "--effort", effort, "--out", out)
-        assert code == (0 if effort else 3), err or said
-        found[effort] = json.loads((out / "report.json").read_text())["engines"][1]["accuracy"]
-    assert found[0]["reading"] == "y: a list of boxes, scores and classes"
-    assert found[0]["task"]["value"] < 0.5 and found[1]["task"]["value"] > 0.95
+        code, output, err = run("build", listing, *arguments, "--effort", effort, "--out", out)
+        assert code == (0 if effort else 3), err or output
+        accuracy_by_effort[effort] = json.loads((out / "report.json").read_text())["engines"][1][
+            "accuracy"
+        ]
+    assert accuracy_by_effort[0]["reading"] == "y: a list of boxes, scores and classes"
+    assert accuracy_by_effort[0]["task"]["value"] < 0.5
+    assert accuracy_by_effort[1]["task"]["value"] > 0.95
     plan = read_plan(tmp_path / "1" / "calib8/net.plan.toml").targets[target]
-    kept = plan.choices.float_nodes
-    assert "of what is found" in kept["Conv_bad"] and "Conv_c8" not in kept
+    float_nodes = plan.choices.float_nodes
+    assert "of what is found" in float_nodes["Conv_bad"]
+    assert "Conv_c8" not in float_nodes
     assert "boxes of FP32 kept" in plan.settled
 
 
@@ -531,8 +573,8 @@ def test_layer_losing_detections_is_float(target, listing, run, tmp_path):
 def test_user_metric_measures_a_list_output(listing, run, tmp_path):
     """It is content with anything, so nothing is kept in float for its sake."""
     (tmp_path / "own.py").write_text("def content(fp32, int8, label):\n    return 1.0\n")
-    words = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--out", tmp_path / "o")
-    run.ok("build", listing, *words, "--metric", f"{tmp_path / 'own.py'}:content")
+    arguments = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--out", tmp_path / "o")
+    run.ok("build", listing, *arguments, "--metric", f"{tmp_path / 'own.py'}:content")
     plan = read_plan(tmp_path / "o" / "calib8/net.plan.toml").targets["onnxruntime"]
     assert "Conv_bad" not in plan.choices.float_nodes
 
@@ -545,25 +587,26 @@ def stream(large) -> onnx.ModelProto:
     """Blocks that read the first half of the channels and add to all; y reads the rest."""
     rng = np.random.default_rng(4)
     size = np.where(np.arange(8) < 4, large, 1.0).reshape(1, 8, 1, 1)
-    held = {
+    constants = {
         "w0": rng.normal(0, 0.3, (8, 3, 3, 3)),
         "size": size,
         "back": 1 / size,
         "wy": rng.normal(0, 0.3, (4, 8, 1, 1)),
     }
-    same = "Conv <pads = [1, 1, 1, 1]>"
-    nodes = f"c = {same}(x, w0) t = Tanh(c) s0 = Mul(t, size)"
+    padded_conv = "Conv <pads = [1, 1, 1, 1]>"
+    nodes = f"c = {padded_conv}(x, w0) t = Tanh(c) s0 = Mul(t, size)"
     for n in range(BLOCKS):
-        held |= {
+        constants |= {
             f"u{n}": rng.normal(0, 0.3, (16, 4, 3, 3)) / large,
             f"v{n}": rng.normal(0, 0.1, (8, 16, 3, 3)) * size.reshape(8, 1, 1, 1),
         }
         nodes += (
-            f"h{n} = Slice(s{n}, zero, four, one) a{n} = {same}(h{n}, u{n}) r{n} = Relu(a{n})"
-            f"b{n} = {same}(r{n}, v{n}) s{n + 1} = Add(s{n}, b{n})"
+            f"h{n} = Slice(s{n}, zero, four, one) a{n} = {padded_conv}(h{n}, u{n})"
+            f"r{n} = Relu(a{n})"
+            f"b{n} = {padded_conv}(r{n}, v{n}) s{n + 1} = Add(s{n}, b{n})"
         )
     nodes = parse_nodes(f"{nodes} n = Mul(s{BLOCKS}, back) y = Conv(n, wy)")
-    weights = as_float32(held) | {"zero": [0], "four": [4], "one": [1]}
+    weights = as_float32(constants) | {"zero": [0], "four": [4], "one": [1]}
     return make_model(nodes, {"x": ["N", 3, 12, 12]}, {"y": None}, weights, opset=17)
 
 
@@ -573,21 +616,22 @@ def test_spoiling_adds_alone_are_float(run, tmp_path, large):
     """Nobody tried an Add: each layer beside it was blamed, and float did not help."""
     model = stream(large)
     path = save_net(model, tmp_path / "stream.onnx")
-    fed = np.random.default_rng(5).normal(size=(24, 3, 12, 12)).astype(np.float32)
-    np.save(tmp_path / "x.npy", fed)
-    words = ("--images", tmp_path / "x.npy", "--target", "tensorrt", "--duration", 0)
-    run.ok("build", path, *words, "--out", tmp_path / "o")
-    kept = (
+    images = np.random.default_rng(5).normal(size=(24, 3, 12, 12)).astype(np.float32)
+    np.save(tmp_path / "x.npy", images)
+    arguments = ("--images", tmp_path / "x.npy", "--target", "tensorrt", "--duration", 0)
+    run.ok("build", path, *arguments, "--out", tmp_path / "o")
+    float_nodes = (
         read_plan(tmp_path / "o" / "calib8/stream.plan.toml")
         .targets["tensorrt"]
         .choices.float_nodes
     )
-    adds = {node for node in kept if node.startswith("Add_")}
+    adds = {node for node in float_nodes if node.startswith("Add_")}
     if large == 1.0:
         assert not adds
         return
-    assert adds and not {node for node in kept if node.startswith(("Conv_a", "Conv_b"))}
-    assert all(kept[add].startswith("alone in float all Adds lift y from ") for add in adds)
-    made = OrtSession.open(tmp_path / "o" / "stream.tensorrt.qdq.onnx").run({"x": fed})["y"]
-    wanted = OrtSession.open(model).run({"x": fed})["y"]
-    assert np.square(made - wanted).mean() < 0.003 * np.square(wanted).mean()
+    assert adds
+    assert not {node for node in float_nodes if node.startswith(("Conv_a", "Conv_b"))}
+    assert all(float_nodes[add].startswith("alone in float all Adds lift y from ") for add in adds)
+    actual = OrtSession.open(tmp_path / "o" / "stream.tensorrt.qdq.onnx").run({"x": images})["y"]
+    expected = OrtSession.open(model).run({"x": images})["y"]
+    assert np.square(actual - expected).mean() < 0.003 * np.square(expected).mean()

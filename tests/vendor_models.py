@@ -13,7 +13,7 @@ from deploy.targets.ascend.amct_calibration import RecordPlan
 from tests.models import make_node
 
 
-def build_net(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, **more):
+def build_net(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, **options):
     """Return the model of these nodes.
 
     Args:
@@ -26,17 +26,19 @@ def build_net(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, **more):
         ir: version of the file format.
         more: as of `helper.make_model`.
     """
-    made = [node if isinstance(node, onnx.NodeProto) else build_node(*node) for node in nodes]
-    graph = helper.make_graph(made, "net", values(inputs), values(outputs), tensors(weights))
+    node_protos = [
+        node if isinstance(node, onnx.NodeProto) else build_node(*node) for node in nodes
+    ]
+    graph = helper.make_graph(node_protos, "net", values(inputs), values(outputs), tensors(weights))
     domains = opset if isinstance(opset, dict) else {"": opset}
     opsets = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=ir, **more)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=ir, **options)
 
 
-def build_node(op, inputs, outputs, *more):
+def build_node(op, inputs, outputs, *name_and_attributes):
     name, attributes = "", {}
-    for one in more:
-        name, attributes = (name, one) if isinstance(one, dict) else (one, attributes)
+    for part in name_and_attributes:
+        name, attributes = (name, part) if isinstance(part, dict) else (part, attributes)
     return make_node(op, inputs, outputs, name, **attributes)
 
 
@@ -50,37 +52,39 @@ def parse_nodes(*texts, name="{out}", **attributes):
     """
     nodes = []
     for text in " | ".join(texts).split(" | "):
-        read, made = (part.split() for part in text.split(" -> "))
+        read, outputs = (part.split() for part in text.split(" -> "))
         op, *inputs = (word.strip("_") for word in read)
-        more = attributes.get(made[0], attributes.get(op, {}))
-        named = name.format(op=op.lower(), out=made[0])
-        nodes.append(helper.make_node(op, inputs, made, named, **more))
+        node_attributes = attributes.get(outputs[0], attributes.get(op, {}))
+        named = name.format(op=op.lower(), out=outputs[0])
+        nodes.append(helper.make_node(op, inputs, outputs, named, **node_attributes))
     return nodes
 
 
-def save_net(path, *net, **more):
+def save_net(path, *net, **options):
     """Write `build_net` of the rest to a file; return its path."""
-    onnx.save(build_net(*net, **more), path)
+    onnx.save(build_net(*net, **options), path)
     return path
 
 
 def values(infos):
     if not isinstance(infos, dict):
         return list(infos)
-    typed = {
-        name: one if isinstance(one, tuple) and not isinstance(one[-1], int | str) else (1, one)
-        for name, one in infos.items()
+    type_and_shape_by_name = {
+        name: info if isinstance(info, tuple) and not isinstance(info[-1], int | str) else (1, info)
+        for name, info in infos.items()
     }
-    return [helper.make_tensor_value_info(name, *one) for name, one in typed.items()]
+    return [
+        helper.make_tensor_value_info(name, *info) for name, info in type_and_shape_by_name.items()
+    ]
 
 
 def tensors(arrays):
     if not isinstance(arrays, dict):
         return list(arrays)
-    held = {name: np.asarray(value) for name, value in arrays.items()}
+    array_by_name = {name: np.asarray(value) for name, value in arrays.items()}
     return [
         numpy_helper.from_array(a.astype(np.float32) if a.dtype == np.float64 else a, name)
-        for name, a in held.items()
+        for name, a in array_by_name.items()
     ]
 
 
