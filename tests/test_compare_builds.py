@@ -10,8 +10,8 @@ from deploy.report import to_json
 from tests.models import run_command
 
 
-def build(model, sample_file, out, *arguments):
-    arguments = ("--images", sample_file, "--out", out, "--duration", 0, "--accept", *arguments)
+def build(model, images, out, *arguments):
+    arguments = ("--images", images, "--out", out, "--duration", 0, "--accept", *arguments)
     return run_command("build", model, *arguments)
 
 
@@ -75,72 +75,72 @@ def test_stored_build_shows_its_screen_again(run, two_builds):
 
 
 def test_builds_are_compared_side_by_side(run, two_builds, changed_report):
-    model_a, model_b = two_builds
+    build_a, build_b = two_builds
     report = report_of(fast_build := changed_report("title", "x"))
     for engine, ms in zip(report["engines"], (3.0, 1.5), strict=True):
         engine["latency"] = latency(ms)
     store_report(fast_build, report)
-    out = run.ok("report", model_a, model_b, fast_build)
+    out = run.ok("report", build_a, build_b, fast_build)
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("/")}
-    assert lines[str(model_a)][1:3] == ["onnxruntime", "doubtful"]
-    assert lines[str(model_a)][-2:] == ["minmax", "0"]
-    assert lines[str(model_b)][-2:] == ["mse", "0"]
-    assert lines[str(model_b)][-5:-2] == ["10", "of", "10"]
+    assert lines[str(build_a)][1:3] == ["onnxruntime", "doubtful"]
+    assert lines[str(build_a)][-2:] == ["minmax", "0"]
+    assert lines[str(build_b)][-2:] == ["mse", "0"]
+    assert lines[str(build_b)][-5:-2] == ["10", "of", "10"]
     assert lines[str(fast_build)][3:6] == ["2.00x", "1.50", "ms"]
-    assert f"{model_b}, onnxruntime: doubtful: " in " ".join(out.split())
+    assert f"{build_b}, onnxruntime: doubtful: " in " ".join(out.split())
     assert "3 builds compared" in out
     assert "They differ" not in out.replace("They differ   repair", "")
 
 
 def test_differing_settings_of_builds_are_named(run, two_builds, changed_report):
-    model_a, _ = two_builds
+    build_a, _ = two_builds
     other_build = changed_report("machine", "cpu", "Z80")
     settings = (other_build / "calib8.toml").read_text().replace("accept", "skip-bad")
     (other_build / "calib8.toml").write_text(settings + 'mean = "0.5"\n')
-    code, out, _ = run("report", model_a, other_build)
+    code, out, _ = run("report", build_a, other_build)
     screen = " ".join(out.split())
     assert code == 0
-    assert f"mean: - ({model_a}); 0.5 ({other_build})" in screen
-    assert f"accept: True ({model_a}); - ({other_build})" in screen
+    assert f"mean: - ({build_a}); 0.5 ({other_build})" in screen
+    assert f"accept: True ({build_a}); - ({other_build})" in screen
     assert "method:" not in screen
-    assert f"machine: {read_stored_build(model_a).report.machine.cpu}" in screen
+    assert f"machine: {read_stored_build(build_a).report.machine.cpu}" in screen
     assert "Z80, " in screen
     assert "different machines" in screen
     (other_build / "calib8.toml").unlink()  # as of a build from Python
-    assert f"accept: True ({model_a}); - ({other_build})" in " ".join(
-        run("report", model_a, other_build)[1].split()
+    assert f"accept: True ({build_a}); - ({other_build})" in " ".join(
+        run("report", build_a, other_build)[1].split()
     )
 
 
 def test_build_comparison_has_html_and_json(run, two_builds, tmp_path):
-    model_a, model_b = two_builds
+    build_a, build_b = two_builds
     page, file = tmp_path / "both.html", tmp_path / "both.json"
-    run.ok("report", model_a, model_b, "--html", page, "--json", file)
+    run.ok("report", build_a, build_b, "--html", page, "--json", file)
     text = page.read_text()
     document = json.loads(file.read_text())
     assert text.count('class="verdict doubtful"') == 2
     assert text.count("<script>") == 1
-    assert str(model_a) in text.replace("<wbr>", "")
+    assert str(build_a) in text.replace("<wbr>", "")
     assert document["schema"] == "calib8-builds/1"
-    assert document["names"] == [str(model_a), str(model_b)]
+    assert document["names"] == [str(build_a), str(build_b)]
     assert [engine["method"] for engine in document["engines"]] == ["minmax", "mse"]
     first_engine = document["engines"][0]
     assert first_engine["verdict"]["level"] == "doubtful"
     assert first_engine["effort"] == "0"
-    assert json.loads(run.ok("report", model_a, model_b, "--json", "-")) == document
-    error = run.fails("report", model_a, "--html", page)
+    assert json.loads(run.ok("report", build_a, build_b, "--json", "-")) == document
+    error = run.fails("report", build_a, "--html", page)
     assert "--html" in error
 
 
 def test_target_error_is_a_line(run, two_builds, changed_report):
-    model_a, _ = two_builds
+    build_a, _ = two_builds
     other_build = changed_report("targets", 0, "error", "a chip must be there, got none")
-    out = run.ok("report", model_a, other_build)
+    out = run.ok("report", build_a, other_build)
     assert "failed" in out
     assert "a chip must be there, got none" in " ".join(out.split())
     report = report_of(other_build)
     report["engines"] = report["engines"][:1]
-    screen = " ".join(run.ok("report", model_a, store_report(other_build, report)).split())
+    screen = " ".join(run.ok("report", build_a, store_report(other_build, report)).split())
     assert f"{other_build}, onnxruntime: a chip must be there, got none" in screen
 
 
@@ -174,16 +174,16 @@ def test_damaged_report_names_the_field(run, two_builds, changed_report, path, m
 
 
 def test_comparison_refuses_what_is_no_build(run, two_builds, tmp_path, wording):
-    model_a, _ = two_builds
-    assert f"got {tmp_path} without a report.json" in run.fails("report", model_a, tmp_path)
+    build_a, _ = two_builds
+    assert f"got {tmp_path} without a report.json" in run.fails("report", build_a, tmp_path)
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    assert "got invalid JSON" in run("report", model_a, broken)[2]
+    assert "got invalid JSON" in run("report", build_a, broken)[2]
     broken.write_text("[]")
-    assert "got None" in run("report", model_a, broken)[2]
-    shutil.copy(model_a / "report.json", broken)
+    assert "got None" in run("report", build_a, broken)[2]
+    shutil.copy(build_a / "report.json", broken)
     (tmp_path / "calib8.toml").write_text("[")
-    wording.check(run.fails("report", model_a, broken))
+    wording.check(run.fails("report", build_a, broken))
     assert run("report")[0] == 2
 
 

@@ -39,8 +39,8 @@ def refusal_of(*arguments, command="explain"):
     return message
 
 
-def build(model, sample_file, out, *arguments):
-    arguments = ("--images", sample_file, "--out", out, "--duration", 0, "--accept", *arguments)
+def build(model, images, out, *arguments):
+    arguments = ("--images", images, "--out", out, "--duration", 0, "--accept", *arguments)
     return run_command("build", model, *arguments)
 
 

@@ -224,9 +224,8 @@ def test_fixed_and_padded_batches_resume(
 ):
     folder = shutil.copytree(pictures, tmp_path / "pictures")
     model = save_fixed_batch(small_cnn, tmp_path / "four.onnx")
-    break_three_pictures(
-        folder
-    )  # 17 are left: 4 batches, and one picture with three of the first ones
+    # 17 pictures remain: 4 batches, and one picture that three of the first ones fill up
+    break_three_pictures(folder)
     arguments = ("calibrate", model, "--images", folder, "--skip-bad", "-q", "-o")
     assert run(*arguments, tmp_path / "whole.cache")[0] == 0
     run_until_killed(samples, *arguments, tmp_path / "m.cache")
@@ -236,17 +235,8 @@ def test_fixed_and_padded_batches_resume(
 
 def test_shard_resumes_from_its_checkpoint(run, run_until_killed, small_cnn, folder, tmp_path):
     break_three_pictures(folder)
-    arguments = (
-        "calibrate",
-        small_cnn,
-        "--images",
-        folder,
-        "--shard",
-        "2/3",
-        "--skip-bad",
-        "-q",
-        "-o",
-    )
+    options = ("--shard", "2/3", "--skip-bad", "-q", "-o")
+    arguments = ("calibrate", small_cnn, "--images", folder, *options)
     assert run(*arguments, tmp_path / "whole.shard")[0] == 0
     run_until_killed(2, *arguments, tmp_path / "m.shard")
     checkpoint_file = checkpoint_path(tmp_path / "m.shard")
