@@ -42,7 +42,7 @@ hypothesis.settings.load_profile(_PROFILE)
 
 
 def pytest_collection_finish():
-    """Thousands of tests are no garbage that every collection has to look through."""
+    """Keep the garbage collector from scanning thousands of collected tests again and again."""
     gc.freeze()
 
 
@@ -54,20 +54,20 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """torch's generator begins the same for every test and what it needs, whatever ran before."""
+    """torch's generator starts from the same seed in every test, whatever ran before."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible():
-    """Ctrl-C means what it means in a terminal: a shell's background command is started deaf."""
+    """Ctrl-C interrupts as in a terminal; a shell's background commands start with it ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    """A test's own generator: what other tests have drawn changes nothing."""
+    """A separate generator for each test, independent of what other tests draw."""
     return np.random.default_rng(3)
 
 
@@ -122,32 +122,33 @@ def detector(tmp_path_factory) -> Path:
     """A tiny detector: x [1, 3, 32, 32] -> boxes in pixels and two scores, y [1, 6, 20]."""
     from deploy.tasks.yolo import AnchorGrid
 
-    path, side = tmp_path_factory.mktemp("detector") / "tiny.onnx", 32
-    made = np.random.default_rng(4)
+    path = tmp_path_factory.mktemp("detector") / "tiny.onnx"
+    side = 32
+    rng = np.random.default_rng(4)
     cells, strides = AnchorGrid((8, 16), 1, False).cells((side, side))
     centres = ((cells + 0.5) * strides[:, None]).T
     spread = np.array([1, 1, 1, 1, 4, 4]).reshape(6, 1, 1, 1)
-    held = {
-        "w8": made.normal(size=(6, 3, 8, 8)) * spread * 0.06,
-        "w16": made.normal(size=(6, 3, 16, 16)) * spread * 0.03,
+    weights = {
+        "w8": rng.normal(size=(6, 3, 8, 8)) * spread * 0.06,
+        "w16": rng.normal(size=(6, 3, 16, 16)) * spread * 0.03,
         "bias": np.array([0, 0, 0, 0, -4, -4]),
-        "places": np.concatenate([centres, np.stack([strides, strides]) * 1.5])[None],
+        "anchors": np.concatenate([centres, np.stack([strides, strides]) * 1.5])[None],
     }
     nodes = parse_nodes(
         "c8 = Conv <strides = [8, 8]> (x, w8, bias) c16 = Conv <strides = [16, 16]> (x, w16, bias)"
         "r8 = Reshape(c8, flat) r16 = Reshape(c16, flat) all = Concat <axis = 2> (r8, r16)"
-        "moves, logits = Split <axis = 1> (all, cut) boxes = Add(moves, places)"
+        "moves, logits = Split <axis = 1> (all, cut) boxes = Add(moves, anchors)"
         "scores = Sigmoid(logits) y = Concat <axis = 1> (boxes, scores)"
     )
     for node in nodes:
         node.name = node.output[0]
-    tensors = as_float32(held) | {"flat": [1, 6, -1], "cut": [4, 2]}
+    tensors = as_float32(weights) | {"flat": [1, 6, -1], "cut": [4, 2]}
     return save_net(make_model(nodes, {"x": [1, 3, side, side]}, {"y": [1, 6, 20]}, tensors), path)
 
 
 @pytest.fixture
 def named_files(tmp_path, monkeypatch):
-    """Empty files in the folder of the test, for command lines of which only the words count."""
+    """Empty files in the folder of the test, for commands whose arguments are tested."""
     monkeypatch.chdir(tmp_path)
     for name in ("m.onnx", "n.onnx", "p", "e", "q.cfg", "build"):
         (tmp_path / name).touch()
@@ -155,47 +156,50 @@ def named_files(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capfd):
-    """(words of the command) -> exit code, stdout, stderr: never a fault, one sentence at most.
+    """(arguments) -> exit code, stdout, stderr of `calib8`: no traceback, one line of error.
 
     `run.ok` gives the stdout of a command that must succeed, `run.fails` the stderr of one that
     must be refused with exit code 1.
     """
     from deploy.cli import main
 
-    def call(*words):
+    def call(*arguments):
         code = 0
         try:
-            main([str(word) for word in words])
+            main([str(argument) for argument in arguments])
         except SystemExit as stop:
             code = stop.code or 0
         out, err = capfd.readouterr()
-        assert code != 70 and "Traceback" not in err and err.count("\n") <= 1, err
+        assert code != 70, err
+        assert "Traceback" not in err, err
+        assert err.count("\n") <= 1, err
         return code, out, err
 
-    def ok(*words):
-        code, out, err = call(*words)
+    def ok(*arguments):
+        code, out, err = call(*arguments)
         assert code == 0, err
         return out
 
-    def fails(*words):
-        code, out, err = call(*words)
+    def fails(*arguments):
+        code, out, err = call(*arguments)
         assert code == 1, (out, err)
         return err
 
-    call.ok, call.fails = ok, fails
+    call.ok = ok
+    call.fails = fails
     return call
 
 
 @pytest.fixture
 def command(run):
-    """(words of a command that must work) -> what it prints, on one line."""
-    return lambda *words: " ".join(run.ok(*words).split())
+    """(arguments of a command that must succeed) -> its stdout, on one line."""
+    return lambda *arguments: " ".join(run.ok(*arguments).split())
 
 
 @pytest.fixture
 def refusal(run):
-    """(words of a command that must be refused) -> its sentence, on one line."""
-    return lambda *words: " ".join(run.fails(*words).split())
+    """(arguments of a command that must be refused) -> its error message, on one line."""
+    return lambda *arguments: " ".join(run.fails(*arguments).split())
 
 
 @pytest.fixture
@@ -210,42 +214,46 @@ def wording(request, tmp_path, tmp_path_factory):
 
 @pytest.fixture
 def ascend_build(run, tmp_path):
-    """(model, images, configuration, words) -> what a build said and reports, and its folder."""
+    """(model, images, configuration, arguments) -> output and report of a build, and its folder."""
 
-    def call(model, images, text, *words, suffix=".cfg", code=0, out="o"):
-        config, folder = tmp_path / f"my{suffix}", tmp_path / out
+    def call(model, images, text, *arguments, suffix=".cfg", code=0, out="o"):
+        config = tmp_path / f"my{suffix}"
+        folder = tmp_path / out
         config.write_text(text)
         quick = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", folder)
-        given = ("--images", images, *quick, "--ascend-config", config)
-        found, said, err = run("build", model, *given, *words)
-        assert found == code, err
-        told = read_markdown(folder) if (folder / "report.md").exists() else ""
-        return " ".join([*(said + err).split(), told]), folder
+        options = ("--images", images, *quick, "--ascend-config", config)
+        exit_code, output, err = run("build", model, *options, *arguments)
+        assert exit_code == code, err
+        report = read_markdown(folder) if (folder / "report.md").exists() else ""
+        return " ".join([*(output + err).split(), report]), folder
 
     return call
 
 
 @pytest.fixture
 def no_pass(monkeypatch):
-    """A model that is run to be observed fails the test."""
+    """A calibration run that observes the model fails the test."""
     observe = "deploy.pipeline.calibration_run.observe"
-    monkeypatch.setattr(observe, lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr(observe, lambda *a, **k: pytest.fail("the model was observed"))
 
 
 @pytest.fixture(scope="session")
 def histograms():
-    """(model, tensors, samples) -> tensor -> its histogram, by one pass; `first`: TensorRT's."""
+    """(model, tensors, samples) -> histogram by tensor, from one pass.
+
+    `first` is the size of the first batch, which sets the range by TensorRT's rule; 0: any order.
+    """
     from calibrators.statistics import HistogramOf
     from deploy.calibration.observation import Observation, Variant
     from deploy.calibration.one_pass import observe
 
-    def seen(model, tensors, samples, *, first=0, threads=2):
+    def observe_histograms(model, tensors, samples, *, first=0, threads=2):
         variant = Variant("float", lambda _: model)
-        wanted = [Observation(variant, name, HistogramOf(first)) for name in tensors]
-        observed = observe(wanted, samples, threads=threads)
-        return {o.tensor: observed.recorder(o) for o in wanted}
+        observations = [Observation(variant, name, HistogramOf(first)) for name in tensors]
+        observed = observe(observations, samples, threads=threads)
+        return {o.tensor: observed.recorder(o) for o in observations}
 
-    return seen
+    return observe_histograms
 
 
 @pytest.fixture
@@ -268,7 +276,7 @@ def tensorrt(monkeypatch):
     """
     from deploy.targets.tensorrt.log import process_logger
 
-    def loaded(name, file):
+    def load_module(name, file):
         path = Path(__file__).parent / f"{file}.py"
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
@@ -279,7 +287,7 @@ def tensorrt(monkeypatch):
     def install(version="10.13.0.35", binding="pycuda"):
         process_logger.cache_clear()  # its class is one of the module that is replaced
         monkeypatch.setenv("FAKE_TENSORRT", version)
-        cuda = loaded("fake_cuda", "fake_cuda")
+        cuda = load_module("fake_cuda", "fake_cuda")
         cuda.reset()
         kinds = {"pycuda": cuda.pycuda(), "cuda-python": cuda.cuda_python()}
         kinds["cudart"] = cuda.cuda_python(old=True)
@@ -289,15 +297,15 @@ def tensorrt(monkeypatch):
         real = ctypes.CDLL
         driver = {"libcuda.so.1": cuda.Libcuda}
         monkeypatch.setattr(ctypes, "CDLL", lambda n, *a, **k: driver.get(n) or real(n, *a, **k))
-        return loaded("tensorrt", "fake_tensorrt")
+        return load_module("tensorrt", "fake_tensorrt")
 
     yield install
     process_logger.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def untold(monkeypatch):
-    """No test waits so long that progress would be told: a loaded machine is no other output."""
+def no_progress_lines(monkeypatch):
+    """Progress lines never appear, so that a slow machine prints the same as a fast one."""
     monkeypatch.setattr("deploy.terminal.TICK_S", 1e6)
 
 
@@ -307,24 +315,27 @@ def messages_in_one_thread():
 
     Messages of protobuf may be used by one thread at a time; a suite once died of that.
     """
-    whole, opened = Graph.__init__, OrtSession.open.__func__
+    graph_init = Graph.__init__
+    session_open = OrtSession.open.__func__
 
-    def refuse():
-        worker = threading.current_thread().name.startswith("ThreadPoolExecutor")
-        assert not worker or PROTOBUF._is_owned(), "a model is read in a worker thread"
+    def check_thread():
+        if threading.current_thread().name.startswith("ThreadPoolExecutor"):
+            assert PROTOBUF._is_owned(), "a model is read in a worker thread"
 
-    def init(self, *words, **named):
-        refuse()
-        whole(self, *words, **named)
+    def checked_init(self, *args, **options):
+        check_thread()
+        graph_init(self, *args, **options)
 
-    def open_session(cls, model, **named):
+    def checked_open(cls, model, **options):
         if isinstance(model, onnx.ModelProto):
-            refuse()
-        return opened(cls, model, **named)
+            check_thread()
+        return session_open(cls, model, **options)
 
-    Graph.__init__, OrtSession.open = init, classmethod(open_session)
+    Graph.__init__ = checked_init
+    OrtSession.open = classmethod(checked_open)
     yield
-    Graph.__init__, OrtSession.open = whole, classmethod(opened)
+    Graph.__init__ = graph_init
+    OrtSession.open = classmethod(session_open)
 
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -357,8 +368,8 @@ def _build_parity():
         assert configure.returncode == 0, configure.stderr
         jobs = str(os.cpu_count() or 1)
         targets = ("parity", "calib8_cache")
-        built = _in_cpp("cmake", "--build", _BUILD, "-j", jobs, "--target", *targets)
-        assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
+        compiled = _in_cpp("cmake", "--build", _BUILD, "-j", jobs, "--target", *targets)
+        assert compiled.returncode == 0, compiled.stdout[-4000:] + compiled.stderr[-4000:]
     return [*_RUNNER, _BUILD / "tests" / "parity"]
 
 
@@ -391,35 +402,36 @@ def calib8_cache(cpp):
 
 @pytest.fixture
 def optimized(tmp_path):
-    """The nodes that ONNX Runtime really runs of a model, given as it is or by its file."""
+    """(model or its file) -> the nodes that ONNX Runtime runs after its own optimization."""
 
-    def nodes(engine):
+    def optimized_nodes(engine):
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-        given = engine if isinstance(engine, Path) else engine.SerializeToString()
-        ort.InferenceSession(given, options, ["CPUExecutionProvider"])
+        source = engine if isinstance(engine, Path) else engine.SerializeToString()
+        ort.InferenceSession(source, options, ["CPUExecutionProvider"])
         return list(onnx.load(tmp_path / "optimized.onnx").graph.node)
 
-    return nodes
+    return optimized_nodes
 
 
 @pytest.fixture
 def kernels(optimized):
-    """Their types."""
+    """(model or its file) -> the types of the nodes that ONNX Runtime runs."""
     return lambda engine: [node.op_type for node in optimized(engine)]
 
 
 @pytest.fixture
-def judged_build(run, tmp_path):
-    """`calib8 build` of a model over an array, without a search: code, stdout, int8's accuracy."""
+def build_with_accuracy(run, tmp_path):
+    """(model, samples, arguments) -> exit code, stdout, int8 accuracy of a build with no search."""
 
-    def build(model, samples, *words):
+    def build(model, samples, *arguments):
         np.save(tmp_path / "x.npy", samples)
-        asked = ("build", model, "--images", tmp_path / "x.npy", "--out", tmp_path / "o", *words)
-        code, out, error = run(*asked, "--effort", 0, "--method", "minmax", "--duration", 0)
+        paths = ("--images", tmp_path / "x.npy", "--out", tmp_path / "o")
+        quick = ("--effort", 0, "--method", "minmax", "--duration", 0)
+        code, out, error = run("build", model, *paths, *arguments, *quick)
         assert code in (0, 3), error
         report = json.loads((tmp_path / "o" / "report.json").read_text())
         return code, out, report["engines"][1]["accuracy"]

@@ -1,4 +1,4 @@
-"""Small ONNX models for the tests: made, built and run in few words."""
+"""Create, build and run small ONNX models in the tests."""
 
 import html
 import json
@@ -10,8 +10,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper, parser
 
 
-def _names(given):
-    return given.split() if isinstance(given, str) else list(given)
+def _names(names):
+    return names.split() if isinstance(names, str) else list(names)
 
 
 def make_node(op, inputs, outputs, name=None, **attributes):
@@ -32,17 +32,19 @@ def make_value(name, shape, kind=TensorProto.FLOAT):
     return helper.make_tensor_value_info(name, kind, shape)
 
 
-def _nodes(given):
-    for one in parse_nodes(given) if isinstance(given, str) else given:
-        if isinstance(one, tuple):  # (op, inputs, outputs, attributes): named "op_output"
-            op, inputs, outputs, attributes = (*one, {})[:4]
+def _nodes(nodes):
+    for node in parse_nodes(nodes) if isinstance(nodes, str) else nodes:
+        if isinstance(node, tuple):  # (op, inputs, outputs, attributes): named "op_output"
+            op, inputs, outputs, attributes = (*node, {})[:4]
             name = {"name": f"{op}_{_names(outputs)[0]}"}
-            one = make_node(op, inputs, outputs, **name | attributes)
-        yield one
+            node = make_node(op, inputs, outputs, **name | attributes)
+        yield node
 
 
-def _values(given):
-    return [make_value(*one) for one in given.items()] if isinstance(given, dict) else list(given)
+def _values(values):
+    if isinstance(values, dict):
+        return [make_value(name, shape) for name, shape in values.items()]
+    return list(values)
 
 
 def make_model(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, domains=()):
@@ -80,13 +82,13 @@ def save_fixed_batch(source, path, batch=4) -> Path:
     """Save the model of a file with the batch of its inputs and outputs fixed."""
     model = onnx.load(source)
     for value in (*model.graph.input, *model.graph.output):
-        for first in value.type.tensor_type.shape.dim[:1]:
-            first.dim_value = batch
+        for batch_axis in value.type.tensor_type.shape.dim[:1]:
+            batch_axis.dim_value = batch
     return save_net(model, path)
 
 
 def run_net(model, x, names=None):
-    """Return what ONNX Runtime makes of x: the outputs of a model or file, or these tensors."""
+    """Run x in ONNX Runtime; return the model's outputs, or the tensors of these names."""
     import onnxruntime as ort
 
     from deploy.graph.edit import copy_with_outputs
@@ -98,29 +100,29 @@ def run_net(model, x, names=None):
     return session.run(names, {session.get_inputs()[0].name: x})
 
 
-def run_command(*words) -> str:
-    """Run `calib8 WORDS`, which must succeed, and return what it prints."""
+def run_command(*arguments) -> str:
+    """Run `calib8 ARGUMENTS`, which must succeed, and return what it prints."""
     from click.testing import CliRunner
 
     from deploy.cli import cli
 
-    done = CliRunner().invoke(cli, [str(word) for word in words])
-    assert done.exit_code == 0, done.output or done.exception
-    return done.output
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output or result.exception
+    return result.output
 
 
-def build_net(model, x, folder, *words) -> Path:
+def build_net(model, x, folder, *arguments) -> Path:
     """Build the model (net.onnx) for samples x (x.npy); return the folder of the build."""
     folder.mkdir(exist_ok=True)
     onnx.save(model, folder / "net.onnx")
     np.save(folder / "x.npy", np.asarray(x, np.float32))
-    given = ("--images", folder / "x.npy", "--out", folder / "out", "--duration", 0, *words)
-    run_command("build", folder / "net.onnx", *given)
+    options = ("--images", folder / "x.npy", "--out", folder / "out", "--duration", 0)
+    run_command("build", folder / "net.onnx", *options, *arguments)
     return folder / "out"
 
 
 def read_target(out):
-    """Return what the report of a build for one target says of it."""
+    """Return the entry of the target in the report of a build for one target."""
     (target,) = json.loads((out / "report.json").read_text())["targets"]
     return target
 
@@ -132,7 +134,7 @@ def read_markdown(out) -> str:
 
 
 def built_files(folder) -> dict[str, bytes]:
-    """Return what was built, without reports, options, the calibration and what holds paths."""
+    """Return the built files; no reports, options, calibration files or files with paths."""
     skipped = (".sh", ".json", ".md", ".html", ".cache", ".npz", "calib8.toml")
     files = (p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(skipped))
     return {p.name: p.read_bytes() for p in files}

@@ -86,17 +86,17 @@ def test_the_cosine_of_one_value_a_sample_is_that_of_all_samples(size, form):
     assert same.cosine_mean == pytest.approx(1)
 
 
-def test_the_largest_loss_holds_for_one_value_a_sample(judged_build, tmp_path):
+def test_the_largest_loss_holds_for_one_value_a_sample(build_with_accuracy, tmp_path):
     """Of each sample alone its cosine would be 1 as long as the sign is kept."""
     weights = np.random.default_rng(3).normal(0, 0.3, (1, 32)).astype(np.float32)
     nodes = [("Gemm", "x w", "y", {"transB": 1})]
     model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, {"w": weights}, opset=17)
     path = save_net(model, tmp_path / "age.onnx")
     samples = np.random.default_rng(4).normal(0, 1, (40, 32)).astype(np.float32)
-    code, out, found = judged_build(path, samples, "--max-loss", 1e-9)
+    code, out, found = build_with_accuracy(path, samples, "--max-loss", 1e-9)
     assert code == 3 and "1 - cosine is" in out
     assert found["parts"][0]["cosine_mean"] == found["parts"][0]["cosine_min"] < 1 - 1e-8
-    assert judged_build(path, samples, "--max-loss", 0.05)[0] == 0
+    assert build_with_accuracy(path, samples, "--max-loss", 0.05)[0] == 0
 
 
 def test_equal_outputs_are_exact():

@@ -347,7 +347,7 @@ def ranking(small_cnn, tmp_path_factory):
 
 
 @pytest.fixture
-def judged(judged_build, tmp_path):
+def judged(build_with_accuracy, tmp_path):
     """(model, labels or None) -> code, stdout, int8's accuracy."""
 
     def build(model, labels):
@@ -356,7 +356,7 @@ def judged(judged_build, tmp_path):
         if labels is not None:
             (tmp_path / "labels.txt").write_text("\n".join(map(str, labels)))
             asked += ["--labels", tmp_path / "labels.txt"]
-        return judged_build(model, ROWS, *asked)
+        return build_with_accuracy(model, ROWS, *asked)
 
     return build
 
@@ -501,13 +501,13 @@ def test_labels_below_0_are_told_a_way_out(ranking, run, refused, tmp_path, said
     assert "ends in '-1'" in refused(ranking("best"), [-1, *said[1:]])
 
 
-def test_numbers_of_something_else_are_no_classes(judged_build, small_cnn, tmp_path):
+def test_numbers_of_something_else_are_no_classes(build_with_accuracy, small_cnn, tmp_path):
     model = onnx.load(small_cnn)
     graph = model.graph
     del graph.output[:]
     graph.node.extend(parse_nodes("whole = Cast <to = 7> (logits)"))
     graph.output.append(make_value("whole", ["batch", 10], TensorProto.INT64))
-    _, _, found = judged_build(save_net(model, tmp_path / "whole.onnx"), ROWS)
+    _, _, found = build_with_accuracy(save_net(model, tmp_path / "whole.onnx"), ROWS)
     assert found["task"] is None and found["top1_agreement"] is None
 
 
@@ -693,14 +693,14 @@ def saved(path):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_the_labels(judged_build, tmp_path, glare):
+def test_a_build_counts_the_labels(build_with_accuracy, tmp_path, glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.1, (24, 3, SIDE, SIDE)).astype(np.float32)
     for picture in pictures:
         for label in made.choice(LABELS, 3, replace=False):
             picture[label % 2, :, 2 * label : 2 * label + 2] = 1
         picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
-    code, out, told = judged_build(saved(tmp_path / "m.onnx"), pictures)
+    code, out, told = build_with_accuracy(saved(tmp_path / "m.onnx"), pictures)
     task = told["task"]
     assert task["task"] == "labels" and task["count"].endswith(" of 72")
     assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
@@ -865,8 +865,10 @@ def films():
         ),
     ],
 )
-def test_what_stands_out_is_not_always_a_class(make, fed, form, words, judged_build, tmp_path):
-    code, out, found = judged_build(make(tmp_path / "m.onnx"), fed())
+def test_what_stands_out_is_not_always_a_class(
+    make, fed, form, words, build_with_accuracy, tmp_path
+):
+    code, out, found = build_with_accuracy(make(tmp_path / "m.onnx"), fed())
     assert code == 0 and found["reading"] == form
     assert words in found["task"]["words"] and words.split(",")[0] in " ".join(out.split())
     assert found["top1_agreement"] is None and "top-1 class" not in out

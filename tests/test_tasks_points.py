@@ -523,8 +523,10 @@ def saved_faces(path):
         ),
     ],
 )
-def test_a_build_counts_kept_ones(save, pictures, total, form, said, judged_build, tmp_path, glare):
-    code, out, told = judged_build(save(tmp_path / "m.onnx"), pictures(glare))
+def test_a_build_counts_kept_ones(
+    save, pictures, total, form, said, build_with_accuracy, tmp_path, glare
+):
+    code, out, told = build_with_accuracy(save(tmp_path / "m.onnx"), pictures(glare))
     task = told["task"]
     assert task["form"] == form
     assert task["count"].endswith(f" of {total}") and f"{task['count']} {said}" in out
@@ -682,13 +684,13 @@ def saved_centres(path):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_the_objects(judged_build, tmp_path, glare):
+def test_a_build_counts_the_objects(build_with_accuracy, tmp_path, glare):
     pictures = np.random.default_rng(1).uniform(0, 0.1, (16, 3, *LARGE)).astype(np.float32)
     for number, picture in enumerate(pictures):
         for kind, row, column in zip(*places_centres(number, classes=2), strict=True):
             picture[kind, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4] = 1
         picture[2, :4, :4] = glare  # what decides nothing takes the steps of int8
-    code, out, told = judged_build(saved_centres(tmp_path / "m.onnx"), pictures, "--accept")
+    code, out, told = build_with_accuracy(saved_centres(tmp_path / "m.onnx"), pictures, "--accept")
     task = told["task"]
     assert code == 0 and task["task"] == "boxes"
     assert task["form"] == "hm: centres of 2 classes, sizes in wh"

@@ -378,13 +378,13 @@ def means_of(weights):
 
 
 @pytest.fixture
-def build(judged_build, tmp_path):
+def build(build_with_accuracy, tmp_path):
     """A build on sequences whose first feature is as large as asked: (code, screen, report)."""
 
     def call(model, large=1.0):
         rows = np.random.default_rng(6).normal(size=(24, FEATURES, STEPS)).astype(np.float32)
         rows[:, 0] *= large
-        return judged_build(model(tmp_path / "m.onnx"), rows)
+        return build_with_accuracy(model(tmp_path / "m.onnx"), rows)
 
     return call
 
@@ -717,9 +717,9 @@ def frames_echoes(path):
         (frames_echoes, "probs: 4 classes a step", "steps of FP32's class"),
     ],
 )
-def test_classes_decide_where_they_are_said_twice(model, form, said, judged_build, tmp_path):
+def test_classes_decide_where_they_are_said_twice(model, form, said, build_with_accuracy, tmp_path):
     path, rows = model(tmp_path / "m.onnx")
-    _, out, told = judged_build(path, np.float32(rows))
+    _, out, told = build_with_accuracy(path, np.float32(rows))
     assert told["task"]["form"] == form and told["task"]["value"] > 0.9
     assert said in " ".join(out.split())
 
