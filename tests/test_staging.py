@@ -34,69 +34,69 @@ from tests.models import as_float32, make_model, read_markdown, save_net
 
 UNIT = Preprocess(size=(16, 16))
 QUICK = {"preprocess": UNIT, "duration_s": 0, "tuning": Tuning(effort=0)}
-WORDS = ("--size", "16x16", "--duration", 0, "--effort", 0, "--accept", "--out")
+QUICK_OPTIONS = ("--size", "16x16", "--duration", 0, "--effort", 0, "--accept", "--out")
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def read_contents(folder: Path) -> dict[str, bytes]:
     """Return name -> bytes of the files in a folder and below; none that is staged or kept."""
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     return {name: p.read_bytes() for name, p in files.items() if atomic.PREFIX not in name}
 
 
-def write(stage, **named: str) -> None:
+def write_stage(stage, **named: str) -> None:
     for name, text in named.items():
         atomic.write_text(stage.temporary_folder / name, text)
 
 
-def unchanged(folder: Path) -> bool:
+def matches_manifest(folder: Path) -> bool:
     """Whether its files are those of its manifest, and no stage is left."""
-    found = manifest.read_manifest(folder)
-    return not manifest.find_changed_files(folder, found) and not list(folder.rglob(".*"))
+    contents = manifest.read_manifest(folder)
+    return not manifest.find_changed_files(folder, contents) and not list(folder.rglob(".*"))
 
 
-def broken(self, request):
+def raise_backend_error(self, request):
     raise BackendError("it must work, got nothing; try again")
 
 
-def test_files_appear_together_and_equal_ones_stay_as_old_as_they_are(tmp_path, monkeypatch):
+def test_files_appear_together_equal_ones_stay(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("old")
     (tmp_path / "a").chmod(0o600)
     (tmp_path / "same").write_text("same")
     os.utime(tmp_path / "same", (1, 1))
     with stage_files(tmp_path) as stage:
-        write(stage, a="new", same="same", b="b")
-        assert content(tmp_path) == {"a": b"old", "same": b"same"}
-        stage.publish(lambda: write(stage, last="last"))
-    assert content(tmp_path) == {"a": b"new", "same": b"same", "b": b"b", "last": b"last"}
+        write_stage(stage, a="new", same="same", b="b")
+        assert read_contents(tmp_path) == {"a": b"old", "same": b"same"}
+        stage.publish(lambda: write_stage(stage, last="last"))
+    assert read_contents(tmp_path) == {"a": b"new", "same": b"same", "b": b"b", "last": b"last"}
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "same").stat().st_mtime == 1 and not list(tmp_path.glob(".*"))
     monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError))  # another user's
     with stage_files(tmp_path) as stage:
-        write(stage, a="own")  # of the same size
+        write_stage(stage, a="own")  # of the same size
         stage.publish()
     assert (tmp_path / "a").read_text() == "own"
 
 
-def test_what_is_not_published_is_gone_and_so_is_a_folder_made_for_it(tmp_path):
+def test_unpublished_files_and_folder_are_removed(tmp_path):
     with pytest.raises(KeyError), stage_files(tmp_path / "x" / "out") as stage:
-        write(stage, a="new")
+        write_stage(stage, a="new")
         raise KeyError
     assert not (tmp_path / "x").exists()
 
 
-def test_an_input_or_a_folder_in_the_way_stops_all_of_it(tmp_path):
+def test_input_or_folder_stops_publishing(tmp_path):
     (tmp_path / "b").write_text("input")
     (tmp_path / "c").mkdir()
     for name in ("b", "c"):
         with guard_inputs(), stage_files(tmp_path) as stage:
             add_input_file(tmp_path / "b")
-            write(stage, a="new", **{name: "new"})
+            write_stage(stage, a="new", **{name: "new"})
             with pytest.raises(ExportError):
                 stage.publish()
-        assert content(tmp_path) == {"b": b"input"}
+        assert read_contents(tmp_path) == {"b": b"input"}
 
 
-def test_records_go_below_and_never_through_a_link(tmp_path):
+def test_records_never_go_through_links(tmp_path):
     """A planted link would let a build replace files of another folder."""
     (tmp_path / "out").mkdir()
     (tmp_path / "mine").mkdir()
@@ -107,10 +107,10 @@ def test_records_go_below_and_never_through_a_link(tmp_path):
             stage.publish()
         (tmp_path / "out/calib8").unlink()
         stage.publish()
-    assert content(tmp_path) == {"out/calib8/a": b"new"}
+    assert read_contents(tmp_path) == {"out/calib8/a": b"new"}
 
 
-def precious(tmp_path, *names):
+def make_precious_folder(tmp_path, *names):
     """A folder of the user's, elsewhere, and an output folder."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "out/calib8").mkdir(parents=True)
@@ -123,24 +123,24 @@ CACHE = ("x.cache", "x.cache.json", "x.cache.npz")
 
 
 @pytest.mark.parametrize("journal", [False, True])
-def test_a_link_that_is_called_like_a_stage_leads_nowhere(journal, tmp_path):
-    mine, out = precious(tmp_path, *CACHE, "notes.txt")
+def test_link_named_like_stage_is_ignored(journal, tmp_path):
+    mine, out = make_precious_folder(tmp_path, *CACHE, "notes.txt")
     if journal:
         (mine / "publishing.json").write_text('["notes.txt", "x.cache"]')
     (out / ".calib8-x").symlink_to("../mine")
-    before = content(mine)
+    content_before = read_contents(mine)
     recover(out)
     with stage_files(out) as stage:
-        write(stage, a="new")
+        write_stage(stage, a="new")
         stage.publish()
-    assert content(mine) == before and content(out) == {"a": b"new"}
+    assert read_contents(mine) == content_before and read_contents(out) == {"a": b"new"}
 
 
 @pytest.mark.parametrize("where", [".calib8-kept", "calib8/.calib8-kept"])
-def test_a_link_that_is_called_like_a_kept_calibration_leads_nowhere(where, tmp_path):
-    mine, out = precious(tmp_path, *CACHE)
+def test_link_named_like_calibration_is_ignored(where, tmp_path):
+    mine, out = make_precious_folder(tmp_path, *CACHE)
     (out / where).symlink_to(mine)
-    before = content(mine)
+    content_before = read_contents(mine)
     for publish in (False, True):
         with stage_files(out) as stage:
             folder = stage.records if "/" in where else stage.temporary_folder
@@ -148,12 +148,12 @@ def test_a_link_that_is_called_like_a_kept_calibration_leads_nowhere(where, tmp_
                 atomic.write_text(folder / name, "new")
             if publish:
                 stage.publish()
-    assert content(mine) == before
+    assert read_contents(mine) == content_before
     assert staging.find_saved_calibration((out / where).parent / "x.cache") is None
 
 
-def test_a_staged_link_is_not_moved_and_what_it_leads_to_is_as_it_was(tmp_path):
-    mine, out = precious(tmp_path, "a")
+def test_staged_link_is_not_moved(tmp_path):
+    mine, out = make_precious_folder(tmp_path, "a")
     (mine / "a").chmod(0o600)
     (out / ".calib8-x").mkdir()
     (out / ".calib8-x/a").symlink_to(mine / "a")
@@ -162,39 +162,39 @@ def test_a_staged_link_is_not_moved_and_what_it_leads_to_is_as_it_was(tmp_path):
     assert (mine / "a").stat().st_mode & 0o777 == 0o600 and not (out / "a").exists()
 
 
-def test_verify_changes_nothing_and_tells_files_of_two_builds(made, run, wording):
-    out, _ = made
+def test_verify_reports_mixed_builds_changing_nothing(built_folder, run, wording):
+    out, _ = built_folder
     stage = out / ".calib8-x"
     stage.mkdir()
     (stage / "report.md").write_text("new")
     (stage / "publishing.json").write_text('["report.md"]')
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    times_before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     wording.check(run.fails("verify", out))
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times_before
 
 
-def test_a_rename_that_fails_is_tried_again_and_then_left_to_the_next_run(tmp_path, monkeypatch):
-    whole, left = Path.replace, [1]
+def test_failed_rename_is_left_to_next_run(tmp_path, monkeypatch):
+    replace_file, failures_left = Path.replace, [1]
 
     def failing(self, goal):
-        if Path(goal).parent == tmp_path and Path(goal).name == "b" and left[0]:
-            left[0] -= 1
+        if Path(goal).parent == tmp_path and Path(goal).name == "b" and failures_left[0]:
+            failures_left[0] -= 1
             raise OSError(5, "Input/output error")
-        return whole(self, goal)
+        return replace_file(self, goal)
 
     monkeypatch.setattr(Path, "replace", failing)
     with stage_files(tmp_path) as stage:
-        write(stage, a="1", b="1", c="1")
+        write_stage(stage, a="1", b="1", c="1")
         stage.publish()
-    assert content(tmp_path) == {"a": b"1", "b": b"1", "c": b"1"}
-    left[0] = 10
+    assert read_contents(tmp_path) == {"a": b"1", "b": b"1", "c": b"1"}
+    failures_left[0] = 10
     with stage_files(tmp_path) as stage:
-        write(stage, a="2", b="2", c="2")
+        write_stage(stage, a="2", b="2", c="2")
         with pytest.raises(ExportError, match="finishes the publication"):
             stage.publish()
-    left[0] = 0
+    failures_left[0] = 0
     recover(tmp_path)
-    assert content(tmp_path) == {"a": b"2", "b": b"2", "c": b"2"}
+    assert read_contents(tmp_path) == {"a": b"2", "b": b"2", "c": b"2"}
     assert not list(tmp_path.glob(".*"))
 
 
@@ -240,29 +240,29 @@ print(at, ended)
 
 
 @pytest.mark.slow
-def test_a_process_killed_at_any_call_leaves_the_old_files_or_the_next_run_all_new(tmp_path):
+def test_killed_process_leaves_complete_files(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
     )
-    last, ended = map(int, done.stdout.split())
-    assert ended == 0 and last > 16, done.stderr
+    last_call, ended = map(int, done.stdout.split())
+    assert ended == 0 and last_call > 16, done.stderr
     states = []
-    for at in range(1, last + 1):
-        recover(out := tmp_path / str(at))
-        states += (found := set(content(out).values()))
-        assert set(content(out)) == {"a", "b", "calib8/c"} and len(found) == 1, at
+    for call_number in range(1, last_call + 1):
+        recover(out := tmp_path / str(call_number))
+        states += (names := set(read_contents(out).values()))
+        assert set(read_contents(out)) == {"a", "b", "calib8/c"} and len(names) == 1, call_number
         assert not list(out.glob(".*"))
     assert set(states[:-1]) == {b"old", b"new"} and states[-1] == b"new"
 
 
 @pytest.mark.parametrize("where", ["", "calib8"])
-def test_a_living_process_keeps_its_files(where, tmp_path):
+def test_living_process_keeps_its_stage(where, tmp_path):
     (folder := tmp_path / where).mkdir(exist_ok=True)
     with stage_files(tmp_path) as stage:
-        write(stage, a="new")
+        write_stage(stage, a="new")
         handle, path = atomic.create_claimed_file(folder, prefix=atomic.PREFIX)
         recover(tmp_path)
         assert path.exists() and (stage.temporary_folder / "a").exists()
@@ -271,7 +271,7 @@ def test_a_living_process_keeps_its_files(where, tmp_path):
         assert not path.exists() and (stage.temporary_folder / "a").exists()
 
 
-def test_one_run_at_a_time_changes_a_folder(tmp_path, monkeypatch):
+def test_folder_is_locked_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic, "_LOCK_TIMEOUT_S", 0.05)
     refused = pytest.raises(ExportError, match="one run at a time")
     with atomic.lock_folder(tmp_path), refused, atomic.lock_folder(tmp_path):
@@ -279,79 +279,83 @@ def test_one_run_at_a_time_changes_a_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def made(small_cnn, pictures, tmp_path):
+def built_folder(small_cnn, pictures, tmp_path):
     """A build in a folder, and a function that builds into it again."""
-    again = functools.partial(build, small_cnn, pictures, out=tmp_path / "out", **QUICK)
-    again()
-    return tmp_path / "out", again
+    rebuild = functools.partial(build, small_cnn, pictures, out=tmp_path / "out", **QUICK)
+    rebuild()
+    return tmp_path / "out", rebuild
 
 
-def test_a_build_names_its_files_and_verify_reads_them(made, run):
-    out, _ = made
-    found = manifest.read_manifest(out)
-    assert {*content(out)} == {*found.files, manifest.MANIFEST_NAME}
-    assert {*content(out)} > {*manifest.PAGES, "small_cnn.int8.onnx"} and unchanged(out)
-    assert {"calib8", "onnxruntime", "opencv"} <= found.made_from["versions"].keys()
+def test_verify_reads_manifest_of_build(built_folder, run):
+    out, _ = built_folder
+    contents = manifest.read_manifest(out)
+    assert {*read_contents(out)} == {*contents.files, manifest.MANIFEST_NAME}
+    assert {*read_contents(out)} > {*manifest.PAGES, "small_cnn.int8.onnx"} and matches_manifest(
+        out
+    )
+    assert {"calib8", "onnxruntime", "opencv"} <= contents.made_from["versions"].keys()
     report = json.loads((out / "report.json").read_text())
     rows = [*report["files"], *report["targets"][0]["files"]]
     digests = [row for row in rows if "sha256" in row]
-    told = {Path(row["path"]).relative_to(out).as_posix(): row["sha256"] for row in digests}
-    assert told.items() <= found.files.items()
-    assert {"calib8/small_cnn.cache", "small_cnn.int8.onnx"} <= told.keys()
+    digest_by_name = {
+        Path(row["path"]).relative_to(out).as_posix(): row["sha256"] for row in digests
+    }
+    assert digest_by_name.items() <= contents.files.items()
+    assert {"calib8/small_cnn.cache", "small_cnn.int8.onnx"} <= digest_by_name.keys()
     assert all(Path(row["path"]).exists() for row in rows)
-    assert f"{len(found.files)} of {len(found.files)} files are as" in run.ok("verify", out)
+    assert f"{len(contents.files)} of {len(contents.files)} files are as" in run.ok("verify", out)
 
 
-def test_verify_tells_a_build_that_is_not_whole(made, run, wording):
-    out, again = made
-    engine, listed = out / "small_cnn.int8.onnx", out / manifest.MANIFEST_NAME
+def test_verify_reports_incomplete_build(built_folder, run, wording):
+    out, rebuild = built_folder
+    engine, manifest_file = out / "small_cnn.int8.onnx", out / manifest.MANIFEST_NAME
     engine.write_bytes(engine.read_bytes() + b"\0")
-    code, said, _ = run("verify", out)
-    assert code == 1 and "small_cnn.int8.onnx was changed" in said
+    code, output, _ = run("verify", out)
+    assert code == 1 and "small_cnn.int8.onnx was changed" in output
     engine.unlink()
-    code, said, _ = run("verify", out)
-    assert code == 1 and "small_cnn.int8.onnx is missing" in said
-    listed.write_text('{"schema": "other", "files": {}}')
+    code, output, _ = run("verify", out)
+    assert code == 1 and "small_cnn.int8.onnx is missing" in output
+    manifest_file.write_text('{"schema": "other", "files": {}}')
     wording.check(run.fails("verify", out))
-    listed.unlink()
+    manifest_file.unlink()
     wording.check(run.fails("verify", out))
-    again(method="minmax")  # a build from before there were manifests is known by its report
-    assert unchanged(out)
+    rebuild(method="minmax")  # a build from before there were manifests is known by its report
+    assert matches_manifest(out)
 
 
-def test_verify_looks_at_a_cache_elsewhere_too(small_cnn, pictures, tmp_path, run):
+def test_verify_checks_cache_outside_folder(small_cnn, pictures, tmp_path, run):
     cache, out = tmp_path / "kept" / "x.cache", tmp_path / "out"
     cache.parent.mkdir()
-    run.ok("build", small_cnn, "--images", pictures, *WORDS, out, "--cache", cache)
+    run.ok("build", small_cnn, "--images", pictures, *QUICK_OPTIONS, out, "--cache", cache)
     assert f"{cache}, the cache, is as the build left it" in run.ok("verify", out)
     cache.write_text(cache.read_text() + "y: 3c010a14\n")
-    code, said, _ = run("verify", out)
-    assert code == 1 and f"{cache}, the cache, was changed after it was written" in said
+    code, output, _ = run("verify", out)
+    assert code == 1 and f"{cache}, the cache, was changed after it was written" in output
     cache.unlink()
     assert f"{cache}, the cache, is not here" in run.ok("verify", out)
 
 
-def test_an_engine_of_an_earlier_build_that_stays_is_told(made, small_cnn, pictures, command):
+def test_engine_of_earlier_build_is_reported(built_folder, small_cnn, pictures, command):
     """Whoever goes on with X.int8.onnx would deploy what this build did not make."""
-    out, _ = made
-    words = ("build", small_cnn, "--images", pictures, "--size", "16x16", "--duration", 0)
-    words += ("--accept", "--out", out)
-    command(*words, "--effort", 0)
+    out, _ = built_folder
+    arguments = ("build", small_cnn, "--images", pictures, "--size", "16x16", "--duration", 0)
+    arguments += ("--accept", "--out", out)
+    command(*arguments, "--effort", 0)
     assert "of an earlier one" not in read_markdown(out)
     plan = small_cnn.parent / "float.toml"
     plan.write_text('schema = "calib8-plan/1"\nfloat = ["*"]\n')
-    command(*words, "--plan", plan)
+    command(*arguments, "--plan", plan)
     assert (out / "small_cnn.int8.onnx").exists() and (out / "small_cnn.float.onnx").exists()
-    told = f"not of this build, but of an earlier one in {out}: small_cnn.int8.onnx"
-    assert told in read_markdown(out)
+    alert = f"not of this build, but of an earlier one in {out}: small_cnn.int8.onnx"
+    assert alert in read_markdown(out)
 
 
-def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, pictures, run):
-    out, again = made
-    other = Path(shutil.copy(small_cnn, out.parent / "other.onnx"))
-    run.ok("build", other, "--images", pictures, *WORDS, out)
+def test_files_of_other_model_stay(built_folder, small_cnn, pictures, run):
+    out, rebuild = built_folder
+    other_model = Path(shutil.copy(small_cnn, out.parent / "other.onnx"))
+    run.ok("build", other_model, "--images", pictures, *QUICK_OPTIONS, out)
     assert "small_cnn.int8.onnx is of an earlier build" in run.ok("verify", out)
-    again()  # and may be built again
+    rebuild()  # and may be built again
     earlier = manifest.read_manifest(out).earlier
     assert "other.int8.onnx" in earlier
     assert manifest.MANIFEST_NAME not in earlier  # it was replaced with the build
@@ -361,61 +365,70 @@ FOREIGN_NAMES = ["report.html", "small_cnn.int8.onnx", "calib8/manifest.json", "
 
 
 @pytest.mark.parametrize("name", FOREIGN_NAMES)
-def test_a_build_never_replaces_foreign_files(name, small_cnn, pictures, tmp_path, run, wording):
+def test_build_never_replaces_foreign_files(name, small_cnn, pictures, tmp_path, run, wording):
     (tmp_path / "calib8").mkdir()
     (tmp_path / name).write_text("mine")
-    words = ("build", small_cnn, "--images", pictures, *WORDS, tmp_path)
-    wording.check(run.fails(*words))
-    wording.check(run.fails(*words, "--out", tmp_path / name))
-    assert content(tmp_path) == {name: b"mine"}
-    run.ok(*words, "--force")
-    assert unchanged(tmp_path)
+    arguments = ("build", small_cnn, "--images", pictures, *QUICK_OPTIONS, tmp_path)
+    wording.check(run.fails(*arguments))
+    wording.check(run.fails(*arguments, "--out", tmp_path / name))
+    assert read_contents(tmp_path) == {name: b"mine"}
+    run.ok(*arguments, "--force")
+    assert matches_manifest(tmp_path)
 
 
-def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(made, monkeypatch):
-    out, again = made
-    before = content(out)
+def test_failed_build_keeps_old_files(built_folder, monkeypatch):
+    out, rebuild = built_folder
+    content_before = read_contents(out)
     with monkeypatch.context() as patched, pytest.raises(BackendError):
-        patched.setattr(OnnxRuntime, "build", broken)
-        again(limit=7)
-    assert content(out) == before
-    report = again(limit=7)
+        patched.setattr(OnnxRuntime, "build", raise_backend_error)
+        rebuild(limit=7)
+    assert read_contents(out) == content_before
+    report = rebuild(limit=7)
     assert report.calibration.reused and "did not end" in report.calibration.reason
-    assert unchanged(out)
-    assert content(out)["calib8/small_cnn.cache"] != before["calib8/small_cnn.cache"]
+    assert matches_manifest(out)
+    assert read_contents(out)["calib8/small_cnn.cache"] != content_before["calib8/small_cnn.cache"]
 
 
 @pytest.mark.parametrize("where", ["build", "open", "measure"])
-def test_a_target_that_fails_leaves_no_file(where, small_cnn, pictures, tmp_path, run, monkeypatch):
+def test_failed_target_leaves_no_file(where, small_cnn, pictures, tmp_path, run, monkeypatch):
     """A file that no runtime opens was kept and listed, and `verify` vouched for it."""
     monkeypatch.delenv("CALIB8_TRACEBACK", raising=False)
     owner, name = (InnerTensors, "_tap") if where == "measure" else (OnnxRuntime, where)
-    whole = getattr(owner, name)
+    original = getattr(owner, name)
 
-    def failing(self, *words, **named):
-        whole(self, *words, **named)  # its files are written
+    def failing(self, *arguments, **named):
+        original(self, *arguments, **named)  # its files are written
         if where == "open":
             raise BackendError("no engine")
-        if where == "build" or words[1].target == "onnxruntime":
+        if where == "build" or arguments[1].target == "onnxruntime":
             raise TypeError("int")
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, failing)
-        words = ("build", small_cnn, "--images", pictures, *WORDS, tmp_path, "--threads", 2)
-        words += ("--target", "onnxruntime,tensorrt", "--duration", 0.01)
-        assert run(*words)[0] == 1
+        arguments = (
+            "build",
+            small_cnn,
+            "--images",
+            pictures,
+            *QUICK_OPTIONS,
+            tmp_path,
+            "--threads",
+            2,
+        )
+        arguments += ("--target", "onnxruntime,tensorrt", "--duration", 0.01)
+        assert run(*arguments)[0] == 1
     report = json.loads((tmp_path / "report.json").read_text())
-    found = {target["name"]: target for target in report["targets"]}
-    assert found["onnxruntime"]["error"] and not found["onnxruntime"].get("files")
-    assert not found["tensorrt"].get("error") and found["tensorrt"]["files"]
+    target_by_name = {target["name"]: target for target in report["targets"]}
+    assert target_by_name["onnxruntime"]["error"] and not target_by_name["onnxruntime"].get("files")
+    assert not target_by_name["tensorrt"].get("error") and target_by_name["tensorrt"]["files"]
     assert not list(tmp_path.glob("*.int8.onnx")) and not list(tmp_path.glob("*_run.py"))
-    assert unchanged(tmp_path) and (tmp_path / "calib8/small_cnn.cache").exists()
+    assert matches_manifest(tmp_path) and (tmp_path / "calib8/small_cnn.cache").exists()
     if where != "open":
         assert "TypeError: int" in (tmp_path / "calib8/small_cnn.log").read_text()
 
 
-def test_a_cache_elsewhere_is_kept_as_it_is_made(small_cnn, pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr(OnnxRuntime, "build", broken)
+def test_cache_outside_folder_survives_failure(small_cnn, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(OnnxRuntime, "build", raise_backend_error)
     cache = tmp_path / "caches" / "x.cache"
     with pytest.raises(BackendError):
         build(small_cnn, pictures, out=tmp_path / "out", cache=cache, **QUICK)
@@ -424,31 +437,43 @@ def test_a_cache_elsewhere_is_kept_as_it_is_made(small_cnn, pictures, tmp_path, 
 
 
 @pytest.mark.slow
-def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
+def test_concurrent_builds_leave_one_complete(small_cnn, pictures, tmp_path):
     out = tmp_path / "out"
-    words = ("-m", "deploy", "build", small_cnn, "--images", pictures, *WORDS, out, "--limit")
+    arguments = (
+        "-m",
+        "deploy",
+        "build",
+        small_cnn,
+        "--images",
+        pictures,
+        *QUICK_OPTIONS,
+        out,
+        "--limit",
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
 
     def run(number: int) -> int:
-        own = [*words, number + 4, "--method", ("mse", "minmax")[number % 2]]
-        own = [sys.executable, *map(str, own)]
-        return subprocess.run(own, env=environment, capture_output=True, check=False).returncode
+        build_arguments = [*arguments, number + 4, "--method", ("mse", "minmax")[number % 2]]
+        build_arguments = [sys.executable, *map(str, build_arguments)]
+        return subprocess.run(
+            build_arguments, env=environment, capture_output=True, check=False
+        ).returncode
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(run, range(4))) == {0}
-    found = manifest.read_manifest(out)
-    assert unchanged(out)
+    contents = manifest.read_manifest(out)
+    assert matches_manifest(out)
     report = json.loads((out / "report.json").read_text())
     fingerprint = json.loads((out / "calib8/small_cnn.cache.json").read_text())["fingerprint"]
     assert report["feed"]["samples"] == fingerprint["made_from"]["images"]["count"]
     method = fingerprint["made_by"]["method"]
-    assert report["calibration"]["method"] == method == found.made_from["method"]
+    assert report["calibration"]["method"] == method == contents.made_from["method"]
     cache = out / "calib8/small_cnn.cache"
-    last = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
-    assert {scale.method for scale in last.range_set.scales.values()} == {"entropy"}
+    calibration = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
+    assert {scale.method for scale in calibration.range_set.scales.values()} == {"entropy"}
 
 
-def test_every_file_that_a_build_may_write_is_declared(small_cnn, pictures, tmp_path):
+def test_target_files_are_declared(small_cnn, pictures, tmp_path):
     targets = [kind() for kind in TARGETS.values()]
     report = build(small_cnn, pictures, out=tmp_path, targets=targets, **QUICK)
     for target, part in zip(targets, report.targets, strict=True):
@@ -457,7 +482,7 @@ def test_every_file_that_a_build_may_write_is_declared(small_cnn, pictures, tmp_
     assert staging.saved_calibration_path(tmp_path / "small_cnn.cache").parent.exists() is False
 
 
-def test_a_journal_that_somebody_put_there_moves_nothing_out_of_its_folder(tmp_path):
+def test_forged_journal_moves_nothing_outside(tmp_path):
     folder = tmp_path / "o"
     (folder / ".calib8-x").mkdir(parents=True)
     for name in ("a", "b"):
@@ -481,7 +506,7 @@ FOREIGN = b"TRT-100300-EntropyCalibration2\nimages: 3c010a14\n"
 
 
 @pytest.fixture
-def model(small_cnn, tmp_path):
+def saved_model(small_cnn, tmp_path):
     """A copy that a test may lose."""
     return Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
 
@@ -493,73 +518,88 @@ def model(small_cnn, tmp_path):
         *((c, what) for c in ("build", "calibrate") for what in PLACES),
     ],
 )
-def test_a_cache_replaces_no_foreign_file(command, what, run, model, pictures, tmp_path):
+def test_cache_replaces_no_foreign_file(command, what, run, saved_model, pictures, tmp_path):
     photos = shutil.copytree(pictures, tmp_path / "photos")
-    known = {"model": model, "photo": next(photos.iterdir()), "below a file": model / "x"}
-    known["other spelling"] = photos / ".." / model.name
-    victim = known.get(what, tmp_path / "victim")
+    path_by_kind = {
+        "model": saved_model,
+        "photo": next(photos.iterdir()),
+        "below a file": saved_model / "x",
+    }
+    path_by_kind["other spelling"] = photos / ".." / saved_model.name
+    victim = path_by_kind.get(what, tmp_path / "victim")
     if what.endswith("link"):
-        (victim.hardlink_to if what == "hard link" else victim.symlink_to)(model)
+        (victim.hardlink_to if what == "hard link" else victim.symlink_to)(saved_model)
     elif what in ("text", "labels", "foreign cache"):
         victim.write_bytes(FOREIGN if what == "foreign cache" else b"3\n" * 20)
     elif what == "fifo":
         os.mkfifo(victim)
-    before = victim.read_bytes() if victim.is_file() else None
-    words = ["--images", photos]
-    words += ["--cache", victim, "--out", tmp_path / "o"] if command == "build" else ["-o", victim]
-    words += ["--eval-images", photos, "--labels", victim] if what == "labels" else []
-    said = run.fails(command, model, *words)
-    assert (INPUT in said) == (what in INPUTS)
-    assert ("got a device" in said) == (what == "fifo")
-    assert ("can be written to" in said) == (what == "below a file")
-    assert ("--force" in said) == (what in ("text", "foreign cache"))
-    assert before is None or victim.read_bytes() == before
+    content_before = victim.read_bytes() if victim.is_file() else None
+    options = ["--images", photos]
+    options += (
+        ["--cache", victim, "--out", tmp_path / "o"] if command == "build" else ["-o", victim]
+    )
+    options += ["--eval-images", photos, "--labels", victim] if what == "labels" else []
+    error = run.fails(command, saved_model, *options)
+    assert (INPUT in error) == (what in INPUTS)
+    assert ("got a device" in error) == (what == "fifo")
+    assert ("can be written to" in error) == (what == "below a file")
+    assert ("--force" in error) == (what in ("text", "foreign cache"))
+    assert content_before is None or victim.read_bytes() == content_before
     assert not list(tmp_path.glob("victim.*"))
 
 
-def test_arrays_beside_a_cache_of_their_name_are_not_replaced(run, model, tmp_path):
+def test_cache_does_not_replace_input_arrays(run, saved_model, tmp_path):
     data = tmp_path / "data.npz"
     np.savez(data, image=np.ones((8, 3, 16, 16), np.float32))
-    before = data.read_bytes()
-    words = ("build", model, "--images", data, "--cache", tmp_path / "data", "--out", tmp_path)
-    for more in ((), ("--force",)):  # nothing forces an input
-        assert INPUT in run.fails(*words, *more)
-    assert data.read_bytes() == before
+    content_before = data.read_bytes()
+    arguments = (
+        "build",
+        saved_model,
+        "--images",
+        data,
+        "--cache",
+        tmp_path / "data",
+        "--out",
+        tmp_path,
+    )
+    for options in ((), ("--force",)):  # nothing forces an input
+        assert INPUT in run.fails(*arguments, *options)
+    assert data.read_bytes() == content_before
 
 
-def test_force_replaces_foreign_files_and_any_run_a_crashs(run, model, pictures, tmp_path):
+def test_force_replaces_foreign_files(run, saved_model, pictures, tmp_path):
     cache = tmp_path / "c.cache"
     cache.write_bytes(FOREIGN)
-    words = ("calibrate", model, "--images", pictures, "-o", cache)
-    run.fails(*words)
-    run.ok(*words, "--force")
-    whole, files = cache.read_bytes(), (cache, *sidecars(cache))
-    assert whole != FOREIGN
+    arguments = ("calibrate", saved_model, "--images", pictures, "-o", cache)
+    run.fails(*arguments)
+    run.ok(*arguments, "--force")
+    cache_bytes, files = cache.read_bytes(), (cache, *sidecars(cache))
+    assert cache_bytes != FOREIGN
     for lost in (files[:1], files[1:2], files[:2]):  # killed between the writes of the three files
         for path in lost:
             path.unlink()
-        run.ok(*words)
-        assert cache.read_bytes() == whole
+        run.ok(*arguments)
+        assert cache.read_bytes() == cache_bytes
     files[0].write_bytes(b"")  # as mktemp leaves it
     for sidecar in files[1:]:
         sidecar.unlink()
-    run.ok(*words)
-    assert cache.read_bytes() == whole
+    run.ok(*arguments)
+    assert cache.read_bytes() == cache_bytes
 
 
-def test_a_function_of_python_does_not_replace_the_model(model, pictures, tmp_path, wording):
-    before = model.read_bytes()
+def test_python_calls_do_not_replace_model(saved_model, pictures, tmp_path, wording):
+    content_before = saved_model.read_bytes()
     with pytest.raises(ExportError) as refusal:
-        calibrate(model, pictures, cache=model)
+        calibrate(saved_model, pictures, cache=saved_model)
     wording.check(refusal.value)
     with pytest.raises(ExportError) as refusal:
-        build(model, pictures, cache=model, out=tmp_path / "o")
+        build(saved_model, pictures, cache=saved_model, out=tmp_path / "o")
     wording.check(refusal.value)
-    assert model.read_bytes() == before
+    assert saved_model.read_bytes() == content_before
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_device_or_a_folder_is_never_replaced(make, tmp_path, wording):
+def test_device_or_folder_is_never_replaced(make, tmp_path, wording):
     path = tmp_path / "a"
     make(path)
     with pytest.raises(ExportError) as refusal:
@@ -573,16 +613,16 @@ def test_a_device_or_a_folder_is_never_replaced(make, tmp_path, wording):
     wording.check(refusal.value)
 
 
-def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
+def test_links_in_dev_are_devices(tmp_path):
     """`-o /dev/stdout > file` leads to a plain file; a rename would put one in the link's place."""
     program = "from deploy.files.guard import refuse_output; refuse_output('/dev/stdout')"
-    words = [sys.executable, "-c", program]
+    arguments = [sys.executable, "-c", program]
     with (tmp_path / "said").open("w") as file:
-        done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, check=False)
+        done = subprocess.run(arguments, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, check=False)
     assert b"/dev/stdout must be a file to write to, got a device" in done.stderr
 
 
-def test_an_output_is_judged_again_before_it_is_replaced(tmp_path, wording):
+def test_output_is_checked_again_before_replacing(tmp_path, wording):
     path = tmp_path / "a"
     with guard_inputs():
         manifest.name_output(path, "page")
@@ -593,7 +633,7 @@ def test_an_output_is_judged_again_before_it_is_replaced(tmp_path, wording):
     assert path.read_text() == "mine"
 
 
-def test_what_one_run_reads_another_may_write(tmp_path):
+def test_input_of_one_run_is_writable_elsewhere(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
     add_input_file(path)  # in no run
@@ -605,7 +645,7 @@ def test_what_one_run_reads_another_may_write(tmp_path):
 
 
 @pytest.fixture
-def slow(tmp_path):
+def slow_model(tmp_path):
     """A model and inputs that take tens of seconds."""
     rng = np.random.default_rng(0)
     weights = {
@@ -618,13 +658,13 @@ def slow(tmp_path):
     nodes = [("Conv", reads, out, {"pads": [1, 1, 1, 1]}) for out, reads in convs.items()]
     nodes.insert(0, ("Resize", ["x", "", "sizes"], "r"))
     inputs = {"x": ["batch", 3, 16, 16]}
-    model = make_model(nodes, inputs, {"y": None}, as_float32(weights), opset=17)
+    saved_model = make_model(nodes, inputs, {"y": None}, as_float32(weights), opset=17)
     np.save(tmp_path / "x.npy", rng.normal(size=(4000, 3, 16, 16)).astype(np.float32))
-    return save_net(model, tmp_path / "slow.onnx"), tmp_path / "x.npy"
+    return save_net(saved_model, tmp_path / "slow.onnx"), tmp_path / "x.npy"
 
 
 @pytest.fixture
-def endless(tmp_path):
+def endless_model(tmp_path):
     """A model whose inference never ends, and an input."""
     value = "float[n, 8, 8, 8]"
     body = f"b (int64 i, bool c, {value} s) => (bool d, {value} t) {{ d = Not(f) t = Relu(s) }}"
@@ -632,9 +672,9 @@ def endless(tmp_path):
     nodes = [("Conv", "x w1", "a"), ("Conv", "a w2", "b"), ("Not", "f", "c")]
     nodes.append(("Loop", ["", "c", "b"], "endless", {"body": onnx.parser.parse_graph(body)}))
     constants = {**as_float32(weights), "f": np.array(False)}
-    model = make_model(nodes, {"x": ["n", 3, 12, 12]}, {"endless": None}, constants, opset=17)
+    saved_model = make_model(nodes, {"x": ["n", 3, 12, 12]}, {"endless": None}, constants, opset=17)
     np.save(tmp_path / "x.npy", np.ones((4, 3, 12, 12), np.float32))
-    return save_net(model, tmp_path / "endless.onnx"), tmp_path / "x.npy"
+    return save_net(saved_model, tmp_path / "endless.onnx"), tmp_path / "x.npy"
 
 
 TELLING = """
@@ -659,65 +699,80 @@ def load():
 
 
 @pytest.fixture
-def signalled(tmp_path):
+def run_and_signal(tmp_path):
     """(model, data, a pattern of its screen, send, words) -> a build to which `send` sends.
 
     `grace`: seconds in which inferences may end.
     Gives its exit code, its last line, and its files.
     """
 
-    def call(model, data, pattern, send, *words, grace=300):
+    def call(saved_model, data, pattern, send, *arguments, grace=300):
         out = tmp_path / "out"
-        words = ("-c", TELLING, grace, "build", model, "--images", data, "--out", out, *words)
+        arguments = (
+            "-c",
+            TELLING,
+            grace,
+            "build",
+            saved_model,
+            "--images",
+            data,
+            "--out",
+            out,
+            *arguments,
+        )
         started = subprocess.Popen(
-            [sys.executable, *map(str, words)],
+            [sys.executable, *map(str, arguments)],
             stderr=subprocess.PIPE,
             cwd=ROOT,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it
         )
-        said = b""
+        output = b""
         try:
-            while not re.search(pattern, said):
+            while not re.search(pattern, output):
                 piece = os.read(started.stderr.fileno(), 1000)
-                assert piece and len(said) < 1 << 20, said[-2000:]
-                said += piece
+                assert piece and len(output) < 1 << 20, output[-2000:]
+                output += piece
             send(started)
-            _, rest = started.communicate(timeout=300)
+            _, remaining_output = started.communicate(timeout=300)
         finally:
             started.kill()
-        last = (said + rest).decode().strip().splitlines()[-1]
-        return started.returncode, last, list(out.rglob("*.*"))
+        last_line = (output + remaining_output).decode().strip().splitlines()[-1]
+        return started.returncode, last_line, list(out.rglob("*.*"))
 
     return call
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code", "threads"), SIGNALS)
-def test_a_signal_leaves_nothing_half_written(number, code, threads, slow, signalled, tmp_path):
-    ended, last, files = signalled(
-        *slow, rb"observing: \d+ of", lambda run: run.send_signal(number), "--threads", threads
+def test_signal_leaves_no_partial_file(number, code, threads, slow_model, run_and_signal, tmp_path):
+    ended, last_line, files = run_and_signal(
+        *slow_model,
+        rb"observing: \d+ of",
+        lambda run: run.send_signal(number),
+        "--threads",
+        threads,
     )
-    left = tmp_path / "out/calib8/slow.cache.checkpoint"
+    checkpoint = tmp_path / "out/calib8/slow.cache.checkpoint"
     assert ended == code
     assert re.fullmatch(
         f"calib8: {ENDED[code]}; nothing half-written was left behind; [0-9,]+ of 4,000 samples"
-        f" are kept in {left}: --resume goes on from there",
-        last,
+        f" are kept in {checkpoint}: --resume goes on from there",
+        last_line,
     )
-    assert files == [left]
+    assert files == [checkpoint]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code", "threads"), SIGNALS)
-def test_a_signal_ends_an_inference_that_never_ends(number, code, threads, endless, signalled):
-    words = (*endless, b"runs .*endless", lambda run: run.send_signal(number))
-    ended, last, files = signalled(*words, "--threads", threads, grace=0.1)
+def test_signal_ends_endless_inference(number, code, threads, endless_model, run_and_signal):
+    signal_arguments = (*endless_model, b"runs .*endless", lambda run: run.send_signal(number))
+    ended, last_line, files = run_and_signal(*signal_arguments, "--threads", threads, grace=0.1)
     assert (ended, files) == (code, [])
-    assert last == f"calib8: {ENDED[code]}; nothing half-written was left behind"
+    assert last_line == f"calib8: {ENDED[code]}; nothing half-written was left behind"
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_what_no_python_code_can_end(slow, signalled, tmp_path):
+def test_second_interrupt_ends_native_code(slow_model, run_and_signal, tmp_path):
     def insist(run):
         for _ in range(3000):  # two that arrive together are one
             run.send_signal(signal.SIGINT)
@@ -725,11 +780,14 @@ def test_a_second_interrupt_ends_what_no_python_code_can_end(slow, signalled, tm
                 return run.wait(0.1)
 
     (tmp_path / "loader.py").write_text(HOLDING)
-    assert signalled(slow[0], tmp_path / "loader.py:load", b"no end", insist)[0] == -signal.SIGINT
+    assert (
+        run_and_signal(slow_model[0], tmp_path / "loader.py:load", b"no end", insist)[0]
+        == -signal.SIGINT
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
-def test_a_signal_to_a_forked_process_stops_nothing_here():
+def test_signal_to_fork_stops_only_fork():
     with signals.end_on_signals():
         child = os.fork()
         if not child:
@@ -739,7 +797,7 @@ def test_a_signal_to_a_forked_process_stops_nothing_here():
 
 @pytest.mark.parametrize(("kind", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
 @pytest.mark.parametrize("deep", [1, 2])
-def test_a_signal_that_became_an_error_is_a_signal(kind, code, deep, run, monkeypatch):
+def test_error_caused_by_signal_is_signal(kind, code, deep, run, monkeypatch):
     def command(**_):
         try:
             try:
@@ -753,26 +811,30 @@ def test_a_signal_that_became_an_error_is_a_signal(kind, code, deep, run, monkey
     assert run()[::2] == (code, f"calib8: {ENDED[code]}; nothing half-written was left behind\n")
 
 
-def test_a_sentence_that_quotes_a_file_has_a_gap_and_the_way_out(run, model, pictures, tmp_path):
+def test_long_quotation_of_file_is_shortened(run, saved_model, pictures, tmp_path):
     (tmp_path / "list.txt").write_text("n" * 30_000 + ".png\n")
-    said = run.fails("build", model, "--images", tmp_path / "list.txt", "--out", tmp_path / "o")
-    assert 3000 < len(said) < 4500
-    assert "nnn ... nnn" in said and said.endswith("skip bad ones (--skip-bad)\n")
-    code, _, said = run("build", model, "--images", pictures, "--duration", "1" * 30_000 + "x")
-    assert code == 2 and len(said) < 4500 and said.endswith("--help` tells more)\n")
+    error = run.fails(
+        "build", saved_model, "--images", tmp_path / "list.txt", "--out", tmp_path / "o"
+    )
+    assert 3000 < len(error) < 4500
+    assert "nnn ... nnn" in error and error.endswith("skip bad ones (--skip-bad)\n")
+    code, _, error = run(
+        "build", saved_model, "--images", pictures, "--duration", "1" * 30_000 + "x"
+    )
+    assert code == 2 and len(error) < 4500 and error.endswith("--help` tells more)\n")
 
 
-def test_labels_of_a_pipe_or_of_thirty_digits_are_refused(run, model, pictures, tmp_path, wording):
-    words = ("build", model, "--images", pictures, "--eval-images", pictures)
-    words += ("--out", tmp_path / "o", "--labels")
+def test_labels_from_pipe_or_huge_are_refused(run, saved_model, pictures, tmp_path, wording):
+    arguments = ("build", saved_model, "--images", pictures, "--eval-images", pictures)
+    arguments += ("--out", tmp_path / "o", "--labels")
     for name in ("pipe.txt", "pipe.json"):
         os.mkfifo(tmp_path / name)
-        wording.check(run.fails(*words, tmp_path / name))
+        wording.check(run.fails(*arguments, tmp_path / name))
     (tmp_path / "labels.txt").write_text("1\n" * 19 + f"{10**30}\n")
-    assert "line 20" in run.fails(*words, tmp_path / "labels.txt")
+    assert "line 20" in run.fails(*arguments, tmp_path / "labels.txt")
 
 
-def test_an_input_that_another_run_replaced_hides_no_output(tmp_path, wording):
+def test_replaced_input_hides_no_output(tmp_path, wording):
     read, output, new = (tmp_path / name for name in ("read", "output", "new"))
     read.write_text("old")
     os.link(read, output)
@@ -787,18 +849,18 @@ def test_an_input_that_another_run_replaced_hides_no_output(tmp_path, wording):
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.raw"])
-@pytest.mark.parametrize("place", ["", "folder"])
-def test_arrays_of_a_pipe_are_not_waited_for(name, place, run, model, tmp_path):
+@pytest.mark.parametrize("file_name", ["", "folder"])
+def test_arrays_from_pipe_are_refused(name, file_name, run, saved_model, tmp_path):
     (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / place / name)
-    arrays = tmp_path / place if place else tmp_path / name
-    said = run.fails("calibrate", model, "--images", arrays, "-o", tmp_path / "c.cache")
-    assert "a device or pipe" in said
+    os.mkfifo(tmp_path / file_name / name)
+    arrays = tmp_path / file_name if file_name else tmp_path / name
+    error = run.fails("calibrate", saved_model, "--images", arrays, "-o", tmp_path / "c.cache")
+    assert "a device or pipe" in error
 
 
-def renamed(model, old, new, path):
+def rename_file(saved_model, old, new, path):
     """Save a model of which a tensor has another name."""
-    changed = onnx.load(model)
+    changed = onnx.load(saved_model)
     for node in changed.graph.node:
         node.input[:] = [new if name == old else name for name in node.input]
         node.output[:] = [new if name == old else name for name in node.output]
@@ -807,13 +869,13 @@ def renamed(model, old, new, path):
     return save_net(changed, path)
 
 
-def test_names_run_nothing_when_a_printed_line_is_pasted(run, model, tmp_path):
-    path = renamed(model, "x", "in;touch Y", tmp_path / "m $(touch X).onnx")
+def test_printed_commands_quote_names(run, saved_model, tmp_path):
+    path = rename_file(saved_model, "x", "in;touch Y", tmp_path / "m $(touch X).onnx")
     x = tmp_path / "x.npy"
     np.save(x, np.random.default_rng(0).normal(size=(8, 3, 16, 16)).astype(np.float32))
     out = tmp_path / "o"
-    words = ("--target", "tensorrt", "--out", out, "--duration", 0, "--effort", 0, "--accept")
-    run.ok("build", path, "--images", x, *words)
+    options = ("--target", "tensorrt", "--out", out, "--duration", 0, "--effort", 0, "--accept")
+    run.ok("build", path, "--images", x, *options)
     notes = json.loads((out / "report.json").read_text())["targets"][0]["notes"]
     lines = [note.split(": ", 1)[1] for note in notes if ": trtexec " in note]
     assert len(lines) == 4
@@ -821,33 +883,38 @@ def test_names_run_nothing_when_a_printed_line_is_pasted(run, model, tmp_path):
     trtexec.parent.mkdir()
     trtexec.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
     trtexec.chmod(0o755)
-    own = {"PATH": f"{trtexec.parent}:{os.environ['PATH']}"}
+    environment = {"PATH": f"{trtexec.parent}:{os.environ['PATH']}"}
     for line in lines:
         done = subprocess.run(
-            ["sh", "-c", line], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
+            ["sh", "-c", line],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
-        words = done.stdout.splitlines()
-        assert any(word.startswith("--onnx=m $(touch X).tensorrt") for word in words)
-        assert "--optShapes=in;touch Y:1x3x16x16" in words
+        options = done.stdout.splitlines()
+        assert any(word.startswith("--onnx=m $(touch X).tensorrt") for word in options)
+        assert "--optShapes=in;touch Y:1x3x16x16" in options
     assert not (tmp_path / "X").exists() and not (tmp_path / "Y").exists()
 
 
-def test_only_tensorrts_text_minds_a_line_break_in_a_name(run, model, pictures, tmp_path):
-    renamed(model, "r2", "r\n2", model)
+def test_line_break_in_name_fails_only_tensorrt(run, saved_model, pictures, tmp_path):
+    rename_file(saved_model, "r2", "r\n2", saved_model)
     out = tmp_path / "o"
-    words = ("build", model, "--images", pictures, *WORDS, out)
-    run.fails(*words, "--target", "onnxruntime,tensorrt,ascend")
-    found = json.loads((out / "report.json").read_text())["targets"]
-    errors = {target["name"]: target.get("error") for target in found}
+    arguments = ("build", saved_model, "--images", pictures, *QUICK_OPTIONS, out)
+    run.fails(*arguments, "--target", "onnxruntime,tensorrt,ascend")
+    targets = json.loads((out / "report.json").read_text())["targets"]
+    errors = {target["name"]: target.get("error") for target in targets}
     assert "got 'r\\n2'" in errors["tensorrt"]
     assert not errors["onnxruntime"] and not errors["ascend"]
     assert "r3: " in (out / "calib8/m.cache").read_text()
-    run.ok(*words, "--target", "onnxruntime,ascend", "--require-cache")
-    said = run.fails(*words, "--target", "tensorrt", "--out", tmp_path / "p")
-    assert "rename the tensor" in said and not list((tmp_path / "p").rglob("*.cache"))
+    run.ok(*arguments, "--target", "onnxruntime,ascend", "--require-cache")
+    error = run.fails(*arguments, "--target", "tensorrt", "--out", tmp_path / "p")
+    assert "rename the tensor" in error and not list((tmp_path / "p").rglob("*.cache"))
 
 
-def test_a_name_in_a_remedy_is_quoted(run, tmp_path):
-    model = make_model([("Relu", ["in;touch Y"], "y")], {"in;touch Y": [1, "h"]}, {"y": None})
-    path = save_net(model, tmp_path / "m.onnx")
+def test_name_in_remedy_is_quoted(run, tmp_path):
+    saved_model = make_model([("Relu", ["in;touch Y"], "y")], {"in;touch Y": [1, "h"]}, {"y": None})
+    path = save_net(saved_model, tmp_path / "m.onnx")
     assert "--shape 'in;touch Y:1x224'" in run.fails("bench", path, "--duration", 0)
