@@ -147,17 +147,9 @@ def test_method_parameter_changes_dependent_files_only(run_small, tmp_path, targ
 
 @pytest.mark.slow
 def test_keep_float_works_on_every_target(run_small, tmp_path):
-    arguments = (
-        "--target",
-        ALL_TARGETS,
-        "--keep-float",
-        "op:Gemm",
-        "--keep-float",
-        "Conv_c3",
-        "--effort",
-        0,
-    )
-    run_small("build", *arguments, "--method", "minmax", "--out", tmp_path)
+    float_nodes = ("--keep-float", "op:Gemm", "--keep-float", "Conv_c3")
+    options = ("--target", ALL_TARGETS, "--effort", 0, "--method", "minmax", "--out", tmp_path)
+    run_small("build", *float_nodes, *options)
     targets = {target["name"]: target for target in read_report(tmp_path)["targets"]}
     for target in targets.values():
         nodes = {node["name"]: node for node in target["nodes"]}
@@ -268,16 +260,8 @@ def test_report_names_the_trusted_cache(run_small, tmp_path):
     run_small("calibrate", "-o", cache)
     for sidecar in sidecars(cache):
         sidecar.unlink()
-    arguments = (
-        "--trust-cache",
-        "--cache",
-        cache,
-        "--target",
-        "onnxruntime,tensorrt",
-        "--out",
-        out,
-    )
-    output = run_small("build", *arguments)
+    trust = ("--trust-cache", "--cache", cache)
+    output = run_small("build", *trust, "--target", "onnxruntime,tensorrt", "--out", out)
     assert "mse" not in output
     assert "cache reused" in output
     assert {target["method"] for target in read_report(out)["targets"]} == {"the trusted cache"}

@@ -59,17 +59,9 @@ def start_dask(folder, *arguments):
 def worker(folder, address, name):
     """A worker of one thread, without a nanny that would start it again."""
     preload = ROOT / "tests" / "cluster_worker.py"
-    options = (
-        "--name",
-        name,
-        "--nthreads",
-        1,
-        "--no-nanny",
-        "--no-dashboard",
-        "--preload",
-        preload,
-    )
-    with start_dask(folder, "worker", address, *options, "--local-directory", folder) as process:
+    options = ("--name", name, "--nthreads", 1, "--no-nanny", "--no-dashboard")
+    files = ("--preload", preload, "--local-directory", folder)
+    with start_dask(folder, "worker", address, *options, *files) as process:
         yield process
 
 
@@ -204,15 +196,8 @@ def test_interrupt_ends_pieces_on_workers(cluster, small_cnn, pictures, tmp_path
     cluster.tell("slow")
     listing = tmp_path / "list.txt"
     listing.write_text("".join(f"{path}\n" for path in sorted(pictures.iterdir())) * 100)
-    command = [
-        sys.executable,
-        "-c",
-        RUN_WITH_LONG_TIMEOUTS,
-        "calibrate",
-        small_cnn,
-        "--images",
-        listing,
-    ]
+    command = [sys.executable, "-c", RUN_WITH_LONG_TIMEOUTS]
+    command += ["calibrate", small_cnn, "--images", listing]
     command += ["--pieces", "2", "--scheduler", cluster.address, "-o", tmp_path / "x.cache"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(cluster.samples()) > 4, "the first samples")
