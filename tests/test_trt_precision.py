@@ -46,7 +46,7 @@ UNIT = Preprocess(size=(16, 16))
 @pytest.mark.slow
 @given(st.lists(st.floats(2**-24, 60000, width=32), min_size=1, max_size=20))
 @settings(max_examples=200)
-def test_a_scale_is_rounded_up_to_what_the_type_holds(values):
+def test_scale_rounds_up_to_representable_value(values):
     scales = np.array(values, np.float32)
     half = round_scales(scales, "fp16")
     assert (half.astype(np.float16).astype(np.float32) == half).all() and (half >= scales).all()
@@ -82,9 +82,7 @@ def kinds(model):
     return {node.name: known[node.output[0]] for node in model.graph.node}
 
 
-def test_an_output_that_the_file_calls_another_shape_is_no_hindrance(
-    tmp_path, small_cnn, pictures, quantized
-):
+def test_wrong_declared_output_shape_is_ignored(tmp_path, small_cnn, pictures, quantized):
     model = onnx.load(small_cnn)
     model.graph.output[0].type.tensor_type.shape.dim.add().dim_param = "steps"
     model.graph.ClearField("value_info")
@@ -96,7 +94,7 @@ def test_an_output_that_the_file_calls_another_shape_is_no_hindrance(
 
 
 @pytest.mark.parametrize("version", [onnxruntime.__version__, "1.29.0"])
-def test_float16_is_rounded_to_the_nearest_on_the_cpu(version, tmp_path, monkeypatch):
+def test_float16_rounds_to_nearest_on_cpu(version, tmp_path, monkeypatch):
     """Before version 1.30, ONNX Runtime's QuantizeLinear rounds float16 values towards zero."""
     monkeypatch.setattr(onnxruntime, "__version__", version)
     nodes = parse_nodes("QuantizeLinear x s z -> q | DequantizeLinear q s z -> y", name="{op}")
@@ -111,7 +109,7 @@ def test_float16_is_rounded_to_the_nearest_on_the_cpu(version, tmp_path, monkeyp
         assert np.rint(y / weights["s"]).tolist() == [-29, -23, 26, 29]
 
 
-def test_layers_are_narrow_and_the_ends_as_they_were(small_cnn, quantized):
+def test_layers_are_float16_and_ends_float32(small_cnn, quantized):
     report, folder = quantized
     model = onnx.load(folder / TYPED)
     onnx.checker.check_model(model, full_check=True)
@@ -149,7 +147,7 @@ def net(text, weights, outputs="y", **attributes):
 
 
 @pytest.mark.parametrize("rest", ["fp16", "bf16"])
-def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
+def test_softmax_stays_float32_with_one_cast(rest):
     text = "MatMul x w -> a | Softmax a -> s | Exp a -> e | Mul s e -> m | Relu m -> y"
     made, kept = narrow_float_part(net(text, {"w": np.eye(4)}), rest, {})
     narrow = kinds(made)
@@ -169,7 +167,7 @@ def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
         "MatMul x w -> y | Softmax y -> y/fp16",
     ],
 )
-def test_a_tensor_that_is_called_like_an_added_one_is_another(text):
+def test_added_tensor_names_avoid_existing_names(text):
     model = net(text, {"w": np.eye(4)})
     made, _ = narrow_float_part(model, "fp16", {})
     onnx.checker.check_model(made, full_check=True)
@@ -177,7 +175,7 @@ def test_a_tensor_that_is_called_like_an_added_one_is_another(text):
     assert len(names) == len({*names})
 
 
-def test_what_float16_does_not_hold_stays_in_float32():
+def test_values_beyond_float16_stay_float32():
     text = "MatMul x w -> a | Add a mask -> b | Relu b -> y"
     model = net(text, {"w": np.eye(4), "mask": [-1e9] * 4})
     made, kept = narrow_float_part(model, "fp16", {"x": 20000.0, "b": 1.0})
@@ -196,7 +194,7 @@ def test_what_float16_does_not_hold_stays_in_float32():
 
 
 @pytest.mark.parametrize(("least", "expected"), [(1e-9, ["max", "div"]), (1e-3, [])])
-def test_what_float16_would_round_to_0_keeps_a_logarithm_finite(least, expected):
+def test_log_guard_lost_in_float16_stays_float32(least, expected):
     text = "MatMul x w -> a | Relu a -> r | Max r least -> g | Log g -> l"
     model = net(f"{text} | Div x g -> d | Mul l d -> y", {"w": np.eye(4), "least": least})
     made, kept = narrow_float_part(model, "fp16", {})
@@ -208,7 +206,7 @@ def test_what_float16_would_round_to_0_keeps_a_logarithm_finite(least, expected)
     assert not narrow_float_part(model, "bf16", {})[1]
 
 
-def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
+def test_integers_and_subgraphs_are_not_narrowed():
     branches = {}
     for branch, out in (("then_branch", "inner"), ("else_branch", "inner2")):
         ends = [helper.make_tensor_value_info(out, FLOAT, None)]
@@ -226,7 +224,7 @@ def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
     assert OrtSession.open(made).run(x)["y"].tolist() == x["x"].tolist()
 
 
-def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
+def test_build_omits_typed_model_after_lift_failure(
     tmp_path, small_cnn, pictures, monkeypatch, wording
 ):
     broken = net("Odd x -> t | Relu t -> y", {}, t={"domain": "mine"})
@@ -247,7 +245,7 @@ def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
 
 
 @pytest.mark.slow
-def test_the_accuracy_told_is_that_of_the_model_the_version_runs(tmp_path, small_cnn, pictures):
+def test_accuracy_uses_model_of_the_version(tmp_path, small_cnn, pictures):
     for version, name in (("8.6.1", PAIRS), ("10.3.0", TYPED), ("11.0.0", TYPED)):
         report = built(small_cnn, pictures, tmp_path / version, version=version)
         assert Path(report.targets[0].runnable).name == name
@@ -271,7 +269,7 @@ def lines(run, small_cnn, pictures):
 
 
 @pytest.mark.slow
-def test_the_command_chooses_the_type(lines, small_cnn, tmp_path):
+def test_rest_option_sets_trtexec_types(lines, small_cnn, tmp_path):
     found, _ = lines(tmp_path / "a")
     assert "--fp16" in found[0] and "--stronglyTyped" in found[2] and "--int8" not in found[3]
     assert found[3][0] == f"--onnx={TYPED}"
@@ -284,7 +282,7 @@ def test_the_command_chooses_the_type(lines, small_cnn, tmp_path):
     assert "TensorRT 10 from 10.15 on" in text  # bfloat16 is of opset 22
 
 
-def test_no_line_asks_for_int8_of_a_model_without_pairs(lines, small_cnn, tmp_path):
+def test_trtexec_has_no_int8_without_pairs(lines, small_cnn, tmp_path):
     """For which trtexec would make ranges up."""
     names = [node.name for node in onnx.load(small_cnn).graph.node]
     kept = [word for name in names for word in ("--keep-float", name)]
@@ -315,9 +313,7 @@ KEPT = ("--keep-float", "mul", "--keep-float", "relu")
 
 
 @pytest.mark.parametrize(("words", "kept"), [((), {}), (KEPT, {"relu": "fp16"})])
-def test_where_tensorrt_chooses_types_what_float16_does_not_hold_is_bound_to_float32(
-    lines, growing, tmp_path, words, kept
-):
+def test_trtexec_pins_float16_overflow_to_float32(lines, growing, tmp_path, words, kept):
     found, _ = lines(tmp_path / "o", *words, **growing)
     cache, pairs, *strong = found
     outputs = "--layerOutputTypes=" + ",".join(f"{name}:fp32" for name in WIDE)
@@ -334,7 +330,7 @@ def test_where_tensorrt_chooses_types_what_float16_does_not_hold_is_bound_to_flo
 @pytest.mark.parametrize(
     ("version", "files"), [("10.7.0", ["small_cnn.tensorrt.onnx", TYPED]), ("10.8.0", [TYPED])]
 )
-def test_the_lines_for_dla_are_of_the_versions_that_have_it(lines, tmp_path, version, files):
+def test_dla_commands_match_tensorrt_versions(lines, tmp_path, version, files):
     found, text = lines(tmp_path, "--dla", "--trt-version", version)
     assert [words[0] for words in found] == [f"--onnx={file}" for file in files]
     for words in found:
@@ -343,7 +339,7 @@ def test_the_lines_for_dla_are_of_the_versions_that_have_it(lines, tmp_path, ver
     assert "up to 10.7 DLA takes the cache, and 10.8 to 11.4.0 have no DLA" in text
 
 
-def test_the_script_runs_each_line_from_any_folder(lines, small_cnn, tmp_path):
+def test_trtexec_script_runs_from_any_folder(lines, small_cnn, tmp_path):
     """A stand-in program named trtexec, which finds the files where it is called."""
     tool = tmp_path / "bin" / "trtexec"
     tool.parent.mkdir()
@@ -366,7 +362,7 @@ def test_the_script_runs_each_line_from_any_folder(lines, small_cnn, tmp_path):
         assert done.returncode == 2 and "11: with TensorRT 11" in done.stderr
 
 
-def test_the_table_of_versions():
+def test_first_tensorrt_version_by_requirement():
     first = [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)]
     assert first == ["8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", "11.5.0"]
     assert ParserRequirements(13).first_reading("typed") == "10.0.0"
@@ -388,7 +384,7 @@ CODES = helper.make_tensor("codes", FLOAT8, [256], BYTES.tobytes(), raw=True)
 VALUES = array(CODES).astype(np.float32)  # onnx's own reading of every code
 
 
-def test_every_code_is_written_as_onnx_reads_it():
+def test_fp8_codes_match_onnx():
     found = fp8_codes(VALUES, FP8)
     assert (found[~np.isnan(VALUES)] == BYTES[~np.isnan(VALUES)]).all()
     assert set(found[np.isnan(VALUES)].tolist()) <= {0x7F, 0xFF} and np.isnan(VALUES).sum() == 2
@@ -396,7 +392,7 @@ def test_every_code_is_written_as_onnx_reads_it():
 
 
 @given(st.lists(st.floats(-600, 600, width=32), min_size=1))
-def test_neighbours_on_the_grid_hold_the_value_and_the_nearest_is_one_of_them(values):
+def test_fp8_grid_neighbours_enclose_the_value(values):
     x = np.array(values, np.float32).clip(-448, 448)
     below, above = round_to_grid(x, FP8, np.floor), round_to_grid(x, FP8, np.ceil)
     near = round_to_grid(x, FP8)
@@ -424,7 +420,7 @@ def pair(op, x, scale, dtype=np.float32):
 @pytest.mark.parametrize("op", ["Relu", "Clip"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("scale", [1.0, 0.0124])
-def test_onnx_runtime_rounds_as_the_grid_does_and_keeps_what_cuts_off(op, dtype, scale):
+def test_onnxruntime_rounds_and_saturates_like_fp8_grid(op, dtype, scale):
     held = np.unique(VALUES[np.isfinite(VALUES)])
     middle = (held[1:] + held[:-1]) / 2
     x = np.concatenate([held, middle, np.nextafter(middle, np.float32(9)), [464, 465, 9e4]])
@@ -443,7 +439,7 @@ def histogram():
 
 
 @pytest.mark.parametrize("name", ["mse", "lp"])
-def test_a_search_by_error_searches_the_grid_that_is_asked(name):
+def test_error_search_uses_the_requested_grid(name):
     h, method = histogram(), Method.of(name)
     power = 2.0 if name == "mse" else 3.0
     counts = h.magnitudes(2048)
@@ -455,7 +451,7 @@ def test_a_search_by_error_searches_the_grid_that_is_asked(name):
 
 
 @pytest.mark.parametrize("name", ["minmax", "percentile"])
-def test_a_search_that_knows_no_grid_finds_the_same(name):
+def test_range_is_equal_for_grid_independent_search(name):
     h, method = histogram(), Method.of(name)
     assert not method.is_int8_only and method.search(FP8)(h) == method.search()(h)
 
@@ -484,7 +480,7 @@ def wide(**options):
     return network(text, shapes, c1=PAD, c2=PAD, **options)
 
 
-def test_what_has_no_fast_kernel_in_fp8_stays_float_and_says_why():
+def test_layers_without_fast_fp8_kernel_stay_float():
     text = "Conv x w1 -> stem | Conv stem w2 -> groups | Conv groups w3 -> window"
     text += " | Conv window w4 -> narrow | ConvTranspose narrow w5 -> up | Conv up w6 -> good"
     text += " | MaxPool good -> pool | GlobalAveragePool pool -> p | Flatten p -> f"
@@ -535,7 +531,7 @@ def narrow(wide_net, images, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx"])
-def test_pairs_and_weights_are_of_fp8_and_onnx_finds_the_model_sound(narrow, name):
+def test_fp8_model_is_valid_with_fp8_pairs(narrow, name):
     model = onnx.load(narrow / name)
     onnx.checker.check_model(model, full_check=True)
     assert model.opset_import[0].version == 19 and model.ir_version >= 9
@@ -551,7 +547,7 @@ def codes_of(tensor):
     return np.frombuffer(tensor.raw_data, np.uint8).reshape(tuple(tensor.dims))
 
 
-def test_scales_are_amax_by_448_and_weights_their_nearest_codes(narrow, wide_net, images):
+def test_fp8_scales_and_weights_are_exact(narrow, wide_net, images):
     plain, held = initializers(wide_net), initializers(narrow / "net.tensorrt.qdq.onnx")
     for name, axes in (("w2", (1, 2, 3)), ("w4", (1, 2, 3)), ("fc", (0,))):
         w = array(plain[name])
@@ -569,7 +565,7 @@ def test_scales_are_amax_by_448_and_weights_their_nearest_codes(narrow, wide_net
     assert array(held["r1/scale"]) == pytest.approx(symmetric_scale(seen, FP8), rel=1e-6)
 
 
-def test_the_cpu_computes_what_the_files_in_fp8_say(narrow, images):
+def test_fp8_files_match_onnx_reference(narrow, images):
     from onnx.reference import ReferenceEvaluator
 
     x = np.load(images)[:1]
@@ -588,9 +584,7 @@ def test_the_cpu_computes_what_the_files_in_fp8_say(narrow, images):
     assert "with TensorRT 10 from 10.2 on" in script and "cache)" not in script
 
 
-def test_the_report_says_fp8_its_figures_and_the_lines_for_those_who_can(
-    run, wide_net, images, tmp_path
-):
+def test_fp8_report_has_accuracy_and_trtexec_commands(run, wide_net, images, tmp_path):
     code, out, _ = run(*command(wide_net, images, tmp_path / "out", *FAST, "--rest", "bf16"))
     assert code == 0 and "net in fp8 for tensorrt" in out and " fp8\n" in out
     report = json.loads((tmp_path / "out/report.json").read_text("utf-8"))
@@ -607,7 +601,7 @@ def test_the_report_says_fp8_its_figures_and_the_lines_for_those_who_can(
     assert not re.search("--int8|--calib|--fp16|8[.]5", notes)
 
 
-def test_a_float_rest_has_one_file_and_inspect_tells_what_would_be_in_fp8(
+def test_fp8_with_float32_rest_and_inspect(
     run, wide_net, images, tmp_path, refusal, small_cnn, pictures, wording
 ):
     code, out, _ = run(*command(wide_net, images, tmp_path, *FAST, "--rest", "fp32"))
@@ -622,9 +616,7 @@ def test_a_float_rest_has_one_file_and_inspect_tells_what_would_be_in_fp8(
     wording.check(refusal(*words))
 
 
-def test_a_cache_gives_the_same_model_and_there_is_no_way_back(
-    run, narrow, wide_net, tmp_path, refusal, wording
-):
+def test_fp8_cache_converts_to_qdq_only(run, narrow, wide_net, tmp_path, refusal, wording):
     made = tmp_path / "made.onnx"
     words = ("to-qdq", wide_net, narrow / "calib8/net.cache", "-o", made, "--precision", "fp8")
     words = ("cache", *words)
@@ -647,9 +639,7 @@ def test_a_cache_gives_the_same_model_and_there_is_no_way_back(
 
 
 @pytest.mark.slow
-def test_a_search_is_kept_in_the_plan_and_obeyed_on_its_own_grid(
-    run, refusal, wide_net, images, tmp_path
-):
+def test_fp8_plan_is_reused_and_bound_to_fp8(run, refusal, wide_net, images, tmp_path):
     out = tmp_path / "out"
     words = command(wide_net, images, out, "--duration", 0, "--method", "minmax")
     assert run(*words)[0] == 0
@@ -668,7 +658,7 @@ def test_a_search_is_kept_in_the_plan_and_obeyed_on_its_own_grid(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_weights_rounded_by_output_are_never_worse_than_the_nearest(seed):
+def test_fp8_output_rounding_beats_nearest_rounding(seed):
     rng = np.random.default_rng(seed)
     steps = (rng.normal(size=(2, 5, 12)) * 10 ** rng.uniform(-2, 2)).clip(-448, 448)
     products = gram(rng.normal(size=(2, 12, 40)).astype(np.float32) + 0.5)
@@ -680,7 +670,7 @@ def test_weights_rounded_by_output_are_never_worse_than_the_nearest(seed):
     assert after < before
 
 
-def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_path, narrow):
+def test_repairs_use_the_fp8_grid(run, wide_net, images, tmp_path, narrow):
     model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
     found = read_all_quantizations(model, find_weighted_layers(load(wide_net).model))
     assert set(found) == {"/c2", "/c3", "/c4", "/y"}
@@ -710,12 +700,12 @@ SEARCHES = ["entropy", "entropy-tensorrt", "legacy"]
     ],
     ids=lambda words: words[1] if isinstance(words, tuple) else "",
 )
-def test_what_is_for_int8_is_refused_beside_fp8(refusal, wide_net, images, tmp_path, words, told):
+def test_int8_options_are_refused_with_fp8(refusal, wide_net, images, tmp_path, words, told):
     assert told in refusal(*command(wide_net, images, tmp_path / "out", *words))
     assert not (tmp_path / "out").exists()
 
 
-def test_plans_of_int8_and_models_of_old_opsets_are_refused(wide_net, images, tmp_path, wording):
+def test_fp8_refuses_int8_plan_and_old_opset(wide_net, images, tmp_path, wording):
     text = 'schema = "calib8-plan/1"\n[tensorrt]\n[tensorrt.methods]\nr1 = "entropy"\n'
     (tmp_path / "p.toml").write_text(text, "utf-8")
     with pytest.raises(ConfigError) as raised:
@@ -731,7 +721,7 @@ def test_plans_of_int8_and_models_of_old_opsets_are_refused(wide_net, images, tm
 @pytest.mark.parametrize(
     ("rest", "source"), [("fp16", "net.tensorrt.typed.onnx"), ("fp32", "net.tensorrt.qdq.onnx")]
 )
-def test_an_engine_is_built_strongly_typed_and_without_a_calibrator(
+def test_fp8_engine_is_strongly_typed_without_calibrator(
     tensorrt, wide_net, images, tmp_path, rest, source
 ):
     trt = tensorrt("10.13.0.35")
@@ -741,7 +731,7 @@ def test_an_engine_is_built_strongly_typed_and_without_a_calibrator(
     assert network.model == onnx.load(tmp_path / source)
 
 
-def test_an_older_tensorrt_gets_no_engine_and_the_reason(tensorrt, wide_net, images, tmp_path):
+def test_older_tensorrt_builds_no_fp8_engine(tensorrt, wide_net, images, tmp_path):
     trt = tensorrt("10.0.1.6")
     (target,) = built(wide_net, images, tmp_path, precision="fp8").targets
     assert "needs TensorRT 10.2 or newer, got 10.0.1.6" in " / ".join(target.notes)
