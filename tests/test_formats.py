@@ -23,74 +23,78 @@ REFUSED: dict[tuple[str, str], str] = {}
 
 
 @pytest.fixture(params=VERSIONS)
-def kept(request, tmp_path):
+def kept_version(request, tmp_path):
     """A copy, since a reader may lock or mend a folder."""
     return Path(shutil.copytree(KEPT / request.param, tmp_path / request.param))
 
 
-def reads(kept, name, read):
+def read_or_refuse(kept_version, name, read):
     """Read a file, or be refused as the table says."""
-    words = REFUSED.get((kept.name, name))
-    if words is None:
-        return read(kept / name)
-    with pytest.raises(Calib8Error, match=words):
-        read(kept / name)
+    reason = REFUSED.get((kept_version.name, name))
+    if reason is None:
+        return read(kept_version / name)
+    with pytest.raises(Calib8Error, match=reason):
+        read(kept_version / name)
     return None
 
 
-def test_this_version_is_kept():
+def test_current_version_is_kept():
     assert __version__ in VERSIONS, "python scripts/keep_formats.py"
 
 
-def test_a_calibration_of_any_version_is_read(kept):
+def test_calibration_of_any_version_is_read(kept_version):
     def read(path):
         stored = store.load_calibration(path)
         return stored, stored.read_arrays(stored.keys)
 
-    found = reads(kept, "m.cache", read)
-    if found is not None:
-        stored, arrays = found
+    calibration = read_or_refuse(kept_version, "m.cache", read)
+    if calibration is not None:
+        stored, arrays = calibration
         assert stored.fingerprint.method == "mse" and len(stored.keys) == len(arrays) >= 8
-        assert all(np.isfinite(a).all() for held in arrays.values() for a in held.values())
-    text = (kept / "m.cache").read_bytes()  # TensorRT's own
+        assert all(
+            np.isfinite(a).all()
+            for arrays_by_name in arrays.values()
+            for a in arrays_by_name.values()
+        )
+    text = (kept_version / "m.cache").read_bytes()  # TensorRT's own
     cache = trt_cache.parse(text, origin="m.cache")
     assert cache.header.version == "8.5.3" and not cache.flaws()
 
 
-def test_a_plan_of_any_version_is_read(kept):
-    plan = reads(kept, "m.plan.toml", read_plan)
+def test_plan_of_any_version_is_read(kept_version):
+    plan = read_or_refuse(kept_version, "m.plan.toml", read_plan)
     if plan is not None:
         assert set(plan.targets) == {"onnxruntime", "tensorrt"}
-        assert all(one.taken is not None for one in plan.targets.values())
+        assert all(target_plan.taken is not None for target_plan in plan.targets.values())
 
 
-def test_a_report_of_any_version_is_explained(kept, run):
-    words = REFUSED.get((kept.name, "report.json"))
-    if words is None:
-        said = run.ok("explain", kept)
-        assert "onnxruntime" in said and "tensorrt" in said
+def test_report_of_any_version_is_explained(kept_version, run):
+    reason = REFUSED.get((kept_version.name, "report.json"))
+    if reason is None:
+        output = run.ok("explain", kept_version)
+        assert "onnxruntime" in output and "tensorrt" in output
     else:
-        assert words in run.fails("explain", kept)
+        assert reason in run.fails("explain", kept_version)
 
 
-def test_a_build_of_any_version_is_verified(kept, run):
-    if (kept / "manifest.json").exists():
-        assert "the build of m" in run.ok("verify", kept)
+def test_build_of_any_version_is_verified(kept_version, run):
+    if (kept_version / "manifest.json").exists():
+        assert "the build of m" in run.ok("verify", kept_version)
 
 
-def test_models_of_any_version_run(kept):
+def test_models_of_any_version_run(kept_version):
     x = np.random.default_rng(0).normal(size=(1, 3, 16, 16)).astype(np.float32)
     for name in ("m.int8.onnx", "m.tensorrt.onnx", "m.tensorrt.qdq.onnx"):
-        (outputs,) = run_net(kept / name, x)
+        (outputs,) = run_net(kept_version / name, x)
         assert outputs.shape == (1, 10) and np.isfinite(outputs).all()
 
 
-def test_the_plan_of_any_version_is_obeyed(kept, small_cnn, pictures, tmp_path, run):
-    if (kept.name, "m.plan.toml") in REFUSED:
+def test_plan_of_any_version_is_obeyed(kept_version, small_cnn, pictures, tmp_path, run):
+    if (kept_version.name, "m.plan.toml") in REFUSED:
         pytest.skip("it is refused, as another test says")
     model = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
-    words = ("--images", pictures, "--out", tmp_path / "out", "--duration", 0, "--accept")
-    run.ok("build", model, *words, "--plan", kept / "m.plan.toml")
-    digest = json.loads((kept / "m.cache.json").read_bytes())["fingerprint"]["model"]
+    arguments = ("--images", pictures, "--out", tmp_path / "out", "--duration", 0, "--accept")
+    run.ok("build", model, *arguments, "--plan", kept_version / "m.plan.toml")
+    digest = json.loads((kept_version / "m.cache.json").read_bytes())["fingerprint"]["model"]
     plan = read_plan(tmp_path / "out" / "calib8/m.plan.toml")
     assert plan.model == digest  # plans name their model

@@ -62,13 +62,13 @@ def test_sqnr_cosine_and_error_are_their_formulas(size):
     def noisy(x):
         return x + np.float32(0.1) * np.sign(x)
 
-    (found,) = compare(SAME, Scored(noisy), batches(X, size)).outputs
+    (output,) = compare(SAME, Scored(noisy), batches(X, size)).outputs
     x, y = X.astype(np.float64), noisy(X).astype(np.float64)
     cosine = (x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)
-    assert found.sqnr_db == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()))
-    assert found.cosine_mean == pytest.approx(cosine.mean())
-    assert found.cosine_min == pytest.approx(cosine.min())
-    assert found.max_abs_error == pytest.approx(np.abs(x - y).max())
+    assert output.sqnr_db == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()))
+    assert output.cosine_mean == pytest.approx(cosine.mean())
+    assert output.cosine_min == pytest.approx(cosine.min())
+    assert output.max_abs_error == pytest.approx(np.abs(x - y).max())
 
 
 @pytest.mark.parametrize("size", [1, 7, 30])
@@ -77,13 +77,13 @@ def test_the_cosine_of_one_value_a_sample_is_that_of_all_samples(size, form):
     def noisy(x):
         return (x[:, :1] + x[:, 1:2]).reshape(form)
 
-    first, second = Scored(lambda x: x[:, :1].reshape(form)), Scored(noisy)
-    (found,) = compare(first, second, batches(X, size)).outputs
+    reference, candidate = Scored(lambda x: x[:, :1].reshape(form)), Scored(noisy)
+    (output,) = compare(reference, candidate, batches(X, size)).outputs
     x, y = X[:, 0].astype(np.float64), noisy(X).reshape(-1).astype(np.float64)
     cosine = x @ y / np.linalg.norm(x) / np.linalg.norm(y)
-    assert found.cosine_mean == pytest.approx(cosine) == found.cosine_min and cosine < 0.9
-    (same,) = compare(first, first, batches(X, size)).outputs
-    assert same.cosine_mean == pytest.approx(1)
+    assert output.cosine_mean == pytest.approx(cosine) == output.cosine_min and cosine < 0.9
+    (equal_output,) = compare(reference, reference, batches(X, size)).outputs
+    assert equal_output.cosine_mean == pytest.approx(1)
 
 
 def test_the_largest_loss_holds_for_one_value_a_sample(build_with_accuracy, tmp_path):
@@ -93,20 +93,26 @@ def test_the_largest_loss_holds_for_one_value_a_sample(build_with_accuracy, tmp_
     model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, {"w": weights}, opset=17)
     path = save_net(model, tmp_path / "age.onnx")
     samples = np.random.default_rng(4).normal(0, 1, (40, 32)).astype(np.float32)
-    code, out, found = build_with_accuracy(path, samples, "--max-loss", 1e-9)
+    code, out, make_detections = build_with_accuracy(path, samples, "--max-loss", 1e-9)
     assert code == 3 and "1 - cosine is" in out
-    assert found["parts"][0]["cosine_mean"] == found["parts"][0]["cosine_min"] < 1 - 1e-8
+    assert (
+        make_detections["parts"][0]["cosine_mean"]
+        == make_detections["parts"][0]["cosine_min"]
+        < 1 - 1e-8
+    )
     assert build_with_accuracy(path, samples, "--max-loss", 0.05)[0] == 0
 
 
 def test_equal_outputs_are_exact():
-    found = compare(SAME, SAME, batches(X, 8))
-    assert found.outputs[0].sqnr_db == math.inf and found.outputs[0].cosine_min == pytest.approx(1)
-    assert found.top1_agreement == 1 and found.samples == 30 and not found.problems
-    assert found.to_json()["outputs"][0]["sqnr_db"] == "inf"
+    accuracy = compare(SAME, SAME, batches(X, 8))
+    assert accuracy.outputs[0].sqnr_db == math.inf and accuracy.outputs[
+        0
+    ].cosine_min == pytest.approx(1)
+    assert accuracy.top1_agreement == 1 and accuracy.samples == 30 and not accuracy.problems
+    assert accuracy.to_json()["outputs"][0]["sqnr_db"] == "inf"
     assert compare(IMAGE, IMAGE, batches(X, 6)).top1_agreement is None  # no classes
-    found = compare(BEST, BEST, batches(X, 6), labels=X.argmax(axis=1).tolist())
-    assert found.top1_reference == 1 and found.top1_candidate == 1
+    accuracy = compare(BEST, BEST, batches(X, 6), labels=X.argmax(axis=1).tolist())
+    assert accuracy.top1_reference == 1 and accuracy.top1_candidate == 1
 
 
 def test_top1_with_labels_counts_both_and_their_agreement():
@@ -116,10 +122,10 @@ def test_top1_with_labels_counts_both_and_their_agreement():
     def swapped(x):  # the candidate is wrong wherever class 0 was right
         return np.where(x.argmax(1, keepdims=True) == 0, x[:, [1, 0, 2, 3]], x)
 
-    found = compare(SAME, Scored(swapped), batches(X, 7), labels=labels.tolist())
-    assert found.top1_reference == 27 / 30
-    assert found.top1_candidate == (swapped(X).argmax(1) == labels).mean()
-    assert found.top1_agreement == (X.argmax(1) != 0).mean()
+    make_detections = compare(SAME, Scored(swapped), batches(X, 7), labels=labels.tolist())
+    assert make_detections.top1_reference == 27 / 30
+    assert make_detections.top1_candidate == (swapped(X).argmax(1) == labels).mean()
+    assert make_detections.top1_agreement == (X.argmax(1) != 0).mean()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -129,21 +135,25 @@ def test_nan_and_inf_are_said_and_never_averaged_away(bad):
         y[x[:, 0] == X[11, 0], 2] = bad
         return y
 
-    found = compare(SAME, Scored(broken), batches(X, 4))
-    (output,) = found.outputs
+    make_detections = compare(SAME, Scored(broken), batches(X, 4))
+    (output,) = make_detections.outputs
     assert output.not_finite == (0, 1)
     assert all(math.isnan(v) for v in (output.sqnr_db, output.cosine_mean, output.max_abs_error))
-    assert found.problems == ("output 'y' of the int8 engine holds NaN or Inf in 1 of 30 samples",)
-    json.dumps(found.to_json(), allow_nan=False)
+    assert make_detections.problems == (
+        "output 'y' of the int8 engine holds NaN or Inf in 1 of 30 samples",
+    )
+    json.dumps(make_detections.to_json(), allow_nan=False)
 
 
 def test_a_sample_of_nan_or_of_another_shape_is_never_right():
     nan = Scored(lambda x: x * np.float32(np.nan))
-    found = compare(nan, nan, batches(X, 5), labels=[0] * 30)
-    assert found.top1_reference == 0 and found.top1_agreement == 0
-    found = compare(SAME, Scored(lambda x: x[:, :3]), batches(X, 5))
-    assert "another shape" in found.problems[0] and math.isnan(found.outputs[0].sqnr_db)
-    assert found.top1_agreement is None
+    make_detections = compare(nan, nan, batches(X, 5), labels=[0] * 30)
+    assert make_detections.top1_reference == 0 and make_detections.top1_agreement == 0
+    make_detections = compare(SAME, Scored(lambda x: x[:, :3]), batches(X, 5))
+    assert "another shape" in make_detections.problems[0] and math.isnan(
+        make_detections.outputs[0].sqnr_db
+    )
+    assert make_detections.top1_agreement is None
 
 
 @pytest.mark.parametrize(
@@ -166,8 +176,8 @@ def test_pairs_of_tensors_by_other_names():
     comparison = TensorComparison({"y": "z"})
     for feed in batches(X, 6):
         comparison.add(feed, SAME.run(feed), half.run(feed))
-    (found,) = comparison.result()
-    assert found.name == "y" and found.sqnr_db == pytest.approx(10 * np.log10(4))
+    (output,) = comparison.result()
+    assert output.name == "y" and output.sqnr_db == pytest.approx(10 * np.log10(4))
 
 
 def test_other_outputs_and_no_samples_are_refused(wording):
@@ -215,7 +225,7 @@ ONE = np.array([[0.0, 0, 10, 10]])
 TWO = np.array([[0.0, 0, 10, 10], [20, 20, 30, 30]])
 
 
-def found(boxes, scores, classes=None):
+def make_detections(boxes, scores, classes=None):
     boxes = np.array(boxes, np.float64).reshape(-1, 4)
     kinds = np.zeros(len(boxes), np.int64) if classes is None else np.array(classes)
     return Detections(boxes, np.array(scores, np.float64), kinds)
@@ -234,32 +244,42 @@ THIRDS = (51 + 50 * 2 / 3) / 101  # hit, miss, hit: precision 1 up to recall .5,
 FAR = [50, 50, 60, 60]
 CROWDED = [0, 0], [False, True]
 PRECISIONS = {
-    "all found": ([(found(TWO, [0.9, 0.8]), TWO)], 1, 1),
+    "all found": ([(make_detections(TWO, [0.9, 0.8]), TWO)], 1, 1),
     # precision 1 up to recall 0.5: 51 of the 101 points
-    "one of two found": ([(found(ONE, [0.9]), TWO)], 51 / 101, 51 / 101),
-    "a false box first": ([(found([FAR, *ONE], [0.9, 0.8]), ONE)], 0.5, 0.5),
-    "a false box last": ([(found([FAR, *ONE], [0.9, 0.95]), ONE)], 1, 1),
-    "hit, miss, hit": ([(found([TWO[0], FAR, TWO[1]], [0.9, 0.8, 0.7]), TWO)], THIRDS, THIRDS),
+    "one of two found": ([(make_detections(ONE, [0.9]), TWO)], 51 / 101, 51 / 101),
+    "a false box first": ([(make_detections([FAR, *ONE], [0.9, 0.8]), ONE)], 0.5, 0.5),
+    "a false box last": ([(make_detections([FAR, *ONE], [0.9, 0.95]), ONE)], 1, 1),
+    "hit, miss, hit": (
+        [(make_detections([TWO[0], FAR, TWO[1]], [0.9, 0.8, 0.7]), TWO)],
+        THIRDS,
+        THIRDS,
+    ),
     # right at .50 .55 .60 .65 .70
-    "an overlap of 0.72": ([(found([[0, 0, 10, 7.2]], [0.9]), ONE)], 0.5, 1),
+    "an overlap of 0.72": ([(make_detections([[0, 0, 10, 7.2]], [0.9]), ONE)], 0.5, 1),
     "a second box on one object": (
-        [(found([TWO[0], [0, 0, 10, 9.9], TWO[1]], [0.9, 0.8, 0.7]), TWO)],
+        [(make_detections([TWO[0], [0, 0, 10, 9.9], TWO[1]], [0.9, 0.8, 0.7]), TWO)],
         THIRDS,
         THIRDS,
     ),
     # class 0: 1; class 1, found elsewhere alone: 0
     "classes and images apart": (
-        [(found(ONE, [0.9]), TWO, [0, 1]), (found(TWO[1:], [0.9], [1]), [])],
+        [(make_detections(ONE, [0.9]), TWO, [0, 1]), (make_detections(TWO[1:], [0.9], [1]), [])],
         0.5,
         0.5,
     ),
     # the first box lies in the crowd
     "a crowd is neither object nor miss": (
-        [(found([[50, 50, 52, 52], *ONE], [0.9, 0.8]), [*ONE, [40, 40, 80, 80]], *CROWDED)],
+        [
+            (
+                make_detections([[50, 50, 52, 52], *ONE], [0.9, 0.8]),
+                [*ONE, [40, 40, 80, 80]],
+                *CROWDED,
+            )
+        ],
         1,
         1,
     ),
-    "nothing found": ([(found([], []), ONE)], 0, 0),
+    "nothing found": ([(make_detections([], []), ONE)], 0, 0),
 }
 
 
@@ -287,16 +307,18 @@ def task(value, reference=1.0):
     )
 
 
-def accuracy(*parts, **rest):
-    return Accuracy(**{"samples": 100, "outputs": (), "parts": parts or (part(),), **rest})
+def accuracy(*parts, **options):
+    return Accuracy(**{"samples": 100, "outputs": (), "parts": parts or (part(),), **options})
 
 
-def judged(found=None, *, speed=None, int8=True, min_speedup=None, max_loss=None, **how):
+def judge(
+    judged_accuracy=None, *, speed=None, int8=True, min_speedup=None, max_loss=None, **options
+):
     gates = Gates(min_speedup=min_speedup, max_loss=max_loss)
-    found = accuracy() if found is None else found
+    judged_accuracy = accuracy() if judged_accuracy is None else judged_accuracy
     ends = speed if isinstance(speed, tuple) else (speed, speed, speed)
-    one = speed and SpeedUp(**dict(zip(("ratio", "low", "high"), ends, strict=True)))
-    return verdict(accuracy=found, speed=one, int8=int8, gates=gates, **how)
+    speed_up = speed and SpeedUp(**dict(zip(("ratio", "low", "high"), ends, strict=True)))
+    return verdict(accuracy=judged_accuracy, speed=speed_up, int8=int8, gates=gates, **options)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +334,8 @@ def judged(found=None, *, speed=None, int8=True, min_speedup=None, max_loss=None
     ],
 )
 def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
-    found = judged(accuracy(part(db, label="scores"), part(60)))
-    assert found.level == level and "scores" in found.text
+    outcome = judge(accuracy(part(db, label="scores"), part(60)))
+    assert outcome.level == level and "scores" in outcome.text
 
 
 @pytest.mark.parametrize(
@@ -327,8 +349,8 @@ def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
     ],
 )
 def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
-    found = judged(accuracy(part(6), task=task(value)))
-    assert found.level == level and "9 of 10 boxes kept" in found.text
+    outcome = judge(accuracy(part(6), task=task(value)))
+    assert outcome.level == level and "9 of 10 boxes kept" in outcome.text
 
 
 LABELLED = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
@@ -338,7 +360,7 @@ PLACES = accuracy(part(6.5), top1_reference=0.9, top1_candidate=0.9)
 
 
 @pytest.mark.parametrize(
-    ("found", "how", "level"),
+    ("judged_accuracy", "options", "level"),
     [
         # a user's figure is judged by what the float model reaches
         (accuracy(task=task(0.60, reference=0.62)), {}, GOOD),
@@ -377,14 +399,14 @@ PLACES = accuracy(part(6.5), top1_reference=0.9, top1_candidate=0.9)
         (accuracy(samples=3), {}, DOUBTFUL),
     ],
 )
-def test_the_level_of_a_verdict(found, how, level):
-    assert judged(found, **how).level == level
+def test_the_level_of_a_verdict(judged_accuracy, options, level):
+    assert judge(judged_accuracy, **options).level == level
 
 
 @pytest.mark.parametrize(("lost", "level"), LOSSES)
 def test_labels_decide_before_the_task(lost, level):
-    found = judged(replace(LABELLED, task=task(0.1), top1_candidate=0.9 - lost))
-    assert found.level == level and f"top-1 {-100 * lost:+.2f} points" in found.text
+    outcome = judge(replace(LABELLED, task=task(0.1), top1_candidate=0.9 - lost))
+    assert outcome.level == level and f"top-1 {-100 * lost:+.2f} points" in outcome.text
 
 
 @pytest.mark.parametrize(
@@ -404,85 +426,98 @@ def test_labels_decide_before_the_task(lost, level):
     ],
 )
 def test_a_float_model_that_guesses_was_fed_something_else(right, classes, samples, level):
-    found = judged(
+    make_detections = judge(
         accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
     )
-    assert found.level == level and ("chance is" in found.text) == (level == UNUSABLE)
-    assert ("check --preprocess" in found.text) == (level != GOOD)
+    assert make_detections.level == level and ("chance is" in make_detections.text) == (
+        level == UNUSABLE
+    )
+    assert ("check --preprocess" in make_detections.text) == (level != GOOD)
 
 
-def precise(own, other, *, own_50=0.5):
+def make_precision(reference, candidate, *, own_50=0.5):
     return MeanPrecision(
-        reference=own, candidate=other, reference_50=own_50, candidate_50=other, objects=40
+        reference=reference,
+        candidate=candidate,
+        reference_50=own_50,
+        candidate_50=candidate,
+        objects=40,
     )
 
 
 @pytest.mark.parametrize(("lost", "level"), LOSSES)
 def test_annotated_objects_decide_before_the_boxes_of_fp32(lost, level):
-    found = judged(accuracy(task=task(0.8), precision=precise(0.4, 0.4 - lost)))
-    assert found.level == level and f"mAP .50:.95 {-100 * lost:+.2f} points" in found.text
-    own = replace(task(0.99), task="metric")
-    found = judged(accuracy(task=own, precision=precise(0.4, 0.4 - lost)))
-    assert found.level == GOOD and "mAP" not in found.text
+    outcome = judge(accuracy(task=task(0.8), precision=make_precision(0.4, 0.4 - lost)))
+    assert outcome.level == level and f"mAP .50:.95 {-100 * lost:+.2f} points" in outcome.text
+    metric_task = replace(task(0.99), task="metric")
+    outcome = judge(accuracy(task=metric_task, precision=make_precision(0.4, 0.4 - lost)))
+    assert outcome.level == GOOD and "mAP" not in outcome.text
 
 
 @pytest.mark.parametrize(("samples", "level"), [(20, UNUSABLE), (19, GOOD)])
 def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(samples, level):
-    one = accuracy(samples=samples, task=task(1.0), precision=precise(0.0, 0.0, own_50=0.009))
-    found = judged(one)
-    assert found.level == level
-    assert ("finds next to none of the 40 objects" in found.text) == (level == UNUSABLE)
+    blind = accuracy(
+        samples=samples, task=task(1.0), precision=make_precision(0.0, 0.0, own_50=0.009)
+    )
+    outcome = judge(blind)
+    assert outcome.level == level
+    assert ("finds next to none of the 40 objects" in outcome.text) == (level == UNUSABLE)
     doubts = ("each is 0; check them",)
-    assert "inputs are in question: each is 0" in judged(one, doubts=doubts).text
-    seen = replace(one, precision=precise(0.4, 0.4))
-    assert "each is 0" not in judged(seen, doubts=doubts).text
+    assert "inputs are in question: each is 0" in judge(blind, doubts=doubts).text
+    seeing = replace(blind, precision=make_precision(0.4, 0.4))
+    assert "each is 0" not in judge(seeing, doubts=doubts).text
     for right, is_said in ((0.34, True), (0.92, False)):  # raw pixels fed to a net of 10 classes
         labelled = accuracy(top1_reference=right, top1_candidate=right, samples=200)
-        assert ("inputs are in question" in judged(labelled, doubts=doubts).text) == is_said
-    for kept in (0.9, 0.1):  # unusable
-        first = judged(accuracy(top1_agreement=0.9, task=task(kept)), doubts=doubts).reasons
-        assert "inputs are in question: each is 0" in first[0] and "9 of 10" in first[1]
+        assert ("inputs are in question" in judge(labelled, doubts=doubts).text) == is_said
+    for share in (0.9, 0.1):  # unusable
+        reasons = judge(accuracy(top1_agreement=0.9, task=task(share)), doubts=doubts).reasons
+        assert "inputs are in question: each is 0" in reasons[0] and "9 of 10" in reasons[1]
 
 
 @pytest.mark.parametrize(
     ("share", "samples", "level"), [(0.95, 20, DOUBTFUL), (0.94, 20, GOOD), (1.0, 19, GOOD)]
 )
 def test_without_labels_a_float_model_that_knows_one_class_is_doubted(share, samples, level):
-    found = judged(accuracy(samples=samples, classes=10, favourite=share))
-    assert found.level == level
-    assert ("check the preprocessing" in found.text) == (level == DOUBTFUL)
+    make_detections = judge(accuracy(samples=samples, classes=10, favourite=share))
+    assert make_detections.level == level
+    assert ("check the preprocessing" in make_detections.text) == (level == DOUBTFUL)
 
 
 @pytest.mark.parametrize(("value", "level"), [(0, DOUBTFUL), (1e-30, GOOD)])
 def test_outputs_of_zeros_prove_nothing(value, level):
     error = RunningError("y")
     error.add(np.full((2, 3), value, np.float32), np.full((2, 3), value, np.float32), 2)
-    found = judged(accuracy(part(math.inf), outputs=(error.result(),)))
-    assert found.level == level
-    assert ("prove nothing" in " ".join(found.reasons)) is (level == DOUBTFUL)
+    make_detections = judge(accuracy(part(math.inf), outputs=(error.result(),)))
+    assert make_detections.level == level
+    assert ("prove nothing" in " ".join(make_detections.reasons)) is (level == DOUBTFUL)
 
 
 def test_outputs_that_are_not_finite_are_unusable_and_said_first():
     problem = "output 'y' of the int8 engine holds NaN or Inf in 1 of 2 samples"
-    found = judged(accuracy(part(14), problems=(problem,)), speed=0.5)
-    assert found.level == UNUSABLE and found.reasons[0] == problem
-    assert len(found.reasons) == 3  # what is doubtful is told too
+    make_detections = judge(accuracy(part(14), problems=(problem,)), speed=0.5)
+    assert make_detections.level == UNUSABLE and make_detections.reasons[0] == problem
+    assert len(make_detections.reasons) == 3  # what is doubtful is told too
 
 
 def test_what_is_good_is_told_only_where_nothing_is_worse():
-    found = judged(speed=0.94, int8=False)  # a speed by chance, of a model that stays in float
-    assert found.level == FLOAT and "no layer could be int8" in found.text
-    assert judged(accuracy(part(40)), speed=(2.0, 1.9, 2.1)).reasons == (
+    make_detections = judge(
+        speed=0.94, int8=False
+    )  # a speed by chance, of a model that stays in float
+    assert make_detections.level == FLOAT and "no layer could be int8" in make_detections.text
+    assert judge(accuracy(part(40)), speed=(2.0, 1.9, 2.1)).reasons == (
         "40.0 dB in the worst part, y",
         "2.00x (1.90 to 2.10) the speed of FP32",
     )
-    assert judged(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
-    found = verdict(accuracy=None, speed=None, int8=True, gates=Gates())
-    assert found.level == DOUBTFUL and found.text == "doubtful: nothing was measured of it"
+    assert judge(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
+    make_detections = verdict(accuracy=None, speed=None, int8=True, gates=Gates())
+    assert (
+        make_detections.level == DOUBTFUL
+        and make_detections.text == "doubtful: nothing was measured of it"
+    )
 
 
 @pytest.mark.parametrize(
-    ("speed", "level", "said"),
+    ("speed", "level", "reason"),
     [
         ((1.2, 1.1, 1.3), GOOD, "1.20x (1.10 to 1.30) the speed of FP32"),
         ((0.99, 0.97, 1.02), FLOAT, "int8 has 0.99x (0.97 to 1.02) the speed of FP32 on this CPU"),
@@ -493,9 +528,9 @@ def test_what_is_good_is_told_only_where_nothing_is_worse():
         ),
     ],
 )
-def test_a_speed_recommends_int8_or_fp32_or_says_that_noise_hides_it(speed, level, said):
-    found = judged(speed=speed)
-    assert found.level == level and said in found.text
+def test_a_speed_recommends_int8_or_fp32_or_says_that_noise_hides_it(speed, level, reason):
+    outcome = judge(speed=speed)
+    assert outcome.level == level and reason in outcome.text
 
 
 class Given:
@@ -509,12 +544,14 @@ def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
 
     It is off by so much; without an error it gives its input back.
     """
-    made, comparison = np.random.default_rng(3), Comparison(Given(), Given())
+    rng, comparison = np.random.default_rng(3), Comparison(Given(), Given())
     for _ in range(6):
-        x = made.normal(size=shape).astype(np.float32)
-        own = x + change * made.normal(size=shape).astype(np.float32)
-        noise = (error or 0) * made.normal(size=shape).astype(np.float32)
-        comparison.add({"x": x[..., cut:]}, {"y": own}, {"y": x if error is None else own + noise})
+        x = rng.normal(size=shape).astype(np.float32)
+        output = x + change * rng.normal(size=shape).astype(np.float32)
+        noise = (error or 0) * rng.normal(size=shape).astype(np.float32)
+        comparison.add(
+            {"x": x[..., cut:]}, {"y": output}, {"y": x if error is None else output + noise}
+        )
     return comparison.result()
 
 
@@ -528,31 +565,34 @@ def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
     ],
 )
 def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, level):
-    found = judged(compared(change, error))
-    assert found.level == level
-    assert ("what the model changes of x in y" in found.text) == (level != GOOD)
+    make_detections = judge(compared(change, error))
+    assert make_detections.level == level
+    assert ("what the model changes of x in y" in make_detections.text) == (level != GOOD)
 
 
 def test_an_engine_that_gives_its_input_back_is_not_good():
-    found = compared(0.03, 0.0)
-    assert judged(found).level == GOOD and not found.doubts
-    found = compared(0.03, None)
-    (doubt,) = found.doubts
-    assert doubt.startswith("0.0 dB are left") and judged(found).level == DOUBTFUL
+    make_detections = compared(0.03, 0.0)
+    assert judge(make_detections).level == GOOD and not make_detections.doubts
+    make_detections = compared(0.03, None)
+    (doubt,) = make_detections.doubts
+    assert doubt.startswith("0.0 dB are left") and judge(make_detections).level == DOUBTFUL
 
 
 def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
-    found = compared(0.03, 0.02)
-    assert judged(found).level == DOUBTFUL
-    assert judged(replace(found, task=task(1.0))).level == GOOD
-    assert judged(found, max_loss=0.3).level == GOOD
-    assert judged(found, max_loss=0.1).level == UNUSABLE  # by the change's cosine
+    make_detections = compared(0.03, 0.02)
+    assert judge(make_detections).level == DOUBTFUL
+    assert judge(replace(make_detections, task=task(1.0))).level == GOOD
+    assert judge(make_detections, max_loss=0.3).level == GOOD
+    assert judge(make_detections, max_loss=0.1).level == UNUSABLE  # by the change's cosine
 
 
 def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
-    found = compared(0.03, 0.003)
-    assert found.worst.label == "y - x" and found.worst.sqnr_db == pytest.approx(20, abs=0.5)
-    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judged(found).text
+    make_detections = compared(0.03, 0.003)
+    assert (
+        make_detections.worst.label == "y - x"
+        and make_detections.worst.sqnr_db == pytest.approx(20, abs=0.5)
+    )
+    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judge(make_detections).text
     assert compared(0.5, 0.03).worst.label == "y"
     assert compared(1e-6, 0.03).worst.label == "y"  # rounding alone
     assert not compared(0.03, 0.03, shape=(1, 3, 256)).doubts  # a state, or of another shape
@@ -582,15 +622,15 @@ def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(int8_model, built.runnable)
     loaded = load(float_model)
-    inside = InnerTensors(loaded, [built], {"int8": None}, len(x))
+    inner_tensors = InnerTensors(loaded, [built], {"int8": None}, len(x))
     for row, sample in zip(x, open_feed([x], loaded.inputs).first_samples(4), strict=True):
-        said = inside.compare(sample)
-        assert said is not None and np.array_equal(said["y"][0], -np.maximum(row, 0))
-    ((found,),) = inside.layers.values()
+        note = inner_tensors.compare(sample)
+        assert note is not None and np.array_equal(note["y"][0], -np.maximum(row, 0))
+    ((layer,),) = inner_tensors.layers.values()
     a = np.maximum(x, 0).astype(np.float64)
     steps = np.rint(a / STEP) * STEP
-    assert found.name == "a"
-    assert found.sqnr_db == pytest.approx(10 * np.log10((a**2).sum() / ((a - steps) ** 2).sum()))
+    assert layer.name == "a"
+    assert layer.sqnr_db == pytest.approx(10 * np.log10((a**2).sum() / ((a - steps) ** 2).sum()))
     assert [o.name for o in int8_model.graph.output] == ["y"]  # tapped copies only
 
 
@@ -598,8 +638,10 @@ def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
     built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(model(quantized=True), built.runnable)
     loaded = load(model(quantized=False))
-    places = {n: sorted(InnerTensors(loaded, [built], {}, n).sample_numbers) for n in (1, 3, 100)}
-    assert places == {1: [1], 3: [1, 2, 3], 100: [1, 26, 51, 76]} and LAYER_SAMPLES == 4
+    numbers_by_count = {
+        n: sorted(InnerTensors(loaded, [built], {}, n).sample_numbers) for n in (1, 3, 100)
+    }
+    assert numbers_by_count == {1: [1], 3: [1, 2, 3], 100: [1, 26, 51, 76]} and LAYER_SAMPLES == 4
 
 
 def one_node(op="Relu", dtype=TensorProto.FLOAT):
@@ -680,12 +722,12 @@ def two_branches(outputs):
 def test_an_output_that_the_optimizer_loses_is_there(capfd):
     """ONNX Runtime 1.32 does not load it: `a` is an output, and part of the joined kernel."""
     x = np.random.default_rng(1).normal(size=(1, 8, 16, 16)).astype(np.float32)
-    plain, found = (
+    plain, outputs = (
         OrtSession.open(two_branches(["y", "a"]), threads=1, optimize=optimize).run({"x": x})
         for optimize in (False, True)
     )
-    assert {"y", "a"} == set(found)
-    assert all(np.allclose(found[name], plain[name], atol=1e-4) for name in found)
+    assert {"y", "a"} == set(outputs)
+    assert all(np.allclose(outputs[name], plain[name], atol=1e-4) for name in outputs)
     assert capfd.readouterr() == ("", "")
 
 

@@ -44,12 +44,12 @@ def spec(*shape, dtype="float32"):
     return TensorSpec("image", dtype, shape)
 
 
-def noise(height=40, width=60, channels=3):
-    made = np.random.default_rng(height * width)
-    return made.integers(0, 256, (height, width, channels), np.uint8)
+def make_noise(height=40, width=60, channels=3):
+    rng = np.random.default_rng(height * width)
+    return rng.integers(0, 256, (height, width, channels), np.uint8)
 
 
-def ready(**options):
+def complete_options(**options):
     base = {"size": (24, 32), "color": "rgb", "layout": "nchw"}
     return with_options(Preprocess(), {**base, **options})
 
@@ -60,63 +60,71 @@ def arithmetic(value, mean, std=1):
     return np.float32(np.float32(scaled - np.float32(mean)) / np.float32(std))
 
 
-def test_the_arithmetic_is_three_separate_float32_roundings():
-    how = ready(size=(40, 60), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-    image = noise()
-    got = preprocess_image(image, how)
+def test_normalisation_rounds_three_times_in_float32():
+    preprocess = complete_options(
+        size=(40, 60), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    )
+    image = make_noise()
+    got = preprocess_image(image, preprocess)
     assert got.shape == (1, 3, 40, 60) and got.dtype == np.float32
     for channel, bgr in enumerate((2, 1, 0)):
         for y, x in ((0, 0), (7, 13), (39, 59)):
-            value = arithmetic(image[y, x, bgr], how.mean[channel], how.std[channel])
+            value = arithmetic(image[y, x, bgr], preprocess.mean[channel], preprocess.std[channel])
             assert got[0, channel, y, x].tobytes() == value.tobytes()
 
 
 def test_layouts_and_channel_orders_hold_the_same_numbers():
-    image = noise()
-    rgb = preprocess_image(image, ready())
-    assert np.array_equal(preprocess_image(image, ready(layout="nhwc")), rgb.transpose(0, 2, 3, 1))
-    assert np.array_equal(preprocess_image(image, ready(color="bgr")), rgb[:, ::-1])
-    grey = preprocess_image(image[:, :, :1], ready(color="grey"))
+    image = make_noise()
+    rgb = preprocess_image(image, complete_options())
+    assert np.array_equal(
+        preprocess_image(image, complete_options(layout="nhwc")), rgb.transpose(0, 2, 3, 1)
+    )
+    assert np.array_equal(preprocess_image(image, complete_options(color="bgr")), rgb[:, ::-1])
+    grey = preprocess_image(image[:, :, :1], complete_options(color="grey"))
     assert grey.shape == (1, 1, 24, 32)
-    assert np.array_equal(grey[0, 0], preprocess_image(image, ready(color="bgr"))[0, 0])
+    assert np.array_equal(grey[0, 0], preprocess_image(image, complete_options(color="bgr"))[0, 0])
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize(("anchor", "top"), [("centre", 8), ("top-left", 0)])
-def test_letterbox_keeps_the_aspect_and_pads_through_the_same_arithmetic(layout, anchor, top):
-    how = ready(size=(32, 32), resize="letterbox", pad=(114.0,), mean=(0.5,), layout=layout)
-    out = preprocess_image(np.full((40, 80, 3), 200, np.uint8), replace(how, anchor=anchor))[0]
+def test_letterbox_pads_with_normalised_value(layout, anchor, top):
+    preprocess = complete_options(
+        size=(32, 32), resize="letterbox", pad=(114.0,), mean=(0.5,), layout=layout
+    )
+    out = preprocess_image(np.full((40, 80, 3), 200, np.uint8), replace(preprocess, anchor=anchor))[
+        0
+    ]
     plane = out[0] if layout == "nchw" else out[:, :, 0]
     assert np.all(plane[top : top + 16] == arithmetic(200, 0.5))
     assert np.all(np.delete(plane, range(top, top + 16), axis=0) == arithmetic(114, 0.5))
 
 
-def test_text_lines_are_fitted_to_the_height_and_padded_with_exact_zero():
-    how, _ = complete_preprocess(PRESETS["ppocr-rec"], spec("n", 3, 48, "w"))
-    out = preprocess_image(np.full((24, 50, 3), 255, np.uint8), how)[0]
+def test_text_lines_are_padded_with_zero():
+    preprocess, _ = complete_preprocess(PRESETS["ppocr-rec"], spec("n", 3, 48, "w"))
+    out = preprocess_image(np.full((24, 50, 3), 255, np.uint8), preprocess)[0]
     assert out.shape == (3, 48, 320) and np.all(out[:, :, :100] == 1)
     assert np.all(out[:, :, 100:] == 0)
-    assert resize_to_input(np.zeros((10, 500, 3), np.uint8), how)[0].shape == (48, 320, 3)
+    assert resize_to_input(np.zeros((10, 500, 3), np.uint8), preprocess)[0].shape == (48, 320, 3)
 
 
-def test_imagenet_resizes_256_and_crops_the_centre_224():
-    how, notes = complete_preprocess(PRESETS["imagenet"], spec(1, 3, 224, 224))
-    assert notes == () and how.short == 256
-    image = noise(300, 500)
-    placed, corner = resize_to_input(image, how)
-    whole = cv2.resize(image, (426, 256), interpolation=cv2.INTER_AREA)
-    assert corner == (0, 0) and np.array_equal(placed, whole[16:240, 101:325])
+def test_imagenet_resizes_and_crops_centre():
+    preprocess, notes = complete_preprocess(PRESETS["imagenet"], spec(1, 3, 224, 224))
+    assert notes == () and preprocess.short == 256
+    image = make_noise(300, 500)
+    placed, corner = resize_to_input(image, preprocess)
+    resized = cv2.resize(image, (426, 256), interpolation=cv2.INTER_AREA)
+    assert corner == (0, 0) and np.array_equal(placed, resized[16:240, 101:325])
 
 
 @pytest.mark.parametrize(("side", "equal"), [(10, True), (100, False)])
-def test_area_becomes_linear_where_a_side_grows(side, equal):
-    ways = [ready(interpolation=name) for name in ("area", "linear")]
-    area, linear = (preprocess_image(noise(side, side), how) for how in ways)
+def test_area_is_linear_when_enlarging(side, equal):
+    ways = [complete_options(interpolation=name) for name in ("area", "linear")]
+    area, linear = (preprocess_image(make_noise(side, side), preprocess) for preprocess in ways)
     assert np.array_equal(area, linear) == equal
 
 
 @given(side, side, side, side)
-def test_letterbox_touches_the_box_and_stays_inside(height, width, box_h, box_w):
+def test_letterbox_touches_box_from_inside(height, width, box_h, box_w):
     inner = pixels.letterbox_size((height, width), (box_h, box_w))
     assert 1 <= inner[0] <= box_h and 1 <= inner[1] <= box_w
     assert inner[0] == box_h or inner[1] == box_w
@@ -126,7 +134,7 @@ def test_letterbox_touches_the_box_and_stays_inside(height, width, box_h, box_w)
 
 
 @given(side, side, side)
-def test_short_side_has_its_length_and_the_other_is_not_shorter(height, width, short):
+def test_short_side_has_requested_length(height, width, short):
     size = pixels.short_side_size((height, width), short)
     assert min(size) == short
     assert (size[0] <= size[1]) == (height <= width) or size[0] == size[1]
@@ -141,37 +149,49 @@ def test_short_side_has_its_length_and_the_other_is_not_shorter(height, width, s
     st.sampled_from(["rgb", "bgr", "grey"]),
     st.sampled_from(["nchw", "nhwc"]),
 )
-def test_every_combination_fills_the_input(source, size, resize, interpolation, color, layout):
-    image = noise(*source, 1 if color == "grey" else 3)
+def test_every_option_combination_fills_input(source, size, resize, interpolation, color, layout):
+    image = make_noise(*source, 1 if color == "grey" else 3)
     options = {"size": size, "resize": resize, "interpolation": interpolation}
-    how = Preprocess(**options, color=color, layout=layout)
-    out = preprocess_image(image, how)
-    assert out.shape == (1, *((how.channels, *size) if layout == "nchw" else (*size, how.channels)))
+    preprocess = Preprocess(**options, color=color, layout=layout)
+    out = preprocess_image(image, preprocess)
+    assert out.shape == (
+        1,
+        *((preprocess.channels, *size) if layout == "nchw" else (*size, preprocess.channels)),
+    )
     assert np.isfinite(out).all() and out.min() >= 0 and out.max() <= 1
-    assert out.tobytes() == preprocess_image(image, how).tobytes()
+    assert out.tobytes() == preprocess_image(image, preprocess).tobytes()
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_survive_json_and_resolve_against_a_model(name):
-    how = PRESETS[name]
-    assert Preprocess.from_json(json.loads(json.dumps(how.to_json()))) == how
-    channels = 1 if how.color == "grey" else 3
-    resolved, notes = complete_preprocess(how, spec("n", channels, 64, 96))
-    assert resolved.size == (64, 96) and notes == ()
-    assert complete_preprocess(resolved, spec("n", channels, 64, 96))[0] == resolved
+def test_presets_survive_json_and_resolve(name):
+    preprocess = PRESETS[name]
+    assert Preprocess.from_json(json.loads(json.dumps(preprocess.to_json()))) == preprocess
+    channels = 1 if preprocess.color == "grey" else 3
+    resolve, notes = complete_preprocess(preprocess, spec("n", channels, 64, 96))
+    assert resolve.size == (64, 96) and notes == ()
+    assert complete_preprocess(resolve, spec("n", channels, 64, 96))[0] == resolve
 
 
-def test_without_any_option_the_model_decides_and_the_note_says_so():
-    how, notes = complete_preprocess(None, spec(1, 1, 28, 28))
-    assert (how.color, how.size, how.layout, how.scale) == ("grey", (28, 28), "nchw", 1 / 255)
+def test_default_preprocess_follows_model_input():
+    preprocess, notes = complete_preprocess(None, spec(1, 1, 28, 28))
+    assert (preprocess.color, preprocess.size, preprocess.layout, preprocess.scale) == (
+        "grey",
+        (28, 28),
+        "nchw",
+        1 / 255,
+    )
     assert "28x28" in notes[0] and "grey" in notes[0]
-    how, _ = complete_preprocess(None, spec(None, 224, 200, 3))
-    assert (how.color, how.size, how.layout) == ("rgb", (224, 200), "nhwc")
+    preprocess, _ = complete_preprocess(None, spec(None, 224, 200, 3))
+    assert (preprocess.color, preprocess.size, preprocess.layout) == ("rgb", (224, 200), "nhwc")
 
 
-def test_options_override_a_preset_and_an_unknown_one_names_the_nearest(wording):
-    how = with_options(PRESETS["imagenet"], {"size": (192, 192), "color": "bgr", "mean": None})
-    assert (how.size, how.color, how.mean) == ((192, 192), "bgr", PRESETS["imagenet"].mean)
+def test_options_override_preset(wording):
+    options = with_options(PRESETS["imagenet"], {"size": (192, 192), "color": "bgr", "mean": None})
+    assert (options.size, options.color, options.mean) == (
+        (192, 192),
+        "bgr",
+        PRESETS["imagenet"].mean,
+    )
     with pytest.raises(ConfigError) as refusal:
         preprocess.find_preset("imagnet")
     wording.check(refusal.value)
@@ -198,13 +218,13 @@ def test_options_override_a_preset_and_an_unknown_one_names_the_nearest(wording)
         ({"men": (0.5,)}, "'men' is no preprocessing option.*'mean'"),
     ],
 )
-def test_wrong_options_are_told_by_name_and_rule(options, message):
+def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         with_options(Preprocess(), options)
 
 
 @pytest.mark.parametrize(
-    ("how", "target", "message"),
+    ("preprocess", "target", "message"),
     [
         (Preprocess(size=(32, 32)), spec(1, 3, 224, 224), "size must fit .*32x32"),
         (Preprocess(color="grey"), spec(1, 3, 8, 8), "grey images have 1 channels.*with 3"),
@@ -221,10 +241,10 @@ def test_wrong_options_are_told_by_name_and_rule(options, message):
         ),
     ],
 )
-def test_options_that_contradict_the_model_are_told(how, target, message):
-    kind = ConfigError if how and how.short_side else FeedError
+def test_options_that_contradict_model_are_refused(preprocess, target, message):
+    kind = ConfigError if preprocess and preprocess.short_side else FeedError
     with pytest.raises(kind, match=message):
-        complete_preprocess(how, target)
+        complete_preprocess(preprocess, target)
 
 
 @pytest.mark.parametrize(
@@ -234,16 +254,21 @@ def test_options_that_contradict_the_model_are_told(how, target, message):
         (1 / 127.5, (103.9, 116.8, 123.7), "0 to 2,"),
     ],
 )
-def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
-    how = Preprocess(scale=scale, mean=mean)
+def test_mean_outside_pixel_range_is_refused(scale, mean, way_out):
+    preprocess = Preprocess(scale=scale, mean=mean)
     with pytest.raises(ConfigError, match=f"mean is taken from scaled pixels.*{way_out}"):
-        complete_preprocess(how, spec(1, 3, 8, 8))
-    for taken in (replace(how, scale=1.0), *(Preprocess(mean=(m,)) for m in (1.0, 0.0, -1.0))):
-        assert complete_preprocess(taken, spec(1, 3, 8, 8))[0].mean == taken.mean
+        complete_preprocess(preprocess, spec(1, 3, 8, 8))
+    for valid_preprocess in (
+        replace(preprocess, scale=1.0),
+        *(Preprocess(mean=(m,)) for m in (1.0, 0.0, -1.0)),
+    ):
+        assert (
+            complete_preprocess(valid_preprocess, spec(1, 3, 8, 8))[0].mean == valid_preprocess.mean
+        )
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         ("--mean 127.5 --std 127.5", "give scale 1"),
         ("--mean 127.5 --std 127.5 --scale 1", None),
@@ -256,9 +281,17 @@ def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
         ("--resize letterbox --pad 114", None),
     ],
 )
-def test_options_of_the_command(words, message, small_cnn, pictures, tmp_path, run):
-    asked = ("calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "c", *words.split())
-    assert message in run.fails(*asked) if message else run.ok(*asked)
+def test_wrong_command_options_are_refused(options, message, small_cnn, pictures, tmp_path, run):
+    arguments = (
+        "calibrate",
+        small_cnn,
+        "--images",
+        pictures,
+        "--out",
+        tmp_path / "c",
+        *options.split(),
+    )
+    assert message in run.fails(*arguments) if message else run.ok(*arguments)
 
 
 IMAGE = TensorSpec("x", "float32", ("n", 3, 16, 16))
@@ -266,27 +299,27 @@ NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
 PHOTO = cv2.resize(NOISE, (600, 400), interpolation=cv2.INTER_CUBIC)
 
 
-def encoded(suffix: str, pixels=PHOTO, *options: int) -> bytes:
+def encode_image(suffix: str, pixels=PHOTO, *options: int) -> bytes:
     done, data = cv2.imencode(suffix, pixels, options)
     assert done
     return data.tobytes()
 
 
-JPEG, PNG = encoded(".jpg"), encoded(".png")
-PROGRESSIVE = encoded(".jpg", PHOTO, cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
-RESTARTS = encoded(".jpg", PHOTO, cv2.IMWRITE_JPEG_RST_INTERVAL, 8)
+JPEG, PNG = encode_image(".jpg"), encode_image(".png")
+PROGRESSIVE = encode_image(".jpg", PHOTO, cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
+RESTARTS = encode_image(".jpg", PHOTO, cv2.IMWRITE_JPEG_RST_INTERVAL, 8)
 
 
-def zeroed(data: bytes, share: float, count: int = 400) -> bytes:
-    at = int(len(data) * share)
-    return data[:at] + bytes(count) + data[at + count :]
+def zero_part(data: bytes, share: float, count: int = 400) -> bytes:
+    index = int(len(data) * share)
+    return data[:index] + bytes(count) + data[index + count :]
 
 
-def chunk(kind: bytes, body: bytes) -> bytes:
+def png_chunk(kind: bytes, body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
 
 
-def fed(folder, data: bytes, suffix: str = ".jpg", **options):
+def feed_bytes(folder, data: bytes, suffix: str = ".jpg", **options):
     folder.mkdir(exist_ok=True)
     (folder / "good.png").write_bytes(PNG)
     (folder / f"it{suffix}").write_bytes(data)
@@ -297,67 +330,76 @@ def fed(folder, data: bytes, suffix: str = ".jpg", **options):
 
 @pytest.mark.parametrize("kind", [JPEG, PROGRESSIVE, RESTARTS], ids=["baseline", "multi", "rst"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
-def test_a_jpeg_damaged_inside_is_told_in_its_decoders_words(tmp_path, capfd, kind, share):
-    damaged, said = zeroed(kind, share), r"(its decoder says: \w+ \w+|damaged: a hole of zeros)"
-    with pytest.raises(FeedError, match=r"it\.jpg .*" + said):
-        fed(tmp_path, damaged)
-    feed, samples = fed(tmp_path, damaged, skip_bad=True)
+def test_damaged_jpeg_names_decoder_message(tmp_path, capfd, kind, share):
+    damaged, message_pattern = (
+        zero_part(kind, share),
+        r"(its decoder says: \w+ \w+|damaged: a hole of zeros)",
+    )
+    with pytest.raises(FeedError, match=r"it\.jpg .*" + message_pattern):
+        feed_bytes(tmp_path, damaged)
+    feed, samples = feed_bytes(tmp_path, damaged, skip_bad=True)
     assert len(samples) == 1 and "1 skipped: image it.jpg" in feed.notes[-1]
     assert capfd.readouterr().err == ""
 
 
-def test_a_hole_that_libjpeg_decodes_without_a_word_is_told(tmp_path):
+def test_silent_jpeg_hole_is_reported(tmp_path):
     silent = 0
     for share in np.linspace(0.2, 0.9, 40):
-        damaged = zeroed(JPEG, share)
-        with capture_decoder_output() as said:
+        damaged = zero_part(JPEG, share)
+        with capture_decoder_output() as decoder_output:
             pixels = cv2.imdecode(np.frombuffer(damaged, np.uint8), 1)
-        silent += not said and pixels is not None
+        silent += not decoder_output and pixels is not None
         with pytest.raises(FeedError):
             decode_image(damaged, "it.jpg", grey=False)
     assert silent
 
 
-def test_flat_pictures_whose_code_is_zeros_are_whole():
+def test_flat_pictures_are_not_damaged():
     flat = np.full((1000, 1500, 3), 128, np.uint8)
     flat[300:500, 300:500] = NOISE[0, 0]
     for data in (
-        encoded(".jpg", flat, cv2.IMWRITE_JPEG_OPTIMIZE, 1),
-        encoded(".jpg", flat, cv2.IMWRITE_JPEG_PROGRESSIVE, 1),
-        encoded(".jpg", flat) + b"behind its end" + bytes(1000) + b"\xff\xd9",
+        encode_image(".jpg", flat, cv2.IMWRITE_JPEG_OPTIMIZE, 1),
+        encode_image(".jpg", flat, cv2.IMWRITE_JPEG_PROGRESSIVE, 1),
+        encode_image(".jpg", flat) + b"behind its end" + bytes(1000) + b"\xff\xd9",
     ):
         assert bytes(64) in data
         assert decode_image(data, "it.jpg", grey=False).shape == flat.shape
 
 
-def test_a_png_with_sound_checksums_and_a_jpeg_with_an_end_marker_are_told(
-    tmp_path, capfd, wording
-):
-    at = PNG.index(b"IDAT")
-    length = int.from_bytes(PNG[at - 4 : at], "big")
-    pixels = zlib.decompress(PNG[at + 4 : at + 4 + length]) if PNG.count(b"IDAT") == 1 else b""
-    header = chunk(b"IHDR", (600).to_bytes(4, "big") + (400).to_bytes(4, "big") + b"\x08\2\0\0\0")
+def test_damage_behind_valid_checksums_is_reported(tmp_path, capfd, wording):
+    data_start = PNG.index(b"IDAT")
+    length = int.from_bytes(PNG[data_start - 4 : data_start], "big")
+    pixels = (
+        zlib.decompress(PNG[data_start + 4 : data_start + 4 + length])
+        if PNG.count(b"IDAT") == 1
+        else b""
+    )
+    header = png_chunk(
+        b"IHDR", (600).to_bytes(4, "big") + (400).to_bytes(4, "big") + b"\x08\2\0\0\0"
+    )
     filters = b"\x09" + (pixels or bytes(1801 * 400))[1:]
-    made = PNG[:8] + header + chunk(b"IDAT", zlib.compress(filters)) + chunk(b"IEND", b"")
+    damaged_png = (
+        PNG[:8] + header + png_chunk(b"IDAT", zlib.compress(filters)) + png_chunk(b"IEND", b"")
+    )
     with pytest.raises(FeedError) as refusal:
-        fed(tmp_path, made, ".png")
+        feed_bytes(tmp_path, damaged_png, ".png")
     wording.check(refusal.value)
     with pytest.raises(FeedError) as refusal:
-        fed(tmp_path / "cut", JPEG[: len(JPEG) // 2] + b"\xff\xd9")
+        feed_bytes(tmp_path / "cut", JPEG[: len(JPEG) // 2] + b"\xff\xd9")
     wording.check(refusal.value)
     assert capfd.readouterr().err == ""
 
 
-def decoding(data):
+def make_decoder(data):
     return functools.partial(cv2.imdecode, np.frombuffer(data, np.uint8), 1)
 
 
-def test_words_that_tell_of_no_pixels_refuse_nothing(tmp_path, capfd):
-    profile = PNG[:33] + chunk(b"iCCP", b"x\0\0" + zlib.compress(b"junk" * 40)) + PNG[33:]
+def test_harmless_decoder_messages_refuse_nothing(tmp_path, capfd):
+    profile = PNG[:33] + png_chunk(b"iCCP", b"x\0\0" + zlib.compress(b"junk" * 40)) + PNG[33:]
     revision = JPEG.replace(b"JFIF\0\1", b"JFIF\0\7", 1)
     for data, suffix, word in ((profile, ".png", "iCCP"), (revision, ".jpg", "revision")):
-        assert any(word in line for line in call_and_capture(decoding(data))[1])
-        feed, samples = fed(tmp_path, data, suffix)
+        assert any(word in line for line in call_and_capture(make_decoder(data))[1])
+        feed, samples = feed_bytes(tmp_path, data, suffix)
         assert len(samples) == 2 and feed.notes == open_feed(tmp_path, [IMAGE]).notes
         assert suffix == ".jpg" or np.array_equal(samples[0]["x"], samples[1]["x"])
         (tmp_path / f"it{suffix}").unlink()
@@ -377,26 +419,26 @@ assert call_and_capture(lambda: (calls.append(1), cv2.imdecode(data, 1)))[1] and
 """  # in a process of its own, where no thread of an earlier test still decodes
 
 
-def test_only_decoders_are_overheard_and_asked_once(tmp_path):
+def test_only_decoder_output_is_captured(tmp_path):
     (tmp_path / "cut.jpg").write_bytes(JPEG[:1000] + b"\xff\xd9")
-    words = [sys.executable, "-c", ALONE, tmp_path / "cut.jpg"]
+    arguments = [sys.executable, "-c", ALONE, tmp_path / "cut.jpg"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "a progress bar" in done.stderr, done.stderr
     assert done.stderr.count("Corrupt JPEG data") == 1  # afterwards the screen is as it was
 
 
-def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
+def test_decoder_messages_stay_with_their_picture(capfd):
     cut = JPEG[: len(JPEG) // 2] + b"\xff\xd9"
     kinds = [cut if number % 7 == 0 else JPEG for number in range(200)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda data: call_and_capture(decoding(data))[1], kinds))
-    assert [len(said) for said in found] == [data is cut for data in kinds]
+        outputs = list(pool.map(lambda data: call_and_capture(make_decoder(data))[1], kinds))
+    assert [len(output) for output in outputs] == [data is cut for data in kinds]
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    "words, damage",
+    "messages, damage",
     [
         ("Corrupt JPEG data: bad Huffman code", True),
         ("Corrupt JPEG data: found marker 0xd0 instead of RST3", True),
@@ -408,9 +450,9 @@ def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
         ("libpng warning: iCCP: known incorrect sRGB profile", False),
     ],
 )
-def test_which_words_mean_damage(monkeypatch, words, damage):
-    monkeypatch.setattr(decoding_module, "call_and_capture", lambda decode: (decode(), [words]))
-    with pytest.raises(FeedError, match=words) if damage else nullcontext():
+def test_decoder_messages_that_mean_damage(monkeypatch, messages, damage):
+    monkeypatch.setattr(decoding_module, "call_and_capture", lambda decode: (decode(), [messages]))
+    with pytest.raises(FeedError, match=messages) if damage else nullcontext():
         decode_image(JPEG, "it.jpg", grey=False)
 
 
@@ -419,7 +461,7 @@ def test_which_words_mean_damage(monkeypatch, words, damage):
 def test_sides_are_read_from_the_header(kind, size):
     picture = cv2.resize(PHOTO, size)
     try:
-        data = encoded(f".{kind}", picture[:, :, 0].copy() if kind == "pgm" else picture)
+        data = encode_image(f".{kind}", picture[:, :, 0].copy() if kind == "pgm" else picture)
     except (cv2.error, AssertionError):
         pytest.skip(f"this OpenCV writes no {kind} of this size")
     assert headers.read_image_size(data) == size
@@ -427,24 +469,24 @@ def test_sides_are_read_from_the_header(kind, size):
         assert headers.read_image_size(data[:length]) in (None, size)
 
 
-def test_sides_of_other_headers():
-    lossless = encoded(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 101)
+def test_sides_are_read_from_other_headers():
+    lossless = encode_image(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 101)
     assert headers.read_image_size(lossless) == headers.read_image_size(PROGRESSIVE) == (600, 400)
     assert headers.read_image_size(b"P5 # a comment\n600 400\n255\n") == (600, 400)
     assert headers.read_image_size(b"GIF89a" + bytes([88, 2, 144, 1])) == (600, 400)
     assert headers.read_image_size(b"hello") is headers.read_image_size(b"") is None
 
 
-def test_a_small_file_of_a_vast_picture_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
+def test_vast_picture_is_refused_before_decoding(tmp_path, monkeypatch):
     sides = (30_000).to_bytes(4, "big") * 2
-    vast = PNG[:8] + chunk(b"IHDR", sides + b"\x08\0\0\0\0") + chunk(b"IEND", b"")
+    vast = PNG[:8] + png_chunk(b"IHDR", sides + b"\x08\0\0\0\0") + png_chunk(b"IEND", b"")
     monkeypatch.setattr(cv2, "imdecode", None)
-    said = r"it\.png must have at most 268,435,456 pixels, got 30000x30000; give a"
-    with pytest.raises(FeedError, match=said):
+    message_pattern = r"it\.png must have at most 268,435,456 pixels, got 30000x30000; give a"
+    with pytest.raises(FeedError, match=message_pattern):
         decode_image(vast, "it.png", grey=False)
 
 
-def test_a_vast_file_is_refused_before_it_is_read(tmp_path, wording):
+def test_vast_file_is_refused_before_reading(tmp_path, wording):
     with (tmp_path / "it.png").open("wb") as file:
         file.truncate(50 << 30)
     (tmp_path / "good.png").write_bytes(PNG)
@@ -461,82 +503,83 @@ SHOWN = [f"{place:02}.png" for place in spread_evenly(range(20), 4)]
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\".png"
 
 
-def resolved(how, layout="nchw"):
-    return replace(how, size=(24, 32), color=how.color or "rgb", layout=layout)
+def resolve(preprocess, layout="nchw"):
+    return replace(preprocess, size=(24, 32), color=preprocess.color or "rgb", layout=layout)
 
 
-def undone(picture, how):
+def undo(picture, preprocess):
     """The picture of its input, and the resized picture that the model is to see, both RGB."""
-    back = input_to_image(preprocess_image(picture, how), how)
-    placed, (top, left) = resize_to_input(picture, how)
+    back = input_to_image(preprocess_image(picture, preprocess), preprocess)
+    placed, (top, left_edge) = resize_to_input(picture, preprocess)
     colour = placed[:, :, ::-1] if placed.shape[2] == 3 else np.repeat(placed, 3, axis=2)
     assert back.dtype == np.uint8 and back.shape == (24, 32, 3)
-    return back[top : top + placed.shape[0], left : left + placed.shape[1]], colour
+    return back[top : top + placed.shape[0], left_edge : left_edge + placed.shape[1]], colour
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_what_the_model_is_fed_is_taken_back_to_the_pixels_it_was_made_of(name, layout):
-    how = resolved(PRESETS[name], layout=layout)
-    np.testing.assert_array_equal(*undone(noise(37, 53, how.channels), how))
+def test_model_input_is_undone_to_pixels(name, layout):
+    preprocess = resolve(PRESETS[name], layout=layout)
+    np.testing.assert_array_equal(*undo(make_noise(37, 53, preprocess.channels), preprocess))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("color", preprocess.COLORS)
 @pytest.mark.parametrize("resize", ["stretch", "letterbox", "short-side"])
-def test_any_preprocessing_is_undone_to_a_level_of_255(resize, color, seed):
-    made = np.random.default_rng(seed)
+def test_preprocessing_is_undone_within_one_level(resize, color, seed):
+    rng = np.random.default_rng(seed)
     channels = 1 if color == "grey" else 3
-    scale, mean = float(10 ** made.uniform(-3, 1)), tuple(made.uniform(-200, 200, channels))
-    std = tuple(10 ** made.uniform(-2, 2, channels))
-    how = resolved(Preprocess(resize=resize, color=color, scale=scale, mean=mean, std=std))
-    back, colour = undone(noise(*made.integers(20, 90, 2).tolist(), channels), how)
+    scale, mean = float(10 ** rng.uniform(-3, 1)), tuple(rng.uniform(-200, 200, channels))
+    std = tuple(10 ** rng.uniform(-2, 2, channels))
+    options = resolve(Preprocess(resize=resize, color=color, scale=scale, mean=mean, std=std))
+    back, colour = undo(make_noise(*rng.integers(20, 90, 2).tolist(), channels), options)
     assert np.abs(back.astype(int) - colour).max() <= 1
 
 
-def test_the_border_of_a_letterbox_is_its_pad():
-    how = resolved(PRESETS["yolo"])
-    back = input_to_image(preprocess_image(noise(10, 40), how), how)
+def test_letterbox_border_is_its_pad():
+    preprocess = resolve(PRESETS["yolo"])
+    back = input_to_image(preprocess_image(make_noise(10, 40), preprocess), preprocess)
     assert (back[0] == 114).all() and (back[-1] == 114).all()
 
 
-def test_arrays_are_stretched_and_what_is_no_picture_is_none():
+def test_arrays_are_stretched_to_pictures():
     ramp = np.linspace(-3, 5, 3 * 4 * 4, dtype=np.float32).reshape(1, 3, 4, 4)
     back = input_to_image(ramp, None)
     assert back.min() == 0 and back.max() == 255 and back.shape == (4, 4, 3)
     assert input_to_image(ramp.transpose(0, 2, 3, 1), None).tolist() == back.tolist()
     assert (input_to_image(np.full((1, 1, 4, 4), 7.0), None) == 127).all()
-    for other in (np.zeros((1, 6, 4, 4)), np.zeros((1, 12)), np.zeros((2, 3, 4, 4))):
-        assert input_to_image(other, None) is None
-    found = pixels.find_image({"state": np.zeros((1, 12)), "image": ramp}, None)
-    assert found.tolist() == back.tolist()
+    for array in (np.zeros((1, 6, 4, 4)), np.zeros((1, 12)), np.zeros((2, 3, 4, 4))):
+        assert input_to_image(array, None) is None
+    picture = pixels.find_image({"state": np.zeros((1, 12)), "image": ramp}, None)
+    assert picture.tolist() == back.tolist()
 
 
 @pytest.mark.parametrize(
-    ("size", "made"), [((640, 320), (160, 80)), ((20, 30), (20, 30)), ((1, 4000), (1, 160))]
+    ("size", "expected_size"),
+    [((640, 320), (160, 80)), ((20, 30), (20, 30)), ((1, 4000), (1, 160))],
 )
-def test_small_pictures_keep_their_aspect_and_are_not_enlarged(size, made):
-    assert pixels.shrink_image(noise(*size)).shape[:2] == made
+def test_small_pictures_are_not_enlarged(size, expected_size):
+    assert pixels.shrink_image(make_noise(*size)).shape[:2] == expected_size
 
 
-def test_a_picture_is_encoded_in_the_shorter_way_and_the_same_each_time():
-    flat, rough = np.zeros((60, 90, 3), np.uint8), noise(60, 90)
+def test_picture_uses_shorter_encoding():
+    flat, rough = np.zeros((60, 90, 3), np.uint8), make_noise(60, 90)
     assert raster(flat).kind == "png" and raster(rough).kind == "jpeg"
     assert raster(rough) == raster(rough.copy())
     head, data = raster(flat).uri.split(",")
     assert head == "data:image/png;base64"
-    np.testing.assert_array_equal(decoding(base64.b64decode(data))(), flat)
+    np.testing.assert_array_equal(make_decoder(base64.b64decode(data))(), flat)
 
 
-def looked_at(folder, count=4, **options):
+def select_views(folder, count=4, **options):
     """A feed of which so many samples are to be shown."""
     feed = open_feed(str(folder), [IMAGE], preprocess=Preprocess(size=(16, 16)), **options)
     feed.cache_samples(0, previews=count)
     return feed
 
 
-def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictures):
-    feed, late = looked_at(pictures), looked_at(pictures)
+def test_views_need_no_extra_decoding(pictures):
+    feed, late = select_views(pictures), select_views(pictures)
     for _ in feed.samples():
         pass
     assert feed.decodes == 20
@@ -558,27 +601,31 @@ def test_bad_images_are_not_shown(pictures, tmp_path):
     (tmp_path / "a.png").write_bytes(b"no picture")
     for name in ("b", "c"):
         (tmp_path / f"{name}.png").write_bytes((pictures / "01.png").read_bytes())
-    assert [v.name for v in looked_at(tmp_path, skip_bad=True).previews()] == ["b.png", "c.png"]
+    assert [v.name for v in select_views(tmp_path, skip_bad=True).previews()] == ["b.png", "c.png"]
 
 
-def test_a_build_shows_the_same_pictures_with_any_threads(run, small_cnn, pictures, tmp_path):
+def test_shown_pictures_do_not_depend_on_threads(run, small_cnn, pictures, tmp_path):
     pages = []
     for threads in (1, 3):
-        words = ("--size", "16x16", "--effort", 0, "--duration", 0, "--threads", threads)
-        run.ok("build", small_cnn, "--images", pictures, *words, "--out", tmp_path / str(threads))
+        options = ("--size", "16x16", "--effort", 0, "--duration", 0, "--threads", threads)
+        run.ok("build", small_cnn, "--images", pictures, *options, "--out", tmp_path / str(threads))
         pages.append((tmp_path / str(threads) / "report.html").read_text())
     uris = [re.findall(r'src="(data:image/[^"]+)"', page) for page in pages]
     assert len(uris[0]) >= 8 and uris[0] == uris[1]
     assert "What the model sees" in pages[0] and "18x20 fed as 16x16" in pages[0]
     assert sum(map(len, uris[0])) < 150_000
-    told = json.loads((tmp_path / "1" / "report.json").read_text())["feed"]["pictures"]
-    assert told["samples"] == SHOWN and "scale, mean, std" in told["how"]
+    pictures_in_report = json.loads((tmp_path / "1" / "report.json").read_text())["feed"][
+        "pictures"
+    ]
+    assert (
+        pictures_in_report["samples"] == SHOWN and "scale, mean, std" in pictures_in_report["how"]
+    )
     for name in ("report.json", "report.md"):
         assert "data:image" not in (tmp_path / "1" / name).read_text()
 
 
-def test_names_of_pictures_are_escaped(pictures):
-    feed = looked_at(pictures, 1, limit=1)
+def test_picture_names_are_escaped(pictures):
+    feed = select_views(pictures, 1, limit=1)
     (view,) = feed.previews()
     object.__setattr__(view, "name", HOSTILE)
     part = pictures_part([view], feed.preprocess)
@@ -590,7 +637,7 @@ def test_names_of_pictures_are_escaped(pictures):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "preprocess",
     [
         {"size": (20, 30), "color": "rgb", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)},
         {"size": (20, 30), "color": "grey", "interpolation": "area"},
@@ -603,21 +650,25 @@ def test_names_of_pictures_are_escaped(pictures):
     ],
 )
 @pytest.mark.parametrize("shape", [(37, 51), (51, 37)])
-def test_the_program_of_a_build_feeds_what_calibrated(how, shape, tmp_path):
-    how = Preprocess(**{"layout": "nchw"} | how)
+def test_run_program_feeds_calibration_input(preprocess, shape, tmp_path):
+    preprocess = Preprocess(**{"layout": "nchw"} | preprocess)
     colors = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
-    if how.deep:
+    if preprocess.deep:
         colors = np.random.default_rng(0).integers(0, 65536, (*shape, 1), np.uint16)
     path = str(tmp_path / "picture.png")
     cv2.imwrite(path, colors)
     engine = 'it\'s """ a.onnx'  # a file's name is not code
     save_net(make_model("y = Relu (x)", {"x": [1]}, {"y": [1]}), tmp_path / engine)
-    text = run_program(engine, [TensorSpec("x", "float32", (1, 3, None, None))], how, {0: engine})
+    text = run_program(
+        engine, [TensorSpec("x", "float32", (1, 3, None, None))], preprocess, {0: engine}
+    )
     (tmp_path / "a_run.py").write_text(text)
     with patch("sys.argv", ["a_run.py"]):
-        made = runpy.run_path(str(tmp_path / "a_run.py"))
-    assert made["CLASSES"] == {0: engine}
+        program_globals = runpy.run_path(str(tmp_path / "a_run.py"))
+    assert program_globals["CLASSES"] == {0: engine}
     data = Path(path).read_bytes()
-    grey = how.color == "grey"
-    wanted = preprocess_image(decode_image(data, path, grey=grey, deep=how.deep), how)
-    np.testing.assert_array_equal(made["read"](path), wanted, strict=True)
+    grey = preprocess.color == "grey"
+    expected = preprocess_image(
+        decode_image(data, path, grey=grey, deep=preprocess.deep), preprocess
+    )
+    np.testing.assert_array_equal(program_globals["read"](path), expected, strict=True)
