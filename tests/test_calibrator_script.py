@@ -181,14 +181,14 @@ def rows(tmp_path):
 def calibrate(small_cnn, rows, tmp_path, run):
     """(*words) -> stdout of a calibration for TensorRT into out.cache; `fails`: its refusal."""
 
-    def words(*more, out="out.cache"):
-        return ("calibrate", small_cnn, "--target", "tensorrt", "-o", tmp_path / out, *more)
+    def build_arguments(*options, out="out.cache"):
+        return ("calibrate", small_cnn, "--target", "tensorrt", "-o", tmp_path / out, *options)
 
-    def call(*given, **named):
-        return run.ok(*words(*given, **named))
+    def run_calibrate(*arguments, **named):
+        return run.ok(*build_arguments(*arguments, **named))
 
-    call.fails = lambda *given: run.fails(*words(*given))
-    return call
+    run_calibrate.fails = lambda *arguments: run.fails(*build_arguments(*arguments))
+    return run_calibrate
 
 
 def content(folder, name):
@@ -202,8 +202,8 @@ def test_a_script_gives_the_bytes_of_the_same_arrays(name, calibrate, rows, tmp_
     out = calibrate("--calibrator-script", written(text, tmp_path))
     assert content(tmp_path, "out") == content(tmp_path, "arrays")
     assert f"{ROWS} images" in out
-    said = "entropy, since" if name == "pycuda" else f"{method[1]}"
-    assert f"ranges are found by {said}" in out
+    message = "entropy, since" if name == "pycuda" else f"{method[1]}"
+    assert f"ranges are found by {message}" in out
     if name != "ctypes":  # a batch a sample
         assert f"fewer than {BATCH} samples for 1 of its 5 batches ({ROWS % BATCH} for" in out
     gone = {"tensorrt", "pycuda", "cuda"} & {module.split(".")[0] for module in sys.modules}
@@ -211,58 +211,60 @@ def test_a_script_gives_the_bytes_of_the_same_arrays(name, calibrate, rows, tmp_
 
 
 def test_the_scripts_own_cache_is_compared_and_left_alone(calibrate, tmp_path):
-    own, script = tmp_path / "calibration.cache", written(PYCUDA, tmp_path)
+    script_cache, script = tmp_path / "calibration.cache", written(PYCUDA, tmp_path)
     calibrate("--calibrator-script", script)
-    made = (tmp_path / "out.cache").read_bytes()
-    head, *lines = made.splitlines()
+    cache_bytes = (tmp_path / "out.cache").read_bytes()
+    head, *lines = cache_bytes.splitlines()
     lines[1] = lines[1].rpartition(b" ")[0] + b" 3f800000"
     old = b"\n".join([head, *lines, b"elsewhere: 3c008912", b""])
-    own.write_bytes(old)
+    script_cache.write_bytes(old)
     out = calibrate("--calibrator-script", script, "--refresh")
     assert f"{len(lines) - 1} of its {len(lines) + 1} scales are equal" in out
     assert "1 differ, by" in out and "1 are of tensors" in out
-    assert own.read_bytes() == old and (tmp_path / "out.cache").read_bytes() == made
-    own.write_bytes(b"no cache")
+    assert script_cache.read_bytes() == old and (tmp_path / "out.cache").read_bytes() == cache_bytes
+    script_cache.write_bytes(b"no cache")
     assert "was not compared" in calibrate("--calibrator-script", script, "--refresh")
 
 
 def test_how_far_two_caches_agree_is_told_in_shares_and_by_the_largest_change():
-    def told(**scales):
+    def describe(**scales):
         old = from_scales({name: np.float32(v) for name, v in scales.items()}, version="8.5.3")
-        made = from_scales({n: np.float32(1) for n in "abcd"}, version="8.5.3")
-        return compare_with_script_cache(dump(old), made).partition("not used: ")[2]
+        reference = from_scales({n: np.float32(1) for n in "abcd"}, version="8.5.3")
+        return compare_with_script_cache(dump(old), reference).partition("not used: ")[2]
 
-    assert told(a=1, b=1) == "2 of its 2 scales are equal to the bit"
-    several = told(a=1, b=1.25, c=0.8, d=0.25)
+    assert describe(a=1, b=1) == "2 of its 2 scales are equal to the bit"
+    several = describe(a=1, b=1.25, c=0.8, d=0.25)
     assert several.endswith("3 differ, by 25 % in the median, most d (4 times)")
-    assert told(a=0, b=2) == "0 of its 2 scales are equal to the bit, 2 differ"
-    assert told(a=1, e=1).endswith("to the bit, 1 are of tensors that are not in the new one")
+    assert describe(a=0, b=2) == "0 of its 2 scales are equal to the bit, 2 differ"
+    assert describe(a=1, e=1).endswith("to the bit, 1 are of tensors that are not in the new one")
 
 
 def test_a_build_takes_a_script_too(small_cnn, rows, tmp_path, command):
-    words = ("build", small_cnn, "--effort", 0, "--duration", 0, "--accept")
+    arguments = ("build", small_cnn, "--effort", 0, "--duration", 0, "--accept")
     script = ("--calibrator-script", written(CUDART, tmp_path))
-    command(*words, *script, "--out", tmp_path / "a")
+    command(*arguments, *script, "--out", tmp_path / "a")
     assert "is an IInt8MinMaxCalibrator" in read_markdown(tmp_path / "a")
-    command(*words, "--images", rows, "--method", "minmax", "--out", tmp_path / "b")
+    command(*arguments, "--images", rows, "--method", "minmax", "--out", tmp_path / "b")
     models = [(tmp_path / name / "small_cnn.int8.onnx").read_bytes() for name in "ab"]
     assert models[0] == models[1]
 
 
-@pytest.mark.parametrize("way", ["script", "arrays", "judged by arrays"])
-def test_preprocessing_is_of_the_pictures(way, small_cnn, rows, pictures, tmp_path, command):
+@pytest.mark.parametrize("source_kind", ["script", "arrays", "judged by arrays"])
+def test_preprocessing_is_of_the_pictures(
+    source_kind, small_cnn, rows, pictures, tmp_path, command
+):
     """Of two feeds, as a script's batches and the photos that judge, it is said of one alone."""
-    feed, judge = (pictures, rows) if way == "judged by arrays" else (rows, pictures)
+    feed, judge = (pictures, rows) if source_kind == "judged by arrays" else (rows, pictures)
     feeds = ("--images", feed, "--eval-images", judge)
-    if way == "script":
+    if source_kind == "script":
         feeds = ("--calibrator-script", written(CUDART, tmp_path), "--eval-images", judge)
-    words = ("build", small_cnn, "--effort", 0, "--duration", 0, "--accept", "--size", "16x16")
-    judged = []
+    arguments = ("build", small_cnn, "--effort", 0, "--duration", 0, "--accept", "--size", "16x16")
+    accuracies = []
     for mean in (0.2, 0.7):
         out = tmp_path / str(mean)
-        command(*words, *feeds, "--mean", mean, "--out", out)
-        judged.append(json.loads((out / "report.json").read_text())["engines"][1]["accuracy"])
-    assert judged[0]["outputs"] != judged[1]["outputs"]
+        command(*arguments, *feeds, "--mean", mean, "--out", out)
+        accuracies.append(json.loads((out / "report.json").read_text())["engines"][1]["accuracy"])
+    assert accuracies[0]["outputs"] != accuracies[1]["outputs"]
 
 
 def test_a_named_method_stands_and_preprocessing_is_the_scripts(calibrate, rows, tmp_path):
@@ -291,7 +293,7 @@ COPY = "cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("self.at += len(rows)", "raise KeyError('no images')", "KeyError: 'no images' at"),
         ("return [int(self.device)]", "return [int(self.device)] * 2", "one address for each"),
@@ -321,7 +323,7 @@ COPY = "cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self
         ("import os", "import os, sys; sys.exit(3)", "SystemExit: 3"),
     ],
 )
-def test_a_broken_script_is_one_sentence(old, new, told, calibrate, tmp_path):
+def test_a_broken_script_is_one_sentence(old, new, message, calibrate, tmp_path):
     text = dedent(PYCUDA).replace('"', "'")
     assert old in text
     broken = text.replace(old, new)
@@ -329,9 +331,9 @@ def test_a_broken_script_is_one_sentence(old, new, told, calibrate, tmp_path):
         broken = broken.replace("batch * images[0].nbytes", "2 * batch * images[0].nbytes")
     if new == "pass":  # the allocation itself is then looked at
         broken = broken.replace("batch * images[0].nbytes", "images[0].nbytes")
-        told = "got an allocation of"
+        message = "got an allocation of"
     err = calibrate.fails("--calibrator-script", written(broken, tmp_path))
-    assert told in err and err.startswith("calib8: error: "), err
+    assert message in err and err.startswith("calib8: error: "), err
     assert not (tmp_path / "out.cache").exists()
 
 
@@ -440,15 +442,15 @@ def of_two(imports, put, folder):
 
 def expected_of_two():
     """The same samples, as the script makes them: the last batch first."""
-    rng, made = np.random.default_rng(8), []
+    rng, samples = np.random.default_rng(8), []
     for _ in range(3):
         ids, x = rng.integers(0, 5, (2, 6)), rng.standard_normal((2, 4)).astype(np.float32)
-        made = [{"ids": ids[row][None], "x": x[row][None]} for row in range(2)] + made
-    return made
+        samples = [{"ids": ids[row][None], "x": x[row][None]} for row in range(2)] + samples
+    return samples
 
 
 def values(samples):
-    return [{name: (a.dtype, a.tobytes()) for name, a in one.items()} for one in samples]
+    return [{name: (a.dtype, a.tobytes()) for name, a in sample.items()} for sample in samples]
 
 
 @pytest.mark.parametrize("put", PUTS)
@@ -457,7 +459,7 @@ def test_every_way_to_the_device_gives_the_same(put, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("put", "way", "told"),
+    ("put", "copy_call", "message"),
     [
         (
             "bindings",
@@ -486,12 +488,12 @@ def test_every_way_to_the_device_gives_the_same(put, tmp_path):
         ("gpuarray", "at = 0; gpuarray.sum(array)", "pycuda.gpuarray.sum is not available"),
     ],
 )
-def test_wrong_addresses_are_one_sentence(put, way, told, two_inputs, refusal, tmp_path):
-    if "mapped memory" in told and not Path("/proc/self/mem").exists():
+def test_wrong_addresses_are_one_sentence(put, copy_call, message, two_inputs, refusal, tmp_path):
+    if "mapped memory" in message and not Path("/proc/self/mem").exists():
         pytest.skip("a wrong address is a crash without /proc")
-    script = written(TWO.format(imports=PUTS[put][0], put=f"{way}; return at"), tmp_path)
-    words = ("calibrate", two_inputs, "-o", tmp_path / "c", "--calibrator-script", script)
-    assert told in refusal(*words)
+    script = written(TWO.format(imports=PUTS[put][0], put=f"{copy_call}; return at"), tmp_path)
+    arguments = ("calibrate", two_inputs, "-o", tmp_path / "c", "--calibrator-script", script)
+    assert message in refusal(*arguments)
 
 
 IMAGES = TensorSpec("x", "float32", ("n", 3, 16, 16))
@@ -508,25 +510,25 @@ def samples_of(source, *specs):
 def test_a_fixed_batch_is_filled_as_from_arrays(fixed, batch, rows, tmp_path):
     spec = TensorSpec("x", "float32", (fixed, 3, 16, 16))
     text = PYCUDA.replace("return self.batch", f"return {batch}")
-    found, _ = samples_of(CalibratorScript(written(text, tmp_path)), spec)
+    samples, _ = samples_of(CalibratorScript(written(text, tmp_path)), spec)
     expected, _ = samples_of(rows, spec)
-    assert values(found) == values(expected) and len(found) == -(-ROWS // fixed)
+    assert values(samples) == values(expected) and len(samples) == -(-ROWS // fixed)
 
 
 def test_a_script_starts_again_and_gives_what_it_copied(rows, tmp_path):
     script = CalibratorScript(written(PYCUDA, tmp_path))
-    (first, notes), (second, again) = (samples_of(script) for _ in range(2))
-    assert values(first) == values(second) and notes == again
+    (first_samples, notes), (second, second_notes) = (samples_of(script) for _ in range(2))
+    assert values(first_samples) == values(second) and notes == second_notes
     text = PYCUDA.replace("return self.batch", "return 1")
-    found, notes = samples_of(CalibratorScript(written(text, tmp_path)))
-    assert values(found) == values(samples_of(rows)[0])
+    samples, notes = samples_of(CalibratorScript(written(text, tmp_path)))
+    assert values(samples) == values(samples_of(rows)[0])
     assert any("4 samples" in n for n in notes)
     with pytest.raises(FeedError, match="plain numbers"):
         open_feed(script, [TensorSpec("x", "object", ("n", 3, 16, 16))])
 
 
 @pytest.mark.parametrize(
-    ("batches", "told"),
+    ("batches", "message"),
     [
         ("[images[:4], images[4:6], images[6:10]]", "only the last batch"),
         ("[images[:2]]", r"must hold 4 samples \(get_batch_size\)"),
@@ -534,26 +536,28 @@ def test_a_script_starts_again_and_gives_what_it_copied(rows, tmp_path):
         ("[images[:4], images[4:6, :2]]", "must hold 4 samples"),
     ],
 )
-def test_bytes_of_no_known_dtype_are_whole_batches_but_for_the_last(batches, told, rows, tmp_path):
+def test_bytes_of_no_known_dtype_are_whole_batches_but_for_the_last(
+    batches, message, rows, tmp_path
+):
     old = "np.array_split(images[:16], 4) + [images[16:]]"
     assert old in CUDART
     script = CalibratorScript(written(CUDART.replace(old, batches), tmp_path))
-    with pytest.raises(FeedError, match=told):
+    with pytest.raises(FeedError, match=message):
         open_feed(script, [IMAGES])
 
 
 def test_an_open_size_is_that_of_the_array_that_is_copied(small_cnn, tmp_path, command, refusal):
     model = onnx.load(small_cnn)
     del model.graph.node[-2:], model.graph.output[:]
-    for at, name in enumerate(("h", "w"), start=2):
-        model.graph.input[0].type.tensor_type.shape.dim[at].dim_param = name
+    for axis, name in enumerate(("h", "w"), start=2):
+        model.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = name
     model.graph.output.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, None))
     onnx.save(model, tmp_path / "open.onnx")
     np.save(tmp_path / "x.npy", np.ones((4, 3, 12, 20), np.float32))
-    words = ("calibrate", tmp_path / "open.onnx", "-o", tmp_path / "c", "--calibrator-script")
-    said = refusal(*words, written(PYCUDA, tmp_path))
-    assert "all other dimensions of the input must be fixed" in said
-    command(*words, written(PYCUDA.replace(".ravel()", ""), tmp_path))
+    arguments = ("calibrate", tmp_path / "open.onnx", "-o", tmp_path / "c", "--calibrator-script")
+    error = refusal(*arguments, written(PYCUDA, tmp_path))
+    assert "all other dimensions of the input must be fixed" in error
+    command(*arguments, written(PYCUDA.replace(".ravel()", ""), tmp_path))
 
 
 def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypatch):
@@ -566,7 +570,7 @@ def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ((), "Missing option"),
         (("--calibrator-script", "old.py:make", "--images", "."), "leave one of them out"),
@@ -574,9 +578,9 @@ def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypat
         (("--calibrator-script", "elsewhere.py:make"), "elsewhere.py"),
     ],
 )
-def test_a_feed_is_one_of_two(words, told, small_cnn, run):
-    code, _, err = run("calibrate", small_cnn, *words)
-    assert code in (1, 2) and told in err
+def test_a_feed_is_one_of_two(arguments, message, small_cnn, run):
+    code, _, err = run("calibrate", small_cnn, *arguments)
+    assert code in (1, 2) and message in err
 
 
 @pytest.mark.parametrize(

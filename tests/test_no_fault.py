@@ -32,9 +32,9 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def kept(run, small_cnn, pictures, tmp_path):
     """A calibration, and how to make it again."""
-    words = ("calibrate", small_cnn, "--images", pictures, "--size", "16x16", "--limit", 4)
-    run.ok(*words, "-o", tmp_path / "c")
-    return tmp_path / "c", (*words, "-o", tmp_path / "c")
+    arguments = ("calibrate", small_cnn, "--images", pictures, "--size", "16x16", "--limit", 4)
+    run.ok(*arguments, "-o", tmp_path / "c")
+    return tmp_path / "c", (*arguments, "-o", tmp_path / "c")
 
 
 def fitting(cache, statistics, **changes):
@@ -47,24 +47,24 @@ def fitting(cache, statistics, **changes):
 
 
 def stored(*members):
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members:
             archive.writestr(name, data)
-    return held.getvalue()
+    return buffer.getvalue()
 
 
 def npy(array):
-    held = io.BytesIO()
-    np.save(held, array)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 @pytest.mark.slow
 def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
-    cache, words = kept
+    cache, arguments = kept
     files = (cache, *store.sidecars(cache))
-    whole = [path.read_bytes() for path in files]
+    original_bytes = [path.read_bytes() for path in files]
     inf = npy(np.array([np.inf, np.nan, -np.inf, 1e308]))
     huge = npy(np.array([2**63 - 1, -(2**63)]))
     fields = [
@@ -83,10 +83,10 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
         stored(*((name, inf) for name, _ in fields)),
         stored(("0.reals.npy", bytes(1 << 20))),
     ]
-    for data in [*forged, *(mutated(random.Random(n), *whole[2:0:-1]) for n in range(40))]:
+    for data in [*forged, *(mutated(random.Random(n), *original_bytes[2:0:-1]) for n in range(40))]:
         fitting(cache, data)
-        out = run.ok(*words)
-        assert [path.read_bytes() for path in files] == whole or "reused" in out
+        out = run.ok(*arguments)
+        assert [path.read_bytes() for path in files] == original_bytes or "reused" in out
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
     ],
 )
 def test_a_forged_fingerprint_is_no_fault(changes, kept, run):
-    cache, words = kept
+    cache, arguments = kept
     fitting(cache, store.sidecars(cache)[1].read_bytes(), **changes)
-    run.ok(*words)
+    run.ok(*arguments)
     run("inspect", cache)
 
 
@@ -124,22 +124,22 @@ def test_a_forged_fingerprint_is_no_fault(changes, kept, run):
     ],
 )
 def test_what_stands_beside_a_cache_is_no_fault(text, kept, run):
-    cache, words = kept
+    cache, arguments = kept
     store.sidecars(cache)[0].write_text(text, encoding="latin-1")
     run("inspect", cache)
-    run.ok(*words)
+    run.ok(*arguments)
 
 
 @pytest.mark.parametrize("name", ["c", "c.json", "c.npz"])
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
 def test_a_pipe_in_place_of_a_cache_is_not_waited_for(name, kind, kept, run, wording):
-    cache, words = kept
+    cache, arguments = kept
     path = cache.parent / name
     path.unlink()
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
-    wording.check(run.fails(*words))
+    wording.check(run.fails(*arguments))
     assert run("inspect", cache)[0] == (0 if name != "c" else 1)
-    run.fails(*words, "--require-cache")
+    run.fails(*arguments, "--require-cache")
 
 
 # What is imported late is imported before the process is nobody's, who may read no library.
@@ -185,14 +185,14 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
         ["cache", "show", closed / "c"],
         ["ascend", "check", closed / "r"],
     ]
-    apart = (
+    namespace_command = (
         "deploy.fx",
         "deploy.standins.torch_on_cpu",
         "deploy.__",
         "calib8.__",
     )  # which need torch
-    modules = [name for name in house.modules(ROOT) if not name.startswith(apart)]
-    tries = [[str(word) for word in words] for words in tries]
+    modules = [name for name in house.modules(ROOT) if not name.startswith(namespace_command)]
+    tries = [[str(word) for word in arguments] for arguments in tries]
     for folder in (tmp_path, *tmp_path.parents, pictures, pictures.parent, small_cnn.parent):
         if folder.is_relative_to(base) or folder.name.startswith("pytest-"):
             folder.chmod(0o755)
@@ -206,10 +206,10 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
     if done.returncode == 77:
         pytest.skip("root may not become another user here (CAP_SETUID), and may look anywhere")
     codes = [line for line in done.stdout.splitlines() if line.startswith("code")]
-    errors, said = done.stderr.splitlines(), done.stdout + done.stderr
-    assert len(codes) == len(errors) == len(tries) - 1, said
-    assert all(line.startswith("code 1 ") for line in codes), said
-    assert sum("ermission" in line for line in errors) >= len(errors) - 1, said  # explain
+    errors, output = done.stderr.splitlines(), done.stdout + done.stderr
+    assert len(codes) == len(errors) == len(tries) - 1, output
+    assert all(line.startswith("code 1 ") for line in codes), output
+    assert sum("ermission" in line for line in errors) >= len(errors) - 1, output  # explain
 
 
 def test_names_as_long_as_a_protobuf_allows_are_no_fault(small_cnn, run, tmp_path):
@@ -242,16 +242,16 @@ def x(tmp_path):
 
 def beside(model, path):
     """The model with its weights in a file beside it."""
-    near = path.parent.parent / "near"
-    near.mkdir()
+    target_folder = path.parent.parent / "near"
+    target_folder.mkdir()
     onnx.save(
         onnx.load(model),
-        near / path.name,
+        target_folder / path.name,
         save_as_external_data=True,
         location="w.bin",
         size_threshold=0,
     )
-    for file in near.iterdir():
+    for file in target_folder.iterdir():
         shutil.copy(file, path.parent / file.name)
     return path
 
@@ -263,12 +263,21 @@ def test_a_path_that_is_no_utf_8_is_built_for_every_target(weights, small_cnn, x
     shutil.copy(small_cnn, model) if weights == "inside" else beside(small_cnn, model)
     shutil.copy(x, folder / "x.npy")
     feed, out = ("--images", folder / "x.npy"), folder / "out"
-    words = ("build", model, *feed, *QUICK, "--out", out, "--target", "onnxruntime,tensorrt,ascend")
-    run.ok(*words)
+    arguments = (
+        "build",
+        model,
+        *feed,
+        *QUICK,
+        "--out",
+        out,
+        "--target",
+        "onnxruntime,tensorrt,ascend",
+    )
+    run.ok(*arguments)
     assert os.fsencode(f"={model.stem}_deploy") in next(out.glob("*_atc.sh")).read_bytes()
     json.loads((out / "report.json").read_text("utf-8"))
     engine = next(out.glob("*.int8.onnx"))
-    run.ok(*words, "--require-cache")
+    run.ok(*arguments, "--require-cache")
     run.ok("explain", out, *feed)
     run.ok("inspect", model)
     run.ok("inspect", out / "calib8" / f"{model.stem}.cache")
@@ -294,8 +303,8 @@ def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, ru
     path = save_net(model, tmp_path / "m.onnx")
     with pytest.raises(BackendError, match="same node name"):
         OrtSession.open(path)
-    words = ("--images", x, "--out", tmp_path / "o", *QUICK)
-    run.ok("build", path, *words, "--target", "onnxruntime,tensorrt,ascend")
+    arguments = ("--images", x, "--out", tmp_path / "o", *QUICK)
+    run.ok("build", path, *arguments, "--target", "onnxruntime,tensorrt,ascend")
     report = json.loads((tmp_path / "o" / "report.json").read_text())
     names = [node["name"] for node in report["targets"][0]["nodes"]]
     assert len(set(names)) == len(names)
@@ -306,28 +315,28 @@ def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, ru
 VALUES = "[-1, 0, 1, 2]"
 
 
-def said(run, *words):
+def said(run, *arguments):
     """JSON of the command."""
-    return json.loads(run("quantize", *words, "--json", "-")[1])
+    return json.loads(run("quantize", *arguments, "--json", "-")[1])
 
 
 def test_a_scale_and_a_zero_point_that_are_given(run):
-    given = ("--scale", "0.1", "--zero-point", "10")
-    shown = run.ok("quantize", VALUES, *given)
+    options = ("--scale", "0.1", "--zero-point", "10")
+    shown = run.ok("quantize", VALUES, *options)
     assert "scale 0.100000001, zero point 10, quint8 (given): stores -1 to 24.5" in shown
     assert "SQNR exact, 0 of 4 values clipped" in shown
-    found = said(run, VALUES, *given)
-    assert found["int_repr"] == [0, 10, 20, 30] and found["dequantized"] == [-1, 0, 1, 2]
-    found = said(run, "[-1000, 100]", *given)
-    assert found["int_repr"] == [0, 255] and found["clipped"] == 2
-    assert found["error"] == pytest.approx([999, -75.5])
+    result = said(run, VALUES, *options)
+    assert result["int_repr"] == [0, 10, 20, 30] and result["dequantized"] == [-1, 0, 1, 2]
+    result = said(run, "[-1000, 100]", *options)
+    assert result["int_repr"] == [0, 255] and result["clipped"] == 2
+    assert result["error"] == pytest.approx([999, -75.5])
     assert said(run, "[100]", "--scale", "0.1", "--dtype", "qint32")["int_repr"] == [1000]
 
 
 def test_channels_each_have_their_own(run):
-    words = ("--scale", "0.1,0.01", "--zero-point", "10,0", "--axis", "0")
-    found = said(run, "[[-1, 0], [1, 2]]", *words)
-    assert found["int_repr"] == [[0, 10], [100, 200]] and found["axis"] == 0
+    arguments = ("--scale", "0.1,0.01", "--zero-point", "10,0", "--axis", "0")
+    result = said(run, "[[-1, 0], [1, 2]]", *arguments)
+    assert result["int_repr"] == [[0, 10], [100, 200]] and result["axis"] == 0
     by = said(run, "[[-1, 0], [1, 2]]", "--axis", "-1", "--method", "minmax", "--dtype", "qint8")
     assert by["scale"] == pytest.approx([1 / 127, 2 / 127]) and by["zero_point"] == [0, 0]
     shown = run("quantize", str([[0.5]] * (SHOWN + 2)), "--axis", "0")[1]
@@ -352,7 +361,7 @@ def test_ranges_are_those_of_the_searches(run, tmp_path):
 def test_what_is_no_experiment_is_said(run, tmp_path):
     np.save(tmp_path / "c.npy", np.array(["text"]))
     one_way = "given or searched, got --scale and --method"
-    for words, message in (
+    for arguments, message in (
         ((VALUES, "--zero-point", "3"), "--zero-point goes with --scale"),
         ((VALUES, "--scale", "1", "--method", "mse"), one_way),
         ((VALUES, "--scale", "a"), "must be numbers with commas"),
@@ -372,8 +381,8 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
         ((tmp_path / "c.npy",), "must be a sound .npy file"),
         ((VALUES, "-q"), "--quiet goes with --json"),
     ):
-        code, _, err = run("quantize", *words)
-        assert code in (1, 2) and message in err, (words, err)
+        code, _, err = run("quantize", *arguments)
+        assert code in (1, 2) and message in err, (arguments, err)
     with pytest.raises(CalibrationError, match="NaN"):
         quantize(np.array([np.nan], np.float32), scales=[1.0])
     with pytest.raises(FeedError):

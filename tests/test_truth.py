@@ -25,9 +25,9 @@ SIDE = 32  # of what the fixture `detector` is fed
 def build(run, pictures, tmp_path):
     """(model, words) -> exit code and output of a build on the pictures, its report."""
 
-    def call(model, *words):
-        words = ("--images", pictures, "--duration", 0, "--out", tmp_path / "o", *words)
-        code, out, error = run("build", model, *words)
+    def call(model, *arguments):
+        arguments = ("--images", pictures, "--duration", 0, "--out", tmp_path / "o", *arguments)
+        code, out, error = run("build", model, *arguments)
         assert code in (0, 3), error
         return code, out, json.loads((tmp_path / "o" / "report.json").read_text())
 
@@ -38,8 +38,8 @@ def build(run, pictures, tmp_path):
 def accuracy(build):
     """(model, words) -> int8's accuracy in a build that is no failure, and its output."""
 
-    def call(model, *words):
-        code, out, report = build(model, *words)
+    def call(model, *arguments):
+        code, out, report = build(model, *arguments)
         assert code == 0
         return report["engines"][1]["accuracy"], out
 
@@ -48,17 +48,17 @@ def accuracy(build):
 
 @pytest.fixture
 def refused(run, pictures, tmp_path):
-    words = ("--images", pictures, "--duration", 0, "--out", tmp_path / "o")
-    return lambda model, *more: run.fails("build", model, *words, *more)
+    arguments = ("--images", pictures, "--duration", 0, "--out", tmp_path / "o")
+    return lambda model, *extra_arguments: run.fails("build", model, *arguments, *extra_arguments)
 
 
 def test_boxes_and_the_worst_part_lead_the_report(accuracy, detector, tmp_path):
-    found, out = accuracy(detector)
+    result, out = accuracy(detector)
     lines = {line[:16].strip(): line for line in out.splitlines()}
-    assert found["task"]["task"] == "boxes" and found["task"]["count"] in lines["Boxes kept"]
+    assert result["task"]["task"] == "boxes" and result["task"]["count"] in lines["Boxes kept"]
     assert "SQNR, worst part" not in lines  # one screen has the figures of the task
-    assert [part["label"] for part in found["parts"]].count("y[4:6]") == 1
-    assert found["parts"][0]["sqnr_db"] <= found["parts"][1]["sqnr_db"]
+    assert [part["label"] for part in result["parts"]].count("y[4:6]") == 1
+    assert result["parts"][0]["sqnr_db"] <= result["parts"][1]["sqnr_db"]
     page = (tmp_path / "o" / "report.html").read_text()
     text = (tmp_path / "o" / "report.md").read_text()
     assert "boxes kept, int8" in page and "SQNR of the worst part" in page and "y[4:6]" in page
@@ -71,10 +71,10 @@ SMALL = ("--size", "16x16")
 
 
 def test_a_classifier_has_its_lines_as_ever(accuracy, small_cnn, tmp_path):
-    found, out = accuracy(small_cnn, *SMALL)
+    result, out = accuracy(small_cnn, *SMALL)
     text = (tmp_path / "o" / "report.md").read_text()
     assert "Top-1 agreement" in out and "Top-1 agreement" in text
-    assert "SQNR, worst part" not in text and found["task"]["task"] == "classes"
+    assert "SQNR, worst part" not in text and result["task"]["task"] == "classes"
 
 
 SCORE = """
@@ -102,25 +102,25 @@ def score(tmp_path):
 def test_a_metric_of_ones_own_decides(accuracy, small_cnn, pictures, score, tmp_path):
     labels = tmp_path / "labels.txt"
     session = OrtSession.open(small_cnn, threads=1)
-    how = Preprocess(size=(16, 16), color="rgb", layout="nchw")
+    preprocess = Preprocess(size=(16, 16), color="rgb", layout="nchw")
     best = [
-        int(session.run({"x": preprocess_image(cv2.imread(str(p)), how)})["logits"].argmax())
+        int(session.run({"x": preprocess_image(cv2.imread(str(p)), preprocess)})["logits"].argmax())
         for p in sorted(pictures.iterdir())
     ]
     wrong = [(one + 1) % 10 for one in best[15:]]
     labels.write_text("".join(f"{one}\n" for one in [*best[:15], *wrong]))
-    words = (*SMALL, "--eval-images", pictures, "--labels", labels)
-    found, out = accuracy(small_cnn, *words, "--metric", f"{score}:score")
-    task = found["task"]
+    arguments = (*SMALL, "--eval-images", pictures, "--labels", labels)
+    result, out = accuracy(small_cnn, *arguments, "--metric", f"{score}:score")
+    task = result["task"]
     assert task["task"] == "metric" and task["reference"] == 7.5 and task["figure"] == "score"
     (line,) = [line for line in out.splitlines() if line.startswith("Score")]
     assert line.split()[1:] == ["7.5", task["count"]]
 
 
 def test_the_report_says_by_what_a_task_was_recognised(accuracy, small_cnn, tmp_path):
-    found, out = accuracy(small_cnn, "--effort", 0)
-    assert found["why"].startswith("classes: logits [N, 10] of ") and "classes: l" not in out
-    assert found["why"].endswith(", beside no other output")
+    result, out = accuracy(small_cnn, "--effort", 0)
+    assert result["why"].startswith("classes: logits [N, 10] of ") and "classes: l" not in out
+    assert result["why"].endswith(", beside no other output")
     pages = [(tmp_path / "o" / page).read_text() for page in ("report.md", "report.html")]
     verbose = accuracy(small_cnn, "--effort", 0, "-v")[1]
     assert all("classes: logits" in text for text in (*pages, verbose))
@@ -137,15 +137,15 @@ def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
         return recognise(seen, task)
 
     monkeypatch.setattr(output_form, "recognise_task", spy)
-    found, out = accuracy(small_cnn, "--task", "embeddings", "--repair", "all")
+    result, out = accuracy(small_cnn, "--task", "embeddings", "--repair", "all")
     calib8.explain(tmp_path / "o", images=pictures)
     assert asked == {"embeddings"} and "Neighbours alike" in out
-    assert found["why"].startswith("embeddings, as set by --task: logits [N, 10] of ")
-    assert found["top1_agreement"] is None
+    assert result["why"].startswith("embeddings, as set by --task: logits [N, 10] of ")
+    assert result["top1_agreement"] is None
     run.ok("build", "--config", tmp_path / "o" / "calib8.toml")
     assert asked == {"embeddings"}
-    found, out = accuracy(small_cnn, "--task", "none")
-    assert asked == {"embeddings", "none"} and found["task"] is None and "SQNR" in out
+    result, out = accuracy(small_cnn, "--task", "none")
+    assert asked == {"embeddings", "none"} and result["task"] is None and "SQNR" in out
     report = calib8.build(small_cnn, pictures, out=tmp_path / "p", task="values", duration_s=0)
     assert report.engines[1].accuracy.task is None
 
@@ -177,9 +177,9 @@ def test_a_metric_of_percent_is_judged_by_the_share_that_is_lost(build, small_cn
         "def score(fp32, int8, label):\n"
         "    return 99.0 + (fp32['logits'] == int8['logits']).all()\n"
     )
-    words = (*SMALL, "--metric", f"{score}:score", "--effort", "0")
+    arguments = (*SMALL, "--metric", f"{score}:score", "--effort", "0")
     limits = ((), ("--max-loss", 0.005), ("--max-loss", 0.02))
-    assert [build(small_cnn, *words, *limit)[0] for limit in limits] == [0, 3, 0]
+    assert [build(small_cnn, *arguments, *limit)[0] for limit in limits] == [0, 3, 0]
 
 
 def test_what_a_metric_does_to_its_arrays_is_no_other_engines_matter(build, small_cnn, score):
@@ -189,8 +189,11 @@ def test_what_a_metric_does_to_its_arrays_is_no_other_engines_matter(build, smal
         "        values *= 0\n"
         "    return 1.0\n"
     )
-    words = (*SMALL, "--target", "onnxruntime,tensorrt", "--effort", "0")
-    plain, own = (build(small_cnn, *words, *more) for more in ((), ("--metric", f"{score}:score")))
+    arguments = (*SMALL, "--target", "onnxruntime,tensorrt", "--effort", "0")
+    plain, own = (
+        build(small_cnn, *arguments, *extra_arguments)
+        for extra_arguments in ((), ("--metric", f"{score}:score"))
+    )
     assert own[0] == 0
     losses = [
         [one["accuracy"]["parts"][0]["sqnr_db"] for one in report["engines"] if "accuracy" in one]
@@ -243,10 +246,10 @@ def test_a_metric_takes_one_label_a_sample(wording):
 
     tally = MetricTally(metric_of(right), labels=[0, 1, 7])
     outputs = [{"y": np.float32([[number]])} for number in range(4)]
-    for one in outputs[:3]:
-        tally.add({}, outputs[0], one)
-    found = tally.result()
-    assert (found.value, found.reference, found.samples) == (2 / 3, 1 / 3, 3)
+    for output in outputs[:3]:
+        tally.add({}, outputs[0], output)
+    result = tally.result()
+    assert (result.value, result.reference, result.samples) == (2 / 3, 1 / 3, 3)
     with pytest.raises(FeedError) as refusal:
         tally.add({}, outputs[0], outputs[3])
     wording.check(refusal.value)
@@ -256,12 +259,12 @@ def test_a_metric_takes_one_label_a_sample(wording):
 def annotations(detector, pictures, tmp_path):
     """A COCO json of what the float model sees in the pictures, in the pictures' own pixels."""
     session = OrtSession.open(detector, threads=1)
-    how = Preprocess(size=(SIDE, SIDE), color="rgb", layout="nchw")
+    preprocess = Preprocess(size=(SIDE, SIDE), color="rgb", layout="nchw")
     images, objects = [], []
     for number, file in enumerate(sorted(pictures.iterdir())):
         pixels = cv2.imread(str(file))
         height, width = pixels.shape[:2]
-        rows = session.run({"x": preprocess_image(pixels, how)})["y"][0]
+        rows = session.run({"x": preprocess_image(pixels, preprocess)})["y"][0]
         images.append({"id": number, "file_name": file.name, "height": height, "width": width})
         for column in np.flatnonzero(rows[4:].max(axis=0) > 0.05):
             cx, cy, w, h = rows[:4, column].tolist()
@@ -282,26 +285,26 @@ def labelled(pictures, annotations):
 
 @pytest.mark.slow
 def test_a_coco_json_gives_both_precisions(accuracy, detector, labelled, annotations, tmp_path):
-    found, out = accuracy(detector, *labelled)
-    found = found["precision"]
+    report_accuracy, out = accuracy(detector, *labelled)
+    report_accuracy = report_accuracy["precision"]
     # the model's own suppression leaves out some that the annotations have
-    assert found["reference_50"] > 0.5 and found["reference"] > 0.5
-    assert 0 < found["candidate_50"] <= 1
-    lost = 100 * (found["candidate"] - found["reference"])
+    assert report_accuracy["reference_50"] > 0.5 and report_accuracy["reference"] > 0.5
+    assert 0 < report_accuracy["candidate_50"] <= 1
+    lost = 100 * (report_accuracy["candidate"] - report_accuracy["reference"])
     assert f"mAP .50:.95 {lost:+.2f} points" in " ".join(out.split())
     text = (tmp_path / "o" / "report.md").read_text()
-    assert f"{100 * found['reference']:.2f} %" in out
-    assert f"| mAP .50 | {100 * found['reference_50']:.2f} % |" in text
+    assert f"{100 * report_accuracy['reference']:.2f} %" in out
+    assert f"| mAP .50 | {100 * report_accuracy['reference_50']:.2f} % |" in text
     data = json.loads(annotations.read_text())
-    for one in data["annotations"][:100]:
-        one["bbox"][0] += 500
+    for annotation in data["annotations"][:100]:
+        annotation["bbox"][0] += 500
     annotations.write_text(json.dumps(data))
     worse, _ = accuracy(detector, *labelled)
-    assert worse["precision"]["reference_50"] < found["reference_50"]
+    assert worse["precision"]["reference_50"] < report_accuracy["reference_50"]
 
 
 @pytest.mark.parametrize(
-    ("broken", "why"),
+    ("broken", "reason"),
     [
         ({"bbox": [1, 2, -3, 4]}, "a bbox of '00.png' that is no x, y, width and height"),
         ({"bbox": [1, 2, float("nan"), 4]}, "a bbox of '00.png'"),
@@ -312,14 +315,16 @@ def test_a_coco_json_gives_both_precisions(accuracy, detector, labelled, annotat
         ({}, "'00.png' is several images there"),
     ],
 )
-def test_objects_that_cannot_be_are_refused(broken, why, refused, detector, labelled, annotations):
+def test_objects_that_cannot_be_are_refused(
+    broken, reason, refused, detector, labelled, annotations
+):
     """Counted as they stand they would lower the precision of both models in silence."""
     data = json.loads(annotations.read_text())
     data["annotations"].append({"image_id": 0, "bbox": [1, 2, 3, 4], "category_id": 3} | broken)
     if not broken:
         data["images"].append(data["images"][0] | {"id": 77, "file_name": "other/00.png"})
     annotations.write_text(json.dumps(data))
-    assert why in refused(detector, *labelled)
+    assert reason in refused(detector, *labelled)
 
 
 def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path, wording):
@@ -330,8 +335,8 @@ def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path, wording
         (tmp_path / "objects.json").write_text(json.dumps(data))
         return read_coco(tmp_path / "objects.json").pictures["0.png"]
 
-    found = read()
-    assert found.boxes.tolist() == [[1, 2, 1, 2]] and found.size == (1, 1)
+    result = read()
+    assert result.boxes.tolist() == [[1, 2, 1, 2]] and result.size == (1, 1)
     for side in ("width", "height"):
         with pytest.raises(FeedError) as refusal:
             read(**{side: 0})
@@ -346,16 +351,19 @@ def test_annotations_of_others_are_refused(
     wording.check(refused(small_cnn, *SMALL, *labelled))
     data = json.loads(annotations.read_text())
     fewer = {"images": data["images"][:-1]}
-    known = {"annotations": [a for a in data["annotations"] if a["image_id"] != 19]}
-    more = {"categories": [*data["categories"], {"id": 900, "name": "c"}]}
-    for change, why in [
+    known_annotations = {"annotations": [a for a in data["annotations"] if a["image_id"] != 19]}
+    more_categories = {"categories": [*data["categories"], {"id": 900, "name": "c"}]}
+    for change, reason in [
         (fewer, "COCO json"),
-        (fewer | known, "'19.png' is not"),
-        (known | more, "3 categories and 2 classes (y: boxes by centre"),
-        (known | more, "list all that it learned as categories, or leave the labels out"),
+        (fewer | known_annotations, "'19.png' is not"),
+        (known_annotations | more_categories, "3 categories and 2 classes (y: boxes by centre"),
+        (
+            known_annotations | more_categories,
+            "list all that it learned as categories, or leave the labels out",
+        ),
     ]:
         annotations.write_text(json.dumps(data | change))
-        assert why in refused(detector, *labelled)
+        assert reason in refused(detector, *labelled)
     for text in ("[1, 2", "[]", '{"images": [{}], "annotations": [], "categories": []}', "7"):
         annotations.write_text(text)
         assert "COCO json" in refused(detector, *labelled)
@@ -372,29 +380,29 @@ def resaved(pictures, folder, change):
 @pytest.mark.slow
 def test_boxes_are_scaled_to_other_pictures(build, detector, pictures, annotations, tmp_path):
     """Three times as large they are the same for the model, which reads 32 x 32 of them."""
-    larger = resaved(pictures, tmp_path / "x3", lambda one: one.repeat(3, 0).repeat(3, 1))
-    words = ("--resize", "letterbox", "--labels", annotations, "--eval-images")
+    larger = resaved(pictures, tmp_path / "x3", lambda picture: picture.repeat(3, 0).repeat(3, 1))
+    options = ("--resize", "letterbox", "--labels", annotations, "--eval-images")
     precisions = []
     for folder in (pictures, larger):
-        _, _, report = build(detector, *words, folder)
+        _, _, report = build(detector, *options, folder)
         precisions.append(report["engines"][1]["accuracy"]["precision"]["reference_50"])
-        said = "20 of 20 evaluation images differ in size, but not in shape, from the COCO json"
-        assert any(said in note for note in report["notes"]) == (folder == larger)
+        message = "20 of 20 evaluation images differ in size, but not in shape, from the COCO json"
+        assert any(message in note for note in report["notes"]) == (folder == larger)
     assert precisions[1] == pytest.approx(precisions[0], abs=0.1) and precisions[1] > 0.3
 
 
 def test_pictures_of_another_shape_are_refused(
     refused, detector, pictures, annotations, tmp_path, wording
 ):
-    words = (detector, "--labels", annotations, "--eval-images")
-    cut = resaved(pictures, tmp_path / "cut", lambda one: one[:, :9])
-    wording.check(refused(*words, cut))
-    said = refused(*words, resaved(pictures, tmp_path / "turned", np.rot90))
-    assert "of 18x20 and 20x18 in the COCO json; save it as it is displayed" in said
+    options = (detector, "--labels", annotations, "--eval-images")
+    cut = resaved(pictures, tmp_path / "cut", lambda picture: picture[:, :9])
+    wording.check(refused(*options, cut))
+    error = refused(*options, resaved(pictures, tmp_path / "turned", np.rot90))
+    assert "of 18x20 and 20x18 in the COCO json; save it as it is displayed" in error
     data = json.loads(annotations.read_text())
     data["images"][0]["width"] = 0
     annotations.write_text(json.dumps(data))
-    wording.check(refused(*words, pictures))
+    wording.check(refused(*options, pictures))
 
 
 @pytest.mark.parametrize("order", [b"II", b"MM"])
@@ -404,9 +412,11 @@ def test_a_picture_that_its_exif_turns_is_as_large_as_it_is_decoded(order, turn,
     form = "<" if order == b"II" else ">"
     tags = order + struct.pack(f"{form}HIHHHIHH", 42, 8, 1, 274, 3, 1, turn, 0) + bytes(4)
     exif = b"Exif\0\0" + tags
-    whole = data.tobytes()
-    whole = whole[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + whole[2:]
-    (path := tmp_path / "a.jpg").write_bytes(whole)
+    jpeg_bytes = data.tobytes()
+    jpeg_bytes = (
+        jpeg_bytes[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + jpeg_bytes[2:]
+    )
+    (path := tmp_path / "a.jpg").write_bytes(jpeg_bytes)
     turned = (26, 18) if turn in (6, 8) else (18, 26)
     assert decoded_size(ImageFile(path, "a.jpg")) == cv2.imread(str(path)).shape[:2] == turned
 
@@ -414,12 +424,16 @@ def test_a_picture_that_its_exif_turns_is_as_large_as_it_is_decoded(order, turn,
 @pytest.mark.parametrize("resize", ["stretch", "letterbox", "short-side", "fit-height"])
 @pytest.mark.parametrize("size", [(40, 80), (100, 60)])
 def test_boxes_land_where_their_pixels_do(resize, size):
-    how = Preprocess(size=(64, 96), resize=resize, color="grey", layout="nchw", scale=1, pad=(0,))
+    preprocess = Preprocess(
+        size=(64, 96), resize=resize, color="grey", layout="nchw", scale=1, pad=(0,)
+    )
     picture = np.zeros((*size, 1), np.uint8)
     low, high = [int(0.4 * side) for side in size], [int(0.6 * side) for side in size]
     picture[low[0] : high[0], low[1] : high[1]] = 255
-    seen = np.argwhere(preprocess_image(picture, how)[0, 0] > 127)
-    (top, left), (bottom, right) = seen.min(axis=0), seen.max(axis=0) + 1
-    box = boxes_to_input(np.array([[low[1], low[0], high[1], high[0]]], np.float64), size, how)[0]
+    bright_pixels = np.argwhere(preprocess_image(picture, preprocess)[0, 0] > 127)
+    (top, left_edge), (bottom, right) = bright_pixels.min(axis=0), bright_pixels.max(axis=0) + 1
+    box = boxes_to_input(
+        np.array([[low[1], low[0], high[1], high[0]]], np.float64), size, preprocess
+    )[0]
     box = np.clip(box, 0, [96, 64, 96, 64])
-    np.testing.assert_allclose(box, [left, top, right, bottom], atol=1.1)
+    np.testing.assert_allclose(box, [left_edge, top, right, bottom], atol=1.1)
