@@ -78,10 +78,10 @@ def test_dead_channels_are_counted_apart():
 def test_the_worst_weights_have_a_strip_of_few_bars():
     wide = np.full((1000, 2), 127, np.int8)
     wide[617] = 1
-    many = [make_stored_weight(f"n{i}", "Conv", wide[: 1000 - i], np.ones(1)) for i in range(9)]
-    found = weight_rows(many)
-    assert sum(bool(row.strip) for row in found) == MAX_STRIPS
-    (row,) = (row for row in found if row.node == "n0")
+    weights = [make_stored_weight(f"n{i}", "Conv", wide[: 1000 - i], np.ones(1)) for i in range(9)]
+    rows_of_weights = weight_rows(weights)
+    assert sum(bool(row.strip) for row in rows_of_weights) == MAX_STRIPS
+    (row,) = (row for row in rows_of_weights if row.node == "n0")
     assert len(row.strip) <= 96 and row.strip.count(1.0) == 1  # the least of a run is seen
     drawn = weight_strip(row)
     assert "each bar is the least of a run of channels" in drawn and drawn.count("v-") == 91
@@ -100,8 +100,8 @@ def net(op, shape, channels=6, **attributes):
 def stored_weight(model):
     plan = analyse(model, TENSORRT)
     scales = dict.fromkeys(plan.activations, np.float32(0.1))
-    (found,) = read_stored_weights(to_qdq(model, plan, scales))
-    return found
+    (result,) = read_stored_weights(to_qdq(model, plan, scales))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -116,24 +116,24 @@ def stored_weight(model):
 )
 def test_output_channels_are_found_in_every_layout(op, shape, attributes, inside, scales):
     model, weight = net(op, shape, **attributes)
-    found = stored_weight(model)
-    assert (found.node, found.op, found.scales.size) == ("node", op, scales)
-    np.testing.assert_allclose(found.amax, np.abs(weight).max(axis=inside), rtol=1e-6)
-    assert (found.used == 1).all()
+    result = stored_weight(model)
+    assert (result.node, result.op, result.scales.size) == ("node", op, scales)
+    np.testing.assert_allclose(result.amax, np.abs(weight).max(axis=inside), rtol=1e-6)
+    assert (result.used == 1).all()
 
 
 def test_groups_of_a_transposed_convolution_share_one_scale():
     model, weight = net("ConvTranspose", (6, 2, 2, 2), group=3)
-    found = stored_weight(model)
+    result = stored_weight(model)
     want = np.abs(weight).reshape(3, 2, 2, 4).max(axis=(1, 3)).reshape(-1)
-    np.testing.assert_allclose(found.amax, want, rtol=1e-6)
-    assert found.scales.size == 1 and found.used.min() == pytest.approx(want.min() / 9)
+    np.testing.assert_allclose(result.amax, want, rtol=1e-6)
+    assert result.scales.size == 1 and result.used.min() == pytest.approx(want.min() / 9)
 
 
 # through a build
 def test_each_target_tells_the_weights_of_its_files(run, small_cnn, pictures, tmp_path):
-    words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path)
-    run.ok(*words, "--target", "onnxruntime,tensorrt,ascend")
+    arguments = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path)
+    run.ok(*arguments, "--target", "onnxruntime,tensorrt,ascend")
     report = json.loads((tmp_path / "report.json").read_text())
     floats = {t.name: numpy_helper.to_array(t) for t in onnx.load(small_cnn).graph.initializer}
     want = np.abs(floats["w4"]).max(axis=1)
@@ -154,10 +154,10 @@ def test_each_target_tells_the_weights_of_its_files(run, small_cnn, pictures, tm
     assert page.read_text().count("largest |w| of 10 channels") == 3
 
 
-def built_target(model, x_shape, folder, *words):
+def built_target(model, x_shape, folder, *arguments):
     """The one target of a build's report."""
     x = np.random.default_rng(1).normal(size=x_shape)
-    out = build_net(model, x, folder, "--effort", 0, "--accept", *words)
+    out = build_net(model, x, folder, "--effort", 0, "--accept", *arguments)
     (target,) = json.loads((out / "report.json").read_text())["targets"]
     return target
 
@@ -171,8 +171,8 @@ def test_weights_of_matmuls_with_scales_of_their_own_inputs_are_told(tmp_path):
 
 def test_fp8_weights_are_told_in_real_units(tmp_path):
     model, _ = net("Conv", (32, 32, 3, 3), channels=32)
-    words = ("--target", "tensorrt", "--precision", "fp8")
-    target = built_target(model, (2, 32, 8, 8), tmp_path, *words)
+    arguments = ("--target", "tensorrt", "--precision", "fp8")
+    target = built_target(model, (2, 32, 8, 8), tmp_path, *arguments)
     (row,) = target["weights"]
     assert row["scales"] == 32 and row["used"] == 1
     assert row["largest"] == pytest.approx(9, rel=1e-5)
@@ -182,11 +182,13 @@ def test_fp8_weights_are_told_in_real_units(tmp_path):
 
 # Markdown, and what was tried
 def test_markdown_has_the_weights_worst_first():
-    many = [
+    weight_list = [
         make_stored_weight(f"n{i}", "Conv", np.array([[127], [i + 1]], np.int8), np.ones(1))
         for i in range(20)
     ]
-    text = to_markdown(Report(targets=(TargetPart(name="t", weights=weight_rows(many[::-1])),)))
+    text = to_markdown(
+        Report(targets=(TargetPart(name="t", weights=weight_rows(weight_list[::-1])),))
+    )
     table = re.findall(r"^\| (n\d+) \| 2 \| 1 \|", text, re.MULTILINE)
     assert table == [f"n{i}" for i in range(20)]
 
@@ -350,7 +352,7 @@ def test_scores_of_logits_with_a_long_tail_stay_right(tmp_path):
     x = np.random.default_rng(3).random((8, 3, 16, 16)).astype(np.float32)
     out = build_net(model, x, tmp_path, "--int8-stem")
     for image in x:
-        want, got = (run_net(one, image[None])[0] for one in (model, out / "net.int8.onnx"))
+        want, got = (run_net(network, image[None])[0] for network in (model, out / "net.int8.onnx"))
         assert np.abs(want - got).max() < 0.1 < 0.3 < np.ptp(want[0, 0])
 
 
@@ -401,16 +403,16 @@ def test_a_followed_tensor_keeps_its_bounds():
     ],
 )
 def test_scores_are_followed_and_gates_are_not(nodes, scores):
-    found = followed(nodes)
-    assert "t" in found if scores else not found
+    result = followed(nodes)
+    assert "t" in result if scores else not result
 
 
 def pictures_of(count, rng):
     """[count, 3, 24, 24] float32: a bright blue on which redness thins out evenly."""
-    found = np.zeros((count, 3, 24, 24), np.float32)
-    found[:, 0] = np.minimum(rng.exponential(0.055, (count, 24, 24)), 1)
-    found[:, 2] = 1
-    return found
+    result = np.zeros((count, 3, 24, 24), np.float32)
+    result[:, 0] = np.minimum(rng.exponential(0.055, (count, 24, 24)), 1)
+    result[:, 2] = 1
+    return result
 
 
 @pytest.mark.parametrize("method", ["minmax", "mse"])
@@ -422,13 +424,17 @@ def test_scores_that_no_image_held_are_not_cut_off(tmp_path, method):
     weights = as_float32({"w": weight, "b": np.full(16, -16)})
     model = make_model(nodes, {"x": [1, 3, 24, 24]}, {"y": [1, 16, 24, 24]}, weights, opset=17)
     rng = np.random.default_rng(5)
-    few = pictures_of(40, rng)
-    out = build_net(model, few, tmp_path, "--int8-stem", "--effort", 0, "--method", method)
-    whole, small = map(ort.InferenceSession, (tmp_path / "net.onnx", out / "net.int8.onnx"))
+    pictures = pictures_of(40, rng)
+    out = build_net(model, pictures, tmp_path, "--int8-stem", "--effort", 0, "--method", method)
+    float_session, int8_session = map(
+        ort.InferenceSession, (tmp_path / "net.onnx", out / "net.int8.onnx")
+    )
     red = pictures_of(1, rng)
     red[0, 0, 12, 12] = 18.5 / 24  # a logit of 2.5
-    want, got = (one.run(None, {"x": red})[0][0, 0, 12, 12] for one in (whole, small))
-    sure = max(whole.run(None, {"x": one[None]})[0].max() for one in few)
+    want, got = (
+        session.run(None, {"x": red})[0][0, 0, 12, 12] for session in (float_session, int8_session)
+    )
+    sure = max(float_session.run(None, {"x": session[None]})[0].max() for session in pictures)
     assert sure < 0.6 < 0.9 < want and got == pytest.approx(want, abs=0.03)
 
 
@@ -445,8 +451,8 @@ class Rows:
         return Detections.of(rows[:, :4], rows[:, 4], rows[:, 5].astype(np.int64))
 
 
-def row(at, score=0.9, kind=0):
-    return [at, 10, at + 8, 18, score, kind]
+def row(left_edge, score=0.9, kind=0):
+    return [left_edge, 10, left_edge + 8, 18, score, kind]
 
 
 def scene(*rows):
@@ -472,13 +478,16 @@ def test_boxes_that_are_drawn_are_those_that_are_counted():
         (full, scene(*(row(10 * n, kind=1) for n in range(8)))),  # all of another class
     ]
     tally = tallied(pairs)
-    told, shown = tally.result(), tally.shown()
-    assert [one.number for one in shown] == [3, 0, 2, 1]  # what differs most first
-    kept = sum(len(one.kept.scores) for one in shown)
-    new = sum(len(one.new.scores) for one in shown)
-    lost = sum(len(one.lost.scores) for one in shown)
-    assert told.words == f"{kept} of {kept + lost} boxes of FP32 kept, {new} new (score above 0.25)"
-    assert all(len(one.kept.scores) == len(one.found.scores) for one in shown)
+    message, shown = tally.result(), tally.shown()
+    assert [sample.number for sample in shown] == [3, 0, 2, 1]  # what differs most first
+    kept_count = sum(len(sample.kept.scores) for sample in shown)
+    new = sum(len(sample.new.scores) for sample in shown)
+    lost = sum(len(sample.lost.scores) for sample in shown)
+    assert (
+        message.words
+        == f"{kept_count} of {kept_count + lost} boxes of FP32 kept, {new} new (score above 0.25)"
+    )
+    assert all(len(sample.kept.scores) == len(sample.found.scores) for sample in shown)
     np.testing.assert_allclose(shown[1].lost.boxes[:, 0], [50, 60, 70])
 
 
@@ -486,11 +495,11 @@ def test_one_that_agrees_is_among_those_shown_where_there_is_one():
     full = scene(*(row(10 * n) for n in range(8)))
     worse = [(full, scene(*(row(10 * n) for n in range(8 - lost)))) for lost in range(1, 7)]
     shown = tallied([(full, full), *worse]).shown()
-    assert [one.number for one in shown] == [6, 5, 4, 0] and len(shown) == MOST
-    assert [one.number for one in tallied(worse).shown()] == [5, 4, 3, 2]
+    assert [sample.number for sample in shown] == [6, 5, 4, 0] and len(shown) == MOST
+    assert [sample.number for sample in tallied(worse).shown()] == [5, 4, 3, 2]
     tally = tallied([(full, full), *worse, (full, scene())] * 25)  # few are kept of many
     assert len(tally.watched) <= 2 * MOST * 3
-    assert {one.number for one in tally.shown()} <= tally.watched
+    assert {sample.number for sample in tally.shown()} <= tally.watched
 
 
 @pytest.mark.parametrize(
@@ -510,25 +519,31 @@ def test_one_that_agrees_is_among_those_shown_where_there_is_one():
     ],
 )
 def test_the_threshold_is_the_highest_with_enough_boxes(score, count, threshold):
-    seen = scene(*(row(10 * n, score=score) for n in range(count)))
-    tally = tallied([(seen, scene(row(0, score=score)))])
+    detections = scene(*(row(10 * n, score=score) for n in range(count)))
+    tally = tallied([(detections, scene(row(0, score=score)))])
     assert tally.threshold == threshold
-    assert [one.threshold for one in tally.shown()] == [threshold] * (threshold is not None)
-    found = tally.result()
-    assert (found and found.words.rpartition("score above ")[2]) == (threshold and f"{threshold})")
+    assert [sample.threshold for sample in tally.shown()] == [threshold] * (threshold is not None)
+    result = tally.result()
+    assert (result and result.words.rpartition("score above ")[2]) == (
+        threshold and f"{threshold})"
+    )
 
 
 def test_boxes_in_shares_of_the_picture_become_pixels():
-    found = Detections(np.array([[0.1, 0.5, 0.2, 1.0]]), np.ones(1), np.zeros(1, np.int64))
-    np.testing.assert_allclose(scale_to_pixels(found, (32, 320)).boxes, [[32, 16, 64, 32]])
+    result = Detections(np.array([[0.1, 0.5, 0.2, 1.0]]), np.ones(1), np.zeros(1, np.int64))
+    np.testing.assert_allclose(scale_to_pixels(result, (32, 320)).boxes, [[32, 16, 64, 32]])
 
 
 def test_classes_that_change_are_kept_the_surest_first():
     tally = Classes(("logits",), (3,)).tally()
-    for own, other in ((5.0, 6.0), (9.0, 2.0), (3.0, 8.0)):
-        tally.add({}, {"logits": np.array([[own, 1, 0]])}, {"logits": np.array([[1, other, 0]])})
+    for reference_logit, candidate_logit in ((5.0, 6.0), (9.0, 2.0), (3.0, 8.0)):
+        tally.add(
+            {},
+            {"logits": np.array([[reference_logit, 1, 0]])},
+            {"logits": np.array([[1, candidate_logit, 0]])},
+        )
     tally.add({}, {"logits": np.array([[5.0, 1, 0]])}, {"logits": np.array([[5.0, 1, 0]])})
-    assert [(one.number, one.reference, one.candidate) for one in tally.shown()] == [
+    assert [(sample.number, sample.reference, sample.candidate) for sample in tally.shown()] == [
         (1, (0, 9.0), (1, 2.0)),
         (0, (0, 5.0), (1, 6.0)),
         (2, (0, 3.0), (1, 8.0)),
@@ -537,10 +552,10 @@ def test_classes_that_change_are_kept_the_surest_first():
 
 
 def test_order_of_equals_is_that_of_the_samples():
-    kept, classes = ExampleSelection(), {"reference": (0, 1.0), "candidate": (1, 1.0)}
+    selection, classes = ExampleSelection(), {"reference": (0, 1.0), "candidate": (1, 1.0)}
     for number in (3, 1, 2, 0, 4):
-        kept.offer(ClassExample(number=number, output="y", **classes), differs=1.0, says=0)
-    assert [one.number for one in kept.result()] == [0, 1, 2, 3]
+        selection.offer(ClassExample(number=number, output="y", **classes), differs=1.0, says=0)
+    assert [sample.number for sample in selection.result()] == [0, 1, 2, 3]
 
 
 class Feed:
@@ -556,9 +571,9 @@ def test_pictures_are_kept_only_while_somebody_watches_them():
         batch = {"x": np.array([start, start + 1], np.float32).reshape(2, 1, 1, 1)}
         looks.add(batch, {0, start + 1})
         assert len(looks) <= 2
-    found = looks.select([0, 19, 5, 77])
-    assert list(found) == [0, 19] and found[19][0] == "19.png"
-    assert found[19][1].shape == (256, 128, 3) and (found[19][1] == 19).all()
+    result = looks.select([0, 19, 5, 77])
+    assert list(result) == [0, 19] and result[19][0] == "19.png"
+    assert result[19][1].shape == (256, 128, 3) and (result[19][1] == 19).all()
 
 
 def boxes(name="a.png", number=0, names=None):
@@ -586,9 +601,9 @@ def test_the_page_draws_what_was_kept_lost_and_new_as_vectors():
 def test_names_and_labels_are_escaped_and_json_has_counts_alone():
     report = Report(engines=(EngineRow(label=HOSTILE, boxes=boxes(HOSTILE)),))
     assert "<script>alert" not in to_html(report)
-    (told,) = to_json(report)["engines"][0]["boxes"]
-    assert (told["kept"], told["lost"], told["new"]) == (7, 1, 1)
-    assert "data:" not in json.dumps(told) and "data:" not in to_markdown(report)
+    (message,) = to_json(report)["engines"][0]["boxes"]
+    assert (message["kept"], message["lost"], message["new"]) == (7, 1, 1)
+    assert "data:" not in json.dumps(message) and "data:" not in to_markdown(report)
 
 
 def test_of_very_many_boxes_the_best_are_drawn_and_it_is_said():
@@ -604,13 +619,13 @@ def test_of_very_many_boxes_the_best_are_drawn_and_it_is_said():
 
 
 def test_a_build_of_a_detector_draws_its_boxes(run, detector, pictures, tmp_path):
-    words = ("build", detector, "--images", pictures, *QUICK, "--out", tmp_path)
-    run.ok(*words, "--target", "onnxruntime,ascend")
+    arguments = ("build", detector, "--images", pictures, *QUICK, "--out", tmp_path)
+    run.ok(*arguments, "--target", "onnxruntime,ascend")
     page = (tmp_path / "report.html").read_text()
-    told = json.loads((tmp_path / "report.json").read_text())["engines"][1]
+    message = json.loads((tmp_path / "report.json").read_text())["engines"][1]
     assert "Boxes of FP32 and onnxruntime" in page and "Boxes of FP32 and ascend" in page
-    assert 1 <= len(told["boxes"]) <= MOST
-    first = told["boxes"][0]
+    assert 1 <= len(message["boxes"]) <= MOST
+    first = message["boxes"][0]
     assert {"sample", "threshold", "kept", "lost", "new"} == set(first)
     kept, _, new = re.search(r"(\d+) of (\d+) boxes kept, (\d+) new", page).groups()
     assert (int(kept), int(new)) == (first["kept"], first["new"])
@@ -619,17 +634,17 @@ def test_a_build_of_a_detector_draws_its_boxes(run, detector, pictures, tmp_path
 
 
 def test_a_build_of_a_classifier_tells_the_samples_that_change(run, small_cnn, tmp_path):
-    made = np.random.default_rng(1).normal(size=(40, 3, 16, 16)).astype(np.float32)
-    made[::10] *= 30  # a range that costs the others their int8 steps
-    np.save(tmp_path / "a.npy", made)
+    rng = np.random.default_rng(1).normal(size=(40, 3, 16, 16)).astype(np.float32)
+    rng[::10] *= 30  # a range that costs the others their int8 steps
+    np.save(tmp_path / "a.npy", rng)
     metric = tmp_path / "own.py"  # a figure of one's own takes the task's place, not its pictures
     metric.write_text("def score(fp32, int8, label):\n    return 1.0\n")
-    words = ("build", small_cnn, "--images", tmp_path / "a.npy", *QUICK, "--out", tmp_path)
-    run.ok(*words, "--metric", f"{metric}:score", "--method", "minmax")
+    arguments = ("build", small_cnn, "--images", tmp_path / "a.npy", *QUICK, "--out", tmp_path)
+    run.ok(*arguments, "--metric", f"{metric}:score", "--method", "minmax")
     engine = json.loads((tmp_path / "report.json").read_text())["engines"][1]
     assert engine["accuracy"]["top1_agreement"] < 0.9
     changed = engine["changed"]
-    assert len(changed) == MOST and all(one["fp32"] != one["engine"] for one in changed)
+    assert len(changed) == MOST and all(sample["fp32"] != sample["engine"] for sample in changed)
     page = (tmp_path / "report.html").read_text()
     assert f"FP32 class {changed[0]['fp32']}" in page
     assert "Samples of another class in int8" in page
@@ -666,11 +681,11 @@ def test_boxes_and_scores_in_one_tensor_are_two_parts(rng):
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_corners_a_score_and_a_class_number_are_three_parts(order):
     rows = [(4, 1, 1)[place] for place in order]
-    wanted = [f"y[..., {sum(rows[:n])}:{sum(rows[: n + 1])}]" for n in range(3)]
+    expected = [f"y[..., {sum(rows[:n])}:{sum(rows[: n + 1])}]" for n in range(3)]
     for side, classes, seed in product((32, 640), (20, 1000), range(15)):
         made = [corners(100, side), scores(1, 100), numbers(classes, 100)]
         samples = several(np.random.default_rng(seed), *(made[place] for place in order))
-        assert labels([s.transpose(0, 2, 1) for s in samples]) == wanted, (side, classes, seed)
+        assert labels([s.transpose(0, 2, 1) for s in samples]) == expected, (side, classes, seed)
 
 
 @pytest.mark.parametrize("sure, split", [(0.005, 2), (0.0, 2), (1.0, 3)])
@@ -737,7 +752,7 @@ def compared(references, candidates, batch, form=None):
     return comparison.result()
 
 
-@pytest.mark.parametrize("how", ["", "logits", "unit", "few"])
+@pytest.mark.parametrize("preprocess", ["", "logits", "unit", "few"])
 @pytest.mark.parametrize(
     ("value", "gate", "cells"),
     [
@@ -753,15 +768,21 @@ def compared(references, candidates, batch, form=None):
         ("1 1 32 16", "1 1 8 4", "1 1 8 4"),
     ],
 )
-def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gate, cells, how):
+def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(
+    value, gate, cells, preprocess
+):
     """A pitch where nobody speaks is arbitrary: 14 dB of it said nothing, and kept layers float."""
     value, gate, cells = ([int(side) for side in one.split()] for one in (value, gate, cells))
-    low, high = (-7, 4) if how == "logits" else (0.001, 0.98)
-    usual = {"unit": 0.5, "few": 200}.get(how, 0)  # of few numbers the mean could be subtracted
+    low, high = (-7, 4) if preprocess == "logits" else (0.001, 0.98)
+    usual = {"unit": 0.5, "few": 200}.get(
+        preprocess, 0
+    )  # of few numbers the mean could be subtracted
     rng = np.random.default_rng(0)
 
     def outputs(share=0.5):
-        pitch = usual + (rng.random(value) - (how != "")) * (0.3 if how == "unit" else 300 - usual)
+        pitch = usual + (rng.random(value) - (preprocess != "")) * (
+            0.3 if preprocess == "unit" else 300 - usual
+        )
         return as_float32({"score": np.where(rng.random(gate) < share, low, high), "pitch": pitch})
 
     references = [outputs(), outputs(0), outputs(), outputs()]  # in one all count
@@ -769,12 +790,12 @@ def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gat
     less = " - its mean" if max(value) == np.prod(value) else ""  # one value a step
     assert [part.label for part in form.parts] == ["score", f"pitch{less} where score is high"]
     one = references[0]
-    told = form.told(one, {}, one)["pitch"] / (one["pitch"] - sum(form.usual.values()))
+    message = form.told(one, {}, one)["pitch"] / (one["pitch"] - sum(form.usual.values()))
     scores = one["score"].reshape(cells)
     for axis in range(2, len(cells)):
-        scores = scores.repeat(told.shape[axis] // cells[axis], axis)
-    closed = np.broadcast_to(scores < 0.5, told.shape)
-    assert np.abs(told[closed]).max() < 0.01 and np.abs(told[~closed]).min() > 0.9
+        scores = scores.repeat(message.shape[axis] // cells[axis], axis)
+    closed = np.broadcast_to(scores < 0.5, message.shape)
+    assert np.abs(message[closed]).max() < 0.01 and np.abs(message[~closed]).min() > 0.9
 
 
 @pytest.mark.parametrize(
@@ -793,9 +814,9 @@ def test_a_value_beside_a_score_of_its_cell_is_judged_where_it_counts(value, gat
 )
 def test_scores_are_fewer_than_values_or_mostly_sure(wide, own, channels, sure, weight):
     """As many that are not sure, or columns of one output, may be deviations."""
-    made, steps = np.random.default_rng(0), np.arange(50)
+    rng, steps = np.random.default_rng(0), np.arange(50)
     scores = np.where(steps < 50 * sure, steps % 2, np.linspace(0.12, 0.88, 50))[None, :, None]
-    values = made.normal(0, 9, (4, 1, 50, channels)) if wide else made.uniform(0.2, 0.8, (4, 1, 50))
+    values = rng.normal(0, 9, (4, 1, 50, channels)) if wide else rng.uniform(0.2, 0.8, (4, 1, 50))
     joined = [{"y": np.concatenate([one, scores], 2)} for one in values] if own else []
     outputs = joined or [{"y": one, "s": scores[..., 0]} for one in values]
     label = derive_form([*map(as_float32, outputs)]).parts[0].label
@@ -808,9 +829,12 @@ def test_what_a_task_reads_counts_everywhere(rng):
     edges = rng.integers(0, 2, (4, 1, 1, 32, 32))
     outputs = [as_float32({"y": y, "edge": edge}) for y, edge in zip(maps, edges, strict=True)]
     form = derive_form(outputs, inputs=[{"x": np.zeros((1, 3, 32, 32), np.float32)}] * 4)
-    assert form.task.name == "segmentation" and [one.label for one in form.parts] == ["y", "edge"]
+    assert form.task.name == "segmentation" and [output.label for output in form.parts] == [
+        "y",
+        "edge",
+    ]
     assert form.beside == ("edge",)  # the classes say nothing of it
-    stages = [{**one, "coarse": one["y"] + 1} for one in outputs]
+    stages = [{**output, "coarse": output["y"] + 1} for output in outputs]
     assert derive_form(stages, inputs=[{"x": np.zeros((1, 3, 32, 32))}] * 4).beside == ("edge",)
 
 
@@ -819,7 +843,7 @@ def test_two_signals_and_two_numbers_a_sample_do_not_weight_each_other():
     waves = [{"y": 9 * np.sin(time + n)[None], "z": 9 * np.cos(2 * time)[None]} for n in range(4)]
     assert [part.label for part in derive_form(waves).parts] == ["y", "z"]
     faces = [{"age": np.array([[30 + n]]), "of": np.array([[n % 2.0]])} for n in range(32)]
-    form = derive_form([as_float32(one) for one in faces])
+    form = derive_form([as_float32(face) for face in faces])
     assert [part.label for part in form.parts] == ["age - its mean", "of"]
     assert form.why == "steps: of [N, 1] in 0..1, beside age" and form.beside == ("age",)
 
@@ -844,14 +868,14 @@ def test_one_number_a_sample_is_judged_by_what_varies():
 
 def test_a_few_numbers_of_two_units_are_judged_apart():
     """An age and a probability; a place in mm and a turn, whose best number is no class."""
-    made = np.random.default_rng(0)
-    shares = 1 / (1 + np.exp(made.normal(0, 4, (32, 1))))
-    faces = np.concatenate([made.normal(40, 9, (32, 1)), shares], axis=1)
-    turns = made.normal([1, 0, 0, 0], 0.3, (32, 4))
-    places = np.concatenate([made.normal([0, 0, 800], 300, (32, 3)), turns], axis=1)
+    rng = np.random.default_rng(0)
+    shares = 1 / (1 + np.exp(rng.normal(0, 4, (32, 1))))
+    faces = np.concatenate([rng.normal(40, 9, (32, 1)), shares], axis=1)
+    turns = rng.normal([1, 0, 0, 0], 0.3, (32, 4))
+    vectors = np.concatenate([rng.normal([0, 0, 800], 300, (32, 3)), turns], axis=1)
     for rows, labels in (
         (faces, ["y[0:1] - its mean", "y[1:2]"]),
-        (places, ["y[0:3] - its mean", "y[3:7] - its mean"]),
+        (vectors, ["y[0:3] - its mean", "y[3:7] - its mean"]),
     ):
         form = derive_form([as_float32({"y": row[None]}) for row in rows])
         assert form.task is None and [part.label for part in form.parts] == labels
@@ -884,9 +908,9 @@ def test_probabilities_of_an_age_are_judged_by_the_expected_one(count, wide):
 
     So a model was unusable, and all its layers float, at an age that was right.
     """
-    made, classes = np.random.default_rng(1), np.arange(count)
-    ages = made.uniform(0.2, 0.8, (100, 1)) * count
-    noise = made.normal(0, 0.02, (2, 100, count))
+    rng, classes = np.random.default_rng(1), np.arange(count)
+    ages = rng.uniform(0.2, 0.8, (100, 1)) * count
+    noise = rng.normal(0, 0.02, (2, 100, count))
     ages, found = softmax(noise - np.square((classes - ages) / wide) / 2, axis=-1)
     result = compared_vectors(ages, found)
     (part,), expected = result.parts, ages @ classes
@@ -901,18 +925,18 @@ def test_probabilities_of_an_age_are_judged_by_the_expected_one(count, wide):
         samples = [{"y": np.float32([one])} for one in np.maximum(logits, -9)[:9]]
         form = derive_form(samples, inputs=[fed] * 9)
         assert (form.parts[0].label == "y - its mean class") == (picture and count > 10)
-    other = made.permutation(count)  # classes without an order
+    other = rng.permutation(count)  # classes without an order
     form = derive_form([{"y": np.float32([one])} for one in ages[:4, other]])
     assert form.parts[0].label == "y" and form.task is not None
 
 
 def test_scores_of_other_heads_do_not_weight_each_other():
     """Logits of the angles of a head: one has two groups, another has not."""
-    made = np.random.default_rng(0)
-    heads = made.normal(-6, 1, (4, 2, 66))
+    rng = np.random.default_rng(0)
+    heads = rng.normal(-6, 1, (4, 2, 66))
     heads[:, 0, 20:30] += 12
     heads[:, 1] += np.linspace(0, 12, 66)
-    outputs = [as_float32({"yaw": one[:1], "roll": one[1:]}) for one in heads]
+    outputs = [as_float32({"yaw": head[:1], "roll": head[1:]}) for head in heads]
     assert [part.label for part in derive_form(outputs).parts] == ["yaw", "roll"]
 
 
@@ -920,18 +944,18 @@ def test_scores_of_other_heads_do_not_weight_each_other():
 @pytest.mark.parametrize("first", [False, True])
 def test_the_logarithm_of_a_pitch_is_judged_where_it_is_sure_and_by_what_varies(axis, first):
     """28 dB of logarithms about 5 were two semitones of voiced frames."""
-    made = np.random.default_rng(0)
-    sure = np.repeat(made.random((4, 1, 10)) < 0.6, 10, axis=2) * 0.96 + 0.02
-    pitch = np.where(sure > 0.5, made.normal(5.3, 0.2, sure.shape), made.uniform(4, 7, sure.shape))
+    rng = np.random.default_rng(0)
+    sure = np.repeat(rng.random((4, 1, 10)) < 0.6, 10, axis=2) * 0.96 + 0.02
+    pitch = np.where(sure > 0.5, rng.normal(5.3, 0.2, sure.shape), rng.uniform(4, 7, sure.shape))
     columns = [sure, pitch] if first else [pitch, sure]
     outputs = [{"y": np.stack(one, axis).astype(np.float32)} for one in zip(*columns, strict=True)]
     form = derive_form(outputs)
     (part,) = form.usual
     assert part.less == "its mean" and " is high" in part.label and len(form.parts) == 2
     assert float(form.usual[part][0]) == pytest.approx(5.3, abs=0.05)
-    told = part.of(form.told(outputs[0], {}, outputs[0])["y"]).reshape(-1)
-    wanted = sure[0, 0] * (pitch[0, 0] - form.usual[part][0])
-    assert np.allclose(told, wanted, atol=1e-5)
+    message = part.of(form.told(outputs[0], {}, outputs[0])["y"]).reshape(-1)
+    expected = sure[0, 0] * (pitch[0, 0] - form.usual[part][0])
+    assert np.allclose(message, expected, atol=1e-5)
 
 
 def test_probabilities_of_a_value_do_not_weight_it():
@@ -947,30 +971,30 @@ def test_probabilities_of_a_value_do_not_weight_it():
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_the_worst_part_is_told_where_the_whole_output_looks_well(rng, batch):
     references = several(rng, corners(300), scores(18, 300)) * 2
-    candidates = [one.copy() for one in references]
-    for one in candidates:
-        one[:, 4:] = 0  # every score is lost
-    found = compared(references, candidates, batch)
-    assert found.outputs[0].sqnr_db > 50
-    assert found.worst == found.parts[0]
-    assert found.worst.label == "y[4:22]" and found.worst.sqnr_db == pytest.approx(0)
-    assert [part.label for part in found.parts] == ["y[4:22]", "y[0:4]"]
-    assert found.to_json()["parts"][1]["sqnr_db"] == "inf"
+    candidates = [candidate.copy() for candidate in references]
+    for candidate in candidates:
+        candidate[:, 4:] = 0  # every score is lost
+    result = compared(references, candidates, batch)
+    assert result.outputs[0].sqnr_db > 50
+    assert result.worst == result.parts[0]
+    assert result.worst.label == "y[4:22]" and result.worst.sqnr_db == pytest.approx(0)
+    assert [part.label for part in result.parts] == ["y[4:22]", "y[0:4]"]
+    assert result.to_json()["parts"][1]["sqnr_db"] == "inf"
     candidates[2][:, 1] = np.nan  # which is worse than any other
-    found = compared(references, candidates, batch)
-    assert found.worst.label == "y[0:4]" and np.isnan(found.worst.sqnr_db)
+    result = compared(references, candidates, batch)
+    assert result.worst.label == "y[0:4]" and np.isnan(result.worst.sqnr_db)
 
 
 def test_a_model_of_one_part_has_the_output_as_its_worst(rng):
     references = [rng.standard_normal((1, 22, 300)).astype(np.float32) for _ in range(5)]
-    found = compared(references, [one * np.float32(1.1) for one in references], 2)
-    assert found.worst.label == "y" and found.worst.sqnr_db == pytest.approx(20)
-    assert found.worst.sqnr_db == found.outputs[0].sqnr_db
+    result = compared(references, [reference * np.float32(1.1) for reference in references], 2)
+    assert result.worst.label == "y" and result.worst.sqnr_db == pytest.approx(20)
+    assert result.worst.sqnr_db == result.outputs[0].sqnr_db
 
 
 def test_a_form_that_is_given_is_taken(rng):
     references = several(rng, corners(300), scores(18, 300))
-    form = derive_form([{"y": one} for one in references])
+    form = derive_form([{"y": reference} for reference in references])
     assert form.parts[1] == OutputSlice(output="y", axis=1, start=4, stop=22)
     assert len(compared(references[:1], references[:1], 1, form).parts) == 2
 
@@ -978,9 +1002,11 @@ def test_a_form_that_is_given_is_taken(rng):
 @pytest.mark.parametrize("batch", [2, 3, 8])
 def test_the_task_does_not_depend_on_the_batch(rng, batch):
     references = [rng.uniform(0, 1, (1, 22, 300)).astype(np.float32) for _ in range(8)]
-    references = [one / one.sum(axis=1, keepdims=True) for one in references]
-    references = [one[..., 0] for one in references]  # probabilities [1, 22]
-    candidates = [one[:, ::-1].copy() if n % 3 else one for n, one in enumerate(references)]
-    found = compared(references, candidates, batch).task
-    assert found == compared(references, candidates, 1).task
-    assert found.task == "classes" and found.samples == 8 and found.count == "3 of 8"
+    references = [reference / reference.sum(axis=1, keepdims=True) for reference in references]
+    references = [reference[..., 0] for reference in references]  # probabilities [1, 22]
+    candidates = [
+        reference[:, ::-1].copy() if n % 3 else reference for n, reference in enumerate(references)
+    ]
+    result = compared(references, candidates, batch).task
+    assert result == compared(references, candidates, 1).task
+    assert result.task == "classes" and result.samples == 8 and result.count == "3 of 8"

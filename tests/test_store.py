@@ -52,28 +52,30 @@ def recorded(statistic, batches):
     return recorder
 
 
-def same(one, other):
-    a, b = one.to_arrays(), other.to_arrays()
+def are_equal(left, right):
+    a, b = left.to_arrays(), right.to_arrays()
     return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.key)
 @settings(max_examples=30)
 @given(batches=BATCHES)
-def test_every_statistic_comes_back_as_it_was(statistic, batches):
+def test_statistics_survive_saving(statistic, batches):
     recorder = recorded(statistic, batches)
-    again = statistic.restore(recorder.to_arrays())
-    assert same(again, recorder)
+    restored = statistic.restore(recorder.to_arrays())
+    assert are_equal(restored, recorder)
     if statistic.samples is None:  # it goes on from there as if it had never been stored
         recorder.observe(batches[0])
-        again.observe(batches[0])
-        assert same(again, recorder)
+        restored.observe(batches[0])
+        assert are_equal(restored, recorder)
 
 
-def test_many_values_come_back_as_counts():
+def test_many_values_are_restored_as_counts():
     rng = np.random.default_rng(2)
     recorder = recorded(IfmrOf(), [rng.standard_normal((1, 70_000)).astype(np.float32)])
-    assert recorder.stored_values is None and same(IfmrOf().restore(recorder.to_arrays()), recorder)
+    assert recorder.stored_values is None and are_equal(
+        IfmrOf().restore(recorder.to_arrays()), recorder
+    )
 
 
 def observation(statistic, tensor="x", variant=FOLDED):
@@ -83,15 +85,15 @@ def observation(statistic, tensor="x", variant=FOLDED):
 ONE = [observation(HistogramOf())]
 
 
-def kept(path: Path, observations) -> None:
+def save_and_load(path: Path, observations) -> None:
     batches = [np.arange(12, dtype=np.float32).reshape(1, 3, 4)]
     observed = ObservedStatistics({o.key: recorded(o.statistic, batches) for o in observations})
     store.save_calibration(store.Calibration(observed=observed, fingerprint=MARK), path, text=TEXT)
 
 
 @pytest.mark.parametrize("part", ["fingerprint", "observations", "sha256"])
-def test_a_change_of_the_json_itself_is_told(part, tmp_path, wording):
-    kept(tmp_path / "c", ONE)
+def test_changed_json_is_refused(part, tmp_path, wording):
+    save_and_load(tmp_path / "c", ONE)
     side = store.sidecars(tmp_path / "c")[0]
     document = json.loads(side.read_text())
     parts = {"fingerprint": {"method": "minmax"}, "observations": [], "sha256": {"this": "0" * 64}}
@@ -102,23 +104,29 @@ def test_a_change_of_the_json_itself_is_told(part, tmp_path, wording):
     wording.check(refusal.value)
 
 
-def test_each_observation_is_judged_by_itself(tmp_path):
+def test_observations_are_reused_separately(tmp_path):
     path = tmp_path / "c"
-    other = Variant("other", lambda _: None)
-    here = [observation(HistogramOf()), observation(IfmrOf(), "y", other)]
-    kept(path, here)
-    more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first_batch=2))]
-    verdict = check_cache(CachePolicy(path=path), lambda _: MARK, more)
+    other_variant = Variant("other", lambda _: None)
+    here = [observation(HistogramOf()), observation(IfmrOf(), "y", other_variant)]
+    save_and_load(path, here)
+    more_observations = [
+        *here,
+        observation(HistogramOf(), "z"),
+        observation(HistogramOf(first_batch=2)),
+    ]
+    verdict = check_cache(CachePolicy(path=path), lambda _: MARK, more_observations)
     assert set(verdict.observed) == {o.key for o in here}
-    assert verdict.missing == tuple(more[2:]) and "lacks 2 observations" in verdict.reason
+    assert (
+        verdict.missing == tuple(more_observations[2:]) and "lacks 2 observations" in verdict.reason
+    )
     with pytest.raises(CacheError, match="lacks 2 observations"):
-        check_cache(CachePolicy(path=path, require=True), lambda _: MARK, more)
+        check_cache(CachePolicy(path=path, require=True), lambda _: MARK, more_observations)
     assert not check_cache(CachePolicy(path=path, require=True), lambda _: MARK, here).missing
 
 
-def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
+def test_unrequested_observations_are_carried_unchanged(tmp_path):
     path = tmp_path / "c"
-    kept(path, [observation(HistogramOf()), observation(HfmgOf(), "y")])
+    save_and_load(path, [observation(HistogramOf()), observation(HfmgOf(), "y")])
     stored = store.load_calibration(path)
     of_y = stored.read_arrays([("folded", "y", HfmgOf().key)])
     calibration = store.Calibration(observed=stored.observed(ONE), fingerprint=MARK)
@@ -126,7 +134,7 @@ def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
     assert set(store.load_calibration(path).keys) == set(stored.keys)
 
 
-def test_outliers_are_kept_with_their_observations_alone(tmp_path):
+def test_outliers_are_kept_with_observations(tmp_path):
     there, gone = (Outlier("folded", tensor, ("ab",), 9.5) for tensor in "xy")
     observed = ObservedStatistics({o.key: recorded(o.statistic, [np.ones((1, 3, 4))]) for o in ONE})
     calibration = store.Calibration(observed=observed, fingerprint=MARK, outliers=(there, gone))
@@ -134,25 +142,27 @@ def test_outliers_are_kept_with_their_observations_alone(tmp_path):
     assert store.load_calibration(tmp_path / "c").outliers == (there,)
 
 
-def test_the_same_observations_are_the_same_bytes_in_any_order(tmp_path):
-    listed = [observation(s, t) for s in (HistogramOf(), IfmrOf()) for t in "abc"]
-    kept(tmp_path / "one", listed)
-    kept(tmp_path / "two", listed[::-1])
-    one, two = ([p.read_bytes() for p in store.sidecars(tmp_path / n)] for n in ("one", "two"))
-    assert one == two
+def test_stored_bytes_ignore_observation_order(tmp_path):
+    observations = [observation(s, t) for s in (HistogramOf(), IfmrOf()) for t in "abc"]
+    save_and_load(tmp_path / "one", observations)
+    save_and_load(tmp_path / "two", observations[::-1])
+    sorted_bytes, reversed_bytes = (
+        [p.read_bytes() for p in store.sidecars(tmp_path / n)] for n in ("one", "two")
+    )
+    assert sorted_bytes == reversed_bytes
 
 
-def test_values_that_are_kept_whole_are_not_stored(tmp_path):
-    kept(tmp_path / "c", [observation(AllValuesOf()), *ONE])
+def test_complete_values_are_not_stored(tmp_path):
+    save_and_load(tmp_path / "c", [observation(AllValuesOf()), *ONE])
     assert store.load_calibration(tmp_path / "c").keys == (ONE[0].key,)
     with pytest.raises(CalibrationError, match="not stored"):
         AllValuesOf().restore({})
 
 
 @pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.key)
-def test_arrays_of_another_statistic_are_told(tmp_path, statistic, wording):
-    other = HfmgOf(nbins=2048) if not isinstance(statistic, HfmgOf) else HistogramOf()
-    kept(tmp_path / "c", [observation(other)])
+def test_arrays_of_other_statistic_are_refused(tmp_path, statistic, wording):
+    other_statistic = HfmgOf(nbins=2048) if not isinstance(statistic, HfmgOf) else HistogramOf()
+    save_and_load(tmp_path / "c", [observation(other_statistic)])
     side = store.sidecars(tmp_path / "c")[0]
     document = json.loads(side.read_text())
     document["observations"] = [["folded", "x", statistic.key]]
@@ -172,8 +182,8 @@ def test_arrays_of_another_statistic_are_told(tmp_path, statistic, wording):
         {"schema": 2, "observations": [[1]]},
     ],
 )
-def test_a_sidecar_of_another_form_is_told(tmp_path, wrong, wording):
-    kept(tmp_path / "c", ONE)
+def test_sidecar_of_other_form_is_refused(tmp_path, wrong, wording):
+    save_and_load(tmp_path / "c", ONE)
     store.sidecars(tmp_path / "c")[0].write_text(json.dumps(wrong))
     with pytest.raises(CacheError) as refusal:
         store.load_calibration(tmp_path / "c")
