@@ -90,7 +90,7 @@ def calibrates(config, log):
     return b"plan"
 
 
-def test_a_build_allows_what_was_asked_for_and_calibrates_in_float32(fake):
+def test_build_sets_flags_and_calibrates_in_float32(fake):
     engine = build_engine(MODEL, BuilderSettings())
     assert (engine.plan, engine.cache) == (b"plan", None)
     assert flags(fake.config) == {"INT8", "FP16", "TF32"}
@@ -101,7 +101,7 @@ def test_a_build_allows_what_was_asked_for_and_calibrates_in_float32(fake):
     assert flags(fake.config) == {"INT8"}
 
 
-def test_no_addresses_end_the_batches_of_the_profiles_shape(fake, wording):
+def test_empty_addresses_end_calibration(fake, wording):
     fake.does = calibrates
 
     def made(**shapes):
@@ -131,7 +131,7 @@ def test_no_addresses_end_the_batches_of_the_profiles_shape(fake, wording):
     assert fed().get_batch(["another"]) == []
 
 
-def test_stand_ins_of_libraries_are_left_out(fake, monkeypatch, wording):
+def test_stub_libraries_are_skipped(fake, monkeypatch, wording):
     monkeypatch.setattr(builder, "stand_ins", lambda: ())  # whatever this environment has
     build_engine(MODEL, BuilderSettings())
     assert fake.config.sources == 0b11111
@@ -144,7 +144,7 @@ def test_stand_ins_of_libraries_are_left_out(fake, monkeypatch, wording):
     wording.check(refusal.value)
 
 
-def test_a_library_is_a_stand_in_by_its_mark_alone(tmp_path, monkeypatch):
+def test_stub_library_is_recognised_by_its_mark(tmp_path, monkeypatch):
     compiler = which("gcc")
     if compiler is None:
         pytest.skip("gcc is missing")
@@ -162,7 +162,7 @@ def test_a_library_is_a_stand_in_by_its_mark_alone(tmp_path, monkeypatch):
     del loaded
 
 
-def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake, wording):
+def test_early_build_failure_quotes_tensorrt(fake, wording):
     def gives_up(config, log):
         says(log, "Network has dynamic inputs", "no profile")
 
@@ -183,7 +183,7 @@ def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake, wordi
     wording.check(refusal.value)
 
 
-def test_what_fails_while_calibrating_says_how_far_it_came(fake, wording):
+def test_calibration_failure_reports_progress(fake, wording):
     def stops(config, log):
         config.int8_calibrator.get_batch(["x"])
         says(log, "out of memory")
@@ -215,7 +215,7 @@ def test_what_fails_while_calibrating_says_how_far_it_came(fake, wording):
     assert build_engine(MODEL, BuilderSettings(), calibrator=fed()).cache == CACHE
 
 
-def test_every_build_has_the_same_logger_and_its_own_words(fake):
+def test_builds_share_logger_but_not_messages(fake):
     def speaks(config, log):
         says(log)
         return b"plan"
@@ -229,7 +229,7 @@ def test_every_build_has_the_same_logger_and_its_own_words(fake):
     assert all_along.errors == []
 
 
-def test_a_batch_is_read_in_the_networks_own_types(fake, wording):
+def test_batch_has_the_network_input_types(fake, wording):
     def first(array, dtype):
         live = Callbacks([{"x": array}], batches=1, shapes={"x": array.shape}, memory=HostMemory())
         live.expect({"x": dtype})
@@ -256,7 +256,7 @@ def add_layers(fake):
 
 
 @pytest.mark.parametrize(("fp16", "precision"), [(True, "float16"), (False, "float32")])
-def test_float_layers_are_bound_by_name_or_by_what_they_give(fake, fp16, precision):
+def test_float_layers_match_by_name_or_output(fake, fp16, precision):
     add_layers(fake)
     kept = BuilderSettings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
     build_engine(MODEL, kept, calibrator=fed(known=CACHE))
@@ -265,7 +265,7 @@ def test_float_layers_are_bound_by_name_or_by_what_they_give(fake, fp16, precisi
     assert "OBEY_PRECISION_CONSTRAINTS" in flags(fake.config)
 
 
-def test_wide_layers_are_bound_to_float32_and_without_any_tensorrt_chooses(fake):
+def test_overflowing_layers_are_pinned_to_float32(fake):
     add_layers(fake)
     wide, kind = {"/a": "a", "/c": "c", "/gone": "d"}, fake.trt.float32
     build_engine(MODEL, BuilderSettings(float_layers={"/a": "a"}, wide_layers=wide))
@@ -314,7 +314,7 @@ def built(model, tmp_path, monkeypatch):
     return tmp_path / "out"
 
 
-def test_everything_but_the_engine_is_there_and_the_lines_name_it(built):
+def test_build_without_gpu_writes_all_but_engine(built):
     names = {path.name for path in built.iterdir()}
     assert {"net.tensorrt.onnx", "net.tensorrt.cache", "net.tensorrt.qdq.onnx"} <= names
     assert "net.tensorrt.cache.json" in names  # says what the cache was made from
@@ -336,7 +336,7 @@ def test_everything_but_the_engine_is_there_and_the_lines_name_it(built):
     assert "--calib" in lines[0] and not any("--int8" in line for line in lines[2:3])
 
 
-def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
+def test_qdq_model_and_cache_scales_agree(built, model):
     quantized = onnx.load(built / "net.tensorrt.qdq.onnx")
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     made = dict(scale_nodes(quantized))
@@ -351,7 +351,7 @@ def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
 
 
 @pytest.mark.slow
-def test_without_tensorrt_float_nodes_and_versions_are_as_asked(model, tmp_path, monkeypatch):
+def test_float_nodes_and_version_without_tensorrt(model, tmp_path, monkeypatch):
     monkeypatch.setattr(sdk, "find_sdk", no_engine)
     out = tmp_path / "kept"
     notes = built_on(model, out, float_nodes=("Gemm_logits",))
@@ -383,9 +383,7 @@ def gpu(tensorrt, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(
-    gpu, model, tmp_path, monkeypatch
-):
+def test_kept_float_nodes_are_pinned_in_engine(gpu, model, tmp_path, monkeypatch):
     monkeypatch.setattr(sdk, "stand_ins", lambda: ("CUDNN",))
     assert "tactics from CUDNN" in built_on(model, tmp_path, float_nodes=("Gemm_logits",))
     (name, settings, known) = gpu[-1]
@@ -401,7 +399,7 @@ def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(
 
 
 @pytest.mark.slow
-def test_what_float16_cannot_hold_is_bound_in_engines(gpu, model, tmp_path, tensorrt, monkeypatch):
+def test_float16_overflow_is_pinned_in_engines(gpu, model, tmp_path, tensorrt, monkeypatch):
     held = onnx.load(model)
     output = held.graph.output[0].name
     held.graph.initializer.append(numpy_helper.from_array(np.float32(1e5), "much"))
@@ -424,13 +422,13 @@ def test_what_float16_cannot_hold_is_bound_in_engines(gpu, model, tmp_path, tens
     assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].wide_layers
 
 
-def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):
+def test_folder_of_stubs_is_not_tensorrt(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", types.ModuleType("tensorrt"))
     with pytest.raises(SdkMissingError, match="empty package"):
         sdk.import_tensorrt()
 
 
-def test_profiles_open_the_batch_and_fix_the_rest():
+def test_profile_varies_only_the_batch():
     shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
     fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
     assert profiles_for(shapes, fed, max_batch=8) == {
@@ -452,7 +450,7 @@ def key_of(here=HERE, model="m", cache="c", **settings):
     return builder.engine_key(here, BuilderSettings(**settings), **digests)
 
 
-def test_an_engine_is_used_again_only_under_the_same_key(tmp_path):
+def test_engine_is_reused_for_equal_key(tmp_path):
     path, key = tmp_path / "m.engine", key_of()
     assert not manifest.read_if_made_from(path, key)
     manifest.write_with_note(path, b"plan", key)
@@ -484,7 +482,7 @@ LOG = (
 )
 
 
-def test_warnings_and_missing_scales_become_notes(model):
+def test_warnings_and_missing_scales_are_notes(model):
     net = load(model).model
     names = ["b4", "b4_output", "(Unnamed Layer* 3) [Constant]_output", "best", "logits", "c1", "a"]
     names += ["x", "r1", "f", "p", "(Unnamed Layer* 7) [Shuffle]_output", "x"]
@@ -508,7 +506,7 @@ def test_warnings_and_missing_scales_become_notes(model):
     assert kept.lines == ["internal", "error", "warning", "info"]
 
 
-def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path):
+def test_gpu_cache_is_reused_for_equal_inputs(tmp_path):
     path = tmp_path / "m.gpu.cache"
     parts = {"model": {"graph": "a"}, "images": {"count": 3}, "versions": {"tensorrt": "8.5.3"}}
     parts |= {"program": "TensorRT", "rule": "whole batches of 8", "method": "EntropyCalibration2"}

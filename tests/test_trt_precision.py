@@ -58,7 +58,7 @@ def test_scale_rounds_up_to_representable_value(values):
     assert round_scales(scales, "fp32") is scales
 
 
-def built(net, images, out, *, plan=None, **options):
+def build_report(net, images, out, *, plan=None, **options):
     """What a build of a target with these options wrote; without a plan nothing is searched."""
     how = {"method": "minmax"} if options.get("precision") == "fp8" else {"preprocess": UNIT}
     target, tuning = TensorRT(**options), Tuning(plan=plan) if plan else Tuning(effort=0)
@@ -69,17 +69,17 @@ def built(net, images, out, *, plan=None, **options):
 def quantized(small_cnn, pictures, tmp_path_factory):
     """The report of a build of the small CNN, and its folder."""
     out = tmp_path_factory.mktemp("quantized")
-    return built(small_cnn, pictures, out), out
+    return build_report(small_cnn, pictures, out), out
 
 
 TYPED, PAIRS = "small_cnn.tensorrt.typed.onnx", "small_cnn.tensorrt.qdq.onnx"
 
 
-def kinds(model):
-    found = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-    known = {v.name: v.type.tensor_type.elem_type for v in found.graph.value_info}
-    known |= {v.name: v.type.tensor_type.elem_type for v in found.graph.output}
-    return {node.name: known[node.output[0]] for node in model.graph.node}
+def element_types(model):
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    type_by_tensor = {v.name: v.type.tensor_type.elem_type for v in inferred.graph.value_info}
+    type_by_tensor |= {v.name: v.type.tensor_type.elem_type for v in inferred.graph.output}
+    return {node.name: type_by_tensor[node.output[0]] for node in model.graph.node}
 
 
 def test_wrong_declared_output_shape_is_ignored(tmp_path, small_cnn, pictures, quantized):
@@ -87,7 +87,7 @@ def test_wrong_declared_output_shape_is_ignored(tmp_path, small_cnn, pictures, q
     model.graph.output[0].type.tensor_type.shape.dim.add().dim_param = "steps"
     model.graph.ClearField("value_info")
     onnx.save(model, tmp_path / "small_cnn.onnx")
-    built(tmp_path / "small_cnn.onnx", pictures, tmp_path / "out")
+    build_report(tmp_path / "small_cnn.onnx", pictures, tmp_path / "out")
     models = [onnx.load(folder / TYPED) for folder in (tmp_path / "out", quantized[1])]
     nodes = [[node.SerializeToString() for node in model.graph.node] for model in models]
     assert nodes[0] == nodes[1]
@@ -103,8 +103,8 @@ def test_float16_rounds_to_nearest_on_cpu(version, tmp_path, monkeypatch):
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.elem_type = HALF
     onnx.save(model, tmp_path / "half.onnx")
-    for held in (model, tmp_path / "half.onnx"):
-        session = open_single_thread(held, stand_in=True)
+    for source in (model, tmp_path / "half.onnx"):
+        session = open_single_thread(source, stand_in=True)
         y = session.run({"x": np.array([-2.85, -2.25, 2.55, 2.85], np.float16)})["y"]
         assert np.rint(y / weights["s"]).tolist() == [-29, -23, 26, 29]
 
@@ -113,22 +113,24 @@ def test_layers_are_float16_and_ends_float32(small_cnn, quantized):
     report, folder = quantized
     model = onnx.load(folder / TYPED)
     onnx.checker.check_model(model, full_check=True)
-    found = kinds(model)
-    assert {found[n.name] for n in model.graph.node if n.op_type in ("Conv", "Gemm")} == {HALF}
+    types = element_types(model)
+    assert {types[n.name] for n in model.graph.node if n.op_type in ("Conv", "Gemm")} == {HALF}
     ends = [*model.graph.input, *model.graph.output]
     assert {v.type.tensor_type.elem_type for v in ends} == {FLOAT}
     casts = [n for n in model.graph.node if n.op_type == "Cast"]
     assert [n.output[0] for n in casts] == ["logits"]  # the input is read by a Quantize
     x = {"x": np.random.default_rng(3).uniform(0, 1, (1, 3, 16, 16)).astype(np.float32)}
-    sessions = [OrtSession.open(folder / one, int8_kernels=False) for one in (PAIRS, TYPED)]
+    sessions = [
+        OrtSession.open(folder / file_name, int8_kernels=False) for file_name in (PAIRS, TYPED)
+    ]
     a, b = (session.run(x)["logits"] for session in sessions)
     assert b.dtype == np.float32 and np.abs(a - b).max() < 0.03 * np.abs(a).max()
     assert "typed model" in {Path(r.path).name: r.role for r in report.written}[TYPED]
-    held, weights = initializers(folder / TYPED), initializers(small_cnn)
+    typed_weights, weights = initializers(folder / TYPED), initializers(small_cnn)
     for name in ("w1", "w2", "w3"):
-        scale = array(held[f"{name}/scale/fp16"]).astype(np.float32).reshape(-1, 1, 1, 1)
+        scale = array(typed_weights[f"{name}/scale/fp16"]).astype(np.float32).reshape(-1, 1, 1, 1)
         nearest = np.rint(array(weights[name]) / scale)
-        assert np.array_equal(array(held[f"{name}/quantized"]), nearest)
+        assert np.array_equal(array(typed_weights[f"{name}/quantized"]), nearest)
 
 
 def initializers(path):
@@ -149,15 +151,15 @@ def net(text, weights, outputs="y", **attributes):
 @pytest.mark.parametrize("rest", ["fp16", "bf16"])
 def test_softmax_stays_float32_with_one_cast(rest):
     text = "MatMul x w -> a | Softmax a -> s | Exp a -> e | Mul s e -> m | Relu m -> y"
-    made, kept = narrow_float_part(net(text, {"w": np.eye(4)}), rest, {})
-    narrow = kinds(made)
-    assert not kept and narrow["softmax"] == narrow["exp"] == FLOAT
+    typed, float_reasons = narrow_float_part(net(text, {"w": np.eye(4)}), rest, {})
+    narrow = element_types(typed)
+    assert not float_reasons and narrow["softmax"] == narrow["exp"] == FLOAT
     assert narrow["matmul"] == narrow["mul"] != FLOAT
-    casts = [n for n in made.graph.node if n.op_type == "Cast"]
+    casts = [n for n in typed.graph.node if n.op_type == "Cast"]
     assert len(casts) == len({n.input[0] for n in casts}) == 5  # x, a, s, e, y
     assert not {n.output[0] for n in casts} & {n.input[0] for n in casts}
-    assert made.opset_import[0].version == OPSETS[rest]
-    onnx.checker.check_model(made, full_check=True)
+    assert typed.opset_import[0].version == OPSETS[rest]
+    onnx.checker.check_model(typed, full_check=True)
 
 
 @pytest.mark.parametrize(
@@ -169,40 +171,45 @@ def test_softmax_stays_float32_with_one_cast(rest):
 )
 def test_added_tensor_names_avoid_existing_names(text):
     model = net(text, {"w": np.eye(4)})
-    made, _ = narrow_float_part(model, "fp16", {})
-    onnx.checker.check_model(made, full_check=True)
-    names = [node.name for node in made.graph.node]
+    typed, _ = narrow_float_part(model, "fp16", {})
+    onnx.checker.check_model(typed, full_check=True)
+    names = [node.name for node in typed.graph.node]
     assert len(names) == len({*names})
 
 
 def test_values_beyond_float16_stay_float32():
     text = "MatMul x w -> a | Add a mask -> b | Relu b -> y"
     model = net(text, {"w": np.eye(4), "mask": [-1e9] * 4})
-    made, kept = narrow_float_part(model, "fp16", {"x": 20000.0, "b": 1.0})
-    assert list(kept) == ["matmul", "add"] and kinds(made)["matmul"] == FLOAT
-    assert "|x| reaches 2e+04" in kept["matmul"] and "|mask| reaches 1e+09" in kept["add"]
-    assert kinds(made)["relu"] == FLOAT or "y" in {o.name for o in made.graph.output}
-    _, kept = narrow_float_part(model, "bf16", {"x": 20000.0})
-    assert not kept  # bfloat16 holds all that float32 holds
-    held = {"w": np.zeros((4, 4)), "least": 1e-12, "shape": np.array([2, 4])}
+    typed, float_reasons = narrow_float_part(model, "fp16", {"x": 20000.0, "b": 1.0})
+    assert list(float_reasons) == ["matmul", "add"] and element_types(typed)["matmul"] == FLOAT
+    assert (
+        "|x| reaches 2e+04" in float_reasons["matmul"]
+        and "|mask| reaches 1e+09" in float_reasons["add"]
+    )
+    assert element_types(typed)["relu"] == FLOAT or "y" in {o.name for o in typed.graph.output}
+    _, float_reasons = narrow_float_part(model, "bf16", {"x": 20000.0})
+    assert not float_reasons  # bfloat16 holds all that float32 holds
+    constants = {"w": np.zeros((4, 4)), "least": 1e-12, "shape": np.array([2, 4])}
     text = "MatMul x w -> a | Clip a least -> g | Expand g shape -> e | Div x e -> y"
-    model = net(text, held)
-    made, kept = narrow_float_part(model, "fp16", {})
-    assert list(kept) == ["clip", "expand", "div"] and kinds(made)["matmul"] != FLOAT
-    found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
-    assert (found["y"] == 0).all()
+    model = net(text, constants)
+    typed, float_reasons = narrow_float_part(model, "fp16", {})
+    assert (
+        list(float_reasons) == ["clip", "expand", "div"] and element_types(typed)["matmul"] != FLOAT
+    )
+    outputs = OrtSession.open(typed).run({"x": np.zeros((2, 4), np.float32)})
+    assert (outputs["y"] == 0).all()
 
 
 @pytest.mark.parametrize(("least", "expected"), [(1e-9, ["max", "div"]), (1e-3, [])])
 def test_log_guard_lost_in_float16_stays_float32(least, expected):
     text = "MatMul x w -> a | Relu a -> r | Max r least -> g | Log g -> l"
     model = net(f"{text} | Div x g -> d | Mul l d -> y", {"w": np.eye(4), "least": least})
-    made, kept = narrow_float_part(model, "fp16", {})
-    assert list(kept) == expected and kinds(made)["relu"] != FLOAT
+    typed, float_reasons = narrow_float_part(model, "fp16", {})
+    assert list(float_reasons) == expected and element_types(typed)["relu"] != FLOAT
     lost = "least, 1e-09, which may keep a value above 0, is 0"
-    assert all(lost in said for said in kept.values())
-    found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
-    assert np.isfinite(found["y"]).all()
+    assert all(lost in reason for reason in float_reasons.values())
+    outputs = OrtSession.open(typed).run({"x": np.zeros((2, 4), np.float32)})
+    assert np.isfinite(outputs["y"]).all()
     assert not narrow_float_part(model, "bf16", {})[1]
 
 
@@ -214,14 +221,14 @@ def test_integers_and_subgraphs_are_not_narrowed():
         branches[branch] = helper.make_graph(body, branch, [], ends)
     text = "Relu x -> r | Shape r -> shape | Gather shape zero -> size | ReduceSum r -> sum"
     text += " | Greater sum limit -> more | If more -> y | Cast size -> z"
-    more = {"sum": {"keepdims": 0}, "y": branches, "z": {"to": FLOAT}}
-    model = net(text, {"limit": 0.0, "zero": np.array(0)}, "yz", **more)
+    attributes = {"sum": {"keepdims": 0}, "y": branches, "z": {"to": FLOAT}}
+    model = net(text, {"limit": 0.0, "zero": np.array(0)}, "yz", **attributes)
     model.graph.output[1].type.tensor_type.ClearField("shape")
-    made, kept = narrow_float_part(model, "fp16", {})
-    assert kept == {"relu": "a subgraph reads it"}
-    assert not [n for n in made.graph.node if n.op_type == "Cast" and n.name != "cast"]
+    typed, float_reasons = narrow_float_part(model, "fp16", {})
+    assert float_reasons == {"relu": "a subgraph reads it"}
+    assert not [n for n in typed.graph.node if n.op_type == "Cast" and n.name != "cast"]
     x = {"x": np.ones((2, 4), np.float32)}
-    assert OrtSession.open(made).run(x)["y"].tolist() == x["x"].tolist()
+    assert OrtSession.open(typed).run(x)["y"].tolist() == x["x"].tolist()
 
 
 def test_build_omits_typed_model_after_lift_failure(
@@ -235,11 +242,11 @@ def test_build_omits_typed_model_after_lift_failure(
         narrow_float_part(broken, "fp16", {})
     wording.check(raised.value)
 
-    def refused(*words):
+    def refused(*arguments):
         raise ExportError("it must be liftable, got this; export it again")
 
     monkeypatch.setattr("deploy.targets.tensorrt.cache_qdq.narrow_float_part", refused)
-    (target,) = built(small_cnn, pictures, tmp_path, version="10.3.0").targets
+    (target,) = build_report(small_cnn, pictures, tmp_path, version="10.3.0").targets
     assert not (tmp_path / TYPED).exists() and "no typed model" in " ".join(target.notes)
     assert Path(target.runnable).name == PAIRS
 
@@ -247,7 +254,7 @@ def test_build_omits_typed_model_after_lift_failure(
 @pytest.mark.slow
 def test_accuracy_uses_model_of_the_version(tmp_path, small_cnn, pictures):
     for version, name in (("8.6.1", PAIRS), ("10.3.0", TYPED), ("11.0.0", TYPED)):
-        report = built(small_cnn, pictures, tmp_path / version, version=version)
+        report = build_report(small_cnn, pictures, tmp_path / version, version=version)
         assert Path(report.targets[0].runnable).name == name
         (engine,) = [e for e in report.engines if not e.reference]
         assert engine.accuracy.outputs[0].sqnr_db > 20
@@ -294,7 +301,7 @@ def test_trtexec_has_no_int8_without_pairs(lines, small_cnn, tmp_path):
 
 
 @pytest.fixture
-def growing(tmp_path):
+def overflowing_model(tmp_path):
     """A Conv, and behind it what float16 makes infinite or 0; arrays to calibrate."""
     text = "Conv x w -> c | Relu c -> r | Pow r two -> p | Mul p much -> m | Sqrt m -> s"
     held = {"w": np.ones((2, 3, 1, 1)), "two": 2.0, "much": 5000.0, "least": 1e-9}
@@ -309,12 +316,12 @@ def growing(tmp_path):
 
 
 WIDE = ("mul", "sqrt", "add", "log")
-KEPT = ("--keep-float", "mul", "--keep-float", "relu")
+FLOAT_OPTIONS = ("--keep-float", "mul", "--keep-float", "relu")
 
 
-@pytest.mark.parametrize(("words", "kept"), [((), {}), (KEPT, {"relu": "fp16"})])
-def test_trtexec_pins_float16_overflow_to_float32(lines, growing, tmp_path, words, kept):
-    found, _ = lines(tmp_path / "o", *words, **growing)
+@pytest.mark.parametrize(("words", "kept"), [((), {}), (FLOAT_OPTIONS, {"relu": "fp16"})])
+def test_trtexec_pins_float16_overflow_to_float32(lines, overflowing_model, tmp_path, words, kept):
+    found, _ = lines(tmp_path / "o", *words, **overflowing_model)
     cache, pairs, *strong = found
     outputs = "--layerOutputTypes=" + ",".join(f"{name}:fp32" for name in WIDE)
     for line, types in ((cache, kept), (pairs, {})):
@@ -323,7 +330,7 @@ def test_trtexec_pins_float16_overflow_to_float32(lines, growing, tmp_path, word
         assert listed == {**types, **dict.fromkeys(WIDE, "fp32")}
         assert outputs in line and "--precisionConstraints=obey" in line
     assert not [word for line in strong for word in line if "layer" in word]
-    found, _ = lines(tmp_path / "wide", "--rest", "fp32", **growing)
+    found, _ = lines(tmp_path / "wide", "--rest", "fp32", **overflowing_model)
     assert not [word for line in found for word in line if "layer" in word]
 
 
@@ -385,9 +392,9 @@ VALUES = array(CODES).astype(np.float32)  # onnx's own reading of every code
 
 
 def test_fp8_codes_match_onnx():
-    found = fp8_codes(VALUES, FP8)
-    assert (found[~np.isnan(VALUES)] == BYTES[~np.isnan(VALUES)]).all()
-    assert set(found[np.isnan(VALUES)].tolist()) <= {0x7F, 0xFF} and np.isnan(VALUES).sum() == 2
+    codes = fp8_codes(VALUES, FP8)
+    assert (codes[~np.isnan(VALUES)] == BYTES[~np.isnan(VALUES)]).all()
+    assert set(codes[np.isnan(VALUES)].tolist()) <= {0x7F, 0xFF} and np.isnan(VALUES).sum() == 2
     assert fp8_codes(np.float32([0, -0.0, np.nan]), FP8).tolist() == [0, 0x80, 0x7F]
 
 
@@ -395,12 +402,12 @@ def test_fp8_codes_match_onnx():
 def test_fp8_grid_neighbours_enclose_the_value(values):
     x = np.array(values, np.float32).clip(-448, 448)
     below, above = round_to_grid(x, FP8, np.floor), round_to_grid(x, FP8, np.ceil)
-    near = round_to_grid(x, FP8)
+    nearest = round_to_grid(x, FP8)
     assert (below <= x).all() and (x <= above).all()
-    assert ((near == below) | (near == above)).all()
-    held = np.unique(VALUES[np.isfinite(VALUES)])
-    assert np.isin(below, held).all() and np.isin(above, held).all()
-    between = (held[None] > below[:, None]) & (held[None] < above[:, None])
+    assert ((nearest == below) | (nearest == above)).all()
+    grid = np.unique(VALUES[np.isfinite(VALUES)])
+    assert np.isin(below, grid).all() and np.isin(above, grid).all()
+    between = (grid[None] > below[:, None]) & (grid[None] < above[:, None])
     assert not between.any()
 
 
@@ -421,9 +428,9 @@ def pair(op, x, scale, dtype=np.float32):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("scale", [1.0, 0.0124])
 def test_onnxruntime_rounds_and_saturates_like_fp8_grid(op, dtype, scale):
-    held = np.unique(VALUES[np.isfinite(VALUES)])
-    middle = (held[1:] + held[:-1]) / 2
-    x = np.concatenate([held, middle, np.nextafter(middle, np.float32(9)), [464, 465, 9e4]])
+    grid = np.unique(VALUES[np.isfinite(VALUES)])
+    middle = (grid[1:] + grid[:-1]) / 2
+    x = np.concatenate([grid, middle, np.nextafter(middle, np.float32(9)), [464, 465, 9e4]])
     x = (x * scale).clip(-6e4, 6e4).astype(dtype)
     got = OrtSession.open(pair(op, x, scale, dtype), threads=1).run({"x": -x})["y"]
     step = np.float32(dtype(scale))
@@ -486,18 +493,21 @@ def test_layers_without_fast_fp8_kernel_stay_float():
     text += " | MaxPool good -> pool | GlobalAveragePool pool -> p | Flatten p -> f"
     shapes = {"w1": (32, 3, 3, 3), "w2": (64, 16, 1, 1), "w3": (32, 64, 7, 7)}
     shapes |= {"w4": (16, 32, 1, 1), "w5": (16, 32, 2, 2), "w6": (64, 32, 3, 3), "w7": (64, 10)}
-    more = {"window": {"pads": [3, 3, 3, 3]}, "pool": {"kernel_shape": [2, 2]}}
-    more |= {"stem": PAD, "groups": {"group": 2}, "good": PAD}
-    model = network(f"{text} | Gemm f w7 -> y", shapes, **more)
+    attributes = {"window": {"pads": [3, 3, 3, 3]}, "pool": {"kernel_shape": [2, 2]}}
+    attributes |= {"stem": PAD, "groups": {"group": 2}, "good": PAD}
+    model = network(f"{text} | Gemm f w7 -> y", shapes, **attributes)
     plan = analyse(load(model).model, TENSORRT_FP8)
-    said = {d.node: d.reason for d in plan.decisions}
+    reason_by_node = {d.node: d.reason for d in plan.decisions}
     assert plan.int8_nodes == ("/good",) and {d.precision for d in plan.decisions} > {"fp8"}
-    assert said["/stem"] == "too few channels (3) to be faster in fp8 than in float"
-    assert said["/groups"] == "a Conv with groups has no fast fp8 kernel"
-    assert said["/window"] == "a window of 49 places has no fp8 kernel, which takes 32 at most"
-    assert "(16)" in said["/narrow"] and "(10)" in said["/y"]
-    assert said["/up"] == "ConvTranspose is not run in fp8 on tensorrt"
-    assert not any("int8" in reason for reason in said.values())
+    assert reason_by_node["/stem"] == "too few channels (3) to be faster in fp8 than in float"
+    assert reason_by_node["/groups"] == "a Conv with groups has no fast fp8 kernel"
+    assert (
+        reason_by_node["/window"]
+        == "a window of 49 places has no fp8 kernel, which takes 32 at most"
+    )
+    assert "(16)" in reason_by_node["/narrow"] and "(10)" in reason_by_node["/y"]
+    assert reason_by_node["/up"] == "ConvTranspose is not run in fp8 on tensorrt"
+    assert not any("int8" in reason for reason in reason_by_node.values())
 
 
 @pytest.fixture(scope="module")
@@ -526,7 +536,7 @@ def command(net, images, out, *words):
 def narrow(wide_net, images, tmp_path_factory):
     """The folder of a build in fp8."""
     out = tmp_path_factory.mktemp("built") / "out"
-    built(wide_net, images, out, precision="fp8")
+    build_report(wide_net, images, out, precision="fp8")
     return out
 
 
@@ -535,11 +545,11 @@ def test_fp8_model_is_valid_with_fp8_pairs(narrow, name):
     model = onnx.load(narrow / name)
     onnx.checker.check_model(model, full_check=True)
     assert model.opset_import[0].version == 19 and model.ir_version >= 9
-    held = initializers(narrow / name)
+    constants = initializers(narrow / name)
     pairs = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    assert {held[n.input[2]].data_type for n in pairs} == {FLOAT8} and len(pairs) == 12
-    assert not any(codes_of(held[n.input[2]]).any() for n in pairs)
-    axes = {n.input[0]: n.attribute[0].i for n in pairs if n.input[0] in held}
+    assert {constants[n.input[2]].data_type for n in pairs} == {FLOAT8} and len(pairs) == 12
+    assert not any(codes_of(constants[n.input[2]]).any() for n in pairs)
+    axes = {n.input[0]: n.attribute[0].i for n in pairs if n.input[0] in constants}
     assert axes == {"w2/quantized": 0, "w3/quantized": 0, "w4/quantized": 0, "fc/quantized": 1}
 
 
@@ -662,11 +672,11 @@ def test_fp8_output_rounding_beats_nearest_rounding(seed):
     rng = np.random.default_rng(seed)
     steps = (rng.normal(size=(2, 5, 12)) * 10 ** rng.uniform(-2, 2)).clip(-448, 448)
     products = gram(rng.normal(size=(2, 12, 40)).astype(np.float32) + 0.5)
-    made = round_by_output(steps, products, fixed=np.zeros(steps.shape, bool), grid=FP8)
-    near = round_to_grid(steps, FP8)
+    rounded = round_by_output(steps, products, fixed=np.zeros(steps.shape, bool), grid=FP8)
+    nearest = round_to_grid(steps, FP8)
     ends = [round_to_grid(steps, FP8, to) for to in (np.floor, np.ceil)]
-    assert ((made == ends[0]) | (made == ends[1])).all() and (made != near).any()
-    after, before = (((one - steps) @ products * (one - steps)).sum() for one in (made, near))
+    assert ((rounded == ends[0]) | (rounded == ends[1])).all() and (rounded != nearest).any()
+    after, before = (((one - steps) @ products * (one - steps)).sum() for one in (rounded, nearest))
     assert after < before
 
 
@@ -709,7 +719,7 @@ def test_fp8_refuses_int8_plan_and_old_opset(wide_net, images, tmp_path, wording
     text = 'schema = "calib8-plan/1"\n[tensorrt]\n[tensorrt.methods]\nr1 = "entropy"\n'
     (tmp_path / "p.toml").write_text(text, "utf-8")
     with pytest.raises(ConfigError) as raised:
-        built(wide_net, images, tmp_path / "out", precision="fp8", plan=tmp_path / "p.toml")
+        build_report(wide_net, images, tmp_path / "out", precision="fp8", plan=tmp_path / "p.toml")
     wording.check(raised.value)
     model = wide()
     model.graph.node.append(helper.make_node("DFT", ["y"], ["z"], "/dft", axis=1))
@@ -725,7 +735,7 @@ def test_fp8_engine_is_strongly_typed_without_calibrator(
     tensorrt, wide_net, images, tmp_path, rest, source
 ):
     trt = tensorrt("10.13.0.35")
-    built(wide_net, images, tmp_path, precision="fp8", rest=rest)
+    build_report(wide_net, images, tmp_path, precision="fp8", rest=rest)
     (network,), (config,) = trt.STORY.networks, trt.STORY.configs
     assert network.typed and config.int8_calibrator is None
     assert network.model == onnx.load(tmp_path / source)
@@ -733,6 +743,6 @@ def test_fp8_engine_is_strongly_typed_without_calibrator(
 
 def test_older_tensorrt_builds_no_fp8_engine(tensorrt, wide_net, images, tmp_path):
     trt = tensorrt("10.0.1.6")
-    (target,) = built(wide_net, images, tmp_path, precision="fp8").targets
+    (target,) = build_report(wide_net, images, tmp_path, precision="fp8").targets
     assert "needs TensorRT 10.2 or newer, got 10.0.1.6" in " / ".join(target.notes)
     assert not trt.STORY.configs

@@ -76,7 +76,7 @@ def line(made, label):
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN])
-def test_float_engines_are_built_by_flags_as_trtexec_builds_them(tensorrt, build, version):
+def test_float_engines_use_trtexec_flags(tensorrt, build, version):
     trt = tensorrt(version)
     made = build()
     assert list(made.rows) == ["FP32 on the CPU", "TensorRT FP32", "TensorRT FP16", "int8"]
@@ -93,7 +93,7 @@ def test_float_engines_are_built_by_flags_as_trtexec_builds_them(tensorrt, build
     assert len(trt.STORY.configs) == 3  # all three are used again
 
 
-def test_each_engine_knows_the_timings_of_those_before(tensorrt, build, tmp_path, monkeypatch):
+def test_engines_share_the_timing_cache(tensorrt, build, tmp_path, monkeypatch):
     trt = tensorrt(TEN)
     longer = lambda cache: trt.IHostMemory(cache.data + b"+")  # noqa: E731
     monkeypatch.setattr(trt.ITimingCache, "serialize", longer)
@@ -102,7 +102,7 @@ def test_each_engine_knows_the_timings_of_those_before(tensorrt, build, tmp_path
 
 
 @pytest.mark.parametrize(("version", "options"), [(ELEVEN, ()), (TEN, ("--engine-from", "qdq"))])
-def test_float16_is_typed_where_the_int8_engine_is(tensorrt, build, tmp_path, version, options):
+def test_float16_engine_is_typed_like_int8(tensorrt, build, tmp_path, version, options):
     trt = tensorrt(version)
     build(*options)
     int8, fp32, fp16 = trt.STORY.networks
@@ -117,7 +117,7 @@ def test_float16_is_typed_where_the_int8_engine_is(tensorrt, build, tmp_path, ve
 
 
 @pytest.mark.parametrize("version", [TEN, ELEVEN])
-def test_float_engines_are_of_the_model_without_repairs(tensorrt, build, tmp_path, version):
+def test_float_engines_use_the_unrepaired_model(tensorrt, build, tmp_path, version):
     trt = tensorrt(version)
     made = build("--repair", "adaround")
     assert any("weight rounding" in note and "kept" in note for note in notes(made).split(" / "))
@@ -130,7 +130,7 @@ def test_float_engines_are_of_the_model_without_repairs(tensorrt, build, tmp_pat
     assert float(narrow["sqnr_db"]) > 50  # of float16 alone
 
 
-def test_fp8_is_held_against_the_same_float_engines(tensorrt, build, tmp_path):
+def test_fp8_is_compared_with_float_engines(tensorrt, build, tmp_path):
     trt = tensorrt(TEN)
     folder = Path(__file__).parents[1] / "datasets/fashion"
     data = {"model": folder / "fashion.onnx", "images": folder / "calib.txt"}
@@ -154,7 +154,7 @@ def test_float_engines_can_be_left_out(tensorrt, build, tmp_path, asked, labels)
     assert ("the speed of TensorRT" in made.said) == bool(labels)
 
 
-def test_without_timing_there_is_nothing_to_hold_against(tensorrt, build):
+def test_no_float_engines_without_timing(tensorrt, build):
     trt = tensorrt(TEN)
     made = build("--duration", "0")
     assert len(trt.STORY.configs) == 1 and list(made.rows) == ["FP32 on the CPU", "int8"]
@@ -163,7 +163,7 @@ def test_without_timing_there_is_nothing_to_hold_against(tensorrt, build):
     assert "no fp16 engine was built to compare with: no speed is measured" in notes(made)
 
 
-def test_a_float_engine_that_fails_is_a_note_and_the_other_counts(tensorrt, build, monkeypatch):
+def test_failed_float_engine_becomes_a_note(tensorrt, build, monkeypatch):
     tensorrt(TEN)
     whole = builder.build_engine
 
@@ -179,7 +179,7 @@ def test_a_float_engine_that_fails_is_a_note_and_the_other_counts(tensorrt, buil
     assert line(made, "Latency p50")[-1] == "3.00x (3.00 to 3.00) of TensorRT FP32"
 
 
-def test_a_float_engine_that_cannot_be_opened_is_a_note(tensorrt, build, monkeypatch):
+def test_unopenable_float_engine_becomes_a_note(tensorrt, build, monkeypatch):
     tensorrt(TEN)
     whole = TensorrtSession.open
 
@@ -195,7 +195,7 @@ def test_a_float_engine_that_cannot_be_opened_is_a_note(tensorrt, build, monkeyp
     assert not made.report["targets"][0]["error"] and made.code == 0
 
 
-def test_speed_is_held_against_tensorrt_and_stages_stand_in_every_form(tensorrt, build):
+def test_speedup_and_stages_are_in_every_report(tensorrt, build):
     tensorrt(TEN)
     made = build()
     change = "1.67x (1.67 to 1.67) of TensorRT FP16, 3.00x of TensorRT FP32"
@@ -220,14 +220,14 @@ def test_speed_is_held_against_tensorrt_and_stages_stand_in_every_form(tensorrt,
         (2, ("--baselines", "none"), 0, "its speed, 2x that of a float engine on its device at"),
     ],
 )
-def test_a_demanded_speed_is_over_float16_of_its_gpu(tensorrt, build, asked, options, code, said):
+def test_required_speedup_is_over_gpu_float16(tensorrt, build, asked, options, code, said):
     tensorrt(TEN)
     made = build("--min-speedup", asked, "--max-loss", 1, *options)
     reasons = made.rows["int8"]["verdict"]["reasons"]
     assert made.code == code and any(reason.startswith(said) for reason in reasons)
 
 
-def test_on_a_gpu_the_runtime_itself_takes_no_time(tensorrt, build, monkeypatch):
+def test_gpu_report_has_no_runtime_overhead(tensorrt, build, monkeypatch):
     tensorrt(TEN)
     for times in (COMPUTE_MS, COPY_MS):
         for key in times:
@@ -239,7 +239,7 @@ def test_on_a_gpu_the_runtime_itself_takes_no_time(tensorrt, build, monkeypatch)
 
 
 @pytest.mark.slow
-def test_gpu_and_cpu_keep_their_ratios_and_do_not_wait_for_each_other(tensorrt, build, monkeypatch):
+def test_gpu_and_cpu_speedups_are_independent(tensorrt, build, monkeypatch):
     tensorrt(TEN)
     made = build("--min-speedup", "1000", "--accept", target="onnxruntime,tensorrt")
     for name, rival in (("onnxruntime", "FP32"), ("tensorrt", "TensorRT FP16")):
@@ -266,7 +266,7 @@ def smi(tmp_path, monkeypatch):
     session.driver_version.cache_clear()
 
 
-def test_the_head_names_gpu_driver_cuda_and_tensorrt(smi, tensorrt, build, run, tmp_path):
+def test_report_head_names_gpu_and_versions(smi, tensorrt, build, run, tmp_path):
     tensorrt(TEN)
     made = build("--baselines", "none")
     (device,) = made.report["machine"]["devices"]
@@ -280,7 +280,7 @@ def test_the_head_names_gpu_driver_cuda_and_tensorrt(smi, tensorrt, build, run, 
     assert code == 0 and words in said and "H2D" in said and "Machine" in said
 
 
-def test_the_engines_beside_are_of_the_same_gpu(tensorrt, build, tmp_path):
+def test_float_engines_use_the_same_gpu(tensorrt, build, tmp_path):
     trt = tensorrt(TEN)
     made = build("--device", 1)
     key = json.loads((tmp_path / "out/small_cnn.fp16.engine.json").read_text())
@@ -289,7 +289,7 @@ def test_the_engines_beside_are_of_the_same_gpu(tensorrt, build, tmp_path):
     assert made.report["machine"]["devices"][0]["name"] == "Fake L4 sm_90"
 
 
-def test_a_driver_that_nobody_tells_is_not_made_up(tensorrt, build, tmp_path, monkeypatch):
+def test_unknown_driver_version_is_omitted(tensorrt, build, tmp_path, monkeypatch):
     tensorrt(TEN, "cuda-python")
     session.driver_version.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -297,7 +297,7 @@ def test_a_driver_that_nobody_tells_is_not_made_up(tensorrt, build, tmp_path, mo
     session.driver_version.cache_clear()
 
 
-def test_without_a_gpu_there_is_no_word_of_one(build, monkeypatch):
+def test_report_omits_gpu_without_one(build, monkeypatch):
     def missing(*_):
         raise SdkMissingError("no GPU in this test")
 
@@ -309,7 +309,7 @@ def test_without_a_gpu_there_is_no_word_of_one(build, monkeypatch):
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])
-def test_the_plan_stands_beside_what_the_engine_runs(tensorrt, build, version):
+def test_report_compares_plan_and_engine_precision(tensorrt, build, version):
     tensorrt(version)
     made = build()
     ran = made.rows["int8"]["ran"]
@@ -333,7 +333,7 @@ def test_the_plan_stands_beside_what_the_engine_runs(tensorrt, build, version):
     assert line(made, "Reformats")[3] == str(ran["reformats"]) != "0"
 
 
-def test_an_engine_that_tells_names_alone_is_not_judged(tensorrt, build, run, tmp_path):
+def test_engine_with_layer_names_only_is_unchecked(tensorrt, build, run, tmp_path):
     tensorrt(TEN)
     build("--duration", "0")
     path = tmp_path / "out/small_cnn.engine"
@@ -349,7 +349,7 @@ def layer(name, kind, form, **more):
     return {"Name": name, "LayerType": kind, "Inputs": tensors, "Outputs": [], **more}
 
 
-def test_the_inspectors_words_are_read():
+def test_inspector_output_is_parsed():
     layers = parse_layers(
         json.dumps(
             {
@@ -416,7 +416,7 @@ def test_the_inspectors_words_are_read():
     assert {parse_layers(one) for one in ('{"Layers": ["a", "b"]}', "no JSON", "[]")} == {()}
 
 
-def test_nodes_are_told_apart_by_what_became_of_them():
+def test_nodes_are_sorted_by_engine_outcome():
     plan = [Decision(*words.split(), "int8") for words in ("a Conv", "r Relu", "b Add")]
     plan += [Decision(*words.split(), "float32", "why") for words in ("p MaxPool", "s Softmax")]
     ran = {"a": "int8", "b": "float16", "p": "int8", "s": "float32"}
