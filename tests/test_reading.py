@@ -48,7 +48,7 @@ DEEP = reading.MAX_NESTING + 1
 
 @pytest.mark.parametrize("read", ["read_bytes", "read_text", "read_json", "refuse_irregular"])
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("nothing", "nothing there"),
         ("folder", "got a folder"),
@@ -59,7 +59,7 @@ DEEP = reading.MAX_NESTING + 1
     ],
 )
 def test_what_is_no_regular_file_is_refused_and_never_waited_for(
-    read, kind, said, tmp_path, wording
+    read, kind, message, tmp_path, wording
 ):
     path = {"device": "/dev/zero", "NUL": "a\0b", "long": "a" * 5000}.get(kind, tmp_path / "x")
     if kind in ("folder", "pipe"):
@@ -68,7 +68,7 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(
         getattr(reading, read)(path, **PLAN)
     if kind != "long":  # its name is the message
         wording.check(caught.value)
-    assert said in str(caught.value).lower()
+    assert message in str(caught.value).lower()
 
 
 def test_a_file_is_read_within_its_budget_whatever_it_claims(tmp_path, wording):
@@ -163,9 +163,9 @@ def test_what_is_no_json_is_one_sentence(text, wording):
 
 
 def npy(array):
-    held = io.BytesIO()
-    np.lib.format.write_array(held, array, allow_pickle=True)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, array, allow_pickle=True)
+    return buffer.getvalue()
 
 
 def header(text):
@@ -206,16 +206,16 @@ def test_a_damaged_header_of_an_array_is_no_fault(text):
 )
 def test_arrays_are_read_as_they_were_written(array):
     data = npy(array)
-    found = archives.read_array(io.BytesIO(data), len(data))
-    assert found.dtype == array.dtype and np.array_equal(found, array)
+    result = archives.read_array(io.BytesIO(data), len(data))
+    assert result.dtype == array.dtype and np.array_equal(result, array)
     assert archives.read_array_header(io.BytesIO(data), len(data))[0] == array.shape
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch, wording):
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for number in range(3):
-            made.writestr(f"{number}.npy", bytes(1 << 20))
+            archive.writestr(f"{number}.npy", bytes(1 << 20))
     file.seek(0)
     assert len(file.getvalue()) < 10_000
     check = functools.partial(archives.check_archive, file, "x", what="arrays", error=FeedError)
@@ -238,10 +238,15 @@ def test_a_path_that_is_no_text_is_told_from_one_that_is():
     paths = ("a/b", Path("é"), os.fsdecode(b"a\xff"))
     assert [reading.is_utf8_path(path) for path in paths] == [True, True, False]
     code = "import os; from deploy.files.reading import is_utf8_path;"
-    words = [sys.executable, "-c", code + " print(is_utf8_path(os.fsdecode(b'\\xc3\\xa9')))"]
+    arguments = [sys.executable, "-c", code + " print(is_utf8_path(os.fsdecode(b'\\xc3\\xa9')))"]
     for encoding, right in (("C", "False"), ("C.UTF-8", "True")):
-        own = {**os.environ, "LC_ALL": encoding, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-        done = subprocess.run(words, env=own, capture_output=True, text=True, cwd=ROOT)
+        environment = {
+            **os.environ,
+            "LC_ALL": encoding,
+            "PYTHONUTF8": "0",
+            "PYTHONCOERCECLOCALE": "0",
+        }
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, cwd=ROOT)
         assert done.stdout.strip() == right, done.stderr
 
 
@@ -272,23 +277,23 @@ def doors(module):
     """Calls in a module that open files by themselves."""
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
-            last = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
-            called = ast.unparse(node.func) if last in ENDS else ""
-            if called in OPENED or ("." in called and last in DOORS):
+            call_name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            called = ast.unparse(node.func) if call_name in ENDS else ""
+            if called in OPENED or ("." in called and call_name in DOORS):
                 yield f"{called} in line {node.lineno}"
 
 
 @pytest.mark.slow
 def test_files_are_read_through_one_door():
-    found = {
+    result = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): list(doors(path))
         for path in (ROOT / "deploy").rglob("*.py")
     }
-    found = {name: calls for name, calls in found.items() if calls}
+    result = {name: calls for name, calls in result.items() if calls}
     by = {"deploy.fx.weights": 1}  # torch.load of a file that was opened
-    wrong = {n: c for n, c in found.items() if n not in ELSEWHERE and len(c) > by.get(n, 0)}
+    wrong = {n: c for n, c in result.items() if n not in ELSEWHERE and len(c) > by.get(n, 0)}
     assert not wrong, f"read with deploy.files.reading: {wrong}"
-    assert set(ELSEWHERE) <= set(found), f"excepted for nothing: {set(ELSEWHERE) - set(found)}"
+    assert set(ELSEWHERE) <= set(result), f"excepted for nothing: {set(ELSEWHERE) - set(result)}"
 
 
 # --- What was hashed is what was used: images read once, and the same whenever they are read
@@ -308,11 +313,11 @@ def photos(pictures, tmp_path) -> Path:
 @pytest.fixture
 def reads(monkeypatch) -> Counter:
     """File name -> how often it was read."""
-    counted, own = Counter(), images.read_image_file
+    counted, read_image = Counter(), images.read_image_file
 
     def read(picture):
         counted[picture.path.name] += 1
-        return own(picture)
+        return read_image(picture)
 
     monkeypatch.setattr(images, "read_image_file", read)
     return counted
@@ -325,13 +330,13 @@ def swap(folder: Path) -> None:
 
 def between(monkeypatch, step: str, act) -> None:
     """Do something before a step of the line, named with its module."""
-    own = pkgutil.resolve_name(step)
+    step_function = pkgutil.resolve_name(step)
 
-    def both(*words, **named):
+    def act_after_step(*arguments, **named):
         act()
-        return own(*words, **named)
+        return step_function(*arguments, **named)
 
-    monkeypatch.setattr(step, both)
+    monkeypatch.setattr(step, act_after_step)
 
 
 def read_whole(feed) -> list:
@@ -344,13 +349,13 @@ def files_of(cache: Path) -> list[bytes]:
 
 
 def test_where_no_cache_is_judged_each_image_is_read_once(small_cnn, photos, tmp_path, reads):
-    cache, made = tmp_path / "c", []
-    for kept in (cache, CachePolicy(path=cache, refresh=True)):
-        calibrate(small_cnn, photos, preprocess=UNIT, cache=kept)
+    cache, calibrations = tmp_path / "c", []
+    for cache_policy in (cache, CachePolicy(path=cache, refresh=True)):
+        calibrate(small_cnn, photos, preprocess=UNIT, cache=cache_policy)
         assert len(reads) == 20 and set(reads.values()) == {1}
         reads.clear()
-        made.append(files_of(cache))
-    assert made[0] == made[1]
+        calibrations.append(files_of(cache))
+    assert calibrations[0] == calibrations[1]
     assert calibrate(small_cnn, photos, preprocess=UNIT, cache=cache).reused
     assert len(reads) == 20 and sum(reads.values()) == 24  # for their digests, and four to look at
 
@@ -372,18 +377,18 @@ CHANGED = r"11\.png changed while calib8 ran.*run again"
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_another_image_after_hashing_or_at_a_second_pass_is_told(photos, skip_bad):
     options = {"preprocess": UNIT, "skip_bad": skip_bad}
-    hashed, seen = (open_feed(photos, [IMAGE], **options) for _ in range(2))
+    hashed, passed_feed = (open_feed(photos, [IMAGE], **options) for _ in range(2))
     hashed.manifest()
-    read_whole(seen)
+    read_whole(passed_feed)
     swap(photos)
     with pytest.raises(FeedError, match="image " + CHANGED):
         read_whole(hashed)
     (photos / "11.png").write_bytes(b"no picture")
     with pytest.raises(FeedError, match=CHANGED):
-        read_whole(seen)
+        read_whole(passed_feed)
     (photos / "11.png").unlink()
     with pytest.raises(FeedError, match=CHANGED):
-        list(seen.spread_samples(20))
+        list(passed_feed.spread_samples(20))
 
 
 def test_what_was_skipped_stays_skipped(photos):
@@ -394,17 +399,17 @@ def test_what_was_skipped_stays_skipped(photos):
         assert len(read_whole(feed)) == len(feed.names) == 19
         (photos / "11.png").write_bytes(good)
     (photos / "11.png").write_bytes(b"another one")
-    other = open_feed(photos, [IMAGE], preprocess=UNIT, skip_bad=True)
-    assert other.manifest()["sha256"] != feed.manifest()["sha256"]  # counts by its bytes
+    second_feed = open_feed(photos, [IMAGE], preprocess=UNIT, skip_bad=True)
+    assert second_feed.manifest()["sha256"] != feed.manifest()["sha256"]  # counts by its bytes
 
 
 def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_path, monkeypatch):
-    given = {"preprocess": UNIT, "cache": tmp_path / "c"}
-    calibrate(small_cnn, photos, **given)
+    options = {"preprocess": UNIT, "cache": tmp_path / "c"}
+    calibrate(small_cnn, photos, **options)
     step = "deploy.pipeline.calibration_run.schedule_observations"
     between(monkeypatch, step, lambda: swap(photos))
     with pytest.raises(FeedError, match=CHANGED):  # hashed to judge the cache, decoded later
-        calibrate(small_cnn, photos, **given, method="legacy", targets=["tensorrt"])
+        calibrate(small_cnn, photos, **options, method="legacy", targets=["tensorrt"])
 
 
 def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_path, monkeypatch):
@@ -449,7 +454,7 @@ def test_arrays_are_copied_and_held_to_it(small_cnn, wording):
 
 
 @pytest.fixture
-def turned(photos) -> Path:
+def reversed_photos(photos) -> Path:
     """A list of the same pictures under other names, in another order."""
     listing = photos.parent / "list.txt"
     for path in photos.iterdir():
@@ -459,7 +464,7 @@ def turned(photos) -> Path:
 
 
 @pytest.fixture
-def again(small_cnn, tmp_path):
+def recalibrate(small_cnn, tmp_path):
     """(images, **options) -> a calibration into one cache, or into `cache`."""
 
     def call(images, *targets, cache="c", **named):
@@ -470,60 +475,71 @@ def again(small_cnn, tmp_path):
     return call
 
 
-def test_order_and_names_do_not_matter_to_what_has_no_order(again, photos, turned, tmp_path):
-    again(photos)
-    made = files_of(tmp_path / "c")
-    found = again(turned)
-    assert found.reused and "are the same" in found.reason
-    assert made == files_of(tmp_path / "c")
+def test_order_and_names_do_not_matter_to_what_has_no_order(
+    recalibrate, photos, reversed_photos, tmp_path
+):
+    recalibrate(photos)
+    original_files = files_of(tmp_path / "c")
+    calibration = recalibrate(reversed_photos)
+    assert calibration.reused and "are the same" in calibration.reason
+    assert original_files == files_of(tmp_path / "c")
 
 
-def test_what_goes_by_the_order_is_observed_again(again, photos, turned):
-    both = ("onnxruntime", "ascend")
-    first, found = again(photos, *both), again(turned, *both)
-    ordered = {o for o in first.observations if o.statistic.ordered}
-    assert not found.reused and set(found.observed_now) == ordered
-    assert "the order of the images" in found.reason
-    fresh = again(turned, *both, cache="d")
+def test_what_goes_by_the_order_is_observed_again(recalibrate, photos, reversed_photos):
+    two_targets = ("onnxruntime", "ascend")
+    original, reordered = (
+        recalibrate(photos, *two_targets),
+        recalibrate(reversed_photos, *two_targets),
+    )
+    ordered = {o for o in original.observations if o.statistic.ordered}
+    assert not reordered.reused and set(reordered.observed_now) == ordered
+    assert "the order of the images" in reordered.reason
+    fresh = recalibrate(reversed_photos, *two_targets, cache="d")
     for o in fresh.observations:
-        mine, theirs = (c.ranges.observed.recorder(o).to_arrays() for c in (found, fresh))
+        mine, theirs = (c.ranges.observed.recorder(o).to_arrays() for c in (reordered, fresh))
         assert all(np.array_equal(mine[key], theirs[key]) for key in theirs), o.key
-    assert again(turned, *both).reused
+    assert recalibrate(reversed_photos, *two_targets).reused
 
 
-def test_no_observation_of_another_order_is_carried_along(again, photos, turned):
-    again(photos, "ascend")
-    again(photos)
+def test_no_observation_of_another_order_is_carried_along(recalibrate, photos, reversed_photos):
+    recalibrate(photos, "ascend")
+    recalibrate(photos)
     rule = {"method": "entropy-tensorrt"}
-    again(turned, "onnxruntime", **rule)  # goes by the new order
-    assert again(turned, "onnxruntime", **rule).reused
-    assert again(photos).reused  # a plain histogram
-    assert not again(turned, "ascend").reused  # kept of the first order alone, so no longer kept
-    assert not again(photos, "onnxruntime", **rule).reused
+    recalibrate(reversed_photos, "onnxruntime", **rule)  # goes by the new order
+    assert recalibrate(reversed_photos, "onnxruntime", **rule).reused
+    assert recalibrate(photos).reused  # a plain histogram
+    assert not recalibrate(
+        reversed_photos, "ascend"
+    ).reused  # kept of the first order alone, so no longer kept
+    assert not recalibrate(photos, "onnxruntime", **rule).reused
 
 
-def test_a_cache_of_an_older_form_is_told_and_made_anew(again, photos, tmp_path):
-    again(photos)
+def test_a_cache_of_an_older_form_is_told_and_made_anew(recalibrate, photos, tmp_path):
+    recalibrate(photos)
     side = cache_files(tmp_path / "c")[1]
     side.write_text(json.dumps({**json.loads(side.read_text()), "schema": 2}))
-    found = again(photos)
-    assert not found.reused and "not a fingerprint" in found.reason
+    result = recalibrate(photos)
+    assert not result.reused and "not a fingerprint" in result.reason
 
 
-def test_another_decoder_is_told_and_arrays_have_none(again, photos, monkeypatch):
-    again(photos)
-    again(list(ROWS), cache="r")
+def test_another_decoder_is_told_and_arrays_have_none(recalibrate, photos, monkeypatch):
+    recalibrate(photos)
+    recalibrate(list(ROWS), cache="r")
     monkeypatch.setattr(opencv(), "__version__", "9.9.9")  # which gives the same pixels
-    found = again(photos)
-    assert found.reused and "decoder OpenCV 5" in found.reason
-    other = {**pixels.decoder_digests(), "webp": "0" * 16}
-    monkeypatch.setattr(fingerprint, "decoder_digests", lambda: other)
-    found = again(photos)
-    assert not found.reused and "the decoder changed (" in found.reason and "webp" in found.reason
+    calibration = recalibrate(photos)
+    assert calibration.reused and "decoder OpenCV 5" in calibration.reason
+    other_decoders = {**pixels.decoder_digests(), "webp": "0" * 16}
+    monkeypatch.setattr(fingerprint, "decoder_digests", lambda: other_decoders)
+    calibration = recalibrate(photos)
+    assert (
+        not calibration.reused
+        and "the decoder changed (" in calibration.reason
+        and "webp" in calibration.reason
+    )
     monkeypatch.setattr(fingerprint, "DECODING_VERSION", 99)
-    found = again(photos)
-    assert not found.reused and found.reason.endswith("(decoding 1 -> 99)")
-    assert again(list(ROWS), cache="r").reused
+    calibration = recalibrate(photos)
+    assert not calibration.reused and calibration.reason.endswith("(decoding 1 -> 99)")
+    assert recalibrate(list(ROWS), cache="r").reused
 
 
 BESIDE = {"save_as_external_data": True, "location": "m.bin", "size_threshold": 0}
@@ -541,13 +557,13 @@ def model(small_cnn, tmp_path, request) -> Path:
 
 def replaced(path: Path) -> None:
     """Negated weights at the same place; the file itself stays where they are beside it."""
-    model, graph, beside = onnx.load(path), path.read_bytes(), path.with_suffix(".bin")
+    model, graph, weight_file = onnx.load(path), path.read_bytes(), path.with_suffix(".bin")
     for tensor in model.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT:
             array = -onnx.numpy_helper.to_array(tensor)
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    there = beside.exists()
-    beside.unlink(missing_ok=True)
+    there = weight_file.exists()
+    weight_file.unlink(missing_ok=True)
     onnx.save(model, path, **(BESIDE if there else {}))
     assert (path.read_bytes() == graph) == there
 
@@ -574,13 +590,13 @@ def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, mo
 
 def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_path, wording):
     path = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
-    before, after = (
+    digest_before, digest_after = (
         CalibrationSubject(loaded=load(path), user_model=path, samples=1) for _ in range(2)
     )
-    assert len(before.original.graph.node) == len(onnx.load(path).graph.node)
+    assert len(digest_before.original.graph.node) == len(onnx.load(path).graph.node)
     replaced(path)
     with pytest.raises(ModelError) as refusal:
-        _ = after.original
+        _ = digest_after.original
     wording.check(refusal.value)
 
 
@@ -597,14 +613,16 @@ MOST = 130  # bytes an image, of which the name has 12; half a kilobyte and more
 def test_a_listing_is_the_files_that_it_was_given(given_names, labelled):
     labels = [number * 7 for number in range(len(given_names))] if labelled else None
     listing = FileList("there", given_names, labels)
-    wanted = [
+    expected = [
         ImageFile(Path("there") / name, name, None if labels is None else labels[number])
         for number, name in enumerate(given_names)
     ]
-    assert list(listing) == wanted and len(listing) == len(wanted) and listing[1:] == wanted[1:]
+    assert (
+        list(listing) == expected and len(listing) == len(expected) and listing[1:] == expected[1:]
+    )
     assert listing.labels == (tuple(labels) if labels else None if given_names else ())
-    if wanted:
-        assert listing[-1] == wanted[-1] and listing.path(0) == wanted[0].path
+    if expected:
+        assert listing[-1] == expected[-1] and listing.path(0) == expected[0].path
 
 
 def test_a_name_that_is_no_text_comes_back_and_one_label_that_lacks_is_none_of_all():
@@ -623,24 +641,27 @@ def test_digests_are_combined_in_their_order_and_sorted():
     """As hashing them one behind the other gave, so that a cache stays fitting."""
     digests = [hashlib.sha256(bytes([n])).digest() for n in range(40)]
     digests[7] = digests[7][:-1] + b"\0"  # what numpy's strings leave out at the end
-    seen, order = SampleDigests(60), [3, 7, 0, 39, 12]
+    digests_seen, order = SampleDigests(60), [3, 7, 0, 39, 12]
     for number, digest in enumerate(digests):
-        seen.record(number, digest, "it")
-    for by_size, wanted in ((False, list), (True, sorted)):
-        own = b"".join(wanted(digests[n] for n in order))
-        assert seen.combined(order, by_size=by_size) == hashlib.sha256(own).hexdigest()
-    assert list(seen.hex(order)) == [digests[n].hex() for n in order]
-    assert 39 in seen and 40 not in seen
-    listed = ["a/b.png", "c.png", "b\udcff.png"]
+        digests_seen.record(number, digest, "it")
+    for by_size, arrange in ((False, list), (True, sorted)):
+        joined_digests = b"".join(arrange(digests[n] for n in order))
+        assert (
+            digests_seen.combined(order, by_size=by_size)
+            == hashlib.sha256(joined_digests).hexdigest()
+        )
+    assert list(digests_seen.hex(order)) == [digests[n].hex() for n in order]
+    assert 39 in digests_seen and 40 not in digests_seen
+    names = ["a/b.png", "c.png", "b\udcff.png"]
     text = "b.png\nc.png\nb\udcff.png".encode(errors="surrogateescape")
-    assert digest_names(iter(listed)) == hashlib.sha256(text).hexdigest()
+    assert digest_names(iter(names)) == hashlib.sha256(text).hexdigest()
 
 
 def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path, wording):
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for path in paths[:4]:
         path.write_bytes(b"x")
-    link, moved = tmp_path / "link", tmp_path / "moved"
+    link, moved_folder = tmp_path / "link", tmp_path / "moved"
     with guard.guard_inputs():
         with guard.guard_inputs():
             guard.add_input_files(5, paths.__getitem__)
@@ -650,23 +671,23 @@ def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path, wording
                 guard.refuse_output(path)
             wording.check(refusal.value)
         guard.refuse_output(paths[4])
-        moved.hardlink_to(paths[1])
+        moved_folder.hardlink_to(paths[1])
         paths[1].unlink()
-        guard.refuse_output(moved)  # no input leads to it any more
+        guard.refuse_output(moved_folder)  # no input leads to it any more
     guard.refuse_output(paths[0])
 
 
-def held(model, listing, monkeypatch):
+def measure_held_bytes(model, listing, monkeypatch):
     """Bytes that Python holds at the end of the pass over the images of a list."""
-    found = []
-    whole = one_pass._PassState.statistics
+    sizes = []
+    read_statistics = one_pass._PassState.statistics
 
     def looked(self):
         gc.collect()
         traces = tracemalloc.take_snapshot().traces
         # the table of interned strings, which now and then is made anew as a whole
-        found.append(sum(t.size for t in traces if "pathlib" not in str(t) or t.size < 1 << 17))
-        return whole(self)
+        sizes.append(sum(t.size for t in traces if "pathlib" not in str(t) or t.size < 1 << 17))
+        return read_statistics(self)
 
     with monkeypatch.context() as patched:
         patched.setattr(one_pass._PassState, "statistics", looked)
@@ -675,19 +696,19 @@ def held(model, listing, monkeypatch):
             calibrate(model, listing, threads=1)
         finally:
             tracemalloc.stop()
-    return found[0]
+    return sizes[0]
 
 
 @pytest.mark.slow
 def test_memory_hardly_grows_with_the_images(small_cnn, tmp_path, monkeypatch, rng):
-    few, many = 100, 700
+    small_count, large_count = 100, 700
     for number in range(8):
         cv2.imwrite(str(tmp_path / f"{number}.png"), rng.integers(0, 255, (16, 16, 3), np.uint8))
-    for number in range(many):
+    for number in range(large_count):
         (tmp_path / f"{number:08}.png").hardlink_to(tmp_path / f"{number % 8}.png")
-    lists = [tmp_path / f"{count}.txt" for count in (few, many)]
-    for path, count in zip(lists, (few, many), strict=True):
+    lists = [tmp_path / f"{count}.txt" for count in (small_count, large_count)]
+    for path, count in zip(lists, (small_count, large_count), strict=True):
         path.write_text("".join(f"{number:08}.png\n" for number in range(count)))
-    held(small_cnn, lists[0], monkeypatch)  # what is imported and cached but once
-    less, more = (held(small_cnn, one, monkeypatch) for one in lists)
-    assert (more - less) / (many - few) < MOST
+    measure_held_bytes(small_cnn, lists[0], monkeypatch)  # what is imported and cached but once
+    small_size, large_size = (measure_held_bytes(small_cnn, paths, monkeypatch) for paths in lists)
+    assert (large_size - small_size) / (large_count - small_count) < MOST
