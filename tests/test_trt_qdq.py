@@ -77,7 +77,7 @@ def outputs(model):
 @pytest.mark.parametrize(
     ("batchnorm", "version"), [(False, "8.5.3"), (True, "8.5.3"), (False, "10.3.0")]
 )
-def test_there_and_back(tmp_path, batchnorm, version):
+def test_cache_survives_conversion_to_qdq(tmp_path, batchnorm, version):
     model = residual(batchnorm=batchnorm)
     cache = cache_of(model, version)
     quantized, matched = cache_to_qdq(model, cache, keep_batchnorm=batchnorm)
@@ -96,7 +96,7 @@ def test_there_and_back(tmp_path, batchnorm, version):
     assert 0 < error < 0.2 * np.abs(outputs(model)).max()
 
 
-def test_scales_are_the_caches_and_tensors_of_a_concat_share_one():
+def test_scales_equal_cache_and_concat_shares_one():
     model = residual()
     cache = cache_of(model)
     scales = cache.scales()
@@ -120,7 +120,7 @@ def pairs(model):
     return {name for name, _ in scale_nodes(model)}
 
 
-def test_pairs_stand_where_tensorrt_wants_them():
+def test_pairs_are_where_tensorrt_needs_them():
     model = residual()
     quantized, _ = cache_to_qdq(model, cache_of(model))
     # inputs of Conv, pool and Gemm, and the Add's skip branch; nothing between a Conv and its Relu
@@ -140,7 +140,7 @@ def test_pairs_stand_where_tensorrt_wants_them():
             assert node.input[2] not in makers
 
 
-def test_every_entry_and_tensor_is_accounted_for():
+def test_conversion_accounts_for_all_entries():
     model = residual(batchnorm=True)
     scales = dict(cache_of(model).scales())
     del scales["both"]
@@ -163,7 +163,7 @@ def test_every_entry_and_tensor_is_accounted_for():
     assert "stays float" in gaps["last_relu"]  # the pool behind the Conv that reads `both`
 
 
-def test_entries_are_found_by_position_or_known_from_the_file(tmp_path):
+def test_entries_match_by_position_or_file(tmp_path):
     model = residual()
     scales = cache_of(model).scales()
     renamed = {n if n != "a_relu" else "Relu__7:0": s for n, s in scales.items()}
@@ -205,7 +205,7 @@ def qdq_model(scale=0.1, zero=ZERO, second=None, text=f"{PAIR} | Relu d -> y", *
     return build_net(nodes, {"x": [1, 3]}, {"y": [1, 3]}, held)
 
 
-def test_a_smallest_qdq_model_and_a_cache_of_none_of_its_tensors(wording):
+def test_smallest_qdq_model_and_unrelated_cache(wording):
     plain = from_qdq(qdq_model())
     assert plain.scales == {"x": np.float32(0.1)}
     assert [node.op_type for node in plain.model.graph.node] == ["Relu"]
@@ -234,12 +234,12 @@ EIGHTS = {"w": np.ones((2, 3), np.int8), "ws": np.ones(5), "wz": np.zeros(5, np.
         (residual(), "plain already"),
     ],
 )
-def test_what_a_cache_cannot_say_is_refused(model, told):
+def test_qdq_beyond_cache_format_is_refused(model, told):
     with pytest.raises(Calib8Error, match=told):
         from_qdq(model)
 
 
-def test_models_of_onnxruntimes_own_quantizer_come_back(tmp_path):
+def test_onnxruntime_qdq_models_convert_to_cache(tmp_path):
     """Symmetric Q/DQ as onnxruntime writes it: int8 weights, int32 biases, pairs on outputs."""
     from onnxruntime import quantization as ortq
 
@@ -258,7 +258,7 @@ def test_models_of_onnxruntimes_own_quantizer_come_back(tmp_path):
     assert np.isfinite(outputs(plain.model)).all()
 
 
-def test_damaged_models_end_in_one_sentence(tmp_path):
+def test_damaged_models_raise_a_clear_error(tmp_path):
     model = residual()
     quantized, _ = cache_to_qdq(model, cache_of(model))
     whole, path, dice = quantized.SerializeToString(), tmp_path / "m.onnx", random.Random(6)
@@ -320,21 +320,21 @@ BOTTLENECK = f"{BLOCK} | {silu('c', 'cs')} | Add as cs -> sum"
         "GlobalAveragePool sum -> p | Flatten p -> f | Gemm f g -> y",
     ],
 )
-def test_a_residual_add_behind_silu_gets_a_pair_on_its_skip_branch_alone(after, tmp_path):
+def test_add_after_silu_quantizes_skip_branch(after, tmp_path):
     why, pairs = placed(net(f"{BOTTLENECK} | {after}", tmp_path))
     assert why["sum"] == "" and "cs" not in pairs
     assert pairs["as"] == ("b", "sum")  # one pair for the convolution and the Add
 
 
 @pytest.mark.parametrize("operands", ["d s", "s d"])
-def test_a_residual_add_of_two_convolutions_gets_its_pair_on_the_shortcut(operands, tmp_path):
+def test_add_of_convolutions_quantizes_the_shortcut(operands, tmp_path):
     block = "Conv x w -> a | Relu a -> r | Conv r w -> c | Relu c -> q | Conv q w -> d"
     text = f"{block} | Conv r w -> s | Add {operands} -> sum | Relu sum -> u | Conv u w -> y"
     why, pairs = placed(net(text, tmp_path))
     assert why["sum"] == "" and "d" not in pairs and pairs["s"] == ("sum",)
 
 
-def test_an_add_stays_float_where_nobody_wants_int8_or_a_branch_is_kept_so(tmp_path):
+def test_add_stays_float_without_int8_neighbours(tmp_path):
     why, pairs = placed(net(f"{BOTTLENECK} | Softmax sum -> y", tmp_path))
     assert why["sum"] == "nothing after it runs in int8" and pairs["as"] == ("b",)
     why, _ = placed(net(f"{BLOCK} | Exp c -> e | Add as e -> sum | Conv sum w -> y", tmp_path))
@@ -345,7 +345,7 @@ def test_an_add_stays_float_where_nobody_wants_int8_or_a_branch_is_kept_so(tmp_p
     assert TENSORRT.passes_int8 > {"Sigmoid", "Mul", "Concat", "GlobalAveragePool"}
 
 
-def test_a_concat_takes_its_inputs_from_the_pairs_there_are(tmp_path):
+def test_concat_reuses_existing_pairs(tmp_path):
     text = f"{BOTTLENECK} | Concat as sum -> cat"
     why, pairs = placed(net(f"{text} | Conv cat w2 -> y", tmp_path))
     assert why["sum"] == "" and pairs["as"] == ("b", "sum", "cat") and pairs["cat"] == ("y",)
@@ -362,7 +362,7 @@ VIT += " | MatMul normed m -> q | Add q bias -> qb | Mul bias qb -> qs | Add qs 
 LAST = {"ReduceMean": {"axes": [-1]}}
 
 
-def test_the_residual_adds_of_a_transformer_get_a_pair_on_the_stream(tmp_path):
+def test_transformer_adds_quantize_the_residual_stream(tmp_path):
     text = f"{VIT} | {NORM.format('sum', '2')} | MatMul normed2 m -> y"
     why, pairs = placed(net(text, tmp_path, **LAST))
     assert why["sum"] == "" and pairs["stream"] == ("sum",) and "qs" not in pairs
@@ -384,12 +384,12 @@ GEMM = "Flatten p -> f | Gemm f g -> y"
         ("ReduceMean", {"axes": [-1, -2]}),
     ],
 )
-def test_a_pool_between_int8_nodes_reads_and_writes_int8(pool, attributes, tmp_path):
+def test_pool_between_int8_nodes_is_int8(pool, attributes, tmp_path):
     why, pairs = placed(net(f"{STEM} | {pool} as -> p | {GEMM}", tmp_path, p=attributes))
     assert why["p"] == "" and pairs["as"] == ("p",) and pairs["f"] == ("y",)
 
 
-def test_a_pool_is_float_between_float_nodes_and_beside_them(tmp_path):
+def test_pool_next_to_float_is_float(tmp_path):
     pooled = f"{STEM} | GlobalAveragePool as -> p"
     why, pairs = placed(net(f"{pooled} | Softmax p -> y", tmp_path))
     assert why["p"] == "nothing after it runs in int8" and "as" not in pairs
@@ -404,7 +404,7 @@ def test_a_pool_is_float_between_float_nodes_and_beside_them(tmp_path):
     assert why["p"] == "it is the mean over other axes than a picture's"
 
 
-def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tmp_path, wording):
+def test_readers_of_float_concat_stay_float(tmp_path, wording):
     asked = TensorRT(float_behind_concat=True).placement
     text = "Conv x w -> a | Conv a w -> b | Concat a b -> cat | Conv cat w2 -> y"
     why, _ = placed(net(text, tmp_path), asked)
@@ -423,7 +423,7 @@ def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tm
     wording.check(raised.value)
 
 
-def test_a_transposed_convolution_can_have_a_pair_before_its_activation(tmp_path):
+def test_transposed_convolution_has_pair_before_activation(tmp_path):
     text = "Conv x w -> a | ConvTranspose a t -> d | Relu d -> r | Conv r w -> y"
     model = net(text, tmp_path)
     assert set(placed(model)[1]) == {"x", "a", "r"}
@@ -446,7 +446,7 @@ def test_a_transposed_convolution_can_have_a_pair_before_its_activation(tmp_path
     assert np.corrcoef(found.ravel(), exact.ravel())[0, 1] > 0.99
 
 
-def test_for_dla_every_tensor_has_a_pair_with_the_scale_of_the_cache(tmp_path):
+def test_dla_pairs_have_the_cache_scales(tmp_path):
     path = tmp_path / "m.onnx"
     onnx.save(residual(), path)
     build(
@@ -519,7 +519,7 @@ def test_for_dla_every_tensor_has_a_pair_with_the_scale_of_the_cache(tmp_path):
         ("ConvTranspose a t -> y", {}, ""),
     ],
 )
-def test_what_dla_cannot_run_stays_float(text, attributes, why, tmp_path):
+def test_layers_unsupported_by_dla_stay_float(text, attributes, why, tmp_path):
     model = net(f"Conv x w -> a | {text}", tmp_path, **attributes)
     reasons, pairs = placed(model, TensorRT(dla=True).placement)
     assert reasons["a"] == "" and reasons["y"] == why
@@ -536,7 +536,7 @@ def test_what_dla_cannot_run_stays_float(text, attributes, why, tmp_path):
         ({"float_behind_concat": True}, "--float-behind-concat"),
     ],
 )
-def test_options_that_do_not_go_with_dla_are_refused(options, got):
+def test_options_incompatible_with_dla_are_refused(options, got):
     with pytest.raises(ConfigError, match=f"got {got} with --dla; leave one of them out"):
         TensorRT(dla=True, **options)
 
@@ -595,7 +595,7 @@ def there_and_back(run, model, images, folder, *words):
     return (*(parse(path.read_bytes(), origin="").scales() for path in caches), said)
 
 
-def test_a_small_efficientnet_gets_every_scale_but_its_logits(efficient, run, tmp_path):
+def test_efficientnet_scales_cover_all_but_logits(efficient, run, tmp_path):
     images = efficient.with_name("x.npy")
     full, pairs, dla, said = there_and_back(run, efficient, images, tmp_path, "--method", "minmax")
     assert set(full) - set(dla) == {"logits"} and set(dla) <= set(full)
@@ -613,7 +613,7 @@ def test_a_small_efficientnet_gets_every_scale_but_its_logits(efficient, run, tm
     assert dla["se4"] == dla["a1.s"] == np.float32(1 / 127)
 
 
-def test_the_demo_gets_every_scale_but_its_logits(run, tmp_path):
+def test_demo_scales_cover_all_but_logits(run, tmp_path):
     model = next(FASHION.glob("*.onnx"))
     given = (run, model, FASHION / "calib.txt", tmp_path, "--limit", "8")
     full, pairs, dla, said = there_and_back(*given)
@@ -624,9 +624,7 @@ def test_the_demo_gets_every_scale_but_its_logits(run, tmp_path):
     assert equal >= 0.7 * len(dla)
 
 
-def test_without_the_option_the_pairs_alone_are_written(
-    efficient, run, command, refusal, tmp_path, wording
-):
+def test_default_writes_only_the_pairs(efficient, run, command, refusal, tmp_path, wording):
     _, pairs, _, _ = there_and_back(run, efficient, efficient.with_name("x.npy"), tmp_path)
     assert {"x", "a1", "pool", "scaled", "sum"} <= set(pairs) and "c1" not in pairs
     words = ("cache", "from-qdq", tmp_path / "q.onnx", "-o", tmp_path / "p", tmp_path / "c")
@@ -728,7 +726,7 @@ TABLE = [  # nodes, ranges that are known, tensor, its range, how sure
         for row in TABLE
     ],
 )
-def test_the_table_of_rules(nodes, known, tensor, amax, sure):
+def test_missing_scale_rules(nodes, known, tensor, amax, sure):
     used = {name for n in nodes for name in n.input}
     weights = {name: value for name, value in CONSTANTS.items() if name in used}
     read = used | {"x"}
