@@ -590,13 +590,13 @@ def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, mo
 
 def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_path, wording):
     path = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
-    digest_before, digest_after = (
+    model_before, model_after = (
         CalibrationSubject(loaded=load(path), user_model=path, samples=1) for _ in range(2)
     )
-    assert len(digest_before.original.graph.node) == len(onnx.load(path).graph.node)
+    assert len(model_before.original.graph.node) == len(onnx.load(path).graph.node)
     replaced(path)
     with pytest.raises(ModelError) as refusal:
-        _ = digest_after.original
+        _ = model_after.original
     wording.check(refusal.value)
 
 
