@@ -26,7 +26,7 @@ scale_bits = st.integers(0, 0x7F800000)
 
 @NEEDS_SHARED
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_real_caches_round_trip_byte_for_byte_and_are_written_anew(path):
+def test_real_caches_round_trip_byte_for_byte(path):
     data = path.read_bytes()
     cache = parse(data, origin=path.name)
     assert dump(cache) == data and len(cache.entries) == len(data.splitlines()) - 1
@@ -38,7 +38,7 @@ def test_real_caches_round_trip_byte_for_byte_and_are_written_anew(path):
     assert dump(again) == data
 
 
-def test_onnxruntime_writes_each_of_its_tables_and_all_are_told_apart(tmp_path, monkeypatch):
+def test_onnxruntime_tables_are_recognised(tmp_path, monkeypatch):
     from onnxruntime.quantization import write_calibration_table
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData
 
@@ -63,7 +63,7 @@ def test_onnxruntime_writes_each_of_its_tables_and_all_are_told_apart(tmp_path, 
     st.sampled_from(["5.1.0", "7.2.2", "8.5.3", "10.3.0", "10.14.1"]),
     st.sampled_from([ENTROPY2, MINMAX, LEGACY]),
 )
-def test_scales_survive_the_text(entries, version, algorithm):
+def test_scales_survive_writing_and_reading(entries, version, algorithm):
     scales = {name: np.uint32(bits).view(np.float32) for name, bits in entries.items()}
     cache = from_scales(scales, version=version, algorithm=algorithm)
     again = parse(dump(cache), origin="memory")
@@ -90,7 +90,7 @@ def test_odd_but_readable_text_round_trips(entries, end, final, upper):
 
 @settings(max_examples=150)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda tail: SMALL + tail))
-def test_any_bytes_are_read_exactly_or_refused(data):
+def test_arbitrary_bytes_round_trip_or_are_refused(data):
     try:
         cache = parse(data, origin="bytes")
     except CacheError as error:
@@ -99,7 +99,7 @@ def test_any_bytes_are_read_exactly_or_refused(data):
         assert dump(cache) == data
 
 
-def test_every_truncation_is_refused_or_ends_at_a_whole_entry():
+def test_truncation_is_refused_within_an_entry():
     whole = [(e.name, e.bits) for e in parse(SMALL, origin="whole").entries]
     for cut in range(len(SMALL)):
         try:
@@ -136,7 +136,7 @@ def test_every_truncation_is_refused_or_ends_at_a_whole_entry():
         (b"hello\n", "no known calibration tool"),
     ],
 )
-def test_what_is_no_cache_is_refused_with_its_likely_origin(data, told):
+def test_other_files_are_refused_with_their_origin(data, told):
     with pytest.raises(CacheError, match=told) as caught:
         parse(data, origin="some.cache")
     assert "some.cache" in str(caught.value)
@@ -186,7 +186,7 @@ def test_version_labels(version, label):
 
 
 @pytest.mark.parametrize("version", ["", "8", "8.5", "eight", "8.5.x", "8.10.0", "-8.5.3"])
-def test_what_is_no_version_is_refused(version):
+def test_invalid_version_is_refused(version):
     with pytest.raises(CacheError):
         trt_cache.version_label(version)
 
@@ -201,7 +201,7 @@ def test_what_is_no_version_is_refused(version):
         ({"": np.float32(1)}, "not empty"),
     ],
 )
-def test_scales_that_no_cache_can_hold_are_refused(scales, told):
+def test_unstorable_scales_are_refused(scales, told):
     with pytest.raises(CacheError, match=told):
         from_scales(scales, version="8.5.3")
 
@@ -235,7 +235,7 @@ def test_real_caches_pass_show_check_and_relabel(path, run, tmp_path):
     assert back.read_bytes() == path.read_bytes()
 
 
-def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(calibrate, tmp_path):
+def test_matching_cache_is_reused_but_not_stale(calibrate, tmp_path):
     cache, rule = tmp_path / "m.cache", ("--method", "entropy-tensorrt")
     assert "written" in calibrate(*rule)
     first = cache.read_bytes()
@@ -254,12 +254,12 @@ def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(calibrate, tmp_path):
         ("legacy", "03ff00000000000003feffffde7210be9"),
     ],
 )
-def test_calibrators_have_their_own_headers(calibrate, tmp_path, method, header):
+def test_cache_header_names_the_calibrator(calibrate, tmp_path, method, header):
     calibrate("--method", method)
     assert (tmp_path / "m.cache").read_text().splitlines()[0] == header
 
 
-def test_caches_of_strange_tensors_are_refused(run, small_cnn, cache, tmp_path):
+def test_cache_with_unknown_tensors_is_refused(run, small_cnn, cache, tmp_path):
     own = len(parse(cache.read_bytes(), origin="").scales())
     words = ("cache", "to-qdq", small_cnn, cache, "-o", tmp_path / "q.onnx")
     lines = [f"elsewhere{number}: 3c008912\n" for number in range(own + 1)]
@@ -286,7 +286,7 @@ def test_to_qdq_and_from_qdq(run, small_cnn, cache, tmp_path):
 
 
 @pytest.mark.parametrize(("rest", "kind"), [("fp16", 10), ("bf16", 16), ("fp32", 1)])
-def test_to_qdq_gives_the_rest_a_type(rest, kind, run, small_cnn, cache, tmp_path):
+def test_to_qdq_rest_option_sets_float_type(rest, kind, run, small_cnn, cache, tmp_path):
     out = tmp_path / "q.onnx"
     run.ok("cache", "to-qdq", small_cnn, cache, "-o", out, "--rest", rest)
     made = onnx.shape_inference.infer_shapes(onnx.load(out), check_type=True, strict_mode=True)
@@ -296,7 +296,7 @@ def test_to_qdq_gives_the_rest_a_type(rest, kind, run, small_cnn, cache, tmp_pat
     assert {v.type.tensor_type.elem_type for v in made.graph.output} == {1}
 
 
-def test_check_tells_a_wrong_version_and_a_foreign_model(run, small_cnn, cache, tmp_path):
+def test_check_reports_wrong_version_and_model(run, small_cnn, cache, tmp_path):
     run.ok("cache", "check", cache, "--model", small_cnn, "--trt-version", "10.3.0")
     foreign = tmp_path / "foreign.cache"
     foreign.write_bytes(b"TRT-8503-EntropyCalibration2\nelsewhere: 3c008912\n")
@@ -309,7 +309,7 @@ def test_check_tells_a_wrong_version_and_a_foreign_model(run, small_cnn, cache, 
         assert code == 1 and told in out
 
 
-def test_merge_wants_agreement_or_a_rule(run, tmp_path):
+def test_merge_of_differing_caches_needs_a_rule(run, tmp_path):
     head = b"TRT-8503-EntropyCalibration2\n"
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
     a.write_bytes(head + b"x: 3c008912\ny: 3c008912\n")
@@ -323,7 +323,7 @@ def test_merge_wants_agreement_or_a_rule(run, tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00" * 64, b"TRT-8503-EntropyCalibration2\nx: 3c0"])
-def test_broken_caches_end_in_one_sentence(data, run, small_cnn, tmp_path):
+def test_broken_cache_raises_a_clear_error(data, run, small_cnn, tmp_path):
     broken, out = tmp_path / "broken.cache", tmp_path / "out"
     broken.write_bytes(data)
     for words in (

@@ -60,7 +60,7 @@ def bench(folder):
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])
-def test_an_engine_is_built_used_again_and_measured(tensorrt, build, command, tmp_path, version):
+def test_engine_is_built_reused_and_measured(tensorrt, build, command, tmp_path, version):
     trt = tensorrt(version)
     assert any(f"TensorRT {version} on Fake H200" in note for note in build())
     assert any("built before" in note for note in build()) and len(trt.STORY.configs) == 1
@@ -88,7 +88,7 @@ def flags(config):
 
 @pytest.mark.parametrize("version", [EIGHT, TEN])
 @pytest.mark.parametrize("calibrator", ["entropy2", "minmax"])
-def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version, calibrator):
+def test_tensorrt_calibrates_in_float32_only(tensorrt, build, tmp_path, version, calibrator):
     trt = tensorrt(version)
     build("--calibrator", calibrator)
     calibrating, building = trt.STORY.configs
@@ -102,7 +102,7 @@ def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version
     assert known == {cache.read_bytes()}
 
 
-def test_flags_of_trtexec_are_for_lines_and_engine_alike(tensorrt, build, failing, tmp_path):
+def test_trtexec_flags_apply_to_script_and_engine(tensorrt, build, failing, tmp_path):
     trt = tensorrt(TEN)
     flags_given = ["--builderOptimizationLevel=5", "--versionCompatible", "--sparsity=enable"]
     flags_given.append("--hardwareCompatibilityLevel=ampere+")
@@ -126,7 +126,7 @@ def test_flags_of_trtexec_are_for_lines_and_engine_alike(tensorrt, build, failin
     assert "TensorRT 8.5.3.1 must know what" in failing(f"--trtexec-flag={flags_given[0]}")
 
 
-def test_timings_are_in_the_file_that_is_named(tensorrt, build, tmp_path):
+def test_timing_cache_option_names_the_file(tensorrt, build, tmp_path):
     trt, path = tensorrt(TEN), tmp_path / "of all/builds"
     for rest, before in (("fp16", None), ("fp32", b"timing\0+"), ("bf16", b"another version's\0")):
         if before is not None:
@@ -150,7 +150,7 @@ def test_timings_are_in_the_file_that_is_named(tensorrt, build, tmp_path):
         ("11.4.1.5", 2, ""),
     ],
 )
-def test_an_engine_for_dla_needs_a_core_and_a_version(
+def test_dla_engine_needs_core_and_version(
     tensorrt, build, command, tmp_path, monkeypatch, version, cores, why
 ):
     trt = tensorrt(version)
@@ -167,7 +167,7 @@ def test_an_engine_for_dla_needs_a_core_and_a_version(
         assert "the engine does not tell" in command(*bench(tmp_path))
 
 
-def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, monkeypatch):
+def test_absent_calibrators_and_gpus_are_refused(tensorrt, failing, monkeypatch):
     tensorrt(ELEVEN)
     assert "needs a TensorRT with calibrators, got 11.1.0" in failing("--calibrator", "entropy2")
     tensorrt(TEN)
@@ -175,7 +175,7 @@ def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, 
     assert "one of the 2 GPUs of this machine, counted from 0, got 2" in failing("--device", 2)
 
 
-def test_what_the_parser_refuses_is_said_in_its_words(tensorrt, run, failing, words, tmp_path):
+def test_parser_errors_are_quoted(tensorrt, run, failing, words, tmp_path):
     tensorrt(TEN).STORY.parser.append("In node 91 (importReduceMean): UNSUPPORTED_NODE")
     code, out, _ = run(*words("out", "--target", "tensorrt,onnxruntime"))
     assert code == 1 and "importReduceMean" in " ".join(out.split())
@@ -184,7 +184,7 @@ def test_what_the_parser_refuses_is_said_in_its_words(tensorrt, run, failing, wo
 
 
 @pytest.mark.parametrize("part", ["Builder", "Runtime"])
-def test_files_for_another_machine_stay(tensorrt, failing, monkeypatch, tmp_path, part):
+def test_failed_engine_build_keeps_other_files(tensorrt, failing, monkeypatch, tmp_path, part):
     def broken(*_):  # what the bindings raise where the driver does not fit
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
@@ -207,7 +207,7 @@ def test_an_engine_runs_in_a_graph_and_in_streams(tensorrt, build, command, tmp_
 
 @pytest.mark.parametrize("version", [EIGHT, TEN])
 @pytest.mark.parametrize("options", [[], ["--cuda-graph"]])
-def test_a_profile_is_of_the_engines_layers(tensorrt, build, command, tmp_path, version, options):
+def test_latency_profile_lists_engine_layers(tensorrt, build, command, tmp_path, version, options):
     tensorrt(version)
     build()
     out = command(*bench(tmp_path), "--profile", *options, "--json", tmp_path / "r.json")
@@ -233,7 +233,7 @@ def test_a_gpu_is_chosen_for_building_and_running(
     assert any("built before" in note for note in build())
 
 
-def test_without_a_gpu_the_lines_say_on_which_to_build(tensorrt, build, tmp_path, library):
+def test_trtexec_commands_name_gpu_without_gpu(tensorrt, build, tmp_path, library):
     tensorrt(TEN, "")
     said = " ".join(build("--device", 3, "--plugin", library))
     assert "cuda-python" in said and "pycuda" in said
@@ -263,7 +263,7 @@ def test_plugins_are_part_of_an_engine(
 
 
 @pytest.mark.slow
-def test_a_build_that_fails_late_has_lost_nothing(tensorrt, failing, command, words, tmp_path):
+def test_late_build_failure_keeps_gpu_cache(tensorrt, failing, command, words, tmp_path):
     trt = tensorrt(EIGHT)
     trt.STORY.behind.append("Error Code 10: no implementation found")
     assert "no implementation found" in failing("--calibrator", "entropy2")
@@ -277,7 +277,7 @@ def test_a_build_that_fails_late_has_lost_nothing(tensorrt, failing, command, wo
     assert known.rule == "whole batches of 2" and set(known.model) == {"graph", "file"}
 
 
-def test_what_has_no_scale_is_told(tensorrt, build):
+def test_missing_scales_are_reported(tensorrt, build):
     tensorrt(EIGHT).STORY.loses.extend(["r1", "w1"])
     said = build("--calibrator", "minmax")
     assert [note for note in said if "no scale for r1: an int8 layer reads it" in note]
@@ -316,7 +316,7 @@ def sentences(path, rng, length, width):
 
 
 @pytest.mark.parametrize(("version", "dtype"), [(EIGHT, "INT32"), (TEN, "INT64")])
-def test_whole_numbers_are_read_in_the_networks_type(tensorrt, fed, tmp_path, version, dtype):
+def test_integer_inputs_have_the_network_type(tensorrt, fed, tmp_path, version, dtype):
     trt, rng = tensorrt(version), np.random.default_rng(3)
     model = sentences(tmp_path, rng, 4, 16)
     np.save(tmp_path / "ids.npy", rng.integers(0, 9, (8, 4)))
@@ -327,7 +327,7 @@ def test_whole_numbers_are_read_in_the_networks_type(tensorrt, fed, tmp_path, ve
     assert 0 < scale <= largest / 127 * 1.0001
 
 
-def test_an_input_that_shapes_depend_on_is_tuned_for_its_values(tensorrt, fed, tmp_path):
+def test_shape_input_profile_uses_its_values(tensorrt, fed, tmp_path):
     trt, rng = tensorrt(TEN), np.random.default_rng(4)
     nodes = [("MatMul", "x w", "h", "product"), ("Expand", "h size", "y", "expand")]
     ends = {"x": [1, 6], "size": (TensorProto.INT64, [2])}
@@ -340,7 +340,7 @@ def test_an_input_that_shapes_depend_on_is_tuned_for_its_values(tensorrt, fed, t
     assert trt.STORY.networks[0].inputs[1].is_shape_tensor
 
 
-def test_an_engine_takes_every_length_that_samples_had(tensorrt, fed, tmp_path):
+def test_engine_profile_covers_all_sample_lengths(tensorrt, fed, tmp_path):
     trt, rng = tensorrt(TEN), np.random.default_rng(4)
     model = sentences(tmp_path, rng, "length", 6)
     (tmp_path / "rows").mkdir()
@@ -389,7 +389,7 @@ def opset(path):
     return onnx.load(path).opset_import[0].version
 
 
-def test_models_are_written_as_the_asked_version_reads_them(build_newest):
+def test_model_suits_the_requested_version(build_newest):
     out, notes = build_newest(newest(), "--trt-version", "8.5.3")
     x = {"x": np.random.default_rng(1).normal(size=(2, 3, 16, 16)).astype(np.float32)}
     want = OrtSession.open(newest()).run(x)["y"]
@@ -408,7 +408,7 @@ def test_models_are_written_as_the_asked_version_reads_them(build_newest):
     assert opset(out / "net.tensorrt.typed.onnx") == 20  # the first with typed networks reads it
 
 
-def test_the_cache_names_tensors_of_the_model_that_is_read(build_newest):
+def test_cache_names_match_the_written_model(build_newest):
     out, _ = build_newest(newest(), "--trt-version", "8.6.1")
     cache = parse((out / "net.tensorrt.cache").read_bytes(), origin="made")
     model = onnx.load(out / "net.tensorrt.onnx")
@@ -422,7 +422,7 @@ def test_the_cache_names_tensors_of_the_model_that_is_read(build_newest):
     assert known.scales() == cache.scales()
 
 
-def test_a_version_is_not_told_to_read_what_it_cannot(build_newest):
+def test_unsupported_versions_get_no_command(build_newest):
     out, notes = build_newest(newest(smooth=True), "--trt-version", "8.5.3")
     assert "Resize 'r', which has none here: it has the attribute antialias" in notes
     cannot = "TensorRT 8.5.3 cannot read net.tensorrt.onnx: it reads opset 17 at most, got 20"
@@ -432,7 +432,7 @@ def test_a_version_is_not_told_to_read_what_it_cannot(build_newest):
     assert opset(out / "net.tensorrt.onnx") == 20
 
 
-def test_files_are_for_the_older_tensorrt_and_what_it_lacks_is_told(build_newest, monkeypatch):
+def test_older_installed_tensorrt_limits_the_files(build_newest, monkeypatch):
     model = newest()
     model.graph.node.extend(parse_nodes("Unique m -> u"))
     model.graph.output.extend(values({"u": ["k"]}))
@@ -445,7 +445,7 @@ def test_files_are_for_the_older_tensorrt_and_what_it_lacks_is_told(build_newest
 
 
 @pytest.mark.slow
-def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build_newest, monkeypatch):
+def test_reused_cache_header_follows_installed_version(build_newest, monkeypatch):
     def headers(*words):
         out, _ = build_newest(newest(), *words)
         names = ("calib8/net.cache", "net.tensorrt.cache")
@@ -460,7 +460,7 @@ def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build_newest, mo
     assert headers() == {"8.6.1"}  # as the cache that is used again
 
 
-def test_a_models_cache_is_for_this_tensorrt_too(build_newest, command, tmp_path, monkeypatch):
+def test_cache_from_qdq_follows_installed_version(build_newest, command, tmp_path, monkeypatch):
     out, _ = build_newest(newest(), "--trt-version", "10.3.0")
 
     def header(*words):
