@@ -207,6 +207,7 @@ def wording(request, tmp_path, tmp_path_factory):
     """Check messages against tests/golden/wording.json: `wording.check(error.value)`."""
     name = f"{request.node.path.name}::{request.node.name}"
     folders = {str(tmp_path): "<tmp>", str(tmp_path_factory.getbasetemp()): "<session>"}
+    folders[str(_ROOT)] = "<root>"
     golden = Wording(name, folders)
     yield golden
     golden.finish()

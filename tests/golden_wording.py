@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 
 GOLDEN_FILE = Path(__file__).parent / "golden" / "wording.json"
+# the text of an exception from elsewhere changes with Python, its library and the line that raises
+FOREIGN_TEXT = re.compile(r"\b(\w+(?:Error|SymNode)): [^;]*")
 RENEWED_MESSAGES = os.environ.get("CALIB8_RENEWED_WORDING")  # file that takes messages, a line each
 
 
@@ -29,6 +31,7 @@ class Wording:
         text = " ".join(str(message).split())
         for folder, word in self.folders.items():
             text = text.replace(folder, word)
+        text = FOREIGN_TEXT.sub(r"\1: ...", text)
         self.messages.append(text)
         if RENEWED_MESSAGES:
             return

@@ -253,7 +253,7 @@ def tiny(factor):
     return model
 
 
-def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches(wording):
+def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches():
     torch.manual_seed(0)
     model = tiny(1e-6)
     exported = to_onnx(model, [X])
@@ -262,9 +262,8 @@ def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches(wording):
     assert [len(x) for x in with_more_samples([X[:1]])] == [3]
     with torch.no_grad():
         model[2].weight *= 1.01
-    with pytest.raises(ExportError) as raised:
+    with pytest.raises(ExportError, match="what torch computes"):
         check_float_export(exported, model, [X])
-    wording.check(raised.value)
     for tensor in exported.graph.initializer:  # a file whose batch only looks open
         if tensor.dims == [2] and tensor.data_type == 7:
             tensor.CopyFrom(onnx.numpy_helper.from_array(np.array([2, 144]), tensor.name))
