@@ -1,13 +1,9 @@
 """Trials of a search: which samples, what they cost, what is kept in float."""
 
-import itertools
 import json
 import math
-from collections import Counter
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -18,27 +14,23 @@ from onnx import numpy_helper
 
 from calib8 import build as build_all
 from calib8 import calibrate
-from deploy.calibration import one_pass
 from deploy.calibration.reference_outputs import make_evaluation_set
-from deploy.errors import BackendError, ExportError
+from deploy.errors import ExportError
 from deploy.feed.feed import open_feed
 from deploy.feed.sampling import sampling_order
 from deploy.frontends import load
 from deploy.method import NO_CHOICES, Choices, Method
-from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tasks.slices import form_samples
-from deploy.tuning import float_activations, probe, search_options, search_samples, tune
-from deploy.tuning.float_activations import FloatActivations, border_tensors, downstream_model
+from deploy.tuning import probe, search_samples
 from deploy.tuning.plan_file import BETWEEN, float_reasons, read_plan
 from deploy.tuning.search import Sensitivity
-from deploy.tuning.search_options import EFFORTS, SearchBudget
 from tests.models import as_float32, build_net, make_model, make_node
-from tests.test_tuning import SAME, ran, save_feed, saved, spoiled
+from tests.test_tuning import SAME, ran, saved
 
 
 @pytest.fixture
@@ -499,322 +491,3 @@ def test_search_weighs_samples_of_saturated_sigmoids(tmp_path):
     ]
     assert trial_sqnrs
     assert max(trial_sqnrs) < part["sqnr_db"] + 6 < 60
-
-
-# --- A trial of the search that cannot be run is no choice, and is told once.
-#
-# The failures are made where a trial's session is opened: by what the trial has in int8, so that
-# they are the same with any number of threads.
-WHY = "the model must be what this test lets through, got another"
-
-
-def layers_in_int8(model):
-    """Convs of a trial whose weights are read from a pair."""
-    op_by_tensor = {output: node.op_type for node in model.graph.node for output in node.output}
-    convs = [node for node in model.graph.node if node.op_type == "Conv"]
-    return {conv.name for conv in convs if op_by_tensor.get(conv.input[1]) == "DequantizeLinear"}
-
-
-@pytest.fixture
-def build_failing(tmp_path, monkeypatch):
-    """(model -> whether ONNX Runtime refuses to load it, arguments) -> a build."""
-
-    def run(refused, *arguments, where=probe, out="o"):
-        class Refusing(OrtSession):
-            @classmethod
-            def open(cls, model, **options):
-                read = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else model
-                if refused(read):
-                    raise BackendError(WHY)
-                return super().open(model, **options)
-
-        monkeypatch.setattr(where, "OrtSession", Refusing)
-        feed = ("--images", save_feed(tmp_path), "--duration", 0)
-        built = ran(spoiled(tmp_path), *feed, *arguments, out=tmp_path / out)
-        assert built.code == 0
-        return built
-
-    return run
-
-
-def notes(built):
-    (row,) = built.report["targets"]
-    return [note for note in row["notes"] if "could not be run" in note]
-
-
-def nameless(built):
-    """Reasons of a build that name no part of the outputs."""
-    plan_reasons = built.plan.targets["onnxruntime"].choices.float_nodes.values()
-    rows = [node["reason"] for row in built.report["targets"] for node in row["nodes"]]
-    return [reason for reason in (*plan_reasons, *rows) if reason.endswith("dB of ")]
-
-
-def test_untestable_layer_is_not_blamed(build_failing):
-    built = build_failing(lambda model: layers_in_int8(model) == {"/mid/Conv"})
-    assert nameless(built) == []
-    layers = {name for name in built.float_of("onnxruntime") if name.endswith("/Conv")}
-    assert layers == {"/bad/Conv"}
-    (note,) = notes(built)
-    (row,) = built.report["targets"]
-    probes = row["search"]["probes"]
-    assert f" of {probes} trials could not be run; the first: {WHY}" in note
-
-
-@pytest.mark.parametrize(
-    ("where", "refused"),
-    [
-        (probe, lambda model: len(layers_in_int8(model)) == 1),  # those tried whole have more
-        (float_activations, lambda model: True),  # the float model that tells what goes in
-    ],
-)
-def test_search_continues_without_single_layer_trials(where, refused, build_failing):
-    built = build_failing(refused, "--accept", where=where)
-    assert nameless(built) == []
-    (note,) = notes(built)
-    assert WHY in note
-    assert ": 3 of " in note
-    trials = built.plan.targets["onnxruntime"].tried
-    assert trials
-    assert all(trial["sqnr_db"] > -28 for trial in trials)
-
-
-@pytest.mark.slow
-def test_method_without_runnable_trial_is_rejected(build_failing):
-    unhindered = build_failing(lambda model: False, "--threads", 1)
-    assert notes(unhindered) == []  # without a failure nothing is said of one
-    assert "failed =" not in (unhindered.out / "calib8/spoiled.plan.toml").read_text()
-    opened = itertools.count(1)
-    built = build_failing(lambda model: next(opened) == 2, "--threads", 1, out="other")
-    assert "1 of " in notes(built)[0]
-    names = [
-        [trial["what"] for trial in b.plan.targets["onnxruntime"].tried]
-        for b in (unhindered, built)
-    ]
-    assert names[0][1] not in names[1]
-    assert names[0][0] in names[1]
-
-
-def test_report_explains_a_skipped_search(build_failing):
-    built = build_failing(layers_in_int8, "--accept")
-    (note,) = [n for n in built.report["targets"][0]["notes"] if "nothing was searched" in n]
-    assert "with all in int8" in note
-    assert WHY in note
-    assert "--keep-float" in note
-    assert json.dumps(note).count(WHY) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("duration", [0, 0.01])
-def test_unrunnable_int8_layer_stays_float(duration, build_failing, monkeypatch):
-    monkeypatch.setattr(tune, "measure_prices", Mock(side_effect=BackendError(WHY)))
-    arguments = ("--accept", "--duration", duration)
-    built = build_failing(lambda model: "/mid/Conv" in layers_in_int8(model), *arguments)
-    assert "nothing was searched" not in built.output
-    reasons = built.plan.targets["onnxruntime"].choices.float_nodes
-    assert reasons["/mid/Conv"] == "it cannot be run in int8"
-    assert "leaves" in reasons["/bad/Conv"]
-    (note,) = notes(built)
-    assert WHY in note
-
-
-# --- What the default search costs, counted in samples that it runs: five calibrations at most.
-#
-# A calibration runs every image once. Of the search all is counted that runs a sample: trials,
-# layers alone, ranges without the judges' samples, and the judging of what would be built.
-IMAGES = 100
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    """30 layers that int8 hurts differently: alone in float each wins a little, for its price."""
-    rng = np.random.default_rng(1)
-    constants, nodes, tensor = {}, [], "x"
-    for number in range(31):
-        sizes = np.where(np.arange(8) == 0, 1.0 + number % 7, 1.0).reshape(1, 8, 1, 1)
-        weights = rng.normal(0, 0.09, (8, 8 if number else 3, 3, 3))
-        constants |= {f"w{number}": weights, f"s{number}": sizes}
-        end = "y" if number == 30 else f"c{number}"
-        nodes.append(("Conv", f"{tensor} w{number}", end, SAME))
-        nodes.append(("Tanh", end, f"t{number}", {}))
-        nodes.append(("Mul", f"t{number} s{number}", f"m{number}", {}))
-        tensor = f"m{number}"
-    return saved(tmp_path_factory.mktemp("deep"), "deep", nodes[:-2], constants)
-
-
-@pytest.fixture(scope="module")
-def search_deep(deep, tmp_path_factory):
-    """A build of it, for many samples."""
-    feed = save_feed(tmp_path_factory.mktemp("feed"), IMAGES)
-    arguments = ("--images", feed, "--duration", 0, "--accept", "--threads", 1)
-    return lambda *extra_arguments: ran(
-        deep, *arguments, *extra_arguments, out=tmp_path_factory.mktemp("deep") / "o"
-    )
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    """Samples that were run, by what ran them."""
-    count_by_runner = Counter()
-
-    def counting(name):
-        class Counting(OrtSession):
-            def run(self, feed):
-                count_by_runner[name] += 1
-                return super().run(feed)
-
-        return Counting
-
-    def observing(observations, samples, **options):
-        drawn = (count_by_runner.update(unseen=1) or sample for sample in samples)
-        return observe(observations, drawn, **options)
-
-    observe = one_pass.observe
-    monkeypatch.setattr(search_samples, "observe", observing)
-    for module in (probe, float_activations, search_samples):
-        monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
-    return count_by_runner
-
-
-@pytest.fixture
-def never_usable(monkeypatch):
-    """Whatever is judged is doubtful on a few samples, and unusable on all: the dearest case."""
-
-    def levels(accuracy, _):
-        yield (UNUSABLE if accuracy.outputs and judged_all[-1] else DOUBTFUL), "as the test has it"
-
-    def noted(self, max_samples, **options):
-        judged_all.append(max_samples == IMAGES)
-        return on(self, max_samples, **options)
-
-    judged_all, on = [], search_samples.GrowingComparison.on
-    monkeypatch.setattr(search_samples.GrowingComparison, "on", noted)
-    monkeypatch.setattr(search_samples, "judge_accuracy", levels)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usable, monkeypatch):
-    counted, make_budget = [], SearchBudget.of
-    monkeypatch.setattr(
-        SearchBudget, "of", lambda *a: counted.append(make_budget(*a[:2])) or counted[-1]
-    )
-    (row,) = search_deep("--target", target).report["targets"]
-    assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
-    # more than one split was judged on all samples, none twice: each on 48, then on the other 52
-    methods = 2 * 48 + 2 * IMAGES  # two methods were compared too
-    assert runs["search_samples"] == (3 * IMAGES if target == "ascend" else methods)
-    total = sum(runs.values())
-    assert total <= 5 * IMAGES
-    assert [budget.ran for budget in counted] == [total]  # what is not counted is not bounded
-
-
-@pytest.mark.parametrize("products, factor", [(1e9, 1), (4e7, 2), (1.0, 4)])
-def test_small_model_has_a_larger_budget(products, factor):
-    counts = []
-    budget = SearchBudget.of(5, 60, lambda: counts.append(1) or products)
-    assert budget.holds(500)
-    assert not counts  # counted where it matters alone
-    assert budget.holds(factor * 500)
-    assert not budget.holds(factor * 500 + 1)
-    assert len(counts) <= 1
-
-
-@pytest.mark.slow
-def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, monkeypatch):
-    """Of four calibrations the trials take two thirds, the judging of the first choice one."""
-    monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))
-    monkeypatch.setattr(search_options, "_PRODUCTS", 0)  # as of a large model
-    built = search_deep()
-    assert built.code == 0
-    assert runs["search_samples"] == 2 * 48 + IMAGES
-    assert sum(runs.values()) <= 4 * IMAGES
-    (row,) = built.report["targets"]
-    assert "would be unusable" in " ".join(row["notes"])
-
-
-SAMPLES = [{"x": x} for x in np.random.default_rng(0).normal(size=(2, 1, 4)).astype(np.float32)]
-
-
-def chain(shape=(1, 4)):
-    """x -> a -> b -> c -> y, and a is added once more before y."""
-    weights = np.random.default_rng(2).normal(size=(3, 4, 4)).astype(np.float32)
-    nodes = [
-        make_node("MatMul", "x w0", "a", name="A"),
-        make_node("MatMul", "a w1", "b", name="B"),
-        make_node("MatMul", "b w2", "c", name="C"),
-        make_node("Add", "c a", "y", name="D"),
-    ]
-    constants = {f"w{index}": weight for index, weight in enumerate(weights)}
-    return make_model(nodes, {"x": shape}, {"y": shape}, constants, opset=17)
-
-
-def rounded(model, *nodes):
-    """The model with a Round before these nodes."""
-    rounded_model = onnx.ModelProto()
-    rounded_model.CopyFrom(model)
-    del rounded_model.graph.node[:]
-    for node in model.graph.node:
-        if node.name in nodes:
-            inner = f"{node.input[0]}/rounded"
-            rounded_model.graph.node.append(make_node("Round", [node.input[0]], [inner]))
-            node = make_node(node.op_type, [inner, *node.input[1:]], node.output)
-        rounded_model.graph.node.append(node)
-    return rounded_model
-
-
-def run_on(model, feed):
-    return OrtSession.open(model, threads=1).run(feed)["y"]
-
-
-@pytest.fixture
-def activations():
-    float_outputs = [OrtSession.open(chain(), threads=1).run(sample) for sample in SAMPLES]
-    return FloatActivations(chain(), [["B"], ["C"]], list(zip(SAMPLES, float_outputs, strict=True)))
-
-
-def test_border_tensors_cross_the_change():
-    assert border_tensors(chain(), ["C"]) == ["b", "a"]
-    assert border_tensors(chain(), ["B"]) == ["a"]
-    assert border_tensors(chain(), ["A"]) == []  # the model's own input is no border
-
-
-@pytest.mark.parametrize("changed, node_count", [("B", 4), ("C", 3), ("A", 5)])
-def test_downstream_model_equals_the_full_model(activations, changed, node_count):
-    trial = rounded(chain(), changed)
-    short = downstream_model(trial, activations.same(trial), activations.values)
-    assert len(short.graph.node) == node_count
-    names = [value.name for value in short.graph.input]
-    for (sample, _), values in zip(activations.heard, activations.values, strict=True):
-        downstream_feed = {name: {**sample, **values}[name] for name in names}
-        np.testing.assert_allclose(
-            run_on(short, downstream_feed), run_on(trial, sample), rtol=1e-5, atol=1e-6
-        )
-
-
-def test_same_nodes_need_equal_constants(activations):
-    short = downstream_model(chain(), activations.same(chain()), activations.values)
-    assert [node.name for node in short.graph.node] == ["C", "D"]  # where nothing changed
-    trial = rounded(chain(), "C")
-    assert {"a", "b"} <= activations.same(trial)
-    assert "c" not in activations.same(trial)
-    trial.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.zeros((4, 4), np.float32), "w1"))
-    assert "a" in activations.same(trial)
-    assert "b" not in activations.same(trial)
-
-
-def test_kept_activations_are_bounded(monkeypatch):
-    monkeypatch.setattr(float_activations, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
-    activations = FloatActivations(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
-    assert [list(values) for values in activations.values] == [["a"], ["a"]]
-
-
-def test_cached_activations_serve_all_sample_sizes():
-    samples = [{"x": np.full((1, steps, 4), steps, np.float32)} for steps in (3, 5, 3)]
-    model = chain([1, "T", 4])
-    activations = FloatActivations(model, [["B"]], [(sample, {}) for sample in samples])
-    trial = rounded(model, "B")
-    short = downstream_model(trial, activations.same(trial), activations.values)
-    (value,) = short.graph.input
-    assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
-    for (sample, _), values in zip(activations.heard, activations.values, strict=True):
-        np.testing.assert_allclose(run_on(short, values), run_on(trial, sample), rtol=1e-5)

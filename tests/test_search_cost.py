@@ -1,0 +1,127 @@
+"""What a search costs, counted in samples that it runs: five calibrations at most."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from deploy.calibration import one_pass
+from deploy.metrics.levels import DOUBTFUL, UNUSABLE
+from deploy.runtimes.ort import OrtSession
+from deploy.targets import TARGETS
+from deploy.tuning import float_activations, probe, search_options, search_samples
+from deploy.tuning.search_options import EFFORTS, SearchBudget
+from tests.test_tuning import SAME, ran, save_feed, saved
+
+# A calibration runs every image once. Of the search all is counted that runs a sample: trials,
+# layers alone, ranges without the judges' samples, and the judging of what would be built.
+IMAGES = 100
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """30 layers that int8 hurts differently: alone in float each wins a little, for its price."""
+    rng = np.random.default_rng(1)
+    constants, nodes, tensor = {}, [], "x"
+    for number in range(31):
+        sizes = np.where(np.arange(8) == 0, 1.0 + number % 7, 1.0).reshape(1, 8, 1, 1)
+        weights = rng.normal(0, 0.09, (8, 8 if number else 3, 3, 3))
+        constants |= {f"w{number}": weights, f"s{number}": sizes}
+        end = "y" if number == 30 else f"c{number}"
+        nodes.append(("Conv", f"{tensor} w{number}", end, SAME))
+        nodes.append(("Tanh", end, f"t{number}", {}))
+        nodes.append(("Mul", f"t{number} s{number}", f"m{number}", {}))
+        tensor = f"m{number}"
+    return saved(tmp_path_factory.mktemp("deep"), "deep", nodes[:-2], constants)
+
+
+@pytest.fixture(scope="module")
+def search_deep(deep, tmp_path_factory):
+    """A build of it, for many samples."""
+    feed = save_feed(tmp_path_factory.mktemp("feed"), IMAGES)
+    arguments = ("--images", feed, "--duration", 0, "--accept", "--threads", 1)
+    return lambda *extra_arguments: ran(
+        deep, *arguments, *extra_arguments, out=tmp_path_factory.mktemp("deep") / "o"
+    )
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Samples that were run, by what ran them."""
+    count_by_runner = Counter()
+
+    def counting(name):
+        class Counting(OrtSession):
+            def run(self, feed):
+                count_by_runner[name] += 1
+                return super().run(feed)
+
+        return Counting
+
+    def observing(observations, samples, **options):
+        drawn = (count_by_runner.update(unseen=1) or sample for sample in samples)
+        return observe(observations, drawn, **options)
+
+    observe = one_pass.observe
+    monkeypatch.setattr(search_samples, "observe", observing)
+    for module in (probe, float_activations, search_samples):
+        monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
+    return count_by_runner
+
+
+@pytest.fixture
+def never_usable(monkeypatch):
+    """Whatever is judged is doubtful on a few samples, and unusable on all: the dearest case."""
+
+    def levels(accuracy, _):
+        yield (UNUSABLE if accuracy.outputs and judged_all[-1] else DOUBTFUL), "as the test has it"
+
+    def noted(self, max_samples, **options):
+        judged_all.append(max_samples == IMAGES)
+        return on(self, max_samples, **options)
+
+    judged_all, on = [], search_samples.GrowingComparison.on
+    monkeypatch.setattr(search_samples.GrowingComparison, "on", noted)
+    monkeypatch.setattr(search_samples, "judge_accuracy", levels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usable, monkeypatch):
+    counted, make_budget = [], SearchBudget.of
+    monkeypatch.setattr(
+        SearchBudget, "of", lambda *a: counted.append(make_budget(*a[:2])) or counted[-1]
+    )
+    (row,) = search_deep("--target", target).report["targets"]
+    assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
+    # more than one split was judged on all samples, none twice: each on 48, then on the other 52
+    methods = 2 * 48 + 2 * IMAGES  # two methods were compared too
+    assert runs["search_samples"] == (3 * IMAGES if target == "ascend" else methods)
+    total = sum(runs.values())
+    assert total <= 5 * IMAGES
+    assert [budget.ran for budget in counted] == [total]  # what is not counted is not bounded
+
+
+@pytest.mark.parametrize("products, factor", [(1e9, 1), (4e7, 2), (1.0, 4)])
+def test_small_model_has_a_larger_budget(products, factor):
+    counts = []
+    budget = SearchBudget.of(5, 60, lambda: counts.append(1) or products)
+    assert budget.holds(500)
+    assert not counts  # counted where it matters alone
+    assert budget.holds(factor * 500)
+    assert not budget.holds(factor * 500 + 1)
+    assert len(counts) <= 1
+
+
+@pytest.mark.slow
+def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, monkeypatch):
+    """Of four calibrations the trials take two thirds, the judging of the first choice one."""
+    monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))
+    monkeypatch.setattr(search_options, "_PRODUCTS", 0)  # as of a large model
+    built = search_deep()
+    assert built.code == 0
+    assert runs["search_samples"] == 2 * 48 + IMAGES
+    assert sum(runs.values()) <= 4 * IMAGES
+    (row,) = built.report["targets"]
+    assert "would be unusable" in " ".join(row["notes"])
