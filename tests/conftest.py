@@ -210,7 +210,7 @@ def wording(request, tmp_path, tmp_path_factory):
     folders[str(_ROOT)] = "<root>"
     golden = Wording(name, folders)
     yield golden
-    golden.finish()
+    golden.store_renewed()
 
 
 @pytest.fixture

@@ -39,14 +39,11 @@ class Wording:
         golden = self.golden_messages[position : position + 1]
         assert golden == [text], "scripts/wording renews tests/golden/wording.json"
 
-    def finish(self) -> None:
-        """Write the messages for `scripts/wording`, or find golden ones that nothing checked."""
+    def store_renewed(self) -> None:
+        """Write the messages for `scripts/wording`, if it runs the test."""
         if RENEWED_MESSAGES:
             with Path(RENEWED_MESSAGES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps([self.test_id, self.messages]) + "\n")
-        else:
-            unchecked = self.golden_messages[len(self.messages) :]
-            assert not unchecked, "scripts/wording renews tests/golden/wording.json"
 
 
 def golden_messages() -> dict[str, list[str]]:
