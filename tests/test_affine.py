@@ -34,10 +34,10 @@ def test_per_channel_along_axis_0():
     assert q.dequantize() == pytest.approx(np.array([[-1.0, 0.0], [1.0, 2.0]]))
 
 
-def test_three_dtypes_have_three_ranges_and_qint32_does_not_saturate():
+def test_each_dtype_has_its_range():
     stored = [quantize_per_tensor(100.0, 0.1, 10, d).int_repr() for d in DTYPES]
-    assert [one.item() for one in stored] == [255, 127, 1010]
-    assert [str(one.dtype) for one in stored] == ["uint8", "int8", "int32"]
+    assert [integers.item() for integers in stored] == [255, 127, 1010]
+    assert [str(integers.dtype) for integers in stored] == ["uint8", "int8", "int32"]
     assert quantize_per_tensor([3e38, -np.inf], 0.1, 0, "qint8").stored.tolist() == [127, -128]
     assert quantize_per_tensor(1e12, 0.1, 0, "qint32").stored.item() == 2**31 - 1
 
@@ -52,15 +52,15 @@ def test_per_channel_is_per_tensor_on_each_channel(x, axis, data):
     channels = x.shape[axis]
     scales = data.draw(st.lists(st.floats(0.01, 2), min_size=channels, max_size=channels))
     zeros = data.draw(st.lists(st.integers(-128, 127), min_size=channels, max_size=channels))
-    whole = quantize_per_channel(x, scales, zeros, axis, "qint8")
+    per_channel = quantize_per_channel(x, scales, zeros, axis, "qint8")
     for i in range(channels):
-        one = quantize_per_tensor(np.take(x, i, axis), scales[i], zeros[i], "qint8")
-        assert np.array_equal(np.take(whole.stored, i, axis), one.stored)
-        assert np.array_equal(np.take(whole.dequantize(), i, axis), one.dequantize())
+        per_tensor = quantize_per_tensor(np.take(x, i, axis), scales[i], zeros[i], "qint8")
+        assert np.array_equal(np.take(per_channel.stored, i, axis), per_tensor.stored)
+        assert np.array_equal(np.take(per_channel.dequantize(), i, axis), per_tensor.dequantize())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (([1.0], 0.0, 0, "quint8"), "positive"),
         (([1.0], float("nan"), 0, "quint8"), "positive"),
@@ -72,8 +72,8 @@ def test_per_channel_is_per_tensor_on_each_channel(x, axis, data):
         (([1.0], 0.1, 2**70, "qint32"), "zero_point of qint32"),
     ],
 )
-def test_what_has_no_meaning_is_refused(arguments, said):
-    with pytest.raises(CalibrationError, match=re.escape(said)):
+def test_meaningless_parameters_are_refused(arguments, message):
+    with pytest.raises(CalibrationError, match=re.escape(message)):
         quantize_per_tensor(*arguments)
 
 

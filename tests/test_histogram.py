@@ -41,7 +41,7 @@ def observed(*batches, base=None):
 
 @given(values)
 @settings(max_examples=50)
-def test_counts_are_those_of_the_definition(x):
+def test_counts_follow_the_definition(x):
     h = observed(x)
     if h.amax > 0:
         assert h.full_range == range_for(h.amax)
@@ -52,7 +52,7 @@ def test_counts_are_those_of_the_definition(x):
 
 @given(values | ends, st.lists(st.integers(0, 200), max_size=5), st.randoms())
 @settings(max_examples=50)
-def test_any_split_any_order_and_any_merge_tree_gives_the_same_state(x, cuts, random):
+def test_state_is_independent_of_split_and_order(x, cuts, random):
     parts = np.split(x, sorted(min(c, x.size) for c in cuts))
     random.shuffle(parts)
     merged = Histogram()
@@ -63,23 +63,25 @@ def test_any_split_any_order_and_any_merge_tree_gives_the_same_state(x, cuts, ra
 
 @given(values, values)
 @settings(max_examples=50)
-def test_a_base_range_doubles_as_if_the_larger_range_had_been_there_from_the_start(first, later):
-    base = float(np.abs(first).max())
+def test_base_range_doubles_without_trace(first_batch, later_batch):
+    base = float(np.abs(first_batch).max())
     if base < 1e-20:
         return
-    h = observed(first, base=base)
+    h = observed(first_batch, base=base)
     assert h.full_range == base and h.counts[0] == h.counts[-1] == 0
-    h.observe(later)
+    h.observe(later_batch)
     ratio = math.log2(h.full_range / base)
     assert ratio == int(ratio) >= 0
-    inside = first[np.abs(first) < base]  # TensorRT counts |x| == R one bin lower
-    expected = close_range(plain_counts(np.concatenate([inside, later]), h.full_range))
-    moved = h.counts - expected
-    assert moved.sum() == first.size - inside.size and moved.min() >= 0
+    counted_batch = first_batch[
+        np.abs(first_batch) < base
+    ]  # TensorRT counts |x| == R one bin lower
+    expected = close_range(plain_counts(np.concatenate([counted_batch, later_batch]), h.full_range))
+    moved_counts = h.counts - expected
+    assert moved_counts.sum() == first_batch.size - counted_batch.size and moved_counts.min() >= 0
 
 
 @pytest.mark.parametrize("relu", [False, True])
-def test_many_values_are_counted_as_numpy_counts_them(relu):
+def test_many_values_are_counted_like_numpy(relu):
     x = np.random.default_rng(1).normal(size=400_001).astype(np.float32)
     x = np.maximum(x, 0) if relu else x
     h = observed(x)
@@ -87,7 +89,7 @@ def test_many_values_are_counted_as_numpy_counts_them(relu):
     assert h.counts.tolist() == np.bincount(index, minlength=2 * BINS + 1).tolist()
 
 
-def test_magnitudes_fold_both_signs_and_nest_into_fewer_bins():
+def test_magnitudes_fold_signs_and_nest():
     h = observed([-1.0, 1.0, 0.5, -0.25, 0.0])
     fine, coarse = h.magnitudes(BINS), h.magnitudes(2048)
     assert fine[BINS - 1] == 2 and coarse[2047] == 2
@@ -112,23 +114,28 @@ def test_nan_infinities_zeros_and_bases():
 
 @given(values | ends, values | ends)
 @settings(max_examples=50)
-def test_what_is_left_without_some_values_is_what_the_others_gave(others, taken):
-    whole, own, rest = observed(others, taken), observed(taken), observed(others)
-    left = whole.without(own)
-    same = Histogram()
-    same.full_range = whole.full_range
-    same.merge(rest)
-    assert left.counts.tolist() == same.counts.tolist() and left.full_range == whole.full_range
-    assert (left.total, left.infinite) == (rest.total, 0)
-    width = 2 * whole.full_range / BINS  # of the bin around 0, which is the widest
-    assert whole.minimum <= left.minimum <= rest.minimum <= left.minimum + width
-    assert left.maximum - width <= rest.maximum <= left.maximum <= whole.maximum
+def test_without_leaves_the_remaining_counts(remaining_batch, removed_batch):
+    complete = observed(remaining_batch, removed_batch)
+    removed = observed(removed_batch)
+    expected = observed(remaining_batch)
+    remaining = complete.without(removed)
+    expected_counts = Histogram()
+    expected_counts.full_range = complete.full_range
+    expected_counts.merge(expected)
+    assert (
+        remaining.counts.tolist() == expected_counts.counts.tolist()
+        and remaining.full_range == complete.full_range
+    )
+    assert (remaining.total, remaining.infinite) == (expected.total, 0)
+    width = 2 * complete.full_range / BINS  # of the bin around 0, which is the widest
+    assert complete.minimum <= remaining.minimum <= expected.minimum <= remaining.minimum + width
+    assert remaining.maximum - width <= expected.maximum <= remaining.maximum <= complete.maximum
 
 
-def test_nothing_is_left_of_a_whole_and_no_count_falls_below_nothing():
-    whole = observed([1, -2])
-    assert state(whole.without(whole)) == state(Histogram())
-    other = observed([1.9, 5])  # not among them, as after another optimization
-    assert (left := whole.without(other)).counts.min() == 0 and left.total == 2
+def test_without_never_counts_below_zero():
+    complete = observed([1, -2])
+    assert state(complete.without(complete)) == state(Histogram())
+    foreign = observed([1.9, 5])  # not among them, as after another optimization
+    assert (remaining := complete.without(foreign)).counts.min() == 0 and remaining.total == 2
     with pytest.raises(CalibrationError, match="of no order"):
-        Histogram(base=1.0).without(other)
+        Histogram(base=1.0).without(foreign)

@@ -23,7 +23,7 @@ SOURCES = (SOURCE, SOURCE.with_name("round.c"))
 CHUNK, BLOCK = 1 << 17, 1 << 12
 
 
-def compiled(folder, *sources):
+def compile_kernel(folder, *sources):
     """The kernel as setup.py builds it."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -36,16 +36,16 @@ def compiled(folder, *sources):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("kernel"))
+    return compile_kernel(tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture(scope="module")
-def ways(library):
+def counting_kernels(library):
     return kernel.load_kernels(library)
 
 
 @pytest.fixture(autouse=True)
-def forgetful():
+def uncached_kernel():
     """What was chosen elsewhere is chosen anew here, and what is chosen here is elsewhere."""
     for cached in (kernel.kernel, kernel._load_own_kernel):
         cached.cache_clear()
@@ -54,31 +54,31 @@ def forgetful():
         cached.cache_clear()
 
 
-def after(way, batches, base):
+def observe_with(counting_kernel, batches, base):
     """All that a histogram holds after the batches, or after that which was refused, and why."""
-    seen, refused = Histogram(base=base), ""
-    before, histogram.kernel = histogram.kernel, lambda: way
+    recorder, message = Histogram(base=base), ""
+    usual_kernel, histogram.kernel = histogram.kernel, lambda: counting_kernel
     try:
         for batch in batches:
-            seen.observe(batch)
+            recorder.observe(batch)
     except CalibrationError as error:
-        refused = str(error)
+        message = str(error)
     finally:
-        histogram.kernel = before
-    arrays = {name: value.tobytes() for name, value in seen.to_arrays().items()}
-    return {**arrays, "latest": seen.latest, "refused": refused}
+        histogram.kernel = usual_kernel
+    arrays = {name: value.tobytes() for name, value in recorder.to_arrays().items()}
+    return {**arrays, "latest": recorder.latest, "refused": message}
 
 
-def agree(ways, batches, base=None):
-    wanted = after(None, batches, base)
-    for way in ways:
-        found = after(way, batches, base)
-        differ = [name for name in wanted if wanted[name] != found[name]]
-        assert not differ, f"{way.name}: {differ} of {batches}"
-    return wanted
+def check_equal_states(counting_kernels, batches, base=None):
+    expected = observe_with(None, batches, base)
+    for counting_kernel in counting_kernels:
+        state = observe_with(counting_kernel, batches, base)
+        differ = [name for name in expected if expected[name] != state[name]]
+        assert not differ, f"{counting_kernel.name}: {differ} of {batches}"
+    return expected
 
 
-def hostile():
+def hostile_batches():
     normal = np.random.default_rng(5).standard_normal(3 * CHUNK + 77).astype(np.float32)
     yield "nothing", [[], [1.0], []]
     yield "zeros", [[0.0], [-0.0, 0.0], np.zeros(9000), [-0.0]]
@@ -88,20 +88,24 @@ def hostile():
     yield "infinite", [[np.inf], [np.inf, -np.inf, 2.0], [*normal[:5000], np.inf], normal[:70]]
     yield "infinite alone", [[-np.inf] * 5000]
     yield "infinite later", [normal, np.where(np.arange(normal.size) == 2 * CHUNK, np.inf, normal)]
-    for place in (0, 15, 16, 17, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, normal.size - 1):
+    for position in (0, 15, 16, 17, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, normal.size - 1):
         spoilt = normal.copy()
-        spoilt[place] = np.nan
+        spoilt[position] = np.nan
         spoilt[normal.size // 2] = -np.nan
-        yield f"nan at {place}", [normal[:100], spoilt, normal]
+        yield f"nan at {position}", [normal[:100], spoilt, normal]
     yield "nan and more", [[1.0, np.nan, np.inf, -np.inf, np.nan, 0.0]]
-    near = (size + more for size in (16, 2048, BLOCK, CHUNK) for more in (-1, 0, 1))
-    for size in (1, 31, *near):
+    sizes_near_limits = (
+        size + offset for size in (16, 2048, BLOCK, CHUNK) for offset in (-1, 0, 1)
+    )
+    for size in (1, 31, *sizes_near_limits):
         yield f"{size} values", [normal[:size], normal[-size:] * 3]
     yield "one bin", [np.full(2 * CHUNK, 0.7), np.full(CHUNK, -0.7)]
     for size in (CHUNK - 129, CHUNK - 128, CHUNK - 127, CHUNK - 1, CHUNK):
         full = np.full(size, 0.7)
-        odd = np.where(np.arange(size) % BLOCK == 0, 0.0, full)  # of every block one is left out
-        yield f"one bin of {size}", [[-1.0], full, odd, np.append(full[1:], 0.3)]
+        with_gaps = np.where(
+            np.arange(size) % BLOCK == 0, 0.0, full
+        )  # of every block one is left out
+        yield f"one bin of {size}", [[-1.0], full, with_gaps, np.append(full[1:], 0.3)]
     yield "two bins", [np.tile(np.float32([0.7, 0.3, 0.0]), CHUNK)]
     yield "ends", [[-1, 1, 0.5, -0.5, 1 - 2.0**-24, 1 + 2.0**-23], np.full(CHUNK + 9, 1.0), [-2.0]]
     grows = np.full(2 * CHUNK, 0.5, np.float32)
@@ -112,21 +116,29 @@ def hostile():
 
 
 @pytest.mark.parametrize("base", [None, 0.0, 1.0, 0.7, 0.1, 1e-30, 3e38], ids=str)
-def test_every_way_counts_what_numpy_counts(ways, base):
-    for name, arrays in hostile():
-        found = agree(ways, [np.asarray(batch, np.float32) for batch in arrays], base)
-        assert bool(found["refused"]) == ("nan" in name), name
+def test_every_kernel_counts_like_numpy(counting_kernels, base):
+    for name, arrays in hostile_batches():
+        state = check_equal_states(
+            counting_kernels, [np.asarray(batch, np.float32) for batch in arrays], base
+        )
+        assert bool(state["refused"]) == ("nan" in name), name
 
 
-def test_any_form_of_array_is_counted_alike(ways):
+def test_array_layout_changes_no_count(counting_kernels):
     values = np.random.default_rng(1).standard_normal((3, 40, 50)).astype(np.float32)
     locked = values.copy()
     locked.flags.writeable = False
-    odd = np.frombuffer(b"x" + values.tobytes(), np.float32, offset=1)
-    assert not odd.flags.aligned
-    forms = [values.T, values[:, ::3], np.asfortranarray(values), values.astype(np.float16), odd]
+    unaligned = np.frombuffer(b"x" + values.tobytes(), np.float32, offset=1)
+    assert not unaligned.flags.aligned
+    forms = [
+        values.T,
+        values[:, ::3],
+        np.asfortranarray(values),
+        values.astype(np.float16),
+        unaligned,
+    ]
     forms += [values.astype(np.float64), values.astype(">f4"), locked, np.float32(2.5)]
-    agree(ways, forms)
+    check_equal_states(counting_kernels, forms)
 
 
 @given(
@@ -135,95 +147,95 @@ def test_any_form_of_array_is_counted_alike(ways):
     st.sampled_from([None, 0.75, 2.0**-90, 1e30]),
 )
 @settings(max_examples=80)
-def test_any_values_are_counted_alike(library, values, cut, base):
+def test_random_values_are_counted_alike(library, values, cut, base):
     x = np.asarray(values, np.float32)
-    agree(kernel.load_kernels(library), [x[:cut], x[cut:], np.repeat(x, 70)], base)
+    check_equal_states(kernel.load_kernels(library), [x[:cut], x[cut:], np.repeat(x, 70)], base)
 
 
-def test_threads_count_beside_each_other(ways, monkeypatch):
-    monkeypatch.setattr(histogram, "kernel", lambda: ways[-1])
+def test_threads_do_not_disturb_each_other(counting_kernels, monkeypatch):
+    monkeypatch.setattr(histogram, "kernel", lambda: counting_kernels[-1])
     x = np.random.default_rng(2).standard_normal(200_000).astype(np.float32)
-    alone, several = Histogram(), [Histogram() for _ in range(4)]
-    alone.observe(x)
-    with ThreadPoolExecutor(len(several)) as threads:
-        list(threads.map(lambda one: one.observe(x), several))
-    assert all(h.counts.tobytes() == alone.counts.tobytes() for h in several)
+    expected, recorders = Histogram(), [Histogram() for _ in range(4)]
+    expected.observe(x)
+    with ThreadPoolExecutor(len(recorders)) as threads:
+        list(threads.map(lambda recorder: recorder.observe(x), recorders))
+    assert all(h.counts.tobytes() == expected.counts.tobytes() for h in recorders)
 
 
 @pytest.mark.parametrize("broken", [1e-300, -1.0, float("nan"), float("inf")])
-def test_a_range_that_no_histogram_has_is_refused(ways, broken, wording):
-    seen = Histogram()
-    seen.full_range = broken
+def test_impossible_range_is_refused(counting_kernels, broken, wording):
+    recorder = Histogram()
+    recorder.full_range = broken
     with pytest.raises(CalibrationError) as raised:
-        seen.observe(np.zeros(9, np.float32))
+        recorder.observe(np.zeros(9, np.float32))
     wording.check(raised.value)
     state, counts = kernel.HistogramState(full_range=broken), np.zeros(2 * BINS + 1, np.int64)
     values, scratch = np.full(9, 0.5, np.float32), ctypes.create_string_buffer(kernel.SCRATCH)
-    given = (ctypes.byref(state), counts.ctypes.data, values.ctypes.data, 9, scratch)
-    for way in (
-        *(w.instruction_set for w in ways),
+    arguments = (ctypes.byref(state), counts.ctypes.data, values.ctypes.data, 9, scratch)
+    for counting_kernel in (
+        *(w.instruction_set for w in counting_kernels),
         -1,
-        len(ways),
+        len(counting_kernels),
     ):  # nor does the kernel write beyond it
-        assert ways[0].observe(way, *given) == -1 and not counts.any()
+        assert counting_kernels[0].observe(counting_kernel, *arguments) == -1 and not counts.any()
 
 
-def said():
+def counting_line():
     kernel.kernel.cache_clear()
     result = CliRunner().invoke(cli, ["--version"])
     return result.output.splitlines()[-1] if result.exit_code == 0 else str(result.exception)
 
 
 @pytest.fixture
-def beside(library, monkeypatch, tmp_path):
+def installed_kernel(library, monkeypatch, tmp_path):
     """The kernel as an installation has it."""
-    place = tmp_path / "_count.so"
-    shutil.copy(library, place)
-    monkeypatch.setattr(kernel, "LIBRARY", place)
+    library_path = tmp_path / "_count.so"
+    shutil.copy(library, library_path)
+    monkeypatch.setattr(kernel, "LIBRARY", library_path)
     monkeypatch.delenv(kernel.KERNEL_VARIABLE, raising=False)
-    return place
+    return library_path
 
 
-def test_the_kernel_counts_where_it_is_here_unless_told(beside, ways, monkeypatch):
-    assert said() == f"counting: C kernel ({ways[-1].name})"
+def test_kernel_choice_is_reported(installed_kernel, counting_kernels, monkeypatch):
+    assert counting_line() == f"counting: C kernel ({counting_kernels[-1].name})"
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "opencv")
-    assert said() == "counting: numpy and OpenCV (CALIB8_COUNTING=opencv)"
+    assert counting_line() == "counting: numpy and OpenCV (CALIB8_COUNTING=opencv)"
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "c")
-    assert said() == f"counting: C kernel ({ways[-1].name})"
+    assert counting_line() == f"counting: C kernel ({counting_kernels[-1].name})"
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "fortran")
-    assert "must be c, opencv or unset, got 'fortran'" in said()
+    assert "must be c, opencv or unset, got 'fortran'" in counting_line()
     kernel._load_own_kernel.cache_clear()
     monkeypatch.delenv(kernel.KERNEL_VARIABLE)
-    beside.unlink()
-    assert said() == "counting: numpy and OpenCV (the C kernel is not built here)"
+    installed_kernel.unlink()
+    assert counting_line() == "counting: numpy and OpenCV (the C kernel is not built here)"
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "c")
-    assert "the C kernel" in said()
+    assert "the C kernel" in counting_line()
 
 
-def test_a_wrong_word_is_told_as_such(run, refusal, small_cnn, pictures, monkeypatch, tmp_path):
+def test_unknown_kernel_name_is_refused(run, refusal, small_cnn, pictures, monkeypatch, tmp_path):
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "fortran")
     kernel.kernel.cache_clear()
-    words = ["build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0]
-    err = refusal(*words, "--out", tmp_path / "out")
+    command = ["build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0]
+    err = refusal(*command, "--out", tmp_path / "out")
     assert err == "calib8: error: CALIB8_COUNTING must be c, opencv or unset, got 'fortran'"
     assert run("--version")[0] == 1
 
 
 @pytest.mark.parametrize("text", ["", "int calib8_kernel_form(void) { return 1; }", "form 0"])
-def test_another_library_is_not_used(beside, tmp_path, text):
-    beside.unlink()
+def test_foreign_library_is_not_used(installed_kernel, tmp_path, text):
+    installed_kernel.unlink()
     if text == "form 0":
         text = SOURCE.read_text().replace("return CALIB8_KERNEL_FORM;", "return 0;")
         text = text.replace('"count.h"', f'"{SOURCE.with_name("count.h")}"')
     if text:
         (tmp_path / "other.c").write_text(text)
-        compiled(tmp_path, tmp_path / "other.c", *SOURCES[1:])
+        compile_kernel(tmp_path, tmp_path / "other.c", *SOURCES[1:])
     else:
-        beside.write_bytes(b"no library")
-    assert said().startswith("counting: numpy and OpenCV (the C kernel cannot be loaded: ")
+        installed_kernel.write_bytes(b"no library")
+    assert counting_line().startswith("counting: numpy and OpenCV (the C kernel cannot be loaded: ")
 
 
-def test_what_is_written_here_is_what_the_header_has():
+def test_constants_equal_the_header():
     header = SOURCE.with_name("count.h").read_text()
     assert f"#define CALIB8_SCRATCH {kernel.SCRATCH} " in header
     assert f"#define CALIB8_KERNEL_FORM {kernel._INTERFACE_VERSION} " in header
@@ -234,91 +246,107 @@ def test_what_is_written_here_is_what_the_header_has():
     st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 9), st.integers(1, 70), st.booleans()
 )
 @settings(max_examples=40)
-def test_the_kernel_rounds_weights_as_numpy_does(ways, seed, groups, rows, columns, turned):
+def test_kernel_rounds_weights_like_numpy(
+    counting_kernels, seed, groups, rows, columns, is_column_major
+):
     rng = np.random.default_rng(seed)
     steps = rng.normal(0, 20, (groups, rows, columns))
-    steps = np.asfortranarray(steps) if turned else steps
+    steps = np.asfortranarray(steps) if is_column_major else steps
     products = rounding.gram(rng.uniform(0, 1, (groups, columns, 200)))
     fixed = rng.random(steps.shape) < 0.2
-    found = []
-    for way in (ways[-1], None):
+    rounded_weights = []
+    for counting_kernel in (counting_kernels[-1], None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounding, "kernel", lambda way=way: way)
-            found.append(rounding.round_by_output(steps, products, fixed=fixed, sweeps=3))
-    assert (found[0] == found[1]).all()
+            patch.setattr(
+                rounding, "kernel", lambda counting_kernel=counting_kernel: counting_kernel
+            )
+            rounded_weights.append(rounding.round_by_output(steps, products, fixed=fixed, sweeps=3))
+    assert (rounded_weights[0] == rounded_weights[1]).all()
 
 
-WAYS = (None, *(kernel.load_kernels(kernel.LIBRARY) if kernel.LIBRARY.exists() else ()))
+COUNTING_KERNELS = (None, *(kernel.load_kernels(kernel.LIBRARY) if kernel.LIBRARY.exists() else ()))
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.name if way else "numpy")
-def way(request, monkeypatch):
+@pytest.fixture(
+    params=COUNTING_KERNELS,
+    ids=lambda counting_kernel: counting_kernel.name if counting_kernel else "numpy",
+)
+def counting_kernel(request, monkeypatch):
     monkeypatch.setattr(histogram, "kernel", lambda: request.param)
     return request.param
 
 
-def state(one):
-    return {name: value.tobytes() for name, value in one.to_arrays().items()}, one.latest
+def state(recorder):
+    return {name: value.tobytes() for name, value in recorder.to_arrays().items()}, recorder.latest
 
 
 def arrays(seed):
     """Of every size and form; some larger than what is seen of them at first."""
     rng = np.random.default_rng(seed)
     sizes = [0, 1, 7, 2048, 2049, 5000, 140_000]
-    made = [rng.standard_normal(n).astype(np.float32) * (1 + seed) for n in sizes]
-    turned = rng.standard_normal((3, 40, 50)).astype(np.float32).T
-    odd = np.frombuffer(b"x" + made[4].tobytes(), np.float32, offset=1)
-    infinite = np.where(made[5] > 2, np.inf, made[5]).astype(np.float32)
-    half = made[3].astype(np.float16)
-    return [*made, turned, odd, infinite, half, np.zeros(3000, np.float32), np.float32([[-0.0]])]
+    plain_arrays = [rng.standard_normal(n).astype(np.float32) * (1 + seed) for n in sizes]
+    transposed = rng.standard_normal((3, 40, 50)).astype(np.float32).T
+    unaligned = np.frombuffer(b"x" + plain_arrays[4].tobytes(), np.float32, offset=1)
+    infinite = np.where(plain_arrays[5] > 2, np.inf, plain_arrays[5]).astype(np.float32)
+    half = plain_arrays[3].astype(np.float16)
+    return [
+        *plain_arrays,
+        transposed,
+        unaligned,
+        infinite,
+        half,
+        np.zeros(3000, np.float32),
+        np.float32([[-0.0]]),
+    ]
 
 
-def test_each_counts_what_it_counts_alone(way):
-    alone, beside = ([Histogram() for _ in arrays(0)] for _ in range(2))
-    one = HistogramGroup(beside)
+def test_group_counts_like_single_histograms(counting_kernel):
+    expected, grouped = ([Histogram() for _ in arrays(0)] for _ in range(2))
+    group = HistogramGroup(grouped)
     for seed in range(3):
-        for histogram_, x in zip(alone, arrays(seed), strict=True):
+        for histogram_, x in zip(expected, arrays(seed), strict=True):
             histogram_.observe(x)
-        one.observe(LocatedArrays(arrays(seed)))
-        assert [state(h) for h in beside] == [state(h) for h in alone]
+        group.observe(LocatedArrays(arrays(seed)))
+        assert [state(h) for h in grouped] == [state(h) for h in expected]
 
 
-def test_memory_that_is_used_again_is_looked_up_once(way):
+def test_reused_memory_is_located_once(counting_kernel):
     rng = np.random.default_rng(3)
-    lasting, alone = np.empty(5000, np.float32), [Histogram(), Histogram()]
-    beside = [Histogram(), Histogram()]
-    one, located = HistogramGroup(beside), LocatedArrays([lasting, lasting[:9]])
+    reused, expected = np.empty(5000, np.float32), [Histogram(), Histogram()]
+    grouped = [Histogram(), Histogram()]
+    group, located = HistogramGroup(grouped), LocatedArrays([reused, reused[:9]])
     for _ in range(3):
-        lasting[:] = rng.standard_normal(5000)
-        other = rng.standard_normal(2100).astype(np.float64)
-        located.put(1, other)
-        one.observe(located)
-        alone[0].observe(lasting)
-        alone[1].observe(other)
-    assert [state(h) for h in beside] == [state(h) for h in alone]
+        reused[:] = rng.standard_normal(5000)
+        replacement = rng.standard_normal(2100).astype(np.float64)
+        located.put(1, replacement)
+        group.observe(located)
+        expected[0].observe(reused)
+        expected[1].observe(replacement)
+    assert [state(h) for h in grouped] == [state(h) for h in expected]
     HistogramGroup([]).observe(LocatedArrays([]))
 
 
-def test_what_is_refused_has_its_place_and_what_came_before_is_counted(way, wording):
-    beside = [Histogram() for _ in range(3)]
+def test_refused_array_is_named_and_earlier_ones_count(counting_kernel):
+    histograms = [Histogram() for _ in range(3)]
     values = [np.ones(9, np.float32), np.float32([1, np.nan, np.nan]), np.ones(9, np.float32)]
-    with pytest.raises(ArrayRefused) as refused:
-        HistogramGroup(beside).observe(LocatedArrays(values))
-    wording.check(refused.value)
-    assert refused.value.index == 1 and [h.total for h in beside] == [9, 0, 0]
-    beside[2].full_range = 1e-300
+    with pytest.raises(ArrayRefused, match="got 2 NaN") as refusal:
+        HistogramGroup(histograms).observe(LocatedArrays(values))
+    assert refusal.value.index == 1
+    assert [histogram.total for histogram in histograms] == [9, 0, 0]
+
+    histograms[2].full_range = 1e-300
     values[1] = values[0]
-    with pytest.raises(ArrayRefused) as refused:
-        HistogramGroup(beside).observe(LocatedArrays(values))
-    wording.check(refused.value)
-    assert refused.value.index == 2 and isinstance(refused.value, CalibrationError)
-    assert not beside[2].counts.any()
+    with pytest.raises(ArrayRefused, match="got 1e-300") as refusal:
+        HistogramGroup(histograms).observe(LocatedArrays(values))
+    assert refusal.value.index == 2
+    assert isinstance(refusal.value, CalibrationError)
+    assert not histograms[2].counts.any()
 
 
-def test_a_state_that_no_values_gave_leads_nowhere(way):
+def test_impossible_extremes_are_survived(counting_kernel):
     """Extremes beyond the range, as a spoilt cache may hold them, are no bins."""
     for low, high in ((-1e30, 1e30), (np.nan, np.nan), (np.inf, -np.inf), (0.5, -0.5)):
-        seen = Histogram()
-        seen.full_range, seen.minimum, seen.maximum = 1.0, low, high
-        HistogramGroup([seen]).observe(LocatedArrays([np.full(3000, 0.25, np.float32)]))
-        assert seen.counts[BINS + BINS // 4] == seen.counts.sum() == 3000
+        recorder = Histogram()
+        recorder.full_range, recorder.minimum, recorder.maximum = 1.0, low, high
+        HistogramGroup([recorder]).observe(LocatedArrays([np.full(3000, 0.25, np.float32)]))
+        assert recorder.counts[BINS + BINS // 4] == recorder.counts.sum() == 3000

@@ -15,14 +15,14 @@ from deploy.method import Method
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_every_parameter_has_a_default_and_says_what_it_is(name):
+def test_parameters_have_default_and_help(name):
     row = SEARCHES[name]
     assert row.help and row.params() == row.params()
     for parameter in fields(row.params):
         assert parameter.default is not MISSING and parameter.metadata["help"].endswith(".")
 
 
-def test_a_method_has_its_default_search_and_takes_no_others_parameters(wording):
+def test_method_takes_its_own_parameters_only(wording):
     assert (
         Method.of() == Method.of(searches.DEFAULT_METHOD) == Method("mse", SEARCHES["mse"].params())
     )
@@ -42,7 +42,7 @@ def test_a_method_has_its_default_search_and_takes_no_others_parameters(wording)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "label", "statistic"),
+    ("name", "parameters", "label", "statistic"),
     [
         ("mse", {}, "mse", "histogram"),
         ("percentile", {}, "percentile 99.99", "histogram"),
@@ -52,20 +52,20 @@ def test_a_method_has_its_default_search_and_takes_no_others_parameters(wording)
         ("entropy-tensorrt", {"batch_size": 8}, "entropy-tensorrt", "histogram, first batch of 8"),
     ],
 )
-def test_label_and_statistic_are_those_of_the_fingerprint(name, given, label, statistic):
-    method = Method.of(name, given)
+def test_label_and_statistic_key(name, parameters, label, statistic):
+    method = Method.of(name, parameters)
     assert (method.label, method.statistic.key) == (label, statistic)
 
 
-OTHERS = "--percent belongs to --method percentile, got --method mse; leave it out"
+PERCENT_WITH_MSE = "--percent belongs to --method percentile, got --method mse; leave it out"
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "told"),
+    ("name", "parameters", "message"),
     [
         ("percentle", {}, "a method is one of .*did you mean 'percentile'"),
         ("kl", {}, "a method is one of .*, got 'kl'; the default is mse"),
-        ("mse", {"percent": 99}, OTHERS),
+        ("mse", {"percent": 99}, PERCENT_WITH_MSE),
         ("percentile", {"batch_size": 8}, "--batch-size belongs to --method entropy-tensorrt"),
         ("percentile", {"percnt": 99}, "belongs to a method, got 'percnt'; did you mean 'percent'"),
         ("percentile", {"percent": 50}, "over 50 and at most 100, got 50"),
@@ -75,9 +75,9 @@ OTHERS = "--percent belongs to --method percentile, got --method mse; leave it o
         ("entropy-tensorrt", {"batch_size": True}, "1 or more, got True"),
     ],
 )
-def test_words_that_do_not_go_together_are_refused(name, given, told):
-    with pytest.raises(ConfigError, match=told):
-        Method.of(name, given)
+def test_conflicting_parameters_are_refused(name, parameters, message):
+    with pytest.raises(ConfigError, match=message):
+        Method.of(name, parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,24 +85,29 @@ class ShareParams(searches.Params):
     share: float = field(default=0.5, metadata={"help": "Share of the range to keep."})
 
 
-def shared(histogram, params):
-    found = minmax(histogram)
-    return replace(found, lo=found.lo * params.share, hi=found.hi * params.share, method="share")
+def share_of_range(histogram, params):
+    complete_range = minmax(histogram)
+    return replace(
+        complete_range,
+        lo=complete_range.lo * params.share,
+        hi=complete_range.hi * params.share,
+        method="share",
+    )
 
 
 @pytest.mark.slow
-def test_a_new_row_is_all_that_a_search_needs(small_cnn, pictures, tmp_path, monkeypatch, command):
-    row = searches.RangeSearch(shared, ShareParams, "keeps a share of the range")
+def test_search_needs_only_a_table_row(small_cnn, pictures, tmp_path, monkeypatch, command):
+    row = searches.RangeSearch(share_of_range, ShareParams, "keeps a share of the range")
     monkeypatch.setitem(SEARCHES, "share", row)
     for name in ("build", "calibrate"):  # made anew from the table
         monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
 
     assert "For --method share. [default: 0.5]" in command("build", "--help-all")
     out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")
-    words = ("--method", "share", "--share", 0.25, "--out", out, "--duration", 0, "--effort", 0)
-    command("build", small_cnn, *images, *words)
+    options = ("--method", "share", "--share", 0.25, "--out", out, "--duration", 0, "--effort", 0)
+    command("build", small_cnn, *images, *options)
     assert json.loads((out / "report.json").read_text())["calibration"]["method"] == "share 0.25"
     cache = tmp_path / "share.cache"
-    given = ("calibrate", small_cnn, *images, "--method", "share", "-o", cache)
-    assert "share 0.5" in command(*given)
-    assert "(share 0.5 -> share 0.75)" in command(*given, "--share", 0.75)
+    calibrate_command = ("calibrate", small_cnn, *images, "--method", "share", "-o", cache)
+    assert "share 0.5" in command(*calibrate_command)
+    assert "(share 0.5 -> share 0.75)" in command(*calibrate_command, "--share", 0.75)

@@ -144,7 +144,8 @@ def bench(
 
             reference, candidate = sessions.values()
             accuracy = compare_sessions(reference, candidate, feed, metric)
-            accuracies = {list(sessions)[-1]: accuracy}
+            _, candidate_label = sessions
+            accuracies = {candidate_label: accuracy}
         notes = preprocessing_notes(feed)
 
     sizes: list[int | None] = [*sorted(set(batches))] or [None]
@@ -153,11 +154,11 @@ def bench(
         for batch in sizes
     }
     inputs = make_inputs(sizes[0])  # of the smallest batch, which the other figures are of
-    smallest_latency = latencies[sizes[0]]
+    latency_by_label = latencies[sizes[0]]
     kernels: dict[str, tuple[KernelTime, ...]] = {}
     if profile:
         kernels = _time_kernels(
-            engines, inputs, smallest_latency, threads=threads, duration_s=duration_s
+            engines, inputs, latency_by_label, threads=threads, duration_s=duration_s
         )
     rows = []
     for label, loaded_engine in engines.items():
@@ -169,7 +170,7 @@ def bench(
             size_bytes=model_size(loaded_engine.path),
             load_ms=loaded_engine.load_ms,
             threads=loaded_engine.session.threads,
-            latency=smallest_latency[label],
+            latency=latency_by_label[label],
             sweep=_make_batch_rows(label, latencies),
             kernels=kernels.get(label, ()),
             accuracy=accuracies.get(label),

@@ -99,7 +99,8 @@ def _run_images(
 
     (first_sample,) = feed.first_samples(1)
     first_outputs = _select(reference_session.run(first_sample), output_names)
-    samples = feed.first_samples(form_samples(first_sample, first_outputs))
+    sample_count = form_samples(first_sample, first_outputs)
+    samples = feed.first_samples(sample_count)
     outputs = [_select(reference_session.run(sample), output_names) for sample in samples]
     worst_images = _WorstImages(derive_form(outputs, inputs=samples, task=task))
     channel_sums = {name: ChannelSums() for name in pairs}
@@ -107,9 +108,15 @@ def _run_images(
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
         return sample, reference_session.run(sample), candidate_session.run(sample)
 
-    def add_batch(_number: int, run: tuple[Outputs, Outputs, Outputs]) -> None:
-        batch = batch_length(run[0])
-        rows = zip(*(split_batch(arrays, batch) for arrays in run), strict=True)
+    def add_batch(_number: int, batch: tuple[Outputs, Outputs, Outputs]) -> None:
+        batch_inputs, batch_reference, batch_result = batch
+        length = batch_length(batch_inputs)
+        rows = zip(
+            split_batch(batch_inputs, length),
+            split_batch(batch_reference, length),
+            split_batch(batch_result, length),
+            strict=True,
+        )
         for inputs, reference, result in rows:
             if worst_images.count >= feed.count:
                 break  # the last fixed batch is filled up with the first image
@@ -121,9 +128,9 @@ def _run_images(
                     values = result[pairs[name]]
                     values = strip_padded_channels(pairs[name], values, reference[name])
                     sums.add(reference[name], values)
-        step()
+        count_sample()
 
-    with phase("running images", len(feed), "samples") as step, feed.samples() as stream:
+    with phase("running images", len(feed), "samples") as count_sample, feed.samples() as stream:
         run_in_order(stream, run_models, add_batch, threads=threads)
     channels: list[ChannelLoss] = []
     for name, sums in channel_sums.items():

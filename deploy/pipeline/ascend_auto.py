@@ -148,18 +148,20 @@ def auto_calibrate(
             threads=threads,
         )
         plan, _, layers, _ = target.quantize(request)
-        records = target.records(request)
+        searches_by_layer = target.records(request)
 
         def find_nearest_searches() -> dict[str, str]:
             samples = list(feed.spread_samples(_SEARCH_SAMPLES))
-            return find_best_searches(plan.model, plan.graph, records, samples, threads=threads)
+            return find_best_searches(
+                plan.model, plan.graph, searches_by_layer, samples, threads=threads
+            )
 
         ranking: list[tuple[str, float]] = []
         if strategy == BINARY:
             with phase("ranking the layers"):
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
                 ranking = rank_layers(plan.model, layers, samples, threads=threads)
-        search = BudgetSearch(
+        budget_search = BudgetSearch(
             target=target,
             request=request,
             evaluation=evaluation,
@@ -168,13 +170,13 @@ def auto_calibrate(
             uncounted=[
                 name for name, layer in plan.layers.items() if layer.input_index is not None
             ],
-            searches=records,
-            everywhere=[name for name in records if not is_balanced(name)],
+            searches=searches_by_layer,
+            everywhere=[name for name in searches_by_layer if not is_balanced(name)],
             nearest=find_nearest_searches,
             say=say,
             ranking=ranking,
         )
-        result = _write_files(target, search, search.run(), plan)
+        result = _write_files(target, budget_search, budget_search.run(), plan)
         publish_build(build_origin(calibration, [target], None), stage, replaceable=())
     return replace(result, paths=tuple(map(stage.published_path, result.paths)))
 

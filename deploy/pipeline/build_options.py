@@ -216,33 +216,24 @@ def prepare_build(
         refuse_calibration_options(loaded.qdq, _calibration_flags(images, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
-    repairs = options.repairs
-    if repairs is None:
-        repairs = DEFAULT if options.has_search else ()
-    repairs = parse_repairs(repairs)
+    repairs = _choose_repairs(options)
 
     # the files of an earlier build are refused before the evaluation images are opened
-    cache = options.calibration.cache
-    cache_path = cache.path or options.out / manifest.RECORDS / f"{loaded.name}.cache"
-    calibration = replace(options.calibration, cache=replace(cache, path=cache_path))
-    options = replace(options, calibration=calibration)
+    options = _with_cache_path(options, loaded.name)
     _refuse_foreign(options, loaded)
 
     dataset, evaluation = _drop_idle_preprocess(dataset, evaluation, loaded)
-    feed = None
+    evaluation_feed = None
     if evaluation is not None:  # opened first: a wrong path is reported before anything is run
-        feed = evaluation.open(
+        evaluation_feed = evaluation.open(
             loaded.inputs,
             metadata_preprocess=loaded.metadata_preprocess,
             labels_by_folder=options.labels == BY_FOLDER,
         )
-    annotated_objects = apply_labels(options.labels, feed)
+    annotated_objects = apply_labels(options.labels, evaluation_feed)
     if annotated_objects is not None:
         notes = (*notes, *annotated_objects.notes)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
-    duration_s = options.duration_s
-    if duration_s is None:  # another CPU than this one is not measured
-        duration_s = 3.0 if options.tuning.cpu == THIS_CPU else 0.0
     return PreparedBuild(
         options=options,
         loaded=loaded,
@@ -250,12 +241,34 @@ def prepare_build(
         reference=reference,
         notes=notes,
         dataset=dataset,
-        evaluation=feed,
+        evaluation=evaluation_feed,
         annotated_objects=annotated_objects,
         metric=metric,
         repairs=repairs,
-        duration_s=duration_s if dataset is not None else 0.0,
+        duration_s=0.0 if dataset is None else _choose_duration(options),
     )
+
+
+def _choose_repairs(options: BuildOptions) -> tuple[str, ...]:
+    """Return the repairs to try; unless the user names some, those that belong to a search."""
+    if options.repairs is not None:
+        return parse_repairs(options.repairs)
+    return parse_repairs(DEFAULT if options.has_search else ())
+
+
+def _with_cache_path(options: BuildOptions, model_name: str) -> BuildOptions:
+    """Return the options with a path for the cache, by default among the build's records."""
+    cache = options.calibration.cache
+    path = cache.path or options.out / manifest.RECORDS / f"{model_name}.cache"
+    calibration = replace(options.calibration, cache=replace(cache, path=path))
+    return replace(options, calibration=calibration)
+
+
+def _choose_duration(options: BuildOptions) -> float:
+    """Return the seconds of measurement; another CPU than this one is not measured."""
+    if options.duration_s is not None:
+        return options.duration_s
+    return 3.0 if options.tuning.cpu == THIS_CPU else 0.0
 
 
 def open_torch_module(

@@ -98,7 +98,8 @@ def observation_model(
         rows = to_rows(balanced_weight(weight, layer, factors.get(name, _EMPTY)), layer)
         if name in rounded:
             rows = rounded[name].reshape(rows.shape) * by_row(weights[name], rows.ndim)
-        elif layer.kind != "ConvTranspose" and not uses_adaround(config, name):  # AMCT leaves it
+        elif layer.kind != "ConvTranspose" and not uses_adaround(config, name):
+            # AMCT leaves the weights of ConvTranspose and of AdaRound layers in float
             bits = config.layers[name].weight.num_bits
             rows = np.asarray(arq_fake_quantize(rows, weights[name], bits=bits), np.float32)
         tensors[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)

@@ -90,7 +90,7 @@ class _Float16Writer:
         self, model: onnx.ModelProto, targets: Collection[str], float32_nodes: Collection[str]
     ) -> None:
         self.graph, self.index, self.opset = model.graph, Graph(model), opset_of(model)
-        self.targets, self.float32_nodes = targets, float32_nodes
+        self.float16_names, self.float32_nodes = targets, float32_nodes
         self.float16 = {
             value.name
             for value in model.graph.input
@@ -142,7 +142,7 @@ class _Float16Writer:
         if is_standard(node) and node.op_type != "Cast":
             yield from self.rewrite_standard(node)
             return
-        if node.op_type == "AscendDequant" and node.output[0] in self.targets:
+        if node.op_type == "AscendDequant" and node.output[0] in self.float16_names:
             self.set_float16_output(node)
         elif node.op_type == "AscendAntiQuant":
             # restores the type of a tensor_quantize input
@@ -179,9 +179,11 @@ class _Float16Writer:
         input_variables = {variable for variable, _ in inputs}
         if node.name in self.float32_nodes:
             float16_variables = set[str]()
-        elif any(variable in input_variables for variable, _ in outputs):
-            targets = {variable for variable, name in outputs if name in self.targets}
-            float16_variables = targets & input_variables
+        elif not input_variables.isdisjoint(variable for variable, _ in outputs):
+            output_variables = {
+                variable for variable, name in outputs if name in self.float16_names
+            }
+            float16_variables = output_variables & input_variables
         else:  # such as a comparison or a shape
             float16_variables = {variable for variable, name in inputs if self.is_float16(name)}
 
@@ -192,7 +194,7 @@ class _Float16Writer:
                 yield from self.cast_input(node, position, name, _FLOAT32)
         yield node
         for position, (variable, name) in enumerate(outputs):
-            if name not in self.targets:
+            if name not in self.float16_names:
                 continue
             self.float16.add(name)
             if variable not in float16_variables:
@@ -201,7 +203,7 @@ class _Float16Writer:
 
     def is_float16(self, name: str) -> bool:
         """Whether a tensor is float16 now, or a constant is float16 in the file."""
-        return name in self.float16 or (name in self.index.constants and name in self.targets)
+        return name in self.float16 or (name in self.index.constants and name in self.float16_names)
 
     def cast_input(
         self, node: onnx.NodeProto, position: int, name: str, dtype: int
