@@ -14,59 +14,92 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.prequantized import qdq_decisions
 from tests.models import make_model, make_node, run_command, save_net
 
-ALL = ("--target", "onnxruntime,tensorrt,ascend")
+ALL_TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "data.npy"
-    np.save(path, np.random.default_rng(5).normal(size=(6, 3, 16, 16)).astype(np.float32))
-    return path
+def images_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "data.npy"
+    np.save(file, np.random.default_rng(5).normal(size=(6, 3, 16, 16)).astype(np.float32))
+    return file
 
 
 @pytest.fixture(scope="module")
-def made(small_cnn, data, tmp_path_factory):
+def qdq_models(small_cnn, images_file, tmp_path_factory):
     """The Q/DQ models that calib8 makes of a float one, one a target."""
-    out = tmp_path_factory.mktemp("made")
+    folder = tmp_path_factory.mktemp("made")
     files = {
         "onnxruntime": "small_cnn.int8.onnx",
         "tensorrt": "small_cnn.tensorrt.qdq.onnx",
         "ascend": "small_cnn_amct_qdq.onnx",
     }
-    words = ("--images", data, "--out", out, "--duration", 0, "--effort", 0, *ALL)
-    run_command("build", small_cnn, *words)
-    return {target: out / file for target, file in files.items()}
+    arguments = (
+        "--images",
+        images_file,
+        "--out",
+        folder,
+        "--duration",
+        0,
+        "--effort",
+        0,
+        *ALL_TARGETS,
+    )
+    run_command("build", small_cnn, *arguments)
+    return {target: folder / file for target, file in files.items()}
 
 
-def as_path(model, folder):
+def model_path(model, folder):
     return save_net(model, folder / "net.onnx") if isinstance(model, onnx.ModelProto) else model
 
 
 @pytest.fixture
-def built(run, data, tmp_path):
-    """(model, further words) -> its folder, report and the notes of each target."""
+def build_model(run, images_file, tmp_path):
+    """(model, further arguments) -> its folder, report and the notes of each target."""
 
-    def call(model, *words, images=True):
-        fed, out = ("--images", data) if images else (), tmp_path / "out"
-        run.ok("build", as_path(model, tmp_path), *fed, "--out", out, "--duration", 0, *words)
+    def build(model, *arguments, images=True):
+        image_arguments, out = ("--images", images_file) if images else (), tmp_path / "out"
+        run.ok(
+            "build",
+            model_path(model, tmp_path),
+            *image_arguments,
+            "--out",
+            out,
+            "--duration",
+            0,
+            *arguments,
+        )
         report = json.loads((out / "report.json").read_text())
-        return out, report, {one["name"]: " ".join(one["notes"]) for one in report["targets"]}
+        return (
+            out,
+            report,
+            {target["name"]: " ".join(target["notes"]) for target in report["targets"]},
+        )
 
-    return call
+    return build
 
 
 @pytest.fixture
-def refused(run, data, tmp_path):
-    """(model, further words) -> the one sentence of a build that must be refused."""
+def refusal(run, images_file, tmp_path):
+    """(model, further arguments) -> the one sentence of a build that must be refused."""
 
-    def call(model, *words, images=True):
+    def build(model, *arguments, images=True):
         out = tmp_path / "no"
-        words = (*(("--images", data) if images else ()), "--out", out, "--duration", 0, *words)
-        code, said, err = run("build", as_path(model, tmp_path), *words)
-        assert code and not said and err.count("\n") == 1 and not out.exists(), (said, err)
-        return err
+        arguments = (
+            *(("--images", images_file) if images else ()),
+            "--out",
+            out,
+            "--duration",
+            0,
+            *arguments,
+        )
+        code, stdout, stderr = run("build", model_path(model, tmp_path), *arguments)
+        assert code and not stdout and stderr.count("\n") == 1 and not out.exists(), (
+            stdout,
+            stderr,
+        )
+        return stderr
 
-    return call
+    return build
 
 
 def grids(model):
@@ -83,7 +116,7 @@ def integers(model):
     """Layer -> its stored integers and scales, of weights behind a DequantizeLinear."""
     tensors = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     makers = {n.output[0]: n for n in model.graph.node}
-    found = {}
+    layers = {}
     for node in model.graph.node:
         pair = makers.get(node.input[1]) if node.op_type in ("Conv", "Gemm", "MatMul") else None
         if pair is None:
@@ -95,25 +128,25 @@ def integers(model):
             axis = next((a.i for a in pair.attribute if a.name == "axis"), 1)
             shape = [-1 if a == axis and scale.size > 1 else 1 for a in range(weight.ndim)]
             stored = np.rint(weight / scale.reshape(shape)).astype(np.int8)
-        found[node.name] = (stored, scale)
-    return found
+        layers[node.name] = (stored, scale)
+    return layers
 
 
-def test_a_layer_whose_output_has_no_pair_computes_in_float(small_cnn):
+def test_layer_without_output_pair_stays_float(small_cnn):
     model = load_float_or_qdq(small_cnn).model
     convs = [node.name for node in model.graph.node if node.op_type == "Conv"]
     floats = {convs[0]: "why"}
     trained = SimpleNamespace(
         name="a/m.onnx", float_reasons=floats, nodes_with_output_pair={convs[1]}
     )
-    found = {d.node: d.reason for d in qdq_decisions(trained, model, ONNXRUNTIME)}
+    reasons = {d.node: d.reason for d in qdq_decisions(trained, model, ONNXRUNTIME)}
     missing = "no pair stands on what it makes in m.onnx"
-    assert [found[name] for name in convs] == ["why", "", missing]
+    assert [reasons[name] for name in convs] == ["why", "", missing]
 
 
-def test_the_own_grid_of_onnxruntime_is_kept_to_the_bit(built, made):
-    out, report, notes = built(made["onnxruntime"], *ALL)
-    assert (out / "small_cnn.int8.int8.onnx").read_bytes() == made["onnxruntime"].read_bytes()
+def test_onnxruntime_grid_kept_bit_for_bit(build_model, qdq_models):
+    out, report, notes = build_model(qdq_models["onnxruntime"], *ALL_TARGETS)
+    assert (out / "small_cnn.int8.int8.onnx").read_bytes() == qdq_models["onnxruntime"].read_bytes()
     assert "Kept to the bit" in notes["onnxruntime"] and "Kept" not in notes["tensorrt"]
     assert not (out / "small_cnn.int8.cache").exists()
     assert report["calibration"]["reason"].startswith("the model is quantized already")
@@ -121,108 +154,121 @@ def test_the_own_grid_of_onnxruntime_is_kept_to_the_bit(built, made):
     assert any(node["precision"] == "uint8" for node in report["targets"][0]["nodes"])
 
 
-def test_the_own_grid_of_tensorrt_is_kept_with_its_cache_and_typed_model(built, made):
-    out, _, notes = built(made["tensorrt"], *ALL)
-    own = onnx.load(out / "small_cnn.tensorrt.qdq.tensorrt.qdq.onnx")
-    theirs = onnx.load(made["tensorrt"])
-    assert grids(own) == grids(theirs)
-    ours, given = integers(own), integers(theirs)
-    assert ours.keys() == given.keys()
-    assert all(np.array_equal(ours[n][0], given[n][0]) for n in ours)
+def test_tensorrt_grid_kept_with_typed_model(build_model, qdq_models):
+    out, _, notes = build_model(qdq_models["tensorrt"], *ALL_TARGETS)
+    exported = onnx.load(out / "small_cnn.tensorrt.qdq.tensorrt.qdq.onnx")
+    source = onnx.load(qdq_models["tensorrt"])
+    assert grids(exported) == grids(source)
+    exported_integers, source_integers = integers(exported), integers(source)
+    assert exported_integers.keys() == source_integers.keys()
+    assert all(
+        np.array_equal(exported_integers[n][0], source_integers[n][0]) for n in exported_integers
+    )
     assert "Kept to the bit" in notes["tensorrt"]
     cache = (out / "small_cnn.tensorrt.qdq.tensorrt.cache").read_text()
-    for tensor, (scale, _) in grids(theirs).items():
+    for tensor, (scale, _) in grids(source).items():
         assert f"{tensor}: {np.float32(scale).view(np.uint32):08x}" in cache
     typed = onnx.load(out / "small_cnn.tensorrt.qdq.tensorrt.typed.onnx")
     assert {t.data_type for t in typed.graph.initializer} & {TensorProto.FLOAT16}
     assert "narrow type" in notes["tensorrt"]
 
 
-def test_uint8_becomes_symmetric_int8_of_the_same_real_range_and_integers(built, made):
-    out, _, notes = built(made["onnxruntime"], "--target", "tensorrt")
-    theirs = grids(onnx.load(made["onnxruntime"]))
-    own = onnx.load(out / "small_cnn.int8.tensorrt.qdq.onnx")
-    assert grids(own)
-    for tensor, (scale, zero) in grids(own).items():
-        step, offset = theirs[tensor]
+def test_uint8_becomes_symmetric_int8_same_range(build_model, qdq_models):
+    out, _, notes = build_model(qdq_models["onnxruntime"], "--target", "tensorrt")
+    source_grids = grids(onnx.load(qdq_models["onnxruntime"]))
+    exported = onnx.load(out / "small_cnn.int8.tensorrt.qdq.onnx")
+    assert grids(exported)
+    for tensor, (scale, zero) in grids(exported).items():
+        step, offset = source_grids[tensor]
         farther = max(offset, 255 - offset) * step
         assert zero == 0 and scale == pytest.approx(farther / 127, rel=1e-6)
     assert "TensorRT's are int8 with zero point 0" in notes["tensorrt"]
-    given, ours = integers(onnx.load(made["onnxruntime"])), integers(own)
-    shared = ours.keys() & given.keys()
+    source_integers, exported_integers = (
+        integers(onnx.load(qdq_models["onnxruntime"])),
+        integers(exported),
+    )
+    shared = exported_integers.keys() & source_integers.keys()
     assert shared
     for layer in shared:
-        assert all(np.array_equal(*pair) for pair in zip(ours[layer], given[layer], strict=True))
+        assert all(
+            np.array_equal(*pair)
+            for pair in zip(exported_integers[layer], source_integers[layer], strict=True)
+        )
     assert "rounded again" not in notes["tensorrt"]
 
 
-def test_symmetric_int8_becomes_uint8_of_the_same_real_range(built, made):
-    out, _, notes = built(made["tensorrt"], "--target", "onnxruntime")
-    theirs = grids(onnx.load(made["tensorrt"]))
-    own = grids(onnx.load(out / "small_cnn.tensorrt.qdq.int8.onnx"))
-    assert {"x", "r1", "r2", "r3"} <= own.keys() & theirs.keys()
-    assert own["x"] == (theirs["x"][0], 128)
+def test_symmetric_int8_becomes_uint8_same_range(build_model, qdq_models):
+    out, _, notes = build_model(qdq_models["tensorrt"], "--target", "onnxruntime")
+    source_grids = grids(onnx.load(qdq_models["tensorrt"]))
+    exported_grids = grids(onnx.load(out / "small_cnn.tensorrt.qdq.int8.onnx"))
+    assert {"x", "r1", "r2", "r3"} <= exported_grids.keys() & source_grids.keys()
+    assert exported_grids["x"] == (source_grids["x"][0], 128)
     for tensor in ("r1", "r2", "r3"):  # never negative
-        assert own[tensor] == (pytest.approx(theirs[tensor][0] * 127 / 255, rel=1e-6), 0)
+        assert exported_grids[tensor] == (
+            pytest.approx(source_grids[tensor][0] * 127 / 255, rel=1e-6),
+            0,
+        )
     assert "128 higher" in notes["onnxruntime"]
 
 
-def test_ascend_takes_codes_and_integers_over(built, made):
-    out, _, notes = built(made["onnxruntime"], "--target", "ascend")
+def test_ascend_takes_codes_and_integers_over(build_model, qdq_models):
+    out, _, notes = build_model(qdq_models["onnxruntime"], "--target", "ascend")
     from deploy.targets.ascend.record import read_record
 
     records = read_record((out / "small_cnn.int8_record.txt").read_text())
-    given = onnx.load(made["onnxruntime"])
-    reads = {n.name: n.input[0].removesuffix("/dequantized") for n in given.graph.node}
-    own = grids(given)
+    source = onnx.load(qdq_models["onnxruntime"])
+    reads = {n.name: n.input[0].removesuffix("/dequantized") for n in source.graph.node}
+    source_grids = grids(source)
     assert records
-    for layer, one in records.items():
-        scale, zero = own[reads[layer]]
-        assert (one.scale_d, one.offset_d) == (np.float32(scale), zero - 128)
+    for layer, record in records.items():
+        scale, zero = source_grids[reads[layer]]
+        assert (record.scale_d, record.offset_d) == (np.float32(scale), zero - 128)
     assert "those of" in notes["ascend"]
 
 
-def test_images_measure_beside_the_model_itself_or_the_one_that_is_named(built, made, small_cnn):
-    _, report, _ = built(made["onnxruntime"])
+def test_images_compare_extracted_or_named_float(build_model, qdq_models, small_cnn):
+    _, report, _ = build_model(qdq_models["onnxruntime"])
     assert any("extracted from small_cnn.int8.onnx" in note for note in report["notes"])
-    own = report["engines"][1]["accuracy"]
-    _, report, _ = built(made["onnxruntime"], "--float", small_cnn, "--force")
+    accuracy = report["engines"][1]["accuracy"]
+    _, report, _ = build_model(qdq_models["onnxruntime"], "--float", small_cnn, "--force")
     assert any(f"FP32 is {small_cnn}" in note for note in report["notes"])
     assert report["engines"][0]["path"] == str(small_cnn)
-    assert report["engines"][1]["accuracy"] != own
+    assert report["engines"][1]["accuracy"] != accuracy
     assert not any("calibration images" in note for note in report["notes"])
 
 
-def test_without_images_files_are_written_and_nothing_is_measured(built, made):
-    out, report, _ = built(made["onnxruntime"], *ALL, images=False)
+def test_without_images_nothing_is_measured(build_model, qdq_models):
+    out, report, _ = build_model(qdq_models["onnxruntime"], *ALL_TARGETS, images=False)
     assert any("No images were given" in note for note in report["notes"])
-    assert not any({"accuracy", "latency"} & set(one) for one in report["engines"])
+    assert not any({"accuracy", "latency"} & set(engine) for engine in report["engines"])
     assert (out / "small_cnn.int8_deploy_model.onnx").exists()
     assert (out / "small_cnn.int8.tensorrt.cache").exists()
 
 
-def test_what_was_built_is_verified_explained_and_reported(built, made, run, data):
-    out, _, _ = built(made["tensorrt"], "--target", "onnxruntime")
+def test_output_is_verified_explained_and_reported(build_model, qdq_models, run, images_file):
+    out, _, _ = build_model(qdq_models["tensorrt"], "--target", "onnxruntime")
     run.ok("verify", out)
     run.ok("report", out)
-    assert "Images" in run.ok("explain", out, "--images", data, "--limit", 2)
+    assert "Images" in run.ok("explain", out, "--images", images_file, "--limit", 2)
     run.ok("build", "--config", out / "calib8.toml", "--out", out.with_name("again"))
-    one, other = (f / "small_cnn.tensorrt.qdq.int8.onnx" for f in (out, out.with_name("again")))
-    assert one.read_bytes() == other.read_bytes()
+    model, rebuilt = (
+        folder / "small_cnn.tensorrt.qdq.int8.onnx" for folder in (out, out.with_name("again"))
+    )
+    assert model.read_bytes() == rebuilt.read_bytes()
 
 
-def test_in_python_a_model_in_memory_is_built_alike(made, data, tmp_path):
+def test_python_builds_model_in_memory(qdq_models, images_file, tmp_path):
     import calib8
 
-    given = onnx.load(made["onnxruntime"])
-    before = given.SerializeToString(deterministic=True)
-    report = calib8.build(given, np.load(data)[:2, None], out=tmp_path / "out", duration_s=0)
+    model = onnx.load(qdq_models["onnxruntime"])
+    before = model.SerializeToString(deterministic=True)
+    report = calib8.build(model, np.load(images_file)[:2, None], out=tmp_path / "out", duration_s=0)
     assert report.engines[1].accuracy is not None
-    assert given.SerializeToString(deterministic=True) == before
+    assert model.SerializeToString(deterministic=True) == before
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("--method", "minmax"),
         ("--cache", "c.cache"),
@@ -238,19 +284,19 @@ def test_in_python_a_model_in_memory_is_built_alike(made, data, tmp_path):
         ("--scheduler", "host:8786"),
     ],
 )
-def test_options_of_a_calibration_are_refused(refused, made, words):
-    said = refused(made["onnxruntime"], *words)
-    assert words[0] in said and "is quantized already" in said
+def test_options_of_a_calibration_are_refused(refusal, qdq_models, arguments):
+    message = refusal(qdq_models["onnxruntime"], *arguments)
+    assert arguments[0] in message and "is quantized already" in message
 
 
-def test_a_calibrators_script_is_refused(refused, made, tmp_path):
+def test_a_calibrators_script_is_refused(refusal, qdq_models, tmp_path):
     (tmp_path / "old.py").write_text("def make():\n    return None\n")
-    words = ("--calibrator-script", f"{tmp_path / 'old.py'}:make")
-    assert "old.py" in refused(made["onnxruntime"], *words, images=False)
+    arguments = ("--calibrator-script", f"{tmp_path / 'old.py'}:make")
+    assert "old.py" in refusal(qdq_models["onnxruntime"], *arguments, images=False)
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "arguments"),
     [
         ("onnxruntime", ("--int8-stem",)),
         ("onnxruntime", ("--weight-bits", "7")),
@@ -264,28 +310,30 @@ def test_a_calibrators_script_is_refused(refused, made, tmp_path):
         ("ascend", ("--ascend-config", __file__)),
     ],
 )
-def test_options_of_a_target_that_quantize_are_refused(refused, made, target, words):
-    said = refused(made["onnxruntime"], "--target", target, *words)
-    assert words[0] in said and "decides how" in said and "quantized already" in said
+def test_quantizing_target_options_are_refused(refusal, qdq_models, target, arguments):
+    message = refusal(qdq_models["onnxruntime"], "--target", target, *arguments)
+    assert arguments[0] in message and "decides how" in message and "quantized already" in message
 
 
-def test_float_is_of_a_quantized_model_with_the_same_ends(
-    refused, made, small_cnn, detector, wording
-):
-    assert "leave it out" in refused(small_cnn, "--float", small_cnn)
-    wording.check(refused(made["onnxruntime"], "--float", detector))
-    assert "give --images too" in refused(made["onnxruntime"], "--float", small_cnn, images=False)
-    assert "quantized already" in refused(made["onnxruntime"], "--float", made["onnxruntime"])
+def test_float_option_needs_same_model_ends(refusal, qdq_models, small_cnn, detector, wording):
+    assert "leave it out" in refusal(small_cnn, "--float", small_cnn)
+    wording.check(refusal(qdq_models["onnxruntime"], "--float", detector))
+    assert "give --images too" in refusal(
+        qdq_models["onnxruntime"], "--float", small_cnn, images=False
+    )
+    assert "quantized already" in refusal(
+        qdq_models["onnxruntime"], "--float", qdq_models["onnxruntime"]
+    )
 
 
 @pytest.mark.parametrize("flag", ["--eval-images", "--labels", "--metric"])
-def test_what_is_measured_on_images_needs_some(flag, refused, made, data, tmp_path):
+def test_measurement_options_need_images(flag, refusal, qdq_models, images_file, tmp_path):
     (tmp_path / "labels.txt").write_text("1\n" * 6)
     (tmp_path / "own.py").write_text("def score(fp32, int8, label):\n    return 1.0\n")
     metric = f"{tmp_path / 'own.py'}:score"
-    given = {"--eval-images": data, "--labels": tmp_path / "labels.txt", "--metric": metric}
-    said = refused(made["onnxruntime"], flag, given[flag], images=False)
-    assert f"{flag} is for what is measured on images" in said and "give --images too" in said
+    values = {"--eval-images": images_file, "--labels": tmp_path / "labels.txt", "--metric": metric}
+    message = refusal(qdq_models["onnxruntime"], flag, values[flag], images=False)
+    assert f"{flag} is for what is measured on images" in message and "give --images too" in message
 
 
 _RNG = np.random.default_rng(8)  # of these alone
@@ -310,15 +358,15 @@ class Writer:
             self.tensors.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
-    def node(self, op, inputs, output, **given):
-        self.nodes.append(make_node(op, inputs, [output], name=f"n_{output}", **given))
+    def node(self, op, inputs, output, **attributes):
+        self.nodes.append(make_node(op, inputs, [output], name=f"n_{output}", **attributes))
         return output
 
-    def pair(self, tensor, scale, zero, **given):
-        own = [self.hold(f"{tensor}_s", np.asarray(scale, np.float32))]
-        own += [] if zero is None else [self.hold(f"{tensor}_z", zero)]
-        q = self.node("QuantizeLinear", [tensor, *own], f"{tensor}_q", **given)
-        return self.node("DequantizeLinear", [q, *own], f"{tensor}_dq", **given)
+    def pair(self, tensor, scale, zero, **attributes):
+        parameters = [self.hold(f"{tensor}_s", np.asarray(scale, np.float32))]
+        parameters += [] if zero is None else [self.hold(f"{tensor}_z", zero)]
+        q = self.node("QuantizeLinear", [tensor, *parameters], f"{tensor}_q", **attributes)
+        return self.node("DequantizeLinear", [q, *parameters], f"{tensor}_dq", **attributes)
 
     def weight(self, name, value):
         """A float weight with a pair a channel, of seven bits, whose products no CPU saturates."""
@@ -328,10 +376,10 @@ class Writer:
     def conv(self, *inputs, to="y"):
         return self.node("Conv", inputs, to, pads=[1] * 4)
 
-    def first(self, x):
+    def conv_relu(self, x):
         """Conv and Relu of W1 and B1."""
-        made = self.conv(x, self.weight("w1", W1), self.hold("b1", B1), to="c1")
-        return self.node("Relu", [made], "r1")
+        convolved = self.conv(x, self.weight("w1", W1), self.hold("b1", B1), to="c1")
+        return self.node("Relu", [convolved], "r1")
 
     def model(self, output, opset=17, shape=(1, 4, 16, 16)):
         ends = {"x": [1, 3, 16, 16]}, {output: shape}
@@ -345,7 +393,7 @@ def per_channel(weight):
 def modelopt():
     """Per-tensor int8 with zero point 0, Constant nodes, float weights with a pair."""
     w = Writer(constants=True)
-    a = w.pair(w.first(w.pair("x", 0.03, np.int8(0))), 0.02, np.int8(0))
+    a = w.pair(w.conv_relu(w.pair("x", 0.03, np.int8(0))), 0.02, np.int8(0))
     return w.model(w.conv(a, w.weight("w2", W2), w.hold("b2", B2)))
 
 
@@ -353,25 +401,25 @@ def onnxruntime():
     """Affine uint8, the Relu gone into its pair, int8 weights and int32 biases as integers."""
     w = Writer()
     x, scale = w.pair("x", 0.03, np.uint8(120)), 0.03
-    for place, (weight, bias) in enumerate(((W1, B1), (W2, B2)), start=1):
-        own = per_channel(weight)
-        stored = np.rint(weight / own.reshape((-1, 1, 1, 1))).astype(np.int8)
-        held = [w.hold(f"w{place}", stored), w.hold(f"w{place}_s", own)]
-        held.append(w.hold(f"w{place}_z", np.zeros(len(own), np.int8)))
-        dq = w.node("DequantizeLinear", held, f"w{place}_dq", axis=0)
-        steps = (own * np.float32(scale)).astype(np.float32)
-        told = np.rint(bias / steps).astype(np.int32)
-        held = [w.hold(f"b{place}", told), w.hold(f"b{place}_s", steps)]
-        b = w.node("DequantizeLinear", held, f"b{place}_dq", axis=0)
-        zero, scale = (np.uint8(0), 0.012) if place == 1 else (np.uint8(128), 0.06)
-        x = w.pair(w.conv(x, dq, b, to=f"c{place}"), scale, zero)
+    for number, (weight, bias) in enumerate(((W1, B1), (W2, B2)), start=1):
+        weight_scale = per_channel(weight)
+        stored = np.rint(weight / weight_scale.reshape((-1, 1, 1, 1))).astype(np.int8)
+        inputs = [w.hold(f"w{number}", stored), w.hold(f"w{number}_s", weight_scale)]
+        inputs.append(w.hold(f"w{number}_z", np.zeros(len(weight_scale), np.int8)))
+        dq = w.node("DequantizeLinear", inputs, f"w{number}_dq", axis=0)
+        steps = (weight_scale * np.float32(scale)).astype(np.float32)
+        bias_codes = np.rint(bias / steps).astype(np.int32)
+        inputs = [w.hold(f"b{number}", bias_codes), w.hold(f"b{number}_s", steps)]
+        b = w.node("DequantizeLinear", inputs, f"b{number}_dq", axis=0)
+        zero, scale = (np.uint8(0), 0.012) if number == 1 else (np.uint8(128), 0.06)
+        x = w.pair(w.conv(x, dq, b, to=f"c{number}"), scale, zero)
     return w.model(x)
 
 
 def nncf():
     """Asymmetric uint8, weights per channel behind FakeQuantize's pair, int8 with offset too."""
     w = Writer()
-    a = w.pair(w.first(w.pair("x", 0.025, np.uint8(131))), 0.01, np.int8(-128))
+    a = w.pair(w.conv_relu(w.pair("x", 0.025, np.uint8(131))), 0.01, np.int8(-128))
     w2 = w.pair(w.hold("w2", W2), np.float32(0.01), np.int8(0))
     return w.model(w.conv(a, w2, w.hold("b2", B2)))
 
@@ -379,7 +427,7 @@ def nncf():
 def torchao():
     """The zero point left out where it is 0 of uint8, a Linear whose weight is transposed."""
     w = Writer()
-    a = w.first(w.pair("x", 0.03, np.uint8(128)))
+    a = w.conv_relu(w.pair("x", 0.03, np.uint8(128)))
     a = w.pair(w.node("GlobalAveragePool", [a], "p"), 0.02, None)
     a = w.node("Flatten", [a], "f")
     dq = [w.hold("m", M), w.hold("m_s", np.full(5, 0.01, np.float32))]
@@ -391,53 +439,57 @@ def torchao():
 def tflite():
     """Codes that are padded and transposed between the two nodes of a pair."""
     w = Writer()
-    own = [w.hold("x_s", np.float32(0.03)), w.hold("x_z", np.uint8(120))]
-    q = w.node("QuantizeLinear", ["x", *own], "x_q")
+    parameters = [w.hold("x_s", np.float32(0.03)), w.hold("x_z", np.uint8(120))]
+    q = w.node("QuantizeLinear", ["x", *parameters], "x_q")
     edges = w.hold("edges", np.array([0, 0, 1, 1, 0, 0, 1, 1]))
-    padded = w.node("Pad", [q, edges, own[1]], "x_p")
+    padded = w.node("Pad", [q, edges, parameters[1]], "x_p")
     a = w.node("Transpose", [padded], "x_t", perm=[0, 1, 3, 2])
-    a = w.pair(w.first(w.node("DequantizeLinear", [a, *own], "x_dq")), 0.02, np.int8(0))
+    a = w.pair(w.conv_relu(w.node("DequantizeLinear", [a, *parameters], "x_dq")), 0.02, np.int8(0))
     return w.model(w.conv(a, w.weight("w2", W2), w.hold("b2", B2)), shape=(1, 4, 18, 18))
 
 
-SPELLED = [modelopt, onnxruntime, nncf, torchao, tflite]
+SPELLINGS = [modelopt, onnxruntime, nncf, torchao, tflite]
 
 
-@pytest.mark.parametrize("spelled", SPELLED, ids=lambda one: one.__name__)
-def test_every_spelling_goes_to_every_target(built, spelled, tmp_path):
-    out, report, _ = built(save_net(spelled(), tmp_path / "net.qdq.onnx"), *ALL)
-    assert not any(one["error"] for one in report["targets"])
-    for one in report["targets"]:
-        assert sum(n["precision"] in ("int8", "uint8") for n in one["nodes"]) >= 1, one["name"]
-    accuracy = [one["accuracy"] for one in report["engines"][1:]]
-    assert all(part["sqnr_db"] > 20 for one in accuracy for part in one["parts"])
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda model: model.__name__)
+def test_every_spelling_goes_to_every_target(build_model, spelling, tmp_path):
+    out, report, _ = build_model(save_net(spelling(), tmp_path / "net.qdq.onnx"), *ALL_TARGETS)
+    assert not any(target["error"] for target in report["targets"])
+    for target in report["targets"]:
+        assert sum(n["precision"] in ("int8", "uint8") for n in target["nodes"]) >= 1, target[
+            "name"
+        ]
+    accuracy = [engine["accuracy"] for engine in report["engines"][1:]]
+    assert all(part["sqnr_db"] > 20 for value in accuracy for part in value["parts"])
     assert (out / "net.qdq_deploy_model.onnx").exists()
 
 
-@pytest.mark.parametrize("spelled", SPELLED, ids=lambda one: one.__name__)
-def test_the_float_model_is_the_quantized_one_without_its_rounding(spelled, data):
-    loaded = load_float_or_qdq(spelled())
-    fed = {"x": np.load(data)[:1].clip(-2, 2)}
-    plain = OrtSession.open(loaded.model, threads=1).run(fed)
-    for name, value in OrtSession.open(spelled(), threads=1).run(fed).items():
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda model: model.__name__)
+def test_float_model_matches_except_for_rounding(spelling, images_file):
+    loaded = load_float_or_qdq(spelling())
+    feed = {"x": np.load(images_file)[:1].clip(-2, 2)}
+    float_outputs = OrtSession.open(loaded.model, threads=1).run(feed)
+    for name, value in OrtSession.open(spelling(), threads=1).run(feed).items():
         assert not [n for n in loaded.model.graph.node if n.op_type.endswith("quantizeLinear")]
-        error = np.square(plain[name] - value).mean() / np.square(value).mean()
+        error = np.square(float_outputs[name] - value).mean() / np.square(value).mean()
         assert error < 0.01, name
 
 
 @pytest.mark.parametrize("version", ["8.6.1.6", "10.13.0.35", "11.0.0.10"])
-def test_an_engine_is_built_from_the_pairs_and_not_from_the_cache(built, made, tensorrt, version):
+def test_engine_uses_pairs_instead_of_cache(build_model, qdq_models, tensorrt, version):
     trt = tensorrt(version)
-    built(made["tensorrt"], "--target", "tensorrt")
+    build_model(qdq_models["tensorrt"], "--target", "tensorrt")
     (network,) = trt.STORY.networks
     assert any(node.op_type == "DequantizeLinear" for node in network.model.graph.node)
 
 
-def half():
+def float16_modelopt():
     """`modelopt` with float16 for what is not quantized, its scales too."""
     model = modelopt()
-    held = [a.t for n in model.graph.node for a in n.attribute if a.name == "value"]
-    for tensor in (one for one in held if one.data_type == TensorProto.FLOAT):
+    tensors = [a.t for n in model.graph.node for a in n.attribute if a.name == "value"]
+    for tensor in (
+        tensor_value for tensor_value in tensors if tensor_value.data_type == TensorProto.FLOAT
+    ):
         array = numpy_helper.to_array(tensor).astype(np.float16)
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     for value in (*model.graph.input, *model.graph.output):
@@ -446,111 +498,122 @@ def half():
     return model
 
 
-def test_a_float16_model_is_kept_for_tensorrt_and_float32_elsewhere(built, data, tmp_path):
-    np.save(tmp_path / "x.npy", np.load(data).astype(np.float16))
-    out, report, _ = built(half(), "--images", tmp_path / "x.npy", *ALL, images=False)
-    own, trt, _ = report["targets"]
-    for one in (own, trt):
-        assert {n["name"]: n for n in one["nodes"]}["n_c1"]["precision"] in ("int8", "uint8")
+def test_float16_model_kept_only_for_tensorrt(build_model, images_file, tmp_path):
+    np.save(tmp_path / "x.npy", np.load(images_file).astype(np.float16))
+    out, report, _ = build_model(
+        float16_modelopt(), "--images", tmp_path / "x.npy", *ALL_TARGETS, images=False
+    )
+    ort, trt, _ = report["targets"]
+    for target in (ort, trt):
+        assert {n["name"]: n for n in target["nodes"]}["n_c1"]["precision"] in ("int8", "uint8")
     assert any("Kept to the bit" in note for note in trt["notes"])
     assert (out / "net.tensorrt.typed.onnx").exists()
 
 
-WIDE = (1, 8, 16, 16)
+WIDE_SHAPE = (1, 8, 16, 16)
 
 
-def test_int32_biases_are_float_in_tensorrts_model(built):
+def test_int32_biases_become_float_for_tensorrt(build_model):
     w = Writer()
     x, w1 = w.pair("x", 0.03, np.int8(0)), w.weight("w1", W1)
     steps = (per_channel(W1) * np.float32(0.03)).astype(np.float32)
-    told = np.rint(B1 / steps).astype(np.int32)
-    b = w.node("DequantizeLinear", [w.hold("b", told), w.hold("b_s", steps)], "b_dq", axis=0)
-    out, _, notes = built(w.model(w.conv(x, w1, b), shape=WIDE), "--target", "tensorrt")
-    own = onnx.load(out / "net.tensorrt.qdq.onnx")
+    bias_codes = np.rint(B1 / steps).astype(np.int32)
+    b = w.node("DequantizeLinear", [w.hold("b", bias_codes), w.hold("b_s", steps)], "b_dq", axis=0)
+    out, _, notes = build_model(w.model(w.conv(x, w1, b), shape=WIDE_SHAPE), "--target", "tensorrt")
+    exported = onnx.load(out / "net.tensorrt.qdq.onnx")
     assert "Kept to the bit" in notes["tensorrt"]
-    assert not [t for t in own.graph.initializer if t.data_type == TensorProto.INT32]
-    held = {t.name: numpy_helper.to_array(t) for t in own.graph.initializer}
-    assert np.array_equal(held["b_dq"], told.astype(np.float32) * steps)
+    assert not [t for t in exported.graph.initializer if t.data_type == TensorProto.INT32]
+    tensors = {t.name: numpy_helper.to_array(t) for t in exported.graph.initializer}
+    assert np.array_equal(tensors["b_dq"], bias_codes.astype(np.float32) * steps)
 
 
-def test_a_depthwise_layer_that_gets_more_channels_keeps_its_integers(built):
+def test_widened_depthwise_layer_keeps_its_integers(build_model):
     w, rng = Writer(), np.random.default_rng(3)
-    x = w.pair(w.first(w.pair("x", 0.03, np.int8(0))), 0.02, np.int8(-128))
+    x = w.pair(w.conv_relu(w.pair("x", 0.03, np.int8(0))), 0.02, np.int8(-128))
     for name, shape, group in (("a", (20, 8, 1, 1), 1), ("b", (20, 1, 3, 3), 20)):
-        held = w.weight(f"w{name}", rng.normal(size=shape).astype(np.float32))
-        x = w.node("Conv", [x, held], name, group=group, pads=[shape[2] // 2] * 4)
+        weight = w.weight(f"w{name}", rng.normal(size=shape).astype(np.float32))
+        x = w.node("Conv", [x, weight], name, group=group, pads=[shape[2] // 2] * 4)
         x = w.pair(x, 0.05, np.int8(0))
-    last = w.weight("wc", rng.normal(size=(4, 20, 3, 3)).astype(np.float32))
-    model = w.model(w.conv(x, last))
-    out, _, notes = built(model, "--target", "onnxruntime", "--for", "vnni")
-    given, own = integers(model)["n_b"], integers(onnx.load(out / "net.int8.onnx"))["n_b"]
-    assert len(own[0]) == 32
-    assert all(np.array_equal(o[:20], g) for o, g in zip(own, given, strict=True))
+    final_weight = w.weight("wc", rng.normal(size=(4, 20, 3, 3)).astype(np.float32))
+    model = w.model(w.conv(x, final_weight))
+    out, _, notes = build_model(model, "--target", "onnxruntime", "--for", "vnni")
+    source, exported = integers(model)["n_b"], integers(onnx.load(out / "net.int8.onnx"))["n_b"]
+    assert len(exported[0]) == 32
+    assert all(np.array_equal(o[:20], g) for o, g in zip(exported, source, strict=True))
     assert "rounded again" not in notes["onnxruntime"]
 
 
-def test_the_lowest_code_of_a_weight_is_kept(built):
-    out, _, notes = built(torchao(), "--target", "tensorrt")
-    own = integers(onnx.load(out / "net.tensorrt.qdq.onnx"))
-    assert own["n_y"][0].min() == -128 and "rounded again" not in notes["tensorrt"]
+def test_lowest_weight_code_is_kept(build_model):
+    out, _, notes = build_model(torchao(), "--target", "tensorrt")
+    layers = integers(onnx.load(out / "net.tensorrt.qdq.onnx"))
+    assert layers["n_y"][0].min() == -128 and "rounded again" not in notes["tensorrt"]
 
 
-def test_weights_with_a_zero_point_are_rounded_again_and_said_so(built):
+def test_weights_with_zero_point_are_rerounded(build_model):
     w = Writer()
     x = w.pair("x", 0.03, np.uint8(128))
     w1 = w.pair(w.hold("w1", W1), np.float32(0.01), np.uint8(130))
-    _, _, notes = built(w.model(w.conv(x, w1), shape=WIDE), "--target", "tensorrt,onnxruntime")
+    _, _, notes = build_model(
+        w.model(w.conv(x, w1), shape=WIDE_SHAPE), "--target", "tensorrt,onnxruntime"
+    )
     assert "a bias that fills int32): 1 (n_y)" in notes["tensorrt"]
     assert "Kept to the bit" in notes["onnxruntime"]
 
 
-def test_a_layer_that_is_float_there_stays_float(built):
+def test_source_float_layer_stays_float(build_model):
     w = Writer()
     c = w.conv(w.pair("x", 0.03, np.uint8(128)), w.weight("w1", W1), to="c1")
-    _, report, _ = built(w.model(w.conv(c, w.hold("w2", W2))), "--target", "tensorrt,ascend")
-    for one in report["targets"]:
-        (node,) = (n for n in one["nodes"] if n["name"] == "n_y")
+    _, report, _ = build_model(w.model(w.conv(c, w.hold("w2", W2))), "--target", "tensorrt,ascend")
+    for target in report["targets"]:
+        (node,) = (n for n in target["nodes"] if n["name"] == "n_y")
         assert node["precision"] == "float32" and node["reason"]
     assert "float in net.onnx" in report["targets"][0]["nodes"][1]["reason"]
 
 
-def test_several_scales_of_a_tensor_are_said(built):
+def test_conflicting_tensor_scales_are_reported(build_model):
     w = Writer()
-    one = w.pair("x", 0.03, np.uint8(128))
-    own = [w.hold("s2", np.float32(0.02)), w.hold("z2", np.uint8(128))]
-    q = w.node("QuantizeLinear", ["x", *own], "x_q2")
-    other = w.node("DequantizeLinear", [q, *own], "x_dq2")
+    coarse = w.pair("x", 0.03, np.uint8(128))
+    fine_parameters = [w.hold("s2", np.float32(0.02)), w.hold("z2", np.uint8(128))]
+    q = w.node("QuantizeLinear", ["x", *fine_parameters], "x_q2")
+    fine = w.node("DequantizeLinear", [q, *fine_parameters], "x_dq2")
     w1 = w.weight("w1", W1)
-    sides = [w.conv(one, w1, to="a"), w.conv(other, w1, to="b")]
-    out, report, _ = built(w.model(w.node("Add", sides, "y"), shape=WIDE), "--target", "tensorrt")
+    sides = [w.conv(coarse, w1, to="a"), w.conv(fine, w1, to="b")]
+    out, report, _ = build_model(
+        w.model(w.node("Add", sides, "y"), shape=WIDE_SHAPE), "--target", "tensorrt"
+    )
     assert any("1 tensors have pairs" in n for n in report["model"]["notes"])
     scale, _ = grids(onnx.load(out / "net.tensorrt.qdq.onnx"))["x"]
     assert scale == pytest.approx(0.03, rel=0.02)
 
 
-def spoiled(kind):
+def faulty_model(fault):
     """A Q/DQ model with one fault."""
     w, types = Writer(), {"int4": TensorProto.INT4, "fp8": TensorProto.FLOAT8E4M3FN}
-    each = kind == "a channel"
-    scale = {"scale 0": 0, "NaN": np.nan, "below 0": -1}.get(kind, 0.03)
-    zero = np.full(3 if each else (), 128, np.uint16 if kind == "16 bits" else np.uint8)
-    if kind in types:
-        w.tensors.append(helper.make_tensor("z", types[kind], [], b"\0", raw=True))
+    per_channel_scale = fault == "a channel"
+    scale = {"scale 0": 0, "NaN": np.nan, "below 0": -1}.get(fault, 0.03)
+    zero = np.full(
+        3 if per_channel_scale else (), 128, np.uint16 if fault == "16 bits" else np.uint8
+    )
+    if fault in types:
+        w.tensors.append(helper.make_tensor("z", types[fault], [], b"\0", raw=True))
     else:
         w.hold("z", zero)
-    w.hold("s", np.full(3 if each else (), scale, np.float32))
-    own = [w.node("ReduceMax", ["x"], "top", keepdims=0) if kind == "computed" else "s", "z"]
-    axis = {"axis": 1} if each else {}
-    q = w.node("QuantizeLinear", ["x", *own], "x_q", **axis)
-    if kind == "other":
-        own = [w.hold("s2", np.float32(0.04)), "z"]
-    x = "x" if kind == "alone" else w.node("DequantizeLinear", [q, *own], "x_dq", **axis)
-    opset = 21 if kind in ("16 bits", *types) else 17
-    return w.model(w.conv(x, w.weight("w1", W1)), opset=opset, shape=WIDE)
+    w.hold("s", np.full(3 if per_channel_scale else (), scale, np.float32))
+    parameters = [
+        w.node("ReduceMax", ["x"], "top", keepdims=0) if fault == "computed" else "s",
+        "z",
+    ]
+    axis = {"axis": 1} if per_channel_scale else {}
+    q = w.node("QuantizeLinear", ["x", *parameters], "x_q", **axis)
+    if fault == "other":
+        parameters = [w.hold("s2", np.float32(0.04)), "z"]
+    x = "x" if fault == "alone" else w.node("DequantizeLinear", [q, *parameters], "x_dq", **axis)
+    opset = 21 if fault in ("16 bits", *types) else 17
+    return w.model(w.conv(x, w.weight("w1", W1)), opset=opset, shape=WIDE_SHAPE)
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("fault", "reason"),
     [
         ("scale 0", "a scale is not above 0 and finite"),
         ("NaN", "a scale is not above 0 and finite"),
@@ -564,20 +627,20 @@ def spoiled(kind):
         ("fp8", "it is quantized to float8"),
     ],
 )
-def test_a_pair_that_no_target_has_is_one_sentence(refused, kind, told):
-    said = refused(spoiled(kind), *ALL)
-    assert told in said and "quantize it again" in said
+def test_unsupported_pair_is_one_sentence(refusal, fault, reason):
+    message = refusal(faulty_model(fault), *ALL_TARGETS)
+    assert reason in message and "quantize it again" in message
 
 
-def test_integer_operators_are_one_sentence(refused, wording):
+def test_integer_operators_are_one_sentence(refusal, wording):
     w = Writer()
-    own = [w.hold("s", np.float32(0.1)), w.hold("z", np.uint8(0))]
-    q = w.node("QuantizeLinear", ["x", *own], "x_q")
+    parameters = [w.hold("s", np.float32(0.1)), w.hold("z", np.uint8(0))]
+    q = w.node("QuantizeLinear", ["x", *parameters], "x_q")
     i = w.node("ConvInteger", [q, w.hold("w", np.ones((8, 3, 1, 1), np.uint8))], "i")
-    model = w.model(w.node("Cast", [i], "y", to=1), shape=WIDE)
-    wording.check(refused(model))
+    model = w.model(w.node("Cast", [i], "y", to=1), shape=WIDE_SHAPE)
+    wording.check(refusal(model))
 
 
-def test_a_file_that_is_no_model_stays_one_sentence(refused, tmp_path, wording):
+def test_invalid_model_file_is_one_sentence(refusal, tmp_path, wording):
     (tmp_path / "net.qdq.onnx").write_bytes(b"\x08\x07" * 40)
-    wording.check(refused(tmp_path / "net.qdq.onnx"))
+    wording.check(refusal(tmp_path / "net.qdq.onnx"))
