@@ -44,37 +44,49 @@ F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
 IMAGE = (1, 4, 6, 8)
 
 
-def net(op, *constants, opset, shape=IMAGE, outputs=1, kind=F32, **given):
+def net(op, *constants, opset, shape=IMAGE, outputs=1, kind=F32, **attributes):
     """One node on x; each constant an array, "" for none, or the name of another tensor."""
-    held = {f"k{at}": np.asarray(c) for at, c in enumerate(constants) if not isinstance(c, str)}
-    reads = [c if isinstance(c, str) else f"k{at}" for at, c in enumerate(constants)]
-    made = [f"y{at}" for at in range(outputs)]
-    nodes = [make_node(op, ["x", *reads], made, name="one", **given)]
-    ends = [make_value("x", shape, kind)], [onnx.ValueInfoProto(name=name) for name in made]
-    model = make_model(nodes, *ends, held, opset=opset, ir=10)
+    initializers = {
+        f"k{number}": np.asarray(constant)
+        for number, constant in enumerate(constants)
+        if not isinstance(constant, str)
+    }
+    input_names = [
+        constant if isinstance(constant, str) else f"k{number}"
+        for number, constant in enumerate(constants)
+    ]
+    output_names = [f"y{number}" for number in range(outputs)]
+    nodes = [make_node(op, ["x", *input_names], output_names, name="one", **attributes)]
+    signature = (
+        [make_value("x", shape, kind)],
+        [onnx.ValueInfoProto(name=name) for name in output_names],
+    )
+    model = make_model(nodes, *signature, initializers, opset=opset, ir=10)
     return onnx.shape_inference.infer_shapes(model)
 
 
-def agree(one, other, tolerance=1e-5, shape=None):
+def check_agreement(candidate, reference, tolerance=1e-5, shape=None):
     """Two models give the same outputs, where nothing is optimized."""
-    sessions = [OrtSession.open(model, threads=1, optimize=False) for model in (one, other)]
+    sessions = [
+        OrtSession.open(model, threads=1, optimize=False) for model in (candidate, reference)
+    ]
     (spec,) = sessions[1].inputs
     x = np.random.default_rng(3).normal(size=shape or spec.shape).astype(spec.dtype) * 3
-    found, wanted = (session.run({"x": x}) for session in sessions)
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance)
+    results, expected = (session.run({"x": x}) for session in sessions)
+    assert list(results) == list(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(results[name], value, rtol=tolerance, atol=tolerance)
 
 
-def same(model, opset, *, without=(), tolerance=1e-5):
+def check_lowering(model, opset, *, decomposed=(), tolerance=1e-5):
     """Lower, let ONNX and ONNX Runtime judge, and give the operators."""
-    got = lower_opset(model, opset=opset, decomposed=without).model
-    onnx.checker.check_model(got, full_check=True)
-    (entry,) = got.opset_import
+    lowered = lower_opset(model, opset=opset, decomposed=decomposed).model
+    onnx.checker.check_model(lowered, full_check=True)
+    (entry,) = lowered.opset_import
     assert entry.version == opset
-    agree(got, model, tolerance)
-    assert got.graph.node[-1].name == "one"
-    return [node.op_type for node in got.graph.node]
+    check_agreement(lowered, model, tolerance)
+    assert lowered.graph.node[-1].name == "one"
+    return [node.op_type for node in lowered.graph.node]
 
 
 I64 = np.int64
@@ -126,10 +138,10 @@ CASES = {  # a node, the older opset, and what computes the same there, where it
 }
 
 
-@pytest.mark.parametrize("what", CASES)
-def test_an_operator_computes_in_an_older_opset_what_it_computed(what):
-    model, opset, *wanted = CASES[what]
-    assert same(model, opset) == (wanted or [model.graph.node[0].op_type])[0].split()
+@pytest.mark.parametrize("case", CASES)
+def test_older_opset_computes_the_same(case):
+    model, opset, *operators = CASES[case]
+    assert check_lowering(model, opset) == (operators or [model.graph.node[0].op_type])[0].split()
 
 
 @pytest.mark.parametrize("axis", [-1, -2, 3, 1])
@@ -138,30 +150,32 @@ def test_norms_over_the_last_axes(rng, op, axis):
     shape = IMAGE[axis:]
     constants = [rng.normal(size=shape).astype(F) for _ in range(2 if op[0] == "L" else 1)]
     model = net(op, *constants, opset=24, axis=axis, epsilon=1e-3)
-    made = same(model, 17 if op[0] == "R" else 13, tolerance=1e-4)
-    assert "ReduceMean" in made and op not in made
-    assert made[-1] == ("Add" if op[0] == "L" else "Mul")
+    operators = check_lowering(model, 17 if op[0] == "R" else 13, tolerance=1e-4)
+    assert "ReduceMean" in operators and op not in operators
+    assert operators[-1] == ("Add" if op[0] == "L" else "Mul")
 
 
-def test_a_norm_that_the_parser_does_not_read_although_the_opset_has_it():
+def test_norm_unknown_to_parser_is_decomposed():
     model = net("LayerNormalization", F([1] * 8), opset=17)
     assert lower_opset(model, opset=17).model is model
     for opset in (17, 20):  # axes of the ReduceMean in an attribute, and in an input
-        own = net("LayerNormalization", F([1, 2] * 4), opset=opset)
-        assert "Pow" in same(own, opset, without={"LayerNormalization"}, tolerance=1e-4)
+        native = net("LayerNormalization", F([1, 2] * 4), opset=opset)
+        assert "Pow" in check_lowering(
+            native, opset, decomposed={"LayerNormalization"}, tolerance=1e-4
+        )
 
 
-def test_groups_with_a_scale_for_each_channel(rng):
+def test_groupnorm_scale_for_each_channel(rng):
     scale, bias = rng.normal(size=(2, 4)).astype(F)
     model = net("GroupNormalization", scale, bias, opset=21, num_groups=2)
     model.graph.output[0].CopyFrom(make_value("y0", IMAGE))
     for opset in (17, 20):  # in 20 the same node would mean a scale for each group
-        assert "InstanceNormalization" in same(model, opset, tolerance=1e-4)
+        assert "InstanceNormalization" in check_lowering(model, opset, tolerance=1e-4)
 
 
 def test_gelu_by_tanh():
-    made = same(net("Gelu", opset=20, approximate="tanh"), 17)
-    assert "Tanh" in made and "Erf" not in made
+    operators = check_lowering(net("Gelu", opset=20, approximate="tanh"), 17)
+    assert "Tanh" in operators and "Erf" not in operators
 
 
 REFUSED = {
@@ -199,14 +213,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_written_is_one_sentence(what):
-    model, said = REFUSED[what]
-    before = model.SerializeToString()
-    with pytest.raises(ExportError, match=said) as told:
+@pytest.mark.parametrize("case", REFUSED)
+def test_unwritable_node_is_refused(case):
+    model, message = REFUSED[case]
+    original = model.SerializeToString()
+    with pytest.raises(ExportError, match=message) as refusal:
         lower_opset(model, opset=17)
-    assert model.graph.node[0].op_type in str(told.value) or "opset" in str(told.value)
-    assert str(told.value).count("\n") == 0 and model.SerializeToString() == before
+    assert model.graph.node[0].op_type in str(refusal.value) or "opset" in str(refusal.value)
+    assert str(refusal.value).count("\n") == 0 and model.SerializeToString() == original
 
 
 @settings(max_examples=25)
@@ -216,14 +230,16 @@ def test_what_cannot_be_written_is_one_sentence(what):
 )
 def test_a_reduction_over_any_axes(axes, keep):
     model = net("ReduceSumSquare", I64(sorted(axes)), opset=18, keepdims=int(keep))
-    same(model, 17, tolerance=1e-4)
+    check_lowering(model, 17, tolerance=1e-4)
 
 
 @settings(max_examples=25)
 @given(size=st.integers(2, 9), count=st.integers(1, 4))
 def test_any_number_of_parts(size, count):
     if -(-size // count) * (count - 1) < size:  # else the last part would be empty
-        same(net("Split", opset=18, outputs=count, shape=[2, size], axis=-1, num_outputs=count), 17)
+        check_lowering(
+            net("Split", opset=18, outputs=count, shape=[2, size], axis=-1, num_outputs=count), 17
+        )
 
 
 @settings(max_examples=25)
@@ -234,10 +250,10 @@ def test_any_number_of_parts(size, count):
 )
 def test_pads_of_any_axes(pads, axes, mode):
     shape = [3, 4, 5, 6]
-    same(net("Pad", I64(pads), "", I64(axes), opset=18, shape=shape, mode=mode), 17)
+    check_lowering(net("Pad", I64(pads), "", I64(axes), opset=18, shape=shape, mode=mode), 17)
 
 
-def test_nodes_of_bodies_are_lowered_too_each_with_its_own_constants():
+def test_nodes_of_bodies_are_lowered():
     def body(axis):
         return helper.make_graph(
             [make_node("ReduceMean", "x axes", "m", name="inside")],
@@ -247,39 +263,47 @@ def test_nodes_of_bodies_are_lowered_too_each_with_its_own_constants():
             [numpy_helper.from_array(I64([axis]), "axes")],
         )
 
-    for yes in (True, False):
+    for condition in (True, False):
         model = net("Relu", opset=18)
         model.graph.node[0].name = "first"
-        model.graph.initializer.append(numpy_helper.from_array(np.bool_(yes), "yes"))
+        model.graph.initializer.append(numpy_helper.from_array(np.bool_(condition), "yes"))
         branches = {"then_branch": body(1), "else_branch": body(2)}
         model.graph.node.append(make_node("If", "yes", "z", name="one", **branches))
         model.graph.output.append(make_value("z", [1, None, None, 8]))
-        assert same(model, 17) == ["Relu", "If"]
+        assert check_lowering(model, 17) == ["Relu", "If"]
 
 
-def test_what_onnx_does_not_know_is_kept_and_the_nodes_behind_it_are_lowered():
+def test_nodes_behind_unknown_operator_are_lowered():
     model = net("Relu", opset=20)
     model.graph.node[0].output[0] = "r"
-    made = make_node("Own", "r", "p", domain="TRT", name="plugin", some=3)
-    old = make_node("EfficientNMS_TRT", "p", "q", name="nms")
-    model.graph.node.extend([made, old, make_node("ReduceMean", "q axes", "y0", name="one")])
+    plugin = make_node("Own", "r", "p", domain="TRT", name="plugin", some=3)
+    suppression = make_node("EfficientNMS_TRT", "p", "q", name="nms")
+    model.graph.node.extend(
+        [plugin, suppression, make_node("ReduceMean", "q axes", "y0", name="one")]
+    )
     model.opset_import.append(helper.make_opsetid("TRT", 1))
     model.graph.initializer.append(numpy_helper.from_array(I64([1]), "axes"))
-    got = lower_opset(model, opset=17)
-    assert [n for n in got.model.graph.node][1:3] == [made, old]
-    assert list(got.model.graph.node[3].input) == ["q"] and got.rewritten == {"ReduceMean": 1}
+    lowered = lower_opset(model, opset=17)
+    assert [n for n in lowered.model.graph.node][1:3] == [plugin, suppression]
+    assert list(lowered.model.graph.node[3].input) == ["q"] and lowered.rewritten == {
+        "ReduceMean": 1
+    }
 
 
-def test_the_count_and_the_version_of_the_file_are_told():
+def test_lowering_reports_count_and_ir_version():
     model = net("Mish", opset=21)
-    got = lower_opset(model, opset=17)
-    assert got.rewritten == {"Mish": 1} and got.model.ir_version == 8 and model.ir_version == 10
+    lowered = lower_opset(model, opset=17)
+    assert (
+        lowered.rewritten == {"Mish": 1}
+        and lowered.model.ir_version == 8
+        and model.ir_version == 10
+    )
     assert lower_opset(model, opset=21).model is model
     assert not lower_opset(model, opset=22).rewritten
 
 
 PLACES = np.array([[[[0, 2, 1, 0, 3, 3, 1, 2]]]])
-OLD = {
+OLD_NODES = {
     **{
         f"Resize-10 {mode} {scale}": net("Resize", F([1, 1, scale, scale]), opset=10, mode=mode)
         for mode in ("nearest", "linear")
@@ -312,16 +336,16 @@ OLD = {
 }
 
 
-def moved(model, where):
+def relocate(model, place):
     """The model with its one node at another place, where it must mean the same."""
     (node,), graph = model.graph.node, model.graph
-    if where == "beside constants that are nodes":
-        held = [make_node("Constant", "", t.name, value=t) for t in graph.initializer]
+    if place == "beside constants that are nodes":
+        constants = [make_node("Constant", "", t.name, value=t) for t in graph.initializer]
         del graph.initializer[:], graph.node[:]
-        graph.node.extend([*held, node])
-    elif where == "in the domain ai.onnx":
+        graph.node.extend([*constants, node])
+    elif place == "in the domain ai.onnx":
         node.domain = model.opset_import[0].domain = "ai.onnx"
-    elif where == "in an If in an If":
+    elif place == "in an If in an If":
         ends = [onnx.ValueInfoProto(name=name) for name in node.output]
         for name in ("inner", "outer"):
             body = helper.make_graph([node], name, [], ends)
@@ -333,7 +357,7 @@ def moved(model, where):
 
 
 @pytest.mark.parametrize(
-    "where",
+    "place",
     [
         "alone",
         "beside constants that are nodes",
@@ -341,14 +365,14 @@ def moved(model, where):
         "in an If in an If",
     ],
 )
-@pytest.mark.parametrize("what", OLD)
-def test_an_old_node_computes_in_opset_13_what_it_computed(what, where):
-    model = moved(copy_message(OLD[what]), where)
+@pytest.mark.parametrize("case", OLD_NODES)
+def test_old_node_computes_same_in_13(case, place):
+    model = relocate(copy_message(OLD_NODES[case]), place)
     loaded = load(model)
     onnx.checker.check_model(loaded.model, full_check=True)
     assert [(o.domain, o.version) for o in loaded.model.opset_import] == [("", 13)]
     assert not [note for note in loaded.notes if note.startswith("Renamed")]
-    agree(loaded.model, model)
+    check_agreement(loaded.model, model)
 
 
 RAISED = {
@@ -363,22 +387,22 @@ RAISED = {
 }
 
 
-@pytest.mark.parametrize("where", ["alone", "in an If in an If"])
-@pytest.mark.parametrize("what", RAISED)
-def test_a_node_computes_the_same_in_a_newer_opset(what, where):
-    model = moved(copy_message(RAISED[what]), where)
+@pytest.mark.parametrize("place", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("case", RAISED)
+def test_newer_opset_computes_the_same(case, place):
+    model = relocate(copy_message(RAISED[case]), place)
     newer = copy_message(model)
     raise_opset(newer, 21)
     onnx.checker.check_model(newer, full_check=True)
-    agree(newer, model)
+    check_agreement(newer, model)
 
 
-def test_an_old_node_takes_no_name_that_is_taken():
+def test_lifted_node_avoids_taken_names():
     model = net("Squeeze", opset=11, axes=[0])
     model.graph.node[0].input[0] = "y0_axes"
     model.graph.node.insert(0, make_node("Abs", "x", "y0_axes"))
-    (got,) = run_net(load(model).model, np.full(IMAGE, -2, F))
-    assert (got == 2).all()
+    (output,) = run_net(load(model).model, np.full(IMAGE, -2, F))
+    assert (output == 2).all()
 
 
 NO_NEW_FORM = {
@@ -388,14 +412,14 @@ NO_NEW_FORM = {
 }
 
 
-@pytest.mark.parametrize("what", NO_NEW_FORM)
-def test_an_old_node_without_a_new_form_is_named_with_its_opset(what):
-    model, reason = NO_NEW_FORM[what]
+@pytest.mark.parametrize("case", NO_NEW_FORM)
+def test_node_without_new_form_is_refused(case):
+    model, reason = NO_NEW_FORM[case]
     for value in model.graph.output:
         value.CopyFrom(make_value(value.name, None))
     node, opset = model.graph.node[0].op_type, model.opset_import[0].version
-    wanted = rf"opset {opset} is brought to 13, got {node} 'one'.*{reason}.*opset 13 or later"
-    with pytest.raises(ModelError, match=wanted):
+    message = rf"opset {opset} is brought to 13, got {node} 'one'.*{reason}.*opset 13 or later"
+    with pytest.raises(ModelError, match=message):
         load(model)
 
 
@@ -411,25 +435,25 @@ NEWER = {
 }
 
 
-@pytest.mark.parametrize("where", ["alone", "in an If in an If"])
-@pytest.mark.parametrize("what", NEWER)
-def test_the_type_behind_a_newer_operator_is_known(what, where):
-    loaded = load(moved(copy_message(NEWER[what]), where)).model
+@pytest.mark.parametrize("place", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("case", NEWER)
+def test_type_behind_newer_operator_is_known(case, place):
+    loaded = load(relocate(copy_message(NEWER[case]), place)).model
     (value,) = loaded.graph.output
     assert value.type.tensor_type.elem_type == F32
     assert tuple(d.dim_value for d in value.type.tensor_type.shape.dim) == IMAGE
-    assert what in [node.op_type for node in all_nodes(loaded.graph)]
+    assert case in [node.op_type for node in all_nodes(loaded.graph)]
 
 
-@pytest.mark.parametrize(("what", "opset"), [("Attention", 17), ("RotaryEmbedding", 18)])
-def test_an_operator_that_is_a_function_is_written_as_its_nodes(what, opset):
-    got = lower_opset(NEWER[what], opset=opset).model
-    assert what not in [node.op_type for node in got.graph.node]
-    assert len({node.name for node in got.graph.node} - {""}) == len(got.graph.node)
-    agree(got, NEWER[what], 1e-4)
+@pytest.mark.parametrize(("operator", "opset"), [("Attention", 17), ("RotaryEmbedding", 18)])
+def test_function_operator_becomes_its_nodes(operator, opset):
+    lowered = lower_opset(NEWER[operator], opset=opset).model
+    assert operator not in [node.op_type for node in lowered.graph.node]
+    assert len({node.name for node in lowered.graph.node} - {""}) == len(lowered.graph.node)
+    check_agreement(lowered, NEWER[operator], 1e-4)
 
 
-def test_a_norm_of_groups_and_a_gelu_behind_it_are_written_for_every_target(tmp_path):
+def test_groupnorm_and_gelu_reach_every_target(tmp_path):
     nodes = [
         ("Conv", "x w", "c", {"pads": [1] * 4}),
         ("GroupNormalization", "c one one", "n", {"num_groups": 2}),
@@ -437,25 +461,25 @@ def test_a_norm_of_groups_and_a_gelu_behind_it_are_written_for_every_target(tmp_
         ("Conv", "g v", "y"),
     ]
     rng = np.random.default_rng(0)
-    held = as_float32({"w": rng.normal(size=(8, 3, 3, 3)), "v": rng.normal(size=(4, 8, 1, 1))})
-    held |= {"one": np.ones(8, F)}
-    model = make_model(nodes, {"x": ["n", 3, 8, 8]}, {"y": None}, held, opset=21, ir=10)
+    weights = as_float32({"w": rng.normal(size=(8, 3, 3, 3)), "v": rng.normal(size=(4, 8, 1, 1))})
+    weights |= {"one": np.ones(8, F)}
+    model = make_model(nodes, {"x": ["n", 3, 8, 8]}, {"y": None}, weights, opset=21, ir=10)
     x = rng.normal(size=(4, 3, 8, 8)).astype(F)
     out = build_net(model, x, tmp_path, "--effort", 0, "--target", "tensorrt,ascend")
     names = {path.name for path in out.iterdir()}
     assert {"net.tensorrt.typed.onnx", "net_fake_quant_model.onnx"} <= names
 
 
-def optimized(path, level, last):
+def save_optimized(path, level, last_layer):
     """Convs and a last layer, as ONNX Runtime's optimizer stores them."""
     rng = np.random.default_rng(1)
     shapes = {"w": (16, 16, 3, 3), "v": (16, 16, 3, 3), "k": (16, 6)}
-    held = as_float32({name: rng.normal(0, 0.1, shape) for name, shape in shapes.items()})
+    weights = as_float32({name: rng.normal(0, 0.1, shape) for name, shape in shapes.items()})
     text = f"""
         c = Conv(x, w) r = LeakyRelu(c) d = Conv(r, v) s = Relu(d) g = GlobalAveragePool(s)
-        f = Flatten(g) {last}
+        f = Flatten(g) {last_layer}
     """
-    model = make_model(text, {"x": ["n", 16, 8, 8]}, {"y": None}, held)
+    model = make_model(text, {"x": ["n", 16, 8, 8]}, {"y": None}, weights)
     options = ort.SessionOptions()
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     options.optimized_model_filepath, options.log_severity_level = str(path), 3
@@ -464,20 +488,20 @@ def optimized(path, level, last):
 
 
 @pytest.mark.parametrize("level", ["ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"])
-def test_a_model_that_onnxruntime_optimized_is_named_as_one(level, tmp_path, wording):
+def test_model_optimized_by_onnxruntime_is_named(level, tmp_path, wording):
     samples = [{"x": np.random.default_rng(3).normal(size=(1, 16, 8, 8)).astype(F)}] * 4
-    given = optimized(tmp_path / "net.onnx", level, "y = MatMul(f, k)")
-    (note,) = [n for n in load(given).notes if n.startswith("Optimized by ONNX Runtime: ")]
+    path = save_optimized(tmp_path / "net.onnx", level, "y = MatMul(f, k)")
+    (note,) = [n for n in load(path).notes if n.startswith("Optimized by ONNX Runtime: ")]
     assert note.endswith("stay in float; give the model as exported.")
     targets = ["onnxruntime", "tensorrt", "ascend"]
-    quick = {"duration_s": 0, "tuning": Tuning(effort=0)}
-    result = build(given, samples, out=tmp_path / "o", targets=targets, **quick)
+    options = {"duration_s": 0, "tuning": Tuning(effort=0)}
+    result = build(path, samples, out=tmp_path / "o", targets=targets, **options)
     errors = [target.error or "" for target in result.targets]
-    said = "must know every operator, got a model that ONNX Runtime optimized"
-    assert [said in error for error in errors] == [False, True, True] and not errors[0]
-    nothing = optimized(tmp_path / "none.onnx", level, "y = Sigmoid(f)")
+    message = "must know every operator, got a model that ONNX Runtime optimized"
+    assert [message in error for error in errors] == [False, True, True] and not errors[0]
+    unquantizable = save_optimized(tmp_path / "none.onnx", level, "y = Sigmoid(f)")
     with pytest.raises(ModelError) as refusal:
-        load(nothing)
+        load(unquantizable)
     wording.check(refusal.value)
 
 
@@ -515,37 +539,39 @@ RESIZES = {
 }
 
 
-@pytest.mark.parametrize("where", ["alone", "in an If in an If"])
-@pytest.mark.parametrize("what", RESIZES)
-def test_a_resize_of_some_axes_becomes_one_of_all_axes(what, where):
-    model = moved(copy_message(RESIZES[what]), where)
+@pytest.mark.parametrize("place", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("case", RESIZES)
+def test_resize_axes_become_all_axes(case, place):
+    model = relocate(copy_message(RESIZES[case]), place)
     loaded = load(model)
     (resize,) = [n for n in all_nodes(loaded.model.graph) if n.op_type == "Resize"][:1]
     assert not {"axes", "keep_aspect_ratio_policy"} & {a.name for a in resize.attribute}
-    agree(loaded.model, model, shape=IMAGE)
+    check_agreement(loaded.model, model, shape=IMAGE)
 
 
-def test_a_ratio_that_no_scale_gives_stays():
-    given = {"axes": [2, 3], "keep_aspect_ratio_policy": SMALLER}
-    model = net("Resize", "", "", I64([8, 8]), opset=18, **given)
+def test_ratio_without_exact_scale_stays():
+    attributes = {"axes": [2, 3], "keep_aspect_ratio_policy": SMALLER}
+    model = net("Resize", "", "", I64([8, 8]), opset=18, **attributes)
     assert load(model).model.graph.node[0] == model.graph.node[0]
 
 
-def test_a_resize_of_some_axes_runs_beside_int8(tmp_path):
+def test_resize_axes_run_beside_int8(tmp_path):
     nodes = [
         ("Conv", "x w", "c", {"pads": [1] * 4}),
         ("Resize", ["c", "", "", "sizes"], "r", {"axes": [3, 2]}),
         ("Conv", "r v", "y"),
     ]
     rng = np.random.default_rng(0)
-    held = as_float32({"w": rng.normal(size=(32, 32, 3, 3)), "v": rng.normal(size=(32, 32, 1, 1))})
+    weights = as_float32(
+        {"w": rng.normal(size=(32, 32, 3, 3)), "v": rng.normal(size=(32, 32, 1, 1))}
+    )
     ends = {"x": ["n", 32, 8, 8]}, {"y": None}
-    model = make_model(nodes, *ends, {**held, "sizes": I64([24, 16])}, opset=19, ir=9)
+    model = make_model(nodes, *ends, {**weights, "sizes": I64([24, 16])}, opset=19, ir=9)
     x = rng.normal(size=(4, 32, 8, 8)).astype(F)
     out = build_net(model, x, tmp_path, "--effort", 0)
-    (got,), (wanted,) = run_net(out / "net.int8.onnx", x), run_net(model, x)
-    assert got.shape == (4, 32, 16, 24)
-    assert np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
+    (output,), (expected,) = run_net(out / "net.int8.onnx", x), run_net(model, x)
+    assert output.shape == (4, 32, 16, 24)
+    assert np.abs(output - expected).max() < 0.05 * np.abs(expected).max()
 
 
 ENGINES = {
@@ -555,72 +581,79 @@ ENGINES = {
 }
 
 
-def half(name, *shape):
+def float16_tensor(name, *shape):
     rng = np.random.default_rng(len(name) + sum(shape))
     return numpy_helper.from_array(rng.normal(scale=0.3, size=shape).astype(np.float16), name)
 
 
 def network(kind) -> onnx.ModelProto:
     """Conv, Relu, Conv, Mul, Sigmoid in float16: all of it, or the inside of a float32 model."""
-    whole = kind == "whole"
-    inner = [
-        ("Conv", "x w1 b1" if whole else "h w1 b1", "c", {"pads": [1] * 4}),
+    is_whole = kind == "whole"
+    float16_nodes = [
+        ("Conv", "x w1 b1" if is_whole else "h w1 b1", "c", {"pads": [1] * 4}),
         ("Relu", "c", "r"),
         ("Conv", "r w2 b2", "d", {"pads": [1] * 4}),
         ("Max", "d floor", "m"),
     ]
-    if whole:
-        nodes = [*inner, ("Sigmoid", "m", "y")]
+    if is_whole:
+        nodes = [*float16_nodes, ("Sigmoid", "m", "y")]
     else:
         casts = ("Cast", "x", "h", {"to": F16}), ("Cast", "m", "f", {"to": F32})
-        nodes = [casts[0], *inner, casts[1], ("Sigmoid", "f", "y")]
-    outside = F16 if whole else F32
-    ends = [make_value(name, ["n", size, 12, 12], outside) for name, size in (("x", 8), ("y", 4))]
-    weights = [half("w1", 8, 8, 3, 3), half("b1", 8), half("w2", 4, 8, 3, 3), half("b2", 4)]
+        nodes = [casts[0], *float16_nodes, casts[1], ("Sigmoid", "f", "y")]
+    outer_type = F16 if is_whole else F32
+    signature = [
+        make_value(name, ["n", size, 12, 12], outer_type) for name, size in (("x", 8), ("y", 4))
+    ]
+    weights = [
+        float16_tensor("w1", 8, 8, 3, 3),
+        float16_tensor("b1", 8),
+        float16_tensor("w2", 4, 8, 3, 3),
+        float16_tensor("b2", 4),
+    ]
     weights.append(numpy_helper.from_array(np.float16(-1.5), "floor"))
-    model = make_model(nodes, ends[:1], ends[1:], weights)
+    model = make_model(nodes, signature[:1], signature[1:], weights)
     model.graph.value_info.append(make_value("c", ["n", 8, 12, 12], F16))
     return model
 
 
 @pytest.mark.parametrize("kind", ["whole", "mixed"])
 @pytest.mark.parametrize("target", ENGINES)
-def test_a_float16_model_is_built_for_every_target(kind, target, tmp_path):
+def test_float16_model_builds_for_every_target(kind, target, tmp_path):
     model = network(kind)
     dtype = np.float16 if kind == "whole" else np.float32
     x = np.random.default_rng(1).normal(size=(6, 8, 12, 12)).astype(dtype)
     np.save(tmp_path / "x.npy", x)
-    given = ["--duration", 0, "--target", target, "--out", tmp_path / "out"]
-    given += ["--soc", "Ascend310P3"] if target == "ascend" else []
+    arguments = ["--duration", 0, "--target", target, "--out", tmp_path / "out"]
+    arguments += ["--soc", "Ascend310P3"] if target == "ascend" else []
     path = save_net(model, tmp_path / "net.onnx")
-    run_command("build", path, "--images", tmp_path / "x.npy", *given)
+    run_command("build", path, "--images", tmp_path / "x.npy", *arguments)
     notes = json.loads((tmp_path / "out" / "report.json").read_text())["notes"]
     assert any("which computes in float16" in note for note in notes)
-    (want,) = run_net(model, x)
+    (expected,) = run_net(model, x)
     for name in ENGINES[target]:
-        (got,) = run_net(tmp_path / "out" / name, x)
-        assert got.dtype == want.dtype == dtype
-        assert np.abs(got.astype(float) - want).max() < 0.12
+        (output,) = run_net(tmp_path / "out" / name, x)
+        assert output.dtype == expected.dtype == dtype
+        assert np.abs(output.astype(float) - expected).max() < 0.12
 
 
 @pytest.mark.parametrize("kind", ["whole", "mixed"])
-def test_what_is_computed_stays_within_float16(kind):
+def test_float32_computation_stays_within_float16(kind):
     loaded = load(network(kind))
     assert "float16" in loaded.notes[0] and loaded.was_float16
     dtype = "float16" if kind == "whole" else "float32"
     assert [spec.dtype for spec in (*loaded.inputs, *loaded.outputs)] == [dtype] * 2
     x = np.random.default_rng(2).normal(size=(2, 8, 12, 12)).astype(dtype)
-    (got,), (want,) = run_net(loaded.model, x), run_net(network(kind), x)
-    assert np.abs(got.astype(float) - want).max() < 2e-3
-    held = {t.name: numpy_helper.to_array(t) for t in loaded.model.graph.initializer}
+    (output,), (expected,) = run_net(loaded.model, x), run_net(network(kind), x)
+    assert np.abs(output.astype(float) - expected).max() < 2e-3
+    arrays = {t.name: numpy_helper.to_array(t) for t in loaded.model.graph.initializer}
     for tensor in network(kind).graph.initializer:
-        value = held[tensor.name]
+        value = arrays[tensor.name]
         assert value.dtype == np.float32 and (value == numpy_helper.to_array(tensor)).all()
     # idle Casts go
     assert [n.op_type for n in loaded.model.graph.node].count("Cast") == 2 * (kind == "whole")
 
 
-def test_casts_inside_an_if_compute_in_float32_too():
+def test_casts_inside_if_compute_in_float32():
     branch = helper.make_graph(
         [make_node("Add", "d one", "z")],
         "b",
@@ -629,45 +662,45 @@ def test_casts_inside_an_if_compute_in_float32_too():
         [numpy_helper.from_array(np.float16(1), "one")],
     )
     model = network("whole")
-    choice = make_node("If", "yes", "m", then_branch=branch, else_branch=branch)
-    model.graph.node[3].CopyFrom(choice)
+    if_node = make_node("If", "yes", "m", then_branch=branch, else_branch=branch)
+    model.graph.node[3].CopyFrom(if_node)
     model.graph.initializer.append(numpy_helper.from_array(np.bool_(True), "yes"))
     x = np.random.default_rng(3).normal(size=(1, 8, 12, 12)).astype(np.float16)
-    (got,), (want,) = run_net(load(model).model, x), run_net(model, x)
-    assert np.abs(got.astype(float) - want).max() < 2e-3
+    (output,), (expected,) = run_net(load(model).model, x), run_net(model, x)
+    assert np.abs(output.astype(float) - expected).max() < 2e-3
 
 
 def test_images_feed_a_float16_input(pictures, tmp_path):
     model = network("whole")
-    model.graph.initializer[0].CopyFrom(half("w1", 8, 3, 3, 3))
+    model.graph.initializer[0].CopyFrom(float16_tensor("w1", 8, 3, 3, 3))
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 3
     path = save_net(model, tmp_path / "net.onnx")
-    words = ("--duration", 0, "--out", tmp_path / "out", "--preprocess", "unit")
-    run_command("build", path, "--images", pictures, *words)
+    arguments = ("--duration", 0, "--out", tmp_path / "out", "--preprocess", "unit")
+    run_command("build", path, "--images", pictures, *arguments)
     assert "float16" in (tmp_path / "out/report.md").read_text()
 
 
-def flattened(size) -> onnx.ModelProto:
+def flatten_net(size) -> onnx.ModelProto:
     """Conv, Flatten and a MatMul of 256 rows, for 8x8; shape inference multiplies the sizes."""
     nodes = [("Conv", "x w", "c", {"pads": [1] * 4}), ("Flatten", "c", "f"), ("MatMul", "f k", "y")]
-    held = as_float32({"w": np.ones((4, 3, 3, 3)), "k": np.eye(256, 5)})
-    ends = {"x": [size, 3, size, size]}, {"y": [size, 5]}
-    model = make_model(nodes, *ends, held, opset=11, ir=7)
+    weights = as_float32({"w": np.ones((4, 3, 3, 3)), "k": np.eye(256, 5)})
+    signature = {"x": [size, 3, size, size]}, {"y": [size, 5]}
+    model = make_model(nodes, *signature, weights, opset=11, ir=7)
     model.graph.value_info.append(make_value("c", [size, 4, size, size]))
     return model
 
 
-def test_a_size_below_0_is_an_open_one_as_in_onnxruntime(tmp_path):
+def test_negative_size_is_open(tmp_path):
     x = np.random.default_rng(4).normal(size=(4, 3, 8, 8)).astype(np.float32)
-    out = build_net(flattened(-1), x, tmp_path, "--target", "onnxruntime,tensorrt")
-    (got,), (want,) = run_net(out / "net.int8.onnx", x), run_net(tmp_path / "net.onnx", x)
-    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+    out = build_net(flatten_net(-1), x, tmp_path, "--target", "onnxruntime,tensorrt")
+    (output,), (expected,) = run_net(out / "net.int8.onnx", x), run_net(tmp_path / "net.onnx", x)
+    assert np.abs(output - expected).max() < 0.05 * np.abs(expected).max()
     assert load(tmp_path / "net.onnx").inputs[0].shape == (None, 3, None, None)
 
 
-def test_a_size_of_0_is_one_as_in_onnxruntime():
+def test_size_zero_is_refused_by_shapes():
     with pytest.raises(ModelError, match="Incompatible dimensions"):
-        load(flattened(0))
+        load(flatten_net(0))
 
 
 PADDLE = ("rapidocr-onnxruntime", "1.4.4", "rapidocr_onnxruntime/models/")
@@ -687,76 +720,80 @@ MODELS = {
 }
 
 
-def tensors_of(model, sizes, wanted):
-    """All `wanted` float tensors of `model` on one random input, without optimizations.
+def tensors_of(model, sizes, names):
+    """All `names` float tensors of `model` on one random input, without optimizations.
 
     `sizes` fills the symbolic dimensions of the inputs in their order.
     """
-    session = OrtSession.open(copy_with_outputs(model, sorted(wanted)), threads=1, optimize=False)
-    rng, left, feed = np.random.default_rng(0), list(sizes), {}
+    session = OrtSession.open(copy_with_outputs(model, sorted(names)), threads=1, optimize=False)
+    rng, free_sizes, feed = np.random.default_rng(0), list(sizes), {}
     for spec in session.inputs:
-        shape = [size if isinstance(size, int) else left.pop(0) for size in spec.shape]
+        shape = [size if isinstance(size, int) else free_sizes.pop(0) for size in spec.shape]
         is_float = spec.dtype == "float32"
-        drawn = rng.normal(size=shape) if is_float else rng.integers(0, 255, shape)
-        feed[spec.name] = drawn.astype(np.float32 if is_float else np.int32)
+        array = rng.normal(size=shape) if is_float else rng.integers(0, 255, shape)
+        feed[spec.name] = array.astype(np.float32 if is_float else np.int32)
     return session.run(feed)
 
 
-def made_by(model):
+def node_outputs(model):
     return {name for node in model.graph.node for name in node.output if name}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_values_and_names_stay_and_every_loading_is_the_same(name):
+def test_loading_keeps_values_and_names(name):
     *source, sizes = MODELS[name]
     path = fetch_model(*source)
     original = onnx.load(path)
-    exact = load(path, fold_batchnorm=False)
-    folded, again = load(path), load(path)
-    assert exact.digest == folded.digest == again.digest and again.notes == folded.notes
+    unfolded = load(path, fold_batchnorm=False)
+    folded, second_load = load(path), load(path)
+    assert (
+        unfolded.digest == folded.digest == second_load.digest and second_load.notes == folded.notes
+    )
     data = folded.model.SerializeToString(deterministic=True)
-    for other in (again, load(folded.model)):
-        assert other.model.SerializeToString(deterministic=True) == data
+    for reload in (second_load, load(folded.model)):
+        assert reload.model.SerializeToString(deterministic=True) == data
     names = [node.name for node in folded.model.graph.node]
     assert len(set(names)) == len(names) and all(names)
-    assert exact.model.opset_import[0].version >= 13
+    assert unfolded.model.opset_import[0].version >= 13
     assert not any(n.op_type in ("Constant", "Dropout") for n in folded.model.graph.node)
     # Once its weight is a constant, onnxruntime packs it, and multiplies in another order.
-    for loaded, tolerance in ((exact, 1e-6 * (name == "mnist-conv")), (folded, 1e-5)):
-        kept = made_by(loaded.model) & made_by(original)
+    for loaded, tolerance in ((unfolded, 1e-6 * (name == "mnist-conv")), (folded, 1e-5)):
+        shared_names = node_outputs(loaded.model) & node_outputs(original)
         outputs = {spec.name for spec in loaded.outputs}
-        assert outputs <= kept
-        some = {*outputs, *sorted(kept)[:: 1 + len(kept) // 60]}
-        before = tensors_of(original, sizes, some | read_by(loaded.model, some, kept))
-        after = tensors_of(loaded.model, sizes, some)
-        for tensor in some:
-            close(tensor, loaded.model, before, after[tensor], tolerance)
+        assert outputs <= shared_names
+        sampled_names = {*outputs, *sorted(shared_names)[:: 1 + len(shared_names) // 60]}
+        expected = tensors_of(
+            original, sizes, sampled_names | node_inputs(loaded.model, sampled_names, shared_names)
+        )
+        results = tensors_of(loaded.model, sizes, sampled_names)
+        for tensor in sampled_names:
+            check_close(tensor, loaded.model, expected, results[tensor], tolerance)
 
 
-def read_by(model, names, kept):
+def node_inputs(model, names, candidates):
     """What the nodes that make `names` read."""
-    made = [node for node in model.graph.node if set(node.output) & names]
-    return {name for node in made for name in node.input if name in kept}
+    nodes = [node for node in model.graph.node if set(node.output) & names]
+    return {name for node in nodes for name in node.input if name in candidates}
 
 
-def close(name, model, before, after, tolerance):
+def check_close(name, model, references, result, tolerance):
     """Equal; or near, relative to the largest value that the node reads or gives.
 
     A Clip or Sigmoid may give small values from large ones, and their error with them.
     """
-    expected = before[name]
-    assert expected.shape == after.shape and expected.dtype == after.dtype, name
+    expected = references[name]
+    assert expected.shape == result.shape and expected.dtype == result.dtype, name
     if tolerance == 0 or expected.dtype.kind != "f":
-        np.testing.assert_array_equal(expected, after, err_msg=name)
+        np.testing.assert_array_equal(expected, result, err_msg=name)
         return
-    around = [expected, *(before[n] for n in read_by(model, {name}, set(before)))]
-    largest = max(float(np.abs(a).max()) for a in around if a.size)
-    assert np.abs(expected - after).max() <= tolerance * largest, name
+    neighbours = [expected, *(references[n] for n in node_inputs(model, {name}, set(references)))]
+    largest = max(float(np.abs(a).max()) for a in neighbours if a.size)
+    assert np.abs(expected - result).max() <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("kind", ["subpixel", "nn_resize"])
-def test_a_brevitas_model_is_refused_by_the_name_of_its_operator(kind):
+def test_brevitas_model_is_refused_by_operator(kind):
     path = fetch_model(*QONNX[:2], f"{QONNX[2]}bsd300x3-espcn/{kind}/quant_model.onnx")
     with pytest.raises(ModelError, match=r"quantized already \(Quant '"):
         load(path)
@@ -770,7 +807,7 @@ def test_subgraphs_and_recurrent_layers_stay_float(file):
     assert {spec.dtype for spec in loaded.inputs} == {"float32", "int64"}
 
 
-def test_a_model_with_nothing_to_quantize_ends_in_one_sentence(tmp_path, wording):
+def test_model_without_quantizable_layers_is_refused(tmp_path, wording):
     path = fetch_model("silero-vad", "6.2.3", "silero_vad/data/silero_vad.onnx")
     sample = as_float32({"input": np.zeros((1, 512)), "state": np.zeros((2, 1, 128))})
     sample["sr"] = np.array(16000, np.int64)
@@ -783,7 +820,7 @@ def test_a_model_with_nothing_to_quantize_ends_in_one_sentence(tmp_path, wording
 def attention() -> onnx.ModelProto:
     """One layer of attention over input_ids and attention_mask, int64 as exporters write them."""
     rng = np.random.default_rng(0)
-    held = as_float32(
+    weights = as_float32(
         {
             "table": rng.normal(scale=0.5, size=(50, 16)),
             "wq": rng.normal(size=(16, 16)) / 4,
@@ -812,32 +849,34 @@ def attention() -> onnx.ModelProto:
         ("MatMul", "o wo", "y"),
     ]
     inputs = [make_value(n, ["b", 12], TensorProto.INT64) for n in ("input_ids", "attention_mask")]
-    constants = held | {"at": np.array([1], np.int64)}
+    constants = weights | {"at": np.array([1], np.int64)}
     return make_model(nodes, inputs, {"y": ["b", 12, 5]}, constants, opset=17)
 
 
-def test_whole_numbers_are_fed_and_every_file_takes_them(run, tmp_path):
+def test_every_file_takes_integer_inputs(run, tmp_path):
     out = tmp_path / "out"
     mask = np.ones((12, 12), np.int64)
     mask[::2, 8:] = 0
     ids = np.random.default_rng(1).integers(0, 50, (12, 12))
-    fed = {"input_ids": ids, "attention_mask": mask}
-    np.savez(tmp_path / "ids.npz", **fed)
+    feed = {"input_ids": ids, "attention_mask": mask}
+    np.savez(tmp_path / "ids.npz", **feed)
     path = save_net(attention(), tmp_path / "net.onnx")
-    words = ("--images", tmp_path / "ids.npz", "--target", "tensorrt,onnxruntime")
-    quick = ("--effort", 0, "--duration", 0, "--trt-version", "8.5.3")
-    run.ok("build", path, *words, *quick, "--out", out)
-    want = OrtSession.open(attention()).run(fed)["y"]
+    arguments = ("--images", tmp_path / "ids.npz", "--target", "tensorrt,onnxruntime")
+    options = ("--effort", 0, "--duration", 0, "--trt-version", "8.5.3")
+    run.ok("build", path, *arguments, *options, "--out", out)
+    expected = OrtSession.open(attention()).run(feed)["y"]
     endings = ("tensorrt.onnx", "tensorrt.qdq.onnx", "tensorrt.typed.onnx", "int8.onnx")
     for ending in endings:
         session = OrtSession.open(out / f"net.{ending}", int8_kernels=ending == "int8.onnx")
         assert [s.dtype for s in session.inputs] == ["int64", "int64"]
-        assert np.abs(session.run(fed)["y"] - want).max() < (1e-4 if ending == endings[0] else 0.3)
+        assert np.abs(session.run(feed)["y"] - expected).max() < (
+            1e-4 if ending == endings[0] else 0.3
+        )
     cache = (out / "net.tensorrt.cache").read_text()
     assert "\ne: " in cache and "input_ids" not in cache
-    (told, _) = json.loads((out / "report.json").read_text())["targets"]
-    assert any("1 LayerNormalization" in n for n in told["notes"])
-    assert any("--maxShapes=input_ids:8x12,attention_mask:8x12" in n for n in told["notes"])
+    (target, _) = json.loads((out / "report.json").read_text())["targets"]
+    assert any("1 LayerNormalization" in n for n in target["notes"])
+    assert any("--maxShapes=input_ids:8x12,attention_mask:8x12" in n for n in target["notes"])
 
 
 @pytest.mark.parametrize("command", ["calibrate", "check"])
@@ -845,11 +884,11 @@ def test_a_quantized_model_is_one_sentence(run, small_cnn, pictures, command, tm
     images, out = ("--images", pictures, "--size", "16x16"), tmp_path / "out"
     run.ok("build", small_cnn, *images, "--effort", 0, "--duration", 0, "--out", out)
     int8 = out / "small_cnn.int8.onnx"
-    words = {
+    arguments = {
         "calibrate": ["calibrate", int8, *images, "-o", tmp_path / "again.cache"],
         "check": ["cache", "check", out / "calib8/small_cnn.cache", "--model", int8],
     }
-    err = run.fails(*words[command])
+    err = run.fails(*arguments[command])
     assert "(DequantizeLinear '" in err and "give the model it was made from" in err
 
 
@@ -857,7 +896,7 @@ CONV = make_node("Conv", "x w", "c", name="conv")
 
 
 @pytest.mark.parametrize(
-    ("kind", "axes", "given", "found"),
+    ("kind", "axes", "attributes", "expected"),
     [
         ("Transpose", (), {"perm": [0, 2, 3, 1]}, (3, 4)),
         ("Transpose", (), {}, (2, 4)),  # all axes the other way round
@@ -872,10 +911,10 @@ CONV = make_node("Conv", "x w", "c", name="conv")
         ("Unsqueeze", (1,), {}, (2, 5)),
     ],
 )
-def test_the_channels_are_where_the_moves_put_them(kind, axes, given, found):
+def test_axis_of_channels_behind_moves(kind, axes, attributes, expected):
     constants = {"axes": numpy_helper.from_array(np.array(axes, np.int64), "axes")} if axes else {}
-    node = make_node(kind, ["c", *constants], "m", **given)
-    assert MovedLayer(CONV, (node,)).axis(4, constants) == found
+    node = make_node(kind, ["c", *constants], "m", **attributes)
+    assert MovedLayer(CONV, (node,)).axis(4, constants) == expected
     if axes:  # those that are computed are not known
         assert MovedLayer(CONV, (node,)).axis(4, {}) is None
 
@@ -894,7 +933,7 @@ SIDE_BY_SIDE = [
 
 
 @pytest.mark.parametrize(
-    ("nodes", "bare", "skipped", "left"),
+    ("nodes", "unfolded_names", "skipped", "remaining"),
     [
         (BEHIND_A_MOVE, (), (), 0),
         (BEHIND_A_MOVE, ("conv",), (), 1),
@@ -903,43 +942,46 @@ SIDE_BY_SIDE = [
         (SIDE_BY_SIDE, (), ("conv",), 1),
     ],
 )
-def test_what_amct_is_to_find_apart_from_its_layers_stays_apart(nodes, bare, skipped, left):
+def test_amct_norms_stay_unfused(nodes, unfolded_names, skipped, remaining):
     rng, channels = np.random.default_rng(0), 4 if nodes is BEHIND_A_MOVE else 8
-    held = {"w": rng.normal(size=(4, 3, 1, 1)), "k": rng.uniform(1, 2, channels)}
-    ends = {"x": [1, 3, 4, 4]}, {"y": [1, channels, 4, 4]}
-    model = make_model(nodes, *ends, as_float32(held), opset=17)
+    weights = {"w": rng.normal(size=(4, 3, 1, 1)), "k": rng.uniform(1, 2, channels)}
+    signature = {"x": [1, 3, 4, 4]}, {"y": [1, channels, 4, 4]}
+    model = make_model(nodes, *signature, as_float32(weights), opset=17)
     subject = SimpleNamespace(unfolded=SimpleNamespace(model=model))
     config = SimpleNamespace(do_fusion=True, skip_fusion_layers=skipped)
-    found, _ = unfuse_batchnorms(subject, config, unfolded=bare)
-    assert [node.op_type for node in found.graph.node].count(nodes[-1].op_type) == left
+    unfused, _ = unfuse_batchnorms(subject, config, unfolded=unfolded_names)
+    assert [node.op_type for node in unfused.graph.node].count(nodes[-1].op_type) == remaining
 
 
-def test_a_build_runs_a_conv1d_of_keras_in_int8_from_one_layer_to_the_next(tmp_path):
+def test_keras_conv1d_chain_runs_in_int8(tmp_path):
     """Conv, Squeeze, Add, Relu, Unsqueeze, Conv: the Add between them was float, and the Relu."""
     rng = np.random.default_rng(0)
-    nodes, held = [], {"axes": np.array([2], np.int64)}
-    last, wide = "x", 3
+    nodes, weights = [], {"axes": np.array([2], np.int64)}
+    source, channels = "x", 3
     for n in range(3):
-        drawn = {f"w{n}": rng.normal(0, 0.3, (8, wide, 1, 3)), f"b{n}": rng.normal(size=(8, 1))}
-        held |= as_float32(drawn)
+        arrays = {
+            f"w{n}": rng.normal(0, 0.3, (8, channels, 1, 3)),
+            f"b{n}": rng.normal(size=(8, 1)),
+        }
+        weights |= as_float32(arrays)
         nodes += [
-            ("Unsqueeze", [last, "axes"], f"u{n}"),
+            ("Unsqueeze", [source, "axes"], f"u{n}"),
             ("Conv", f"u{n} w{n}", f"c{n}", {"pads": [0, 1, 0, 1]}),
             ("Squeeze", f"c{n} axes", f"s{n}"),
             ("Add", f"s{n} b{n}", f"a{n}"),
             ("Relu", f"a{n}", f"r{n}"),
         ]
-        last, wide = f"r{n}", 8
-    model = make_model(nodes, {"x": [1, 3, 64]}, {last: [1, 8, 64]}, held, opset=17)
+        source, channels = f"r{n}", 8
+    model = make_model(nodes, {"x": [1, 3, 64]}, {source: [1, 8, 64]}, weights, opset=17)
     x = rng.normal(size=(8, 3, 64))
     out = build_net(model, x, tmp_path, "--effort", 0, "--int8-stem")
     engine = onnx.load(out / "net.int8.onnx")
-    made = {name: node.op_type for node in engine.graph.node for name in node.output}
-    assert "Add" not in made.values()
+    producers = {name: node.op_type for node in engine.graph.node for name in node.output}
+    assert "Add" not in producers.values()
     convs = [node for node in engine.graph.node if node.op_type == "Conv"]
-    assert len(convs) == 3 and {made[node.input[0]] for node in convs} == {"DequantizeLinear"}
+    assert len(convs) == 3 and {producers[node.input[0]] for node in convs} == {"DequantizeLinear"}
     moves = [node for node in engine.graph.node if node.op_type == "Unsqueeze"]
-    assert [made.get(node.input[0]) for node in moves[1:]] == ["DequantizeLinear"] * 2
+    assert [producers.get(node.input[0]) for node in moves[1:]] == ["DequantizeLinear"] * 2
 
 
 # --- Tensors that an If or a Loop reads inside its bodies: ONNX Runtime may not find their
@@ -954,61 +996,61 @@ def choice(condition, reads, makes):
     return make_node("If", [condition], [makes], name=f"/{makes}", **bodies)
 
 
-def model_of(*between, ends="r2"):
-    """Conv, Relu, Conv, Relu, `between`, and an If that reads what `ends` names; `c` chooses."""
+def model_with_if(*middle_nodes, if_input="r2"):
+    """Conv, Relu, Conv, Relu, `middle_nodes`, and an If that reads `if_input`; `c` chooses."""
     rng = np.random.default_rng(0)
-    held = as_float32({name: rng.normal(size=(8, 8, 3, 3)) for name in ("w1", "w2")})
+    weights = as_float32({name: rng.normal(size=(8, 8, 3, 3)) for name in ("w1", "w2")})
     nodes = [
         make_node("Conv", "x w1", "c1", "/c1", pads=[1] * 4),
         make_node("Relu", "c1", "r1", "/r1"),
         make_node("Conv", "r1 w2", "c2", "/c2", pads=[1] * 4),
         make_node("Relu", "c2", "r2", "/r2"),
-        *between,
-        choice("c", ends, "y"),
+        *middle_nodes,
+        choice("c", if_input, "y"),
     ]
     inputs = [make_value("x", [1, 8, 8, 8]), make_value("c", [], TensorProto.BOOL)]
-    return make_model(nodes, inputs, {"y": None}, held | {"always": np.array(True)}, opset=17)
+    return make_model(nodes, inputs, {"y": None}, weights | {"always": np.array(True)}, opset=17)
 
 
-MOVED = model_of(make_node("Transpose", "r2", "t", "/t"), ends="t")
-CHOSEN = model_of(choice("always", "r2", "t"), ends="t")  # its one branch takes its place
-PLAIN = model_of()
-COMPUTED = model_of(make_node("Exp", "r2", "t", "/t"), ends="t")
+MOVED = model_with_if(make_node("Transpose", "r2", "t", "/t"), if_input="t")
+CHOSEN = model_with_if(choice("always", "r2", "t"), if_input="t")  # its one branch takes its place
+PLAIN = model_with_if()
+COMPUTED = model_with_if(make_node("Exp", "r2", "t", "/t"), if_input="t")
 
 
 @pytest.mark.parametrize(
     ("model", "float_"), [(MOVED, True), (CHOSEN, True), (PLAIN, False), (COMPUTED, False)]
 )
-def test_what_is_moved_before_a_body_reads_it_has_no_pair(model, float_, tmp_path):
+def test_moved_body_input_has_no_pair(model, float_, tmp_path):
     loaded = load(save_net(model, tmp_path / "net.onnx")).model
     plan = analyse(loaded, ONNXRUNTIME)
-    why = {one.node: one.reason for one in plan.decisions}
-    assert why["/c1"] == ""
-    assert ("ends ONNX Runtime's process" in why["/c2"]) == float_
+    reasons = {decision.node: decision.reason for decision in plan.decisions}
+    assert reasons["/c1"] == ""
+    assert ("ends ONNX Runtime's process" in reasons["/c2"]) == float_
     assert ("r2" not in plan.activations) == float_
     tensorrt = analyse(loaded, TENSORRT).decisions
-    assert {one.reason for one in tensorrt if one.node == "/c2"} <= {""}
+    assert {decision.reason for decision in tensorrt if decision.node == "/c2"} <= {""}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [MOVED, CHOSEN, PLAIN], ids=["moved", "chosen", "plain"])
-def test_a_build_of_a_model_with_bodies_leaves_an_engine_that_runs(model, rng, tmp_path):
+def test_engine_of_model_with_bodies_runs(model, rng, tmp_path):
     path = save_net(model, tmp_path / "net.onnx")
     for number, sample in enumerate(rng.normal(size=(4, 1, 8, 8, 8)).astype(np.float32)):
         np.savez(tmp_path / f"{number}.npz", x=sample, c=np.array(number % 2 == 0))
     (tmp_path / "list.txt").write_text("".join(f"{tmp_path / str(n)}.npz\n" for n in range(4)))
-    words = ("build", path, "--images", tmp_path / "list.txt", "--duration", 0)
-    command = [sys.executable, "-m", "deploy", *map(str, words), "--out", str(tmp_path / "out")]
+    arguments = ("build", path, "--images", tmp_path / "list.txt", "--duration", 0)
+    command = [sys.executable, "-m", "deploy", *map(str, arguments), "--out", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     # an assertion of the runtime would end the tests with it
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
     assert (tmp_path / "out" / "net.int8.onnx").exists()
 
 
 SEQUENCE = helper.make_tensor_sequence_value_info("s", F32, None)
 TEXT = make_value("s", [1], TensorProto.STRING)
-ODD = {  # nodes after y = Conv(r, w2), output beside y, note in the report, words of the verdict
+ODD_OUTPUTS = {  # nodes after y = Conv(r, w2), output beside y, note of the report, verdict
     "text": ([("Identity", "label", "s")], TEXT, "not compared: s (str)", "good"),
     "sequence": ([("SplitToSequence", "y", "s", {"axis": 1})], SEQUENCE, "s (sequence)", "good"),
     "inner sequence": (
@@ -1057,15 +1099,15 @@ ODD = {  # nodes after y = Conv(r, w2), output beside y, note in the report, wor
 }
 
 
-@pytest.mark.parametrize("form", ODD)
-def test_an_output_of_any_kind_is_judged_or_left_out_on_every_target(form, rng, tmp_path):
-    after, output, note, word = ODD[form]
+@pytest.mark.parametrize("form", ODD_OUTPUTS)
+def test_odd_outputs_on_every_target(form, rng, tmp_path):
+    extra_nodes, output, note, verdict_words = ODD_OUTPUTS[form]
     weights = as_float32({"w": rng.normal(0, 0.3, (4, 1, 3, 3)), "w2": rng.normal(0, 0.3, (4, 4))})
     weights["w2"] = weights["w2"].reshape(4, 4, 1, 1)
     weights |= {"zero": np.array([0], np.int64), "half": np.float32(0.5), "yes": np.array(True)}
     tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     tensors.append(helper.make_tensor("label", TensorProto.STRING, [1], [b"cat"]))
-    nodes = [("Conv", "x w", "c"), ("Relu", "c", "r"), ("Conv", "r w2", "y"), *after]
+    nodes = [("Conv", "x w", "c"), ("Relu", "c", "r"), ("Conv", "r w2", "y"), *extra_nodes]
     outputs = [make_value("y", None), output]
     model = make_model(nodes, {"x": [1, 1, 8, 8]}, outputs, tensors, opset=17)
     samples = [{"x": rng.normal(size=(1, 1, 8, 8)).astype(np.float32)} for _ in range(4)]
@@ -1079,21 +1121,21 @@ def test_an_output_of_any_kind_is_judged_or_left_out_on_every_target(form, rng, 
     )
     assert not report.failed and note in (tmp_path / "report.md").read_text().replace("\\", "")
     verdicts = [engine.verdict.text for engine in report.engines if engine.verdict is not None]
-    assert len(verdicts) == 3 and all(word in one for one in verdicts), verdicts
+    assert len(verdicts) == 3 and all(verdict_words in verdict for verdict in verdicts), verdicts
 
 
-def with_function(slope, *, doubled=0):
-    """Conv and a function whose attribute has a default; `doubled`: functions that call twice."""
+def with_function(slope, *, doublings=0):
+    """Conv and a function whose attribute has a default; `doublings`: functions that call twice."""
     leaky = helper.make_node("LeakyRelu", ["a"], ["o"])
     leaky.attribute.add(name="alpha", type=onnx.AttributeProto.FLOAT, ref_attr_name="slope")
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("my", 1)]
     default = helper.make_attribute("slope", slope)
-    ends, own = (["a"], ["o"]), {"attribute_protos": [default]}
-    functions = [helper.make_function("my", "F0", *ends, [leaky], opsets, **own)]
-    for k in range(doubled):
-        calls = [make_node(f"F{k}", *ends, domain="my") for ends in ("ab", "bo")]
-        functions.append(helper.make_function("my", f"F{k + 1}", *ends, calls, opsets))
-    call = helper.make_node(f"F{doubled}", ["c"], ["y"], "act", domain="my")
+    signature, attributes = (["a"], ["o"]), {"attribute_protos": [default]}
+    functions = [helper.make_function("my", "F0", *signature, [leaky], opsets, **attributes)]
+    for k in range(doublings):
+        calls = [make_node(f"F{k}", *signature, domain="my") for signature in ("ab", "bo")]
+        functions.append(helper.make_function("my", f"F{k + 1}", *signature, calls, opsets))
+    call = helper.make_node(f"F{doublings}", ["c"], ["y"], "act", domain="my")
     weights = as_float32({"w": np.random.default_rng(0).normal(0, 0.3, (4, 1, 3, 3))})
     nodes = [make_node("Conv", "x w", "c", "conv"), call]
     model = make_model(nodes, {"x": [1, 1, 8, 8]}, {"y": None}, weights, opset=17, ir=9)
@@ -1102,24 +1144,24 @@ def with_function(slope, *, doubled=0):
     return model
 
 
-def test_a_default_of_a_function_is_used_and_is_part_of_the_digest(rng):
+def test_function_default_is_in_digest(rng):
     x = rng.normal(size=(1, 1, 8, 8)).astype(np.float32)
     digests = set()
     for slope in (0.01, 5.0):
         model = with_function(slope)
         loaded = load(model)
-        (wanted,), (found,) = (run_net(one, x) for one in (model, loaded.model))
-        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        (expected,), (output,) = (run_net(candidate, x) for candidate in (model, loaded.model))
+        np.testing.assert_allclose(output, expected, rtol=1e-5)
         digests.add(loaded.digest)
     assert len(digests) == 2
 
 
-def test_functions_that_double_are_refused_by_their_number():
+def test_doubling_functions_are_refused():
     with pytest.raises(ModelError, match="at most 50,000 nodes"):
-        load(with_function(0.1, doubled=40))
+        load(with_function(0.1, doublings=40))
 
 
-def test_values_of_a_concat_that_doubles_are_not_propagated(run, tmp_path):
+def test_doubling_concat_is_not_propagated(run, tmp_path):
     nodes = [("Conv", "x w", "c")]
     nodes += [("Concat", f"k{n} k{n}", f"k{n + 1}", {"axis": 0}) for n in range(30)]
     nodes += [("ReduceSum", "k30", "s", {"keepdims": 0}), ("Add", "c s", "y")]
@@ -1128,16 +1170,16 @@ def test_values_of_a_concat_that_doubles_are_not_propagated(run, tmp_path):
     run.ok("inspect", save_net(model, tmp_path / "net.onnx"))
 
 
-def test_a_step_of_cleaning_that_changes_the_model_is_an_error(rng, tmp_path, monkeypatch, wording):
+def test_lossy_cleaning_is_refused(rng, tmp_path, monkeypatch, wording):
     """onnx's converter once dropped how an old Resize rounds, and every file was 21 dB off."""
     nodes = [("Conv", "x w", "c"), ("LeakyRelu", "c", "r", {"alpha": 0.5}), ("Conv", "r v", "y")]
     shapes = {"w": (4, 1, 3, 3), "v": (4, 4, 1, 1)}
     weights = as_float32({name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()})
     model = make_model(nodes, {"x": [1, 1, 8, 8]}, {"y": None}, weights)
     samples = [{"x": rng.normal(size=(1, 1, 8, 8)).astype(np.float32)} for _ in range(4)]
-    named = {"duration_s": 0, "tuning": Tuning(effort=0), "targets": ["tensorrt"]}
+    options = {"duration_s": 0, "tuning": Tuning(effort=0), "targets": ["tensorrt"]}
     path = save_net(model, tmp_path / "a.onnx")
-    assert not build(path, samples, out=tmp_path / "o", **named).failed
+    assert not build(path, samples, out=tmp_path / "o", **options).failed
 
     def lossy(model, *words, whole=onnx_file.lift_opset):
         for node in model.graph.node:
@@ -1146,12 +1188,12 @@ def test_a_step_of_cleaning_that_changes_the_model_is_an_error(rng, tmp_path, mo
 
     monkeypatch.setattr(onnx_file, "lift_opset", lossy)
     with pytest.raises(ModelError) as refusal:
-        build(path, samples, out=tmp_path / "p", **named)
+        build(path, samples, out=tmp_path / "p", **options)
     wording.check(refusal.value)
     assert not (tmp_path / "p" / "a.tensorrt.onnx").exists()
 
 
-def test_a_sparse_constant_is_dense_beside_the_model_and_in_the_digest(tmp_path, monkeypatch):
+def test_sparse_constant_is_dense_in_digest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
     weights = as_float32({"w": np.ones((4, 1, 3, 3))})
@@ -1181,7 +1223,7 @@ def test_a_sparse_constant_is_dense_beside_the_model_and_in_the_digest(tmp_path,
     ((4, 1, 1), [[0, 0, 0], [3, 0, 0]], [3, 0, 0, 7]), ((4, 1, 1), [1, 2], [0, 3, 7, 0]),
     ((4, 1, 1), [0, 4], None), ((4, 1, 1), [-1, 0], None), ((1 << 20, 1 << 20), [0, 1], None),
 ])  # fmt: skip
-def test_a_sparse_value_is_written_densely_or_refused(shape, indices, value, wording):
+def test_sparse_value_is_dense_or_refused(shape, indices, value, wording):
     values = numpy_helper.from_array(np.array([3, 7], np.float32), "k")
     sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(indices)), shape)
     nodes = [("Constant", "", "k", {"sparse_value": sparse}), ("Conv", "x w", "c")]
