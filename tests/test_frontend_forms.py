@@ -1091,7 +1091,7 @@ ODD_OUTPUTS = {  # nodes after y = Conv(r, w2), output beside y, note of the rep
         "doubtful: the float model itself draws",
     ),
     "hardly random": (  # good with these numbers, so good without them
-        [("RandomUniformLike", "y", "n", {"high": 0.001}), ("Add", "y n", "s")],
+        [("RandomUniformLike", "y", "n", {"high": 0.01}), ("Add", "y n", "s")],
         make_value("s", None),
         "gives another s at each run",
         "good",
