@@ -15,29 +15,10 @@ from deploy.commands import base
 from deploy.feed.preprocess import PRESETS
 from deploy.targets import TARGETS
 from deploy.tuning.repairs import REPAIRS
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
-
+from tests.command_tree import click_options, commands
 
 # Commands whose options come from the tables of targets and searches.
 TABLE_COMMANDS = ("build", "calibrate", "inspect", "bench")
-
-
-def commands(command=cli, path=()):
-    """Yield (names that lead to it, command) for every command without subcommands."""
-    if not isinstance(command, click.Group):
-        yield path, command
-        return
-    context = click.Context(command)
-    for name in command.list_commands(context):
-        yield from commands(command.get_command(context, name), (*path, name))
-
-
-def click_options(command):
-    return [param for param in command.params if isinstance(param, click.Option)]
 
 
 def test_help_names_presets_and_number_letters(run):

@@ -1,35 +1,14 @@
 """Files that commands write: what they may replace."""
 
 import os
-import sys
 from pathlib import Path
 
 import click
 import pytest
 
-from deploy.cli import cli
 from deploy.commands import base
+from tests.command_tree import click_options, commands
 from tests.models import run_command
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
-
-
-def commands(command=cli, path=()):
-    """Yield (names that lead to it, command) for every command without subcommands."""
-    if not isinstance(command, click.Group):
-        yield path, command
-        return
-    context = click.Context(command)
-    for name in command.list_commands(context):
-        yield from commands(command.get_command(context, name), (*path, name))
-
-
-def click_options(command):
-    return [param for param in command.params if isinstance(param, click.Option)]
-
 
 QUICK_OPTIONS = ("--effort", 0, "--duration", 0, "--accept")
 # Options with a rule of their own for what they replace, then those that are only read.

@@ -28,11 +28,6 @@ from deploy.targets.options import check_options, declared_options, option
 from deploy.tuning.repairs import parse_repairs
 from deploy.tuning.search_options import Tuning
 
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
-
 # Commands whose options come from the tables of targets and searches.
 TABLE_COMMANDS = ("build", "calibrate", "inspect", "bench")
 

@@ -1,17 +1,11 @@
 """The command doctor: what of this machine calib8 can use."""
 
 import json
-import sys
 from dataclasses import replace
 
 from deploy.analysis import environment
 from deploy.machine import this_machine
 from deploy.targets import TARGETS
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 
 
 def doctor_checks(run):

@@ -46,15 +46,15 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return a copy with unique node names and unshared weights, and its layers."""
     from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 
-    named = name_nodes(model)
-    graph = find_layers(named)
-    sharing_nodes = [n for n in named.graph.node if graph.float_reasons.get(n.name) == SHARED]
+    named_model = name_nodes(model)
+    graph = find_layers(named_model)
+    sharing_nodes = [n for n in named_model.graph.node if graph.float_reasons.get(n.name) == SHARED]
     if not sharing_nodes:
-        return named, graph
+        return named_model, graph
 
     # copy a shared weight for each node, or for none if the copies would be too large, as for a
     # cell unrolled over hundreds of steps
-    index, readers = Graph(named), count_reads(named.graph)
+    index, readers = Graph(named_model), count_reads(named_model.graph)
     copy_counts = Counter(node.input[1] for node in sharing_nodes)
     copied = _choose_copied(copy_counts, index.constants)
     used_names = {*readers, *index.constants, *index.producer}
@@ -64,11 +64,11 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
         if weight not in copied or readers[weight] < 2:
             continue
         copy = claim_name(f"{node.name}.weight", used_names)
-        named.graph.initializer.append(copy_tensor(index.constants[weight], copy))
+        named_model.graph.initializer.append(copy_tensor(index.constants[weight], copy))
         readers[weight] -= 1
         node.input[1] = copy
         weight_by_copy[copy] = weight
-    return named, replace(find_layers(named), shared_weights=weight_by_copy)
+    return named_model, replace(find_layers(named_model), shared_weights=weight_by_copy)
 
 
 def _choose_copied(
