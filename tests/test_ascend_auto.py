@@ -187,13 +187,13 @@ def test_repairs_read_balanced_layers(parts):
     factors = record.factors.reshape(8, 1, 1)
     np.testing.assert_allclose(quantization.factors, factors.repeat(9, axis=1), rtol=1e-6)
     steps = layers["dw"].weight.reshape(8, 1, 9) * record.scale_w.reshape(8, 1, 1)
-    weights = quantization.weights(layer).reshape(8, 1, 9)
+    weights = quantization.quantize_weight(layer).reshape(8, 1, 9)
     np.testing.assert_allclose(weights, steps / factors, rtol=1e-5, atol=1e-7)
     patches = np.float32(samples[0]["x"][0].reshape(8, 1, -1).repeat(9, axis=1))
     steps = np.rint(patches / factors / record.scale_d) + record.offset_d
     expected = (np.clip(steps, -128, 127) - record.offset_d) * record.scale_d * factors
     np.testing.assert_allclose(
-        quantization.inputs(patches), expected, rtol=1e-4, atol=record.scale_d
+        quantization.quantize_inputs(patches), expected, rtol=1e-4, atol=record.scale_d
     )
     balanced = {name for name, (_, record) in quantizations.items() if record.factors is not None}
     assert balanced == set(records["dmq 0.5"])

@@ -59,10 +59,10 @@ def test_border_tensors_cross_the_change():
 @pytest.mark.parametrize("changed, node_count", [("B", 4), ("C", 3), ("A", 5)])
 def test_downstream_model_equals_the_full_model(activations, changed, node_count):
     trial = rounded(chain(), changed)
-    short = downstream_model(trial, activations.same(trial), activations.values)
+    short = downstream_model(trial, activations.unchanged_tensors(trial), activations.values)
     assert len(short.graph.node) == node_count
     names = [value.name for value in short.graph.input]
-    for (sample, _), values in zip(activations.heard, activations.values, strict=True):
+    for (sample, _), values in zip(activations.samples, activations.values, strict=True):
         downstream_feed = {name: {**sample, **values}[name] for name in names}
         np.testing.assert_allclose(
             run_on(short, downstream_feed), run_on(trial, sample), rtol=1e-5, atol=1e-6
@@ -70,14 +70,14 @@ def test_downstream_model_equals_the_full_model(activations, changed, node_count
 
 
 def test_same_nodes_need_equal_constants(activations):
-    short = downstream_model(chain(), activations.same(chain()), activations.values)
+    short = downstream_model(chain(), activations.unchanged_tensors(chain()), activations.values)
     assert [node.name for node in short.graph.node] == ["C", "D"]  # where nothing changed
     trial = rounded(chain(), "C")
-    assert {"a", "b"} <= activations.same(trial)
-    assert "c" not in activations.same(trial)
+    assert {"a", "b"} <= activations.unchanged_tensors(trial)
+    assert "c" not in activations.unchanged_tensors(trial)
     trial.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.zeros((4, 4), np.float32), "w1"))
-    assert "a" in activations.same(trial)
-    assert "b" not in activations.same(trial)
+    assert "a" in activations.unchanged_tensors(trial)
+    assert "b" not in activations.unchanged_tensors(trial)
 
 
 def test_kept_activations_are_bounded(monkeypatch):
@@ -91,8 +91,8 @@ def test_cached_activations_serve_all_sample_sizes():
     model = chain([1, "T", 4])
     activations = FloatActivations(model, [["B"]], [(sample, {}) for sample in samples])
     trial = rounded(model, "B")
-    short = downstream_model(trial, activations.same(trial), activations.values)
+    short = downstream_model(trial, activations.unchanged_tensors(trial), activations.values)
     (value,) = short.graph.input
     assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
-    for (sample, _), values in zip(activations.heard, activations.values, strict=True):
+    for (sample, _), values in zip(activations.samples, activations.values, strict=True):
         np.testing.assert_allclose(run_on(short, values), run_on(trial, sample), rtol=1e-5)

@@ -486,7 +486,7 @@ def test_borders_are_edges_inlets_and_outlets():
     assert set(found.edges) == edges and set(found.inlets) == {("/c1", "x"), ("/c2", "e")}
     assert set(found.outlets) == {("/c1", "c1"), ("/y", "y")}
     assert set(found.tensors) == {"c1", "c2", "c3", "s", "x", "e", "y"}
-    assert set(found.around(["/c2"])) == {"c2", "e"}
+    assert set(found.shared_tensors(["/c2"])) == {"c2", "e"}
     assert found.layers == ("/c1", "/c2", "/c3", "/y")
     assert found.nodes(["/c3", "/s"]) == ("/c3", "/s")
 

@@ -39,7 +39,7 @@ def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(ke
     outputs = {"/c1": "/c1_output_0", "/c1/conv/Conv": "/c1/conv/y", "/fc/Gemm": "logits"}
     times = attribute_kernels({kernel: 5.0}, model_of(*outputs.items()))
     assert times.nodes == {name: 5.0 * (name == node) for name in outputs}
-    assert times.rest == (0.0 if node else 5.0) and times.total == 5.0
+    assert times.unattributed == (0.0 if node else 5.0) and times.total == 5.0
 
 
 def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
@@ -47,9 +47,9 @@ def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
     found = {"/c1_nchwc": 2.0, "t/Q_token_1": 3.0, "/c1_token_2": 4.0, "Reorder": 1.0}
     times = attribute_kernels(found, model, ["t/Q", "t/DQ"])
     assert times.nodes == {"/c1": 6.0, "t/Q": 3.0, "t/DQ": 0.0}
-    assert (times.rest, times.total) == (1.0, 10.0)
+    assert (times.unattributed, times.total) == (1.0, 10.0)
     times = attribute_kernels({"_token_1": 2.0}, model_of(("", "t")))
-    assert times.rest == 2.0
+    assert times.unattributed == 2.0
 
 
 def turned_model():
@@ -115,7 +115,7 @@ def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows():
     nodes = [("Conv", "x w", "c", "/conv"), ("LeakyRelu", "c", "l", "/act")]
     nodes.append(("Tanh", "l", "y", "/tanh"))
     model = build_net(nodes, {"x": [1, 16, 64, 64]}, {"y": None}, {"w": weight}, opset=17)
-    times = kernel_times(model, FEEDS, made_from=model, runs=2)
+    times = kernel_times(model, FEEDS, float_model=model, runs=2)
     assert times.nodes["/conv"] > 0 and times.nodes["/act"] == 0
 
 
@@ -132,7 +132,7 @@ def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch, t
     session = SimpleNamespace(run=runs.append, end_trace=end_trace)
     monkeypatch.setattr(ort.OrtSession, "open", lambda *_, **__: session)
     model = model_of(("/c1", "t"))
-    assert kernel_times(model, [{}], made_from=model, runs=3).nodes == {"/c1": 7.0}
+    assert kernel_times(model, [{}], float_model=model, runs=3).nodes == {"/c1": 7.0}
 
 
 def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(monkeypatch):
@@ -145,8 +145,8 @@ def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(monkeypatch)
 
     monkeypatch.setattr(timing, "profile_kernels", profiled)
     model = turned_model()
-    kernel_times(model, FEEDS, made_from=model, runs=2)
-    kernel_times(model, FEEDS, made_from=model, runs=2, seconds=1e9)
+    kernel_times(model, FEEDS, float_model=model, runs=2)
+    kernel_times(model, FEEDS, float_model=model, runs=2, seconds=1e9)
     assert [set(each.values()) for each in counted] == [{4}, {64}]
     one, other = KernelTimes({"a": 1.0, "b": 4.0}, 2.0), KernelTimes({"a": 3.0, "b": 2.0}, 1.0)
     assert least_kernel_times(one, other) == KernelTimes({"a": 1.0, "b": 2.0}, 1.0)
@@ -159,11 +159,11 @@ LAYERS = [("Conv_c1", "Relu_r1"), ("Conv_c2", "Add_a"), ("Conv_c3", "Relu_r3"), 
 def test_a_real_profile_gives_every_layer_its_time(small_cnn):
     model = load(small_cnn).model
     feeds = [{"x": np.ones((1, 3, 16, 16), np.float32)}]
-    times = kernel_times(model, feeds, made_from=model, runs=2)
+    times = kernel_times(model, feeds, float_model=model, runs=2)
     assert set(times.nodes) == {node.name for node in model.graph.node}
     assert all(sum(times.nodes[name] for name in layer) > 0 for layer in LAYERS)
     model = turned_model()
-    times = kernel_times(model, FEEDS, made_from=model, runs=2)
+    times = kernel_times(model, FEEDS, float_model=model, runs=2)
     assert times.nodes["/c"] > 0 and times.nodes["/d"] > 0
 
 
@@ -174,7 +174,7 @@ def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn
     feed = [np.ones((1, 3, 16, 16), np.float32) * step for step in (1, 2)]
     build(small_cnn, feed, out=tmp_path, duration_s=0, tuning=Tuning(effort=0))
     int8 = onnx.load(tmp_path / "small_cnn.int8.onnx")
-    times = kernel_times(int8, [{"x": feed[0]}], made_from=load(small_cnn).model, runs=2)
+    times = kernel_times(int8, [{"x": feed[0]}], float_model=load(small_cnn).model, runs=2)
     pairs = {node.name for node in int8.graph.node if node.op_type in timing.PAIRS}
     assert pairs and pairs < set(times.nodes)
     assert any(times.nodes[name] > 0 for name in pairs)

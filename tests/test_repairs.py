@@ -152,7 +152,7 @@ def test_repair_improves_every_target(make, name, gain, arguments, tmp_path, bui
     plain_report = built(make(tmp_path), *arguments, out="plain")
     repaired_report = built(make(tmp_path), *arguments, "--repair", name, out="repaired")
     kept_notes = [
-        note for note in notes_with(repaired_report, REPAIRS[name].words) if note.endswith(", kept")
+        note for note in notes_with(repaired_report, REPAIRS[name].title) if note.endswith(", kept")
     ]
     assert len(kept_notes) == len(ALL.split(",")), notes_with(repaired_report)
     old, new = worst(plain_report), worst(repaired_report)
@@ -180,7 +180,7 @@ def test_huge_inputs_are_rounded_to_nearest(tmp_path, built):
 
 @pytest.mark.slow
 def test_search_tries_rounding_unless_refused(tmp_path, built):
-    model, note_text = lopsided(tmp_path), REPAIRS["adaround"].words
+    model, note_text = lopsided(tmp_path), REPAIRS["adaround"].title
     searched = ("--effort", 1)
     assert notes_with(built(model, *searched), note_text)
     assert not notes_with(built(model), note_text)
@@ -300,7 +300,7 @@ def test_repairs_keep_float_outputs(tmp_path):
     shape = (2, *loaded.inputs[0].shape[1:])
     x = np.random.default_rng(9).normal(size=shape).astype(np.float32)
     plain = OrtSession.open(loaded.model).run({"x": x})["y"]
-    forms = list(REPAIRS["equalize"].before(loaded.model, [{"x": x}], 1))
+    forms = list(REPAIRS["equalize"].model_repair(loaded.model, [{"x": x}], 1))
     assert forms
     for form in forms:
         actual = OrtSession.open(form).run({"x": x})["y"]
@@ -419,18 +419,18 @@ def test_overfitted_channel_is_rounded_to_nearest():
         inputs[:, :, :50] * turns,
     )
     free, confirmed, back = (
-        round_weight(layer, np.ones((4, 1)), inputs, apart=check_inputs)
+        round_weight(layer, np.ones((4, 1)), inputs, held_out=check_inputs)
         for check_inputs in (None, similar, dissimilar)
     )
-    assert math.isnan(free.left)
-    assert confirmed.left < 0.2
+    assert math.isnan(free.error_ratio)
+    assert confirmed.error_ratio < 0.2
     assert np.array_equal(free.weight, confirmed.weight)
     has_moved = (back.weight != weight).any(axis=1)
     wrong = np.square((np.rint(back.weight) - weight) @ dissimilar[0]).sum(axis=1)
     plain = np.square((np.rint(weight) - weight) @ dissimilar[0]).sum(axis=1)
     assert not has_moved.all()
     assert (wrong <= plain * (1 + 1e-6)).all()
-    assert back.left <= 1
+    assert back.error_ratio <= 1
 
 
 CONVS = [
@@ -476,7 +476,7 @@ def test_transposed_layer_with_pads_is_rounded(given_, gains, tmp_path, built):
     nodes = f"c = Conv(x, v) r = Relu(c) y = ConvTranspose <strides = [2, 2]{given_}> (r, w)"
     model = saved(tmp_path, nodes, {"v": v / 127, "w": w / 127}, name="up")
     report = built(model, "--target", "onnxruntime,tensorrt", "--repair", "adaround")
-    notes = notes_with(report, REPAIRS["adaround"].words)
+    notes = notes_with(report, REPAIRS["adaround"].title)
     assert notes, notes
     assert all(("1 layer gives 0." in note) == gains for note in notes), notes
 

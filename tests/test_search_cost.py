@@ -79,10 +79,10 @@ def never_usable(monkeypatch):
 
     def noted(self, max_samples, **options):
         judged_all.append(max_samples == IMAGES)
-        return on(self, max_samples, **options)
+        return compare(self, max_samples, **options)
 
-    judged_all, on = [], search_samples.GrowingComparison.on
-    monkeypatch.setattr(search_samples.GrowingComparison, "on", noted)
+    judged_all, compare = [], search_samples.GrowingComparison.compare
+    monkeypatch.setattr(search_samples.GrowingComparison, "compare", noted)
     monkeypatch.setattr(search_samples, "judge_accuracy", levels)
 
 

@@ -31,11 +31,16 @@ def test_sampling_stops_when_result_is_stable(first_loss, expected_calls, monkey
 
     monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", judge_parts)
     judge = search_samples.VerdictPredictor(
-        None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
+        None,
+        int8_kernels=True,
+        threads=1,
+        max_loss=None,
+        metric=None,
+        count_samples=lambda count: None,
     )
-    verdict = judge.of(None, noise=0.0)
+    verdict = judge.predict(None, noise=0.0)
     assert len(judged_texts) == expected_calls
-    assert verdict.lost.words == judged_texts[-1]
+    assert verdict.task_loss.words == judged_texts[-1]
 
 
 def test_other_task_outputs_are_judged(monkeypatch):
@@ -55,10 +60,15 @@ def test_other_task_outputs_are_judged(monkeypatch):
     figures = Accuracy(samples=9, outputs=(age,), parts=(part,), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
     judge = search_samples.VerdictPredictor(
-        None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
+        None,
+        int8_kernels=True,
+        threads=1,
+        max_loss=None,
+        metric=None,
+        count_samples=lambda count: None,
     )
-    verdict = judge.of(None, noise=0.0)
-    assert not verdict.good
+    verdict = judge.predict(None, noise=0.0)
+    assert not verdict.is_good
     assert verdict.doubtful == "6.0 dB in the worst part, age"
 
 
@@ -88,10 +98,15 @@ def test_noise_shows_loss_hidden_by_boxes(box_count, lost, noise, good, monkeypa
     figures = Accuracy(samples=51, outputs=(), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
     judge = search_samples.VerdictPredictor(
-        None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
+        None,
+        int8_kernels=True,
+        threads=1,
+        max_loss=None,
+        metric=None,
+        count_samples=lambda count: None,
     )
-    expected = judge.of(None, noise=noise)
-    assert expected.good is good
+    expected = judge.predict(None, noise=noise)
+    assert expected.is_good is good
     if not good and not lost:
         assert expected.doubtful == "all of 13 boxes, too few to show what int8 loses"
 
@@ -151,7 +166,7 @@ def test_cheaper_of_two_doubtful_splits_wins(time, lost, built):
         share = shares[trial.time]
         doubtful = "as the test has it" if share > 0.05 else ""
         loss = TaskLoss(share, DOUBTFUL, doubtful)
-        return search_samples.ExpectedVerdict(doubtful=doubtful, lost=loss)
+        return search_samples.ExpectedVerdict(doubtful=doubtful, task_loss=loss)
 
     search = SimpleNamespace(
         weight=2.5,

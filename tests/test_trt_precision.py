@@ -688,8 +688,10 @@ def test_repairs_use_the_fp8_grid(run, wide_net, images, tmp_path, narrow):
         assert how.grid == FP8 and (how.low, how.high) == (-448, 448)
         stored = Graph(model).producer[Graph(model).producer[layer.output].input[1]].input
         held = initializers(narrow / "net.tensorrt.qdq.onnx")
-        weights = array(held[stored[0]]).astype(np.float32) * how.weight
-        assert np.array_equal(how.weights(layer).astype(np.float32), weights.astype(np.float32))
+        weights = array(held[stored[0]]).astype(np.float32) * how.weight_scale
+        assert np.array_equal(
+            how.quantize_weight(layer).astype(np.float32), weights.astype(np.float32)
+        )
     words = command(wide_net, images, tmp_path, *FAST, "--repair", "adaround,bias")
     code, _, _ = run(*words)
     page = (tmp_path / "report.md").read_text("utf-8")

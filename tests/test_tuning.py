@@ -469,10 +469,10 @@ def clock(monkeypatch):
     """Sets what each node takes in float and in int8, and each model: label -> ms."""
 
     def set_to(*, floats, int8, models):
-        def times(ran, feeds, *, made_from, runs, seconds):
+        def times(ran, feeds, *, float_model, runs, seconds):
             pairs = [node.name for node in ran.graph.node if node.op_type in PAIRS]
             time_by_node = int8 if pairs else floats
-            nodes = {node.name: time_by_node.get(node.name, 0.0) for node in made_from.graph.node}
+            nodes = {node.name: time_by_node.get(node.name, 0.0) for node in float_model.graph.node}
             return KernelTimes({**nodes, **dict.fromkeys(pairs, 0.1)}, 0.0)
 
         def measure(sessions, *args, **options):
@@ -630,7 +630,7 @@ def test_int8_is_faster_beyond_the_spread(int8, float32, faster, monkeypatch):
 
 def test_ctrl_c_builds_the_best_split(build, tmp_path, monkeypatch):
     def interrupted(prober, choices, noises=probe.Prober.noises):
-        if prober.tried > 3:
+        if prober.trial_count > 3:
             raise KeyboardInterrupt
         return noises(prober, choices)
 

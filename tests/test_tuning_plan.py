@@ -258,7 +258,7 @@ def sensitivity_of(noisy, *, layers=LAYERS, max_trials=28, groups=8):
 @pytest.mark.parametrize("index", [0, 21, 63])
 def test_halving_finds_the_noisy_layer(index):
     result, tried_groups = sensitivity_of(dict.fromkeys(LAYERS, 1e-4) | {LAYERS[index]: 0.5})
-    assert result.groups[LAYERS[index],].parts["y"][0] == 0.5
+    assert result.groups[LAYERS[index],].slice_powers["y"][0] == 0.5
     assert len(tried_groups) == 8 + 2 * 3  # 8 layers a group are halved three times
     assert max(result.shares, key=result.shares.__getitem__) == LAYERS[index]
 
@@ -292,7 +292,7 @@ def test_remaining_int8_noise_adds_by_part():
     result = Sensitivity({("a", "b"): noise(y=0.4, z=0.01), ("c",): noise(y=0.3)})
 
     def remaining_powers(*units):
-        return {part: power[0] for part, power in result.without(frozenset(units)).parts.items()}
+        return {part: power[0] for part, power in result.without(frozenset(units)).slice_powers.items()}
 
     assert remaining_powers() == pytest.approx({"y": 0.7, "z": 0.01})
     assert remaining_powers("a") == pytest.approx({"y": 0.5, "z": 0.005})
@@ -344,7 +344,7 @@ def timed(monkeypatch, chain, *, int8, floats, other_time=0.0, pairs=()):
         make_node("QuantizeLinear", "x", "q", name=name) for name in time_by_pair
     )
 
-    def times(ran, feeds, *, made_from, runs, seconds):
+    def times(ran, feeds, *, float_model, runs, seconds):
         layer_times = int8 if ran is ours else floats
         time_by_node = dict(zip(("/a", "/b", "/y"), layer_times, strict=True))
         return (
@@ -384,20 +384,20 @@ def test_conversion_cost_is_bounded(monkeypatch, priced, pairs, other_time, rate
     prices = timed(
         monkeypatch, priced, int8=(1, 1, 1), floats=(9, 9, 9), other_time=other_time, pairs=pairs
     )
-    assert prices.turning["x"] - prices.turning["y"] == pytest.approx(512 * rate)  # of 1024 and 512
-    assert len({prices.turning[name] for name in "xab"}) == 1
+    assert prices.conversions["x"] - prices.conversions["y"] == pytest.approx(512 * rate)
+    assert len({prices.conversions[name] for name in "xab"}) == 1
 
 
 def test_conversion_costs_at_least_two_kernels(monkeypatch, priced):
     prices = timed(monkeypatch, priced, int8=(3, 5, 4), floats=(9, 9, 9))
-    assert prices.turning["y"] == pytest.approx(2 * 3 + 512 * 0.1e-3)
+    assert prices.conversions["y"] == pytest.approx(2 * 3 + 512 * 0.1e-3)
 
 
 def test_kernels_are_timed_per_side(monkeypatch, priced):
     ran = []
 
-    def times(model, feeds, *, made_from, runs, seconds):
-        ran.append((model, made_from))
+    def times(model, feeds, *, float_model, runs, seconds):
+        ran.append((model, float_model))
         return KernelTimes(dict.fromkeys(("/a", "/b", "/y"), 1.0), 0.0)
 
     monkeypatch.setattr(prices_module, "kernel_times", times)
@@ -414,12 +414,12 @@ def test_counted_prices_are_products_without_conversion(priced):
         "/b": (0.7 * (1024 * 9), 1024 * 9),  # one channel each: depthwise
         "/y": (0.7 * (512 * 16), 512 * 16),
     }
-    assert set(prices.turning.values()) == {0.0}
+    assert set(prices.conversions.values()) == {0.0}
     assert not prices.measured
     avx2 = count_prices(model, units, SAMPLE, CPUS["avx2"])
     assert avx2.units["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
     assert avx2.units["/b"] == (pytest.approx(1.5 * 2.2 * 1024 * 9), pytest.approx(2.2 * 1024 * 9))
-    assert set(avx2.turning.values()) >= {20.0 * 1024}
+    assert set(avx2.conversions.values()) >= {20.0 * 1024}
     assert {*CPUS} < {*CPU_NAMES}
 
 
@@ -434,7 +434,9 @@ ROW = Units(
 
 def row(turning=1.0, **units):
     sides = {name: (1.0, 10.0) for name in "abc"} | units
-    return Prices(units=sides, turning=dict.fromkeys("xtuy", turning), outside=5.0, measured=True)
+    return Prices(
+        units=sides, conversions=dict.fromkeys("xtuy", turning), fixed_price=5.0, measured=True
+    )
 
 
 def test_split_price_counts_borders_once():

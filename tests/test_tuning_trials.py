@@ -91,7 +91,7 @@ def test_only_evaluation_samples_are_run_again(target, runs, request_for, monkey
     assert search is not request
 
 
-@pytest.mark.parametrize("count", [search_samples.MANY + 10, 3])
+@pytest.mark.parametrize("count", [search_samples.LARGE_FEED + 10, 3])
 def test_ranges_stay_for_extreme_sample_counts(count, request_for):
     made_for, request = request_for("onnxruntime", images(count))
     assert (
@@ -241,7 +241,7 @@ def test_mean_uses_more_samples_than_form():
 def test_large_samples_reduce_the_count(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
     judges = SimpleNamespace(samples_with_outputs=lambda max_samples: iter([(sample, {})]))
-    assert search_samples.enough_samples(judges) == enough
+    assert search_samples.max_sample_count(judges) == enough
 
 
 @pytest.mark.parametrize(
@@ -320,11 +320,11 @@ def test_noises_average_and_add_by_part():
     assert probe.Noise({}).worst == 0.0
     assert noise(a=[0.1, 0.1]).worst == pytest.approx(1 - math.exp(-math.sqrt(0.1)))
     assert noise(a=[0.1, 0.1]).db == pytest.approx(10.0)
-    total = noise(a=[0.1, 0.3], b=[0.2, 0.2]).plus(noise(a=[0.3, 0.1]))
-    assert total.part == "a"
+    total = noise(a=[0.1, 0.3], b=[0.2, 0.2]).combined_with(noise(a=[0.3, 0.1]))
+    assert total.worst_slice == "a"
     assert total.db == pytest.approx(-10 * math.log10(0.4))
-    assert total.parts["a"] == pytest.approx([0.4, 0.4])
-    assert total.parts["b"] == pytest.approx([0.2, 0.2])
+    assert total.slice_powers["a"] == pytest.approx([0.4, 0.4])
+    assert total.slice_powers["b"] == pytest.approx([0.2, 0.2])
     assert total.mean < total.worst
 
 
@@ -334,8 +334,8 @@ def test_noise_is_relative_to_signal_shares():
     assert half.worst == pytest.approx(2 * alike.worst)
     assert half.worst == pytest.approx(1 - math.exp(-0.1))
     assert half.db == pytest.approx(20.0)
-    assert half.times(0.25).plus(half.times(0.75)).worst == pytest.approx(half.worst)
-    assert half.weighed(half) == pytest.approx(2 * alike.weighed(alike))
+    assert half.scaled(0.25).combined_with(half.scaled(0.75)).worst == pytest.approx(half.worst)
+    assert half.marginal_loss(half) == pytest.approx(2 * alike.marginal_loss(alike))
     assert probe.Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
 
 
@@ -413,14 +413,14 @@ def test_choices_are_tried_once_unless_unbuildable():
     broken, minmax = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, unbuildable, repeated = prober.noises([NO_CHOICES, minmax, broken, minmax])
     assert equal.worst == 0
-    assert half.parts["y"] == pytest.approx([0.25]) == repeated.parts["y"]
+    assert half.slice_powers["y"] == pytest.approx([0.25]) == repeated.slice_powers["y"]
     assert unbuildable is None
     assert prober.noises([Choices(float_nodes={"/y": "another reason"})]) == [None]
-    assert (prober.tried, target.built) == (3, 3)
+    assert (prober.trial_count, target.built) == (3, 3)
     assert [str(error)[:32] for error in prober.errors] == ["a layer must be what it is, got "]
     (nan,) = prober.noises([Choices(method=Method.of("mse"))])
     assert nan.worst > 0.99
-    assert nan.part == "y"
+    assert nan.worst_slice == "y"
 
 
 @pytest.mark.parametrize("factor, temperatures", [(1.0, {"y": (4.0, -1)}), (0.2, {})])
@@ -438,28 +438,32 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
     (noise,) = prober.noises([NO_CHOICES])
     assert 0.1 < noise.worst < 0.3
     assert search_samples.find_temperatures(derive_form([outputs]), [outputs]) == temperatures
-    restored = search_samples.temper(search_samples.temper(outputs["y"], 4, 2), 0.25, 2)
+    restored = search_samples.apply_temperature(
+        search_samples.apply_temperature(outputs["y"], 4, 2), 0.25, 2
+    )
     assert restored == pytest.approx(outputs["y"], rel=1e-6)
 
 
 def test_single_layer_trials_use_loudest_samples():
     target, request = FakeTarget(), fake_request(doubling().model)
     prober = probe.Prober(
-        target.trial, request, doubled(1, -3, 2), runs_here=True, threads=1, few=2
+        target.trial, request, doubled(1, -3, 2), runs_here=True, threads=1, isolated_sample_count=2
     )
     off = Choices(method=Method.of("minmax"))
-    (full_noise,), (single_noise,) = prober.noises([off]), prober.alone([off], [["/y"]])
-    assert full_noise.parts["y"].shape == (3,)
-    assert single_noise.parts["y"] == pytest.approx([0.25, 0.25])
+    (full_noise,), (single_noise,) = prober.noises([off]), prober.isolated_noises([off], [["/y"]])
+    assert full_noise.slice_powers["y"].shape == (3,)
+    assert single_noise.slice_powers["y"] == pytest.approx([0.25, 0.25])
     broken = Choices(float_nodes={"/y": "why"})
-    assert prober.alone([broken, off], [["/y"], ["/y"]]) == [None, single_noise]
-    assert (prober.tried, target.built) == (3, 3)
+    assert prober.isolated_noises([broken, off], [["/y"], ["/y"]]) == [None, single_noise]
+    assert (prober.trial_count, target.built) == (3, 3)
     deviating = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 4, np.float32)})]
     samples = [*doubled(5, -4), *deviating]  # what is lost is in the other alone, as in one class
-    prober = probe.Prober(target.trial, request, samples, runs_here=True, threads=1, few=2)
+    prober = probe.Prober(
+        target.trial, request, samples, runs_here=True, threads=1, isolated_sample_count=2
+    )
     prober.noises([NO_CHOICES])
-    (single_noise,) = prober.alone([NO_CHOICES], [["/y"]])
-    assert single_noise.parts["y"][0] == 0 < single_noise.parts["y"][1]
+    (single_noise,) = prober.isolated_noises([NO_CHOICES], [["/y"]])
+    assert single_noise.slice_powers["y"][0] == 0 < single_noise.slice_powers["y"][1]
 
 
 def test_timing_uses_the_median_shape():

@@ -304,7 +304,7 @@ def _explain_target(
 
 
 def _is_repair_note(note: str) -> bool:
-    return any(f"{repair.words}: " in note for repair in REPAIRS.values())
+    return any(f"{repair.title}: " in note for repair in REPAIRS.values())
 
 
 def _sort_by_sqnr(

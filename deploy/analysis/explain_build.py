@@ -409,9 +409,9 @@ def _read_preprocess(explanation: Explanation, images: FeedSource) -> Preprocess
 def _has_rescaled_channels(target: TargetExplanation) -> bool:
     """Whether a repair scaled channels, so that inner tensors differ from the float model's."""
     for repair in REPAIRS.values():
-        if repair.before is None:
+        if repair.model_repair is None:
             continue
         for note in target.repairs:
-            if repair.words in note and note.endswith(", kept"):
+            if repair.title in note and note.endswith(", kept"):
                 return True
     return False

@@ -40,7 +40,7 @@ from deploy.tuning.repairs.base import RepairResult, with_model
 from deploy.tuning.repairs.repair_layers import original_constants, restore_constants
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial, Tuning
-from deploy.tuning.search_samples import GrowingComparison, enough_samples, select_samples
+from deploy.tuning.search_samples import GrowingComparison, max_sample_count, select_samples
 from deploy.tuning.tune import SearchSetup, make_prober
 
 _EFFORT = 3  # losses of up to 64 layers are measured one by one
@@ -80,7 +80,7 @@ class BudgetSearch:
         self._builder = RepairedBuilder(self.target, self.request, self.request)
         self._judges = make_evaluation_set(feed, self.request.model, feed.count)
         with phase("running the float model"):
-            most = max(min(_SAMPLES, enough_samples(self._judges)), 1)
+            most = max(min(_SAMPLES, max_sample_count(self._judges)), 1)
             self._heard, self._form = select_samples(self._judges, most)
 
     def run(self) -> BuildRequest | None:
@@ -130,7 +130,7 @@ class BudgetSearch:
         prices = dict.fromkeys(members, (0.0, 1.0))
         return Search(
             units=Units(members=members, edges=(), inlets=(), outlets=(), layers=(*members,)),
-            prices=Prices(units=prices, turning={}, outside=0.0, measured=False),
+            prices=Prices(units=prices, conversions={}, fixed_price=0.0, measured=False),
             prober=make_prober(setup, self._heard, self._form, step, SearchBudget(math.inf)),
             methods=[None],
             effort=EFFORTS[_EFFORT],
@@ -212,10 +212,10 @@ class BudgetSearch:
             comparison = GrowingComparison(
                 [self._builder.trial(self.request.with_choices(trial.choices))],
                 self._judges,
-                kernels=self.target.runs_here,
+                int8_kernels=self.target.runs_here,
                 labels=self.evaluation.labels,
             )
-            accuracy = comparison.on(len(self._judges.subset), threads=self.request.threads)
+            accuracy = comparison.compare(len(self._judges.subset), threads=self.request.threads)
         loss = self._losses[trial.in_float] = loss_of(accuracy)
         good = bool(loss <= self.max_loss)
         self.say(f"{what}: loss {loss:.5f}, {'held' if good else 'too much'}")

@@ -50,7 +50,7 @@ class FloatActivations:
         graph = reference.graph
         self._nodes = {name: node for node in graph.node for name in node.output}
         self._constants = {tensor.name: tensor for tensor in graph.initializer}
-        self.heard = heard
+        self.samples = heard
         self.values: list[Values] = []
         wanted = dict.fromkeys(
             name for nodes in changed for name in border_tensors(reference, nodes)
@@ -64,7 +64,7 @@ class FloatActivations:
                 wanted = _that_fit({name: made[name] for name in wanted}, len(heard))
             self.values.append({name: made[name] for name in wanted})
 
-    def same(self, model: onnx.ModelProto) -> frozenset[str]:
+    def unchanged_tensors(self, model: onnx.ModelProto) -> frozenset[str]:
         """Return the tensors with the same values as in the float model, inputs included."""
         graph, reference = model.graph, self._constants
         constants = {tensor.name: tensor for tensor in graph.initializer}

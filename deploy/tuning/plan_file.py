@@ -268,7 +268,7 @@ def _noise(unit: str, found: Sensitivity | None, word: str) -> str:
         if unit in group and noise.worst > _SHARE * total and noise.db < _NOTHING_DB:
             whose = "it" if len(group) == 1 else f"its group of {len(group)} layers"
             left = round(noise.db, 1) + 0.0  # never -0.0
-            return f"{_NOISY}{word} {whose} leaves {left:.1f} dB of {noise.part}"
+            return f"{_NOISY}{word} {whose} leaves {left:.1f} dB of {noise.worst_slice}"
     return ""
 
 

@@ -150,7 +150,7 @@ class Units:
         """Return all nodes of some units."""
         return tuple(node for unit in units for node in self.members[unit])
 
-    def around(self, units: Iterable[str]) -> tuple[str, ...]:
+    def shared_tensors(self, units: Iterable[str]) -> tuple[str, ...]:
         """Return the tensors that some units make for others or exchange with float nodes."""
         own = set(units)
         made = [tensor for maker, _, tensor in self.edges if maker in own]
@@ -319,24 +319,24 @@ class Prices:
     """Prices of one model on one target: microseconds if measured, else products."""
 
     units: Mapping[str, tuple[float, float]]  # unit -> (price in int8, price in float)
-    turning: Mapping[str, float]  # tensor -> price of converting it between int8 and float
-    outside: float
+    conversions: Mapping[str, float]  # tensor -> price of converting it between int8 and float
+    fixed_price: float
     measured: bool  # whether prices are times on this machine
     # time of all kernels with all units in int8; less than the sum of the prices where many small
     # units and borders lie side by side
-    plain: float = math.inf
+    int8_total: float = math.inf
 
     def total(self, units: Units, in_float: frozenset[str]) -> float:
         """Return the price of the model with these units in float."""
         own = sum(pair[unit in in_float] for unit, pair in self.units.items())
         crossing = {t for a, b, t in units.edges if (a in in_float) != (b in in_float)}
         crossing |= {t for unit, t in (*units.inlets, *units.outlets) if unit not in in_float}
-        return self.outside + own + sum(self.turning[tensor] for tensor in crossing)
+        return self.fixed_price + own + sum(self.conversions[tensor] for tensor in crossing)
 
-    def too_dear(self, units: Units) -> float:
+    def measured_share(self, units: Units) -> float:
         """Return measured time over summed prices with all units in int8, at most 1."""
         priced = self.total(units, frozenset())
-        return min(1.0, self.plain / priced) if priced else 1.0
+        return min(1.0, self.int8_total / priced) if priced else 1.0
 
 
 def cheapest_float_units(
@@ -357,11 +357,11 @@ def cheapest_float_units(
     }
     for unit, tensor in (*units.inlets, *units.outlets):
         int8, float32 = by_unit[unit]
-        by_unit[unit] = (int8 + prices.turning[tensor], float32)
+        by_unit[unit] = (int8 + prices.conversions[tensor], float32)
     by_unit |= {unit: (math.inf, 0.0) for unit in pinned}
     most = 1 + sum(price for pair in by_unit.values() for price in pair if math.isfinite(price))
     by_unit = {unit: (min(int8, most), float32) for unit, (int8, float32) in by_unit.items()}
-    between = [(a, b, prices.turning[tensor]) for a, b, tensor in units.edges]
+    between = [(a, b, prices.conversions[tensor]) for a, b, tensor in units.edges]
     glue = [(b, a) for a, b, _ in units.edges if b not in units.layers]
     return cheapest_split(by_unit, between, glue)
 
@@ -392,8 +392,8 @@ def count_prices(
         units={
             unit: (sum(q for q, _ in own), sum(f for _, f in own)) for unit, own in pairs.items()
         },
-        turning={tensor: turning * sizes[tensor] for tensor in units.tensors},
-        outside=0.0,
+        conversions={tensor: turning * sizes[tensor] for tensor in units.tensors},
+        fixed_price=0.0,
         measured=False,
     )
 
@@ -423,7 +423,7 @@ def measure_prices(
     rate = _conversion_us(quantized, int8, sizes)
     border = _CONVERSION_KERNELS * min((t for t in quantized.nodes.values() if t > 0), default=0.0)
     inside = _sum(floats.nodes, [n for members in units.members.values() for n in members])
-    layout = 1 + floats.rest / inside if inside else 1.0  # share of float's layout changes
+    layout = 1 + floats.unattributed / inside if inside else 1.0  # share of float's layout changes
     prices = {
         unit: _with_margin(
             _sum(quantized.nodes, members),
@@ -434,21 +434,24 @@ def measure_prices(
     }
     return Prices(
         units=prices,
-        turning={tensor: border + rate * size for tensor, size in sizes.items()},
-        outside=max(floats.total - floats.rest - inside, 0.0),
+        conversions={tensor: border + rate * size for tensor, size in sizes.items()},
+        fixed_price=max(floats.total - floats.unattributed - inside, 0.0),
         measured=True,
-        plain=quantized.total,
+        int8_total=quantized.total,
     )
 
 
 def _profile_in_turns(
     written: Sequence[onnx.ModelProto],
     feeds: Sequence[Mapping[str, Array]],
-    made_from: onnx.ModelProto,
+    float_model: onnx.ModelProto,
 ) -> list[KernelTimes]:
     """Return kernel times of models profiled in turns: a disturbance hits one round of each."""
     rounds = [
-        [kernel_times(m, feeds, made_from=made_from, runs=_RUNS, seconds=_SECONDS) for m in written]
+        [
+            kernel_times(m, feeds, float_model=float_model, runs=_RUNS, seconds=_SECONDS)
+            for m in written
+        ]
         for _ in range(_ROUNDS)
     ]
     return [reduce(least_kernel_times, times) for times in zip(*rounds, strict=True)]
@@ -464,7 +467,7 @@ def _conversion_us(
     quantized: KernelTimes, int8: onnx.ModelProto, sizes: Mapping[str, int]
 ) -> float:
     """Return the microseconds to convert one value, changes of layout included."""
-    time, values = quantized.rest, 0
+    time, values = quantized.unattributed, 0
     for node in int8.graph.node:
         if node.op_type in PAIRS and quantized.nodes[node.name] > 0:
             time += quantized.nodes[node.name]

@@ -47,12 +47,12 @@ from deploy.tasks.rows import Outputs
 from deploy.tensors import Array
 from deploy.tuning.float_activations import FloatActivations, downstream_model
 from deploy.tuning.search_samples import (
-    by_strength,
+    apply_temperature,
     find_temperatures,
     finite_sum_of_squares,
+    rank_by_signal,
     slice_signals,
     sum_of_squares,
-    temper,
 )
 
 Powers = NDArray[np.float64]  # [samples]
@@ -72,35 +72,35 @@ _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Un
 class Noise:
     """Relative noise power of every output slice in every sample."""
 
-    parts: Mapping[str, Powers]  # slice -> [samples] noise power over signal power
+    slice_powers: Mapping[str, Powers]  # slice -> [samples] noise power over signal power
     # slice -> share of the samples in which the float model's output has a signal; 1 if missing
-    said: Mapping[str, float] = field(default_factory=dict)
+    signal_shares: Mapping[str, float] = field(default_factory=dict)
     # accuracy on the same samples; None for a sum, or where it was not asked for
     accuracy: Accuracy | None = None
 
     @property
-    def lost(self) -> Mapping[str, float]:
+    def slice_losses(self) -> Mapping[str, float]:
         """Loss of each slice: 0 for none, 1 for all."""
         return {
-            name: min(_loss(powers) / self.said.get(name, 1.0), 1.0)
-            for name, powers in self.parts.items()
+            name: min(_loss(powers) / self.signal_shares.get(name, 1.0), 1.0)
+            for name, powers in self.slice_powers.items()
         }
 
     @property
-    def part(self) -> str:
+    def worst_slice(self) -> str:
         """The slice of greatest loss."""
-        losses = self.lost
+        losses = self.slice_losses
         return max(losses, key=lambda name: losses[name], default="")
 
     @property
     def worst(self) -> float:
         """Loss of the worst slice, 0 to 1."""
-        return max(self.lost.values(), default=0.0)
+        return max(self.slice_losses.values(), default=0.0)
 
     @property
     def mean(self) -> float:
         """Mean loss of the slices, which still ranks trials whose worst slice is all lost."""
-        losses = self.lost.values()
+        losses = self.slice_losses.values()
         return sum(losses) / len(losses) if losses else 0.0
 
     @property
@@ -108,22 +108,27 @@ class Noise:
         """`worst` as the SQNR in dB that has this loss in every sample."""
         return -20 * math.log10(max(-math.log1p(-min(self.worst, 1 - _NO_LOSS)), 1e-6))
 
-    def plus(self, other: Noise) -> Noise:
+    def combined_with(self, other: Noise) -> Noise:
         """Return the sum of two independent sources of noise."""
-        names = {**self.parts, **other.parts}
+        names = {**self.slice_powers, **other.slice_powers}
         nothing = np.zeros(1)
-        parts = {n: self.parts.get(n, nothing) + other.parts.get(n, nothing) for n in names}
-        return Noise(parts, {**self.said, **other.said})
+        parts = {
+            n: self.slice_powers.get(n, nothing) + other.slice_powers.get(n, nothing) for n in names
+        }
+        return Noise(parts, {**self.signal_shares, **other.signal_shares})
 
-    def times(self, share: float) -> Noise:
+    def scaled(self, share: float) -> Noise:
         """Return a share of the power."""
-        return Noise({name: share * powers for name, powers in self.parts.items()}, self.said)
+        return Noise(
+            {name: share * powers for name, powers in self.slice_powers.items()}, self.signal_shares
+        )
 
-    def weighed(self, at: Noise) -> float:
-        """Return the loss that this small power adds to the worst slice, on top of `at`."""
+    def marginal_loss(self, background: Noise) -> float:
+        """Return the loss that this small power adds to the worst slice, on top of `background`."""
         losses = (
-            float((_slope(at.parts[name]) * powers).mean()) / self.said.get(name, 1.0)
-            for name, powers in self.parts.items()
+            float((_slope(background.slice_powers[name]) * powers).mean())
+            / self.signal_shares.get(name, 1.0)
+            for name, powers in self.slice_powers.items()
         )
         return max(losses, default=0.0)
 
@@ -159,82 +164,94 @@ class Prober:
 
     Attributes:
         errors: errors of trials that could not run, in the order of the trials.
-        unjudged: error of the user's metric, if it failed.
+        metric_error: error of the user's metric, if it failed.
     """
 
     def __init__(
         self,
         trial: Callable[[BuildRequest], onnx.ModelProto],
         request: BuildRequest,
-        heard: Sequence[ReferenceSample],
+        samples: Sequence[ReferenceSample],
         *,
         form: OutputForm | None = None,
         runs_here: bool,
         threads: int,
-        few: int | None = None,
+        isolated_sample_count: int | None = None,
         by_task: bool = True,
         metric: Metric | None = None,
         progress: Callable[[], None] = lambda: None,
-        ran: Callable[[int], None] = lambda _: None,
+        count_samples: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._ran = ran
+        self._count_samples = count_samples
         self._progress = progress
         self._trial = trial
         self._request = request
-        self._heard = list(heard)
-        self._kernels = runs_here
+        self._samples = list(samples)
+        self._runs_here = runs_here
         self._threads = threads
-        self._few_samples = len(self._heard) if few is None else few
+        self._isolated_sample_count = (
+            len(self._samples) if isolated_sample_count is None else isolated_sample_count
+        )
         self._by_task = by_task
         self._metric = metric
         self._metric_lock = Lock()  # a user's metric need not be thread-safe
-        self._known: dict[object, Noise | None] = {}
-        fed, outputs = zip(*heard, strict=True)
+        self._noise_by_key: dict[object, Noise | None] = {}
+        fed, outputs = zip(*samples, strict=True)
         task = "" if metric is None else metric.task
         self._form = form or derive_form(outputs, inputs=fed, task=task)
         self._temperatures = find_temperatures(self._form, outputs)
-        self._mean_powers = mean_powers(self._form, self._slices(self._heard))
-        self._stored: FloatActivations | Calib8Error | None = None
+        self._mean_powers = mean_powers(self._form, self._slices(self._samples))
+        self._float_activations: FloatActivations | Calib8Error | None = None
         self._stopped = False
-        self.tried = 0
+        self.trial_count = 0
         self.errors: list[Calib8Error] = []
-        self.unjudged: ConfigError | None = None
+        self.metric_error: ConfigError | None = None
 
     def noises(self, trials: Iterable[Choices]) -> list[Noise | None]:
         """Return the noise of several trials, run in parallel; None for one that could not run."""
 
         def noise_of(choices: Choices) -> Noise:
-            return self._measure(self._opened(choices), self._heard, judged=self._by_task)
+            return self._measure(self._opened(choices), self._samples, judged=self._by_task)
 
-        return self._run([(one, key_of(one)) for one in trials], noise_of, len(self._heard))
+        return self._run([(one, choices_key(one)) for one in trials], noise_of, len(self._samples))
 
-    def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise | None]:
+    def isolated_noises(
+        self, trials: Sequence[Choices], int8_nodes: Sequence[Sequence[str]]
+    ) -> list[Noise | None]:
         """Return the noise of a few layers alone, on a few samples (`_few`).
 
         Only the nodes downstream of the int8 nodes run, from stored values of the float model.
 
-        `trials`: choices that keep everything else in float. `int8`: the int8 nodes of each trial.
+        `trials`: choices that keep everything else in float. `int8_nodes`: those of each trial.
         """
-        if self._stored is None:
-            self._ran(self._few_samples)
-            heard = [self._heard[place] for place in self._few()]
+        if self._float_activations is None:
+            self._count_samples(self._isolated_sample_count)
+            heard = [self._samples[place] for place in self._few()]
             try:
-                self._stored = FloatActivations(self._request.model, int8, heard)
+                self._float_activations = FloatActivations(self._request.model, int8_nodes, heard)
             except Calib8Error as error:
-                self._stored = error
-        work = partial(self._noise_alone, self._stored)
-        return self._run([(one, ("alone", key_of(one))) for one in trials], work, self._few_samples)
+                self._float_activations = error
+        work = partial(self._noise_alone, self._float_activations)
+        return self._run(
+            [(one, ("alone", choices_key(one))) for one in trials],
+            work,
+            self._isolated_sample_count,
+        )
 
     def _few(self) -> list[int]:
         """Return the samples of greatest signal; of greatest noise if these lose next to nothing.
 
         The noise is the first trial's, which may be in the samples of one class alone.
         """
-        chosen = strongest_samples(self._form, self._slices(self._heard), self._few_samples)
-        noise = next((one for one in self._known.values() if one is not None), Noise({}))
-        powers = noise.parts.get(noise.part, np.zeros(0))
-        if powers.size == len(self._heard) and _loss(powers[chosen]) < _SHOWN * _loss(powers):
-            chosen = sorted(map(int, np.argsort(-powers, kind="stable")[: self._few_samples]))
+        chosen = strongest_samples(
+            self._form, self._slices(self._samples), self._isolated_sample_count
+        )
+        noise = next((one for one in self._noise_by_key.values() if one is not None), Noise({}))
+        powers = noise.slice_powers.get(noise.worst_slice, np.zeros(0))
+        if powers.size == len(self._samples) and _loss(powers[chosen]) < _SHOWN * _loss(powers):
+            chosen = sorted(
+                map(int, np.argsort(-powers, kind="stable")[: self._isolated_sample_count])
+            )
         return chosen
 
     def _run(
@@ -243,9 +260,9 @@ class Prober:
         work: Callable[[Choices], Noise],
         samples: int,
     ) -> list[Noise | None]:
-        new = {key: choices for choices, key in trials if key not in self._known}
-        self.tried += len(new)
-        self._ran(len(new) * samples)
+        new = {key: choices for choices, key in trials if key not in self._noise_by_key}
+        self.trial_count += len(new)
+        self._count_samples(len(new) * samples)
         with ThreadPoolExecutor(self._threads) as pool:
             try:
                 results = [*pool.map(partial(self._attempt, work), new.values())]
@@ -255,19 +272,19 @@ class Prober:
                 raise
         self.errors += [result for result in results if isinstance(result, Calib8Error)]
         noises = [result if isinstance(result, Noise) else None for result in results]
-        self._known |= dict(zip(new, noises, strict=True))
-        return [self._known[key] for _, key in trials]
+        self._noise_by_key |= dict(zip(new, noises, strict=True))
+        return [self._noise_by_key[key] for _, key in trials]
 
     def _noise_alone(self, stored: FloatActivations | Calib8Error, choices: Choices) -> Noise:
         if isinstance(stored, Calib8Error):
             raise stored
 
         def downstream(model: onnx.ModelProto) -> onnx.ModelProto:
-            return downstream_model(model, stored.same(model), stored.values)
+            return downstream_model(model, stored.unchanged_tensors(model), stored.values)
 
         heard = [
             ({**sample, **values}, wanted)
-            for (sample, wanted), values in zip(stored.heard, stored.values, strict=True)
+            for (sample, wanted), values in zip(stored.samples, stored.values, strict=True)
         ]
         return self._measure(self._opened(choices, downstream), heard, judged=False)
 
@@ -290,7 +307,7 @@ class Prober:
         """
         with PROTOBUF:
             model = cut(self._trial(self._request.with_added_choices(choices)))
-            kernels = self._kernels and not holds_fp8(model)
+            kernels = self._runs_here and not holds_fp8(model)
             data = model.SerializeToString()
             del model
         return OrtSession.open(data, threads=1, spin=False, reuse_memory=True, int8_kernels=kernels)
@@ -333,7 +350,7 @@ class Prober:
         """Return outputs in the form in which slices are measured; `wanted`: the float model's."""
         told = self._form.told(outputs, sample, wanted)
         softmax = {n: how for n, how in self._temperatures.items() if told[n].ndim > 1}
-        return {**told, **{n: temper(told[n], *how) for n, how in softmax.items()}}
+        return {**told, **{n: apply_temperature(told[n], *how) for n, how in softmax.items()}}
 
     def _add_to(
         self,
@@ -350,7 +367,7 @@ class Prober:
             try:
                 figures.add(sample, wanted, found)
             except ConfigError as error:
-                self.unjudged = self.unjudged or error
+                self.metric_error = self.metric_error or error
                 return None
         return figures
 
@@ -367,7 +384,7 @@ def strongest_samples(
     form: OutputForm, outputs: Sequence[Mapping[str, Array]], most: int
 ) -> list[int]:
     """Return the indices of the samples of greatest signal, each slice normalized, in order."""
-    return sorted(map(int, by_strength(slice_signals(form, outputs))[:most]))
+    return sorted(map(int, rank_by_signal(slice_signals(form, outputs))[:most]))
 
 
 def mean_powers(form: OutputForm, outputs: Sequence[Mapping[str, Array]]) -> list[float]:
@@ -420,7 +437,7 @@ def _power(wanted: Array, found: Array, usual: float) -> float:
     return min(noise / max(power, usual), _ALL_NOISE)
 
 
-def key_of(choices: Choices) -> object:
+def choices_key(choices: Choices) -> object:
     """Return what is equal for equal choices, whatever their reasons."""
     methods = tuple(sorted((tensor, m.label) for tensor, m in choices.methods.items()))
     method = choices.method.label if choices.method else ""
@@ -445,15 +462,15 @@ def find_ranked_scores(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def replace_by_scores(
-    model: onnx.ModelProto, heard: Sequence[ReferenceSample], *, every: bool, threads: int
+    model: onnx.ModelProto, samples: Sequence[ReferenceSample], *, keep_outputs: bool, threads: int
 ) -> list[ReferenceSample]:
     """Replace the float model's ranked outputs by the scores that they are made of."""
     ends = find_ranked_scores(model)
     scores = list(dict.fromkeys(ends.values()))
     session = OrtSession.open(copy_with_outputs(model, scores), threads=threads, spin=False)
     result: list[ReferenceSample] = []
-    for sample, outputs in heard:
-        kept = {name: value for name, value in outputs.items() if every or name not in ends}
+    for sample, outputs in samples:
+        kept = {name: value for name, value in outputs.items() if keep_outputs or name not in ends}
         made = session.run(sample)
         result.append((sample, {**kept, **{name: made[name] for name in scores}}))
     return result

@@ -77,7 +77,7 @@ class Sensitivity:
         """Unit -> loss of the worst output slice that it adds to that of all others."""
         total = self.without(frozenset())
         return {
-            unit: noise.times(self.scale).weighed(total) / len(group)
+            unit: noise.scaled(self.scale).marginal_loss(total) / len(group)
             for group, noise in self.groups.items()
             for unit in group
         }
@@ -87,7 +87,7 @@ class Sensitivity:
         total = Noise({})
         for group, noise in self.groups.items():
             left = sum(unit not in units for unit in group) / len(group)
-            total = total.plus(noise.times(left * self.scale))
+            total = total.combined_with(noise.scaled(left * self.scale))
         return total
 
     def scaled(self, units: frozenset[str], measured: Noise) -> Sensitivity:
@@ -412,14 +412,14 @@ class Search:
         if trial is None or base.noise.worst - trial.noise.worst < _WON:
             return base
         lifted = f"from {base.noise.db:.1f} to {trial.noise.db:.1f} dB"
-        why = f"alone in float all Adds lift {base.noise.part} {lifted}"
+        why = f"alone in float all Adds lift {base.noise.worst_slice} {lifted}"
         self.kept_sums = dict.fromkeys(sorted(self.sums), why)
         return trial
 
     def _noise_alone(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Return the noise of each group with all else in float."""
         every = {*self.units.layers, *self.kept_sums}
-        return self.prober.alone(
+        return self.prober.isolated_noises(
             [self._with_float(choices, every - set(group)) for group in groups],
             [self.units.nodes(group) for group in groups],
         )
@@ -507,11 +507,11 @@ class Search:
         for group in worst if others else ():
             floats = {*self.units.layers, *self.kept_sums} - set(group)
             alone = self._with_float(replace(base.choices, methods={}), floats)
-            tensors = self.units.around(group)
+            tensors = self.units.shared_tensors(group)
             trials = [alone] + [
                 replace(alone, methods=dict.fromkeys(tensors, method)) for method in others
             ]
-            noises = self.prober.alone(trials, [self.units.nodes(group)] * len(trials))
+            noises = self.prober.isolated_noises(trials, [self.units.nodes(group)] * len(trials))
             losses = [math.inf if noise is None else noise.worst for noise in noises]
             best = losses.index(min(losses))
             if best and math.isfinite(losses[0]) and losses[best] < _BETTER * losses[0]:

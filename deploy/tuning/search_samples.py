@@ -79,7 +79,7 @@ from deploy.tensors import Array
 from deploy.terminal import phase
 
 CANDIDATES = 48  # evaluation samples to select from
-MANY = 128  # samples from which on a few make no difference
+LARGE_FEED = 128  # samples from which on a few make no difference
 _HALVED = 40  # samples, at least, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEANS = 32  # samples that give the mean of what is measured about it
@@ -104,7 +104,7 @@ def slice_signals(form: OutputForm, outputs: Iterable[Mapping[str, Array]]) -> N
     return np.asarray(np.where(numbers, signals > 0, signals))
 
 
-def by_strength(signals: NDArray[np.float64]) -> NDArray[np.intp]:
+def rank_by_signal(signals: NDArray[np.float64]) -> NDArray[np.intp]:
     """Return the indices of the samples by their signal, each slice normalized, greatest first.
 
     Equal ones are spread.
@@ -159,7 +159,7 @@ def find_temperatures(
     return found
 
 
-def temper(probabilities: Array, temperature: float, axis: int) -> Floats:
+def apply_temperature(probabilities: Array, temperature: float, axis: int) -> Floats:
     """Return the Softmax of logits divided by a temperature, from that of the logits."""
     with np.errstate(invalid="ignore"):
         power = np.maximum(probabilities.astype(np.float64), _NEVER) ** (1 / temperature)
@@ -172,11 +172,11 @@ def _is_softmax(value: Array, axis: int) -> bool:
 
 
 def _is_uncertain(rows: Sequence[Array], temperature: float, axis: int) -> bool:
-    shares = (temper(one, temperature, axis) for one in rows)
+    shares = (apply_temperature(one, temperature, axis) for one in rows)
     return bool(np.mean([1 - np.square(one).sum(axis=axis).mean() for one in shares]) >= _UNCERTAIN)
 
 
-def enough_samples(judges: EvaluationSet) -> int:
+def max_sample_count(judges: EvaluationSet) -> int:
     """Return how many samples are enough for their size."""
     first, _ = next(iter(judges.samples_with_outputs(CANDIDATES)))
     return _MOST_VALUES // max(_size(first), 1)
@@ -230,7 +230,7 @@ def _selection(signals: NDArray[np.float64], most: int) -> frozenset[int]:
     count = len(signals)
     if count <= most:
         return frozenset(range(count))
-    strongest = by_strength(signals)
+    strongest = rank_by_signal(signals)
     chosen = {int(index) for index in strongest[: _STRONGEST_STEP * (most // 2) : _STRONGEST_STEP]}
     for index in map(int, sampling_order(count)):
         if len(chosen) < most:
@@ -244,10 +244,10 @@ class ExpectedVerdict:
 
     unusable: str = ""  # why it would be unusable; "" where it would not
     doubtful: str = ""  # why it would be doubtful, where int8 is the cause
-    lost: TaskLoss | None = None  # loss of the task; None where it is not measured
+    task_loss: TaskLoss | None = None  # loss of the task; None where it is not measured
 
     @property
-    def good(self) -> bool:
+    def is_good(self) -> bool:
         """Whether it loses so little that its verdict would be good."""
         return not (self.unusable or self.doubtful)
 
@@ -256,14 +256,14 @@ class ExpectedVerdict:
 class VerdictPredictor:
     """Predicts the verdict on models, and reports the samples that this takes."""
 
-    judges: EvaluationSet
-    kernels: bool  # whether ONNX Runtime's int8 kernels run the models
+    evaluation_set: EvaluationSet
+    int8_kernels: bool  # whether ONNX Runtime's int8 kernels run the models
     threads: int
     max_loss: float | None
     metric: Metric | None
-    ran: Callable[[int], None]
+    count_samples: Callable[[int], None]
 
-    def of(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
+    def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model.
 
         `noise`: loss of its worst slice in the search. It counts too where the float model finds
@@ -290,18 +290,20 @@ class VerdictPredictor:
             expected = (lost.share * few + noise * _SHOWING) / (few + _SHOWING)
             if expected > GOOD_LOSS:
                 doubtful = doubtful or f"{lost.words}, too few to show what int8 loses"
-        return ExpectedVerdict(unusable=unusable, doubtful=doubtful, lost=lost)
+        return ExpectedVerdict(unusable=unusable, doubtful=doubtful, task_loss=lost)
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on all; each sample runs once."""
-        comparison = GrowingComparison([model], self.judges, self.metric, kernels=self.kernels)
-        count = len(self.judges.subset)
+        comparison = GrowingComparison(
+            [model], self.evaluation_set, self.metric, int8_kernels=self.int8_kernels
+        )
+        count = len(self.evaluation_set.subset)
         for most in dict.fromkeys((min(CANDIDATES, count), count)):
             before = len(comparison.keys)
             try:
-                yield comparison.on(most, threads=self.threads)
+                yield comparison.compare(most, threads=self.threads)
             finally:
-                self.ran(len(comparison.keys) - before)
+                self.count_samples(len(comparison.keys) - before)
 
 
 def _is_certain(levels: Mapping[str, str], accuracy: Accuracy, lost: TaskLoss | None) -> bool:
@@ -326,16 +328,18 @@ class GrowingComparison:
         judges: EvaluationSet,
         metric: Metric | None = None,
         *,
-        kernels: bool,
+        int8_kernels: bool,
         labels: Sequence[int] | None = None,
     ) -> None:
         """Load the models.
 
-        `kernels`: whether ONNX Runtime's int8 kernels run them. `labels`: class of each image,
+        `int8_kernels`: whether ONNX Runtime's int8 kernels run them. `labels`: class of each image,
         for top-1 accuracy on all samples.
         """
         self._sessions = [
-            OrtSession.open(model, threads=1, spin=False, reuse_memory=True, int8_kernels=kernels)
+            OrtSession.open(
+                model, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
+            )
             for model in models
         ]
         self._second = second_half(judges.subset) if len(models) > 1 else frozenset()
@@ -344,14 +348,14 @@ class GrowingComparison:
         self.keys: list[int] = []
 
     @phase("judging")
-    def on(self, most: int, *, threads: int) -> Accuracy:
-        """Return the accuracy on at most `most` samples; samples that ran before do not run again.
+    def compare(self, max_samples: int, *, threads: int) -> Accuracy:
+        """Return the accuracy on at most `max_samples` samples; each runs once.
 
         Raises:
             BackendError: ONNX Runtime refused a sample.
         """
         run_in_order(
-            self._new(most),
+            self._new(max_samples),
             self._work,
             self._take,
             threads=threads,
@@ -386,12 +390,12 @@ def second_half(part: EvaluationSubset) -> frozenset[int]:
 
 
 def halved_requests(
-    target: Target, request: BuildRequest, ran: Callable[[int], None]
+    target: Target, request: BuildRequest, count_samples: Callable[[int], None]
 ) -> list[BuildRequest]:
     """Return two requests: ranges of the second half of the evaluation samples, and of all others.
 
     The request alone where half of the samples is too little for ranges, or if the statistics
-    cannot be subtracted. `ran` as in `with_held_out_ranges`.
+    cannot be subtracted. `count_samples` as in `with_held_out_ranges`.
     """
     assert request.evaluation_set is not None
     ranges, second = request.ranges, second_half(request.evaluation_set.subset)
@@ -404,7 +408,7 @@ def halved_requests(
         "halves", lambda: [ObservedStatistics({})]
     )  # shared by the targets
     new = halves[0].missing(wanted)
-    ran(len(second) if new else 0)
+    count_samples(len(second) if new else 0)
     samples = (sample for _, sample in request.feed.samples_by_key(second))
     if new:
         halves[0] = halves[0].merged_with(observe(new, samples, threads=request.threads))
@@ -419,15 +423,15 @@ def with_held_out_ranges(
     target: Target,
     request: BuildRequest,
     judges: Sequence[Sample],
-    ran: Callable[[int], None] = lambda _: None,
+    count_samples: Callable[[int], None] = lambda _: None,
 ) -> BuildRequest:
     """Return the request with ranges of all samples but `judges`; unchanged if it cannot be.
 
-    `ran`: called with the number of samples that are run for it.
+    `count_samples`: called with the number of samples that are run for it.
     """
     count, ranges = len(request.feed), request.ranges
     left = count - len(judges)
-    if ranges.trusted is not None or not 0 < left < MANY:
+    if ranges.trusted is not None or not 0 < left < LARGE_FEED:
         return request
     subject = replace(request.subject, samples=left)
     # shared by the targets
@@ -436,11 +440,11 @@ def with_held_out_ranges(
         wanted = seen[0].missing(unique_observations({target.name: target.demand(subject)}))
         known = [o for o in wanted if o.key in ranges.observed and not o.variant.needs]
         subtractable = [o for o in known if o.statistic == HistogramOf()]
-        ran(len(judges) if subtractable else 0)
+        count_samples(len(judges) if subtractable else 0)
         if subtractable:
             own = observe(subtractable, judges, threads=request.threads)
             seen[0] = seen[0].merged_with(_subtracted(ranges, subtractable, own))
-        ran(left if len(subtractable) < len(wanted) else 0)
+        count_samples(left if len(subtractable) < len(wanted) else 0)
         with phase("observing without the judges", left, "samples") as step:
             seen[0] = seen[0].merged_with(
                 observe(

@@ -71,22 +71,22 @@ class SplitChooser:
         """Choose what to build."""
         choice, judgement = self._choose_likely([self.search.best_without_float])
         loud = choice.trial
-        if not judgement.good and self.search.can_refine():
+        if not judgement.is_good and self.search.can_refine():
             usual = self.search.weight
             self.search.quiet_down()
             again, judged = self._choose_likely([choice.trial])
             told = [*choice.told, *again.told]
             times = again.trial.time, choice.trial.time
             surer = bool(judgement.unusable) or self._is_worth_it(*times, judged, judgement)
-            if judged.good or (surer and not judged.unusable):
+            if judged.is_good or (surer and not judged.unusable):
                 doubtful = "" if judgement.unusable else judgement.doubtful
                 choice = replace(again, unusable=judgement.unusable, doubtful=doubtful)
                 judgement = judged
             choice = replace(choice, told=told)
-            if judged.good:
+            if judged.is_good:
                 self.search.weight = usual  # between good splits
                 return self._choose_faster(choice, loud)
-        if not judgement.good:
+        if not judgement.is_good:
             choice, judgement = self._choose_next(choice, judgement)
         if judgement.unusable:
             return self._choose_usable(choice, judgement)
@@ -97,11 +97,11 @@ class SplitChooser:
         likely = self.search.likely(_TIMED)
         first, timed = self.choose([*likely, *(one for one in more if one not in likely)])
         fuller = None if self.search.prices.measured else self.search.fuller(first)
-        if fuller is not None and self.can_go_on() and (judged := self.judge(fuller)).good:
+        if fuller is not None and self.can_go_on() and (judged := self.judge(fuller)).is_good:
             return ChosenSplit(trial=fuller, told=timed), judged
         own, quick = self.judge(first), None
-        if fuller is not None and own.good:
-            quick = self.search.faster(first, lambda one: self.judge(one).good, self.can_go_on)
+        if fuller is not None and own.is_good:
+            quick = self.search.faster(first, lambda one: self.judge(one).is_good, self.can_go_on)
         return ChosenSplit(trial=quick or first, told=timed), own
 
     def _choose_next(
@@ -113,7 +113,7 @@ class SplitChooser:
             one for one in self.search.likely(_TIMED + 1) if one.in_float != first.trial.in_float
         ]
         for trial in others:
-            if trial.time < slowest and self.can_go_on() and (judged := self.judge(trial)).good:
+            if trial.time < slowest and self.can_go_on() and (judged := self.judge(trial)).is_good:
                 doubtful = "" if judgement.unusable else judgement.doubtful
                 chosen = replace(first, trial=trial, unusable=judgement.unusable, doubtful=doubtful)
                 return chosen, judged
@@ -130,8 +130,8 @@ class SplitChooser:
             if one.time < slow.trial.time and one.noise.worst < loud.noise.worst
         )
         likely = itertools.islice(between, _TIMED)
-        known = next((one for one in likely if self.can_go_on() and self.judge(one).good), None)
-        quick = self.search.faster(slow.trial, lambda one: self.judge(one).good, self.can_go_on)
+        known = next((one for one in likely if self.can_go_on() and self.judge(one).is_good), None)
+        quick = self.search.faster(slow.trial, lambda one: self.judge(one).is_good, self.can_go_on)
         good = sorted(filter(None, (quick, known)), key=lambda one: one.time)
         if not good:
             return slow
@@ -177,7 +177,7 @@ class SplitChooser:
         def good(trial: Trial) -> bool:
             one = self.judge(trial)
             judged.append((self._cost(trial.time, one), trial, one))
-            return one.good
+            return one.is_good
 
         time = self.search.time_of(first.in_float)
         fastest = self.search.quieter(first, good, self.can_go_on, within=_slowest(time))
@@ -195,11 +195,11 @@ class SplitChooser:
         `time`, `judged`: of the quieter split. `first`, `judgement`: of the first one.
         """
         less = self._cost(time, judged) < self._cost(first, judgement)
-        return (judged.good or less) and time <= _slowest(first)
+        return (judged.is_good or less) and time <= _slowest(first)
 
     def _cost(self, time: float, judgement: ExpectedVerdict) -> float:
         """Return the cost with the loss of the task in place of the noise."""
-        lost = judgement.lost.share if judgement.lost is not None else 1.0
+        lost = judgement.task_loss.share if judgement.task_loss is not None else 1.0
         return math.log(max(time, 1e-6)) + self.search.weight * lost
 
 
@@ -228,7 +228,7 @@ def choose_by_time(
     *times, of_float = time_models(
         [*(written(trial) for trial in likely), float32], samples, threads=threads
     )
-    lower = _BELIEVED * search.prices.too_dear(search.units)  # a time below it was disturbed
+    lower = _BELIEVED * search.prices.measured_share(search.units)  # a time below it was disturbed
     timed = [
         replace(trial, time=max(own.ms / of_float.ms, lower * trial.time))
         for trial, own in zip(likely, times, strict=True)

@@ -46,25 +46,25 @@ class KernelTimes:
 
     # node of the model -> time of its kernel; 0 for a node that was folded away
     nodes: Mapping[str, float]
-    rest: float  # time of kernels that belong to no node
+    unattributed: float  # time of kernels that belong to no node
 
     @property
     def total(self) -> float:
         """Time of all kernels of one inference."""
-        return sum(self.nodes.values()) + self.rest
+        return sum(self.nodes.values()) + self.unattributed
 
 
 def least_kernel_times(one: KernelTimes, other: KernelTimes) -> KernelTimes:
     """Return the lesser of two times of each kernel of one model."""
     nodes = {name: min(time, other.nodes[name]) for name, time in one.nodes.items()}
-    return KernelTimes(nodes, min(one.rest, other.rest))
+    return KernelTimes(nodes, min(one.unattributed, other.unattributed))
 
 
 def kernel_times(
     model: onnx.ModelProto,
     feeds: Sequence[Mapping[str, Array]],
     *,
-    made_from: onnx.ModelProto,
+    float_model: onnx.ModelProto,
     runs: int,
     seconds: float = 0.0,
 ) -> KernelTimes:
@@ -72,14 +72,14 @@ def kernel_times(
 
     With several threads the times would depend on other processes.
 
-    `made_from`: the float model, to whose nodes the time is counted; Q/DQ nodes count for
+    `float_model`: the float model, to whose nodes the time is counted; Q/DQ nodes count for
     themselves. `runs`: least number of runs, after two that do not count. `seconds`: least time; a
     small model runs more often.
     """
     events = profile_kernels(model, feeds, runs=runs + 2, seconds=seconds)
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
     layers = {name for name, kind, _ in events if kind.removeprefix("Fused") in WEIGHTED}
-    return attribute_kernels(_least(events, skip=2), made_from, pairs, layers=layers)
+    return attribute_kernels(_least(events, skip=2), float_model, pairs, layers=layers)
 
 
 def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, float]:

@@ -46,8 +46,8 @@ from deploy.tuning.probe import (
     Prober,
     ReferenceSample,
     add_score_outputs,
+    choices_key,
     find_ranked_scores,
-    key_of,
     replace_by_scores,
 )
 from deploy.tuning.repairs import ROUNDING
@@ -59,8 +59,8 @@ from deploy.tuning.search_samples import (
     ExpectedVerdict,
     GrowingComparison,
     VerdictPredictor,
-    enough_samples,
     halved_requests,
+    max_sample_count,
     same_shape_samples,
     select_samples,
     with_held_out_ranges,
@@ -161,8 +161,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     )
     try:
         best = search.run()
-        if prober.unjudged is not None and best.noise.accuracy is None:
-            raise prober.unjudged  # a metric that fails on noisy trials only is a loss of all
+        if prober.metric_error is not None and best.noise.accuracy is None:
+            raise prober.metric_error  # a metric that fails on noisy trials only is a loss of all
         search.settle_method(partial(_held_back_db, setup, allowance.spend))
         if setup.options.max_loss is not None:
             search.hold(setup.options.max_loss)
@@ -172,7 +172,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
             raise
         continue_runs()
         choice = ChosenSplit(trial=search.best, told=[], interrupted=True)
-    return _target_plan(search, choice), prober.tried
+    return _target_plan(search, choice), prober.trial_count
 
 
 def _count_products(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> float:
@@ -183,7 +183,7 @@ def _count_products(model: onnx.ModelProto, units: Units, sample: Mapping[str, A
 def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], OutputForm]:
     """Return the samples of every trial, which the targets share, with outputs and their form."""
     request, judges = setup.request, setup.judges
-    few = min(setup.effort.samples, len(request.feed) // _SHARE, enough_samples(judges))
+    few = min(setup.effort.samples, len(request.feed) // _SHARE, max_sample_count(judges))
     few = max(_LEAST_SAMPLES, few)
     task = "" if setup.options.metric is None else setup.options.metric.task
     return request.ranges.compute_once(
@@ -209,7 +209,7 @@ def make_prober(
     if ends:
         allowance.spend(few)
         keep_outputs, threads = setup.options.metric is not None, setup.request.threads
-        heard = replace_by_scores(model, heard, every=keep_outputs, threads=threads)
+        heard = replace_by_scores(model, heard, keep_outputs=keep_outputs, threads=threads)
         form = None  # of the scores, that of the samples themselves
 
         def trial(request: BuildRequest) -> onnx.ModelProto:
@@ -224,11 +224,11 @@ def make_prober(
         form=form,
         runs_here=setup.target.runs_here,
         threads=setup.request.threads,
-        few=max(min(_LEAST_SAMPLES, few), few * effort.few // effort.samples),
+        isolated_sample_count=max(min(_LEAST_SAMPLES, few), few * effort.few // effort.samples),
         by_task=setup.options.max_loss is not None,
         metric=setup.options.metric,
         progress=step,
-        ran=spent,
+        count_samples=spent,
     )
 
 
@@ -305,20 +305,20 @@ def _choose(
 
     judging = VerdictPredictor(
         setup.judges,
-        kernels=setup.target.runs_here,
+        int8_kernels=setup.target.runs_here,
         threads=setup.request.threads,
         max_loss=setup.options.max_loss,
         metric=setup.options.metric,
-        ran=allowance.spend,
+        count_samples=allowance.spend,
     )
     another = _one_judged(setup)
     judged: dict[object, ExpectedVerdict] = {}
 
     def judge(chosen: Trial) -> ExpectedVerdict:
-        key = key_of(chosen.choices)
+        key = choices_key(chosen.choices)
         if key not in judged:
             model = setup.trial(setup.request.with_added_choices(chosen.choices))
-            judged[key] = judging.of(model, noise=chosen.noise.worst)
+            judged[key] = judging.predict(model, noise=chosen.noise.worst)
         return judged[key]
 
     return SplitChooser(
@@ -330,9 +330,9 @@ def _held_back_db(setup: SearchSetup, ran: Callable[[int], None], trial: Trial) 
     """Return the SQNR in dB of a trial's worst slice on evaluation samples, by held-back ranges."""
     halves = halved_requests(setup.target, setup.request, ran)
     models = [setup.trial(one.with_added_choices(trial.choices)) for one in halves]
-    comparison = GrowingComparison(models, setup.judges, kernels=setup.target.runs_here)
-    most = max(CANDIDATES // 3, min(CANDIDATES, enough_samples(setup.judges)))
-    worst = comparison.on(most, threads=setup.request.threads).worst
+    comparison = GrowingComparison(models, setup.judges, int8_kernels=setup.target.runs_here)
+    most = max(CANDIDATES // 3, min(CANDIDATES, max_sample_count(setup.judges)))
+    worst = comparison.compare(most, threads=setup.request.threads).worst
     ran(len(comparison.keys))
     return math.inf if worst is None else worst.sqnr_db
 
@@ -350,7 +350,7 @@ def _target_plan(search: Search, choice: ChosenSplit) -> TargetPlan:
     )
     failed, errors = "", search.prober.errors
     if errors:
-        many = f"{len(errors)} of {search.prober.tried} trials"
+        many = f"{len(errors)} of {search.prober.trial_count} trials"
         failed = f"{many} could not be run; the first: {errors[0]}"
     tried: list[dict[str, str | float]] = [
         {"what": one.what, "sqnr_db": round(one.noise.db, 2), "time": round(one.time, 4)}
@@ -376,12 +376,16 @@ def _this_cpu() -> str:
 
 
 def _describe(best: Trial) -> str:
-    if not best.noise.parts:
+    if not best.noise.slice_powers:
         return best.what
     accuracy = best.noise.accuracy
-    if best.noise.part == DETECTION_LIST and accuracy is not None and accuracy.task is not None:
+    if (
+        best.noise.worst_slice == DETECTION_LIST
+        and accuracy is not None
+        and accuracy.task is not None
+    ):
         return f"{best.what}: {accuracy.task.words}"
-    where = f" in {best.noise.part}" if len(best.noise.parts) > 1 else ""
+    where = f" in {best.noise.worst_slice}" if len(best.noise.slice_powers) > 1 else ""
     return f"{best.what}: {best.noise.db:.1f} dB{where}"
 
 

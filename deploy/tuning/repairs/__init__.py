@@ -28,19 +28,19 @@ DEFAULT = (ROUNDING,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One repair; exactly one of `before`, `after` and `by_layers` is set."""
+    """One repair; exactly one of `model_repair`, `request_repair` and `layer_repair` is set."""
 
-    words: str
-    before: ModelRepair | None = None  # changes the model before calibration
+    title: str
+    model_repair: ModelRepair | None = None  # changes the model before calibration
     # changes the build request after calibration; kept or not by the error of the outputs
-    after: RequestRepair | None = None
-    by_layers: LayerwiseRepair | None = None  # likewise, but decides layer by layer by itself
+    request_repair: RequestRepair | None = None
+    layer_repair: LayerwiseRepair | None = None  # likewise, but decides layer by layer by itself
 
 
 REPAIRS: dict[str, Repair] = {
-    "equalize": Repair(words="cross-layer equalization", before=equalize),
-    ROUNDING: Repair(words="weight rounding by output error", by_layers=round_weights),
-    "bias": Repair(words="bias correction", after=correct_biases),
+    "equalize": Repair(title="cross-layer equalization", model_repair=equalize),
+    ROUNDING: Repair(title="weight rounding by output error", layer_repair=round_weights),
+    "bias": Repair(title="bias correction", request_repair=correct_biases),
 }
 
 

@@ -80,7 +80,7 @@ def _making(
             target=target,
             reference=request.model,
             samples=used,
-            apart=samples[1::2][: -(-len(used) // 2)] if enough else (),
+            held_out=samples[1::2][: -(-len(used) // 2)] if enough else (),
             threads=request.threads,
             progress=step,
         )
@@ -100,7 +100,7 @@ def repair_request(
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
     """
-    after = [name for name in names if REPAIRS[name].before is None]
+    after = [name for name in names if REPAIRS[name].model_repair is None]
     if not after:
         return request, []
     with _making(target, request, [sample for sample, _ in heard]) as making:
@@ -118,7 +118,7 @@ def _try_all(
         try:
             if name == ROUNDING and request.choices.rounded is False:
                 one = _no_change(name, target.name, "not kept, the plan has none")
-            elif (repair := REPAIRS[name].by_layers) is not None:
+            elif (repair := REPAIRS[name].layer_repair) is not None:
                 request, one = _by_layers(request, making, name, repair)
             else:
                 request, one = builds.run(request, name)
@@ -135,7 +135,7 @@ def _by_layers(
     target, result = making.target.name, repair(request, making)
     if result is None:
         return request, _no_change(name, target)
-    sentence = f"{REPAIRS[name].words}: {result[1]}, kept"
+    sentence = f"{REPAIRS[name].title}: {result[1]}, kept"
     return result[0], RepairResult(name=name, target=target, kept=True, sentence=sentence)
 
 
@@ -147,14 +147,14 @@ class _AfterTrials:
     ) -> None:
         samples, outputs = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
         self._judge = SampleComparison(
-            request.subject, samples, threads=request.threads, said=outputs
+            request.subject, samples, threads=request.threads, reference_outputs=outputs
         )
         self._making = making
         self._last: tuple[BuildRequest, Accuracy] | None = None
 
     def run(self, request: BuildRequest, name: str) -> tuple[BuildRequest, RepairResult]:
         """Return the best candidate if it helps, else the request itself."""
-        repair, target = REPAIRS[name].after, self._making.target
+        repair, target = REPAIRS[name].request_repair, self._making.target
         assert repair is not None
         now = self._accuracy(request)
         forms = [(form, self._accuracy(form)) for form in repair(request, self._making)]
@@ -169,7 +169,7 @@ class _AfterTrials:
         if self._last is not None and self._last[0] is request:
             return self._last[1]
         target = self._making.target
-        return self._judge.of(target.trial(request), kernels=".onnx" in target.engines)
+        return self._judge.accuracy(target.trial(request), int8_kernels=".onnx" in target.engines)
 
 
 def _with_digest(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequest:
@@ -182,7 +182,7 @@ def _with_digest(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequ
 
 def refuse_model_repairs(names: Sequence[str]) -> None:
     """Refuse before-repairs for a model whose ranges come from a trusted cache."""
-    changing = [name for name in names if REPAIRS[name].before is not None]
+    changing = [name for name in names if REPAIRS[name].model_repair is not None]
     if changing:
         raise ConfigError(
             f"a trusted cache holds the ranges of the model as it is, got repair"
@@ -215,7 +215,7 @@ def repair_model(
         ConfigError: a target observes the model as its file has it.
         FeedError: as the samples of the feed.
     """
-    before = {name: one for name in names if (one := REPAIRS[name]).before is not None}
+    before = {name: one for name in names if (one := REPAIRS[name]).model_repair is not None}
     if not before:
         return subject, []
     marked = replace(subject, repairs=tuple(before))
@@ -225,11 +225,11 @@ def repair_model(
     builds = _TrialBuilds(able or [FALLBACK_TARGET], subject, feed, folder, threads)
     now, tried = builds.accuracies(subject), []
     for name, repair in before.items():
-        assert repair.before is not None
+        assert repair.model_repair is not None
         candidates = [
             (form, builds.accuracies(form))
-            for model in repair.before(subject.model, builds.samples, threads)
-            if worst_sqnr_db(builds.judge.of(model, kernels=True)) >= _SAME_DB
+            for model in repair.model_repair(subject.model, builds.samples, threads)
+            if worst_sqnr_db(builds.judge.accuracy(model, int8_kernels=True)) >= _SAME_DB
             for form in [
                 replace(
                     subject,
@@ -244,7 +244,7 @@ def repair_model(
         candidate, after = max(candidates, key=lambda one: _gain(now, one[1]))
         # some target gains and none loses
         kept = set(now) <= set(after) and not any(harms(now[t], after[t]) for t in now)
-        kept = kept and any(helps(now[t], after[t], least=_CLEARLY_DB) for t in now)
+        kept = kept and any(helps(now[t], after[t], min_gain_db=_CLEARLY_DB) for t in now)
         tried += [_result(name, t, now[t], after[t], kept=kept) for t in now if t in after]
         if kept:
             subject, now = candidate, after
@@ -267,7 +267,7 @@ def repair_notes(tried: Iterable[RepairResult]) -> list[str]:
     results = list(tried)
     several = len({one.target for one in results if one.target}) > 1
     notes = [f"{t.target}: {t.sentence}" if several and t.target else t.sentence for t in results]
-    if any(t.kept and REPAIRS[t.name].before is not None for t in results):
+    if any(t.kept and REPAIRS[t.name].model_repair is not None for t in results):
         notes.append("the calibration cache belongs to the repaired float model")
     return notes
 
@@ -301,7 +301,9 @@ class _TrialBuilds:
         for target in self._targets:
             try:
                 model = target.trial(self._request(target, few_samples))
-                accuracies[target.name] = self.judge.of(model, kernels=".onnx" in target.engines)
+                accuracies[target.name] = self.judge.accuracy(
+                    model, int8_kernels=".onnx" in target.engines
+                )
             except Calib8Error as error:
                 errors.append(error)
         if accuracies:
@@ -336,11 +338,11 @@ def _gain(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> float:
 def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> RepairResult:
     old, new = worst_sqnr_db(now), worst_sqnr_db(after)
     word = "kept" if kept else "not kept"
-    sentence = f"{REPAIRS[name].words}: worst part {old:.1f} -> {new:.1f} dB, {word}"
+    sentence = f"{REPAIRS[name].title}: worst part {old:.1f} -> {new:.1f} dB, {word}"
     return RepairResult(name=name, target=target, kept=kept, sentence=sentence)
 
 
 def _no_change(name: str, target: str = "", why: str = "nothing to repair") -> RepairResult:
     return RepairResult(
-        name=name, target=target, kept=False, sentence=f"{REPAIRS[name].words}: {why}"
+        name=name, target=target, kept=False, sentence=f"{REPAIRS[name].title}: {why}"
     )

@@ -20,7 +20,7 @@ class RepairInput:
     samples: Sequence[Sample]
     # held-out samples that accept or reject each change of a layer; empty where there are too few
     # samples
-    apart: Sequence[Sample]
+    held_out: Sequence[Sample]
     threads: int
     progress: Callable[[], None] = lambda: None
 

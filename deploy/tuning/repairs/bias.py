@@ -58,16 +58,16 @@ def _correct_each(request: BuildRequest, making: RepairInput) -> BuildRequest | 
     )
     plain = {layer.name: layer for layer in find_weighted_layers(making.reference)}
     quantized = read_all_quantizations(making.target.trial(request), with_bias)
-    layers = [layer for layer, how in quantized.values() if how.nearest]
+    layers = [layer for layer, how in quantized.values() if how.is_nearest]
     graph, biases = Graph(request.model), []
     for layer, patches in layer_patches(
-        making.reference, layers, making.samples, most=_PATCHES, threads=making.threads
+        making.reference, layers, making.samples, max_patches=_PATCHES, threads=making.threads
     ):
         how = quantized[layer.name][1]
         expected = _mean_out(plain[layer.name].rows, patches)
-        stored = replace(layer, array=np.asarray(how.weights(layer), np.float32))
-        actual = _mean_out(stored.rows, [how.inputs(one) for one in patches])
-        biases.append((layer, layer.bias_of(graph) + shrunk_mean(expected - actual)))
+        stored = replace(layer, array=np.asarray(how.quantize_weight(layer), np.float32))
+        actual = _mean_out(stored.rows, [how.quantize_inputs(one) for one in patches])
+        biases.append((layer, layer.bias_values(graph) + shrunk_mean(expected - actual)))
     return with_model(request, with_biases(request.model, biases)) if biases else None
 
 
@@ -89,7 +89,7 @@ def _correct_last(request: BuildRequest, making: RepairInput) -> BuildRequest:
     graph, biases = Graph(request.model), []
     for layer in layers:
         change = shrunk_mean(expected[layer.name] - actual[layer.name])
-        biases.append((layer, layer.bias_of(graph) + change))
+        biases.append((layer, layer.bias_values(graph) + change))
     return with_model(request, with_biases(request.model, biases))
 
 
@@ -116,7 +116,7 @@ def _means(model: onnx.ModelProto, layers: Sequence[WeightedLayer], making: Repa
 
     def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
         means = _channel_means(value, by_tensor[name].out_axis)
-        pixels = means.reshape(len(means), -1, by_tensor[name].outputs)  # pixels of a tile, if any
+        pixels = means.reshape(len(means), -1, by_tensor[name].out_channels)
         return np.asarray(pixels.mean(axis=1), np.float64)
 
     runs = run_with_taps(model, tensors.values(), making.samples, take, threads=making.threads)

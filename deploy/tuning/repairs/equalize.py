@@ -51,7 +51,7 @@ def equalize(
 
 def _factors(links: Sequence[LayerLink], maxima: Mapping[str, NDArray[np.float64]]) -> Factors:
     """Return each link's factors [C], by the maxima of its activations or else its weights."""
-    factors = {link.first.name: np.ones(link.first.outputs) for link in links}
+    factors = {link.first.name: np.ones(link.first.out_channels) for link in links}
     sizes = {
         layer.name: np.abs(layer.by_channel.astype(np.float64)).max(axis=3)
         for link in links
@@ -101,5 +101,5 @@ def _equalized(
             continue
         arrays[layer.weight] = layer.scaled(outputs=1 / out, inputs=into)
         if layer.bias and out is not one:
-            biases.append((layer, layer.bias_of(graph) / out))
+            biases.append((layer, layer.bias_values(graph) / out))
     return with_biases(with_constants(model, arrays), biases)

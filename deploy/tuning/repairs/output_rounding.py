@@ -54,7 +54,7 @@ class RoundedWeight:
     weight: FloatArray  # float32 in ONNX layout; changed values lie on their integers
     # squared output error on held-out samples, relative to rounding to nearest; 1 where nothing
     # changed, NaN without held-out samples
-    left: float
+    error_ratio: float
 
 
 def round_weights(request: BuildRequest, making: RepairInput) -> tuple[BuildRequest, str] | None:
@@ -69,11 +69,11 @@ def round_weights(request: BuildRequest, making: RepairInput) -> tuple[BuildRequ
         for one, how in quantized.values()
         if one.weight in all_rounded and how.factors is None
     ]
-    changed = {name: all_rounded[name] for name in names if all_rounded[name].left != 1}
+    changed = {name: all_rounded[name] for name in names if all_rounded[name].error_ratio != 1}
     if not changed:
         return None
     model = with_constants(request.model, {name: one.weight for name, one in changed.items()})
-    return with_model(request, model), _report_text([one.left for one in changed.values()])
+    return with_model(request, model), _report_text([one.error_ratio for one in changed.values()])
 
 
 def _report_text(left: Sequence[float]) -> str:
@@ -143,15 +143,15 @@ def _rounded(request: BuildRequest, making: RepairInput) -> dict[str, RoundedWei
     results = {}
     for layer, patches in layer_patches(
         making.reference,
-        [layer for layer, how in quantized.values() if how.nearest and how.factors is None],
-        [*making.samples, *making.apart],
-        most=_PATCHES * (count + len(making.apart)) // count,
+        [layer for layer, how in quantized.values() if how.is_nearest and how.factors is None],
+        [*making.samples, *making.held_out],
+        max_patches=_PATCHES * (count + len(making.held_out)) // count,
         threads=making.threads,
     ):
         how, inputs = quantized[layer.name][1], np.concatenate(patches[:count], axis=2)
-        apart = np.concatenate(patches[count:], axis=2) if patches[count:] else None
+        held_out = np.concatenate(patches[count:], axis=2) if patches[count:] else None
         results[layer.weight] = round_weight(
-            layer, how.weight, inputs, how.grid, apart=apart, fits_pairs=fits
+            layer, how.weight_scale, inputs, how.grid, held_out=held_out, fits_pairs=fits
         )
         making.progress()
     return results
@@ -159,7 +159,7 @@ def _rounded(request: BuildRequest, making: RepairInput) -> dict[str, RoundedWei
 
 def _exclusive(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
     """Return the layers whose weight no other node reads."""
-    return tuple(layer for layer in find_weighted_layers(model) if layer.alone)
+    return tuple(layer for layer in find_weighted_layers(model) if layer.is_only_reader)
 
 
 def round_weight(
@@ -168,7 +168,7 @@ def round_weight(
     inputs: FloatArray,
     grid: Grid = INT8,
     *,
-    apart: FloatArray | None = None,
+    held_out: FloatArray | None = None,
     fits_pairs: bool = False,
 ) -> RoundedWeight:
     """Round a layer's weight by its output error.
@@ -178,7 +178,7 @@ def round_weight(
         scales: weight scales, which broadcast over the weight.
         inputs: input patches [groups, K, P].
         grid: grid of the stored weight.
-        apart: held-out patches; a channel with no less error on them keeps its weights.
+        held_out: held-out patches; a channel with no less error on them keeps its weights.
         fits_pairs: whether pairs of stored weights fit 16 bits and must stay so.
     """
     weight = layer.array.astype(np.float64)
@@ -200,8 +200,8 @@ def round_weight(
             steps[:, :, part], products, fixed=fixed[:, :, part], sweeps=_SWEEPS, grid=grid
         )
     left = math.nan if (integers != nearest).any() else 1.0
-    if apart is not None:
-        left = _undo_worse(steps, nearest, integers, own, apart)
+    if held_out is not None:
+        left = _undo_worse(steps, nearest, integers, own, held_out)
     plain = _rows(layer, weight)
     moved = np.where(integers != nearest, np.clip(integers * own, *_limits(plain)), plain)
     return RoundedWeight(layer.from_channels(moved.reshape(layer.by_channel.shape)), left)
@@ -220,11 +220,11 @@ def _undo_worse(
     nearest: NDArray[np.floating],
     integers: NDArray[np.floating],
     scales: NDArray[np.floating],
-    apart: FloatArray,
+    held_out: FloatArray,
 ) -> float:
     """Round rows to nearest again, in place, where that has no more error; return what is left."""
     before, after = (
-        np.square(block_products((q - steps) * scales, apart)).sum(axis=2)
+        np.square(block_products((q - steps) * scales, held_out)).sum(axis=2)
         for q in (nearest, integers)
     )
     worse = after >= before

@@ -46,8 +46,8 @@ class WeightedLayer:
     bias: str  # initializer of the bias, "" for none
     add: str  # name of the bias Add of a MatMul, "" for none
     group: int
-    given: Mapping[str, Any]
-    alone: bool  # whether no other node reads the weight
+    attributes: Mapping[str, Any]
+    is_only_reader: bool  # whether no other node reads the weight
 
     @property
     def out_axis(self) -> int:
@@ -55,28 +55,28 @@ class WeightedLayer:
         return -1 if self.kind == "MatMul" else 1
 
     @property
-    def outputs(self) -> int:
+    def out_channels(self) -> int:
         """Number of output channels."""
-        if self.transposed:
+        if self.is_transposed_conv:
             return int(self.array.shape[1]) * self.group
-        if self.kind == "Conv" or self.turned:
+        if self.kind == "Conv" or self.is_transposed_gemm:
             return int(self.array.shape[0])
         return int(self.array.shape[1])
 
     @property
-    def inputs(self) -> int:
+    def in_channels(self) -> int:
         """Number of input channels."""
         return int(self.by_channel.shape[0] * self.by_channel.shape[2])
 
     @property
-    def transposed(self) -> bool:
+    def is_transposed_conv(self) -> bool:
         """Whether it is a ConvTranspose."""
         return self.kind == "ConvTranspose"
 
     @property
-    def turned(self) -> bool:
+    def is_transposed_gemm(self) -> bool:
         """Whether it is a Gemm whose weight is stored as [C_out, C_in]."""
-        return self.kind == "Gemm" and bool(self.given.get("transB", 0))
+        return self.kind == "Gemm" and bool(self.attributes.get("transB", 0))
 
     @property
     def by_channel(self) -> FloatArray:
@@ -84,10 +84,10 @@ class WeightedLayer:
         array, group = self.array, self.group
         if self.kind == "Conv":
             return array.reshape(group, array.shape[0] // group, array.shape[1], -1)
-        if self.transposed:
+        if self.is_transposed_conv:
             split = array.reshape(group, array.shape[0] // group, array.shape[1], -1)
             return split.swapaxes(1, 2)
-        matrix = array if self.turned else array.T
+        matrix = array if self.is_transposed_gemm else array.T
         return matrix[None, :, :, None]
 
     @property
@@ -98,12 +98,12 @@ class WeightedLayer:
 
     def from_channels(self, channels: NDArray[Any]) -> FloatArray:
         """Inverse of `by_channel`, for a weight of the same shape."""
-        if self.transposed:
+        if self.is_transposed_conv:
             channels = channels.swapaxes(1, 2)
         if self.kind in ("Conv", "ConvTranspose"):
             return np.ascontiguousarray(channels.reshape(self.array.shape), np.float32)
         matrix = channels[0, :, :, 0]
-        return np.ascontiguousarray(matrix if self.turned else matrix.T, np.float32)
+        return np.ascontiguousarray(matrix if self.is_transposed_gemm else matrix.T, np.float32)
 
     def scaled(self, *, outputs: NDArray[Any], inputs: NDArray[Any]) -> FloatArray:
         """Return the weight times factors per output channel, [C_out] or [1], and input channel."""
@@ -113,12 +113,12 @@ class WeightedLayer:
         columns = np.broadcast_to(inputs, groups * into).reshape(groups, 1, into, 1)
         return self.from_channels(wide * rows * columns)
 
-    def bias_of(self, graph: Graph) -> NDArray[np.float64]:
+    def bias_values(self, graph: Graph) -> NDArray[np.float64]:
         """Return the bias per output channel, [C_out]; zeros where there is none."""
         if not self.bias:
-            return np.zeros(self.outputs)
+            return np.zeros(self.out_channels)
         array = numpy_helper.to_array(graph.initializers[self.bias]).astype(np.float64)
-        return np.broadcast_to(array.reshape(-1), (self.outputs,)).copy()
+        return np.broadcast_to(array.reshape(-1), (self.out_channels,)).copy()
 
 
 def find_weighted_layers(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
@@ -160,8 +160,8 @@ def _layer(
         bias=bias,
         add="" if add is None else add.name,
         group=int(given.get("group", 1)),
-        given=given,
-        alone=read_counts[node.input[1]] == 1,
+        attributes=given,
+        is_only_reader=read_counts[node.input[1]] == 1,
     )
 
 
@@ -214,7 +214,7 @@ def original_constants(
         if layer.bias == own.bias and layer.bias:
             result[layer.name][layer.bias] = graph.initializers[own.bias]
         elif layer.bias:
-            bias = np.asarray(own.bias_of(graph), np.float32)
+            bias = np.asarray(own.bias_values(graph), np.float32)
             result[layer.name][layer.bias] = numpy_helper.from_array(bias, layer.bias)
     return result
 
@@ -269,9 +269,9 @@ def _link(graph: Graph, layers: dict[str, WeightedLayer], first: WeightedLayer) 
     if last is None or second is None or second.input not in last.input[:1]:
         return None
     convs = first.kind in _CONVS, second.kind in _CONVS
-    fits = convs in ((True, True), (False, False)) and first.outputs == second.inputs
+    fits = convs in ((True, True), (False, False)) and first.out_channels == second.in_channels
     pools = any(node.op_type in ("MaxPool", "AveragePool") for node in path[:-1])
-    exclusive = first.alone and second.alone and not (pools and not all(convs))
+    exclusive = first.is_only_reader and second.is_only_reader and not (pools and not all(convs))
     return LayerLink(first, second) if fits and exclusive else None
 
 
@@ -298,32 +298,32 @@ _FAKE_QUANT = ("Sub", "Clip", "Add", "Round", "Mul")  # upstream from a layer's 
 class LayerQuantization:
     """Quantization of a layer in the int8 model."""
 
-    weight: Float64Array  # weight scales, shaped to broadcast over the float weight
-    input: float
-    zero: int
+    weight_scale: Float64Array  # weight scales, shaped to broadcast over the float weight
+    input_scale: float
+    zero_point: int
     # low, high: smallest and largest stored value of the input
     low: float
     high: float
     grid: Grid = INT8  # integer or FP8 grid whose rounding rule applies to both
     # whether the weight is rounded to nearest; False for weights rounded by AMCT's AdaRound, which
     # stay as they are
-    nearest: bool = True
+    is_nearest: bool = True
     # what AMCT's DMQ divides the input by, [groups, K, 1], and multiplies the weight by before both
     # are rounded; None without DMQ
     factors: FloatArray | None = None
 
-    def weights(self, layer: WeightedLayer) -> Float64Array:
+    def quantize_weight(self, layer: WeightedLayer) -> Float64Array:
         """Return a layer's weight after quantization, in ONNX layout."""
-        steps = round_to_grid(layer.array / self.weight, self.grid)
-        return np.asarray(steps * self.weight, np.float64)
+        steps = round_to_grid(layer.array / self.weight_scale, self.grid)
+        return np.asarray(steps * self.weight_scale, np.float64)
 
-    def inputs(self, values: NDArray[np.floating]) -> NDArray[np.float32]:
+    def quantize_inputs(self, values: NDArray[np.floating]) -> NDArray[np.float32]:
         """Return input values after quantization."""
         balanced = values if self.factors is None else values / self.factors
-        steps = np.asarray(balanced, np.float32) / np.float32(self.input)
-        steps = round_to_grid(steps, self.grid) + np.float32(self.zero)
-        clipped = np.clip(steps, self.low, self.high) - self.zero
-        result = np.asarray(clipped * np.float32(self.input), np.float32)
+        steps = np.asarray(balanced, np.float32) / np.float32(self.input_scale)
+        steps = round_to_grid(steps, self.grid) + np.float32(self.zero_point)
+        clipped = np.clip(steps, self.low, self.high) - self.zero_point
+        result = np.asarray(clipped * np.float32(self.input_scale), np.float32)
         return result if self.factors is None else result * self.factors
 
 
@@ -351,7 +351,7 @@ def _from_pairs(
     if (node.op_type, layer.kind) == ("Conv", "ConvTranspose"):  # repeated for each pixel of a tile
         axis = 1
     if scales.size > 1:
-        scales = scales[: layer.outputs]  # without padding channels
+        scales = scales[: layer.out_channels]  # without padding channels
     zero = _array(graph, input_dq.input[2])
     step = _array(graph, input_dq.input[1])
     if step.size != 1:
@@ -361,9 +361,9 @@ def _from_pairs(
         (FP8.qmin, FP8.qmax) if fp8 else (np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max)
     )
     return LayerQuantization(
-        weight=scales.reshape([-1 if a == axis else 1 for a in range(rank)]),
-        input=float(step.reshape(-1)[0]),
-        zero=int(zero.reshape(-1)[0]),
+        weight_scale=scales.reshape([-1 if a == axis else 1 for a in range(rank)]),
+        input_scale=float(step.reshape(-1)[0]),
+        zero_point=int(zero.reshape(-1)[0]),
         low=float(low),
         high=float(high),
         grid=FP8 if fp8 else INT8,
@@ -382,21 +382,21 @@ def _from_fake_quant(
     _, clip, add, _, mul = chain
     inverse = float(_array(graph, mul.input[1]))
     scales = _array(graph, after.input[1]).astype(np.float64).reshape(-1) * inverse
-    if scales.size not in (1, layer.outputs):
+    if scales.size not in (1, layer.out_channels):
         return None
     groups = layer.by_channel.shape[0]
-    columns = np.broadcast_to(scales, layer.outputs).reshape(groups, -1, 1, 1)
+    columns = np.broadcast_to(scales, layer.out_channels).reshape(groups, -1, 1, 1)
     inverse_factors = _inverse_factors(graph, node, mul)
     if inverse_factors is not None:
         columns = columns * inverse_factors.reshape(groups, 1, -1, 1)
     wide = layer.from_channels(np.ones(layer.by_channel.shape) * columns).astype(np.float64)
     return LayerQuantization(
-        weight=wide,
-        input=1 / inverse,
-        zero=int(_array(graph, add.input[1])),
+        weight_scale=wide,
+        input_scale=1 / inverse,
+        zero_point=int(_array(graph, add.input[1])),
         low=int(_array(graph, clip.input[1])),
         high=int(_array(graph, clip.input[2])),
-        nearest=_is_nearest(_array(graph, node.input[1]), layer, wide),
+        is_nearest=_is_nearest(_array(graph, node.input[1]), layer, wide),
         factors=None if inverse_factors is None else _factors(inverse_factors, layer),
     )
 
@@ -418,7 +418,7 @@ def _factors(inverse: FloatArray, layer: WeightedLayer) -> FloatArray:
 
 
 def _is_nearest(codes: NDArray[Any], layer: WeightedLayer, scales: Float64Array) -> bool:
-    stored = codes.T if layer.turned else codes
+    stored = codes.T if layer.is_transposed_gemm else codes
     steps = np.clip(layer.array / scales, INT8.qmin, INT8.qmax)
     return bool(np.abs(steps - stored).max() < _HALF)
 

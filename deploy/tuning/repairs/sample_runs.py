@@ -78,7 +78,7 @@ def channel_maxima(
 class SampleComparison:
     """Compares models with the float model on the same few samples; the float model runs once.
 
-    `said`: the float model's outputs on them, if they are available.
+    `reference_outputs`: the float model's outputs on them, if they are available.
     """
 
     def __init__(
@@ -87,22 +87,25 @@ class SampleComparison:
         samples: Sequence[Sample],
         *,
         threads: int,
-        said: Sequence[Mapping[str, Array]] | None = None,
+        reference_outputs: Sequence[Mapping[str, Array]] | None = None,
     ) -> None:
         self._samples, self._threads = samples, threads
-        if said is None:
+        if reference_outputs is None:
             session = OrtSession.open(subject.model, threads=1, spin=False, reuse_memory=True)
-            said = _ran(session, samples, threads)
-        self._outputs, self._form = said, derive_form(said, inputs=samples, task=subject.task)
+            reference_outputs = _ran(session, samples, threads)
+        self._outputs, self._form = (
+            reference_outputs,
+            derive_form(reference_outputs, inputs=samples, task=subject.task),
+        )
 
-    def of(self, model: onnx.ModelProto, *, kernels: bool) -> Accuracy:
-        """Return the accuracy of a model; `kernels` allows ONNX Runtime's int8 kernels.
+    def accuracy(self, model: onnx.ModelProto, *, int8_kernels: bool) -> Accuracy:
+        """Return the accuracy of a model; `int8_kernels` allows ONNX Runtime's int8 kernels.
 
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
         """
         session = OrtSession.open(
-            model, threads=1, spin=False, reuse_memory=True, int8_kernels=kernels
+            model, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
         )
         comparison = Comparison(StoredOutputs(self._outputs[0]), session, form=self._form)
         outputs = _ran(session, self._samples, self._threads)
@@ -137,9 +140,9 @@ def worst_sqnr_db(accuracy: Accuracy) -> float:
 GAIN_DB, _LOSS_DB = 0.1, 0.5
 
 
-def helps(before: Accuracy, after: Accuracy, *, least: float = GAIN_DB) -> bool:
-    """Whether the worst output slice gains `least` dB or more and no slice loses over 0.5 dB."""
-    return worst_sqnr_db(after) >= worst_sqnr_db(before) + least and not harms(before, after)
+def helps(before: Accuracy, after: Accuracy, *, min_gain_db: float = GAIN_DB) -> bool:
+    """Whether the worst output slice gains `min_gain_db` or more and no slice loses over 0.5 dB."""
+    return worst_sqnr_db(after) >= worst_sqnr_db(before) + min_gain_db and not harms(before, after)
 
 
 def harms(before: Accuracy, after: Accuracy) -> bool:
@@ -157,16 +160,16 @@ def layer_patches(
     layers: Sequence[WeightedLayer],
     samples: Sequence[Sample],
     *,
-    most: int,
+    max_patches: int,
     threads: int,
 ) -> Iterator[tuple[WeightedLayer, list[FloatArray]]]:
-    """Yield each layer with its input patches, [groups, K, P] per sample, about `most` in all.
+    """Yield each layer with its input patches, [groups, K, P] per sample, about `max_patches`.
 
     A ConvTranspose whose pads follow from its output's size is left out.
     """
-    supported = [one for one in layers if not (one.transposed and _fitted(one))]
-    per_sample = -(-most // len(samples))
-    for batch in _portions(supported, most):
+    supported = [one for one in layers if not (one.is_transposed_conv and _fitted(one))]
+    per_sample = -(-max_patches // len(samples))
+    for batch in _portions(supported, max_patches):
         by_name = {layer.name: layer for layer in batch}
 
         def take(
@@ -185,7 +188,9 @@ def layer_patches(
 
 def _fitted(layer: WeightedLayer) -> bool:
     """Whether the pads of a ConvTranspose follow from the size of its output."""
-    return "output_shape" in layer.given or layer.given.get("auto_pad", _NOTSET) != _NOTSET
+    return (
+        "output_shape" in layer.attributes or layer.attributes.get("auto_pad", _NOTSET) != _NOTSET
+    )
 
 
 def _portions(layers: Sequence[WeightedLayer], most: int) -> Iterator[list[WeightedLayer]]:
@@ -207,5 +212,7 @@ def patches(layer: WeightedLayer, value: Array, number: int, most: int) -> Float
     """Return at most `most` patches of one input of a layer (`calibrators.rounding`)."""
     window = None
     if layer.kind in ("Conv", "ConvTranspose"):
-        window = make_window(layer.given, layer.array.shape[2:], transposed=layer.transposed)
+        window = make_window(
+            layer.attributes, layer.array.shape[2:], transposed=layer.is_transposed_conv
+        )
     return drawn_patches(value, window, number, most)
