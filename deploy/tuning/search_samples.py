@@ -247,9 +247,11 @@ class ExpectedVerdict:
     task_loss: TaskLoss | None = None  # loss of the task; None where it is not measured
 
     @property
-    def is_good(self) -> bool:
-        """Whether it loses so little that its verdict would be good."""
-        return not (self.unusable or self.doubtful)
+    def level(self) -> str:
+        """GOOD, DOUBTFUL or UNUSABLE."""
+        if self.unusable:
+            return UNUSABLE
+        return DOUBTFUL if self.doubtful else GOOD
 
 
 @dataclass(frozen=True, slots=True)

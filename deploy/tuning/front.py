@@ -1,0 +1,287 @@
+"""The front of splits, which shows what accuracy costs, and the rule that chooses what is built.
+
+::
+
+    loss | o                    o  the front: no other trial is faster and loses less
+         |   o   .              .  other trials
+         |     X     .          X  built
+         |           o   o
+         +------------------ time, as a share of the float model's
+
+The rule: the trial of least cost, log(time) + weight * loss, among those with the best expected
+verdict. Trials are judged in the order of their cost, on the evaluation samples and as their engine
+will be, until one is good. One that loses at least as much as another that was judged cannot have a
+better verdict at more cost, so it is not judged. Where none is good, the search goes on with more
+weight on loss, and then looks for the fastest good split of the predicted front by halving::
+
+    fastest   bad  .  .  bad  .  GOOD  .  .  .  .   nearly float
+                             look here
+
+When the budget of the search is spent, the best split so far is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import onnx
+
+from deploy.graph.index import Graph
+from deploy.graph.placement import WEIGHTED
+from deploy.metrics.latency import LEAST_GAIN
+from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
+from deploy.tuning.prices import Units
+from deploy.tuning.probe import choices_key
+from deploy.tuning.search import Search
+from deploy.tuning.search_options import Trial
+from deploy.tuning.search_samples import ExpectedVerdict
+
+MAX_POINTS = 8  # of the front that is kept
+WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
+_LIKELY = 3  # splits that are timed before one is chosen
+_LOSS_WEIGHT = 4.0  # factor on the weight of loss where the cheapest split is not good
+_RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontPoint:
+    """A split that could be built, and what it costs.
+
+    Attributes:
+        trial: the split with its range methods; its time is measured where `is_timed`.
+        size: bytes of the constants, as a share of the float model's.
+        is_timed: whether the time was measured, else it is predicted.
+        verdict: the expected one; None where it was not judged.
+        taken: whether it is built.
+    """
+
+    trial: Trial
+    size: float
+    is_timed: bool = False
+    verdict: ExpectedVerdict | None = None
+    taken: bool = False
+
+
+class SplitSizes:
+    """Predicted sizes of a model's splits."""
+
+    def __init__(self, model: onnx.ModelProto, units: Units) -> None:
+        graph = Graph(model)
+        nodes = {node.name: node for node in graph.nodes}
+        counts = {name: math.prod(tensor.dims) for name, tensor in graph.initializers.items()}
+        self._values = sum(counts.values())
+        self._weights_by_layer: dict[str, int] = {}
+        for layer in units.layers:
+            weighted = [nodes[name] for name in units.members[layer]]
+            names = {node.input[1] for node in weighted if node.op_type in WEIGHTED}
+            self._weights_by_layer[layer] = sum(counts.get(name, 0) for name in names)
+
+    def of(self, in_float: frozenset[str]) -> float:
+        """Return the bytes of a split's constants, as a share of the float model's."""
+        int8_weights = 0
+        for layer, count in self._weights_by_layer.items():
+            if layer not in in_float:
+                int8_weights += count
+        return 1.0 - 0.75 * int8_weights / max(self._values, 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class SplitChooser:
+    """Chooses what to build among the splits of a search.
+
+    Attributes:
+        search: its trials; more are tried where none is good.
+        sizes: of the splits.
+        judge: trial -> its expected verdict.
+        can_judge: whether the budget allows judging another trial.
+        measure: trials -> the same with measured times; None where time is predicted.
+    """
+
+    search: Search
+    sizes: SplitSizes
+    judge: Callable[[Trial], ExpectedVerdict]
+    can_judge: Callable[[], bool]
+    measure: Callable[[Sequence[Trial]], list[Trial]] | None = None
+    _verdicts: dict[object, ExpectedVerdict] = field(default_factory=dict)
+    _timed: dict[object, Trial] = field(default_factory=dict)
+
+    def choose(self) -> Trial:
+        """Return the trial to build."""
+        choice = self._choose_tried()
+        if self._level(choice) == GOOD:
+            return choice
+
+        if self.search.can_refine():
+            # A layer that drowns all others in noise hides which method is good for them, so the
+            # methods are compared again where it is float.
+            usual_weight = self.search.weight
+            self.search.weight *= _LOSS_WEIGHT
+            self.search.refine(choice)
+            self.search.weight = usual_weight
+        for level in (GOOD, DOUBTFUL):
+            self._look_for(level)
+            choice = self._choose_tried()
+            if _RANKS.index(self._level(choice)) <= _RANKS.index(level):
+                break
+        return choice
+
+    def front(self, choice: Trial) -> list[FrontPoint]:
+        """Return the trials that no other beats in both time and loss, the fastest first.
+
+        `choice`: what is built; it is always among them.
+        """
+        taken_key = choices_key(choice.choices)
+        points: list[FrontPoint] = []
+        least_loss = math.inf
+        candidates = [self._with_time(trial) for trial in self.search.eligible]
+        for trial in sorted(candidates, key=lambda trial: (trial.time, trial.noise.worst)):
+            key = choices_key(trial.choices)
+            if key != taken_key and trial.noise.worst >= least_loss:
+                continue
+            least_loss = min(least_loss, trial.noise.worst)
+            point = FrontPoint(
+                trial=trial,
+                size=self.sizes.of(trial.in_float),
+                is_timed=key in self._timed,
+                verdict=self._verdicts.get(key),
+                taken=key == taken_key,
+            )
+            points.append(point)
+        return _thin_out(points)
+
+    def _choose_tried(self) -> Trial:
+        """Return the trial of least cost among the tried ones with the best verdict."""
+        judged: list[Trial] = []
+        for trial in sorted(self._candidates(), key=self.search.cost):
+            if any(other.noise.worst <= trial.noise.worst for other in judged):
+                continue
+            is_known = choices_key(trial.choices) in self._verdicts
+            if judged and not is_known and not self.can_judge():
+                break
+            judged.append(trial)
+            if self._level(trial) == GOOD:
+                break
+        return min(judged, key=self._rank)
+
+    def _candidates(self) -> list[Trial]:
+        """Return the trials to choose among: where time is measured, those that were timed."""
+        trials = self.search.eligible
+        if self.measure is None:
+            return trials
+        cheapest = sorted(trials, key=self.search.cost)
+        likely: dict[frozenset[str], Trial] = {}
+        for trial in cheapest:
+            likely.setdefault(trial.in_float, trial)
+        plain = [trial for trial in cheapest if trial.in_float == self.search.refused][:1]
+        judged = [trial for trial in trials if choices_key(trial.choices) in self._verdicts]
+        wanted = {
+            choices_key(trial.choices): trial
+            for trial in (*list(likely.values())[:_LIKELY], *plain, *judged)
+        }
+        untimed = [trial for key, trial in wanted.items() if key not in self._timed]
+        if untimed:
+            for trial in self.measure(untimed):
+                self._timed[choices_key(trial.choices)] = trial
+        return [self._with_time(trial) for trial in trials if self._is_timed(trial)]
+
+    def _look_for(self, level: str) -> None:
+        """Try splits of the predicted front, by halving, for the fastest with a verdict.
+
+        That a slower split has a verdict at least as good is assumed.
+        """
+        base = min(self._candidates(), key=lambda trial: trial.noise.worst)
+        self.search.layer_losses(base)
+        too_fast, good = self._bounds(level)
+        splits = [
+            split
+            for split in self.search.predicted_front()
+            if too_fast < self.search.time_of(split) < good and self._is_worthwhile(split)
+        ]
+
+        def is_good_enough(trial: Trial) -> bool:
+            return _RANKS.index(self._level(trial)) <= _RANKS.index(level)
+
+        find_fastest(self.search, base, splits, is_good_enough, self.can_judge)
+
+    def _bounds(self, level: str) -> tuple[float, float]:
+        """Return the times between which the fastest split with a verdict must be."""
+        too_fast, good = 0.0, math.inf
+        for trial in self.search.eligible:
+            verdict = self._verdicts.get(choices_key(trial.choices))
+            if verdict is None:
+                continue
+            time = self.search.time_of(trial.in_float)
+            if _RANKS.index(verdict.level) <= _RANKS.index(level):
+                good = min(good, time)
+            else:
+                too_fast = max(too_fast, time)
+        return too_fast, good
+
+    def _rank(self, trial: Trial) -> tuple[int, float]:
+        return _RANKS.index(self._level(trial)), self.search.cost(trial)
+
+    def _level(self, trial: Trial) -> str:
+        """Return the expected verdict of a trial; FLOAT where it would win nothing."""
+        key = choices_key(trial.choices)
+        if key not in self._verdicts:
+            self._verdicts[key] = self.judge(trial)
+        level = self._verdicts[key].level
+        if level != UNUSABLE and not self._is_worthwhile(trial.in_float, trial.time):
+            return FLOAT
+        return level
+
+    def _is_worthwhile(self, in_float: frozenset[str], time: float | None = None) -> bool:
+        """Whether a split wins some of the time or a quarter of the size."""
+        if time is None:
+            time = self.search.time_of(in_float)
+        return time * LEAST_GAIN <= 1 or self.sizes.of(in_float) <= WORTHWHILE_SIZE
+
+    def _is_timed(self, trial: Trial) -> bool:
+        return choices_key(trial.choices) in self._timed
+
+    def _with_time(self, trial: Trial) -> Trial:
+        """Return a trial with its measured time, if it was timed."""
+        return self._timed.get(choices_key(trial.choices), trial)
+
+
+def find_fastest(
+    search: Search,
+    base: Trial,
+    splits: Sequence[frozenset[str]],
+    is_good_enough: Callable[[Trial], bool],
+    can_go_on: Callable[[], bool] = lambda: True,
+) -> Trial | None:
+    """Return the first good enough of some splits, tried by halving; None without one.
+
+    That all after it are good enough too is assumed.
+
+    Args:
+        search: tries the splits.
+        base: its methods are used.
+        splits: the fastest first.
+        is_good_enough: judges a trial.
+        can_go_on: whether the budget allows another one.
+    """
+    first, end, fastest = 0, len(splits), None
+    while first < end and can_go_on():
+        middle = (first + end) // 2
+        trial = search.try_split(base, splits[middle])
+        if trial is not None and is_good_enough(trial):
+            end, fastest = middle, trial
+        else:
+            first = middle + 1
+    return fastest
+
+
+def _thin_out(points: list[FrontPoint]) -> list[FrontPoint]:
+    """Return at most `MAX_POINTS` points: the ends, what is built, and those farthest apart."""
+    while len(points) > MAX_POINTS:
+        gaps: dict[int, float] = {}
+        for index in range(1, len(points) - 1):
+            before, after = points[index - 1].trial, points[index + 1].trial
+            if not points[index].taken:
+                gaps[index] = abs(after.time - before.time) + before.noise.worst - after.noise.worst
+        del points[min(gaps, key=gaps.__getitem__)]
+    return points

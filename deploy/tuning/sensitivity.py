@@ -1,0 +1,139 @@
+"""Which layers lose most in int8, found by halving groups of layers.
+
+Each group runs alone in int8, with all else in float, and the noisy ones are split::
+
+    1..64   8 groups:  0.1  0.02  0.3  0.01 ...        the worst group is halved first
+    17..24             |--- 0.28 | 0.02 ---|
+    17..20             | 0.001 | 0.28 |                 until it is one layer, or quiet
+
+Noise of groups adds up, so the sum predicts the loss of a split. Groups are measured on few samples
+and interact, so the sum is scaled to the loss of one split that was measured. A group that cannot
+run alone is left out; its loss shows in the trials of splits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from deploy.tuning.probe import Noise
+
+QUIET_LOSS = 0.03  # about 30 dB: a group that loses less is not halved
+_SATURATED_LOSS = 0.3  # about 10 dB: from here on noise no longer adds up
+_MAX_SCALE = 16.0  # limit of the factor between measured and summed power
+
+Group = tuple[str, ...]
+NoiseMeter = Callable[[Sequence[Group]], list[Noise | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Noise of groups of layers, each alone in int8.
+
+    Attributes:
+        groups: group of layers -> its noise, in the model's order.
+        scale: factor from the summed noise power to the measured one.
+    """
+
+    groups: Mapping[Group, Noise]
+    scale: float = 1.0
+
+    def loss_by_layer(self) -> dict[str, float]:
+        """Return layer -> loss of the worst output slice that it adds to that of all others."""
+        total = self.predict(frozenset())
+        losses = {}
+        for group, noise in self.groups.items():
+            loss = noise.scaled(self.scale).marginal_loss(total) / len(group)
+            losses.update(dict.fromkeys(group, loss))
+        return losses
+
+    def predict(self, in_float: Collection[str]) -> Noise:
+        """Return the expected noise with these layers in float."""
+        total = Noise({})
+        for group, noise in self.groups.items():
+            int8_share = sum(layer not in in_float for layer in group) / len(group)
+            total = total.combined_with(noise.scaled(int8_share * self.scale))
+        return total
+
+    def fitted(self, in_float: Collection[str], measured: Noise) -> Sensitivity:
+        """Return a copy that predicts the measured loss of a split with these layers in float.
+
+        Where the loss is large, noise does not add up, so the scale stays as it is.
+        """
+        predicted_loss, measured_loss = self.predict(in_float).worst, measured.worst
+        if not (0 < predicted_loss < _SATURATED_LOSS and 0 < measured_loss < _SATURATED_LOSS):
+            return self
+        power_ratio = (math.log1p(-measured_loss) / math.log1p(-predicted_loss)) ** 2
+        factor = min(max(power_ratio, 1 / _MAX_SCALE), _MAX_SCALE)
+        return replace(self, scale=self.scale * factor)
+
+    def restricted(self, layers: Collection[str]) -> Sensitivity:
+        """Return a copy for a target that has only some of the layers in int8."""
+        groups: dict[Group, Noise] = {}
+        for group, noise in self.groups.items():
+            present = tuple(layer for layer in group if layer in layers)
+            if present:
+                groups[present] = noise.scaled(len(present) / len(group))
+        return replace(self, groups=groups)
+
+
+def measure_sensitivity(
+    layers: Sequence[str], measure: NoiseMeter, *, first_groups: int, max_trials: int
+) -> Sensitivity:
+    """Find the noisy layers by halving groups.
+
+    Args:
+        layers: units with weights, in the model's order.
+        measure: groups -> noise of each with all else in float; None where it cannot run.
+        first_groups: groups to begin with.
+        max_trials: groups to measure at most.
+    """
+    groups = split_into_groups(layers, first_groups)
+    noise_by_group = _measure_runnable(groups, measure)
+    trials = len(groups)
+    unsplittable: set[Group] = set()
+    while trials + 2 <= max_trials:
+        group = _noisiest(noise_by_group, unsplittable)
+        if group is None:
+            break
+        halves = halve(group)
+        noise_by_half = _measure_runnable(halves, measure)
+        trials += 2
+        if len(noise_by_half) < len(halves):
+            unsplittable.add(group)  # a half cannot run: the noise of the group is all there is
+        else:
+            del noise_by_group[group]
+            noise_by_group |= noise_by_half
+
+    position = {layer: index for index, layer in enumerate(layers)}
+    ordered = sorted(noise_by_group, key=lambda group: position[group[0]])
+    return Sensitivity({group: noise_by_group[group] for group in ordered})
+
+
+def split_into_groups(layers: Sequence[str], max_groups: int) -> list[Group]:
+    """Split layers into at most `max_groups` groups of neighbours of equal size."""
+    size = max(1, math.ceil(len(layers) / max_groups))
+    return [tuple(layers[start : start + size]) for start in range(0, len(layers), size)]
+
+
+def halve(group: Group) -> list[Group]:
+    """Return the two halves of a group; nothing for a single layer."""
+    if len(group) == 1:
+        return []
+    middle = (len(group) + 1) // 2
+    return [group[:middle], group[middle:]]
+
+
+def _measure_runnable(groups: Sequence[Group], measure: NoiseMeter) -> dict[Group, Noise]:
+    noises = zip(groups, measure(groups), strict=True)
+    return {group: noise for group, noise in noises if noise is not None}
+
+
+def _noisiest(noise_by_group: Mapping[Group, Noise], skipped: Collection[Group]) -> Group | None:
+    """Return the noisiest group that can be halved; None if all of these are quiet."""
+    noisiest, highest_loss = None, QUIET_LOSS
+    for group, noise in noise_by_group.items():
+        if len(group) > 1 and group not in skipped and noise.worst > highest_loss:
+            noisiest, highest_loss = group, noise.worst
+    return noisiest
