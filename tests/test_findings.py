@@ -25,12 +25,10 @@ from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.pipeline.evaluate import CandidateImages
 from deploy.report import Report, to_html, to_json, to_markdown
-from deploy.report.blocks import block_html
-from deploy.report.charts import weight_strip
-from deploy.report.parts import EngineRow, TargetPart, TrialRow
+from deploy.report.charts import front_figure, weight_strip
+from deploy.report.parts import EngineRow, SearchPart, SplitRow, TargetPart
 from deploy.report.previews import box_rows
 from deploy.report.report_rows import MAX_STRIPS, weight_rows
-from deploy.report.sections import trial_table
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read_stored_weights
 from deploy.targets.tensorrt.cache_qdq import to_qdq
 from deploy.tasks.boxes import BoxDetection
@@ -180,7 +178,7 @@ def test_fp8_weights_are_told_in_real_units(tmp_path):
     assert "minmax" in others and "entropy" not in others  # which is TensorRT's for int8
 
 
-# Markdown, and what was tried
+# Markdown, and the front of a search
 def test_markdown_has_the_weights_worst_first():
     weight_list = [
         make_stored_weight(f"n{i}", "Conv", np.array([[127], [i + 1]], np.int8), np.ones(1))
@@ -193,26 +191,55 @@ def test_markdown_has_the_weights_worst_first():
     assert table == [f"n{i}" for i in range(20)]
 
 
-def test_what_was_tried_stands_side_by_side_with_what_was_built_marked():
-    tried = (
-        TrialRow(what="all in int8, <mse>", sqnr_db=20.0, time=0.5),
-        TrialRow(what="all in int8, minmax", sqnr_db=40.0, time=0.5, taken=True),
-        TrialRow(what="all in float", sqnr_db=math.inf, time=1.0),
-        TrialRow(what="broken", sqnr_db=math.nan, time=0.25),
-        TrialRow(what="noise", sqnr_db=-3.0, time=0.25),
+def front_split(number, **changed):
+    """A split of a front: faster and noisier the lower its number."""
+    fields = {
+        "number": number,
+        "float_layers": 4 * number,
+        "layers": 40,
+        "time": 0.5 + 0.1 * number,
+        "size": 0.3,
+        "sqnr_db": 10.0 * number,
+    }
+    return SplitRow(**{**fields, **changed})
+
+
+def points_of(figure):
+    """Return class, x in percent and y of each point that is drawn."""
+    points = re.findall(r'<circle class="(\w+)" cx="([\d.]+)%" cy="([\d.]+)"', figure)
+    return [(kind, float(x), float(y)) for kind, x, y in points]
+
+
+def test_front_is_drawn_from_fast_to_exact():
+    front = (
+        front_split(1, level="<doubtful>"),
+        front_split(2, taken=True),
+        front_split(3, sqnr_db=math.inf),
+        front_split(4, sqnr_db=math.nan),
     )
-    html = block_html(trial_table(tried))
-    lengths = re.findall(r'<rect class="(\w+)" width="([\d.]+)" y="2"', html)
-    assert lengths == [
-        ("tried", "60.0"),
-        ("kept", "120.0"),
-        ("tried", "120.0"),
-        ("tried", "0.0"),
-        ("tried", "0.0"),
-    ]
-    times = re.findall(r'<rect class="time" width="([\d.]+)"', html)
-    assert times == ["60.0", "60.0", "120.0", "30.0", "30.0"]
-    assert "<mse>" not in html and html.count(">yes</td>") == 1
+    fast, built, exact, float_model = points_of(figure := front_figure(front))
+    assert [fast[0], built[0], exact[0], float_model[0]] == ["tried", "kept", "tried", "time"]
+    assert fast[1] < built[1] < exact[1] < float_model[1]
+    assert fast[2] > built[2] > exact[2] == float_model[2]
+    assert "<doubtful>" not in figure and "built" in figure
+
+
+@pytest.mark.parametrize(
+    "front", [(), (front_split(1),), (front_split(1), front_split(2, time=math.nan))]
+)
+def test_front_of_one_split_is_not_drawn(front):
+    assert front_figure(front) == ""
+
+
+def test_splits_stand_in_both_texts_with_the_built_one_marked():
+    front = (front_split(1, is_timed=True), front_split(2, taken=True, figure="27 of 28 boxes"))
+    search = SearchPart(reused=False, probes=2, settled="8 of 40 layers in float", front=front)
+    report = Report(targets=(TargetPart(name="tensorrt", search=search),))
+    for text in (to_html(report), to_markdown(report)):
+        assert "0.60 measured" in text and "0.70 estimated" in text
+        assert "27 of 28 boxes" in text and "8 of 40" in text
+    assert re.search(r"--split 2 .*yes", to_markdown(report))
+    assert not re.search(r"--split 1 .*yes", to_markdown(report))
 
 
 def test_a_channel_uses_the_grid_by_its_largest_weight_or_pair():

@@ -24,8 +24,8 @@ from deploy.report.parts import (
     EngineRow,
     GroupRow,
     SearchPart,
+    SplitRow,
     TargetPart,
-    TrialRow,
     WeightRow,
     WorkPart,
 )
@@ -331,7 +331,10 @@ def _precision(report: Findings, label: str, suffix: str) -> Iterator[Comparison
 
 
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
-TRIAL_HEADS = ("tried whole", "SQNR", "time, FP32 = 1", "built")
+FRONT_HEADS = (
+    "split", "layers in float", "time, FP32 = 1", "size, FP32 = 1", "SQNR", "task", "expected",
+    "built",
+)  # fmt: skip
 WEIGHT_HEADS = (
     "weight", "channels", "scales", "dead", "used", "ratio", "least", "median", "largest", "worst",
 )  # fmt: skip
@@ -392,10 +395,18 @@ def search_text(search: SearchPart) -> str:
     return f"{search.settled} ({trials})" if search.settled else trials
 
 
-def trial_row(trial: TrialRow) -> list[str]:
-    """Return one trial under `TRIAL_HEADS`."""
-    built = "yes" if trial.taken else ""
-    return [trial.what, figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built]
+def split_row(split: SplitRow) -> list[str]:
+    """Return one split of a front under `FRONT_HEADS`."""
+    return [
+        f"--split {split.number}",
+        f"{split.float_layers} of {split.layers}",
+        f"{split.time:.2f} {'measured' if split.is_timed else 'estimated'}",
+        f"{split.size:.2f}",
+        figures.decibels(split.sqnr_db),
+        split.figure,
+        split.level,
+        "yes" if split.taken else "",
+    ]
 
 
 def weight_row(row: WeightRow) -> list[str]:
