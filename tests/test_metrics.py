@@ -18,7 +18,7 @@ from deploy.frontends import load
 from deploy.graph.plan import Decision
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.latency import SpeedUp
-from deploy.metrics.layerwise import shared_tensors
+from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
 from deploy.metrics.output_form import SliceAccuracy
@@ -616,8 +616,8 @@ def model(*, quantized: bool) -> onnx.ModelProto:
 
 def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     float_model, int8_model = model(quantized=False), model(quantized=True)
-    assert shared_tensors(float_model, int8_model) == {"a": "a_dq"}
-    assert shared_tensors(int8_model, float_model) == {}
+    assert pair_quantized_tensors(float_model, int8_model) == {"a": "a_dq"}
+    assert pair_quantized_tensors(int8_model, float_model) == {}
     x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(int8_model, built.runnable)

@@ -411,7 +411,7 @@ def test_inspector_output_is_parsed():
         ("", ("c",), False),
         ("", ("d", "f"), False),
     ]
-    blocks = [(one.block, one.ends) for one in layers[-3:]]
+    blocks = [(one.block, one.end_nodes) for one in layers[-3:]]
     assert blocks == [("DLA", ("/a/Conv", "r")), ("DLA", None), ("Myelin", None)]
     assert {parse_layers(one) for one in ('{"Layers": ["a", "b"]}', "no JSON", "[]")} == {()}
 
@@ -430,13 +430,13 @@ def test_nodes_are_sorted_by_engine_outcome():
     words += ", 1 more that the plan left in float; 1 reformat"
     assert engine_layers_text(part) == words and compare_with_plan((), plan) is None
     assert engine_layers_text(compare_with_plan(layers)) == ""
-    blocks = [replace(layers[0], block="DLA", precision="", nodes=(), ends=("a", "r"))]
+    blocks = [replace(layers[0], block="DLA", precision="", nodes=(), end_nodes=("a", "r"))]
     part = compare_with_plan([*blocks, *layers[1:3]], plan)  # b in float16, p in int8
     assert (part.as_planned, part.inside, part.unnamed) == (0, ("a", "r"), ())
     words = "0 of 1 planned node in int8, 2 inside 1 DLA loadable, whose types the engine does not"
     assert engine_layers_text(part).startswith(f"{words} tell, 1 more that the plan left in float")
     assert quantized_layers(part) == "1 of 2, and 1 DLA loadable"
-    blocks = [*blocks, replace(blocks[0], ends=("b", "b_QuantizeLinear"))]
+    blocks = [*blocks, replace(blocks[0], end_nodes=("b", "b_QuantizeLinear"))]
     part = compare_with_plan(blocks, plan)
     words = "3 planned nodes inside 2 DLA loadables, whose types the engine does not tell"
     assert engine_layers_text(part) == f"{words}; 0 reformats"

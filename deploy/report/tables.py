@@ -13,7 +13,7 @@ from typing import TypeVar
 from deploy.files.manifest import RECORDS
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
-from deploy.metrics.latency import FEW, Timing
+from deploy.metrics.latency import MIN_RUNS_FOR_P95, Timing
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import figures, model
@@ -211,7 +211,7 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
     yield _line("Latency p50", parts, lambda part: ms(part.latency.p50), _speed_text(report))
     yield _line("Latency p90", parts, lambda part: ms(part.latency.p90))
     runs = min((part.queries for part in parts if part), default=0)
-    if runs >= FEW:
+    if runs >= MIN_RUNS_FOR_P95:
         yield _line("Latency p95", parts, lambda part: ms(part.latency.p95))
     if runs >= _P99_RUNS:
         yield _line("Latency p99", parts, lambda part: ms(part.latency.p99))
@@ -241,7 +241,7 @@ def _speed_text(report: Findings) -> str:
     texts = []
     for rival in rivals:
         if rival is rivals[0] and engine.speed:
-            speed = engine.speed.words
+            speed = engine.speed.text
         else:
             speed = figures.ratio(model.speed_over(rival, engine))
         texts.append(speed if rival.reference else f"{speed} of {rival.label}")
