@@ -29,6 +29,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
 from deploy.tasks import TaskFigure
 from deploy.tasks.detections import Detections
+from deploy.tasks.evaluation_task import share_interval
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_value, save_net
 from tests.outputs import compare
@@ -351,6 +352,38 @@ def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
 def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
     outcome = judge(accuracy(part(6), task=task(value)))
     assert outcome.level == level and "9 of 10 boxes kept" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("kept", "total", "low", "high"),
+    [  # the examples of Newcombe, Statistics in Medicine 17 (1998), table I
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (28, 29, 0.8282, 0.9939),
+    ],
+)
+def test_share_interval_is_wilsons(kept, total, low, high):
+    assert share_interval(kept, total) == pytest.approx((low, high), abs=5e-5)
+
+
+def kept_boxes(kept, total, new=0):
+    return replace(task(kept / total), found=total, counted=total, new=new)
+
+
+@pytest.mark.parametrize(
+    ("figure", "max_loss", "level"),
+    [
+        (kept_boxes(80, 100), 0.15, UNUSABLE),  # the Dice coefficient lost 0.11
+        (kept_boxes(80, 100), 0.2, GOOD),
+        (kept_boxes(80, 100, new=40), 0.2, GOOD),
+        (kept_boxes(94, 100), None, DOUBTFUL),
+        (kept_boxes(95, 100, new=10), None, GOOD),
+        (kept_boxes(100, 100, new=11), None, DOUBTFUL),
+    ],
+)
+def test_limit_is_the_share_of_boxes_lost(figure, max_loss, level):
+    assert judge(accuracy(task=figure), max_loss=max_loss).level == level
 
 
 LABELLED = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
