@@ -835,7 +835,8 @@ class IExecutionContext:
 
     def _report(self):
         """A millisecond for the first layer, two for the second, and so on."""
-        assert isinstance(self.profiler, IProfiler) and self.profiler.made
+        assert isinstance(self.profiler, IProfiler)
+        assert self.profiler.made
         for place, layer in enumerate(self.engine.head["layers"]):
             self.profiler.report_layer_time(layer["name"], place + 1.0)
 

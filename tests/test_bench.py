@@ -12,7 +12,7 @@ from deploy.analysis.benchmark import bench, model_size
 from deploy.errors import ConfigError
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.metrics.kernels import KernelTime, time_kernels
-from deploy.metrics.latency import FEW, measure
+from deploy.metrics.latency import MIN_RUNS_FOR_P95, measure
 from deploy.report import Report, to_html, to_markdown, to_screen
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.tensors import TensorSpec
@@ -192,7 +192,7 @@ def test_kernel_time_is_p50_times_runs():
                 yield from [("twice", "B", ms / 2)] * 2
 
     kernels = time_kernels(
-        "x", LayeredSession(), [{}], again=LayeredSession, duration_ms=0, p50_ms=1
+        "x", LayeredSession(), [{}], open_session=LayeredSession, duration_ms=0, p50_ms=1
     )
     assert [(k.name, k.kind, k.ms) for k in kernels] == [("once", "A", 6.0), ("twice", "B", 6.0)]
 
@@ -259,11 +259,18 @@ def test_streams_share_the_cores(run, model_a, monkeypatch):
 
 def test_short_measurement_warns_and_omits_percentiles(bench_json, model_a):
     assert "10 iterations, so p95" in bench_json(model_a)[1]
-    for runs, shown in ((FEW - 1, []), (FEW, ["p95"]), (99, ["p95"]), (100, ["p95", "p99"])):
+    for runs, shown in (
+        (MIN_RUNS_FOR_P95 - 1, []),
+        (MIN_RUNS_FOR_P95, ["p95"]),
+        (99, ["p95"]),
+        (100, ["p95", "p99"]),
+    ):
         latency = measure(
             {"x": IdleSession()}, [{}], warmup_ms=0, duration_s=0, min_iterations=runs
         )["x"]
-        assert any("iterations, so p95" in text for text in latency.warnings) == (runs < FEW)
+        assert any("iterations, so p95" in text for text in latency.warnings) == (
+            runs < MIN_RUNS_FOR_P95
+        )
         table = to_markdown(Report(engines=(EngineRow(label="x", latency=latency),)))
         assert re.findall(r"Latency (p9[59])", table) == shown
 

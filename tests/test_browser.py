@@ -123,8 +123,11 @@ def target_part(name, text, tensors):
         )
         for i, op in zip(range(tensors), cycle(float_ops))
     )
-    trial = partial(parts.TrialRow, time=0.5)
-    trials = tuple(trial(what=f"{text} {i}", sqnr_db=30.0 - i, taken=not i) for i in range(4))
+    split = partial(parts.SplitRow, layers=40, size=0.3, figure=text, level="good")
+    front = tuple(
+        split(number=i, float_layers=i, time=0.5 + i / 20, sqnr_db=20.0 + i, taken=i == 1)
+        for i in range(1, 5)
+    )
     return parts.TargetPart(
         name=name,
         method="percentile",
@@ -135,7 +138,7 @@ def target_part(name, text, tensors):
             parts.FileRow(role="int8 engine", path=f"out/{text}.onnx", size_bytes=3 << 20),
             parts.FileRow(role="record", path=f"out/{text}.txt", size_bytes=900),
         ),
-        search=parts.SearchPart(reused=False, probes=4, settled=text, tried=trials),
+        search=parts.SearchPart(reused=False, probes=4, settled=text, front=front),
         weights=tuple(weight_row(f"{text}/conv_{i}", i) for i in range(tensors // 2)),
         notes=(text,),
     )

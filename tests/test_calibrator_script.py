@@ -220,8 +220,10 @@ def test_the_scripts_own_cache_is_compared_and_left_alone(calibrate, tmp_path):
     script_cache.write_bytes(old)
     out = calibrate("--calibrator-script", script, "--refresh")
     assert f"{len(lines) - 1} of its {len(lines) + 1} scales are equal" in out
-    assert "1 differ, by" in out and "1 are of tensors" in out
-    assert script_cache.read_bytes() == old and (tmp_path / "out.cache").read_bytes() == cache_bytes
+    assert "1 differ, by" in out
+    assert "1 are of tensors" in out
+    assert script_cache.read_bytes() == old
+    assert (tmp_path / "out.cache").read_bytes() == cache_bytes
     script_cache.write_bytes(b"no cache")
     assert "was not compared" in calibrate("--calibrator-script", script, "--refresh")
 
@@ -281,7 +283,8 @@ def test_a_script_that_never_ends_needs_a_limit(calibrate, rows, tmp_path, monke
     script = ("--calibrator-script", written(endless, tmp_path))
     monkeypatch.setattr("deploy.feed.arrays.MAX_SAMPLES", 50)
     err = calibrate.fails(*script)
-    assert "must end, got 5" in err and "--limit" in err
+    assert "must end, got 5" in err
+    assert "--limit" in err
     assert "the first 11 samples" in calibrate(*script, "--limit", 6, "--stride", 2)
     assert "the first 6 samples" in calibrate(*script, "--limit", 6)
     np.save(tmp_path / "first.npy", np.load(rows)[:6])
@@ -333,7 +336,8 @@ def test_a_broken_script_is_one_sentence(old, new, message, calibrate, tmp_path)
         broken = broken.replace("batch * images[0].nbytes", "images[0].nbytes")
         message = "got an allocation of"
     err = calibrate.fails("--calibrator-script", written(broken, tmp_path))
-    assert message in err and err.startswith("calib8: error: "), err
+    assert message in err, err
+    assert err.startswith("calib8: error: "), err
     assert not (tmp_path / "out.cache").exists()
 
 
@@ -512,13 +516,15 @@ def test_a_fixed_batch_is_filled_as_from_arrays(fixed, batch, rows, tmp_path):
     text = PYCUDA.replace("return self.batch", f"return {batch}")
     samples, _ = samples_of(CalibratorScript(written(text, tmp_path)), spec)
     expected, _ = samples_of(rows, spec)
-    assert values(samples) == values(expected) and len(samples) == -(-ROWS // fixed)
+    assert values(samples) == values(expected)
+    assert len(samples) == -(-ROWS // fixed)
 
 
 def test_a_script_starts_again_and_gives_what_it_copied(rows, tmp_path):
     script = CalibratorScript(written(PYCUDA, tmp_path))
     (first_samples, notes), (second, second_notes) = (samples_of(script) for _ in range(2))
-    assert values(first_samples) == values(second) and notes == second_notes
+    assert values(first_samples) == values(second)
+    assert notes == second_notes
     text = PYCUDA.replace("return self.batch", "return 1")
     samples, notes = samples_of(CalibratorScript(written(text, tmp_path)))
     assert values(samples) == values(samples_of(rows)[0])
@@ -565,7 +571,8 @@ def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "tensorrt", real)
     monkeypatch.setitem(sys.modules, "cuda.core", part)
     calibrate("--calibrator-script", written(CUDART, tmp_path))
-    assert sys.modules["tensorrt"] is real and sys.modules["cuda.core"] is part
+    assert sys.modules["tensorrt"] is real
+    assert sys.modules["cuda.core"] is part
     assert "cuda.cudart" not in sys.modules
 
 
@@ -580,7 +587,8 @@ def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypat
 )
 def test_a_feed_is_one_of_two(arguments, message, small_cnn, run):
     code, _, err = run("calibrate", small_cnn, *arguments)
-    assert code in (1, 2) and message in err
+    assert code in (1, 2)
+    assert message in err
 
 
 @pytest.mark.parametrize(

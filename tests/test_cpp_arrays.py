@@ -55,7 +55,8 @@ def test_a_functions_samples_are_those_of_the_same_arrays_in_files(cpp, tmp_path
         answer, wanted = ours(items, specs, limit=limit)
         scales = memory.pop("scales")
         said = json.dumps(memory).replace("the function", "the iterable")
-        assert json.loads(said) == answer and same == wanted
+        assert json.loads(said) == answer
+        assert same == wanted
         if limit:  # of the files spread evenly over all
             continue
         assert (memory["manifest"], scales, same) == (files["manifest"], files["scales"], data)
@@ -102,7 +103,8 @@ def test_a_file_of_samples(agree, tmp_path):
         agree(path, IMAGE, limit=3)
     np.save(path, batch(shape=(5, 3, 4, 5)))
     filled = agree(path, TensorSpec("image", "float32", (2, 3, 4, 5)))
-    assert filled["size"] == 3 and "filled" in filled["notes"][-1]
+    assert filled["size"] == 3
+    assert "filled" in filled["notes"][-1]
     several = agree(path, TensorSpec("image", "float32", (12, 3, 4, 5)))
     assert "with the 5 samples that there are again and again" in several["notes"][-1]
     np.save(path, batch(shape=(1, 3, 4, 5)))

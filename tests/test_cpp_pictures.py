@@ -136,8 +136,10 @@ def test_without_opencv_pictures_are_refused_in_one_sentence(cpp, calib8_cache, 
     rule = "images are read by OpenCV, which this calib8 was built without; install it (Debian:"
     command = [*calib8_cache, "feed", PHOTOS, "--input", "x:1x1x8x8", "-o", tmp_path / "out"]
     done = subprocess.run([*command, "--skip-bad"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"calib8-cache: {rule}")
-    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"calib8-cache: {rule}")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
     assert cpp("decoder")["message"].startswith(rule)
 
 

@@ -155,7 +155,8 @@ def test_image_is_converted_to_input_dtype(photos, wording):
         for preprocess in (None, RAW, {"interpolation": "linear"}):
             feed = open_feed(photos, [spec], preprocess=preprocess)
             (sample, *_) = collect(feed)
-            assert sample["image"].dtype == dtype and (sample["image"] == raw).all()
+            assert sample["image"].dtype == dtype
+            assert (sample["image"] == raw).all()
             expected_note = f"pixels as they are, for {dtype} (preset 'raw')"
             assert any(expected_note in note for note in feed.notes) == (preprocess is None)
         with pytest.raises(FeedError) as refusal:
@@ -521,7 +522,8 @@ def test_integers_are_converted_when_they_fit(wording):
     spec = TensorSpec("ids", "int32", (None, 3))
     rows = np.array([[1, 2, 3], [4, 5, 1 << 40]])
     (sample,) = collect(open_feed(rows[:1], [spec]))
-    assert sample["ids"].dtype == np.int32 and sample["ids"].tolist() == [[1, 2, 3]]
+    assert sample["ids"].dtype == np.int32
+    assert sample["ids"].tolist() == [[1, 2, 3]]
     with pytest.raises(FeedError) as refusal:
         collect(open_feed(rows, [spec]))
     wording.check(refusal.value)
@@ -651,7 +653,8 @@ def test_cached_samples_are_not_decoded_again(pictures, small_cnn):
     for _ in range(2):
         arrays = [sample["x"] for sample in caching_feed.samples()]
         assert all(np.array_equal(a, b) for a, b in zip(arrays, expected, strict=True))
-    assert plain_feed.decodes == 20 and caching_feed.decodes == 20
+    assert plain_feed.decodes == 20
+    assert caching_feed.decodes == 20
 
 
 def test_full_disk_ends_only_sample_cache(monkeypatch):
@@ -662,7 +665,8 @@ def test_full_disk_ends_only_sample_cache(monkeypatch):
         patched.setattr(TemporaryArrays, "add", failing)
         cache.add(1, {"x": np.ones(3)})
     cache.add(2, {"x": np.ones(3)})
-    assert cache.get(1) is None and cache.get(2) is None
+    assert cache.get(1) is None
+    assert cache.get(2) is None
     assert np.array_equal(cache.get(0)["x"], np.ones(3))
 
 
@@ -765,7 +769,8 @@ def test_closed_prefetch_ends_threads_without_waiting():
     gate.set()
     for thread in set(threading.enumerate()) - {*threads_before}:
         thread.join(300)
-    assert len(gate_results) == 2 and set(threading.enumerate()) <= {*threads_before}
+    assert len(gate_results) == 2
+    assert set(threading.enumerate()) <= {*threads_before}
 
 
 def test_images_are_decoded_in_parallel(monkeypatch, png_folder):
@@ -787,7 +792,8 @@ def test_samples_do_not_depend_on_threads(monkeypatch, png_folder):
         set_decoder_threads(monkeypatch, count)
         feed, arrays = open_and_collect(png_folder, skip_bad=True)
         outcomes.append((feed.manifest(), feed.notes, feed.decodes, [a.tobytes() for a in arrays]))
-    assert outcomes[0] == outcomes[1] == outcomes[2] and outcomes[0][2] == 23
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0][2] == 23
 
 
 def test_bad_or_changed_image_is_named(monkeypatch, png_folder):
@@ -817,7 +823,8 @@ def test_sampling_order_is_a_permutation(count):
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_spread_is_even_and_nested(count, limit):
     positions = spread_evenly(range(count), limit)
-    assert len(positions) == min(count, limit) and positions == sorted(positions)
+    assert len(positions) == min(count, limit)
+    assert positions == sorted(positions)
     assert np.diff([0, *positions, count]).max() <= 4 * count / len(positions) + 1
     assert set(spread_evenly(range(count), limit // 2)) <= set(positions)
 
@@ -867,6 +874,7 @@ def test_alternating_classes_are_both_sampled(options, run, alternating_samples)
         ]
         assert 255 * scale > 7
     else:
-        assert "gives one class" not in out and "Verdict       good" in out
+        assert "gives one class" not in out
+        assert "Verdict       good" in out
         report = json.loads((alternating_samples / "report.json").read_text())
         assert report["engines"][1]["accuracy"]["samples"] == 100

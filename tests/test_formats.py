@@ -50,7 +50,8 @@ def test_calibration_of_any_version_is_read(kept_version):
     calibration = read_or_refuse(kept_version, "m.cache", read)
     if calibration is not None:
         stored, arrays = calibration
-        assert stored.fingerprint.method == "mse" and len(stored.keys) == len(arrays) >= 8
+        assert stored.fingerprint.method == "mse"
+        assert len(stored.keys) == len(arrays) >= 8
         assert all(
             np.isfinite(a).all()
             for arrays_by_name in arrays.values()
@@ -58,7 +59,8 @@ def test_calibration_of_any_version_is_read(kept_version):
         )
     text = (kept_version / "m.cache").read_bytes()  # TensorRT's own
     cache = trt_cache.parse(text, origin="m.cache")
-    assert cache.header.version == "8.5.3" and not cache.flaws()
+    assert cache.header.version == "8.5.3"
+    assert not cache.flaws()
 
 
 def test_plan_of_any_version_is_read(kept_version):
@@ -72,7 +74,8 @@ def test_report_of_any_version_is_explained(kept_version, run):
     reason = REFUSED.get((kept_version.name, "report.json"))
     if reason is None:
         output = run.ok("explain", kept_version)
-        assert "onnxruntime" in output and "tensorrt" in output
+        assert "onnxruntime" in output
+        assert "tensorrt" in output
     else:
         assert reason in run.fails("explain", kept_version)
 
@@ -86,7 +89,8 @@ def test_models_of_any_version_run(kept_version):
     x = np.random.default_rng(0).normal(size=(1, 3, 16, 16)).astype(np.float32)
     for name in ("m.int8.onnx", "m.tensorrt.onnx", "m.tensorrt.qdq.onnx"):
         (outputs,) = run_net(kept_version / name, x)
-        assert outputs.shape == (1, 10) and np.isfinite(outputs).all()
+        assert outputs.shape == (1, 10)
+        assert np.isfinite(outputs).all()
 
 
 def test_plan_of_any_version_is_obeyed(kept_version, small_cnn, pictures, tmp_path, run):

@@ -151,7 +151,8 @@ def test_norms_over_the_last_axes(rng, op, axis):
     constants = [rng.normal(size=shape).astype(F) for _ in range(2 if op[0] == "L" else 1)]
     model = net(op, *constants, opset=24, axis=axis, epsilon=1e-3)
     operators = check_lowering(model, 17 if op[0] == "R" else 13, tolerance=1e-4)
-    assert "ReduceMean" in operators and op not in operators
+    assert "ReduceMean" in operators
+    assert op not in operators
     assert operators[-1] == ("Add" if op[0] == "L" else "Mul")
 
 
@@ -175,7 +176,8 @@ def test_groupnorm_scale_for_each_channel(rng):
 
 def test_gelu_by_tanh():
     operators = check_lowering(net("Gelu", opset=20, approximate="tanh"), 17)
-    assert "Tanh" in operators and "Erf" not in operators
+    assert "Tanh" in operators
+    assert "Erf" not in operators
 
 
 REFUSED = {
@@ -220,7 +222,8 @@ def test_unwritable_node_is_refused(case):
     with pytest.raises(ExportError, match=message) as refusal:
         lower_opset(model, opset=17)
     assert model.graph.node[0].op_type in str(refusal.value) or "opset" in str(refusal.value)
-    assert str(refusal.value).count("\n") == 0 and model.SerializeToString() == original
+    assert str(refusal.value).count("\n") == 0
+    assert model.SerializeToString() == original
 
 
 @settings(max_examples=25)
@@ -285,19 +288,16 @@ def test_nodes_behind_unknown_operator_are_lowered():
     model.graph.initializer.append(numpy_helper.from_array(I64([1]), "axes"))
     lowered = lower_opset(model, opset=17)
     assert [n for n in lowered.model.graph.node][1:3] == [plugin, suppression]
-    assert list(lowered.model.graph.node[3].input) == ["q"] and lowered.rewritten == {
-        "ReduceMean": 1
-    }
+    assert list(lowered.model.graph.node[3].input) == ["q"]
+    assert lowered.rewritten == {"ReduceMean": 1}
 
 
 def test_lowering_reports_count_and_ir_version():
     model = net("Mish", opset=21)
     lowered = lower_opset(model, opset=17)
-    assert (
-        lowered.rewritten == {"Mish": 1}
-        and lowered.model.ir_version == 8
-        and model.ir_version == 10
-    )
+    assert lowered.rewritten == {"Mish": 1}
+    assert lowered.model.ir_version == 8
+    assert model.ir_version == 10
     assert lower_opset(model, opset=21).model is model
     assert not lower_opset(model, opset=22).rewritten
 
@@ -498,7 +498,8 @@ def test_model_optimized_by_onnxruntime_is_named(level, tmp_path, wording):
     result = build(path, samples, out=tmp_path / "o", targets=targets, **options)
     errors = [target.error or "" for target in result.targets]
     message = "must know every operator, got a model that ONNX Runtime optimized"
-    assert [message in error for error in errors] == [False, True, True] and not errors[0]
+    assert [message in error for error in errors] == [False, True, True]
+    assert not errors[0]
     unquantizable = save_optimized(tmp_path / "none.onnx", level, "y = Sigmoid(f)")
     with pytest.raises(ModelError) as refusal:
         load(unquantizable)
@@ -639,7 +640,8 @@ def test_float16_model_builds_for_every_target(kind, target, tmp_path):
 @pytest.mark.parametrize("kind", ["whole", "mixed"])
 def test_float32_computation_stays_within_float16(kind):
     loaded = load(network(kind))
-    assert "float16" in loaded.notes[0] and loaded.was_float16
+    assert "float16" in loaded.notes[0]
+    assert loaded.was_float16
     dtype = "float16" if kind == "whole" else "float32"
     assert [spec.dtype for spec in (*loaded.inputs, *loaded.outputs)] == [dtype] * 2
     x = np.random.default_rng(2).normal(size=(2, 8, 12, 12)).astype(dtype)
@@ -648,7 +650,8 @@ def test_float32_computation_stays_within_float16(kind):
     arrays = {t.name: numpy_helper.to_array(t) for t in loaded.model.graph.initializer}
     for tensor in network(kind).graph.initializer:
         value = arrays[tensor.name]
-        assert value.dtype == np.float32 and (value == numpy_helper.to_array(tensor)).all()
+        assert value.dtype == np.float32
+        assert (value == numpy_helper.to_array(tensor)).all()
     # idle Casts go
     assert [n.op_type for n in loaded.model.graph.node].count("Cast") == 2 * (kind == "whole")
 
@@ -747,14 +750,14 @@ def test_loading_keeps_values_and_names(name):
     original = onnx.load(path)
     unfolded = load(path, fold_batchnorm=False)
     folded, second_load = load(path), load(path)
-    assert (
-        unfolded.digest == folded.digest == second_load.digest and second_load.notes == folded.notes
-    )
+    assert unfolded.digest == folded.digest == second_load.digest
+    assert second_load.notes == folded.notes
     data = folded.model.SerializeToString(deterministic=True)
     for reload in (second_load, load(folded.model)):
         assert reload.model.SerializeToString(deterministic=True) == data
     names = [node.name for node in folded.model.graph.node]
-    assert len(set(names)) == len(names) and all(names)
+    assert len(set(names)) == len(names)
+    assert all(names)
     assert unfolded.model.opset_import[0].version >= 13
     assert not any(n.op_type in ("Constant", "Dropout") for n in folded.model.graph.node)
     # Once its weight is a constant, onnxruntime packs it, and multiplies in another order.
@@ -783,7 +786,8 @@ def check_close(name, model, references, result, tolerance):
     A Clip or Sigmoid may give small values from large ones, and their error with them.
     """
     expected = references[name]
-    assert expected.shape == result.shape and expected.dtype == result.dtype, name
+    assert expected.shape == result.shape, name
+    assert expected.dtype == result.dtype, name
     if tolerance == 0 or expected.dtype.kind != "f":
         np.testing.assert_array_equal(expected, result, err_msg=name)
         return
@@ -873,7 +877,8 @@ def test_every_file_takes_integer_inputs(run, tmp_path):
             1e-4 if ending == endings[0] else 0.3
         )
     cache = (out / "net.tensorrt.cache").read_text()
-    assert "\ne: " in cache and "input_ids" not in cache
+    assert "\ne: " in cache
+    assert "input_ids" not in cache
     (target, _) = json.loads((out / "report.json").read_text())["targets"]
     assert any("1 LayerNormalization" in n for n in target["notes"])
     assert any("--maxShapes=input_ids:8x12,attention_mask:8x12" in n for n in target["notes"])
@@ -889,7 +894,8 @@ def test_a_quantized_model_is_one_sentence(run, small_cnn, pictures, command, tm
         "check": ["cache", "check", out / "calib8/small_cnn.cache", "--model", int8],
     }
     err = run.fails(*arguments[command])
-    assert "(DequantizeLinear '" in err and "give the model it was made from" in err
+    assert "(DequantizeLinear '" in err
+    assert "give the model it was made from" in err
 
 
 CONV = make_node("Conv", "x w", "c", name="conv")
@@ -979,7 +985,8 @@ def test_keras_conv1d_chain_runs_in_int8(tmp_path):
     producers = {name: node.op_type for node in engine.graph.node for name in node.output}
     assert "Add" not in producers.values()
     convs = [node for node in engine.graph.node if node.op_type == "Conv"]
-    assert len(convs) == 3 and {producers[node.input[0]] for node in convs} == {"DequantizeLinear"}
+    assert len(convs) == 3
+    assert {producers[node.input[0]] for node in convs} == {"DequantizeLinear"}
     moves = [node for node in engine.graph.node if node.op_type == "Unsqueeze"]
     assert [producers.get(node.input[0]) for node in moves[1:]] == ["DequantizeLinear"] * 2
 
@@ -1119,9 +1126,11 @@ def test_odd_outputs_on_every_target(form, rng, tmp_path):
         duration_s=0,
         tuning=Tuning(effort=0),
     )
-    assert not report.failed and note in (tmp_path / "report.md").read_text().replace("\\", "")
+    assert not report.failed
+    assert note in (tmp_path / "report.md").read_text().replace("\\", "")
     verdicts = [engine.verdict.text for engine in report.engines if engine.verdict is not None]
-    assert len(verdicts) == 3 and all(verdict_words in verdict for verdict in verdicts), verdicts
+    assert len(verdicts) == 3, verdicts
+    assert all(verdict_words in verdict for verdict in verdicts), verdicts
 
 
 def with_function(slope, *, doublings=0):

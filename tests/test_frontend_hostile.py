@@ -224,7 +224,8 @@ def test_an_unfit_model_is_refused_in_one_sentence(kind, capfd):
     model, words = UNFIT[kind]
     with pytest.raises(ModelError, match=words) as caught:
         load(model)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
     assert capfd.readouterr() == ("", "")
 
 
@@ -511,7 +512,8 @@ def test_tensorrt_keeps_a_plugin_and_is_judged_before_it(build, domain):
     assert set(judged) == {"boxes", "scores", "s"}
     assert min(judged[name] for name in ("boxes", "scores")) > 20
     (note,) = [n for n in report["alerts"] if n.startswith("Cut before")]
-    assert "EfficientNMS_TRT" in note and "evaluated on scores, boxes, s;" in note
+    assert "EfficientNMS_TRT" in note
+    assert "evaluated on scores, boxes, s;" in note
     session = OrtSession.open(out / "net.tensorrt.part.onnx")
     assert [s.name for s in session.outputs] == ["scores", "boxes", "s"]
     (float_nodes,) = [t["nodes"] for t in report["targets"]]
@@ -531,7 +533,8 @@ def test_onnxruntime_says_why_not_and_the_others_are_built(build):
     out, report, _ = build(detector(), *words, code=1)
     assert (out / "net.tensorrt.cache").exists()
     own, *others = report["targets"]
-    assert "must know every operator" in own["error"] and not any(t["error"] for t in others)
+    assert "must know every operator" in own["error"]
+    assert not any(t["error"] for t in others)
 
 
 def test_ascend_keeps_it_where_its_tools_read(build):
@@ -669,12 +672,12 @@ def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, mon
 def test_a_plugin_inside_an_if_is_one_node_with_it():
     model = with_if(detector(), 7, node("Own", "boxes", "inside", domain="mine"))
     body, loaded = model.graph.node[-1].attribute[0].g, load(model)
-    assert [s.name for s in loaded.outputs] == [
-        "boxes"
-    ] and loaded.cut_off.first_unknown.name == "if"
+    assert [s.name for s in loaded.outputs] == ["boxes"]
+    assert loaded.cut_off.first_unknown.name == "if"
     whole = loaded.with_cut_off(loaded.model).graph
     (last,) = [n for n in whole.node if n.op_type == "If"]
-    assert last.attribute[0].g == body and "yes" in arrays(whole)
+    assert last.attribute[0].g == body
+    assert "yes" in arrays(whole)
 
 
 def test_a_file_whose_nodes_are_in_no_order_is_cut_at_the_same_place():

@@ -189,7 +189,8 @@ def test_what_stands_behind_nodes_that_only_move_values_is_folded_too(moves, sha
     loaded = check_same(model_of(nodes, [*weights, floats("k", *shape)]))
     assert (op in types(loaded.model)) is not folds
     made = {name for node in loaded.model.graph.node for name in node.output}
-    assert "a" in made and ("c" in made) is not folds  # no old name for what is other than it was
+    assert "a" in made
+    assert ("c" in made) is not folds  # no old name for what is other than it was
 
 
 def test_what_another_node_reads_too_is_not_folded_through_a_move():
@@ -303,7 +304,8 @@ def test_pads_computed_from_constants_become_one_constant():
 def test_shape_of_a_static_input_is_a_constant_and_of_a_dynamic_one_is_not(size, known, left):
     nodes = [make_node("Shape", "x", "s"), make_node("Reshape", "x s", "y")]
     loaded = load(model_of(nodes, inputs=[make_value("x", [size, 3, 8, 8])]))
-    assert types(loaded.model) == left and loaded.inputs[0].shape == (known, 3, 8, 8)
+    assert types(loaded.model) == left
+    assert loaded.inputs[0].shape == (known, 3, 8, 8)
 
 
 def test_local_functions_are_replaced_by_their_nodes():
@@ -340,7 +342,8 @@ def test_random_and_huge_constants_stay_nodes():
         "r = RandomUniform <shape = [1]> () s = Add (m, r) y = Add (x, s)"
     )
     left = types(load(model_of(nodes, [ints("shape", 2**40)])).model)
-    assert left[0] == "ConstantOfShape" and "RandomUniform" in left
+    assert left[0] == "ConstantOfShape"
+    assert "RandomUniform" in left
 
 
 @pytest.mark.parametrize(
@@ -503,7 +506,8 @@ def test_a_model_in_memory_is_not_changed_and_loading_twice_changes_nothing_more
     assert (loaded.source, loaded.name) == (None, "net")
     once = loaded.model.SerializeToString(deterministic=True)
     twice = load(loaded.model)
-    assert twice.model.SerializeToString(deterministic=True) == once and not twice.notes
+    assert twice.model.SerializeToString(deterministic=True) == once
+    assert not twice.notes
 
 
 def test_importing_the_frontends_imports_no_runtime():
@@ -558,7 +562,8 @@ def test_what_fp32_is_timed_as_has_constants_for_weights(listing):
 def test_weights_that_ir_3_had_to_list_are_constants_already(small_cnn, tmp_path):
     path = listed_in(3, small_cnn, tmp_path / "old.onnx")
     assert not opened(path.read_bytes()).get_overridable_initializers()
-    assert load(path).fed_weights == 0 and read_float_model(load(path)) == path.read_bytes()
+    assert load(path).fed_weights == 0
+    assert read_float_model(load(path)) == path.read_bytes()
 
 
 def test_names_that_nodes_share_and_weights_that_are_inputs(listing):
@@ -579,7 +584,9 @@ def test_the_report_says_so(listing, small_cnn, pictures, tmp_path):
         return [note for note in report["notes"] if "weights" in note]
 
     (said,) = notes(listing)
-    assert "8 weights" in said and "FP32" in said and "constants" in said
+    assert "8 weights" in said
+    assert "FP32" in said
+    assert "constants" in said
     assert notes(small_cnn) == []
 
 
@@ -627,7 +634,8 @@ def test_such_a_model_is_calibrated_and_built_in_int8(how, tmp_path):
     np.save(tmp_path / "x.npy", X)
     words = ("--out", tmp_path / "out", "--duration", 0, "--effort", 0, "--accept")
     said = run_command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", *words)
-    assert "calibrated anew" in said and "quantized already" not in said
+    assert "calibrated anew" in said
+    assert "quantized already" not in said
     notes = json.loads((tmp_path / "out" / "report.json").read_text())["notes"]
     assert any("FP32 is the float model that net stands for" in note for note in notes)
     built = onnx.load(tmp_path / "out" / "net.int8.onnx")
@@ -639,7 +647,8 @@ def test_such_a_model_is_calibrated_and_built_in_int8(how, tmp_path):
 def test_images_are_asked_for_as_of_a_float_model(tmp_path):
     onnx.save(stored("channel"), tmp_path / "net.onnx")
     done = CliRunner().invoke(cli, ["build", str(tmp_path / "net.onnx")])
-    assert done.exit_code != 0 and "--images" in done.output
+    assert done.exit_code != 0
+    assert "--images" in done.output
 
 
 def spoiled(kind: str) -> onnx.ModelProto:

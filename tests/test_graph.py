@@ -56,7 +56,8 @@ THIN = {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}
 def test_the_pair_goes_behind_the_relu_and_not_between():
     model = make(f"c = {LAYER}(x, w, b) y = Relu(c)", CONV)
     plan = analyse(model, ONNXRUNTIME)
-    assert all(d.int8 for d in plan.decisions) and paired(model) == ["x", "y"]
+    assert all(d.int8 for d in plan.decisions)
+    assert paired(model) == ["x", "y"]
     assert [(w.name, w.axis, w.bias) for w in plan.weights] == [("w", 0, "b")]
     assert paired(model, TENSORRT) == ["x"]
 
@@ -98,7 +99,8 @@ def test_a_thin_first_conv_before_a_max_pool_is_not_left_float(activation):
         for last in (f"{LAYER}(m, v)", "Sin(m)")
         for nodes in [f"c = {LAYER}(x, w, b) {activation} {POOL} y = {last}"]
     )
-    assert set(int8.values()) == {""} and "only 27 products" in alone["Conv_c"]
+    assert set(int8.values()) == {""}
+    assert "only 27 products" in alone["Conv_c"]
 
 
 def test_silu_and_an_add_of_one_number_run_in_int8_and_one_of_many_does_not():
@@ -111,9 +113,11 @@ def test_silu_and_an_add_of_one_number_run_in_int8_and_one_of_many_does_not():
     assert floats == {"Add_e": "one of its operands is constant"}
     assert paired(many) == ["x", "c", "s", "m", "d", "e", "y"]
     plan = analyse(one, ONNXRUNTIME)
-    assert all(d.int8 for d in plan.decisions) and plan.int8_scalars == ("Add_e",)
+    assert all(d.int8 for d in plan.decisions)
+    assert plan.int8_scalars == ("Add_e",)
     plan = analyse(one, TENSORRT)
-    assert "constant" in decided(plan)["Add_e"] and plan.int8_scalars == ()
+    assert "constant" in decided(plan)["Add_e"]
+    assert plan.int8_scalars == ()
 
 
 def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
@@ -125,7 +129,8 @@ def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
 def test_moving_nodes_share_the_scale_of_what_they_move():
     nodes = f"c = {LAYER}(x, w, b) r = Relu(c) {POOL} f = Flatten(m) y = Gemm(f, g)"
     plan = analyse(make(nodes, {**CONV, "g": (64, 10)}), ONNXRUNTIME)
-    assert dict(plan.scale_owners) == {"m": "r", "f": "r"} and plan.activations == ("x", "r")
+    assert dict(plan.scale_owners) == {"m": "r", "f": "r"}
+    assert plan.activations == ("x", "r")
     assert [(w.name, w.axis) for w in plan.weights] == [("w", 0), ("g", 1)]
 
 
@@ -141,7 +146,9 @@ def test_moving_nodes_share_the_scale_of_what_they_move():
 def test_what_stays_float_says_why(node, weights, reason):
     shape = (8, 8) if "Gemm" in node else (1, 4, 8, 8)
     plan = analyse(make(node, weights, shape=shape), ONNXRUNTIME)
-    assert reason in plan.decisions[0].reason and plan.pairs == () and plan.weights == ()
+    assert reason in plan.decisions[0].reason
+    assert plan.pairs == ()
+    assert plan.weights == ()
 
 
 def test_a_tensor_without_a_scale_makes_its_nodes_float():
@@ -220,7 +227,8 @@ def test_what_only_a_subgraph_reads_is_kept_and_what_nobody_reads_is_not(model):
     assert [t.name for t in graph.initializer] == ["w", "inner"]
     edit.rebuild(graph, [node for node in graph.node if node.op_type == "If"])
     assert [t.name for t in graph.initializer] == ["inner"]
-    assert not graph.value_info and [i.name for i in graph.input] == ["x", "cond", "w"]
+    assert not graph.value_info
+    assert [i.name for i in graph.input] == ["x", "cond", "w"]
 
 
 def test_weights_leave_the_list_of_inputs(model):
@@ -238,7 +246,8 @@ def test_the_two_rules_for_names(model):
 
 def test_the_index_knows_constants_readers_and_what_is_fed(model):
     graph = Graph(model)
-    assert graph.inputs == ["x", "cond"] and graph.outputs == {"y"}
+    assert graph.inputs == ["x", "cond"]
+    assert graph.outputs == {"y"}
     assert set(graph.initializers) == {"w", "inner", "idle"}
     assert set(graph.constants) == {"w", "inner", "idle", "five"}
     assert [node.name for node in graph.readers["a"]] == ["mine"]
@@ -253,8 +262,11 @@ def test_nodes_that_stay_are_the_same_and_new_ones_come_between_them(model):
     new = make_node("Neg", "a", "n")
     edit.replace_nodes(graph, [first, new, branches, constant])
     assert [node.op_type for node in graph.node] == ["Add", "Neg", "If", "Constant"]
-    assert graph.node[0] is first and graph.node[1] == new and graph.node[1] is not new
-    assert second.name == "mine" and second not in list(graph.node)
+    assert graph.node[0] is first
+    assert graph.node[1] == new
+    assert graph.node[1] is not new
+    assert second.name == "mine"
+    assert second not in list(graph.node)
 
 
 def test_a_copy_can_leave_constants_out_and_is_the_same_but_for_them(model):
@@ -274,7 +286,8 @@ def test_an_index_of_what_nobody_changes_says_what_any_index_says(model):
         assert still.tail(node) == graph.tail(node)
     for number in range(50):  # nodes of no graph, each where the one before it lay
         node = make_node("Add", f"in{number} w", f"out{number}")
-        assert still.data_inputs(node) == [f"in{number}"] and still.tail(node) == f"out{number}"
+        assert still.data_inputs(node) == [f"in{number}"]
+        assert still.tail(node) == f"out{number}"
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +367,8 @@ def test_a_weight_that_a_float_node_reads_too_stays_where_it_was(calibrated):
     shared.graph.node.append(make_node("Neg", [weight], "beside", name="beside"))
     shared.graph.output.append(onnx.ValueInfoProto(name="beside"))
     held = constants(write_qdq(shared, analyse(shared, ONNXRUNTIME), scales))
-    assert list(held).index(weight) <= place and f"{weight}/quantized" in held
+    assert list(held).index(weight) <= place
+    assert f"{weight}/quantized" in held
     assert held[weight].dtype == np.float32
 
 
@@ -413,7 +427,8 @@ def test_tensorrt_pairs_are_symmetric_with_zero_point_0(calibrated):
     assert pairs
     for node in pairs:
         tensor = node.name.removesuffix("/Q")
-        assert held[node.input[2]] == 0 and held[node.input[2]].dtype == np.int8
+        assert held[node.input[2]] == 0
+        assert held[node.input[2]].dtype == np.int8
         assert held[node.input[1]] == scales[plan.scale_owners.get(tensor, tensor)].symmetric
     assert not [value for value in held.values() if value.dtype == np.int32]
 
@@ -483,7 +498,8 @@ def test_borders_are_edges_inlets_and_outlets():
         conv("s", "y"),
     )
     edges = {("/c1", "/c3", "c1"), ("/c2", "/s", "c2"), ("/c3", "/s", "c3"), ("/s", "/y", "s")}
-    assert set(found.edges) == edges and set(found.inlets) == {("/c1", "x"), ("/c2", "e")}
+    assert set(found.edges) == edges
+    assert set(found.inlets) == {("/c1", "x"), ("/c2", "e")}
     assert set(found.outlets) == {("/c1", "c1"), ("/y", "y")}
     assert set(found.tensors) == {"c1", "c2", "c3", "s", "x", "e", "y"}
     assert set(found.shared_tensors(["/c2"])) == {"c2", "e"}
@@ -494,7 +510,8 @@ def test_borders_are_edges_inlets_and_outlets():
 def test_what_is_float_anyway_is_in_no_unit():
     found = units(C1, conv("c1", "c2"), conv("c2", "y"), keep=("/c2",))
     assert list(found.members) == ["/c1", "/y"]
-    assert found.outlets == (("/c1", "c1"), ("/y", "y")) and ("/y", "c2") in found.inlets
+    assert found.outlets == (("/c1", "c1"), ("/y", "y"))
+    assert ("/y", "c2") in found.inlets
 
 
 NAMES = st.lists(
@@ -630,7 +647,8 @@ def test_a_name_like_one_that_is_added_changes_no_figure(case, tmp_path):
         assert not report.failed
         engines = [engine for engine in report.engines if engine.verdict is not None]
         figures.append([engine.accuracy.outputs[0].sqnr_db for engine in engines])
-    assert figures[0] == figures[1] and len(figures[0]) == 3
+    assert figures[0] == figures[1]
+    assert len(figures[0]) == 3
 
 
 def test_inputs_and_outputs_keep_their_names_or_are_refused():
@@ -649,4 +667,5 @@ def test_every_word_behind_a_name_that_is_added_is_known():
     names = {"x", *(f"x{text}" for text in found)}
     unknown = {text: where for text, where in found.items() if not _find_stem(f"x{text}", names)}
     files = {".engine", ".gpu.cache", ".om", ".tensorrt", ".weight"}
-    assert {t: w for t, w in unknown.items() if t not in files} == {} and len(found) > 60
+    assert {t: w for t, w in unknown.items() if t not in files} == {}
+    assert len(found) > 60

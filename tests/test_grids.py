@@ -40,7 +40,8 @@ reals = st.floats(-1e6, 1e6, allow_nan=False, width=32)
 def test_an_affine_range_holds_zero_exactly_and_its_ends_within_half_a_step(a, b):
     lo, hi = min(a, b), max(a, b)
     scale, zero_point = affine_params(lo, hi)
-    assert 0 <= zero_point <= 255 and affine_params(0.0, 0.0) == (1, 0)
+    assert 0 <= zero_point <= 255
+    assert affine_params(0.0, 0.0) == (1, 0)
     assert dequantize(np.array([zero_point], np.uint8), scale, zero_point)[0] == 0
     if hi > lo:
         ends = np.array([lo, hi], np.float32)
@@ -119,7 +120,8 @@ def test_the_table_names_each_grid_and_its_ends():
         "bfloat16": (16, -3.3895313892515355e38, 3.3895313892515355e38),
         "float32": (32, -3.4028234663852886e38, 3.4028234663852886e38),
     }
-    assert signed_grid(8) == INT8 and unsigned_grid(8) == UINT8
+    assert signed_grid(8) == INT8
+    assert unsigned_grid(8) == UINT8
     assert FLOAT16.qmax == np.finfo("f2").max
 
 
@@ -202,7 +204,8 @@ ONE = np.float32(1)
 
 def test_fp8_takes_the_nearest_code_and_saturates():
     assert np.array_equal(quantize(E4M3, ONE, 0, FP8), E4M3, equal_nan=True)
-    assert np.nanmax(E4M3) == FP8.qmax and np.nanmin(E4M3[E4M3 > 0]) == 2.0**-9
+    assert np.nanmax(E4M3) == FP8.qmax
+    assert np.nanmin(E4M3[E4M3 > 0]) == 2.0**-9
     values = np.unique(E4M3[np.isfinite(E4M3)])  # -0 and 0 are one
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2  # exact in float32
@@ -244,7 +247,8 @@ def test_a_weights_extreme_is_the_last_value_of_its_grid(grid):
     assert scales.tolist() == [np.float32(2 / grid.qmax), 1.0, np.float32(5 / grid.qmax)]
     stored = quantize_weight(weight, scales, 0, grid=grid)
     assert stored.dtype == grid.dtype
-    assert stored[0, 1] == -grid.qmax and stored[2, 0] == grid.qmax
+    assert stored[0, 1] == -grid.qmax
+    assert stored[2, 0] == grid.qmax
     back = dequantize(stored, scales[:, None], 0)
     assert np.abs(back - weight).max() <= 5 / grid.qmax * (16 if grid is FP8 else 0.51)
 
@@ -280,7 +284,8 @@ def test_a_float_is_rounded_to_the_nearest_even_code(dtype, most):
 def test_numbers_are_narrowed_where_they_fit(wording):
     wide = np.int64([[1, -2], [2**31 - 1, 0]])
     narrow = to_device(wide.T, "int32")
-    assert narrow.dtype == np.int32 and narrow.flags.c_contiguous
+    assert narrow.dtype == np.int32
+    assert narrow.flags.c_contiguous
     np.testing.assert_array_equal(narrow, wide.T)
     assert to_device(narrow, "int64").dtype == np.int64
     with pytest.raises(ValueError) as refusal:
@@ -295,6 +300,7 @@ def test_numbers_are_narrowed_where_they_fit(wording):
     assert to_device(np.float64(1.5), "float16").shape == ()
     assert to_device(np.float32(2), "bfloat16").shape == ()
     assert from_device(np.uint16(0x4000), "bfloat16") == 2
-    assert host_type("float8") == "float32" and host_type("int8") == "int8"
+    assert host_type("float8") == "float32"
+    assert host_type("int8") == "int8"
     there = to_device(np.float32([1e9, -np.inf]), "float8")
     np.testing.assert_array_equal(from_device(there, "float8"), [448, -448])

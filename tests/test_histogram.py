@@ -68,7 +68,8 @@ def test_base_range_doubles_without_trace(first_batch, later_batch):
     if base < 1e-20:
         return
     h = observed(first_batch, base=base)
-    assert h.full_range == base and h.counts[0] == h.counts[-1] == 0
+    assert h.full_range == base
+    assert h.counts[0] == h.counts[-1] == 0
     h.observe(later_batch)
     ratio = math.log2(h.full_range / base)
     assert ratio == int(ratio) >= 0
@@ -77,7 +78,8 @@ def test_base_range_doubles_without_trace(first_batch, later_batch):
     ]  # TensorRT counts |x| == R one bin lower
     expected = close_range(plain_counts(np.concatenate([counted_batch, later_batch]), h.full_range))
     moved_counts = h.counts - expected
-    assert moved_counts.sum() == first_batch.size - counted_batch.size and moved_counts.min() >= 0
+    assert moved_counts.sum() == first_batch.size - counted_batch.size
+    assert moved_counts.min() >= 0
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -92,8 +94,11 @@ def test_many_values_are_counted_like_numpy(relu):
 def test_magnitudes_fold_signs_and_nest():
     h = observed([-1.0, 1.0, 0.5, -0.25, 0.0])
     fine, coarse = h.magnitudes(BINS), h.magnitudes(2048)
-    assert fine[BINS - 1] == 2 and coarse[2047] == 2
-    assert coarse[1024] == 1 and coarse[512] == 1 and coarse[0] == 1
+    assert fine[BINS - 1] == 2
+    assert coarse[2047] == 2
+    assert coarse[1024] == 1
+    assert coarse[512] == 1
+    assert coarse[0] == 1
     assert fine.reshape(2048, 2).sum(axis=1).tolist() == coarse.tolist()
 
 
@@ -107,7 +112,8 @@ def test_nan_infinities_zeros_and_bases():
     h.observe(np.zeros(4, np.float32))
     assert (h.total, h.amax, h.counts[BINS]) == (4, 0.0, 4)
     h.observe(np.array([3.0], np.float32))
-    assert h.full_range == 4.0 and h.counts[BINS] == 4
+    assert h.full_range == 4.0
+    assert h.counts[BINS] == 4
     with pytest.raises(CalibrationError, match="equal bases"):
         Histogram(base=1.0).merge(Histogram())
 
@@ -122,10 +128,8 @@ def test_without_leaves_the_remaining_counts(remaining_batch, removed_batch):
     expected_counts = Histogram()
     expected_counts.full_range = complete.full_range
     expected_counts.merge(expected)
-    assert (
-        remaining.counts.tolist() == expected_counts.counts.tolist()
-        and remaining.full_range == complete.full_range
-    )
+    assert remaining.counts.tolist() == expected_counts.counts.tolist()
+    assert remaining.full_range == complete.full_range
     assert (remaining.total, remaining.infinite) == (expected.total, 0)
     width = 2 * complete.full_range / BINS  # of the bin around 0, which is the widest
     assert complete.minimum <= remaining.minimum <= expected.minimum <= remaining.minimum + width
@@ -136,6 +140,7 @@ def test_without_never_counts_below_zero():
     complete = observed([1, -2])
     assert state(complete.without(complete)) == state(Histogram())
     foreign = observed([1.9, 5])  # not among them, as after another optimization
-    assert (remaining := complete.without(foreign)).counts.min() == 0 and remaining.total == 2
+    assert (remaining := complete.without(foreign)).counts.min() == 0
+    assert remaining.total == 2
     with pytest.raises(CalibrationError, match="of no order"):
         Histogram(base=1.0).without(foreign)

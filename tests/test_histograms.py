@@ -45,8 +45,10 @@ def row(**changed):
 def test_every_value_is_in_its_bar(shift):
     values = VALUES + np.float32(shift)
     part = histogram_part(seen(Histogram(), values))
-    assert sum(part.counts) == values.size and 20 < len(part.counts) <= MAX_BARS
-    assert part.counts[0] and part.counts[-1]  # none before the first value, none after the last
+    assert sum(part.counts) == values.size
+    assert 20 < len(part.counts) <= MAX_BARS
+    assert part.counts[0]
+    assert part.counts[-1]  # none before the first value, none after the last
     want = np.histogram(values.astype(np.float64), edges(part))[0]
     assert np.abs(np.cumsum(want) - np.cumsum(part.counts)).max() <= 3  # of values on an edge
 
@@ -56,22 +58,27 @@ def test_values_at_the_end_of_the_range_are_in_the_last_bar(recorder):
     ends = np.array([-4.0, 4.0], np.float32)  # powers of two: bins of their own
     part = histogram_part(seen(recorder(), np.tile(ends, MAX_STORED_VALUES)))
     assert part.counts[0] == part.counts[-1] == MAX_STORED_VALUES == sum(part.counts) / 2
-    assert edges(part)[0] <= -4 and edges(part)[-1] >= 4 and len(part.counts) <= MAX_BARS
+    assert edges(part)[0] <= -4
+    assert edges(part)[-1] >= 4
+    assert len(part.counts) <= MAX_BARS
 
 
 @pytest.mark.parametrize("values", [VALUES[:1000], VALUES], ids=["kept", "counted"])
 def test_ascends_histograms_have_bars_too(values):
     for recorder in (IfmrHistogram(), HfmgHistogram(4096)):
         part = histogram_part(seen(recorder, values))
-        assert sum(part.counts) == values.size and len(part.counts) <= MAX_BARS
-        assert edges(part)[0] <= values.min() and edges(part)[-1] >= values.max() - 1e-5
+        assert sum(part.counts) == values.size
+        assert len(part.counts) <= MAX_BARS
+        assert edges(part)[0] <= values.min()
+        assert edges(part)[-1] >= values.max() - 1e-5
 
 
 @pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram, lambda: HfmgHistogram(1024)])
 @pytest.mark.parametrize("value", [0.0, 3.0, -0.1])
 def test_one_value_is_one_bar(recorder, value):
     part = histogram_part(seen(recorder(), np.full(9, value, np.float32)))
-    assert part.counts == (9,) and edges(part)[0] <= value <= edges(part)[-1] + 1e-6
+    assert part.counts == (9,)
+    assert edges(part)[0] <= value <= edges(part)[-1] + 1e-6
 
 
 def test_what_is_no_histogram_or_empty_has_no_bars():
@@ -91,10 +98,13 @@ def test_lines_stand_at_the_ends_of_the_range_and_part_the_bars():
     assert high - zero == pytest.approx(1.5 * (zero - low), abs=0.2)
     cut = re.search(r'<path class="cut" d="([^"]*)"', drawn)[1]
     starts = [float(x) for x in re.findall(r"M([\d.]+),", cut)]
-    assert len(starts) == 2 and starts[0] < low and starts[1] == pytest.approx(high, abs=0.1)
+    assert len(starts) == 2
+    assert starts[0] < low
+    assert starts[1] == pytest.approx(high, abs=0.1)
     part = parts.HistogramPart(start=-0.5, width=1.0, counts=(9, 9, 1))
     drawn = histogram(row(observed_min=0.0, lo=-2.0, hi=2.0), part)
-    assert len(lines(drawn, "clip")) == 1 and "\N{PLUS-MINUS SIGN}2 is kept" in drawn
+    assert len(lines(drawn, "clip")) == 1
+    assert "\N{PLUS-MINUS SIGN}2 is kept" in drawn
     bars = re.search(r'<path class="kept" d="M([\d.]+),', drawn)
     assert float(bars[1]) == lines(drawn, "zero")[0]
 
@@ -104,7 +114,8 @@ def test_heights_are_logarithms_and_what_lies_in_the_range_is_kept():
     drawn = histogram(row(lo=-2.0, hi=2.0), part)
     tops = [float(y) for y in re.findall(r"V([\d.]+)h", drawn)]
     floor = float(re.search(r'class="axis"[^>]* y1="(\d+)"', drawn)[1])
-    assert len(tops) == 2 and (floor - tops[0]) / (floor - tops[1]) == pytest.approx(2, rel=0.01)
+    assert len(tops) == 2
+    assert (floor - tops[0]) / (floor - tops[1]) == pytest.approx(2, rel=0.01)
     assert 'class="cut"' not in drawn
     part = parts.HistogramPart(start=0.5, width=0.5, counts=(9, 9, 9))
     drawn = histogram(row(observed_min=0.5, observed_max=2.0, lo=1.0, hi=1.5), part)
@@ -117,7 +128,8 @@ def test_odd_ranges_are_drawn_or_left_out(ends):
     lo, hi = ends
     part = parts.HistogramPart(start=lo if math.isfinite(lo) else 0.0, width=0.0, counts=(3,))
     drawn = histogram(row(observed_min=lo, observed_max=hi, lo=lo, hi=hi), part)
-    assert ("kept" in drawn) == math.isfinite(lo) and "nan" not in drawn
+    assert ("kept" in drawn) == math.isfinite(lo)
+    assert "nan" not in drawn
 
 
 TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
@@ -150,7 +162,8 @@ def test_the_worst_tensor_has_its_histogram_and_the_ends_of_the_cache(made):
     (target,) = [one for one in report["targets"] if one["name"] == "tensorrt"]
     worst = min((t for t in target["tensors"] if "sqnr_db" in t), key=lambda t: t["sqnr_db"])
     part = worst["histogram"]
-    assert sum(part["counts"]) % 20 == 0 and len(part["counts"]) <= MAX_BARS  # of 20 pictures
+    assert sum(part["counts"]) % 20 == 0
+    assert len(part["counts"]) <= MAX_BARS  # of 20 pictures
     assert part["start"] <= worst["observed_min"]
     assert part["start"] + part["width"] * len(part["counts"]) >= worst["observed_max"]
     assert worst["hi"] == -worst["lo"] == worst["amax"]
@@ -202,7 +215,8 @@ def test_a_trusted_cache_has_no_histograms(command, made, small_cnn, pictures, t
     words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path, "--trust-cache")
     command(*words, "--cache", made[0] / "calib8/small_cnn.cache")
     (target,) = report_of(tmp_path)["targets"]
-    assert target["tensors"] and not any("histogram" in t for t in target["tensors"])
+    assert target["tensors"]
+    assert not any("histogram" in t for t in target["tensors"])
     assert "Histograms" not in (tmp_path / "report.html").read_text()
 
 
@@ -214,7 +228,8 @@ def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
     assert {row.sqnr_db for row in rows if row.histogram} <= set(told[:3])
     assert sum(row.histogram is not None for row in rows) == 2
     page = to_html(report)
-    assert page.count('class="hist"') == 2 and "Histograms (2)" in page
+    assert page.count('class="hist"') == 2
+    assert "Histograms (2)" in page
     (section,) = tensor_sections(report)
     assert "".join(sections_html([section])).count("<svg") == len(rows)  # all have their bar
 
@@ -242,4 +257,5 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     )
     target = parts.TargetPart(name="onnxruntime", tensors=rows, weights=weights)
     page = to_html(Report(targets=(target,)))
-    assert page.count('class="hist"') == report_rows.MAX_HISTOGRAMS and len(page.encode()) < 450_000
+    assert page.count('class="hist"') == report_rows.MAX_HISTOGRAMS
+    assert len(page.encode()) < 450_000

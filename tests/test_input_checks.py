@@ -71,7 +71,8 @@ def test_batch_norm_reveals_training_mean_and_std():
     assert check_input_samples(make_samples(HALF), HALF, make_network()) == []
     for preprocess in (UNIT, RAW):
         (message,) = check_input_samples(make_samples(preprocess), preprocess, make_network())
-        assert "pixels / 255 with mean 0.5 and std 0.5" in message and "(norm)" in message
+        assert "pixels / 255 with mean 0.5 and std 0.5" in message
+        assert "(norm)" in message
         assert "--mean" in message
 
 
@@ -81,7 +82,8 @@ def test_arrays_of_another_unit_are_reported():
             {"x": (sample["x"] - offset) * np.float32(scale)} for sample in make_samples(RAW)
         ]
         (message,) = check_input_samples(samples, None, make_network())
-        assert "has another unit" in message and "how the arrays were made" in message
+        assert "has another unit" in message
+        assert "how the arrays were made" in message
     (message,) = check_input_samples(make_samples(UNIT), None, make_network())
     assert "does not match the training data, but pixels / 255 with mean 0.5" in message
     changed_samples = [
@@ -121,7 +123,8 @@ def test_bias_reveals_wrong_pixel_scale():
     for preprocess in (HALF, UNIT):
         assert check_input_samples(make_samples(preprocess), preprocess, net) == []
     (message,) = check_input_samples(make_samples(RAW), RAW, net)
-    assert "pixels of 0 to 255 as they are" in message and "(c)" in message
+    assert "pixels of 0 to 255 as they are" in message
+    assert "(c)" in message
     assert "pixels of 0 to 255" in check_input_samples(make_samples(RAW), None, net)[0]
     (message,) = check_input_samples(
         [{"x": sample["x"] / 255} for sample in make_samples(UNIT)], None, net
@@ -155,9 +158,8 @@ def test_each_input_is_compared_with_its_norm(wrong_input):
         for _ in range(4)
     ]
     messages = check_input_samples([as_float32(row) for row in rows], None, net)
-    assert len(messages) == (wrong_input != "") and all(
-        "has another unit" in message for message in messages
-    )
+    assert len(messages) == (wrong_input != "")
+    assert all("has another unit" in message for message in messages)
 
 
 def make_sliced_stem():
@@ -188,7 +190,8 @@ def make_sliced_stem():
 @pytest.mark.parametrize("reader", ["Mul", "Sub"])
 def test_constant_may_be_first_operand(reader):
     first_layer = find_first_layer(make_network_behind(reader, "most x", "scaled"), "x")
-    assert first_layer is not None and first_layer.node == "c"
+    assert first_layer is not None
+    assert first_layer.node == "c"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,8 @@ def test_constant_may_be_first_operand(reader):
 )
 def test_shared_slices_hide_first_conv(op, inputs, position):
     net = make_sliced_stem()
-    assert find_first_layer(net, "x") is not None and len(net.graph.node) == 11
+    assert find_first_layer(net, "x") is not None
+    assert len(net.graph.node) == 11
     net.graph.initializer.append(numpy_helper.from_array(np.ones((1, 3, 1, 1), np.float32), "v"))
     net.graph.node.insert(position, make_node(op, inputs, "z", "z"))
     net.graph.output.append(make_value("z", None))
@@ -292,7 +296,8 @@ def test_pictures_of_one_colour_are_reported():
         picture // 24 for picture in make_smooth_pictures()
     ]  # as 12 bits in the upper byte of 16
     (message,) = check_input_samples(make_samples(HALF, dark), HALF, make_network())
-    assert "16 of 255" in message and "16-bit" in message
+    assert "16 of 255" in message
+    assert "16-bit" in message
 
 
 def test_other_inputs_and_layers_are_not_checked():

@@ -177,7 +177,8 @@ def test_impossible_range_is_refused(counting_kernels, broken, wording):
         -1,
         len(counting_kernels),
     ):  # nor does the kernel write beyond it
-        assert counting_kernels[0].observe(counting_kernel, *arguments) == -1 and not counts.any()
+        assert counting_kernels[0].observe(counting_kernel, *arguments) == -1
+        assert not counts.any()
 
 
 def counting_line():

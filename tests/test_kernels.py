@@ -39,7 +39,8 @@ def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(ke
     outputs = {"/c1": "/c1_output_0", "/c1/conv/Conv": "/c1/conv/y", "/fc/Gemm": "logits"}
     times = attribute_kernels({kernel: 5.0}, model_of(*outputs.items()))
     assert times.nodes == {name: 5.0 * (name == node) for name in outputs}
-    assert times.unattributed == (0.0 if node else 5.0) and times.total == 5.0
+    assert times.unattributed == (0.0 if node else 5.0)
+    assert times.total == 5.0
 
 
 def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
@@ -105,7 +106,8 @@ def chain(*kinds):
 def test_what_a_layer_computes_with_others_inside_it_is_its_time(kinds, found, owner):
     model = chain(*kinds)
     times = attribute_kernels(found, model, layers=found)
-    assert times.nodes[owner] == 5.0 and times.total == sum(found.values())
+    assert times.nodes[owner] == 5.0
+    assert times.total == sum(found.values())
     others = attribute_kernels(found, model)  # these stay where they are
     assert others.nodes.get("/0", 0.0) == 0.0
 
@@ -116,7 +118,8 @@ def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows():
     nodes.append(("Tanh", "l", "y", "/tanh"))
     model = build_net(nodes, {"x": [1, 16, 64, 64]}, {"y": None}, {"w": weight}, opset=17)
     times = kernel_times(model, FEEDS, float_model=model, runs=2)
-    assert times.nodes["/conv"] > 0 and times.nodes["/act"] == 0
+    assert times.nodes["/conv"] > 0
+    assert times.nodes["/act"] == 0
 
 
 def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch, tmp_path):
@@ -164,7 +167,8 @@ def test_a_real_profile_gives_every_layer_its_time(small_cnn):
     assert all(sum(times.nodes[name] for name in layer) > 0 for layer in LAYERS)
     model = turned_model()
     times = kernel_times(model, FEEDS, float_model=model, runs=2)
-    assert times.nodes["/c"] > 0 and times.nodes["/d"] > 0
+    assert times.nodes["/c"] > 0
+    assert times.nodes["/d"] > 0
 
 
 def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn, tmp_path):
@@ -176,6 +180,7 @@ def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn
     int8 = onnx.load(tmp_path / "small_cnn.int8.onnx")
     times = kernel_times(int8, [{"x": feed[0]}], float_model=load(small_cnn).model, runs=2)
     pairs = {node.name for node in int8.graph.node if node.op_type in timing.PAIRS}
-    assert pairs and pairs < set(times.nodes)
+    assert pairs
+    assert pairs < set(times.nodes)
     assert any(times.nodes[name] > 0 for name in pairs)
     assert all(sum(times.nodes[name] for name in layer) > 0 for layer in LAYERS)

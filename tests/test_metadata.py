@@ -64,7 +64,8 @@ def test_ultralytics_other_tasks_channels_and_versions():
     assert wide.source == "the model's metadata (Ultralytics, imgsz 480x640)"
     assert resolve(wide).size == (480, 640)
     v5 = make_metadata(stride="32", names="{0: 'face'}")
-    assert "YOLOv5" in v5.source and resolve(v5).resize == "letterbox"
+    assert "YOLOv5" in v5.source
+    assert resolve(v5).resize == "letterbox"
     assert (
         make_metadata(names="{0: 'face'}") is make_metadata(stride="32", names="", other="") is None
     )
@@ -179,7 +180,8 @@ def test_hugging_face_processors_are_read(config, expected, tmp_path):
     metadata = make_metadata(path=tmp_path / "net.onnx")
     assert metadata.source.startswith("the preprocessor_config.json beside the model (Hugging Face")
     if expected is None:
-        assert metadata.preprocess is None and metadata.reason
+        assert metadata.preprocess is None
+        assert metadata.reason
         return
     preprocess, preset = resolve(metadata), PRESETS["imagenet"]
     assert (preprocess.resize, preprocess.size, preprocess.short_side) == expected
@@ -241,7 +243,8 @@ def test_paddledetection_infer_cfg_is_read(tmp_path, wording):
     ):
         (tmp_path / "infer_cfg.yml").write_text(INFER_CFG.replace(old, new))
         metadata = make_metadata(path=tmp_path / "net.onnx")
-        assert metadata.preprocess is None and len(metadata.reason) < 250, new
+        assert metadata.preprocess is None, new
+        assert len(metadata.reason) < 250, new
     assert parse_operators("a: 1\n") == []
     with pytest.raises(ConfigError) as refusal:
         parse_operators("Preprocess:\n  type: x\n")
@@ -262,7 +265,8 @@ def test_options_override_metadata(wording):
     spec = TensorSpec("x", "float32", OPEN)
     metadata = make_metadata(**YOLO)
     plain = resolve_preprocess(None, metadata, spec)
-    assert plain.origin == metadata.source and plain.notes == ()
+    assert plain.origin == metadata.source
+    assert plain.notes == ()
     with_options = resolve_preprocess({"size": (64, 64), "mean": 0.5, "pad": None}, metadata, spec)
     assert (
         with_options.preprocess.size,
@@ -298,7 +302,8 @@ def test_size_unlike_input_is_noted():
     assert "320x320 pixels, the input is of 640x640" in (boxes.notes[0])
     cropped = make_metadata(**(YOLO | {"task": "classify", "imgsz": "700"}))
     classes = resolve_preprocess(None, cropped, fixed)
-    assert classes.preprocess.resize == "stretch" and not classes.origin
+    assert classes.preprocess.resize == "stretch"
+    assert not classes.origin
     assert "700x700 pixels" in classes.notes[0]
     wrong = resolve_preprocess(None, MetadataPreprocess("it", Preprocess(color="grey")), fixed)
     assert "not followed: grey images" in wrong.notes[0]
@@ -425,7 +430,8 @@ def test_metadata_does_not_change_arrays(yolo_model):
     feed = open_feed(
         np.zeros((2, 3, 16, 16), np.float32), [spec], metadata_preprocess=make_metadata(**YOLO)
     )
-    assert feed.preprocess is None and feed.origin == ""
+    assert feed.preprocess is None
+    assert feed.origin == ""
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from deploy.frontends import load
 from deploy.graph.plan import Decision
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.latency import SpeedUp
-from deploy.metrics.layerwise import shared_tensors
+from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
 from deploy.metrics.output_form import SliceAccuracy
@@ -29,6 +29,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
 from deploy.tasks import TaskFigure
 from deploy.tasks.detections import Detections
+from deploy.tasks.evaluation_task import share_interval
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_value, save_net
 from tests.outputs import compare
@@ -353,6 +354,38 @@ def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
     assert outcome.level == level and "9 of 10 boxes kept" in outcome.text
 
 
+@pytest.mark.parametrize(
+    ("kept", "total", "low", "high"),
+    [  # the examples of Newcombe, Statistics in Medicine 17 (1998), table I
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (28, 29, 0.8282, 0.9939),
+    ],
+)
+def test_share_interval_is_wilsons(kept, total, low, high):
+    assert share_interval(kept, total) == pytest.approx((low, high), abs=5e-5)
+
+
+def kept_boxes(kept, total, new=0):
+    return replace(task(kept / total), found=total, counted=total, new=new)
+
+
+@pytest.mark.parametrize(
+    ("figure", "max_loss", "level"),
+    [
+        (kept_boxes(80, 100), 0.15, UNUSABLE),  # the Dice coefficient lost 0.11
+        (kept_boxes(80, 100), 0.2, GOOD),
+        (kept_boxes(80, 100, new=40), 0.2, GOOD),
+        (kept_boxes(94, 100), None, DOUBTFUL),
+        (kept_boxes(95, 100, new=10), None, GOOD),
+        (kept_boxes(100, 100, new=11), None, DOUBTFUL),
+    ],
+)
+def test_limit_is_the_share_of_boxes_lost(figure, max_loss, level):
+    assert judge(accuracy(task=figure), max_loss=max_loss).level == level
+
+
 LABELLED = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
 LOSSES = [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
 NAN = accuracy(part(math.nan, cosine=math.nan))
@@ -616,8 +649,8 @@ def model(*, quantized: bool) -> onnx.ModelProto:
 
 def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     float_model, int8_model = model(quantized=False), model(quantized=True)
-    assert shared_tensors(float_model, int8_model) == {"a": "a_dq"}
-    assert shared_tensors(int8_model, float_model) == {}
+    assert pair_quantized_tensors(float_model, int8_model) == {"a": "a_dq"}
+    assert pair_quantized_tensors(int8_model, float_model) == {}
     x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(int8_model, built.runnable)

@@ -309,7 +309,8 @@ def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, ru
     names = [node["name"] for node in report["targets"][0]["nodes"]]
     assert len(set(names)) == len(names)
     note = "Renamed 8 nodes whose name another node has."
-    assert note in json.dumps(report) and note in run.ok("inspect", path)
+    assert note in json.dumps(report)
+    assert note in run.ok("inspect", path)
 
 
 VALUES = "[-1, 0, 1, 2]"
@@ -326,9 +327,11 @@ def test_a_scale_and_a_zero_point_that_are_given(run):
     assert "scale 0.100000001, zero point 10, quint8 (given): stores -1 to 24.5" in shown
     assert "SQNR exact, 0 of 4 values clipped" in shown
     result = said(run, VALUES, *options)
-    assert result["int_repr"] == [0, 10, 20, 30] and result["dequantized"] == [-1, 0, 1, 2]
+    assert result["int_repr"] == [0, 10, 20, 30]
+    assert result["dequantized"] == [-1, 0, 1, 2]
     result = said(run, "[-1000, 100]", *options)
-    assert result["int_repr"] == [0, 255] and result["clipped"] == 2
+    assert result["int_repr"] == [0, 255]
+    assert result["clipped"] == 2
     assert result["error"] == pytest.approx([999, -75.5])
     assert said(run, "[100]", "--scale", "0.1", "--dtype", "qint32")["int_repr"] == [1000]
 
@@ -336,11 +339,14 @@ def test_a_scale_and_a_zero_point_that_are_given(run):
 def test_channels_each_have_their_own(run):
     arguments = ("--scale", "0.1,0.01", "--zero-point", "10,0", "--axis", "0")
     result = said(run, "[[-1, 0], [1, 2]]", *arguments)
-    assert result["int_repr"] == [[0, 10], [100, 200]] and result["axis"] == 0
+    assert result["int_repr"] == [[0, 10], [100, 200]]
+    assert result["axis"] == 0
     by = said(run, "[[-1, 0], [1, 2]]", "--axis", "-1", "--method", "minmax", "--dtype", "qint8")
-    assert by["scale"] == pytest.approx([1 / 127, 2 / 127]) and by["zero_point"] == [0, 0]
+    assert by["scale"] == pytest.approx([1 / 127, 2 / 127])
+    assert by["zero_point"] == [0, 0]
     shown = run("quantize", str([[0.5]] * (SHOWN + 2)), "--axis", "0")[1]
-    assert "and 2 channels more" in shown and "and 2 values more" in shown
+    assert "and 2 channels more" in shown
+    assert "and 2 values more" in shown
 
 
 def test_ranges_are_those_of_the_searches(run, tmp_path):
@@ -351,11 +357,13 @@ def test_ranges_are_those_of_the_searches(run, tmp_path):
     scale, zero = affine_params(float(values.min()), float(values.max()))
     assert (widest["scale"], widest["zero_point"]) == ([scale], [zero])
     kept = said(run, path, "--method", "percentile", "--percent", "95")
-    assert kept["found"] == "percentile 95" and kept["clipped"] > 10
+    assert kept["found"] == "percentile 95"
+    assert kept["clipped"] > 10
     assert kept["sqnr_db"] < widest["sqnr_db"] < 60
     assert said(run, path, "--method", "entropy-tensorrt")["clipped"] >= 0
     zeros = quantize(np.zeros(3, np.float32), dtype="qint8")
-    assert zeros.quantized.stored.tolist() == [0, 0, 0] and zeros.quantized.scale.tolist() == [1.0]
+    assert zeros.quantized.stored.tolist() == [0, 0, 0]
+    assert zeros.quantized.scale.tolist() == [1.0]
 
 
 def test_what_is_no_experiment_is_said(run, tmp_path):
@@ -382,7 +390,8 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
         ((VALUES, "-q"), "--quiet goes with --json"),
     ):
         code, _, err = run("quantize", *arguments)
-        assert code in (1, 2) and message in err, (arguments, err)
+        assert code in (1, 2), (arguments, err)
+        assert message in err, (arguments, err)
     with pytest.raises(CalibrationError, match="NaN"):
         quantize(np.array([np.nan], np.float32), scales=[1.0])
     with pytest.raises(FeedError):
@@ -395,14 +404,20 @@ def test_areas_of_a_tree_map_are_their_shares():
     values = [6, 6, 4, 3, 2, 2, 1]  # the example of its source: 6 x 4
     areas = squarify(values, Area(0, 0, 6, 4))
     assert [area.width * area.height for area in areas] == pytest.approx(values)
-    assert areas[0] == Area(0, 0, 3, 2) and areas[1] == Area(0, 2, 3, 2)
-    assert areas[2].width == pytest.approx(12 / 7) and areas[2].height == pytest.approx(7 / 3)
+    assert areas[0] == Area(0, 0, 3, 2)
+    assert areas[1] == Area(0, 2, 3, 2)
+    assert areas[2].width == pytest.approx(12 / 7)
+    assert areas[2].height == pytest.approx(7 / 3)
     assert squarify([], Area(0, 0, 1, 1)) == []
 
 
 def test_a_tree_map_draws_parts_inside_and_escapes_names():
     inner = (Tile("a<b", 3, "said & done", 1), Tile("tiny", 1e-9, "unseen"))
     text = tree_map([Tile("whole", 3, "all", parts=inner), Tile("none", 0, "nothing")], "Title")
-    assert text.count("<rect") == 2 and "a&lt;b" in text and "said &amp; done" in text
-    assert 'class="whole"' in text and 'class="c1"' in text and "none" not in text
+    assert text.count("<rect") == 2
+    assert "a&lt;b" in text
+    assert "said &amp; done" in text
+    assert 'class="whole"' in text
+    assert 'class="c1"' in text
+    assert "none" not in text
     assert tree_map([], "Title") == ""

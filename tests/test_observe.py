@@ -53,13 +53,15 @@ def test_joint_observation_equals_separate_observations(model, samples):
             joint_recorders.recorder(observation).to_arrays(),
             separate_recorders.recorder(observation).to_arrays(),
         )
-    assert len(kept) == len(samples) and all("logits" in outputs for outputs in kept.values())
+    assert len(kept) == len(samples)
+    assert all("logits" in outputs for outputs in kept.values())
 
 
 def test_first_batch_sets_tensorrt_range(histograms, model, samples):
     statistics = histograms(model, analyse(model, ONNXRUNTIME).activations, samples, first=5)
     first_amax = max(float(np.abs(s["x"]).max()) for s in samples[:5])
-    assert statistics["x"].base == first_amax and statistics["x"].full_range / first_amax in (
+    assert statistics["x"].base == first_amax
+    assert statistics["x"].full_range / first_amax in (
         1.0,
         2.0,
     )

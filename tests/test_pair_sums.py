@@ -55,7 +55,8 @@ def test_sums_and_scales_of_known_weights():
     assert pair_scales(weight, weight_scales(weight, None)) == pytest.approx(4 / 126)
     weight = np.full((1, 4), np.finfo(np.float32).max, np.float32)
     scales = pair_scales(weight, weight_scales(weight, 0))
-    assert np.isfinite(scales).all() and (scales > 0).all()
+    assert np.isfinite(scales).all()
+    assert (scales > 0).all()
     # The arithmetic that all this is about: 127 + 127 times 255 ends at 32767.
     stored, patches = np.array([[127, 127]], np.int8), np.array([[255, 255]], np.uint8)
     assert saturated_sums(stored, patches).item() == 32767 < 127 * 2 * 255
@@ -87,7 +88,8 @@ def test_no_input_saturates_rounded_weights(weight):
 def test_channel_scale_fits_its_largest_pair(weight):
     plain_scales = weight_scales(weight, 0)
     fitted_scales = pair_scales(weight, plain_scales)
-    assert (fitted_scales >= plain_scales).all() and (fitted_scales <= plain_scales * (2.02)).all()
+    assert (fitted_scales >= plain_scales).all()
+    assert (fitted_scales <= plain_scales * (2.02)).all()
     largest = pair_sums(weight / fitted_scales.reshape(-1, 1, 1, 1)).max(axis=1)
     amax = np.abs(weight).max(axis=(1, 2, 3)) / fitted_scales
     assert np.all((largest > 125.9) | (amax > 126.9))
@@ -160,7 +162,8 @@ def wide_layers(model):
 @pytest.mark.parametrize("arguments", [(), ("--int8-stem",), ("--repair", "adaround")])
 def test_int8_file_saturates_on_no_cpu(build_int8, arguments):
     int8, notes = build_int8(network(), *arguments)
-    assert wide_layers(int8) == [] and not any("saturate" in note for note in notes)
+    assert wide_layers(int8) == []
+    assert not any("saturate" in note for note in notes)
     stored = stored_weights(int8)
     patches = np.full((1, stored.shape[1]), 255, np.uint8)
     assert np.array_equal(saturated_sums(stored, patches)[:, 0], 255 * stored.sum(axis=1))
@@ -193,7 +196,8 @@ def test_stored_weights_stay_and_are_noted(build_int8, refusal, tmp_path):
     assert "--full-weights decides how onnxruntime quantizes a float model" in message
     arguments = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--out", tmp_path / "o")
     message = refusal(*arguments, "--full-weights", "--weight-bits", "7")
-    assert "leave one of them out" in message and not (tmp_path / "o").exists()
+    assert "leave one of them out" in message
+    assert not (tmp_path / "o").exists()
 
 
 def test_dynamic_matmul_weights_fit_pairs():

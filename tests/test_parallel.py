@@ -82,13 +82,16 @@ def test_pause_waits_for_all_results(threads):
         return number
 
     def use(number):
-        assert not busy and results == list(range(3, number + 1))
+        assert not busy
+        assert results == list(range(3, number + 1))
         rested.append(number)
 
     pause = Pause(is_due=lambda number: number % 4 == 0, run=use)
     options = {"threads": threads, "first_number": 3, "pause": pause}
     took = run_in_order(SAMPLES, work, lambda n, _: results.append(n), **options)
-    assert took == len(SAMPLES) and results[-1] == 14 and set(rested) == {4, 8, 12}
+    assert took == len(SAMPLES)
+    assert results[-1] == 14
+    assert set(rested) == {4, 8, 12}
 
 
 class Ended(BaseException):
@@ -124,7 +127,9 @@ def test_interrupt_takes_results_of_drawn_items(threads, monkeypatch):
             )
     finally:
         signal.signal(signal.SIGUSR1, handler_before)
-    assert 5 <= len(begun) < 5 + threads and results == sorted(begun) and rested == [len(results)]
+    assert 5 <= len(begun) < 5 + threads
+    assert results == sorted(begun)
+    assert rested == [len(results)]
 
 
 def test_no_pause_after_failure():

@@ -66,7 +66,8 @@ def test_normalisation_rounds_three_times_in_float32():
     )
     image = make_noise()
     got = preprocess_image(image, preprocess)
-    assert got.shape == (1, 3, 40, 60) and got.dtype == np.float32
+    assert got.shape == (1, 3, 40, 60)
+    assert got.dtype == np.float32
     for channel, bgr in enumerate((2, 1, 0)):
         for y, x in ((0, 0), (7, 13), (39, 59)):
             value = arithmetic(image[y, x, bgr], preprocess.mean[channel], preprocess.std[channel])
@@ -102,18 +103,21 @@ def test_letterbox_pads_with_normalised_value(layout, anchor, top):
 def test_text_lines_are_padded_with_zero():
     preprocess, _ = complete_preprocess(PRESETS["ppocr-rec"], spec("n", 3, 48, "w"))
     out = preprocess_image(np.full((24, 50, 3), 255, np.uint8), preprocess)[0]
-    assert out.shape == (3, 48, 320) and np.all(out[:, :, :100] == 1)
+    assert out.shape == (3, 48, 320)
+    assert np.all(out[:, :, :100] == 1)
     assert np.all(out[:, :, 100:] == 0)
     assert resize_to_input(np.zeros((10, 500, 3), np.uint8), preprocess)[0].shape == (48, 320, 3)
 
 
 def test_imagenet_resizes_and_crops_centre():
     preprocess, notes = complete_preprocess(PRESETS["imagenet"], spec(1, 3, 224, 224))
-    assert notes == () and preprocess.short == 256
+    assert notes == ()
+    assert preprocess.short == 256
     image = make_noise(300, 500)
     placed, corner = resize_to_input(image, preprocess)
     resized = cv2.resize(image, (426, 256), interpolation=cv2.INTER_AREA)
-    assert corner == (0, 0) and np.array_equal(placed, resized[16:240, 101:325])
+    assert corner == (0, 0)
+    assert np.array_equal(placed, resized[16:240, 101:325])
 
 
 @pytest.mark.parametrize(("side", "equal"), [(10, True), (100, False)])
@@ -126,7 +130,8 @@ def test_area_is_linear_when_enlarging(side, equal):
 @given(side, side, side, side)
 def test_letterbox_touches_box_from_inside(height, width, box_h, box_w):
     inner = pixels.letterbox_size((height, width), (box_h, box_w))
-    assert 1 <= inner[0] <= box_h and 1 <= inner[1] <= box_w
+    assert 1 <= inner[0] <= box_h
+    assert 1 <= inner[1] <= box_w
     assert inner[0] == box_h or inner[1] == box_w
     ratio = min(box_h / height, box_w / width)
     assert abs(inner[0] - max(1, height * ratio)) <= 0.5 + 1e-6
@@ -158,7 +163,9 @@ def test_every_option_combination_fills_input(source, size, resize, interpolatio
         1,
         *((preprocess.channels, *size) if layout == "nchw" else (*size, preprocess.channels)),
     )
-    assert np.isfinite(out).all() and out.min() >= 0 and out.max() <= 1
+    assert np.isfinite(out).all()
+    assert out.min() >= 0
+    assert out.max() <= 1
     assert out.tobytes() == preprocess_image(image, preprocess).tobytes()
 
 
@@ -168,7 +175,8 @@ def test_presets_survive_json_and_resolve(name):
     assert Preprocess.from_json(json.loads(json.dumps(preprocess.to_json()))) == preprocess
     channels = 1 if preprocess.color == "grey" else 3
     resolve, notes = complete_preprocess(preprocess, spec("n", channels, 64, 96))
-    assert resolve.size == (64, 96) and notes == ()
+    assert resolve.size == (64, 96)
+    assert notes == ()
     assert complete_preprocess(resolve, spec("n", channels, 64, 96))[0] == resolve
 
 
@@ -180,7 +188,8 @@ def test_default_preprocess_follows_model_input():
         "nchw",
         1 / 255,
     )
-    assert "28x28" in notes[0] and "grey" in notes[0]
+    assert "28x28" in notes[0]
+    assert "grey" in notes[0]
     preprocess, _ = complete_preprocess(None, spec(None, 224, 200, 3))
     assert (preprocess.color, preprocess.size, preprocess.layout) == ("rgb", (224, 200), "nhwc")
 
@@ -338,7 +347,8 @@ def test_damaged_jpeg_names_decoder_message(tmp_path, capfd, kind, share):
     with pytest.raises(FeedError, match=r"it\.jpg .*" + message_pattern):
         feed_bytes(tmp_path, damaged)
     feed, samples = feed_bytes(tmp_path, damaged, skip_bad=True)
-    assert len(samples) == 1 and "1 skipped: image it.jpg" in feed.notes[-1]
+    assert len(samples) == 1
+    assert "1 skipped: image it.jpg" in feed.notes[-1]
     assert capfd.readouterr().err == ""
 
 
@@ -400,7 +410,8 @@ def test_harmless_decoder_messages_refuse_nothing(tmp_path, capfd):
     for data, suffix, word in ((profile, ".png", "iCCP"), (revision, ".jpg", "revision")):
         assert any(word in line for line in call_and_capture(make_decoder(data))[1])
         feed, samples = feed_bytes(tmp_path, data, suffix)
-        assert len(samples) == 2 and feed.notes == open_feed(tmp_path, [IMAGE]).notes
+        assert len(samples) == 2
+        assert feed.notes == open_feed(tmp_path, [IMAGE]).notes
         assert suffix == ".jpg" or np.array_equal(samples[0]["x"], samples[1]["x"])
         (tmp_path / f"it{suffix}").unlink()
     assert capfd.readouterr().err == ""
@@ -424,7 +435,8 @@ def test_only_decoder_output_is_captured(tmp_path):
     arguments = [sys.executable, "-c", ALONE, tmp_path / "cut.jpg"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "a progress bar" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "a progress bar" in done.stderr, done.stderr
     assert done.stderr.count("Corrupt JPEG data") == 1  # afterwards the screen is as it was
 
 
@@ -512,7 +524,8 @@ def undo(picture, preprocess):
     back = input_to_image(preprocess_image(picture, preprocess), preprocess)
     placed, (top, left_edge) = resize_to_input(picture, preprocess)
     colour = placed[:, :, ::-1] if placed.shape[2] == 3 else np.repeat(placed, 3, axis=2)
-    assert back.dtype == np.uint8 and back.shape == (24, 32, 3)
+    assert back.dtype == np.uint8
+    assert back.shape == (24, 32, 3)
     return back[top : top + placed.shape[0], left_edge : left_edge + placed.shape[1]], colour
 
 
@@ -539,13 +552,16 @@ def test_preprocessing_is_undone_within_one_level(resize, color, seed):
 def test_letterbox_border_is_its_pad():
     preprocess = resolve(PRESETS["yolo"])
     back = input_to_image(preprocess_image(make_noise(10, 40), preprocess), preprocess)
-    assert (back[0] == 114).all() and (back[-1] == 114).all()
+    assert (back[0] == 114).all()
+    assert (back[-1] == 114).all()
 
 
 def test_arrays_are_stretched_to_pictures():
     ramp = np.linspace(-3, 5, 3 * 4 * 4, dtype=np.float32).reshape(1, 3, 4, 4)
     back = input_to_image(ramp, None)
-    assert back.min() == 0 and back.max() == 255 and back.shape == (4, 4, 3)
+    assert back.min() == 0
+    assert back.max() == 255
+    assert back.shape == (4, 4, 3)
     assert input_to_image(ramp.transpose(0, 2, 3, 1), None).tolist() == back.tolist()
     assert (input_to_image(np.full((1, 1, 4, 4), 7.0), None) == 127).all()
     for array in (np.zeros((1, 6, 4, 4)), np.zeros((1, 12)), np.zeros((2, 3, 4, 4))):
@@ -564,7 +580,8 @@ def test_small_pictures_are_not_enlarged(size, expected_size):
 
 def test_picture_uses_shorter_encoding():
     flat, rough = np.zeros((60, 90, 3), np.uint8), make_noise(60, 90)
-    assert raster(flat).kind == "png" and raster(rough).kind == "jpeg"
+    assert raster(flat).kind == "png"
+    assert raster(rough).kind == "jpeg"
     assert raster(rough) == raster(rough.copy())
     head, data = raster(flat).uri.split(",")
     assert head == "data:image/png;base64"
@@ -584,7 +601,8 @@ def test_views_need_no_extra_decoding(pictures):
         pass
     assert feed.decodes == 20
     views = feed.previews()
-    assert feed.decodes == 20 and [view.name for view in views] == SHOWN
+    assert feed.decodes == 20
+    assert [view.name for view in views] == SHOWN
     assert all(
         view.source_image.shape == (18, 20, 3) and view.input_size == (16, 16) for view in views
     )
@@ -611,15 +629,16 @@ def test_shown_pictures_do_not_depend_on_threads(run, small_cnn, pictures, tmp_p
         run.ok("build", small_cnn, "--images", pictures, *options, "--out", tmp_path / str(threads))
         pages.append((tmp_path / str(threads) / "report.html").read_text())
     uris = [re.findall(r'src="(data:image/[^"]+)"', page) for page in pages]
-    assert len(uris[0]) >= 8 and uris[0] == uris[1]
-    assert "What the model sees" in pages[0] and "18x20 fed as 16x16" in pages[0]
+    assert len(uris[0]) >= 8
+    assert uris[0] == uris[1]
+    assert "What the model sees" in pages[0]
+    assert "18x20 fed as 16x16" in pages[0]
     assert sum(map(len, uris[0])) < 150_000
     pictures_in_report = json.loads((tmp_path / "1" / "report.json").read_text())["feed"][
         "pictures"
     ]
-    assert (
-        pictures_in_report["samples"] == SHOWN and "scale, mean, std" in pictures_in_report["how"]
-    )
+    assert pictures_in_report["samples"] == SHOWN
+    assert "scale, mean, std" in pictures_in_report["how"]
     for name in ("report.json", "report.md"):
         assert "data:image" not in (tmp_path / "1" / name).read_text()
 
@@ -631,7 +650,9 @@ def test_picture_names_are_escaped(pictures):
     part = pictures_part([view], feed.preprocess)
     report = Report(feed=FeedPart(source="s", samples=1, pictures=part))
     page = to_html(report)
-    assert "<script>alert" not in page and "\x1b" not in page and "&lt;script&gt;" in page
+    assert "<script>alert" not in page
+    assert "\x1b" not in page
+    assert "&lt;script&gt;" in page
     json.dumps(to_json(report), allow_nan=False).encode()
     assert "data:" not in to_markdown(report)
 

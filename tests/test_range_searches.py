@@ -118,7 +118,8 @@ def test_a_higher_power_clips_less_and_the_second_is_mse(seed):
     found = [lp(h, power=power) for power in (2, 3, 16)]
     assert (found[0].lo, found[0].hi, found[0].amax) == (squared.lo, squared.hi, squared.amax)
     # between neighbours of one error the minimum may jump, by a few hundredths of the range
-    assert found[0].amax <= found[1].amax * 1.1 and found[1].amax <= found[2].amax * 1.1
+    assert found[0].amax <= found[1].amax * 1.1
+    assert found[1].amax <= found[2].amax * 1.1
     assert found[2].amax >= 0.5 * h.amax
 
 
@@ -148,7 +149,8 @@ def added(monkeypatch):
 
 def test_bins_are_added_up_for_few_ranges_alone(added, monkeypatch):
     lp(observed(np.random.default_rng(0).normal(size=100_000)), power=2.4)
-    assert added and max(added) < 20  # of 120
+    assert added
+    assert max(added) < 20  # of 120
     added.clear()
     h = observed(np.random.default_rng(3).normal(size=5000))
     mse(h)
@@ -231,7 +233,8 @@ def test_room_is_for_the_upper_end_of_the_affine_range_alone():
     histogram = observed(np.random.default_rng(2).exponential(1, 10_000) - 6)
     plain = minmax(histogram)
     roomy = extend_by_tail(plain, histogram, 8.0)
-    assert roomy.hi > plain.hi and replace(roomy, hi=plain.hi) == plain
+    assert roomy.hi > plain.hi
+    assert replace(roomy, hi=plain.hi) == plain
 
 
 @given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=400), st.floats(-math.inf, 50))

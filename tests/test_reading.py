@@ -206,7 +206,8 @@ def test_a_damaged_header_of_an_array_is_no_fault(text):
 def test_arrays_are_read_as_they_were_written(array):
     data = npy(array)
     result = archives.read_array(io.BytesIO(data), len(data))
-    assert result.dtype == array.dtype and np.array_equal(result, array)
+    assert result.dtype == array.dtype
+    assert np.array_equal(result, array)
     assert archives.read_array_header(io.BytesIO(data), len(data))[0] == array.shape
 
 
@@ -351,23 +352,27 @@ def test_where_no_cache_is_judged_each_image_is_read_once(small_cnn, photos, tmp
     cache, calibrations = tmp_path / "c", []
     for cache_policy in (cache, CachePolicy(path=cache, refresh=True)):
         calibrate(small_cnn, photos, preprocess=UNIT, cache=cache_policy)
-        assert len(reads) == 20 and set(reads.values()) == {1}
+        assert len(reads) == 20
+        assert set(reads.values()) == {1}
         reads.clear()
         calibrations.append(files_of(cache))
     assert calibrations[0] == calibrations[1]
     assert calibrate(small_cnn, photos, preprocess=UNIT, cache=cache).reused
-    assert len(reads) == 20 and sum(reads.values()) == 24  # for their digests, and four to look at
+    assert len(reads) == 20
+    assert sum(reads.values()) == 24  # for their digests, and four to look at
 
 
 def test_a_whole_build_reads_each_image_once(small_cnn, photos, tmp_path, reads):
     build(small_cnn, photos, preprocess=UNIT, out=tmp_path / "o", duration_s=0)
-    assert len(reads) == 20 and set(reads.values()) == {1}
+    assert len(reads) == 20
+    assert set(reads.values()) == {1}
 
 
 def test_digests_of_the_pass_are_those_of_a_reading_beforehand(photos):
     early, late = (open_feed(photos, [IMAGE], preprocess=UNIT) for _ in range(2))
     before = early.manifest()
-    assert len(read_whole(late)) == 20 and late.manifest() == before
+    assert len(read_whole(late)) == 20
+    assert late.manifest() == before
 
 
 CHANGED = r"11\.png changed while calib8 ran.*run again"
@@ -480,7 +485,8 @@ def test_order_and_names_do_not_matter_to_what_has_no_order(
     recalibrate(photos)
     original_files = files_of(tmp_path / "c")
     calibration = recalibrate(reversed_photos)
-    assert calibration.reused and "are the same" in calibration.reason
+    assert calibration.reused
+    assert "are the same" in calibration.reason
     assert original_files == files_of(tmp_path / "c")
 
 
@@ -491,7 +497,8 @@ def test_what_goes_by_the_order_is_observed_again(recalibrate, photos, reversed_
         recalibrate(reversed_photos, *two_targets),
     )
     ordered = {o for o in original.observations if o.statistic.ordered}
-    assert not reordered.reused and set(reordered.observed_now) == ordered
+    assert not reordered.reused
+    assert set(reordered.observed_now) == ordered
     assert "the order of the images" in reordered.reason
     fresh = recalibrate(reversed_photos, *two_targets, cache="d")
     for o in fresh.observations:
@@ -518,7 +525,8 @@ def test_a_cache_of_an_older_form_is_told_and_made_anew(recalibrate, photos, tmp
     side = cache_files(tmp_path / "c")[1]
     side.write_text(json.dumps({**json.loads(side.read_text()), "schema": 2}))
     result = recalibrate(photos)
-    assert not result.reused and "not a fingerprint" in result.reason
+    assert not result.reused
+    assert "not a fingerprint" in result.reason
 
 
 def test_another_decoder_is_told_and_arrays_have_none(recalibrate, photos, monkeypatch):
@@ -526,18 +534,18 @@ def test_another_decoder_is_told_and_arrays_have_none(recalibrate, photos, monke
     recalibrate(list(ROWS), cache="r")
     monkeypatch.setattr(opencv(), "__version__", "9.9.9")  # which gives the same pixels
     calibration = recalibrate(photos)
-    assert calibration.reused and "decoder OpenCV 5" in calibration.reason
+    assert calibration.reused
+    assert "decoder OpenCV 5" in calibration.reason
     other_decoders = {**pixels.decoder_digests(), "webp": "0" * 16}
     monkeypatch.setattr(fingerprint, "decoder_digests", lambda: other_decoders)
     calibration = recalibrate(photos)
-    assert (
-        not calibration.reused
-        and "the decoder changed (" in calibration.reason
-        and "webp" in calibration.reason
-    )
+    assert not calibration.reused
+    assert "the decoder changed (" in calibration.reason
+    assert "webp" in calibration.reason
     monkeypatch.setattr(fingerprint, "DECODING_VERSION", 99)
     calibration = recalibrate(photos)
-    assert not calibration.reused and calibration.reason.endswith("(decoding 1 -> 99)")
+    assert not calibration.reused
+    assert calibration.reason.endswith("(decoding 1 -> 99)")
     assert recalibrate(list(ROWS), cache="r").reused
 
 
@@ -616,24 +624,27 @@ def test_a_listing_is_the_files_that_it_was_given(given_names, labelled):
         ImageFile(Path("there") / name, name, None if labels is None else labels[number])
         for number, name in enumerate(given_names)
     ]
-    assert (
-        list(listing) == expected and len(listing) == len(expected) and listing[1:] == expected[1:]
-    )
+    assert list(listing) == expected
+    assert len(listing) == len(expected)
+    assert listing[1:] == expected[1:]
     assert listing.labels == (tuple(labels) if labels else None if given_names else ())
     if expected:
-        assert listing[-1] == expected[-1] and listing.path(0) == expected[0].path
+        assert listing[-1] == expected[-1]
+        assert listing.path(0) == expected[0].path
 
 
 def test_a_name_that_is_no_text_comes_back_and_one_label_that_lacks_is_none_of_all():
     odd = [b"\xff\xfe.png".decode(errors="surrogateescape"), "\ud800", "/whole/path.png", ""]
     listing = FileList("there", odd)
-    assert [listing.name(k) for k in range(4)] == odd and str(listing.path(2)) == odd[2]
+    assert [listing.name(k) for k in range(4)] == odd
+    assert str(listing.path(2)) == odd[2]
     with pytest.raises(IndexError):
         listing[4]
     listing = FileList("", ["a", "b"], [3, 4])
     assert listing.labels == (3, 4)
     listing.add("c")
-    assert listing.labels is None and listing[2].label is None
+    assert listing.labels is None
+    assert listing[2].label is None
 
 
 def test_digests_are_combined_in_their_order_and_sorted():
@@ -650,7 +661,8 @@ def test_digests_are_combined_in_their_order_and_sorted():
             == hashlib.sha256(joined_digests).hexdigest()
         )
     assert list(digests_seen.hex(order)) == [digests[n].hex() for n in order]
-    assert 39 in digests_seen and 40 not in digests_seen
+    assert 39 in digests_seen
+    assert 40 not in digests_seen
     names = ["a/b.png", "c.png", "b\udcff.png"]
     text = "b.png\nc.png\nb\udcff.png".encode(errors="surrogateescape")
     assert digest_names(iter(names)) == hashlib.sha256(text).hexdigest()

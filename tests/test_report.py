@@ -105,7 +105,17 @@ def full_report(name="logits"):
         worst=(0, 1),
         strip=(0.5, 2.0),
     )
-    trial = parts.TrialRow(what=name, sqnr_db=math.inf, time=0.5, taken=True)
+    split = parts.SplitRow(
+        number=1,
+        float_layers=2,
+        layers=9,
+        time=0.5,
+        size=0.3,
+        sqnr_db=20.0,
+        figure=name,
+        level=name,
+    )
+    exact_split = dataclasses.replace(split, number=2, time=0.7, sqnr_db=math.inf, taken=True)
     target = parts.TargetPart(
         name="onnxruntime",
         method="entropy",
@@ -114,7 +124,7 @@ def full_report(name="logits"):
         nodes=(parts.NodeRow(name="c", op="Conv"), float_node(name, "Softmax", name)),
         tensors=(dataclasses.replace(row, histogram=histogram),),
         files=(parts.FileRow(role=name, path=name, size_bytes=1000),),
-        search=parts.SearchPart(reused=False, probes=3, settled=name, tried=(trial,)),
+        search=parts.SearchPart(reused=False, probes=3, settled=name, front=(split, exact_split)),
         notes=(f"{name} is noted",),
     )
     group = parts.GroupRow(variant=name, statistic="histogram", tensors=2, reused=False)
@@ -289,7 +299,7 @@ def test_html_page_fetches_nothing():
     assert "url(" not in text
     assert "@import" not in text
     assert "http:" not in text
-    assert page.tags.count("svg") == 6  # latency in two parts, range, histogram, weight, trial
+    assert page.tags.count("svg") == 6  # latency in two parts, range, histogram, weight, front
 
 
 def test_hostile_names_stay_text():

@@ -123,7 +123,8 @@ def test_cpu_kind_follows_its_kernels(sums, kind, monkeypatch):
 )
 def test_others_stay_as_they_are(sizes, arguments, tmp_path):
     engine = load_engine(build_folder(net(**sizes), tmp_path / "net", "--effort", 0, *arguments))
-    assert stem_channels(engine) == sizes["inner"] and count_nodes(engine.graph.node, "Pad") == 0
+    assert stem_channels(engine) == sizes["inner"]
+    assert count_nodes(engine.graph.node, "Pad") == 0
 
 
 def test_layer_may_share_its_outputs_name(tmp_path):
@@ -140,9 +141,8 @@ def test_layer_may_share_its_outputs_name(tmp_path):
     weights |= {"least": 0, "most": 6}
     model = make_model(nodes, {"x": ["n", 3, SIDE, SIDE]}, {"y": None}, as_float32(weights))
     engine = load_engine(build_folder(model, tmp_path / "net", *VNNI))
-    assert stem_channels(engine) == 4 and "stem/wide" in [
-        name for n in engine.graph.node for name in n.output
-    ]
+    assert stem_channels(engine) == 4
+    assert "stem/wide" in [name for n in engine.graph.node for name in n.output]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,8 @@ def test_slow_layer_channels_padded_when_faster(
     assert (depthwise_groups(padded), depthwise_groups(avx2_engine)) == (wide, avx2)
     monkeypatch.setattr("deploy.targets.onnxruntime.depthwise_rewrite.CHANNELS_AT_ONCE", 1)
     plain = load_engine(build_folder(model, tmp_path / "plain", "--effort", "0"))
-    assert depthwise_groups(plain) == channels and output_bytes(padded) == output_bytes(plain)
+    assert depthwise_groups(plain) == channels
+    assert output_bytes(padded) == output_bytes(plain)
 
 
 @pytest.mark.parametrize(
@@ -270,9 +271,12 @@ def test_float_neighbours_widen_and_keep_weights(tmp_path):
     assert depthwise_groups(engine) == 32
     tensors, weights = constants(engine), constants(model)
     expand, project = tensors["expand_w/expand/wide"], tensors["project_w/project/wide"]
-    assert expand.shape == (32, 8, 1, 1) and project.shape == (8, 32, 1, 1)
-    assert (expand[:24] == weights["expand_w"]).all() and not expand[24:].any()
-    assert (project[:, :24] == weights["project_w"]).all() and not project[:, 24:].any()
+    assert expand.shape == (32, 8, 1, 1)
+    assert project.shape == (8, 32, 1, 1)
+    assert (expand[:24] == weights["expand_w"]).all()
+    assert not expand[24:].any()
+    assert (project[:, :24] == weights["project_w"]).all()
+    assert not project[:, 24:].any()
 
 
 def test_search_restores_weights_of_float_layers(tmp_path, monkeypatch):
@@ -292,14 +296,16 @@ def test_search_restores_weights_of_float_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(output_rounding, "_give_back", give_back)
     monkeypatch.setattr("deploy.tuning.search._NEAR", 0.0)  # layers are looked at alone, too
     build_folder(inverted(24, window=5), tmp_path / "net", "--effort", "1", *VNNI[2:])
-    assert matches and all(matches)
+    assert matches
+    assert all(matches)
 
 
 def test_inner_tensors_reported_with_own_channels(wide_window_build):
     assert depthwise_groups(load_engine(wide_window_build)) == 32
     layers = {row["name"]: row for row in read_target(wide_window_build)["layers"]}
     for name in ("expand_relu_y", "deep_relu_y"):
-        assert layers[name]["sqnr_db"] > 25 and not layers[name]["other_shape"]
+        assert layers[name]["sqnr_db"] > 25
+        assert not layers[name]["other_shape"]
 
 
 def test_compare_and_explain_read_it(wide_window_build, tmp_path, run):
@@ -412,15 +418,13 @@ def test_side_by_side_windows_become_conv(kind, sizes, tiled_net, tmp_path, opti
     (float_inputs, float_codes, _, float_output), (int8_inputs, int8_codes, y, int8_output) = (
         tensors(one, names, tmp_path) for one in (plain, engine)
     )
-    assert (
-        np.array_equal(float_inputs, int8_inputs)
-        and float_codes.shape == int8_codes.shape == y.shape
-    )
+    assert np.array_equal(float_inputs, int8_inputs)
+    assert float_codes.shape == int8_codes.shape == y.shape
     steps = np.abs(float_codes.astype(int) - int8_codes)
-    assert steps.max() <= 1 and (steps > 0).mean() < 0.001
-    assert np.unique(int8_codes).size > 20 and np.linalg.norm(
-        float_output - int8_output
-    ) < 0.01 * np.linalg.norm(float_output)
+    assert steps.max() <= 1
+    assert (steps > 0).mean() < 0.001
+    assert np.unique(int8_codes).size > 20
+    assert np.linalg.norm(float_output - int8_output) < 0.01 * np.linalg.norm(float_output)
 
 
 @pytest.mark.parametrize("kind", SIDE_BY_SIDE)
@@ -474,7 +478,8 @@ def test_layer_with_computed_bias_stays_float(tmp_path, command):
 def test_layer_kept_in_float_is_unchanged(tiled_net, optimized):
     engine = tiled_net(*SIDE_BY_SIDE["square"], "--keep-float", "up")
     node = find_node(engine, "up")
-    assert node.op_type == "ConvTranspose" and list(node.input)[1:] == ["w", "b"]
+    assert node.op_type == "ConvTranspose"
+    assert list(node.input)[1:] == ["w", "b"]
     assert count_nodes(optimized(engine), "QLinearConv") == 2
 
 
@@ -505,7 +510,8 @@ def test_report_names_layer_and_compares_output(tiled_net, tmp_path, run):
     assert {"t", "y"} <= {row["name"] for row in target["layers"]}
     models = (tmp_path / "net.onnx", tmp_path / "out" / INT8)
     comparison = run.ok("compare", *models, "--images", tmp_path / "x.npy")
-    assert " y  (Relu relu)" in comparison and "They do not part" in comparison
+    assert " y  (Relu relu)" in comparison
+    assert "They do not part" in comparison
     reverse_comparison = run.ok("compare", *reversed(models), "--images", tmp_path / "x.npy")
     assert " y  (Transpose up/whole)" in reverse_comparison
 
@@ -524,10 +530,8 @@ def test_tile_biases_are_corrected_alike(tiled_net, tmp_path):
     corrected = bias("up/bias", engine).reshape(4, 3)
     plain = tiled_net.plain(*layer, "--repair", "bias", **options)
     original = constants(network(*layer, **options))["b"]
-    assert (
-        np.array_equal(corrected, corrected[[0] * 4])
-        and np.abs(corrected[0] - original).min() > 1e-3
-    )
+    assert np.array_equal(corrected, corrected[[0] * 4])
+    assert np.abs(corrected[0] - original).min() > 1e-3
     assert (
         np.abs(corrected[0] - bias("b/up", plain)).max()
         < 0.02 * np.abs(corrected[0] - original).min()
@@ -549,7 +553,8 @@ def test_overlapping_layer_between_pairs_is_float(tiled_net, tmp_path, monkeypat
     assert "w/quantized" in constants(plain)
     out = build_net(plain, np.load(tmp_path / "x.npy"), tmp_path / "paired", "--accept")
     (up,) = [node for node in read_target(out)["nodes"] if node["name"] == "up"]
-    assert up["precision"] == "float32" and up["reason"].startswith("it has no int8 kernel")
+    assert up["precision"] == "float32"
+    assert up["reason"].startswith("it has no int8 kernel")
 
 
 FLOOR = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
@@ -606,7 +611,8 @@ def test_a_repeating_resize_becomes_copies(
     assert np.linalg.norm(expected - output) < 0.05 * np.linalg.norm(expected)
     if (factors, attributes) == ((2, 2), {}):  # layers around copies are turned once
         nodes_run = kernels(engine)
-        assert nodes_run.count("QLinearConv") == 2 and nodes_run.count("Tile") == 1
+        assert nodes_run.count("QLinearConv") == 2
+        assert nodes_run.count("Tile") == 1
         assert nodes_run.count("Transpose") == 2  # of what comes in and what goes out
 
 

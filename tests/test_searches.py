@@ -17,9 +17,11 @@ from deploy.method import Method
 @pytest.mark.parametrize("name", SEARCHES)
 def test_parameters_have_default_and_help(name):
     row = SEARCHES[name]
-    assert row.help and row.params() == row.params()
+    assert row.help
+    assert row.params() == row.params()
     for parameter in fields(row.params):
-        assert parameter.default is not MISSING and parameter.metadata["help"].endswith(".")
+        assert parameter.default is not MISSING
+        assert parameter.metadata["help"].endswith(".")
 
 
 def test_method_takes_its_own_parameters_only(wording):

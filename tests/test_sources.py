@@ -113,7 +113,8 @@ def test_list_of_stacked_files_with_labels(tmp_path):
     (tmp_path / "list.txt").write_text("a.npy 7\nb.npy 2\n")
     feed, samples = collect_feed(tmp_path / "list.txt")
     assert_samples_equal(samples)
-    assert feed.labels == (7, 7, 7, 7, 2, 2) and feed.names[0] == "sample 0 of a.npy"
+    assert feed.labels == (7, 7, 7, 7, 2, 2)
+    assert feed.names[0] == "sample 0 of a.npy"
     feed = open_feed([tmp_path / "a.npy", tmp_path / "b.npy"], [X])
     np.save(tmp_path / "a.npy", BATCH[:2])
     changed = pytest.raises(SampleChangedError, match=r"a\.npy changed while calib8 ran")
@@ -157,7 +158,8 @@ def test_broken_array_files_are_named_or_skipped(tmp_path, run, small_cnn, wordi
         collect_feed(folder)
     wording.check(raised.value)
     feed, samples = collect_feed(folder, skip_bad=True)
-    assert len(samples) == 5 and "3.npy" in feed.notes[0]
+    assert len(samples) == 5
+    assert "3.npy" in feed.notes[0]
     arguments = "calibrate", small_cnn, "--images", folder, "--out", tmp_path / "c.cache"
     assert "3.npy" in run.fails(*arguments)
     run.ok(*arguments, "--skip-bad")
@@ -206,7 +208,8 @@ def test_remote_nan_sample_keeps_its_digest():
     spec = TensorSpec("x", "float32", ("n", 3))
     source = open_iterable([np.full((1, 3), np.nan, np.float32)], (spec,))
     (sample,) = read_remote_samples(source, [0])
-    assert sample.digest == source.load(0).digest and "NaN" in sample.content
+    assert sample.digest == source.load(0).digest
+    assert "NaN" in sample.content
 
 
 def test_coco_annotations_name_images(pictures, tmp_path, make_cache, wording):
@@ -290,7 +293,8 @@ def test_image_copies_are_reported(pictures, tmp_path, build):
         shutil.copy(path, train / f"again{number}.png")
         shutil.copy(path, val / f"again{number}.png")
     out = build(*arguments)
-    assert "3 of the 23 images are copies" in out and "2 of the 7 images are copies" in out
+    assert "3 of the 23 images are copies" in out
+    assert "2 of the 7 images are copies" in out
     assert "7 of the 7 evaluation images" in out  # and not 5
 
 
@@ -343,7 +347,8 @@ def test_video_is_fed_by_frames(tmp_path, command, small_cnn, wording):
 
 def test_random_sample_and_stride_choose_images(pictures, tmp_path, run, small_cnn, wording):
     drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 6
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 6
     assert list(drawn[0]) == sorted(drawn[0])
     arguments = (
         "calibrate",
@@ -645,7 +650,8 @@ def test_open_sides_follow_each_picture(options, expected, sized_pictures):
     _, samples = collect_feed(sized_pictures, WIDE, preprocess=options)
     assert [sample["x"].shape[2:] for sample in samples] == expected
     if options.get("resize"):  # what is over is padded, not stretched
-        assert (samples[0]["x"][:, :, :, 20:] == 0).all() and samples[0]["x"][..., :20].any()
+        assert (samples[0]["x"][:, :, :, 20:] == 0).all()
+        assert samples[0]["x"][..., :20].any()
 
 
 def test_commands_take_open_sizes(sized_pictures, wide_net, tmp_path, command):
@@ -656,7 +662,8 @@ def test_commands_take_open_sizes(sized_pictures, wide_net, tmp_path, command):
     engine, single_thread_engine = (tmp_path / name / "wide.int8.onnx" for name in "ab")
     assert engine.read_bytes() == single_thread_engine.read_bytes()
     out = command(*arguments, "24X*", "--out", tmp_path / "a")
-    assert "rgb 24x*, stretch" in out and "(multiple 8" in out
+    assert "rgb 24x*, stretch" in out
+    assert "(multiple 8" in out
     command("compare", wide_net, engine, "--images", sized_pictures, "--size", "*x32")
     command("bench", engine, "--duration", 0, "--images", sized_pictures, "--size", "native")
     command("explain", tmp_path / "a", "--images", sized_pictures)  # as the report says
@@ -725,7 +732,8 @@ def test_size_unlike_model_is_advised(sized_pictures, wide_net, tmp_path, run):
         "32x40",
     )
     err = run.fails(*arguments)
-    assert "got 32x40" in err and "(dim_param)" in err
+    assert "got 32x40" in err
+    assert "(dim_param)" in err
     save_with_sides(path, path, ("h", "w"))  # as docs/feeds.md opens them
     run.ok(*arguments)
 

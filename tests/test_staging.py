@@ -69,7 +69,8 @@ def test_files_appear_together_equal_ones_stay(tmp_path, monkeypatch):
         stage.publish(lambda: write_stage(stage, last="last"))
     assert read_contents(tmp_path) == {"a": b"new", "same": b"same", "b": b"b", "last": b"last"}
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "same").stat().st_mtime == 1 and not list(tmp_path.glob(".*"))
+    assert (tmp_path / "same").stat().st_mtime == 1
+    assert not list(tmp_path.glob(".*"))
     monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError))  # another user's
     with stage_files(tmp_path) as stage:
         write_stage(stage, a="own")  # of the same size
@@ -133,7 +134,8 @@ def test_link_named_like_stage_is_ignored(journal, tmp_path):
     with stage_files(out) as stage:
         write_stage(stage, a="new")
         stage.publish()
-    assert read_contents(mine) == content_before and read_contents(out) == {"a": b"new"}
+    assert read_contents(mine) == content_before
+    assert read_contents(out) == {"a": b"new"}
 
 
 @pytest.mark.parametrize("where", [".calib8-kept", "calib8/.calib8-kept"])
@@ -159,7 +161,8 @@ def test_staged_link_is_not_moved(tmp_path):
     (out / ".calib8-x/a").symlink_to(mine / "a")
     (out / ".calib8-x/publishing.json").write_text('["a"]')
     recover(out)
-    assert (mine / "a").stat().st_mode & 0o777 == 0o600 and not (out / "a").exists()
+    assert (mine / "a").stat().st_mode & 0o777 == 0o600
+    assert not (out / "a").exists()
 
 
 def test_verify_reports_mixed_builds_changing_nothing(built_folder, run, wording):
@@ -248,14 +251,17 @@ def test_killed_process_leaves_complete_files(tmp_path):
         text=True,
     )
     last_call, ended = map(int, done.stdout.split())
-    assert ended == 0 and last_call > 16, done.stderr
+    assert ended == 0, done.stderr
+    assert last_call > 16, done.stderr
     states = []
     for call_number in range(1, last_call + 1):
         recover(out := tmp_path / str(call_number))
         states += (names := set(read_contents(out).values()))
-        assert set(read_contents(out)) == {"a", "b", "calib8/c"} and len(names) == 1, call_number
+        assert set(read_contents(out)) == {"a", "b", "calib8/c"}, call_number
+        assert len(names) == 1, call_number
         assert not list(out.glob(".*"))
-    assert set(states[:-1]) == {b"old", b"new"} and states[-1] == b"new"
+    assert set(states[:-1]) == {b"old", b"new"}
+    assert states[-1] == b"new"
 
 
 @pytest.mark.parametrize("where", ["", "calib8"])
@@ -265,10 +271,12 @@ def test_living_process_keeps_its_stage(where, tmp_path):
         write_stage(stage, a="new")
         handle, path = atomic.create_claimed_file(folder, prefix=atomic.PREFIX)
         recover(tmp_path)
-        assert path.exists() and (stage.temporary_folder / "a").exists()
+        assert path.exists()
+        assert (stage.temporary_folder / "a").exists()
         os.close(handle)
         recover(tmp_path)
-        assert not path.exists() and (stage.temporary_folder / "a").exists()
+        assert not path.exists()
+        assert (stage.temporary_folder / "a").exists()
 
 
 def test_folder_is_locked_by_one_run(tmp_path, monkeypatch):
@@ -290,9 +298,8 @@ def test_verify_reads_manifest_of_build(built_folder, run):
     out, _ = built_folder
     contents = manifest.read_manifest(out)
     assert {*read_contents(out)} == {*contents.files, manifest.MANIFEST_NAME}
-    assert {*read_contents(out)} > {*manifest.PAGES, "small_cnn.int8.onnx"} and matches_manifest(
-        out
-    )
+    assert {*read_contents(out)} > {*manifest.PAGES, "small_cnn.int8.onnx"}
+    assert matches_manifest(out)
     assert {"calib8", "onnxruntime", "opencv"} <= contents.made_from["versions"].keys()
     report = json.loads((out / "report.json").read_text())
     rows = [*report["files"], *report["targets"][0]["files"]]
@@ -311,10 +318,12 @@ def test_verify_reports_incomplete_build(built_folder, run, wording):
     engine, manifest_file = out / "small_cnn.int8.onnx", out / manifest.MANIFEST_NAME
     engine.write_bytes(engine.read_bytes() + b"\0")
     code, output, _ = run("verify", out)
-    assert code == 1 and "small_cnn.int8.onnx was changed" in output
+    assert code == 1
+    assert "small_cnn.int8.onnx was changed" in output
     engine.unlink()
     code, output, _ = run("verify", out)
-    assert code == 1 and "small_cnn.int8.onnx is missing" in output
+    assert code == 1
+    assert "small_cnn.int8.onnx is missing" in output
     manifest_file.write_text('{"schema": "other", "files": {}}')
     wording.check(run.fails("verify", out))
     manifest_file.unlink()
@@ -330,7 +339,8 @@ def test_verify_checks_cache_outside_folder(small_cnn, pictures, tmp_path, run):
     assert f"{cache}, the cache, is as the build left it" in run.ok("verify", out)
     cache.write_text(cache.read_text() + "y: 3c010a14\n")
     code, output, _ = run("verify", out)
-    assert code == 1 and f"{cache}, the cache, was changed after it was written" in output
+    assert code == 1
+    assert f"{cache}, the cache, was changed after it was written" in output
     cache.unlink()
     assert f"{cache}, the cache, is not here" in run.ok("verify", out)
 
@@ -345,7 +355,8 @@ def test_engine_of_earlier_build_is_reported(built_folder, small_cnn, pictures, 
     plan = small_cnn.parent / "float.toml"
     plan.write_text('schema = "calib8-plan/1"\nfloat = ["*"]\n')
     command(*arguments, "--plan", plan)
-    assert (out / "small_cnn.int8.onnx").exists() and (out / "small_cnn.float.onnx").exists()
+    assert (out / "small_cnn.int8.onnx").exists()
+    assert (out / "small_cnn.float.onnx").exists()
     alert = f"not of this build, but of an earlier one in {out}: small_cnn.int8.onnx"
     assert alert in read_markdown(out)
 
@@ -384,7 +395,8 @@ def test_failed_build_keeps_old_files(built_folder, monkeypatch):
         rebuild(limit=7)
     assert read_contents(out) == content_before
     report = rebuild(limit=7)
-    assert report.calibration.reused and "did not end" in report.calibration.reason
+    assert report.calibration.reused
+    assert "did not end" in report.calibration.reason
     assert matches_manifest(out)
     assert read_contents(out)["calib8/small_cnn.cache"] != content_before["calib8/small_cnn.cache"]
 
@@ -419,10 +431,14 @@ def test_failed_target_leaves_no_file(where, small_cnn, pictures, tmp_path, run,
         assert run(*arguments)[0] == 1
     report = json.loads((tmp_path / "report.json").read_text())
     target_by_name = {target["name"]: target for target in report["targets"]}
-    assert target_by_name["onnxruntime"]["error"] and not target_by_name["onnxruntime"].get("files")
-    assert not target_by_name["tensorrt"].get("error") and target_by_name["tensorrt"]["files"]
-    assert not list(tmp_path.glob("*.int8.onnx")) and not list(tmp_path.glob("*_run.py"))
-    assert matches_manifest(tmp_path) and (tmp_path / "calib8/small_cnn.cache").exists()
+    assert target_by_name["onnxruntime"]["error"]
+    assert not target_by_name["onnxruntime"].get("files")
+    assert not target_by_name["tensorrt"].get("error")
+    assert target_by_name["tensorrt"]["files"]
+    assert not list(tmp_path.glob("*.int8.onnx"))
+    assert not list(tmp_path.glob("*_run.py"))
+    assert matches_manifest(tmp_path)
+    assert (tmp_path / "calib8/small_cnn.cache").exists()
     if where != "open":
         assert "TypeError: int" in (tmp_path / "calib8/small_cnn.log").read_text()
 
@@ -432,7 +448,8 @@ def test_cache_outside_folder_survives_failure(small_cnn, pictures, tmp_path, mo
     cache = tmp_path / "caches" / "x.cache"
     with pytest.raises(BackendError):
         build(small_cnn, pictures, out=tmp_path / "out", cache=cache, **QUICK)
-    assert all(path.exists() for path in cache_files(cache)) and not (tmp_path / "out").exists()
+    assert all(path.exists() for path in cache_files(cache))
+    assert not (tmp_path / "out").exists()
     assert calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache).reused
 
 
@@ -478,7 +495,8 @@ def test_target_files_are_declared(small_cnn, pictures, tmp_path):
     report = build(small_cnn, pictures, out=tmp_path, targets=targets, **QUICK)
     for target, part in zip(targets, report.targets, strict=True):
         names = [Path(row.path).name for row in part.files]
-        assert names and all(n.removeprefix("small_cnn") in target.writes for n in names)
+        assert names
+        assert all(n.removeprefix("small_cnn") in target.writes for n in names)
     assert staging.saved_calibration_path(tmp_path / "small_cnn.cache").parent.exists() is False
 
 
@@ -492,8 +510,10 @@ def test_forged_journal_moves_nothing_outside(tmp_path):
     (folder / ".calib8-x" / "publishing.json").write_text(json.dumps(names))
     (folder / "victim").write_text("source")
     staging.recover(folder)
-    assert (tmp_path / "victim").read_text() == "mine" and (folder / "victim").exists()
-    assert (folder / "a").read_text() == "a" and not (folder / ".calib8-x").exists()
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert (folder / "victim").exists()
+    assert (folder / "a").read_text() == "a"
+    assert not (folder / ".calib8-x").exists()
 
 
 ROOT = Path(__file__).parent.parent
@@ -730,7 +750,8 @@ def run_and_signal(tmp_path):
         try:
             while not re.search(pattern, output):
                 piece = os.read(started.stderr.fileno(), 1000)
-                assert piece and len(output) < 1 << 20, output[-2000:]
+                assert piece, output[-2000:]
+                assert len(output) < 1 << 20, output[-2000:]
                 output += piece
             send(started)
             _, remaining_output = started.communicate(timeout=300)
@@ -817,11 +838,14 @@ def test_long_quotation_of_file_is_shortened(run, saved_model, pictures, tmp_pat
         "build", saved_model, "--images", tmp_path / "list.txt", "--out", tmp_path / "o"
     )
     assert 3000 < len(error) < 4500
-    assert "nnn ... nnn" in error and error.endswith("skip bad ones (--skip-bad)\n")
+    assert "nnn ... nnn" in error
+    assert error.endswith("skip bad ones (--skip-bad)\n")
     code, _, error = run(
         "build", saved_model, "--images", pictures, "--duration", "1" * 30_000 + "x"
     )
-    assert code == 2 and len(error) < 4500 and error.endswith("--help` tells more)\n")
+    assert code == 2
+    assert len(error) < 4500
+    assert error.endswith("--help` tells more)\n")
 
 
 def test_labels_from_pipe_or_huge_are_refused(run, saved_model, pictures, tmp_path, wording):
@@ -896,7 +920,8 @@ def test_printed_commands_quote_names(run, saved_model, tmp_path):
         options = done.stdout.splitlines()
         assert any(word.startswith("--onnx=m $(touch X).tensorrt") for word in options)
         assert "--optShapes=in;touch Y:1x3x16x16" in options
-    assert not (tmp_path / "X").exists() and not (tmp_path / "Y").exists()
+    assert not (tmp_path / "X").exists()
+    assert not (tmp_path / "Y").exists()
 
 
 def test_line_break_in_name_fails_only_tensorrt(run, saved_model, pictures, tmp_path):
@@ -907,11 +932,13 @@ def test_line_break_in_name_fails_only_tensorrt(run, saved_model, pictures, tmp_
     targets = json.loads((out / "report.json").read_text())["targets"]
     errors = {target["name"]: target.get("error") for target in targets}
     assert "got 'r\\n2'" in errors["tensorrt"]
-    assert not errors["onnxruntime"] and not errors["ascend"]
+    assert not errors["onnxruntime"]
+    assert not errors["ascend"]
     assert "r3: " in (out / "calib8/m.cache").read_text()
     run.ok(*arguments, "--target", "onnxruntime,ascend", "--require-cache")
     error = run.fails(*arguments, "--target", "tensorrt", "--out", tmp_path / "p")
-    assert "rename the tensor" in error and not list((tmp_path / "p").rglob("*.cache"))
+    assert "rename the tensor" in error
+    assert not list((tmp_path / "p").rglob("*.cache"))
 
 
 def test_name_in_remedy_is_quoted(run, tmp_path):

@@ -73,9 +73,8 @@ def test_statistics_survive_saving(statistic, batches):
 def test_many_values_are_restored_as_counts():
     rng = np.random.default_rng(2)
     recorder = recorded(IfmrOf(), [rng.standard_normal((1, 70_000)).astype(np.float32)])
-    assert recorder.stored_values is None and are_equal(
-        IfmrOf().restore(recorder.to_arrays()), recorder
-    )
+    assert recorder.stored_values is None
+    assert are_equal(IfmrOf().restore(recorder.to_arrays()), recorder)
 
 
 def observation(statistic, tensor="x", variant=FOLDED):
@@ -116,9 +115,8 @@ def test_observations_are_reused_separately(tmp_path):
     ]
     verdict = check_cache(CachePolicy(path=path), lambda _: MARK, more_observations)
     assert set(verdict.observed) == {o.key for o in here}
-    assert (
-        verdict.missing == tuple(more_observations[2:]) and "lacks 2 observations" in verdict.reason
-    )
+    assert verdict.missing == tuple(more_observations[2:])
+    assert "lacks 2 observations" in verdict.reason
     with pytest.raises(CacheError, match="lacks 2 observations"):
         check_cache(CachePolicy(path=path, require=True), lambda _: MARK, more_observations)
     assert not check_cache(CachePolicy(path=path, require=True), lambda _: MARK, here).missing

@@ -615,7 +615,7 @@ def test_labels_of_both_are_counted(count, raw):
     assert task.form.startswith("y: raw scores of" if raw else "y: probabilities of")
     _, found = figure_labels(rows, fewer)
     assert found.words == "24 of 30 labels of FP32 kept, 0 new (probability above 0.5)"
-    assert found.value == pytest.approx(48 / 54)
+    assert found.value == pytest.approx(24 / 30)
     assert figure_labels(rows, [row * np.nan for row in rows])[1].value == 0
 
 

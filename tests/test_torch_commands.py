@@ -78,7 +78,8 @@ def test_one_command_builds_what_its_onnx_builds(spec, size, tmp_path):
 def test_a_model_has_one_digest_and_inspect_and_calibrate_take_it(tmp_path, command):
     loaded = open_torch(SMALL, [(1, 3, 64, 64)])
     assert loaded.digest == open_torch(SMALL, [(4, 3, 64, 64)]).digest
-    assert loaded.name == "resnet18-small" and loaded.inputs[0].shape == ("batch", 3, 64, 64)
+    assert loaded.name == "resnet18-small"
+    assert loaded.inputs[0].shape == ("batch", 3, 64, 64)
     shape = ["--input", "1x3x64x64"]
     assert "20 Conv" in command("inspect", SMALL, *shape)
     np.save(tmp_path / "x.npy", np.zeros((1, 3, 64, 64), np.float32) + 0.5)
@@ -190,7 +191,8 @@ def test_qat_takes_another_teacher_length_and_grid(weights, tmp_path):
     teacher = ("--teacher", f"{TRAINING}:net", "--teacher-weights", weights)
     words = ("--bits", "6", "--ranges", "follow", "--epochs", "1", "--distil", "0")
     shown = run_command(*given, *teacher, *words)
-    assert "epoch 1/1" in shown and "ranges by mse, follow" in shown
+    assert "epoch 1/1" in shown
+    assert "ranges by mse, follow" in shown
     method = ("--method", "percentile", "--percent", "99.5", "--epochs", "0")
     assert "ranges by percentile 99.5, kept" in run_command(*given, *method)
 
@@ -204,15 +206,18 @@ PARTS = (f"{TRAINING}:parts", "--input", "2x3x8x8")
 def test_a_fused_model_is_written_and_agrees(tmp_path, refusal, wording):
     words = ("fuse", *PARTS, "--leaf", "parts.1")
     shown = run_command(*words, "-o", tmp_path / "f.onnx")
-    assert "Conv+BN+ReLU: 1 fused" in shown and "in batches of 2 and 3" in shown
+    assert "Conv+BN+ReLU: 1 fused" in shown
+    assert "in batches of 2 and 3" in shown
     assert [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node].count("Conv") == 2
     shown = run_command(*words[:-2], "-o", tmp_path / "f.pt2")
-    assert "Conv+BN+ReLU: 2 fused" in shown and "the program against the model" in shown
+    assert "Conv+BN+ReLU: 2 fused" in shown
+    assert "the program against the model" in shown
     data = (tmp_path / "f.pt2").read_bytes()
     program = torch.export.load(io.BytesIO(data)).module()
     for batch in (X, X[:1]):
         assert torch.allclose(program(batch), torch_training.parts()(batch), atol=1e-5)
-    assert str(HERE).encode() not in data and str(tmp_path).encode() not in data
+    assert str(HERE).encode() not in data
+    assert str(tmp_path).encode() not in data
     for made in ("f.onnx", "f.pt2"):
         name_output(tmp_path / made, "model")  # calib8's own, which may be replaced
     for wrong, said in (
@@ -228,22 +233,30 @@ def test_a_profile_as_json_and_as_a_page(tmp_path, refusal, wording):
     page = tmp_path / "p.html"
     words = ("profile", *PARTS, "--runs", 2, "--warm-up", 0)
     found = json.loads(run_command(*words, "--json", "-", "--html", page))
-    assert found["schema"] == "calib8-profile/1" and found["macs"] * 2 == found["flops"] > 0
+    assert found["schema"] == "calib8-profile/1"
+    assert found["macs"] * 2 == found["flops"] > 0
     by = {node["name"]: node for node in found["nodes"]}
-    assert by["parts_0_conv"]["module"] == "parts.0.conv" and by["parts_0_conv"]["parameters"] == 84
-    assert by["relu"]["module"] == "parts.0" and by["flatten"]["module"] == ""
+    assert by["parts_0_conv"]["module"] == "parts.0.conv"
+    assert by["parts_0_conv"]["parameters"] == 84
+    assert by["relu"]["module"] == "parts.0"
+    assert by["flatten"]["module"] == ""
     assert sum(node["flops"] for node in found["nodes"]) == found["flops"]
     name_output(page, "page")
     text = page.read_text()
-    assert "Time by module" in text and ">conv</text>" in text and "Content-Security" in text
-    assert "style=" not in text and "onclick" not in text
+    assert "Time by module" in text
+    assert ">conv</text>" in text
+    assert "Content-Security" in text
+    assert "style=" not in text
+    assert "onclick" not in text
     assert "2 runs on cpu, of inputs 2x3x8x8:float32" in text
-    assert "total" in run_command(*words) and run_command(*words, "--quiet", "--html", page) == ""
+    assert "total" in run_command(*words)
+    assert run_command(*words, "--quiet", "--html", page) == ""
     wording.check(refusal(*words, "-q"))
 
 
 def test_a_device_is_known_and_the_meta_device_computes_nothing(tmp_path, refusal, wording):
-    assert find_device("cpu").type == "cpu" and find_device("meta").type == "meta"
+    assert find_device("cpu").type == "cpu"
+    assert find_device("meta").type == "meta"
     with pytest.raises(ConfigError) as raised:
         find_device("gpu")
     wording.check(raised.value)
@@ -256,7 +269,8 @@ def test_a_device_is_known_and_the_meta_device_computes_nothing(tmp_path, refusa
     for words in (("export", *PARTS), ("qat", f"{TRAINING}:of_parts")):
         wording.check(refusal(*words, *meta, "-o", tmp_path / "o.onnx"))
     shown = run_command("profile", *PARTS, *meta, "--runs", 1, "--warm-up", 0)
-    assert "nothing was computed on the meta device" in shown and "parts_0_conv" in shown
+    assert "nothing was computed on the meta device" in shown
+    assert "parts_0_conv" in shown
     assert "(2, 2)" in run_command("trace", *PARTS, *meta)
     assert "--device goes with" in refusal("trace", PARTS[0], *meta)
 
@@ -267,7 +281,8 @@ def test_observers_are_where_the_model_is():
     prepared = prepare(model, [X.to("meta")], target="tensorrt")
     assert {quant.lo.device.type for quant in observers_of(prepared).values()} == {"meta"}
     assert prepared(X.to("meta")).device.type == "meta"
-    assert device_of(nn.ReLU()).type == "cpu" and device_of(model).type == "meta"
+    assert device_of(nn.ReLU()).type == "cpu"
+    assert device_of(model).type == "meta"
     own = prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), [X], target="tensorrt")
     assert calibrate(own, [X, (X,)]) == 2
 
@@ -275,7 +290,8 @@ def test_observers_are_where_the_model_is():
 def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
     nested = move_tensors({"a": [X, (X, 3)], "b": "text"}, torch.device("meta"))
     assert nested["a"][0].device.type == nested["a"][1][0].device.type == "meta"
-    assert nested["a"][1][1] == 3 and nested["b"] == "text"
+    assert nested["a"][1][1] == 3
+    assert nested["b"] == "text"
 
     def asks(self, x):
         assert x.device.type == "meta"
@@ -284,7 +300,8 @@ def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
     adapted = DeviceAdapter(module(asks, layer=nn.Linear(2, 2, device="meta")))
     assert adapted(torch.zeros(1, 2))["y"].device.type == "cpu"
     found = profile(trace(module(lambda self, x: x + 1)), [X], warm_up=0, runs=1)
-    assert {node.module for node in found.nodes} == {""} and found.parameters == 0
+    assert {node.module for node in found.nodes} == {""}
+    assert found.parameters == 0
 
 
 @pytest.mark.slow
@@ -299,11 +316,13 @@ def test_training_in_bfloat16_and_on_a_named_device(tmp_path):
     kept.amp = True
     kept.evaluate = lambda model: float(model(X).sum())
     result = train(kept, device=torch.device("cpu"))
-    assert torch.bfloat16 in seen and result.score_after is not None
+    assert torch.bfloat16 in seen
+    assert result.score_after is not None
     assert {p.dtype for p in result.prepared.parameters()} == {torch.float32}
     words = ("--amp", "--device", "cpu", "--int8-stem", "-o", tmp_path / "q.onnx")
     shown = run_command("qat", f"{TRAINING}:of_parts", *words)
-    assert "int8: 3 of 3 layers with weights" in shown and "same arg-max" in shown
+    assert "int8: 3 of 3 layers with weights" in shown
+    assert "same arg-max" in shown
     assert "against its own weights in float" in shown
 
 
@@ -322,13 +341,16 @@ def test_a_module_in_memory_is_exported_inspected_and_built(tmp_path):
     torch.manual_seed(0)
     net, x = InMemory(), torch.randn(2, 3, 16, 16)
     model = calib8.torch.export(net.half(), [x])  # in train mode, and in float16
-    assert net.training and net.first.weight.dtype == torch.float16
+    assert net.training
+    assert net.first.weight.dtype == torch.float16
     found = calib8.inspect(model)
-    assert found.inputs[0].shape[1:] == (3, 16, 16) and "in_memory" in repr(found)
+    assert found.inputs[0].shape[1:] == (3, 16, 16)
+    assert "in_memory" in repr(found)
     arrays = list(np.random.default_rng(0).normal(size=(8, 1, 3, 16, 16)).astype(np.float32))
     quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0)}
     report = calib8.build(model, arrays, out=tmp_path, **quick)
-    assert not report.failed and (tmp_path / "in_memory.int8.onnx").is_file()
+    assert not report.failed
+    assert (tmp_path / "in_memory.int8.onnx").is_file()
 
 
 def test_a_module_in_memory_is_refused_where_a_model_is_meant():
@@ -371,12 +393,17 @@ def test_a_module_and_a_loader_are_built_compared_and_explained_as_a_file_is(tmp
     now, modes_now = state(net)
     assert modes_now == modes
     for (tensor, before, graded), (other, _, graded_now) in zip(tensors, now, strict=True):
-        assert tensor is other and torch.equal(other, before) and graded == graded_now
-    assert "calib8: in_memory in int8" in text and "calibrated anew" in text
+        assert tensor is other
+        assert torch.equal(other, before)
+        assert graded == graded_now
+    assert "calib8: in_memory in int8" in text
+    assert "calibrated anew" in text
     found = calib8.compare(net, tmp_path / "in_memory.int8.onnx", data)
-    assert found.first == "InMemory in onnxruntime" and found.outputs[0].accuracy.sqnr_db > 20
+    assert found.first == "InMemory in onnxruntime"
+    assert found.outputs[0].accuracy.sqnr_db > 20
     found = calib8.explain(tmp_path, images=data, model=net)
-    assert found.targets[0].held.samples == 8 and not found.targets[0].held.notes
+    assert found.targets[0].held.samples == 8
+    assert not found.targets[0].held.notes
     command = [sys.executable, "-c", AGAIN, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, check=True)
     assert "cache reused: model, images" in done.stdout  # one digest in every process
@@ -414,7 +441,8 @@ def test_the_first_item_of_a_loader_gives_the_inputs(forward, data, inputs, batc
     net = nn.DataParallel(module(forward, own=InMemory().eval()))
     loaded, images = open_module(net, data)
     assert [one.name for one in loaded.inputs] == inputs.split()
-    assert loaded.inputs[0].shape == (batch, 3, 16, 16) and loaded.name == "net"
+    assert loaded.inputs[0].shape == (batch, 3, 16, 16)
+    assert loaded.name == "net"
     assert any("fixes its batch, here to the 4" in note for note in loaded.notes) == (batch == 4)
     if "logits" in str(forward.__code__.co_consts + forward.__code__.co_names):
         assert loaded.outputs[0].name == "logits"
@@ -485,9 +513,11 @@ def test_a_module_that_cannot_be_exported_is_refused_in_a_sentence(net, data, er
 def test_the_functions_of_torch_take_a_module_in_memory(wording):
     torch.manual_seed(0)
     net, x = InMemory().eval(), torch.randn(4, 3, 16, 16)
-    assert calib8.torch.trace(net).graph and calib8.torch.profile(net, x, runs=1).parameters
+    assert calib8.torch.trace(net).graph
+    assert calib8.torch.profile(net, x, runs=1).parameters
     fused, report = calib8.torch.fuse(net, x)  # one tensor or a list
-    assert report.norms_left == 0 and torch.allclose(fused(x), net(x), atol=1e-5)
+    assert report.norms_left == 0
+    assert torch.allclose(fused(x), net(x), atol=1e-5)
     prepared = calib8.torch.prepare(net, x, target="tensorrt")
     assert calib8.torch.calibrate(prepared, [x]) == 1
     data = loader(PIXELS, CLASSES)  # labels are left out

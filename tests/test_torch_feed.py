@@ -137,8 +137,11 @@ def test_an_input_has_a_shape_a_dtype_and_values_that_fit():
     shapes, dtypes = [(2, 50)] * 5, [None, "int64", "uint8", "bool", "float16"]
     make = partial(model_inputs.example_inputs, shapes, dtypes, floating=torch.float64)
     real, ids, pixels, mask, half = make()
-    assert real.dtype == torch.float64 and half.dtype == torch.float16 and mask.dtype == torch.bool
-    assert set(ids.unique().tolist()) == {0, 1} and pixels.max() > 100
+    assert real.dtype == torch.float64
+    assert half.dtype == torch.float16
+    assert mask.dtype == torch.bool
+    assert set(ids.unique().tolist()) == {0, 1}
+    assert pixels.max() > 100
     assert all(map(torch.equal, make(), (real, ids, pixels, mask, half)))
     assert model_inputs.floating_dtype(nn.Linear(1, 1).half()) == torch.float16
     assert model_inputs.floating_dtype(nn.ReLU()) == torch.float32
@@ -155,7 +158,8 @@ def test_ids_and_several_inputs_go_through_every_command(nets, tmp_path, wording
     kinds = [value.type.tensor_type.elem_type for value in onnx.load(out).graph.input]
     assert kinds == [onnx.TensorProto.INT64, onnx.TensorProto.FLOAT]
     quantized = run_command("export", spec, *inputs, "--qdq", "--mode", "dynamic", "-o", out)
-    assert "1 of 2 layers" in quantized and "words (Embedding)" in quantized
+    assert "1 of 2 layers" in quantized
+    assert "words (Embedding)" in quantized
     assert "ids" in str(open_torch(spec, [(2, 6), (2, 6)], dtypes=["int64", None]).inputs)
     with pytest.raises(ModelError) as raised:
         open_torch(spec, [(2, 6), (2, 6)])
@@ -172,7 +176,8 @@ def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal, 
     ):
         write(path, *arrays, **named)
         read = model_inputs.read_sample(path, model)
-        assert np.array_equal(read[0], ids) and np.array_equal(read[1], mask)
+        assert np.array_equal(read[0], ids)
+        assert np.array_equal(read[1], mask)
     assert "(3, 2, 3)" in run_command("trace", f"{nets}:plain_words", "--sample", path)
     np.save(tmp_path / "x.npy", np.zeros((2, 3, 8, 8), np.float32))
     for command, *words in (
@@ -326,7 +331,8 @@ def test_models_by_name(packages, tmp_path, wording):
     torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
     assert "random" not in run_command("trace", "timm:tiny", "--weights", tmp_path / "w.pt")
     loaded = open_torch("ultralytics:yolov8n.yaml", [(1, 3)])
-    assert loaded.name == "ultralytics-yolov8n" and "random" in " ".join(loaded.notes)
+    assert loaded.name == "ultralytics-yolov8n"
+    assert "random" in " ".join(loaded.notes)
     assert "Gemm" in run_command("inspect", "timm:tiny", "--input", "1x3")
     with pytest.raises(ConfigError) as raised:
         load("timm:tiny")
@@ -350,7 +356,8 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, wording):
     with pytest.raises(SdkMissingError, match="RuntimeError: operator nms"):
         load_module("ultralytics:yolov8n.yaml")
     assert set(_MAKERS) == set(MODEL_LIBRARIES)
-    assert not is_torch_spec("timm:") and not is_torch_spec("other:name")
+    assert not is_torch_spec("timm:")
+    assert not is_torch_spec("other:name")
 
 
 WORDS = ("--input", "ids=2x6:int64", "--input", "mask=2x6")
@@ -466,7 +473,9 @@ def test_only_a_model_that_leaves_something_out_is_changed(nets):
     kind = type(model)
     assert model_inputs.accept_named_inputs(model, [None, None]) == [0, 1]
     assert model_inputs.accept_named_inputs(model, ["mask", "bias", "ids", "kinds"]) == [2, 3, 0, 1]
-    assert type(model) is kind and model_inputs.dict_input_note(model) is None
+    assert type(model) is kind
+    assert model_inputs.dict_input_note(model) is None
     model_inputs.accept_named_inputs(model, ["ids", "bias"])
-    assert type(model) is not kind and type(model).__name__ == "Words"
+    assert type(model) is not kind
+    assert type(model).__name__ == "Words"
     assert "words.weight" in dict(model.named_parameters())

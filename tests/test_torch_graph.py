@@ -61,19 +61,23 @@ def test_a_captured_model_is_the_model_at_any_batch(name, example):
     for batch in (example, torch.randn(3, 3, 32, 32)):
         # attention has a quick form
         assert largest_difference(captured(batch), model(batch)) < 1e-6
-    assert type(captured(example)) is type(model(example)) and count_flops(captured, [example])
+    assert type(captured(example)) is type(model(example))
+    assert count_flops(captured, [example])
 
 
 def test_layers_are_nodes_of_their_own_name_and_counted(example):
     captured = capture(torch_shapes.detector(), [example])
     rows = format_graph(captured)
-    assert " blocks.0.cv1.conv " in rows and " torch.chunk " in rows and " stem.act " in rows
+    assert " blocks.0.cv1.conv " in rows
+    assert " torch.chunk " in rows
+    assert " stem.act " in rows
     assert "torch.ops.aten.conv" not in rows
     layers = [n.target for n in captured.graph.nodes if n.op == "call_module"]
     assert len(layers) == len(set(layers)) == 3 * 15 + 2 + 2
     traced = graph_of(nn.Conv2d(3, 4, 1), None)
     again = graph_of(traced, [example])
-    assert again is not traced and format_graph(again) == format_graph(traced)
+    assert again is not traced
+    assert format_graph(again) == format_graph(traced)
 
     def placed(self, x):
         """EdgeNeXt's: what forward makes is moved to where the input is, with a dtype beside."""
@@ -89,7 +93,8 @@ def test_layers_are_nodes_of_their_own_name_and_counted(example):
 def test_what_train_mode_changes_still_changes():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
     captured = capture(model.train(), [torch.randn(2, 8)])
-    assert captured.training and all(m.training for m in captured.modules() if is_norm(m))
+    assert captured.training
+    assert all(m.training for m in captured.modules() if is_norm(m))
     captured(torch.randn(4, 8))
     assert captured.get_submodule("2").num_batches_tracked == 1
     assert model[2].num_batches_tracked == 0
@@ -114,7 +119,8 @@ def test_inputs_and_outputs_in_containers_and_one_tensor_for_two_inputs():
     assert fed == ["pair", "named", "more_0"]
     wide = inputs(5)
     found, wanted = captured(*wide), model(*wide)
-    assert torch.equal(found["sum"], wanted["sum"]) and len(found["rows"]) == 2
+    assert torch.equal(found["sum"], wanted["sum"])
+    assert len(found["rows"]) == 2
     parts = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}
     model, x = module(lambda self, x, y: self.a(x) + self.b(y), **parts), torch.randn(4, 3)
     assert torch.allclose(capture(model, [x, x])(x, 5 * x), model(x, 5 * x))
@@ -139,7 +145,8 @@ def test_models_of_a_fixed_batch_and_changes_in_place_are_captured():
     model[0].register_forward_hook(lambda module, inputs, output: output * 2)
     x = torch.randn(1, 3, 5, 5)
     folded, report = fold_batch_norms(model, [x])
-    assert report.norms_left == 1 and largest_difference(folded(x), model(x)) < 1e-6
+    assert report.norms_left == 1
+    assert largest_difference(folded(x), model(x)) < 1e-6
     assert folded.get_submodule("0.conv").weight.shape == (4, 3, 1, 1)
 
 
@@ -160,8 +167,11 @@ def test_what_cannot_be_captured_names_the_line_and_no_leaf_of_the_root(whole):
     with pytest.raises(ModelError) as caught:
         graph_of(model, [torch.rand(1, 3, 4, 4)])
     said = str(caught.value)
-    assert "test_torch_graph.py" in said and "if x.sum() > 0:" in said and "torch.where" in said
-    assert ("--leaf nt" in said) is not whole and "--leaf Net" not in said
+    assert "test_torch_graph.py" in said
+    assert "if x.sum() > 0:" in said
+    assert "torch.where" in said
+    assert ("--leaf nt" in said) is not whole
+    assert "--leaf Net" not in said
 
 
 def test_a_line_of_a_library_is_named_and_none_of_the_standard_library():
@@ -205,7 +215,8 @@ def test_every_spelling_of_a_norm_is_folded(example):
         "ConvTranspose+BN": 1,
         "Linear+BN": 1,
     }
-    assert report.norms_left == 0 and not any(is_norm(m) for m in folded.modules())
+    assert report.norms_left == 0
+    assert not any(is_norm(m) for m in folded.modules())
     x = torch.randn(4, 3, 32, 32)
     wanted = model(x)
     assert largest_difference(folded(x), wanted) < 1e-5 * float(wanted.abs().max())
@@ -216,10 +227,12 @@ def test_every_spelling_of_a_norm_is_folded(example):
 def test_norms_fold_where_they_are_plain_and_in_eval_mode(wording):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4)).eval()
     _, report = fuse(model)
-    assert report.counts() == {"Conv+BN": 1} and report.norms_left == 0
+    assert report.counts() == {"Conv+BN": 1}
+    assert report.norms_left == 0
     folded, report = fold_batch_norms(graph_of(model, None, leaves=["BatchNormAct2d"]))
     x = torch.randn(2, 3, 4, 4)
-    assert report.fused == [] and torch.equal(folded(x), model(x))
+    assert report.fused == []
+    assert torch.equal(folded(x), model(x))
     with pytest.raises(ModelError) as raised:
         fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train())
     wording.check(raised.value)
@@ -250,7 +263,8 @@ def test_constants_that_change_what_is_read_again_are_left_alone():
     x = torch.randn(1, 3, 4, 4)
     model = module(twice, conv=nn.Conv2d(3, 4, 1), by=nn.Buffer(torch.rand(4, 1, 1)))
     folded, report = fold_batch_norms(model, [x])
-    assert report.fused == [] and largest_difference(folded(x), model(x)) < 1e-6
+    assert report.fused == []
+    assert largest_difference(folded(x), model(x)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -269,7 +283,8 @@ def test_branches_that_do_not_fit_are_left_alone(second):
     x = torch.randn(1, 4, 8, 8)
     model = module(two, first=nn.Conv2d(4, 4, 3, padding=1), second=second)
     folded, report = fold_batch_norms(model, [x])
-    assert "Branches" not in report.counts() and largest_difference(folded(x), model(x)) < 1e-6
+    assert "Branches" not in report.counts()
+    assert largest_difference(folded(x), model(x)) < 1e-6
 
 
 @pytest.mark.slow
@@ -277,9 +292,11 @@ def test_branches_that_do_not_fit_are_left_alone(second):
 def test_fuse_and_profile_go_through_every_shape(run, name):
     given = f"{HERE / 'torch_shapes.py'}:{name}", "--input", "1x3x32x32"
     said = run.ok("fuse", *given, "--bench")
-    assert "BatchNorm left: 0" in said and "largest difference of the outputs" in said
+    assert "BatchNorm left: 0" in said
+    assert "largest difference of the outputs" in said
     *_, total, counted = run.ok("profile", *given, "--runs", 1, "--warm-up", 0).splitlines()
-    assert total.startswith("total") and "norms, activations and other" in counted
+    assert total.startswith("total")
+    assert "norms, activations and other" in counted
 
 
 @pytest.mark.slow
@@ -354,7 +371,8 @@ def test_every_spelling_of_add_is_replaced():
 
     traced = trace(module(pairs))
     count = replace_pattern(traced, lambda a, b: torch.relu(a + b), lambda a, b: torch.mul(a, b))
-    assert count == 3 and traced(torch.tensor(3.0), torch.tensor(4.0)).item() == 12.0
+    assert count == 3
+    assert traced(torch.tensor(3.0), torch.tensor(4.0)).item() == 12.0
     with pytest.raises(ConfigError, match="nowhere"):
         replace_pattern(traced, lambda a: torch.sigmoid(a), lambda a: a)
 
@@ -398,7 +416,8 @@ def test_wrapped_functions_must_exist_and_come_back(tmp_path):
         assert builtins.len is not before[0]
         assert len([1, 2]) == 2  # untraced arguments still reach the real function
         raise RuntimeError("inside")
-    assert (builtins.len, json.decoder.scanstring) == before and find_function("len") is len
+    assert (builtins.len, json.decoder.scanstring) == before
+    assert find_function("len") is len
     assert find_function("math.sqrt") is math.sqrt
     for name in ("no_such_function", "math.nothing", "nowhere.f", "math.pi", ""):
         with pytest.raises(ConfigError, match="--wrap"):
@@ -420,7 +439,9 @@ def test_what_cannot_be_traced_is_said_with_line_and_remedies():
     line = 1 + next(i for i, text in enumerate(lines) if "if x.sum() > 0" in text)
     assert "DataDependent (nt)" in said
     assert f"{Path(__file__).name}:{line}: if x.sum() > 0:" in said
-    assert "--leaf nt" in said and "--only" in said and "torch.where" in said
+    assert "--leaf nt" in said
+    assert "--only" in said
+    assert "torch.where" in said
     # (*sizes, -1) would iterate a proxy
     starred = module(lambda self, x: x.view(*(x.size()[:1] + (-1,))))  # noqa: RUF005
     with pytest.raises(ModelError, match=r"view\(shape\) not view\(\*shape\)"):
@@ -536,7 +557,8 @@ def test_each_pattern_fuses_to_one_module_with_the_same_output(pattern, shape, l
 def test_resnet18_loses_its_20_norms_and_keeps_its_output():
     model = load_module(f"{HERE / 'resnet18.py'}:make")
     folded, report = fold_batch_norms(model)
-    assert report.counts() == {"Conv+BN": 20} and report.skipped == []
+    assert report.counts() == {"Conv+BN": 20}
+    assert report.skipped == []
     assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
     assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) == 20
     x = torch.randn(1, 3, 96, 96)
@@ -603,7 +625,8 @@ def test_profile_counts_resnet18_exactly_and_times_every_node(monkeypatch):
     monkeypatch.setattr("deploy.fx.profile.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     traced = trace(load_module(f"{HERE / 'resnet18.py'}:make"))
     result = profile(traced, [torch.randn(1, 3, 224, 224)], warm_up=1, runs=2)
-    assert result.flops == 3_628_146_688 and result.macs == 1_814_073_344
+    assert result.flops == 3_628_146_688
+    assert result.macs == 1_814_073_344
     assert sum(node.parameters for node in result.nodes) == 11_689_512
     count, times = len(result.nodes), [node.seconds for node in result.nodes]
     assert times == [1.5 * count + place for place in range(1, count + 1)]
@@ -618,7 +641,8 @@ def test_profile_counts_resnet18_exactly_and_times_every_node(monkeypatch):
 def test_fuse_and_profile_of_resnet18(run, command, refusal, wording):
     shape = ("--input", "1x3x64x64")
     shown = command("fuse", RESNET, "--bench", *shape)
-    assert "Conv+BN+ReLU: 9 fused" in shown and "Conv+BN: 11 fused" in shown
+    assert "Conv+BN+ReLU: 9 fused" in shown
+    assert "Conv+BN: 11 fused" in shown
     assert "x; largest difference of the outputs" in shown
     shown = run.ok("profile", RESNET, *shape, "--runs", 1, "--warm-up", 0)
     assert shown.splitlines()[-2].startswith("total")
@@ -630,7 +654,8 @@ def test_fuse_and_profile_of_resnet18(run, command, refusal, wording):
 def test_efficientnet_lite0_folds_its_49_norms():
     model = real_model("efficientnet_lite0.py:make")
     fused, report = fuse(model)
-    assert report.counts() == {"Conv+BN": 49} and report.skipped == []
+    assert report.counts() == {"Conv+BN": 49}
+    assert report.skipped == []
     x = torch.randn(1, 3, 224, 224)
     assert (fused(x) - model(x)).abs().max() < 1e-4
 

@@ -25,7 +25,8 @@ for command in ("trace", "profile", "fuse", "inspect", "build"):
 
 def test_a_torch_command_names_the_extra():
     done = run(UNTOLD + COMMANDS)
-    assert done.returncode == 0 and done.stdout == ""
+    assert done.returncode == 0
+    assert done.stdout == ""
     error = "calib8: error: PyTorch models need torch, which is not installed:"
     assert done.stderr == f"{error} pip install 'calib8[torch]'\n" * 5
 
@@ -36,7 +37,8 @@ def test_help_needs_no_torch_and_torch_ao_is_never_imported():
     assert run(loaded + "print('torch' in sys.modules)", without="").stdout == "False\n"
     for source in [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         text = source.read_text()
-        assert "torch.ao" not in text and "torch.quantization" not in text, source
+        assert "torch.ao" not in text, source
+        assert "torch.quantization" not in text, source
 
 
 def test_the_face_of_torch_is_there_without_torch_and_its_functions_name_the_extra():
@@ -47,4 +49,5 @@ try: calib8.torch.trace
 except calib8.SdkMissingError as error: print(error)
 """
     done = run(code)
-    assert "pip install 'calib8[torch]'" in done.stdout and done.stderr == ""
+    assert "pip install 'calib8[torch]'" in done.stdout
+    assert done.stderr == ""

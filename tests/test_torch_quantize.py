@@ -87,17 +87,21 @@ def test_a_prepared_model_computes_the_float_model_with_the_targets_sites(resnet
         prepared = prepare(resnet, batches[0], target=target)
         assert torch.allclose(prepared(*batches[0]), resnet(*batches[0]), atol=1e-5)
     found = {t: sites(prepare(resnet, batches[0], target=t)) for t in TARGETS}
-    assert "x" in found["onnxruntime"] and "fc" not in found["onnxruntime"]
+    assert "x" in found["onnxruntime"]
+    assert "fc" not in found["onnxruntime"]
     assert "layer1_0_relu" in found["onnxruntime"]  # after the ReLU, not between
     assert "layer2_0_conv2" in found["onnxruntime"]  # feeds Add, no ReLU between
     assert "layer1_0_conv2" not in found["tensorrt"]  # the branch that Add fuses with
     assert set(found["ascend"]) < set(found["tensorrt"])
     # a pool in int8, which has the scale of what it reads
     assert found["tensorrt"]["maxpool"][1] == found["tensorrt"]["relu"][1] == "quant_relu"
-    assert "relu" not in found["ascend"] and found["ascend"]["maxpool"][0] == {"layer1_0_conv1"}
+    assert "relu" not in found["ascend"]
+    assert found["ascend"]["maxpool"][0] == {"layer1_0_conv1"}
     # the skip branch of Add, which is the conv's input too: one site, both readers
     readers = found["tensorrt"]["maxpool"][0]
-    assert len(readers) == 2 and "layer1_0_conv1" in readers and readers & {"iadd", "add"}
+    assert len(readers) == 2
+    assert "layer1_0_conv1" in readers
+    assert readers & {"iadd", "add"}
 
 
 def sites(prepared):
@@ -122,14 +126,16 @@ def test_scales_are_shared_as_the_target_shares_them():
 
     x = torch.randn(2, 3, 4, 4)
     prepared, found = groups(target=STEM)
-    assert found["cat"] == found["pool"] and len(set(found.values())) == len(found) - 1
+    assert found["cat"] == found["pool"]
+    assert len(set(found.values())) == len(found) - 1
     calibrate(prepared, [x])
     exported = to_onnx(convert(prepared), [x])
     assert compare_with_torch(exported, convert(prepared), [[x]], optimized=False).codes <= 1.0
     _, found = groups(target=STEM, share=["concat"])
     assert found["a"] == found["mul"] == found["cat"] == found["pool"] != found["out"]
     _, found = groups(target="tensorrt")
-    assert set(found) == {"x", "cat", "pool"} and found["cat"] == found["pool"]
+    assert set(found) == {"x", "cat", "pool"}
+    assert found["cat"] == found["pool"]
     with pytest.raises(ConfigError, match="shared around"):
         groups(share=["relu"])
 
@@ -171,7 +177,8 @@ def test_a_shared_range_is_that_of_all_its_tensors():
     alone.start_batch()  # broken off: the next tensor is the first of its batch
     alone.update(torch.tensor([1.0]))
     alone.update(torch.tensor([3.0]))
-    assert float(alone.hi) == 3.0 and int(alone.seen) == 1
+    assert float(alone.hi) == 3.0
+    assert int(alone.seen) == 1
 
 
 @pytest.mark.slow
@@ -179,7 +186,8 @@ def test_grids_of_the_targets_do_not_depend_on_the_run(made, resnet, batches):
     tables = {name: scale_table(made(name)[0]) for name in TARGETS}
     zeros = {name: {zero for _, _, zero in table} for name, table in tables.items()}
     assert all(scale > 0 for table in tables.values() for _, scale, _ in table)
-    assert zeros["tensorrt"] == {0} and min(len(zeros[t]) for t in ("onnxruntime", "ascend")) > 1
+    assert zeros["tensorrt"] == {0}
+    assert min(len(zeros[t]) for t in ("onnxruntime", "ascend")) > 1
     relu = {name: zero for name, _, zero in tables["ascend"]}
     assert relu["layer1_0_relu"] == -128  # a ReLU starts at the lowest code
     assert scale_table(calibrated(resnet, batches)) == tables["onnxruntime"]
@@ -192,7 +200,8 @@ def test_grids_of_the_targets_do_not_depend_on_the_run(made, resnet, batches):
 def test_weights_are_the_calibrators_own(resnet, batches):
     prepared = calibrated(resnet, batches)
     layer = convert(prepared).get_submodule("layer1.0.conv1")
-    assert isinstance(layer, IntLayer) and layer.weight_int.dtype == torch.int8
+    assert isinstance(layer, IntLayer)
+    assert layer.weight_int.dtype == torch.int8
     weight = prepared.get_submodule("layer1.0.conv1").layer.weight.detach().numpy()
     scales = pair_scales(weight, weight_scales(weight, 0))
     assert np.allclose(layer.weight_scale.numpy(), scales, rtol=1e-7)
@@ -209,16 +218,19 @@ def test_the_exported_model_is_the_converted_one_within_one_code(made, batches, 
     assert {e.domain: e.version for e in exported.opset_import} == {"": 18}
     mixed = [*batches, (batches[0][0][:1],), (torch.cat([b[0] for b in batches])[:7],)]
     exact = compare_with_torch(exported, converted, mixed, optimized=False)
-    assert exact.argmax == 1.0 and exact.codes <= 1.0
+    assert exact.argmax == 1.0
+    assert exact.codes <= 1.0
     used = compare_with_torch(exported, converted, mixed, kernels=target == "onnxruntime")
-    assert used.argmax == 1.0 and used.codes <= 1.0
+    assert used.argmax == 1.0
+    assert used.codes <= 1.0
     assert "steps of the last scale" in str(used)
 
 
 def test_an_export_is_int8_throughout_and_the_same_bytes_every_time(made, kernels, resnet, batches):
     converted, exported = made()
     ran = Counter(kernels(exported))
-    assert ran["QLinearConv"] == 20 and ran["QLinearAdd"] == 8
+    assert ran["QLinearConv"] == 20
+    assert ran["QLinearAdd"] == 8
     assert ran["QLinearGlobalAveragePool"] == 1
     assert not {"Conv", "FusedConv", "Add", "Relu", "Clip"} & set(ran)
     sizes = Counter()
@@ -227,7 +239,8 @@ def test_an_export_is_int8_throughout_and_the_same_bytes_every_time(made, kernel
     parameters = sum(p.numel() for n, p in resnet.named_parameters() if p.dim() > 1)
     assert sizes[onnx.TensorProto.INT8] >= parameters
     assert sizes[onnx.TensorProto.FLOAT] < parameters / 20
-    assert b"/work" not in exported.SerializeToString() and not exported.graph.node[0].doc_string
+    assert b"/work" not in exported.SerializeToString()
+    assert not exported.graph.node[0].doc_string
     again = to_onnx(converted, batches[0]).SerializeToString(deterministic=True)
     assert again == exported.SerializeToString(deterministic=True)
 
@@ -236,7 +249,8 @@ def test_ema_follows_its_formula():
     quant = FakeQuant(UINT8, "t", momentum=0.25)
     for hi in (4.0, 8.0):
         quant.update(torch.tensor([0.0, hi]))
-    assert float(quant.hi) == 5.0 and float(quant.scale) == pytest.approx(5 / 255)
+    assert float(quant.hi) == 5.0
+    assert float(quant.scale) == pytest.approx(5 / 255)
 
 
 @pytest.mark.slow
@@ -286,11 +300,14 @@ def test_nan_no_data_dead_tensors_and_wrong_names_are_said(resnet, batches, word
 def test_each_mode_has_its_size_and_error(resnet, batches):
     results = {r.mode: r for r in compare_modes(resnet, batches[0], batches)}
     assert list(results) == ["float", "weight-only", "dynamic", "static"]
-    assert results["float"].size == stored_bytes(resnet) and results["float"].max_error == 0
-    assert results["static"].ratio > 3.4 and results["weight-only"].ratio > 3.4
+    assert results["float"].size == stored_bytes(resnet)
+    assert results["float"].max_error == 0
+    assert results["static"].ratio > 3.4
+    assert results["weight-only"].ratio > 3.4
     assert 1.0 < results["dynamic"].ratio < 1.1  # one small Linear
     for mode in ("weight-only", "dynamic", "static"):
-        assert results[mode].sqnr_db > 20 and 0 < results[mode].max_error < 0.01
+        assert results[mode].sqnr_db > 20
+        assert 0 < results[mode].max_error < 0.01
     assert results["static"].sqnr_db < results["dynamic"].sqnr_db
     heading = format_modes(list(results.values())).splitlines()[0]
     assert heading.split() == ["Mode", "Bytes", "Smaller", "Max", "error", "SQNR", "dB"]
@@ -309,9 +326,11 @@ def test_modes_export_and_agree(mode, operator):
     batches = [(torch.randn(4, 3, 8, 8),)]
     converted = quantize_model(model, batches[0], batches, mode=mode)
     exported = to_onnx(converted, batches[0])
-    assert operators(exported)[operator] >= 1 and operators(exported)["QuantizeLinear"] == 0
+    assert operators(exported)[operator] >= 1
+    assert operators(exported)["QuantizeLinear"] == 0
     found = compare_with_torch(exported, converted, batches, optimized=False)
-    assert found.argmax == 1.0 and found.max_difference < 1e-5
+    assert found.argmax == 1.0
+    assert found.max_difference < 1e-5
 
 
 class NonTraceable(nn.Module):
@@ -410,7 +429,8 @@ def test_a_custom_module_of_dynamic_and_weight_only_needs_its_quantized_class_al
 def test_a_leaf_stays_whole_in_float_and_exact():
     model, x = net(), torch.randn(2, 3, 4, 4)
     prepared = calibrated(model, [(x,)], leaves=["nt"])
-    assert type(prepared.nt) is NonTraceable and (prepared(x) - model(x)).abs().max() < 0.1
+    assert type(prepared.nt) is NonTraceable
+    assert (prepared(x) - model(x)).abs().max() < 0.1
 
 
 @pytest.mark.slow
@@ -443,7 +463,8 @@ def test_norms_trained_with_their_layer_fold_exactly():
     calibrate(prepared, [x])
     before = layer.norm.running_mean.clone()
     prepared.train()(x)
-    assert not torch.equal(layer.norm.running_mean, before) and freeze_norms(prepared) == 1
+    assert not torch.equal(layer.norm.running_mean, before)
+    assert freeze_norms(prepared) == 1
     before = layer.norm.running_mean.clone()
     frozen = prepared(x)
     assert torch.equal(layer.norm.running_mean, before)
@@ -469,7 +490,8 @@ def test_grouped_and_transposed_layers():
     assert converted.get_submodule("2").weight_scale.shape == (6,)
     assert converted.get_submodule("3").weight_scale.shape == (1,)
     found = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
-    assert found.codes <= 1.0 and (converted(x) - model(x)).abs().max() < 0.1
+    assert found.codes <= 1.0
+    assert (converted(x) - model(x)).abs().max() < 0.1
 
 
 @pytest.mark.slow
@@ -480,7 +502,8 @@ def test_efficientnet_lite0_in_int8(kernels):
     exported = to_onnx(converted, [x])
     assert "Pad" not in operators(exported)  # padding joined its convolution
     ran = Counter(kernels(exported))
-    assert ran["QLinearConv"] == 49 and ran["QLinearAdd"] == 9
+    assert ran["QLinearConv"] == 49
+    assert ran["QLinearAdd"] == 9
     assert not {"Conv", "FusedConv", "Clip", "Pad"} & set(ran)
     assert compare_with_torch(exported, converted, [[x]]).argmax == 1.0
     assert len(exported.SerializeToString()) < 0.27 * stored_bytes(model)
@@ -496,7 +519,8 @@ def test_mtcnn_in_int8(name, size, convs, kernels):
     exported = to_onnx(converted, [x])
     assert kernels(exported).count("QLinearConv") == convs
     found = compare_with_torch(exported, converted, [[x], [x[:1]]], optimized=False)
-    assert found.argmax >= 0.999 and found.max_difference < 0.02
+    assert found.argmax >= 0.999
+    assert found.max_difference < 0.02
 
 
 def test_a_file_that_reads_modules_from_its_own_folder(tmp_path):
@@ -522,7 +546,8 @@ def test_searched_ranges_err_less_and_leave_clean_data_alone():
         return error, float(next(iter(observers_of(prepared).values())).scale)
 
     (plain, widest), (searched, scale) = (found(method, x, 4) for method in ("minmax", "mse"))
-    assert searched < 0.7 * plain and scale < 0.7 * widest
+    assert searched < 0.7 * plain
+    assert scale < 0.7 * widest
     flat = torch.linspace(-1, 1, 3 * 64).reshape(1, 3, 8, 8)
     assert found("mse", flat, 8)[1] == pytest.approx(found("minmax", flat, 8)[1], rel=0.01)
 
@@ -592,7 +617,8 @@ def test_scales_are_those_of_a_build(layer, depthwise):
         fitted = weight_quantizer(layer, axis, 8, fits_pairs=True).scales(weight)
         rows = weight.transpose(0, 1) if turned else weight
         expected = full if depthwise else pair_scales(rows.numpy(), full.numpy())
-        assert np.allclose(fitted, expected, rtol=1e-7) and fitted.shape == full.shape
+        assert np.allclose(fitted, expected, rtol=1e-7)
+        assert fitted.shape == full.shape
     assert weight_quantizer(layer, 0, 7, fits_pairs=True).minimum_scales is None
 
 
@@ -607,7 +633,8 @@ def test_a_learned_scale_does_not_fall_below():
     quant.enabled = True
     quant(layer.weight).sum().backward()
     steps = quant(layer.weight).detach() / (2 / 126)
-    assert steps.round().abs().max() == 63 and scale.grad.abs().max() == 0  # it is not used
+    assert steps.round().abs().max() == 63
+    assert scale.grad.abs().max() == 0  # it is not used
 
 
 def heavy():
@@ -644,6 +671,7 @@ def test_an_exported_model_fits(words, fits, command, tmp_path):
     held = onnx.load(out)
     arrays = [numpy_helper.to_array(tensor) for tensor in held.graph.initializer]
     sums = [pair_sums(one).max() for one in arrays if one.dtype == np.int8 and one.ndim > 1]
-    assert sums and (max(sums) <= PAIR_LIMIT) == fits
+    assert sums
+    assert (max(sums) <= PAIR_LIMIT) == fits
     if not words:
         assert not any(one.saturates for one in read_stored_weights(held, on_cpus=True))

@@ -126,7 +126,8 @@ def test_export_and_build_find_the_same_scales(folder, method):
     words = ("--method", method, *GIVEN.get(method, ()))
     ours, shown = exported(folder, *words)
     assert f"ranges by {method}" in shown
-    assert ours == pairs(built(folder, ".int8.onnx", *words)) and len(ours) == 4
+    assert ours == pairs(built(folder, ".int8.onnx", *words))
+    assert len(ours) == 4
 
 
 @pytest.mark.slow
@@ -134,7 +135,8 @@ def test_export_and_build_find_the_same_scales(folder, method):
 def test_and_on_a_symmetric_grid(folder, method):
     words = ("--target", "tensorrt", *method)
     ours, _ = exported(folder, *words)
-    assert ours == pairs(built(folder, ".tensorrt.qdq.onnx", *words)) and len(ours) == 3
+    assert ours == pairs(built(folder, ".tensorrt.qdq.onnx", *words))
+    assert len(ours) == 3
     assert {zero for _, zero in ours} == {0}
 
 
@@ -149,7 +151,8 @@ def test_and_by_amcts_own_search_for_ascend(folder):
     assert zeros == [zero for _, zero in ours]
     assert scales == pytest.approx([s for s, _ in ours], rel=0.02)
     asked, shown = exported(folder, "--target", "ascend", "--method", "mse")
-    assert "ranges by mse" in shown and asked != ours
+    assert "ranges by mse" in shown
+    assert asked != ours
 
 
 @pytest.mark.slow
@@ -163,14 +166,16 @@ def test_gates_pools_and_concats_have_the_ranges_of_build(folder, target, name, 
     theirs = pairs(built(folder, name, *words, net="gated"))
     zeros = [zero for _, zero in ours]
     if target == "onnxruntime":  # the 3 of a HardSigmoid is in the bias of the Conv before it
-        assert zeros[6] == 128 and ours[6][0] == pytest.approx(6 / 255, rel=1e-4)
+        assert zeros[6] == 128
+        assert ours[6][0] == pytest.approx(6 / 255, rel=1e-4)
         zeros[6] = 0
     assert zeros == [zero for _, zero in theirs]
     # a Sigmoid is rounded otherwise in torch
     assert [s for s, _ in ours] == pytest.approx([s for s, _ in theirs], rel=1e-5)
     ends = [s * 255 for s, _ in ours]
     if (target, method) == ("onnxruntime", "minmax"):  # the inputs of Sigmoid and HardSigmoid
-        assert {16, 6} <= {round(end, 4) for end in ends} and ends[0] > 16
+        assert {16, 6} <= {round(end, 4) for end in ends}
+        assert ends[0] > 16
 
 
 @pytest.mark.slow
@@ -185,7 +190,8 @@ def test_training_that_follows_the_data_keeps_to_the_bounds():
     for quant in bounded:
         low, high, _ = quant.reach
         step = float(quant.scale)  # an exact 0 moves the ends by less than one
-        assert low - step <= float(quant.lo) and float(quant.hi) <= high + step
+        assert low - step <= float(quant.lo)
+        assert float(quant.hi) <= high + step
     assert [name for name, _ in prepared.named_modules() if "watch" in name]
     assert not [name for name, _ in convert(prepared).named_modules() if "watch" in name]
 
@@ -204,7 +210,8 @@ def test_the_default_is_that_of_build_for_every_target(wording):
     for name, target in TARGETS.items():
         assert bool(target.own_method) == isinstance(search_for(name), IfmrSearch)
     own = search_params(LayerConfig(activation=ActivationParams(asymmetric=True)))
-    assert own == IfmrParams(with_offset=True) and search_for("onnxruntime").label == "mse"
+    assert own == IfmrParams(with_offset=True)
+    assert search_for("onnxruntime").label == "mse"
     assert search_for("ascend", "percentile 99.5").label == "percentile 99.5"
     with pytest.raises(ConfigError) as raised:
         search_for("onnxruntime", "ema")
@@ -232,7 +239,8 @@ def test_the_size_of_batches_changes_nothing_in_amcts_search_and_inputs_count_al
         calibrate(prepared, x.split(size), search=search_for("ascend"))
         found.append([scale for _, scale, _ in scale_table(prepared)])
     # to the bit of what is the same to the bit, which sums with rounded weights are not
-    assert found[0][0] == found[1][0] and found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0][0] == found[1][0]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
     layers = {"a": nn.Linear(40, 9), "b": nn.Linear(40, 9)}
     model, x = module(lambda self, x, y: self.a(x) + self.b(y), **layers), torch.randn(6, 40)
@@ -332,4 +340,5 @@ def test_export_refuses_a_method_that_would_change_nothing(run, refusal):
     ):
         assert said in refusal(*base, *words)
     code, _, said = run(*base, "--qdq", "--method", "ema")
-    assert code == 2 and all(name in said for name in SEARCHES)
+    assert code == 2
+    assert all(name in said for name in SEARCHES)

@@ -59,7 +59,8 @@ def test_hooks_of_layers_and_leaves_are_part_of_the_graph(wording):
     wanted = model(X)
     for made in (trace(model), prepare(model, [X]), fuse(model)[0]):
         assert torch.allclose(made(X), wanted, atol=1e-5)
-    assert torch.equal(model(X), wanted) and model[0]._forward_hooks  # the user's keeps its own
+    assert torch.equal(model(X), wanted)
+    assert model[0]._forward_hooks  # the user's keeps its own
     with pytest.raises(ModelError) as raised:
         QatLayer(model[0], WeightQuant(0))
     wording.check(raised.value)
@@ -87,10 +88,12 @@ def test_weights_that_are_computed_are_taken_as_they_are_now(kind):
     wanted, own_weight = model(X), model[0].__dict__.get("weight")
     for _ in range(2):  # a copy leaves nothing behind in the model
         own = plain_copy(model)
-        assert not computed_weights(own) and name in dict(own.named_parameters())
+        assert not computed_weights(own)
+        assert name in dict(own.named_parameters())
         assert torch.allclose(own(X), wanted, atol=1e-6)
         assert model[0].__dict__.get("weight") is own_weight
-    assert torch.equal(model(X), wanted) and computed_weights(model)
+    assert torch.equal(model(X), wanted)
+    assert computed_weights(model)
     converted = quantize_model(model, [X], [(X,)], mode="static", target=STEM)
     assert measure_coverage(converted, model).quantized == ("0", "3")
 
@@ -258,7 +261,9 @@ def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches():
     model = tiny(1e-6)
     exported = to_onnx(model, [X])
     found = check_float_export(exported, model, [X])
-    assert found.batches == (2, 3) and found.depends_on_input and found.max_output < 1e-5
+    assert found.batches == (2, 3)
+    assert found.depends_on_input
+    assert found.max_output < 1e-5
     assert [len(x) for x in with_more_samples([X[:1]])] == [3]
     with torch.no_grad():
         model[2].weight *= 1.01
@@ -317,7 +322,8 @@ def test_an_export_that_fails_shows_a_sentence_and_no_graph(tmp_path, run):
         "class Fixed(nn.Module):\n    def forward(self, x):\n        return x.reshape(1, 3) * 2\n"
     )
     _, *said = run("export", f"{source}:If", "--input", "2x3", "-o", tmp_path / "n.onnx")
-    assert "net.py:4" in said[1] and "--static-batch" not in said[1]
+    assert "net.py:4" in said[1]
+    assert "--static-batch" not in said[1]
     said += run("inspect", f"{source}:Fixed", "--input", "1x3")[1:]
     assert "inconsistencies were found: Eq(" in said[3]
     assert "calib8 export --static-batch" in said[3]
@@ -333,7 +339,8 @@ def test_a_trained_model_is_measured_against_its_own_weights():
 
 def test_trace_says_why_the_model_does_not_run_for_its_input(refusal):
     said = refusal("trace", f"{__file__}:net", "--input", "1x5x8x8")
-    assert "for inputs (1, 5, 8, 8) torch.float32, got: " in said and "5 channels" in said
+    assert "for inputs (1, 5, 8, 8) torch.float32, got: " in said
+    assert "5 channels" in said
 
 
 def twice():
@@ -432,11 +439,13 @@ def moved():
 def test_norms_behind_views_and_dropout_and_of_shared_layers_fold(kind, folded):
     model, x = kind(), torch.randn((3, 5, 6) if kind is tokens else (3, 6, 16))
     found, report = fold_batch_norms(model, [x])
-    assert report.norms_left == 0 and report.skipped == []
+    assert report.norms_left == 0
+    assert report.skipped == []
     assert sum("BN" in pattern for pattern, _ in report.fused) == folded
     assert torch.allclose(found(x), model(x), atol=1e-5)
     joined, report = fuse(model, [x])
-    assert torch.allclose(joined(x), model(x), atol=1e-5) and report.skipped == []
+    assert torch.allclose(joined(x), model(x), atol=1e-5)
+    assert report.skipped == []
 
 
 @pytest.mark.slow
@@ -449,7 +458,8 @@ def test_build_folds_what_no_runtime_would(name, shape):
 def test_norms_that_stay_say_why():
     model, x = moved(), torch.randn(3, 16, 6)
     found, report = fold_batch_norms(model, [x])
-    assert report.norms_left == 3 and dict(report.skipped) == {
+    assert report.norms_left == 3
+    assert dict(report.skipped) == {
         "bn": "a view after linear moves its channels",
         "one": "twice is called at several places",
         "two": "twice is called at several places",
@@ -496,8 +506,10 @@ def test_tensors_given_twice_and_parts_of_other_sizes_are_quantized(tmp_path, ca
         return run_command(*words, "--qdq", "--images", images, "--int8-stem")
 
     shown = quantize("auxiliary")
-    assert "int8: 2 of 2 layers with weights" in shown and "in float" not in shown
-    assert "on 4 samples" in shown and "of 1024 positions in the last output" in shown
+    assert "int8: 2 of 2 layers with weights" in shown
+    assert "in float" not in shown
+    assert "on 4 samples" in shown
+    assert "of 1024 positions in the last output" in shown
     assert "steps of the last scale" not in shown  # which is of one output
     ratio = float(shown.split("static")[1].split()[1].rstrip("x"))
     assert 1 < ratio < 4  # the head that trains alone is 144 KB of float weights

@@ -135,7 +135,8 @@ def test_samples_by_name_and_in_tuples_train_resume_and_export(
     whole, broken, kept = tmp_path / "w.onnx", tmp_path / "b.onnx", tmp_path / "kept.pt"
     words = ("qat", f"{__file__}:{name}", "--int8-stem", "-o")
     said = run.ok(*words, whole)
-    assert "int8: 3 of 3 layers" in said and "same arg-max 100.00%" in said
+    assert "int8: 3 of 3 layers" in said
+    assert "same arg-max 100.00%" in said
     assert ("is given a dict of scale, image_rgb" in said) is (name == "pair")
     session = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"])
     assert [one.name for one in session.get_inputs()] == NAMES[name]
@@ -169,7 +170,8 @@ def test_a_call_is_read_as_the_users_forward_would():
     a, b, d = (torch.full((1,), float(value)) for value in (1, 2, 3))
     net = module(lambda self, a, b=None, *, c=1.5, **more: a)
     arguments = ForwardArguments.match(net, ["d", "b", "a"])
-    assert arguments.names == ("a", "b", "d") and arguments.dict_argument is None
+    assert arguments.names == ("a", "b", "d")
+    assert arguments.dict_argument is None
     assert arguments.tensors(a, b, d=d) == arguments.tensors(a, d=d, b=b, c=1.5) == (a, b, d)
     assert arguments.tensors({"d": d, "b": b, "a": a}) == (a, b, d)
     for args, kwargs in (((a,), {"d": d}), ((a, b), {"d": d, "c": 2.0}), ((), {}), ((a, b, d), {})):
@@ -191,8 +193,10 @@ def test_the_users_models_keep_their_class_and_share_their_weights():
     model, x = Net(2, 2), torch.zeros(1, 2)
     task = Task(model=model, inputs=[{"x": x}], batches=lambda epoch: [], loss=lambda o, y: o)
     ordered = order_inputs(task)
-    assert type(model) is Net and type(ordered.model) is not Net
-    assert ordered.model.weight is model.weight and torch.equal(ordered.model(x), model({"x": x}))
+    assert type(model) is Net
+    assert type(ordered.model) is not Net
+    assert ordered.model.weight is model.weight
+    assert torch.equal(ordered.model(x), model({"x": x}))
     assert order_inputs(ordered) is ordered
     with pytest.raises(ConfigError, match=r"forward\(input\)"):
         order_inputs(Task(model=torch.nn.Linear(2, 2), inputs=[{"y": x}], batches=None, loss=None))
@@ -214,7 +218,8 @@ def trained_for(tmp_path_factory):
         if not path.exists():
             said = run_command(*words_for(target), "-o", path)
             losses = [float(found) for found in re.findall(r"loss ([\d.e-]+)", said)]
-            assert len(losses) == 4 and losses[-1] < losses[0]
+            assert len(losses) == 4
+            assert losses[-1] < losses[0]
             assert not any(n.op_type == "BatchNormalization" for n in onnx.load(path).graph.node)
         return path
 
@@ -259,7 +264,8 @@ def test_training_that_was_killed_goes_on_to_the_same_bytes(trained_for, tmp_pat
     command = [sys.executable, "-m", "deploy", *words, "-o", str(out)]
     given = {"cwd": Path(__file__).parents[1], "capture_output": True, "text": True}
     broken = subprocess.run(command, env={**os.environ, "KILLED": "1"}, **given, check=False)
-    assert broken.returncode == -signal.SIGKILL and not out.exists()
+    assert broken.returncode == -signal.SIGKILL
+    assert not out.exists()
     done = subprocess.run(command, **given, check=False)
     assert done.returncode == 0, done.stderr
     assert out.read_bytes() == whole.read_bytes()

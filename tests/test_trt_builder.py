@@ -127,7 +127,8 @@ def test_empty_addresses_end_calibration(fake, wording):
     # TensorRT asks until the list is empty; what went wrong is raised by `check`.
     callbacks = fed()
     taken = [len(callbacks.get_batch(["x"])) for _ in range(3)]
-    assert taken == [1, 1, 0] and callbacks.get_batch(["x"]) == []
+    assert taken == [1, 1, 0]
+    assert callbacks.get_batch(["x"]) == []
     assert fed().get_batch(["another"]) == []
 
 
@@ -223,7 +224,8 @@ def test_builds_share_logger_but_not_messages(fake):
     fake.does = speaks
     with record_log() as all_along:
         logs = [build_engine(MODEL, BuilderSettings()).log for _ in range(2)]
-    assert logs == [("by the way",)] * 2 and all_along.lines == ["by the way"] * 2
+    assert logs == [("by the way",)] * 2
+    assert all_along.lines == ["by the way"] * 2
     assert len({id(logger) for logger in fake.loggers}) == 1
     fake.loggers[0].log(ERROR, "to nobody")
     assert all_along.errors == []
@@ -322,7 +324,8 @@ def test_build_without_gpu_writes_all_but_engine(built):
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     assert (cache.header.version, cache.header.algorithm) == ("10.3.0", ENTROPY2)
     tensors = {"x", "c1", "r1", "c2", "a", "r2", "c3", "r3", "p", "f", "logits"}
-    assert tensors <= set(cache.scales()) and cache.scales()["p"] == cache.scales()["r3"]
+    assert tensors <= set(cache.scales())
+    assert cache.scales()["p"] == cache.scales()["r3"]
     report = (built / "report.json").read_text()
     lines = [re.sub(r'".*', "", part) for part in report.split("trtexec ")[1:]]
     assert len(lines) >= 3
@@ -333,7 +336,8 @@ def test_build_without_gpu_writes_all_but_engine(built):
         assert named["maxShapes"] == "x:8x3x16x16"
         if "calib" in named:
             assert (built / named["calib"]).is_file()
-    assert "--calib" in lines[0] and not any("--int8" in line for line in lines[2:3])
+    assert "--calib" in lines[0]
+    assert not any("--int8" in line for line in lines[2:3])
 
 
 def test_qdq_model_and_cache_scales_agree(built, model):
@@ -390,12 +394,15 @@ def test_kept_float_nodes_are_pinned_in_engine(gpu, model, tmp_path, monkeypatch
     assert (name, settings.float_layers) == ("net.tensorrt.onnx", {"Gemm_logits": "logits"})
     assert known == (tmp_path / "net.tensorrt.cache").read_bytes()
     built_on(model, tmp_path)  # another engine, not the one that was built before
-    assert len(gpu) == 2 and not gpu[-1][1].float_layers
+    assert len(gpu) == 2
+    assert not gpu[-1][1].float_layers
     built_on(model, tmp_path / "qdq", TensorRT(form="qdq"), float_nodes=("Gemm_logits",))
-    assert gpu[-1][0] == "net.tensorrt.typed.onnx" and gpu[-1][1].typed
+    assert gpu[-1][0] == "net.tensorrt.typed.onnx"
+    assert gpu[-1][1].typed
     assert not gpu[-1][1].float_layers
     built_on(model, tmp_path / "wide", TensorRT(form="qdq", rest="fp32"))
-    assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].typed
+    assert gpu[-1][0] == "net.tensorrt.qdq.onnx"
+    assert not gpu[-1][1].typed
 
 
 @pytest.mark.slow
@@ -407,19 +414,22 @@ def test_float16_overflow_is_pinned_in_engines(gpu, model, tmp_path, tensorrt, m
     held.graph.output[0].name = "large"
     onnx.save(held, model)
     built_on(model, tmp_path / "cache")
-    assert not gpu[-1][1].typed and gpu[-1][1].wide_layers == {"/mul": "large"}
+    assert not gpu[-1][1].typed
+    assert gpu[-1][1].wide_layers == {"/mul": "large"}
     cache = tmp_path / "cache" / "net.tensorrt.cache"
     note = json.loads(cache.with_name(cache.name + ".json").read_bytes())
     assert note["float32_layers"] == {"/mul": "large"}  # for C++
     assert store.read_cache_text(cache)[0] == cache.read_bytes()
     built_on(model, tmp_path / "typed", TensorRT(form="qdq"))
-    assert gpu[-1][1].typed and not gpu[-1][1].wide_layers
+    assert gpu[-1][1].typed
+    assert not gpu[-1][1].wide_layers
     built_on(model, tmp_path / "wide", TensorRT(rest="fp32"))
     assert not gpu[-1][1].wide_layers
     tensorrt("11.1.0")  # has no types to choose, nor a way to bind one
     monkeypatch.setattr(engines, "_has_model_types", lambda *_: False)
     built_on(model, tmp_path / "eleven")
-    assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].wide_layers
+    assert gpu[-1][0] == "net.tensorrt.qdq.onnx"
+    assert not gpu[-1][1].wide_layers
 
 
 def test_folder_of_stubs_is_not_tensorrt(monkeypatch):
@@ -493,16 +503,21 @@ def test_warnings_and_missing_scales_are_notes(model):
     assert {item.tensor for item in judged if item.harmful} == {"x", "r1", "f", "p"}
     assert [item.harmful for item in judged] == sorted((i.harmful for i in judged), reverse=True)
     why = {item.tensor: item.reason for item in judged}
-    assert "constant" in why["b4_output"] and "index" in why["best"]
-    assert "output of the model" in why["logits"] and "fused" in why["c1"]
+    assert "constant" in why["b4_output"]
+    assert "index" in why["best"]
+    assert "output of the model" in why["logits"]
+    assert "fused" in why["c1"]
     lines = [LOG.format(name) for name in ("x", "b4_output", "logits")]
     notes = engines._log_notes(lines, net)
-    assert len(notes) == 2 and notes[0].startswith("TensorRT has no scale for x")
-    assert notes[1].startswith("TensorRT warned of 2 more") and engines._log_notes([], net) == ()
+    assert len(notes) == 2
+    assert notes[0].startswith("TensorRT has no scale for x")
+    assert notes[1].startswith("TensorRT warned of 2 more")
+    assert engines._log_notes([], net) == ()
     kept = LogRecorder(max_severity=3)
     for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
         kept.record(severity, 1, message)
-    assert kept.errors == ["internal", "error"] and kept.warnings == ["warning"]
+    assert kept.errors == ["internal", "error"]
+    assert kept.warnings == ["warning"]
     assert kept.lines == ["internal", "error", "warning", "info"]
 
 

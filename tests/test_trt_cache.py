@@ -29,7 +29,8 @@ scale_bits = st.integers(0, 0x7F800000)
 def test_real_caches_round_trip_byte_for_byte(path):
     data = path.read_bytes()
     cache = parse(data, origin=path.name)
-    assert dump(cache) == data and len(cache.entries) == len(data.splitlines()) - 1
+    assert dump(cache) == data
+    assert len(cache.entries) == len(data.splitlines()) - 1
     header = cache.header
     if header.label is not None:
         assert dump(trt_cache.relabel(cache, version=str(header.version))) == data
@@ -146,7 +147,8 @@ def test_flaws_duplicates_legacy_headers_and_other_files(wording):
     text = b"TRT-8503-EntropyCalibration2\na: 0\nb: 7f800000\nc: ffc00000\nd: bf800000\na: 0\n"
     cache = parse(text, origin="memory")
     assert cache.flaws() == {"a": "zero", "b": "inf", "c": "NaN", "d": "negative"}
-    assert cache.duplicates() == ["a"] and dump(cache) == text
+    assert cache.duplicates() == ["a"]
+    assert dump(cache) == text
     assert cache.scales()["b"] == np.inf
     cache = parse(b"TRT-8503-EntropyCalibration2\na: 1\na: 2\n", origin="memory")
     with pytest.raises(CacheError) as refusal:
@@ -154,7 +156,8 @@ def test_flaws_duplicates_legacy_headers_and_other_files(wording):
     wording.check(refusal.value)
     cache = parse(b"03ff00000000000003feffffde7210be9\ndata: 3c008102\n", origin="memory")
     assert (cache.header.cutoff, cache.header.quantile) == (1.0, 0.999999)
-    assert cache.header.label is None and cache.header.algorithm == LEGACY
+    assert cache.header.label is None
+    assert cache.header.algorithm == LEGACY
     assert trt_cache.relabel(cache, version="8.5.3") == cache
     moved = trt_cache.relabel(cache, version="8.5.3", algorithm=ENTROPY2)
     assert dump(moved).startswith(b"TRT-8503-EntropyCalibration2\n")
@@ -239,7 +242,8 @@ def test_matching_cache_is_reused_but_not_stale(calibrate, tmp_path):
     cache, rule = tmp_path / "m.cache", ("--method", "entropy-tensorrt")
     assert "written" in calibrate(*rule)
     first = cache.read_bytes()
-    assert "reused" in calibrate(*rule) and cache.read_bytes() == first
+    assert "reused" in calibrate(*rule)
+    assert cache.read_bytes() == first
     assert "histogram, first batch of 4" in calibrate(*rule, "--batch-size", 4)
     cache.write_bytes(cache.read_bytes().replace(b"logits: ", b"z: "))
     assert "was changed after" in calibrate(*rule, "--batch-size", 4)
@@ -292,7 +296,8 @@ def test_to_qdq_rest_option_sets_float_type(rest, kind, run, small_cnn, cache, t
     made = onnx.shape_inference.infer_shapes(onnx.load(out), check_type=True, strict_mode=True)
     types = {v.name: v.type.tensor_type.elem_type for v in made.graph.value_info}
     convs = [node for node in made.graph.node if node.op_type in ("Conv", "Gemm")]
-    assert convs and {types[name] for node in convs for name in node.input[:1]} == {kind}
+    assert convs
+    assert {types[name] for node in convs for name in node.input[:1]} == {kind}
     assert {v.type.tensor_type.elem_type for v in made.graph.output} == {1}
 
 
@@ -306,7 +311,8 @@ def test_check_reports_wrong_version_and_model(run, small_cnn, cache, tmp_path):
         ((foreign, "--model", small_cnn, "--verbose"), "another model"),
     ):
         code, out, _ = run("cache", "check", *words)
-        assert code == 1 and told in out
+        assert code == 1
+        assert told in out
 
 
 def test_merge_of_differing_caches_needs_a_rule(run, tmp_path):
@@ -314,7 +320,8 @@ def test_merge_of_differing_caches_needs_a_rule(run, tmp_path):
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
     a.write_bytes(head + b"x: 3c008912\ny: 3c008912\n")
     b.write_bytes(head + b"y: 3d008912\nz: 3c008912\n")
-    assert "--on-conflict" in run.fails("cache", "merge", a, b, "-o", out) and not out.exists()
+    assert "--on-conflict" in run.fails("cache", "merge", a, b, "-o", out)
+    assert not out.exists()
     for rule, digits in (("first", b"3c"), ("last", b"3d"), ("max", b"3d")):
         run.ok("cache", "merge", a, b, "-o", out, "--on-conflict", rule)
         assert out.read_bytes() == head + b"x: 3c008912\ny: %b008912\nz: 3c008912\n" % digits
@@ -339,5 +346,6 @@ def test_broken_cache_raises_a_clear_error(data, run, small_cnn, tmp_path):
         ("from-qdq", small_cnn, "-o", out, out),
     ):
         error = run.fails("cache", *words)
-        assert error.startswith("calib8: error: ") and error.count("\n") == 1
+        assert error.startswith("calib8: error: ")
+        assert error.count("\n") == 1
         assert not out.exists()

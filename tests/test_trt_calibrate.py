@@ -101,7 +101,8 @@ def test_a_classifiers_cache_is_that_of_tensorrt_on_a_gpu(name, tmp_path):
     images, method = str(fashion / "calib"), Method.of(*own)
     ours = made_of(fashion / "fashion.onnx", images, tmp_path, "8.5.3", method).cache.scales()
     unnamed = {n for n in theirs if n.startswith("(Unnamed Layer* ")}  # inside the Gemm
-    assert list(ours) == [n for n in theirs if n not in unnamed] and len(unnamed) == 4
+    assert list(ours) == [n for n in theirs if n not in unnamed]
+    assert len(unnamed) == 4
     off = {n for n, scale in ours.items() if abs(scale / theirs[n] - 1) > 1e-5}
     fused = {"/stem/stem.0/Conv_output_0", "/r1/a/a.0/Conv_output_0"}
     assert off == (fused if name == "minmax" else set())
@@ -142,7 +143,8 @@ def test_tensors_of_a_cache_of_10(made):
     every = ["x", "c", "n", "r", "dead", "mask", "kept", "p", "f", "/y/gemm_output", "y"]
     assert list(scales) == every
     assert scales["n"] == np.float32(2) * scales["c"] or abs(scales["n"] / scales["c"] - 2) < 1e-3
-    assert scales["p"] == scales["f"] < scales["kept"] and scales["dead"] == 0
+    assert scales["p"] == scales["f"] < scales["kept"]
+    assert scales["dead"] == 0
     assert np.isinf(scales["mask"])
     found = made(batch_size=2)
     products, outputs = found.statistics["/y/gemm_output"], found.statistics["y"]
@@ -271,10 +273,12 @@ def test_yolov8n_has_the_names_that_tensorrt_10_14_wrote(stem):
         return {name for name in names if name.startswith("/model.") and "/model.22" not in name}
 
     scales = real.scales()
-    assert body(list(scales)) == body([t.name for t in wanted]) and len(body(list(scales))) > 150
+    assert body(list(scales)) == body([t.name for t in wanted])
+    assert len(body(list(scales))) > 150
     assert "/model.22/dfl/Softmax_output" in {t.name for t in wanted} & set(scales)
     pools = [t for t in wanted if t.shares in scales and t.name in scales]
-    assert pools and all(scales[t.name] == scales[str(t.shares)] for t in pools)
+    assert pools
+    assert all(scales[t.name] == scales[str(t.shares)] for t in pools)
 
 
 def test_the_rest_is_left_out_and_said(wording):
@@ -283,7 +287,8 @@ def test_the_rest_is_left_out_and_said(wording):
     assert [batch["x"][:, 0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
     assert batches[0]["k"] == 7
     assert (count_in_full_batches(7, 3), count_in_full_batches(6, 3)) == (6, 6)
-    assert note_left_out(6, 3) == () and "the last 1 of 7 samples" in note_left_out(7, 3)[0]
+    assert note_left_out(6, 3) == ()
+    assert "the last 1 of 7 samples" in note_left_out(7, 3)[0]
     with pytest.raises(ConfigError) as raised:
         count_in_full_batches(2, 3)
     wording.check(raised.value)
@@ -346,18 +351,23 @@ def test_whole_batches_alone_are_observed(calibrated, command, words, small_cnn,
     assert "the last 1 of 3 samples fill none and were left out" in out
     assert own.read_bytes() == scales
     code, out, _, cache = calibrated(20, "--batch-size", 8)
-    assert code == 0 and "the last 4 of 20 samples" in " ".join(out.split())
+    assert code == 0
+    assert "the last 4 of 20 samples" in " ".join(out.split())
     code, out, _, fewer = calibrated(16, "--batch-size", 8)
-    assert code == 0 and "fill none" not in out
-    assert cache == fewer and cache != calibrated(20, "--batch-size", 5)[3]
+    assert code == 0
+    assert "fill none" not in out
+    assert cache == fewer
+    assert cache != calibrated(20, "--batch-size", 5)[3]
     code, _, err, _ = calibrated(20, "--batch-size", 21)
-    assert code == 1 and "got 20 samples for batches of 21" in err
+    assert code == 1
+    assert "got 20 samples for batches of 21" in err
 
 
 @pytest.mark.slow
 def test_a_calibration_of_whole_batches_is_used_again(command, words, tmp_path):
     again = words(20, "--batch-size", 8, "-o", tmp_path / "m.cache")
-    assert "reused" not in command(*again) and "reused" in command(*again)
+    assert "reused" not in command(*again)
+    assert "reused" in command(*again)
 
 
 @pytest.mark.slow
@@ -374,11 +384,10 @@ def test_tensorrt_gets_the_same_batches(tensorrt, command, refusal, small_cnn, l
         return " ".join(report["targets"][0]["notes"]), cache.read_bytes()
 
     said, cache = built(20)
-    assert (
-        "the last 4 of 20 samples" in said
-        and trt.STORY.configs[0].int8_calibrator.batches_taken == 2
-    )
+    assert "the last 4 of 20 samples" in said
+    assert trt.STORY.configs[0].int8_calibrator.batches_taken == 2
     said, fewer = built(16)
-    assert "fill none" not in said and cache == fewer
+    assert "fill none" not in said
+    assert cache == fewer
     err = refusal(*words, "--images", listed(6), "--out", tmp_path / "few")
     assert "got 6 samples for batches of 8" in err

@@ -63,7 +63,8 @@ def bench(folder):
 def test_engine_is_built_reused_and_measured(tensorrt, build, command, tmp_path, version):
     trt = tensorrt(version)
     assert any(f"TensorRT {version} on Fake H200" in note for note in build())
-    assert any("built before" in note for note in build()) and len(trt.STORY.configs) == 1
+    assert any("built before" in note for note in build())
+    assert len(trt.STORY.configs) == 1
     (cache,) = tmp_path.glob("out/*.tensorrt.cache")  # for the version that builds, on reuse too
     assert cache.read_text().startswith(LABELS[version])
     command(*bench(tmp_path))
@@ -92,7 +93,8 @@ def test_tensorrt_calibrates_in_float32_only(tensorrt, build, tmp_path, version,
     trt = tensorrt(version)
     build("--calibrator", calibrator)
     calibrating, building = trt.STORY.configs
-    assert flags(calibrating) == {"INT8"} and flags(building) == {"INT8", "FP16", "TF32"}
+    assert flags(calibrating) == {"INT8"}
+    assert flags(building) == {"INT8", "FP16", "TF32"}
     (cache,) = tmp_path.glob("out/*.gpu.cache")
     assert cache.read_text().startswith(LABELS[version])
     build("--calibrator", calibrator, "--workspace", 64, "--rest", "fp32")
@@ -159,7 +161,8 @@ def test_dla_engine_needs_core_and_version(
     assert f"no engine was built: {why}" in notes if why else "no engine" not in notes
     if not why:
         config = trt.STORY.configs[0]
-        assert config.default_device_type == trt.DeviceType.DLA and config.DLA_core == 0
+        assert config.default_device_type == trt.DeviceType.DLA
+        assert config.DLA_core == 0
         assert flags(config) == {"TF32", "GPU_FALLBACK"}
         assert [*map(list, config.profile.shapes["x"])] == 3 * [[1, 3, 16, 16]]
         words = "planned nodes inside 1 DLA loadable, whose types the engine does not tell; "
@@ -178,7 +181,8 @@ def test_absent_calibrators_and_gpus_are_refused(tensorrt, failing, monkeypatch)
 def test_parser_errors_are_quoted(tensorrt, run, failing, words, tmp_path):
     tensorrt(TEN).STORY.parser.append("In node 91 (importReduceMean): UNSUPPORTED_NODE")
     code, out, _ = run(*words("out", "--target", "tensorrt,onnxruntime"))
-    assert code == 1 and "importReduceMean" in " ".join(out.split())
+    assert code == 1
+    assert "importReduceMean" in " ".join(out.split())
     assert list(tmp_path.glob("out/*.int8.onnx"))  # the other target is built all the same
     assert "importReduceMean" in failing()
 
@@ -190,7 +194,8 @@ def test_failed_engine_build_keeps_other_files(tensorrt, failing, monkeypatch, t
 
     monkeypatch.setattr(tensorrt(EIGHT), part, broken)
     said = failing()
-    assert "on this machine: pybind11::init()" in said and "larger" not in said
+    assert "on this machine: pybind11::init()" in said
+    assert "larger" not in said
     left = [path.name.split(".", 1)[1] for path in (tmp_path / "failed").glob("small_cnn.*")]
     onnx = [f"tensorrt.{form}onnx" for form in ("", "qdq.", "typed.")]
     assert sorted(left) == ["tensorrt.cache", "tensorrt.cache.json", *onnx]
@@ -224,19 +229,22 @@ def test_a_gpu_is_chosen_for_building_and_running(
 ):
     trt = tensorrt(TEN, "cuda-python")
     assert any("on Fake L4" in note for note in build("--device", 1))
-    assert trt.STORY.devices == [1] and set(trt.STORY.runs) <= {1}
+    assert trt.STORY.devices == [1]
+    assert set(trt.STORY.runs) <= {1}
     measure = bench(tmp_path)
     command(*measure, "--device", 1, "--streams", 2)
     wording.check(refusal(*measure))
     assert set(trt.STORY.runs) == {1}
-    assert any("on Fake H200" in note for note in build()) and trt.STORY.devices == [1, 0]
+    assert any("on Fake H200" in note for note in build())
+    assert trt.STORY.devices == [1, 0]
     assert any("built before" in note for note in build())
 
 
 def test_trtexec_commands_name_gpu_without_gpu(tensorrt, build, tmp_path, library):
     tensorrt(TEN, "")
     said = " ".join(build("--device", 3, "--plugin", library))
-    assert "cuda-python" in said and "pycuda" in said
+    assert "cuda-python" in said
+    assert "pycuda" in said
     script = next(tmp_path.glob("out/*_trtexec.sh")).read_text()
     assert script.count(f"--device=3 --plugins={library}") == script.count("exec trtexec") > 2
 
@@ -267,14 +275,16 @@ def test_late_build_failure_keeps_gpu_cache(tensorrt, failing, command, words, t
     trt = tensorrt(EIGHT)
     trt.STORY.behind.append("Error Code 10: no implementation found")
     assert "no implementation found" in failing("--calibrator", "entropy2")
-    assert len(trt.STORY.configs) == 1 and list((tmp_path / "failed").glob("*.tensorrt.cache"))
+    assert len(trt.STORY.configs) == 1
+    assert list((tmp_path / "failed").glob("*.tensorrt.cache"))
     trt.STORY.behind.clear()
     command(*words("failed", "--calibrator", "entropy2"))
     assert [flags(config) for config in trt.STORY.configs[1:]] == [{"INT8", "FP16", "TF32"}]
     (cache,) = (tmp_path / "failed").glob("*.gpu.cache")
     _, known = read_cache_text(cache)
     assert known.by == f"TensorRT {trt.__version__} by EntropyCalibration2"
-    assert known.rule == "whole batches of 2" and set(known.model) == {"graph", "file"}
+    assert known.rule == "whole batches of 2"
+    assert set(known.model) == {"graph", "file"}
 
 
 def test_missing_scales_are_reported(tensorrt, build):
@@ -288,7 +298,8 @@ def test_batches_fit_profiles_and_one_logger_is_used(tensorrt, build, tmp_path, 
     trt = tensorrt(TEN)
     build()
     command(*bench(tmp_path))
-    assert len(trt.STORY.loggers) > 4 and len({id(one) for one in trt.STORY.loggers}) == 1
+    assert len(trt.STORY.loggers) > 4
+    assert len({id(one) for one in trt.STORY.loggers}) == 1
     measure = (*bench(tmp_path), "--batch")
     assert "Batches" in command(*measure, "1,2")
     err = refusal(*measure, "1,4")
@@ -396,14 +407,17 @@ def test_model_suits_the_requested_version(build_newest):
     for name, most in (("net.tensorrt.onnx", 1e-4), ("net.tensorrt.qdq.onnx", 0.2)):
         model = onnx.load(out / name)
         onnx.checker.check_model(model, full_check=True)
-        assert model.opset_import[0].version == 17 and model.ir_version == 8
+        assert model.opset_import[0].version == 17
+        assert model.ir_version == 8
         ops = {n.op_type for n in model.graph.node}
-        assert not ops & {"Gelu", "LayerNormalization"} and {"Erf", "HardSwish"} <= ops
+        assert not ops & {"Gelu", "LayerNormalization"}
+        assert {"Erf", "HardSwish"} <= ops
         reduced = [n for n in model.graph.node if n.op_type == "ReduceMean"]
         assert all(len(n.input) == 1 for n in reduced)
         assert np.abs(OrtSession.open(model).run(x)["y"] - want).max() <= most * np.abs(want).max()
     written = "for TensorRT 8.5.3 the model is written in opset 17, got 20: 1 Gelu, 1 LayerNorm"
-    assert written in notes and "with TensorRT 8.5.3: trtexec --onnx=net.tensorrt.onnx" in notes
+    assert written in notes
+    assert "with TensorRT 8.5.3: trtexec --onnx=net.tensorrt.onnx" in notes
     assert "with any TensorRT from 8.5 to 10: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
     assert opset(out / "net.tensorrt.typed.onnx") == 20  # the first with typed networks reads it
 
@@ -413,7 +427,8 @@ def test_cache_names_match_the_written_model(build_newest):
     cache = parse((out / "net.tensorrt.cache").read_bytes(), origin="made")
     model = onnx.load(out / "net.tensorrt.onnx")
     ops = {n.op_type for n in model.graph.node}
-    assert "LayerNormalization" in ops and "Gelu" not in ops  # 8.6 reads it, 8.5 does not
+    assert "LayerNormalization" in ops
+    assert "Gelu" not in ops  # 8.6 reads it, 8.5 does not
     made = {name for n in model.graph.node for name in n.output} | {"x"}
     assert {"x", "c", "g", "h", "i", "a", "n", "d", "r", "m", "y"} == set(cache.scales()) <= made
     old, _ = build_newest(newest(), "--trt-version", "10.3.0", out="old")
@@ -426,7 +441,8 @@ def test_unsupported_versions_get_no_command(build_newest):
     out, notes = build_newest(newest(smooth=True), "--trt-version", "8.5.3")
     assert "Resize 'r', which has none here: it has the attribute antialias" in notes
     cannot = "TensorRT 8.5.3 cannot read net.tensorrt.onnx: it reads opset 17 at most, got 20"
-    assert cannot in notes and "calib=" not in notes
+    assert cannot in notes
+    assert "calib=" not in notes
     assert "with TensorRT 10: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
     assert "cache)" not in (out / "net_trtexec.sh").read_text()
     assert opset(out / "net.tensorrt.onnx") == 20
@@ -441,7 +457,8 @@ def test_older_installed_tensorrt_limits_the_files(build_newest, monkeypatch):
     assert "with TensorRT 10 from 10.15 on: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
     monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
     out, notes = build_newest(newest(), "--trt-version", "10.3.0")
-    assert opset(out / "net.tensorrt.onnx") == 17 and "for TensorRT 8.6.1" in notes
+    assert opset(out / "net.tensorrt.onnx") == 17
+    assert "for TensorRT 8.6.1" in notes
 
 
 @pytest.mark.slow
@@ -454,7 +471,8 @@ def test_reused_cache_header_follows_installed_version(build_newest, monkeypatch
     assert headers() == {"10.3.0"}
     monkeypatch.setattr("deploy.pipeline.calibration_run.observe", None)  # nothing is run again
     monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
-    assert headers() == {"8.6.1"} and headers("--trt-version", "9.2.0") == {"9.2.0"}
+    assert headers() == {"8.6.1"}
+    assert headers("--trt-version", "9.2.0") == {"9.2.0"}
     assert headers() == {"8.6.1"}
     monkeypatch.setattr(sdk, "cache_reader", lambda: None)
     assert headers() == {"8.6.1"}  # as the cache that is used again
@@ -470,4 +488,5 @@ def test_cache_from_qdq_follows_installed_version(build_newest, command, tmp_pat
 
     assert header() == "10.3.0"
     monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
-    assert header() == "8.6.1" and header("--trt-version", "9.2.0") == "9.2.0"
+    assert header() == "8.6.1"
+    assert header("--trt-version", "9.2.0") == "9.2.0"

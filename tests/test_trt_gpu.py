@@ -60,7 +60,8 @@ def held(name, theirs, ours):
 
 def test_caches_are_held_against_each_other_entry_by_entry(capsys, wording):
     same = held("entropy2", scales(dead=0, constant_output=1), scales(dead=0))
-    assert same.scales.startswith("12 of 12 equal, median 0.0000%") and not same.wrong
+    assert same.scales.startswith("12 of 12 equal, median 0.0000%")
+    assert not same.wrong
     assert "constant_output" in capsys.readouterr().out
     strange = held(
         "minmax",
@@ -73,7 +74,8 @@ def test_caches_are_held_against_each_other_entry_by_entry(capsys, wording):
     wording.check(refusal.value)
     few, most = [f"t{i}" for i in range(5)], [f"t{i}" for i in range(6)]
     found = held("entropy2", scales(), scales(0.5, *few))
-    assert found.scales.startswith("6 of 11 equal, median 0.0000%, 50.000% t") and not found.wrong
+    assert found.scales.startswith("6 of 11 equal, median 0.0000%, 50.000% t")
+    assert not found.wrong
     assert not held("entropy2", scales(), scales(0.0009, *most)).wrong
     assert "scale is 0.110% off" in held("minmax", scales(), scales(0.0011, *most)).wrong[0]
     assert not held("legacy", scales(), scales(0.5, *most)).wrong
@@ -115,7 +117,8 @@ def test_every_row_is_a_try_of_its_own(tensorrt, version, tmp_path, monkeypatch,
         monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
     code = gpu_check.main(["--limit", "25", "--out", str(out)])
     text = (out / "gpu_check.md").read_text()
-    assert code == 1 and capsys.readouterr().out.endswith(text.partition("\n\n")[2])
+    assert code == 1
+    assert capsys.readouterr().out.endswith(text.partition("\n\n")[2])
     assert text.startswith("Fake H200 sm_90, ")
     assert f"CUDA 13.0, TensorRT {version}; fashion.onnx, 20 images\n" in text
     lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
@@ -128,7 +131,8 @@ def test_every_row_is_a_try_of_its_own(tensorrt, version, tmp_path, monkeypatch,
     assert {*rows} == {"engine", "FP32", "FP16", *shipped[major], *beside, *calibrated, *graph}
     for name, (ms, speed, trtexec, cosine, *_) in list(rows.items())[1:]:
         built = not any(line.startswith((f"{name}: Ba", f"{name}: Ex")) for line in wrong)
-        assert bool(ms) == bool(cosine) == built and bool(speed) == (built and major < 11)
+        assert bool(ms) == bool(cosine) == built
+        assert bool(speed) == (built and major < 11)
         assert trtexec == ("0.1250" if name in beside and built else "")
     if major < 11:
         assert rows["minmax"][-1].startswith("24 of 28 equal, median 0.0000%")

@@ -49,11 +49,13 @@ UNIT = Preprocess(size=(16, 16))
 def test_scale_rounds_up_to_representable_value(values):
     scales = np.array(values, np.float32)
     half = round_scales(scales, "fp16")
-    assert (half.astype(np.float16).astype(np.float32) == half).all() and (half >= scales).all()
+    assert (half.astype(np.float16).astype(np.float32) == half).all()
+    assert (half >= scales).all()
     below = np.nextafter(half.astype(np.float16), np.float16(0)).astype(np.float32)
     assert (below < scales).all()
     brain = round_scales(scales, "bf16")
-    assert not (brain.view(np.uint32) & 0xFFFF).any() and (brain >= scales).all()
+    assert not (brain.view(np.uint32) & 0xFFFF).any()
+    assert (brain >= scales).all()
     assert (brain <= scales * np.float32(1 + 2**-7)).all()
     assert round_scales(scales, "fp32") is scales
 
@@ -124,7 +126,8 @@ def test_layers_are_float16_and_ends_float32(small_cnn, quantized):
         OrtSession.open(folder / file_name, int8_kernels=False) for file_name in (PAIRS, TYPED)
     ]
     a, b = (session.run(x)["logits"] for session in sessions)
-    assert b.dtype == np.float32 and np.abs(a - b).max() < 0.03 * np.abs(a).max()
+    assert b.dtype == np.float32
+    assert np.abs(a - b).max() < 0.03 * np.abs(a).max()
     assert "typed model" in {Path(r.path).name: r.role for r in report.written}[TYPED]
     typed_weights, weights = initializers(folder / TYPED), initializers(small_cnn)
     for name in ("w1", "w2", "w3"):
@@ -153,7 +156,8 @@ def test_softmax_stays_float32_with_one_cast(rest):
     text = "MatMul x w -> a | Softmax a -> s | Exp a -> e | Mul s e -> m | Relu m -> y"
     typed, float_reasons = narrow_float_part(net(text, {"w": np.eye(4)}), rest, {})
     narrow = element_types(typed)
-    assert not float_reasons and narrow["softmax"] == narrow["exp"] == FLOAT
+    assert not float_reasons
+    assert narrow["softmax"] == narrow["exp"] == FLOAT
     assert narrow["matmul"] == narrow["mul"] != FLOAT
     casts = [n for n in typed.graph.node if n.op_type == "Cast"]
     assert len(casts) == len({n.input[0] for n in casts}) == 5  # x, a, s, e, y
@@ -181,11 +185,10 @@ def test_values_beyond_float16_stay_float32():
     text = "MatMul x w -> a | Add a mask -> b | Relu b -> y"
     model = net(text, {"w": np.eye(4), "mask": [-1e9] * 4})
     typed, float_reasons = narrow_float_part(model, "fp16", {"x": 20000.0, "b": 1.0})
-    assert list(float_reasons) == ["matmul", "add"] and element_types(typed)["matmul"] == FLOAT
-    assert (
-        "|x| reaches 2e+04" in float_reasons["matmul"]
-        and "|mask| reaches 1e+09" in float_reasons["add"]
-    )
+    assert list(float_reasons) == ["matmul", "add"]
+    assert element_types(typed)["matmul"] == FLOAT
+    assert "|x| reaches 2e+04" in float_reasons["matmul"]
+    assert "|mask| reaches 1e+09" in float_reasons["add"]
     assert element_types(typed)["relu"] == FLOAT or "y" in {o.name for o in typed.graph.output}
     _, float_reasons = narrow_float_part(model, "bf16", {"x": 20000.0})
     assert not float_reasons  # bfloat16 holds all that float32 holds
@@ -193,9 +196,8 @@ def test_values_beyond_float16_stay_float32():
     text = "MatMul x w -> a | Clip a least -> g | Expand g shape -> e | Div x e -> y"
     model = net(text, constants)
     typed, float_reasons = narrow_float_part(model, "fp16", {})
-    assert (
-        list(float_reasons) == ["clip", "expand", "div"] and element_types(typed)["matmul"] != FLOAT
-    )
+    assert list(float_reasons) == ["clip", "expand", "div"]
+    assert element_types(typed)["matmul"] != FLOAT
     outputs = OrtSession.open(typed).run({"x": np.zeros((2, 4), np.float32)})
     assert (outputs["y"] == 0).all()
 
@@ -205,7 +207,8 @@ def test_log_guard_lost_in_float16_stays_float32(least, expected):
     text = "MatMul x w -> a | Relu a -> r | Max r least -> g | Log g -> l"
     model = net(f"{text} | Div x g -> d | Mul l d -> y", {"w": np.eye(4), "least": least})
     typed, float_reasons = narrow_float_part(model, "fp16", {})
-    assert list(float_reasons) == expected and element_types(typed)["relu"] != FLOAT
+    assert list(float_reasons) == expected
+    assert element_types(typed)["relu"] != FLOAT
     lost = "least, 1e-09, which may keep a value above 0, is 0"
     assert all(lost in reason for reason in float_reasons.values())
     outputs = OrtSession.open(typed).run({"x": np.zeros((2, 4), np.float32)})
@@ -247,7 +250,8 @@ def test_build_omits_typed_model_after_lift_failure(
 
     monkeypatch.setattr("deploy.targets.tensorrt.cache_qdq.narrow_float_part", refused)
     (target,) = build_report(small_cnn, pictures, tmp_path, version="10.3.0").targets
-    assert not (tmp_path / TYPED).exists() and "no typed model" in " ".join(target.notes)
+    assert not (tmp_path / TYPED).exists()
+    assert "no typed model" in " ".join(target.notes)
     assert Path(target.runnable).name == PAIRS
 
 
@@ -278,14 +282,17 @@ def lines(run, small_cnn, pictures):
 @pytest.mark.slow
 def test_rest_option_sets_trtexec_types(lines, small_cnn, tmp_path):
     found, _ = lines(tmp_path / "a")
-    assert "--fp16" in found[0] and "--stronglyTyped" in found[2] and "--int8" not in found[3]
+    assert "--fp16" in found[0]
+    assert "--stronglyTyped" in found[2]
+    assert "--int8" not in found[3]
     assert found[3][0] == f"--onnx={TYPED}"
     found, _ = lines(tmp_path / "b", "--rest", "fp32")
     assert not (tmp_path / "b" / TYPED).exists()
     assert {words[0] for words in found[1:]} == {f"--onnx={PAIRS}"}
     assert "--fp16" not in found[0]
     found, text = lines(tmp_path / "c", "--rest", "bf16")
-    assert "--bf16" in found[0] and "TensorRT from 9.0 to 10" in text
+    assert "--bf16" in found[0]
+    assert "TensorRT from 9.0 to 10" in text
     assert "TensorRT 10 from 10.15 on" in text  # bfloat16 is of opset 22
 
 
@@ -296,7 +303,8 @@ def test_trtexec_has_no_int8_without_pairs(lines, small_cnn, tmp_path):
     found, _ = lines(tmp_path, *kept)
     assert "QuantizeLinear" not in {n.op_type for n in onnx.load(tmp_path / PAIRS).graph.node}
     (line,) = (words for words in found if words[0] == f"--onnx={PAIRS}")
-    assert "--fp16" in line and "--int8" not in line
+    assert "--fp16" in line
+    assert "--int8" not in line
     assert all(any("--calib" in word for word in words) for words in found if "--int8" in words)
 
 
@@ -328,7 +336,8 @@ def test_trtexec_pins_float16_overflow_to_float32(lines, overflowing_model, tmp_
         given = next(word for word in line if word.startswith("--layerPrecisions="))
         listed = dict(one.split(":") for one in given.partition("=")[2].split(","))
         assert listed == {**types, **dict.fromkeys(WIDE, "fp32")}
-        assert outputs in line and "--precisionConstraints=obey" in line
+        assert outputs in line
+        assert "--precisionConstraints=obey" in line
     assert not [word for line in strong for word in line if "layer" in word]
     found, _ = lines(tmp_path / "wide", "--rest", "fp32", **overflowing_model)
     assert not [word for line in found for word in line if "layer" in word]
@@ -364,9 +373,11 @@ def test_trtexec_script_runs_from_any_folder(lines, small_cnn, tmp_path):
         for way, names in ways.items():
             given = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
             done = subprocess.run(["sh", path, *way.split()], **given)
-            assert done.returncode == 0 and done.stdout.split() == names, done.stderr
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.split() == names, done.stderr
         done = subprocess.run(["sh", path, "help"], cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 2 and "11: with TensorRT 11" in done.stderr
+        assert done.returncode == 2
+        assert "11: with TensorRT 11" in done.stderr
 
 
 def test_first_tensorrt_version_by_requirement():
@@ -394,7 +405,8 @@ VALUES = array(CODES).astype(np.float32)  # onnx's own reading of every code
 def test_fp8_codes_match_onnx():
     codes = fp8_codes(VALUES, FP8)
     assert (codes[~np.isnan(VALUES)] == BYTES[~np.isnan(VALUES)]).all()
-    assert set(codes[np.isnan(VALUES)].tolist()) <= {0x7F, 0xFF} and np.isnan(VALUES).sum() == 2
+    assert set(codes[np.isnan(VALUES)].tolist()) <= {0x7F, 0xFF}
+    assert np.isnan(VALUES).sum() == 2
     assert fp8_codes(np.float32([0, -0.0, np.nan]), FP8).tolist() == [0, 0x80, 0x7F]
 
 
@@ -403,10 +415,12 @@ def test_fp8_grid_neighbours_enclose_the_value(values):
     x = np.array(values, np.float32).clip(-448, 448)
     below, above = round_to_grid(x, FP8, np.floor), round_to_grid(x, FP8, np.ceil)
     nearest = round_to_grid(x, FP8)
-    assert (below <= x).all() and (x <= above).all()
+    assert (below <= x).all()
+    assert (x <= above).all()
     assert ((nearest == below) | (nearest == above)).all()
     grid = np.unique(VALUES[np.isfinite(VALUES)])
-    assert np.isin(below, grid).all() and np.isin(above, grid).all()
+    assert np.isin(below, grid).all()
+    assert np.isin(above, grid).all()
     between = (grid[None] > below[:, None]) & (grid[None] < above[:, None])
     assert not between.any()
 
@@ -454,13 +468,15 @@ def test_error_search_uses_the_requested_grid(name):
     whole, eighth = (method.search(grid)(h).amax for grid in (None, FP8))
     ends = np.array([eighth, whole])
     wrong = range_errors(centres[1:], counts[1:], -ends, ends, FP8, power)
-    assert eighth != whole and wrong[0] < wrong[1]
+    assert eighth != whole
+    assert wrong[0] < wrong[1]
 
 
 @pytest.mark.parametrize("name", ["minmax", "percentile"])
 def test_range_is_equal_for_grid_independent_search(name):
     h, method = histogram(), Method.of(name)
-    assert not method.is_int8_only and method.search(FP8)(h) == method.search()(h)
+    assert not method.is_int8_only
+    assert method.search(FP8)(h) == method.search()(h)
 
 
 PAD = {"pads": [1, 1, 1, 1]}
@@ -498,14 +514,16 @@ def test_layers_without_fast_fp8_kernel_stay_float():
     model = network(f"{text} | Gemm f w7 -> y", shapes, **attributes)
     plan = analyse(load(model).model, TENSORRT_FP8)
     reason_by_node = {d.node: d.reason for d in plan.decisions}
-    assert plan.int8_nodes == ("/good",) and {d.precision for d in plan.decisions} > {"fp8"}
+    assert plan.int8_nodes == ("/good",)
+    assert {d.precision for d in plan.decisions} > {"fp8"}
     assert reason_by_node["/stem"] == "too few channels (3) to be faster in fp8 than in float"
     assert reason_by_node["/groups"] == "a Conv with groups has no fast fp8 kernel"
     assert (
         reason_by_node["/window"]
         == "a window of 49 places has no fp8 kernel, which takes 32 at most"
     )
-    assert "(16)" in reason_by_node["/narrow"] and "(10)" in reason_by_node["/y"]
+    assert "(16)" in reason_by_node["/narrow"]
+    assert "(10)" in reason_by_node["/y"]
     assert reason_by_node["/up"] == "ConvTranspose is not run in fp8 on tensorrt"
     assert not any("int8" in reason for reason in reason_by_node.values())
 
@@ -544,10 +562,12 @@ def narrow(wide_net, images, tmp_path_factory):
 def test_fp8_model_is_valid_with_fp8_pairs(narrow, name):
     model = onnx.load(narrow / name)
     onnx.checker.check_model(model, full_check=True)
-    assert model.opset_import[0].version == 19 and model.ir_version >= 9
+    assert model.opset_import[0].version == 19
+    assert model.ir_version >= 9
     constants = initializers(narrow / name)
     pairs = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    assert {constants[n.input[2]].data_type for n in pairs} == {FLOAT8} and len(pairs) == 12
+    assert {constants[n.input[2]].data_type for n in pairs} == {FLOAT8}
+    assert len(pairs) == 12
     assert not any(codes_of(constants[n.input[2]]).any() for n in pairs)
     axes = {n.input[0]: n.attribute[0].i for n in pairs if n.input[0] in constants}
     assert axes == {"w2/quantized": 0, "w3/quantized": 0, "w4/quantized": 0, "fc/quantized": 1}
@@ -591,18 +611,22 @@ def test_fp8_files_match_onnx_reference(narrow, images):
     assert ParserRequirements(19).first_reading("typed", "fp8") == "10.2.0"
     assert ParserRequirements(24).first_reading("typed", "fp8") == "10.15.0"
     script = (narrow / "net_trtexec.sh").read_text("utf-8")
-    assert "with TensorRT 10 from 10.2 on" in script and "cache)" not in script
+    assert "with TensorRT 10 from 10.2 on" in script
+    assert "cache)" not in script
 
 
 def test_fp8_report_has_accuracy_and_trtexec_commands(run, wide_net, images, tmp_path):
     code, out, _ = run(*command(wide_net, images, tmp_path / "out", *FAST, "--rest", "bf16"))
-    assert code == 0 and "net in fp8 for tensorrt" in out and " fp8\n" in out
+    assert code == 0
+    assert "net in fp8 for tensorrt" in out
+    assert " fp8\n" in out
     report = json.loads((tmp_path / "out/report.json").read_text("utf-8"))
     (target,) = report["targets"]
     assert target["options"] == {"--precision": "fp8", "--rest": "bf16"}
     assert {n["precision"] for n in target["nodes"]} == {"fp8", "float32"}
     engine = report["engines"][1]
-    assert engine["label"] == "fp8" and engine["accuracy"]["outputs"][0]["sqnr_db"] > 20
+    assert engine["label"] == "fp8"
+    assert engine["accuracy"]["outputs"][0]["sqnr_db"] > 20
     page = (tmp_path / "out/report.md").read_text("utf-8")
     assert "accuracy is that of its fp8 model" in page
     notes = " / ".join(target["notes"])
@@ -615,12 +639,15 @@ def test_fp8_with_float32_rest_and_inspect(
     run, wide_net, images, tmp_path, refusal, small_cnn, pictures, wording
 ):
     code, out, _ = run(*command(wide_net, images, tmp_path, *FAST, "--rest", "fp32"))
-    assert code == 0 and not (tmp_path / "net.tensorrt.typed.onnx").exists()
+    assert code == 0
+    assert not (tmp_path / "net.tensorrt.typed.onnx").exists()
     (target,) = json.loads((tmp_path / "report.json").read_text("utf-8"))["targets"]
     assert "--onnx=net.tensorrt.qdq.onnx --stronglyTyped" in " ".join(target["notes"])
     assert f"on the GPU machine: sh {tmp_path}/net_trtexec.sh" in " ".join(out.split())
     code, out, _ = run("inspect", wide_net, "--target", "tensorrt", "--precision", "fp8")
-    assert code == 0 and "7 fp8" in out and "fp8       4 Conv" not in out
+    assert code == 0
+    assert "7 fp8" in out
+    assert "fp8       4 Conv" not in out
     assert "too few channels (3) to be faster in fp8" in out
     words = command(small_cnn, pictures, tmp_path / "out", "--size", "16x16")
     wording.check(refusal(*words))
@@ -638,10 +665,12 @@ def test_fp8_cache_converts_to_qdq_only(run, narrow, wide_net, tmp_path, refusal
     assert model.SerializeToString() == (narrow / "net.tensorrt.qdq.onnx").read_bytes()
     assert run(*words, "--rest", "fp16")[0] == 0
     held = initializers(made)
-    assert held["w2/quantized"].data_type == FLOAT8 and "r1/scale/fp16" in held
+    assert held["w2/quantized"].data_type == FLOAT8
+    assert "r1/scale/fp16" in held
     files = (tmp_path / "plain.onnx", tmp_path / "plain.cache")
     err = refusal("cache", "from-qdq", narrow / "net.tensorrt.qdq.onnx", "-o", *files)
-    assert "a cache is for" in err and "float8" in err
+    assert "a cache is for" in err
+    assert "float8" in err
     model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
     with pytest.raises(ExportError) as raised:
         from_qdq(model)
@@ -654,17 +683,21 @@ def test_fp8_plan_is_reused_and_bound_to_fp8(run, refusal, wide_net, images, tmp
     words = command(wide_net, images, out, "--duration", 0, "--method", "minmax")
     assert run(*words)[0] == 0
     plan = (out / "calib8/net.plan.toml").read_text("utf-8")
-    assert 'precision = "fp8"' in plan and "all in fp8" in plan and "int8" not in plan
+    assert 'precision = "fp8"' in plan
+    assert "all in fp8" in plan
+    assert "int8" not in plan
     assert "rounded = " in plan
     first = (out / "net.tensorrt.typed.onnx").read_bytes()
     code, _, _ = run(*words)
-    assert code == 0 and (out / "net.tensorrt.typed.onnx").read_bytes() == first
+    assert code == 0
+    assert (out / "net.tensorrt.typed.onnx").read_bytes() == first
     report = json.loads((out / "report.json").read_text("utf-8"))
     assert report["targets"][0]["search"]["reused"]
     shutil.copy(out / "calib8/net.plan.toml", tmp_path / "own.toml")
     words = ("--target", "tensorrt", "--plan", tmp_path / "own.toml", "--duration", 0)
     err = refusal("build", wide_net, "--images", images, "--out", tmp_path / "eight", *words)
-    assert "got one of fp8 for tensorrt in int8" in err and "--precision fp8" in err
+    assert "got one of fp8 for tensorrt in int8" in err
+    assert "--precision fp8" in err
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -675,7 +708,8 @@ def test_fp8_output_rounding_beats_nearest_rounding(seed):
     rounded = round_by_output(steps, products, fixed=np.zeros(steps.shape, bool), grid=FP8)
     nearest = round_to_grid(steps, FP8)
     ends = [round_to_grid(steps, FP8, to) for to in (np.floor, np.ceil)]
-    assert ((rounded == ends[0]) | (rounded == ends[1])).all() and (rounded != nearest).any()
+    assert ((rounded == ends[0]) | (rounded == ends[1])).all()
+    assert (rounded != nearest).any()
     after, before = (((one - steps) @ products * (one - steps)).sum() for one in (rounded, nearest))
     assert after < before
 
@@ -685,7 +719,8 @@ def test_repairs_use_the_fp8_grid(run, wide_net, images, tmp_path, narrow):
     found = read_all_quantizations(model, find_weighted_layers(load(wide_net).model))
     assert set(found) == {"/c2", "/c3", "/c4", "/y"}
     for layer, how in found.values():
-        assert how.grid == FP8 and (how.low, how.high) == (-448, 448)
+        assert how.grid == FP8
+        assert (how.low, how.high) == (-448, 448)
         stored = Graph(model).producer[Graph(model).producer[layer.output].input[1]].input
         held = initializers(narrow / "net.tensorrt.qdq.onnx")
         weights = array(held[stored[0]]).astype(np.float32) * how.weight_scale
@@ -739,7 +774,8 @@ def test_fp8_engine_is_strongly_typed_without_calibrator(
     trt = tensorrt("10.13.0.35")
     build_report(wide_net, images, tmp_path, precision="fp8", rest=rest)
     (network,), (config,) = trt.STORY.networks, trt.STORY.configs
-    assert network.typed and config.int8_calibrator is None
+    assert network.typed
+    assert config.int8_calibrator is None
     assert network.model == onnx.load(tmp_path / source)
 
 

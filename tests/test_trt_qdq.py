@@ -184,7 +184,8 @@ def test_entries_match_by_position_or_file(tmp_path):
     for given in (model, path):
         _, matched = cache_to_qdq(given, cache)
         (entry,) = [entry for entry in matched.entries if entry.name == "a_out"]
-        assert not entry.is_used and "in the file, but not after folding" in entry.reason
+        assert not entry.is_used
+        assert "in the file, but not after folding" in entry.reason
 
 
 ZERO = np.int8(0)
@@ -253,7 +254,8 @@ def test_onnxruntime_qdq_models_convert_to_cache(tmp_path):
     ortq.quantize_static(source, target, Reader(), activation_type=int8, weight_type=int8, **how)
     plain, cache = qdq_to_cache(target, version="8.5.3")
     onnx.checker.check_model(plain.model)
-    assert plain.weights and not [n for n in plain.model.graph.node if "Quantize" in n.op_type]
+    assert plain.weights
+    assert not [n for n in plain.model.graph.node if "Quantize" in n.op_type]
     assert {"x", "stem_relu", "y"} <= set(cache.scales())
     assert np.isfinite(outputs(plain.model)).all()
 
@@ -322,7 +324,8 @@ BOTTLENECK = f"{BLOCK} | {silu('c', 'cs')} | Add as cs -> sum"
 )
 def test_add_after_silu_quantizes_skip_branch(after, tmp_path):
     why, pairs = placed(net(f"{BOTTLENECK} | {after}", tmp_path))
-    assert why["sum"] == "" and "cs" not in pairs
+    assert why["sum"] == ""
+    assert "cs" not in pairs
     assert pairs["as"] == ("b", "sum")  # one pair for the convolution and the Add
 
 
@@ -331,16 +334,20 @@ def test_add_of_convolutions_quantizes_the_shortcut(operands, tmp_path):
     block = "Conv x w -> a | Relu a -> r | Conv r w -> c | Relu c -> q | Conv q w -> d"
     text = f"{block} | Conv r w -> s | Add {operands} -> sum | Relu sum -> u | Conv u w -> y"
     why, pairs = placed(net(text, tmp_path))
-    assert why["sum"] == "" and "d" not in pairs and pairs["s"] == ("sum",)
+    assert why["sum"] == ""
+    assert "d" not in pairs
+    assert pairs["s"] == ("sum",)
 
 
 def test_add_stays_float_without_int8_neighbours(tmp_path):
     why, pairs = placed(net(f"{BOTTLENECK} | Softmax sum -> y", tmp_path))
-    assert why["sum"] == "nothing after it runs in int8" and pairs["as"] == ("b",)
+    assert why["sum"] == "nothing after it runs in int8"
+    assert pairs["as"] == ("b",)
     why, _ = placed(net(f"{BLOCK} | Exp c -> e | Add as e -> sum | Conv sum w -> y", tmp_path))
     assert why["sum"] == "an input of it is not int8"
     why, pairs = placed(net(f"{BOTTLENECK} | Conv sum w -> y", tmp_path), float_nodes=["c"])
-    assert why["sum"] == "an input of it is not int8" and pairs["as"] == ("b",)
+    assert why["sum"] == "an input of it is not int8"
+    assert pairs["as"] == ("b",)
     assert not ONNXRUNTIME.passes_int8
     assert TENSORRT.passes_int8 > {"Sigmoid", "Mul", "Concat", "GlobalAveragePool"}
 
@@ -348,7 +355,9 @@ def test_add_stays_float_without_int8_neighbours(tmp_path):
 def test_concat_reuses_existing_pairs(tmp_path):
     text = f"{BOTTLENECK} | Concat as sum -> cat"
     why, pairs = placed(net(f"{text} | Conv cat w2 -> y", tmp_path))
-    assert why["sum"] == "" and pairs["as"] == ("b", "sum", "cat") and pairs["cat"] == ("y",)
+    assert why["sum"] == ""
+    assert pairs["as"] == ("b", "sum", "cat")
+    assert pairs["cat"] == ("y",)
     text += " | Conv cat w2 -> k | Exp cat -> e | Concat k e -> y"
     _, pairs = placed(net(text, tmp_path))
     assert pairs["as"] == ("b", "sum")  # a float node reads the Concat, and gets float values
@@ -365,10 +374,14 @@ LAST = {"ReduceMean": {"axes": [-1]}}
 def test_transformer_adds_quantize_the_residual_stream(tmp_path):
     text = f"{VIT} | {NORM.format('sum', '2')} | MatMul normed2 m -> y"
     why, pairs = placed(net(text, tmp_path, **LAST))
-    assert why["sum"] == "" and pairs["stream"] == ("sum",) and "qs" not in pairs
-    assert "picture" in why["mean"] and "picture" in why["mean2"]
+    assert why["sum"] == ""
+    assert pairs["stream"] == ("sum",)
+    assert "qs" not in pairs
+    assert "picture" in why["mean"]
+    assert "picture" in why["mean2"]
     why, pairs = placed(net(f"{VIT} | Softmax sum -> y", tmp_path, **LAST))
-    assert why["sum"] == "nothing after it runs in int8" and "stream" not in pairs
+    assert why["sum"] == "nothing after it runs in int8"
+    assert "stream" not in pairs
 
 
 GEMM = "Flatten p -> f | Gemm f g -> y"
@@ -386,19 +399,23 @@ GEMM = "Flatten p -> f | Gemm f g -> y"
 )
 def test_pool_between_int8_nodes_is_int8(pool, attributes, tmp_path):
     why, pairs = placed(net(f"{STEM} | {pool} as -> p | {GEMM}", tmp_path, p=attributes))
-    assert why["p"] == "" and pairs["as"] == ("p",) and pairs["f"] == ("y",)
+    assert why["p"] == ""
+    assert pairs["as"] == ("p",)
+    assert pairs["f"] == ("y",)
 
 
 def test_pool_next_to_float_is_float(tmp_path):
     pooled = f"{STEM} | GlobalAveragePool as -> p"
     why, pairs = placed(net(f"{pooled} | Softmax p -> y", tmp_path))
-    assert why["p"] == "nothing after it runs in int8" and "as" not in pairs
+    assert why["p"] == "nothing after it runs in int8"
+    assert "as" not in pairs
     large = {"kernel_shape": [8, 8]}
     why, _ = placed(net(f"{STEM} | Exp as -> e | MaxPool e -> p | {GEMM}", tmp_path, p=large))
     assert why["p"] == "an input of it is not int8"
     gate = "Conv p w -> c | Sigmoid c -> s | Mul as s -> y"
     why, pairs = placed(net(f"{pooled} | {gate}", tmp_path))
-    assert why["p"] == "its input is read in float too" and "as" not in pairs
+    assert why["p"] == "its input is read in float too"
+    assert "as" not in pairs
     rows = f"{STEM} | ReduceMean as -> p | Tanh p -> y"
     why, _ = placed(net(rows, tmp_path, p={"axes": [1, 3]}))
     assert why["p"] == "it is the mean over other axes than a picture's"
@@ -412,7 +429,8 @@ def test_readers_of_float_concat_stay_float(tmp_path, wording):
     text = "Conv x w -> a | Exp a -> e | Concat a e -> cat | MaxPool cat -> p | Conv p w2 -> y"
     model = net(text, tmp_path)
     why, pairs = placed(model, asked)
-    assert why["y"] == "it reads a Concat whose inputs are not all int8" and set(pairs) == {"x"}
+    assert why["y"] == "it reads a Concat whose inputs are not all int8"
+    assert set(pairs) == {"x"}
     assert placed(model)[0]["y"] == ""
     for word in ("float_behind_concat", "pair_behind_deconv"):
         with pytest.raises(ConfigError) as raised:
@@ -440,7 +458,8 @@ def test_transposed_convolution_has_pair_before_activation(tmp_path):
     )
     (written,) = (tmp_path / "out").glob("*.qdq.onnx")
     readers = {name: n.op_type for n in onnx.load(written).graph.node for name in n.input}
-    assert readers["d"] == "QuantizeLinear" and readers["d/dequantized"] == "Relu"
+    assert readers["d"] == "QuantizeLinear"
+    assert readers["d/dequantized"] == "Relu"
     found = OrtSession.open(written).run(samples[0])["y"]
     exact = OrtSession.open(tmp_path / "net.onnx").run(samples[0])["y"]
     assert np.corrcoef(found.ravel(), exact.ravel())[0, 1] > 0.99
@@ -486,7 +505,8 @@ def test_dla_pairs_have_the_cache_scales(tmp_path):
             assert {makers[name].op_type for name in read} == {"DequantizeLinear"}
             if n.op_type == "Conv":
                 weight = makers[n.input[1]]
-                assert held[weight.input[1]].shape == (4,) and weight.attribute[0].i == 0
+                assert held[weight.input[1]].shape == (4,)
+                assert weight.attribute[0].i == 0
         found = OrtSession.open(written, int8_kernels=False).run(FEED)["y"]
         assert np.abs(found - exact).max() < 0.06 * np.abs(exact).max()
     build(
@@ -522,8 +542,10 @@ def test_dla_pairs_have_the_cache_scales(tmp_path):
 def test_layers_unsupported_by_dla_stay_float(text, attributes, why, tmp_path):
     model = net(f"Conv x w -> a | {text}", tmp_path, **attributes)
     reasons, pairs = placed(model, TensorRT(dla=True).placement)
-    assert reasons["a"] == "" and reasons["y"] == why
-    assert {"x", "a"} <= set(pairs) and ("y" in pairs) == (why == "")
+    assert reasons["a"] == ""
+    assert reasons["y"] == why
+    assert {"x", "a"} <= set(pairs)
+    assert ("y" in pairs) == (why == "")
 
 
 @pytest.mark.parametrize(
@@ -598,15 +620,18 @@ def there_and_back(run, model, images, folder, *words):
 def test_efficientnet_scales_cover_all_but_logits(efficient, run, tmp_path):
     images = efficient.with_name("x.npy")
     full, pairs, dla, said = there_and_back(run, efficient, images, tmp_path, "--method", "minmax")
-    assert set(full) - set(dla) == {"logits"} and set(dla) <= set(full)
+    assert set(full) - set(dla) == {"logits"}
+    assert set(dla) <= set(full)
     assert {"1 tensors have no scale", "int8: logits"} <= {
         part.strip() for line in said.splitlines() for part in (line[:23], line[-12:])
     }
     assert all(dla[name] == scale for name, scale in pairs.items())
     same = {"se1": "se2", "c4": "a4", "both": "small", "mean": "flat", "c5": "a5"}
     assert all(dla[name] == dla[other] for name, other in same.items())
-    assert dla["c4"] == full["a4"] and dla["se1"] == full["se2"]
-    assert dla["mean"] == full["mean"] < full["a5"] and dla["pool"] == full["pool"] < full["a2"]
+    assert dla["c4"] == full["a4"]
+    assert dla["se1"] == full["se2"]
+    assert dla["mean"] == full["mean"] < full["a5"]
+    assert dla["pool"] == full["pool"] < full["a2"]
     assert "guesses" in said
     bounds = ("se4", "a1.s", "sum", "c3", "a4", "se3")
     assert all(dla[name] >= np.float32(0.999) * full[name] for name in bounds)
@@ -618,19 +643,23 @@ def test_demo_scales_cover_all_but_logits(run, tmp_path):
     given = (run, model, FASHION / "calib.txt", tmp_path, "--limit", "8")
     full, pairs, dla, said = there_and_back(*given)
     missing = set(full) - set(dla)
-    assert len(missing) == 1 and said.rstrip().endswith(next(iter(missing)))
-    assert len(pairs) < len(dla) and "guesses" not in said
+    assert len(missing) == 1
+    assert said.rstrip().endswith(next(iter(missing)))
+    assert len(pairs) < len(dla)
+    assert "guesses" not in said
     equal = sum(dla[name] == full[name] for name in dla)
     assert equal >= 0.7 * len(dla)
 
 
 def test_default_writes_only_the_pairs(efficient, run, command, refusal, tmp_path, wording):
     _, pairs, _, _ = there_and_back(run, efficient, efficient.with_name("x.npy"), tmp_path)
-    assert {"x", "a1", "pool", "scaled", "sum"} <= set(pairs) and "c1" not in pairs
+    assert {"x", "a1", "pool", "scaled", "sum"} <= set(pairs)
+    assert "c1" not in pairs
     words = ("cache", "from-qdq", tmp_path / "q.onnx", "-o", tmp_path / "p", tmp_path / "c")
     assert "--dla infers them" in command(*words)
     code, said, _ = run(*words, "--dla", "--no-guesses")
-    assert code == 0 and "guesses" not in said
+    assert code == 0
+    assert "guesses" not in said
     assert all(f" {name}" in said.splitlines()[-1] for name in ("c1", "c2", "a2", "logits"))
     wording.check(refusal(*words, "--no-guesses"))
 

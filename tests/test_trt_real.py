@@ -87,7 +87,8 @@ def offered(fake):
 def test_the_fake_has_only_what_is_tensorrts_own(version, tensorrt):
     fake = tensorrt(version)
     names = {name for name in offered(fake) if not {*name.split(".")} & {*fake.STATE.split()}}
-    assert len(names) > 80 and lacking(version, names) == set()
+    assert len(names) > 80
+    assert lacking(version, names) == set()
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,8 @@ calibrating = pytest.mark.parametrize("seen", [EIGHT, TEN], indirect=True)
 )
 def test_each_calibrator_is_tensorrts_own(seen, name, number):
     found = seen["algorithms"][name]
-    assert found["is_trt"] and (found["cpp"], found["batch_size"]) == (number, 1)
+    assert found["is_trt"]
+    assert (found["cpp"], found["batch_size"]) == (number, 1)
     assert found["run"].startswith("ok TRT-8503-")
 
 
@@ -113,8 +115,10 @@ def test_each_calibrator_is_tensorrts_own(seen, name, number):
 def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
     assert seen["bytes_seen"] is True
     assert seen["whole"] == "ok TRT-8503-EntropyCalibration2\ndata: 3c008912\n"
-    assert seen["longer_feed"] == seen["whole"] and seen["reused"].startswith("ok ")
-    assert seen["reused_taken"] == 0 and seen["refused_but_fed"] == seen["whole"]
+    assert seen["longer_feed"] == seen["whole"]
+    assert seen["reused"].startswith("ok ")
+    assert seen["reused_taken"] == 0
+    assert seen["refused_but_fed"] == seen["whole"]
     assert seen["algorithms"]["legacy"]["legacy"] == [0.99, 0.5]
     assert seen["algorithms"]["legacy"]["histogram"] is None
 
@@ -146,9 +150,11 @@ def test_the_parts_that_need_no_gpu_answer(seen):
     dtypes = {"FLOAT": "float32", "HALF": "float16", "INT8": "int8", "INT32": "int32"}
     assert dtypes.items() <= parts["dtypes"].items()
     assert eight or {"BF16": "bfloat16", "INT4": None}.items() <= parts["dtypes"].items()
-    assert parts["times"] == [["a", 1.0]] and parts["shape"] == [1, 2]
+    assert parts["times"] == [["a", 1.0]]
+    assert parts["shape"] == [1, 2]
     assert ("STRONGLY_TYPED" in parts["typed"]) != eight
-    assert parts["log"] == [["wrong"], ["wrong", "said"]] and parts["one_logger"]
+    assert parts["log"] == [["wrong"], ["wrong", "said"]]
+    assert parts["one_logger"]
     assert parts["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"][: 3 * eight]
     told = seen["without_gpu"]
     failed = "could not make a builder on this machine: " in told
@@ -187,7 +193,8 @@ def test_nvidias_compiler_takes_the_models_of_a_build(words, tmp_path):
     )
     for name in ("fashion.tensorrt.qdq.onnx", "fashion.tensorrt.typed.onnx"):
         errors, size = compiled(tmp_path / name)
-        assert not errors and size > 100_000
+        assert not errors
+        assert size > 100_000
     model = onnx.load(tmp_path / name)
     kept = {n.input[1] for n in model.graph.node if n.op_type == "QuantizeLinear"}
     for tensor in model.graph.initializer:

@@ -106,12 +106,15 @@ def test_float16_engine_is_typed_like_int8(tensorrt, build, tmp_path, version, o
     trt = tensorrt(version)
     build(*options)
     int8, fp32, fp16 = trt.STORY.networks
-    assert int8.typed and fp16.typed and fp32.typed == (version == ELEVEN)
+    assert int8.typed
+    assert fp16.typed
+    assert fp32.typed == (version == ELEVEN)
     assert flags(trt.STORY.configs[0]) == {"TF32"}
     types = [{t.data_type for t in n.model.graph.initializer} for n in trt.STORY.networks]
     assert [10 in one for one in types] == [True, False, True]  # float16
     operators = {node.op_type for node in fp16.model.graph.node}
-    assert "Cast" in operators and "QuantizeLinear" not in operators
+    assert "Cast" in operators
+    assert "QuantizeLinear" not in operators
     assert "DequantizeLinear" in {node.op_type for node in int8.model.graph.node}
     assert (tmp_path / "out/small_cnn.tensorrt.fp16.onnx").is_file()
 
@@ -149,7 +152,8 @@ def test_fp8_is_compared_with_float_engines(tensorrt, build, tmp_path):
 def test_float_engines_can_be_left_out(tensorrt, build, tmp_path, asked, labels):
     trt = tensorrt(TEN)
     made = build("--baselines", asked)
-    assert list(made.rows)[1:-1] == labels and len(trt.STORY.configs) == 1 + len(labels)
+    assert list(made.rows)[1:-1] == labels
+    assert len(trt.STORY.configs) == 1 + len(labels)
     assert len(list(tmp_path.glob("out/*.engine"))) == 1 + len(labels)
     assert ("the speed of TensorRT" in made.said) == bool(labels)
 
@@ -157,7 +161,8 @@ def test_float_engines_can_be_left_out(tensorrt, build, tmp_path, asked, labels)
 def test_no_float_engines_without_timing(tensorrt, build):
     trt = tensorrt(TEN)
     made = build("--duration", "0")
-    assert len(trt.STORY.configs) == 1 and list(made.rows) == ["FP32 on the CPU", "int8"]
+    assert len(trt.STORY.configs) == 1
+    assert list(made.rows) == ["FP32 on the CPU", "int8"]
     assert "to compare with" not in notes(made)
     made = build("--duration", "0", "--baselines", "fp16")
     assert "no fp16 engine was built to compare with: no speed is measured" in notes(made)
@@ -191,21 +196,26 @@ def test_unopenable_float_engine_becomes_a_note(tensorrt, build, monkeypatch):
     monkeypatch.setattr(TensorrtSession, "open", fails)
     made = build()
     assert made.rows["TensorRT FP16"]["notes"] == ["out of memory"]
-    assert "latency" not in made.rows["TensorRT FP16"] and "latency" in made.rows["int8"]
-    assert not made.report["targets"][0]["error"] and made.code == 0
+    assert "latency" not in made.rows["TensorRT FP16"]
+    assert "latency" in made.rows["int8"]
+    assert not made.report["targets"][0]["error"]
+    assert made.code == 0
 
 
 def test_speedup_and_stages_are_in_every_report(tensorrt, build):
     tensorrt(TEN)
     made = build()
     change = "1.67x (1.67 to 1.67) of TensorRT FP16, 3.00x of TensorRT FP32"
-    assert line(made, "Latency p50")[-1] == change and change in made.said and change in made.html
+    assert line(made, "Latency p50")[-1] == change
+    assert change in made.said
+    assert change in made.html
     assert "1.67x</b><span>speed of TensorRT FP16, int8" in made.html
     assert made.html.count('class="wide"') == 2  # an axis for the CPU, one for the GPU
     assert "speed of FP32" not in made.md + made.html + made.said
     for label, value in {"Enqueue": "0.125 ms", "H2D": "0.300 ms", "D2H": "0.200 ms"}.items():
         assert line(made, label)[:4] == ["-", value, value, value]
-        assert f"<td>{label}</td>" in made.html and label not in made.said
+        assert f"<td>{label}</td>" in made.html
+        assert label not in made.said
     assert line(made, "GPU compute")[:4] == ["-", "4.00 ms", "2.00 ms", "1.00 ms"]
     latency = made.rows["int8"]["latency"]
     assert (latency["h2d"]["median"], latency["enqueue"]["median"]) == (0.3, 0.125)
@@ -224,7 +234,8 @@ def test_required_speedup_is_over_gpu_float16(tensorrt, build, asked, options, c
     tensorrt(TEN)
     made = build("--min-speedup", asked, "--max-loss", 1, *options)
     reasons = made.rows["int8"]["verdict"]["reasons"]
-    assert made.code == code and any(reason.startswith(said) for reason in reasons)
+    assert made.code == code
+    assert any(reason.startswith(said) for reason in reasons)
 
 
 def test_gpu_report_has_no_runtime_overhead(tensorrt, build, monkeypatch):
@@ -270,14 +281,19 @@ def test_report_head_names_gpu_and_versions(smi, tensorrt, build, run, tmp_path)
     tensorrt(TEN)
     made = build("--baselines", "none")
     (device,) = made.report["machine"]["devices"]
-    assert device["driver"] == "550.54.15" and device["runtime"] == f"TensorRT {TEN}"
+    assert device["driver"] == "550.54.15"
+    assert device["runtime"] == f"TensorRT {TEN}"
     words = f"Fake H200 sm_90, driver 550.54.15, CUDA 13.0, TensorRT {TEN}"
     heads = made.md.index("Device: "), made.html.index(words)
     tables = made.md.index("## "), made.html.index("<table")
     assert all(head < table for head, table in zip(heads, tables, strict=True))
-    assert f"\nDevice        {words}\n" in made.said and words in made.md.replace("\\", "")
+    assert f"\nDevice        {words}\n" in made.said
+    assert words in made.md.replace("\\", "")
     code, said, _ = run("bench", tmp_path / "out/small_cnn.engine", "--duration", 0, "--warm-up", 0)
-    assert code == 0 and words in said and "H2D" in said and "Machine" in said
+    assert code == 0
+    assert words in said
+    assert "H2D" in said
+    assert "Machine" in said
 
 
 def test_float_engines_use_the_same_gpu(tensorrt, build, tmp_path):
@@ -285,7 +301,8 @@ def test_float_engines_use_the_same_gpu(tensorrt, build, tmp_path):
     made = build("--device", 1)
     key = json.loads((tmp_path / "out/small_cnn.fp16.engine.json").read_text())
     assert key["gpu"] == "Fake L4 sm_90"
-    assert trt.STORY.devices == [1, 1, 1] and set(trt.STORY.runs) == {1}
+    assert trt.STORY.devices == [1, 1, 1]
+    assert set(trt.STORY.runs) == {1}
     assert made.report["machine"]["devices"][0]["name"] == "Fake L4 sm_90"
 
 
@@ -303,9 +320,11 @@ def test_report_omits_gpu_without_one(build, monkeypatch):
 
     monkeypatch.setattr(sdk, "find_sdk", missing)
     made = build()
-    assert list(made.rows) == ["FP32", "int8"] and made.report["machine"]["devices"] == []
+    assert list(made.rows) == ["FP32", "int8"]
+    assert made.report["machine"]["devices"] == []
     for word in ("Device", "H2D", "Reformats", "In the engine", "TensorRT FP16", "the speed of"):
-        assert word not in made.md and word not in made.said
+        assert word not in made.md
+        assert word not in made.said
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])
@@ -322,7 +341,8 @@ def test_report_compares_plan_and_engine_precision(tensorrt, build, version):
     assert "planned" not in made.rows["TensorRT FP16"]["ran"]
     words = f"6 of 9 planned nodes in int8; {ran['reformats']} reformats"
     assert all(words in page for page in (made.said, made.md, made.html))
-    assert "| Add\\_a | Add | int8 | float16 |" in made.md and "Add_a" not in made.said
+    assert "| Add\\_a | Add | int8 | float16 |" in made.md
+    assert "Add_a" not in made.said
     cells = re.sub(r' data-head="[^"]*"', "", made.html)
     assert "<td>Add_a</td><td>Add</td><td>int8</td><td>float16</td>" in cells
     assert line(made, "Quantized layers")[1:4] == [
@@ -338,10 +358,12 @@ def test_engine_with_layer_names_only_is_unchecked(tensorrt, build, run, tmp_pat
     build("--duration", "0")
     path = tmp_path / "out/small_cnn.engine"
     said = run("bench", path, "--duration", 0, "--warm-up", 0)[1]
-    assert "Quantized layers" in said and "4 of 7" in said
+    assert "Quantized layers" in said
+    assert "4 of 7" in said
     path.write_bytes(path.read_bytes().replace(b'"detailed": true', b'"detailed": false', 1))
     said = run("bench", path, "--duration", 0, "--warm-up", 0)[1]
-    assert "GPU compute" in said and "Quantized layers" not in said
+    assert "GPU compute" in said
+    assert "Quantized layers" not in said
 
 
 def layer(name, kind, form, **more):
@@ -411,7 +433,7 @@ def test_inspector_output_is_parsed():
         ("", ("c",), False),
         ("", ("d", "f"), False),
     ]
-    blocks = [(one.block, one.ends) for one in layers[-3:]]
+    blocks = [(one.block, one.end_nodes) for one in layers[-3:]]
     assert blocks == [("DLA", ("/a/Conv", "r")), ("DLA", None), ("Myelin", None)]
     assert {parse_layers(one) for one in ('{"Layers": ["a", "b"]}', "no JSON", "[]")} == {()}
 
@@ -424,19 +446,22 @@ def test_nodes_are_sorted_by_engine_outcome():
     layers.append(EngineLayer(name="copy", precision="float32", reformat=True))
     part = compare_with_plan(layers, plan)
     assert (part.as_planned, part.planned, part.unnamed) == (1, 3, ("r",))
-    assert [row.node for row in part.lost] == ["b"] and [row.node for row in part.gained] == ["p"]
-    assert part.layers == 4 and part.reformats == 1
+    assert [row.node for row in part.lost] == ["b"]
+    assert [row.node for row in part.gained] == ["p"]
+    assert part.layers == 4
+    assert part.reformats == 1
     words = "1 of 3 planned nodes in int8, 1 that no layer names"
     words += ", 1 more that the plan left in float; 1 reformat"
-    assert engine_layers_text(part) == words and compare_with_plan((), plan) is None
+    assert engine_layers_text(part) == words
+    assert compare_with_plan((), plan) is None
     assert engine_layers_text(compare_with_plan(layers)) == ""
-    blocks = [replace(layers[0], block="DLA", precision="", nodes=(), ends=("a", "r"))]
+    blocks = [replace(layers[0], block="DLA", precision="", nodes=(), end_nodes=("a", "r"))]
     part = compare_with_plan([*blocks, *layers[1:3]], plan)  # b in float16, p in int8
     assert (part.as_planned, part.inside, part.unnamed) == (0, ("a", "r"), ())
     words = "0 of 1 planned node in int8, 2 inside 1 DLA loadable, whose types the engine does not"
     assert engine_layers_text(part).startswith(f"{words} tell, 1 more that the plan left in float")
     assert quantized_layers(part) == "1 of 2, and 1 DLA loadable"
-    blocks = [*blocks, replace(blocks[0], ends=("b", "b_QuantizeLinear"))]
+    blocks = [*blocks, replace(blocks[0], end_nodes=("b", "b_QuantizeLinear"))]
     part = compare_with_plan(blocks, plan)
     words = "3 planned nodes inside 2 DLA loadables, whose types the engine does not tell"
     assert engine_layers_text(part) == f"{words}; 0 reformats"

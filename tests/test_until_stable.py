@@ -104,10 +104,8 @@ def test_halves_agree_with_one_twentieth_off():
             agreement = compare_halves(
                 make_scales(count, 0), make_scales(count, changed_count), samples=32, within=0.2
             )
-            assert (
-                agreement.is_enough is (changed_count <= allowed_count)
-                and len(agreement.differences) == changed_count
-            )
+            assert agreement.is_enough is (changed_count <= allowed_count)
+            assert len(agreement.differences) == changed_count
             assert ("more images" in agreement.sentence) is (changed_count > allowed_count)
 
 
@@ -172,8 +170,10 @@ def test_each_check_has_exactly_its_samples(threads, stop, small_cnn, arrays):
 
 def test_until_stable_gives_bytes_of_limit(calibrated, tmp_path):
     out = calibrated("until.cache", "--until-stable")
-    assert count_used_images(tmp_path / "until.cache") == 32 and "32 of 100 samples are used" in out
-    assert "halves of 32 samples" in out and "ran 32 inferences" in out
+    assert count_used_images(tmp_path / "until.cache") == 32
+    assert "32 of 100 samples are used" in out
+    assert "halves of 32 samples" in out
+    assert "ran 32 inferences" in out
     calibrated("limit.cache", "--limit", 32)
     calibrated("other.cache", "--until-stable", "--threads", 1)
     saved_bytes = [
@@ -186,7 +186,8 @@ def test_cache_is_reused_only_for_its_samples(calibrated, tmp_path):
     calibrated("a.cache", "--until-stable")
     original_bytes = [path.read_bytes() for path in store.cache_files(tmp_path / "a.cache")]
     out = calibrated("a.cache", "--until-stable", "--require-cache")
-    assert "ran no inference" in out and "observations of 32 images" in out
+    assert "ran no inference" in out
+    assert "observations of 32 images" in out
     assert "within 20 % by mse" in out
     assert [path.read_bytes() for path in store.cache_files(tmp_path / "a.cache")] == original_bytes
     assert "count 32 -> 100" in calibrated.fails("a.cache", "--require-cache")
@@ -204,7 +205,8 @@ def test_missing_statistics_are_observed_in_one_pass(calibrated, tmp_path):
     calibrated("a.cache", "--until-stable", "--target", "onnxruntime")
     arguments = ("--until-stable", "--target", "tensorrt", "--trt-version", "8.6.1")
     out = calibrated("a.cache", *arguments)
-    assert "ran 32 inferences" in out and "observed at once" in out
+    assert "ran 32 inferences" in out
+    assert "observed at once" in out
     calibrated("b.cache", *arguments)
     assert read_statistics(tmp_path / "a.cache") == read_statistics(tmp_path / "b.cache")
 
@@ -212,12 +214,14 @@ def test_missing_statistics_are_observed_in_one_pass(calibrated, tmp_path):
 def test_until_stable_reads_all_when_halves_disagree(calibrated, tmp_path):
     out = calibrated("a.cache", "--until-stable", "--stable-within", 0.0001)
     assert count_used_images(tmp_path / "a.cache") == IMAGE_COUNT
-    assert "halves of 64 samples" in out and "calibrate with more images" in out
+    assert "halves of 64 samples" in out
+    assert "calibrate with more images" in out
     assert "ran no inference" in calibrated("a.cache", "--require-cache")  # the same samples
     calibrated("b.cache")
     assert read_statistics(tmp_path / "a.cache") == read_statistics(tmp_path / "b.cache")
     out = calibrated("c.cache", "--until-stable", "--limit", 10)
-    assert "from 16 on: there were 10" in out and "halves" not in out
+    assert "from 16 on: there were 10" in out
+    assert "halves" not in out
 
 
 def test_skipped_image_is_not_observed(calibrated, tmp_path, rng):
@@ -231,7 +235,8 @@ def test_skipped_image_is_not_observed(calibrated, tmp_path, rng):
         (folder / f"{position:02}.png").write_bytes(b"no picture")
     arguments = ("a.cache", "--until-stable", "--skip-bad")
     out = calibrated(*arguments, images=folder)
-    assert "ran 32 inferences" in out and "1 skipped" in out
+    assert "ran 32 inferences" in out
+    assert "1 skipped" in out
     assert count_used_images(tmp_path / "a.cache") == 33  # the bad one counts by its bytes
     calibrated(*arguments, "--require-cache", images=folder)
 
@@ -274,7 +279,8 @@ def test_until_stable_stops_calibrator_script(calibrated, arrays, tmp_path):
     script = ("--calibrator-script", written(PYCUDA, tmp_path), "--target", "tensorrt")
     out = calibrated("a.cache", "--until-stable", *script, images=None)
     count = count_used_images(tmp_path / "a.cache")
-    assert count < IMAGE_COUNT and f"{count} of 100 samples are used" in out
+    assert count < IMAGE_COUNT
+    assert f"{count} of 100 samples are used" in out
     calibrated("b.cache", "--limit", count, "--target", "tensorrt", "--method", "entropy")
     assert read_statistics(tmp_path / "a.cache") == read_statistics(tmp_path / "b.cache")
 
@@ -283,7 +289,8 @@ def test_build_equals_build_of_used_images(run, small_cnn, arrays, tmp_path):
     arguments = ("build", small_cnn, "--images", arrays, "--effort", 0, "--duration", 0)
     code, out, err = run(*arguments, "--until-stable", "--out", tmp_path / "a")
     assert code in (0, 3), err
-    assert "32 samples from" in out and "enough twice in a row" in read_markdown(tmp_path / "a")
+    assert "32 samples from" in out
+    assert "enough twice in a row" in read_markdown(tmp_path / "a")
     assert run(*arguments, "--limit", 32, "--out", tmp_path / "b")[0] == code
     for name in ("small_cnn.int8.onnx", "calib8/small_cnn.cache", "calib8/small_cnn.cache.npz"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -300,19 +307,16 @@ def test_report_names_ranges_that_disagree(command, small_cnn, arrays, tmp_path)
     arguments += ("--limit", 2, "--out", tmp_path)
     command(*arguments)
     markdown, sentence = read_markdown(tmp_path), "or more between the halves of 2 samples"
-    assert sentence in markdown and "calibrate with more images" in markdown
+    assert sentence in markdown
+    assert "calibrate with more images" in markdown
     agreement = json.loads((tmp_path / "report.json").read_text())["calibration"]["agreement"]
-    assert (
-        agreement["samples"] == 2
-        and agreement["apart"]
-        and min(agreement["apart"].values()) >= agreement["within"]
-    )
+    assert agreement["samples"] == 2
+    assert agreement["apart"]
+    assert min(agreement["apart"].values()) >= agreement["within"]
     page = (tmp_path / "report.html").read_text()
-    assert (
-        sentence in page
-        and "halves differ by" in page
-        and all(n in page for n in agreement["apart"])
-    )
+    assert sentence in page
+    assert "halves differ by" in page
+    assert all(n in page for n in agreement["apart"])
     command(*arguments)
     assert "halves" not in read_markdown(tmp_path)  # nothing was observed, so nothing is told
 
@@ -320,10 +324,12 @@ def test_report_names_ranges_that_disagree(command, small_cnn, arrays, tmp_path)
 def test_calibrate_takes_until_stable_in_python(small_cnn, arrays):
     rows = list(np.load(arrays))
     calibration = calib8.calibrate(small_cnn, rows, until_stable=0.2)
-    assert calibration.feed.count == 32 and calibration.agreement.stopped
+    assert calibration.feed.count == 32
+    assert calibration.agreement.stopped
     assert calibration.to_json()["agreement"]["samples"] == 32
     calibration = calib8.calibrate(small_cnn, rows)
-    assert calibration.feed.count == IMAGE_COUNT and calibration.agreement.samples == IMAGE_COUNT
+    assert calibration.feed.count == IMAGE_COUNT
+    assert calibration.agreement.samples == IMAGE_COUNT
     with pytest.raises(ConfigError, match="such as"):
         calib8.calibrate(small_cnn, rows, until_stable=float("nan"))
     targets = ["onnxruntime", find_target("tensorrt")()]

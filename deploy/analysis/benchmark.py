@@ -29,7 +29,7 @@ from deploy.frontends.onnx_reader import model_bytes, parse_model
 from deploy.machine import this_machine, usable_cores
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.bench_inputs import (
-    FEEDS,
+    FEED_COUNT,
     Shapes,
     random_feeds,
     read_calibration_shapes,
@@ -354,7 +354,7 @@ def _choose_random_inputs(
 def _take_images(feed: Feed, batch: int | None) -> Feeds:
     """Return the first images, single or stacked to a batch."""
     if batch is None:
-        return feed.first_samples(FEEDS)
+        return feed.first_samples(FEED_COUNT)
     return stack_samples(feed.first_samples(SAMPLES_IN_MEMORY), batch)
 
 
@@ -401,7 +401,7 @@ def _time_kernels(
             engine.path,
             engine.session,
             inputs,
-            again=partial(engine.open, threads=threads),
+            open_session=partial(engine.open, threads=threads),
             duration_ms=1e3 * duration_s,
             p50_ms=latency[label].host.p50,
         )

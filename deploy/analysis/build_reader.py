@@ -26,7 +26,7 @@ from deploy.method import NO_CHOICES
 from deploy.metrics.levels import LEVELS
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
-from deploy.pipeline.results import trial_rows
+from deploy.pipeline.results import split_rows
 from deploy.report import Report
 from deploy.report.model import SCHEMA
 from deploy.report.parts import EngineRow, NodeRow, TargetPart
@@ -258,9 +258,9 @@ def _explain_target(
 ) -> TargetExplanation:
     target_plan = plan.targets.get(target.name, TargetPlan(choices=NO_CHOICES))
     if target.search is not None:
-        settled, trials = target.search.settled, target.search.tried
+        settled, front = target.search.settled, target.search.front
     else:
-        settled, trials = target_plan.settled, tuple(trial_rows(target_plan))
+        settled, front = target_plan.settled, tuple(split_rows(target_plan))
     clipped = [
         ClippedRange(
             tensor=row.name,
@@ -280,7 +280,7 @@ def _explain_target(
         layers=_sort_by_sqnr(target.layers),
         repairs=tuple(filter(_is_repair_note, (*notes, *target.notes))),
         settled=settled,
-        tried=trials,
+        front=front,
         methods={tensor: method.label for tensor, method in target_plan.choices.methods.items()},
         clipped=tuple(clipped),
         runnable=target.runnable or None,

@@ -25,7 +25,7 @@ from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_file import read_source
 from deploy.graph.edit import copy_with_outputs, extract_output
 from deploy.metrics.accuracy import TensorComparison
-from deploy.metrics.layerwise import shared_by_name
+from deploy.metrics.layerwise import pair_tensors_by_name
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.pipeline.build_options import find_user_model, open_torch_module
 from deploy.report.model import to_plain_object
@@ -478,7 +478,7 @@ def _pair_tensors(
     first_model: ModelProto, second_model: ModelProto, output_names: Sequence[str]
 ) -> dict[str, str]:
     """Return the tensors to compare, the shared outputs last."""
-    pairs = shared_by_name(first_model, second_model)
+    pairs = pair_tensors_by_name(first_model, second_model)
     for name in output_names:
         pairs.pop(name, None)
     second_outputs = _output_names(second_model)

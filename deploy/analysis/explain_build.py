@@ -42,7 +42,7 @@ from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import strip_padded_channels
 from deploy.machine import worker_threads
-from deploy.metrics.layerwise import shared_tensors
+from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.output_errors import RunningError, sqnr_db
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.pipeline.build_options import open_torch_module
@@ -90,7 +90,7 @@ def _run_images(
         BackendError: ONNX Runtime refused one of the models.
     """
     candidate = read_model(runnable)
-    shared = shared_tensors(loaded.model, candidate)
+    shared = pair_quantized_tensors(loaded.model, candidate)
     pairs = {name: shared[name] for name in layers[:_MAX_TENSORS] if name in shared}
     reference_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
     candidate_session = _open(copy_with_outputs(candidate, pairs.values()), int8_kernels=is_native)

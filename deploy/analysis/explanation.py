@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, field
 
 from deploy.report import figures
 from deploy.report.model import to_plain_object
-from deploy.report.parts import TrialRow
+from deploy.report.parts import SplitRow
 from deploy.report.screen import entries, entry, labelled_table
-from deploy.report.tables import TRIAL_HEADS, trial_row
+from deploy.report.tables import FRONT_HEADS, split_row
 from deploy.terminal import join_visible
 from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME
 
@@ -140,8 +140,8 @@ class TargetExplanation:
         kept: groups of float nodes: by noise, then time, consequence, rules.
         layers: inner tensors, the worst first.
         repairs: notes on repairs of the model.
-        settled: description of the trial that was built.
-        tried: all trials of the search.
+        settled: description of the split that was built.
+        front: splits that can be built, the fastest first.
         methods: tensor -> range method, where it differs from the others.
         clipped: ranges that clip values, the largest share first.
         runnable: file that ONNX Runtime can run with the target's numerics.
@@ -161,7 +161,7 @@ class TargetExplanation:
     layers: tuple[TensorAccuracy, ...] = ()
     repairs: tuple[str, ...] = ()
     settled: str = ""
-    tried: tuple[TrialRow, ...] = ()
+    front: tuple[SplitRow, ...] = ()
     methods: Mapping[str, str] = field(default_factory=dict)
     clipped: tuple[ClippedRange, ...] = ()
     runnable: str | None = None
@@ -260,10 +260,10 @@ def _describe_group(group: FloatNodeGroup, max_rows: int | None) -> str:
 
 
 def _search_lines(target: TargetExplanation) -> Iterator[str]:
-    rows = [trial_row(trial) for trial in target.tried]
-    yield from _table("Tried", TRIAL_HEADS, rows, None)
+    rows = [split_row(split) for split in target.front]
+    yield from _table("Splits", FRONT_HEADS, rows, None)
     if target.settled:
-        yield from entry("" if rows else "Tried", f"settled on {target.settled}")
+        yield from entry("Built", target.settled)
     if target.methods:
         names = ", ".join(f"{tensor} by {method}" for tensor, method in target.methods.items())
         yield from entry("", f"ranges by methods of their own: {names}")

@@ -176,7 +176,7 @@ def apply_labels(
     if evaluation.preprocess is None:
         raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
     for name in evaluation.names:
-        labels.of(name)  # raises if the image is not annotated
+        labels.find_objects(name)  # raises if the image is not annotated
     scaled_sizes = _find_scaled_images(labels, evaluation)
     notes: tuple[str, ...] = ()
     if scaled_sizes:
@@ -195,7 +195,7 @@ def _find_scaled_images(annotations: Annotations, evaluation: Feed) -> dict[str,
     with phase("sizes of the pictures", evaluation.count, "images") as step:
         for name, size in evaluation.sizes():
             step()
-            annotated_size = annotations.of(name).size
+            annotated_size = annotations.find_objects(name).size
             if size is None or size == annotated_size:
                 continue
             shape_difference = abs(size[0] * annotated_size[1] - size[1] * annotated_size[0])
@@ -247,7 +247,7 @@ class ObjectsInInput(Sequence[Objects]):
         return self._convert_objects(self._names[1][position])
 
     def _convert_objects(self, name: str) -> Objects:
-        annotation, preprocess = self._annotations.of(name), self._feed.preprocess
+        annotation, preprocess = self._annotations.find_objects(name), self._feed.preprocess
         assert preprocess is not None
         size = self._sizes.get(name, annotation.size)
         boxes = annotation.boxes * np.tile(np.divide(size, annotation.size)[::-1], 2)

@@ -12,16 +12,13 @@ or positions. Source: X. Ding et al., 2021, "RepVGG", section 3.3.
 """
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from deploy.fx.norms import (
-    is_norm,
-    norm_factors,
-)
+from deploy.fx.norms import is_norm, norm_factors
 from deploy.fx.operations import is_op
 from deploy.fx.plain_copy import replace_submodule
 
@@ -60,48 +57,52 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
         return None
     if node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
         return None
-    first_call, second_call = node.all_input_nodes
-    first = _find_branch(graph_module, first_call)
-    second = _find_branch(graph_module, second_call)
-    if first is None or second is None or first_call.args[0] is not second_call.args[0]:
+    branches = []
+    for call, sign in zip(node.all_input_nodes, (1, 1 if is_sum else -1), strict=True):
+        module = _find_module(graph_module, call)
+        if module is None:
+            return None
+        branches.append(_Branch(call, module, sign))
+
+    # of equal kernels, the first one remains
+    larger, smaller = sorted(branches, key=_kernel_size, reverse=True)
+    if larger.call.args[0] is not smaller.call.args[0]:
+        return None
+    if not isinstance(larger.module, nn.Conv2d) or not _fits(larger.module, smaller.module):
         return None
 
-    first_sign, second_sign = 1, 1 if is_sum else -1
-    if _kernel_size(first) >= _kernel_size(second):
-        larger, smaller = first, second
-        larger_call, smaller_call = first_call, second_call
-        larger_sign, smaller_sign = first_sign, second_sign
-    else:
-        larger, smaller = second, first
-        larger_call, smaller_call = second_call, first_call
-        larger_sign, smaller_sign = second_sign, first_sign
-    if not isinstance(larger, nn.Conv2d) or not _fits(larger, smaller):
-        return None
-
-    layer = _sum_layers(larger, smaller, larger_sign, smaller_sign)
-    replace_submodule(graph_module, str(larger_call.target), layer)
-    node.replace_all_uses_with(larger_call)
+    names = str(larger.call.target), str(smaller.call.target)
+    replace_submodule(graph_module, names[0], _sum_branches(larger, smaller))
+    node.replace_all_uses_with(larger.call)
     graph_module.graph.erase_node(node)
-    return str(larger_call.target), str(smaller_call.target)
+    return names
 
 
-def _find_branch(graph_module: fx.GraphModule, call: fx.Node) -> Any:
+class _Branch(NamedTuple):
+    call: fx.Node
+    module: Any  # Conv2d or a norm
+    sign: int  # -1 if it is subtracted
+
+
+def _find_module(graph_module: fx.GraphModule, call: fx.Node) -> nn.Module | None:
     """Return the module of a branch that can be merged, or None."""
     if call.op != "call_module" or len(call.users) > 1:
         return None
-    targets = [node.target for node in graph_module.graph.nodes if node.op == "call_module"]
-    if targets.count(call.target) > 1:
+    if len(graph_module.graph.find_nodes(op="call_module", target=call.target)) > 1:
         return None
     module = graph_module.get_submodule(str(call.target))
     if type(module) is nn.Conv2d:
-        is_zero_padded = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        return module if is_zero_padded else None
-    has_statistics = getattr(module, "running_var", 0) is not None
-    return module if is_norm(module) and has_statistics else None
+        is_mergeable = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    else:
+        has_statistics = getattr(module, "running_var", 0) is not None
+        is_mergeable = is_norm(module) and has_statistics
+    return module if is_mergeable else None
 
 
-def _kernel_size(module: Any) -> tuple[int, ...]:
-    return module.kernel_size if isinstance(module, nn.Conv2d) else (0, 0)
+def _kernel_size(branch: _Branch) -> tuple[int, ...]:
+    if isinstance(branch.module, nn.Conv2d):
+        return branch.module.kernel_size
+    return (0, 0)
 
 
 def _fits(larger: nn.Conv2d, smaller: Any) -> bool:
@@ -129,15 +130,16 @@ def _is_centered(larger: nn.Conv2d, kernel_size: Any, padding: Any) -> bool:
     return True
 
 
-def _sum_layers(larger: nn.Conv2d, smaller: Any, larger_sign: int, smaller_sign: int) -> nn.Conv2d:
-    weight, bias = _weight_and_bias(larger, larger)
-    added_weight, added_bias = _weight_and_bias(smaller, larger)
+def _sum_branches(larger: _Branch, smaller: _Branch) -> nn.Conv2d:
+    """Return a convolution that computes the signed sum of two branches."""
+    weight, bias = _weight_and_bias(larger.module, larger.module)
+    added_weight, added_bias = _weight_and_bias(smaller.module, larger.module)
     rows = (weight.shape[2] - added_weight.shape[2]) // 2
     columns = (weight.shape[3] - added_weight.shape[3]) // 2
     added_weight = functional.pad(added_weight, (columns, columns, rows, rows))
-    layer = copy.deepcopy(larger)
-    layer.weight = nn.Parameter(larger_sign * weight + smaller_sign * added_weight)
-    layer.bias = nn.Parameter(larger_sign * bias + smaller_sign * added_bias)
+    layer: nn.Conv2d = copy.deepcopy(larger.module)
+    layer.weight = nn.Parameter(larger.sign * weight + smaller.sign * added_weight)
+    layer.bias = nn.Parameter(larger.sign * bias + smaller.sign * added_bias)
     return layer
 
 

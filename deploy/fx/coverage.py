@@ -8,6 +8,7 @@ from torch import fx, nn
 from deploy.errors import ExportError
 from deploy.fx.fakequant import DynamicQuant, FixedQuant
 from deploy.fx.int8_layers import IntLayer
+from deploy.fx.operations import is_call
 from deploy.fx.plain_copy import tensor_of
 
 FLOAT_REASONS = "why in float"  # key in GraphModule.meta: layer -> why it stays in float
@@ -40,17 +41,22 @@ class LayerCoverage:
             f"int8: {len(self.quantized)} of {total} layers with weights,"
             f" {self.activations} activations"
         )
-        return f"{text}; in float: {self.list_float_layers()}" if self.float_layers else text
+        if self.float_layers:
+            text += f"; in float: {self.list_float_layers()}"
+        return text
 
     def list_float_layers(self) -> str:
         """List the first layers in float, with their reasons."""
-        described = []
+        descriptions = []
         for name, kind in self.float_layers[:_MAX_LISTED_LAYERS]:
-            reason = f": {self.reasons[name]}" if name in self.reasons else ""
-            described.append(f"{name} ({kind}{reason})")
+            if name in self.reasons:
+                kind += f": {self.reasons[name]}"
+            descriptions.append(f"{name} ({kind})")
+        text = ", ".join(descriptions)
         unlisted_count = len(self.float_layers) - _MAX_LISTED_LAYERS
-        more = f" and {unlisted_count} more" if unlisted_count > 0 else ""
-        return ", ".join(described) + more
+        if unlisted_count > 0:
+            text += f" and {unlisted_count} more"
+        return text
 
 
 def measure_coverage(
@@ -122,7 +128,7 @@ def _find_constants(graph: fx.Graph) -> set[fx.Node]:
     constants: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
-        is_computed = _is_call(node) and sources and constants.issuperset(sources)
+        is_computed = is_call(node) and sources and constants.issuperset(sources)
         if node.op == "get_attr" or is_computed:
             constants.add(node)
     return constants
@@ -130,17 +136,13 @@ def _find_constants(graph: fx.Graph) -> set[fx.Node]:
 
 def _is_factor(node: fx.Node, constants: set[fx.Node]) -> bool:
     """Return whether a parameter, or something computed from parameters only, is multiplied."""
-    for user in filter(_is_call, node.users):
+    for user in filter(is_call, node.users):
         name = str(getattr(user.target, "__name__", user.target))
         if any(product in name for product in _PRODUCTS):
             return True
         if user in constants and _is_factor(user, constants):
             return True
     return False
-
-
-def _is_call(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method")
 
 
 def refuse_unquantized(coverage: LayerCoverage) -> None:

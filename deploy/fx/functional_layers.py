@@ -6,7 +6,6 @@ statistics>.norm`; and `x @ self.weight` into an `nn.Linear` with the transposed
 `<owner>.linear`. Further linears of one owner have the weight's name in front.
 """
 
-import operator
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from deploy.fx.norms import (
     batch_norm_arguments,
     create_channel_norm,
 )
-from deploy.fx.operations import refresh
+from deploy.fx.operations import arguments_by_name, is_op, refresh
 from deploy.fx.plain_copy import tensor_of
 
 # function -> (module, suffix of its name)
@@ -30,15 +29,14 @@ _LAYERS: dict[Any, tuple[type[nn.Module], str]] = {
     torch.conv3d: (nn.Conv3d, "conv"),
     functional.linear: (nn.Linear, "linear"),
 }
-_PRODUCTS = frozenset({torch.matmul, operator.matmul})
 _LINEAR_ARGUMENTS = ("input", "weight", "bias")
 _CONV_ARGUMENTS = (*_LINEAR_ARGUMENTS, "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _NORM_TENSORS = ("weight", "bias", *STATISTICS)
 
 
-def functions_to_modules(graph_module: fx.GraphModule) -> int:
-    """Turn functional convolutions, linears and norms into modules, in place; return how many.
+def functions_to_modules(graph_module: fx.GraphModule) -> None:
+    """Turn functional convolutions, linears and norms into modules, in place.
 
     Not changed: calls with a computed weight, with a weight that is used elsewhere with other
     options, and norms that use the statistics of the batch.
@@ -54,7 +52,6 @@ def functions_to_modules(graph_module: fx.GraphModule) -> int:
     graph_module.graph.eliminate_dead_code()
     rewriter.delete_moved_tensors()
     refresh(graph_module)
-    return len(rewriter.options_by_name)
 
 
 class _Rewriter:
@@ -142,15 +139,22 @@ class _Rewriter:
         if options.get("transposed"):
             is_trained = isinstance(weight, nn.Parameter) and weight.requires_grad
             weight = nn.Parameter(weight.detach().t().contiguous(), is_trained)
-        sizes = [weight.shape[1], weight.shape[0]]
+        output_channels, input_channels, *kernel_size = weight.shape
         hyperparameters = {}
         if kind is not nn.Linear:
-            sizes = [weight.shape[1] * options["groups"], weight.shape[0], tuple(weight.shape[2:])]
+            input_channels *= options["groups"]
+            hyperparameters["kernel_size"] = tuple(kernel_size)
             for key in ("stride", "padding", "dilation", "groups"):
                 value = options[key]
                 # torch.fx's immutable lists become tuples, which the modules take
                 hyperparameters[key] = tuple(value) if isinstance(value, list) else value
-        module = kind(*sizes, bias=bias is not None, device="meta", **hyperparameters)
+        module = kind(
+            input_channels,
+            output_channels,
+            bias=bias is not None,
+            device="meta",
+            **hyperparameters,
+        )
         module.register_parameter("weight", as_parameter(weight))
         if bias is not None:
             module.register_parameter("bias", as_parameter(bias))
@@ -158,22 +162,21 @@ class _Rewriter:
 
     def delete_moved_tensors(self) -> None:
         """Delete parameters that only the new modules use, which would be stored twice."""
-        nodes = self.graph_module.graph.nodes
-        read_tensors = {node.target for node in nodes if node.op == "get_attr"}
-        called_modules = {node.target for node in nodes if node.op == "call_module"}
-        moved = set()
+        graph = self.graph_module.graph
+        read_tensors = {node.target for node in graph.find_nodes(op="get_attr")}
+        called_modules = {node.target for node in graph.find_nodes(op="call_module")}
+        moved_tensors: set[str] = set()
         for options in self.options_by_name.values():
-            moved |= {options.get(key) for key in _NORM_TENSORS}
-        for name in moved - read_tensors - {None}:
-            owner, _, attribute = str(name).rpartition(".")
+            moved_tensors.update(filter(None, map(options.get, _NORM_TENSORS)))
+        for name in moved_tensors - read_tensors:
+            owner, _, attribute = name.rpartition(".")
             if owner not in called_modules:
                 delattr(self.graph_module.get_submodule(owner), attribute)
 
 
 def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a node multiplies a tensor by a matrix parameter."""
-    is_matmul = node.target in _PRODUCTS or (node.op == "call_method" and node.target == "matmul")
-    if not is_matmul or len(node.args) != 2:
+    if not is_op(node, "matmul") or len(node.args) != 2:
         return False
     if not _is_parameter(node.args[1]) or _is_parameter(node.args[0]):
         return False
@@ -188,12 +191,8 @@ def _module_name(tensor: fx.Node, suffix: str) -> str:
 
 def _layer_arguments(node: fx.Node) -> dict[str, Any]:
     if node.target is functional.linear:
-        return {"bias": None, **_arguments_by_name(_LINEAR_ARGUMENTS, node)}
-    return {**_CONV_DEFAULTS, **_arguments_by_name(_CONV_ARGUMENTS, node)}
-
-
-def _arguments_by_name(names: tuple[str, ...], node: fx.Node) -> dict[str, Any]:
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        return {"bias": None} | arguments_by_name(node, _LINEAR_ARGUMENTS)
+    return _CONV_DEFAULTS | arguments_by_name(node, _CONV_ARGUMENTS)
 
 
 def _is_parameter(value: object) -> bool:

@@ -168,10 +168,11 @@ def norms_in_float(model: nn.Module) -> str:
     norms = list(dict.fromkeys(_norms_with_reasons(model)))
     if not norms:
         return ""
-    listed = ", ".join(norms[:_MAX_LISTED_NORMS])
+    text = f"BatchNorm left in float: {len(norms)}: {', '.join(norms[:_MAX_LISTED_NORMS])}"
     unlisted_count = len(norms) - _MAX_LISTED_NORMS
-    more = f", and {unlisted_count} more" if unlisted_count > 0 else ""
-    return f"BatchNorm left in float: {len(norms)}: {listed}{more}"
+    if unlisted_count > 0:
+        text += f", and {unlisted_count} more"
+    return text
 
 
 def _norms_with_reasons(model: nn.Module) -> Iterator[str]:
@@ -193,7 +194,9 @@ def fuse_for_export(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn
         folded, report = fold_batch_norms(model, inputs)
     except ModelError:  # the export reports why the model cannot be followed
         return model
-    return folded if report.counts().keys() - {"Conv+BN", "ConvTranspose+BN"} else model
+    if report.counts().keys() <= {"Conv+BN", "ConvTranspose+BN"}:
+        return model
+    return folded
 
 
 def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | None:
@@ -239,9 +242,9 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     if not _has_factors(module):
         return "it keeps no running statistics"
     if has_view(graph_module, path):
-        channels = norm_factors(module)[0].numel()
-        is_kept = keeps_channels(layer, path, channels)
-        return None if is_kept else f"a view after {layer_call.target} moves its channels"
+        if keeps_channels(layer, path, norm_factors(module)[0].numel()):
+            return None
+        return f"a view after {layer_call.target} moves its channels"
     if isinstance(layer, nn.Linear) and not _is_flat(layer_call, module):
         return "only BatchNorm1d folds into Linear"
     return None
@@ -280,7 +283,9 @@ def _has_factors(norm: nn.Module | None) -> bool:
 def _is_flat(layer: fx.Node, norm: nn.Module | None) -> bool:
     """Return whether the Linear's output is [N, C]; if its rank is unknown, guess by the norm."""
     rank = layer.meta.get("rank")
-    return rank == 2 if rank is not None else isinstance(norm, nn.BatchNorm1d)
+    if rank is None:
+        return isinstance(norm, nn.BatchNorm1d)
+    return bool(rank == 2)
 
 
 def _fold_into_layer(
@@ -291,7 +296,7 @@ def _fold_into_layer(
     norms = _norms_of_all_calls(graph_module, norm)
     layer, module = called_module(graph_module, layer_call), called_module(graph_module, norm)
     assert layer is not None and module is not None
-    replace_submodule(graph_module, str(layer_call.target), _scaled_by_norm(layer, module))
+    replace_submodule(graph_module, str(layer_call.target), _with_norm_after(layer, module))
     report.fused.append((f"{_kind(layer)}+BN", (str(layer_call.target), str(norm.target))))
     for node in norms:
         _remove(node)
@@ -317,7 +322,7 @@ def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseR
     layer_name = str(path[-1].target)
     layer, module = called_module(graph_module, path[-1]), called_module(graph_module, norm)
     assert layer is not None
-    replace_submodule(graph_module, layer_name, _fed_by_norm(layer, module, repeats))
+    replace_submodule(graph_module, layer_name, _with_norm_before(layer, module, repeats))
     report.fused.append((f"BN+{_kind(layer)}", (layer_name, str(norm.target))))
     _remove(norm)
 
@@ -346,43 +351,50 @@ def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[
     if has_view(graph_module, path):
         return inputs_per_channel(layer, norm, norm_factors(module)[0].numel())
     if isinstance(layer, nn.Linear):
-        is_foldable = _is_flat(layer_call, module)
-    else:
-        is_foldable = isinstance(layer, CONVS) and not _pads(layer)
-    return 1 if is_foldable else 0
+        return int(_is_flat(layer_call, module))
+    return int(isinstance(layer, CONVS) and not _pads(layer))
 
 
 def _pads(conv: Any) -> bool:
     return conv.padding != "valid" and (isinstance(conv.padding, str) or any(conv.padding))
 
 
-def _fed_by_norm(layer: Any, norm: Any, repeats: int) -> Any:
+def _with_norm_before(layer: Any, norm: Any, repeats: int) -> Any:
     """Return a copy of `layer` computing layer(norm(x)); x has each channel `repeats` in a row."""
-    layer = copy.deepcopy(layer)
     weight = layer.weight.detach()
     groups = getattr(layer, "groups", 1)
     factor, shift = norm_factors(norm)
     factor = factor.repeat_interleave(repeats).reshape(groups, 1, -1)
     shift = shift.repeat_interleave(repeats).reshape(groups, 1, -1)
 
+    # [group, output of the group, input of the group, position in the kernel]
     rows = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
     added_bias = (rows.sum(3) * shift).sum(2).reshape(-1)
-    bias = torch.zeros_like(added_bias) if layer.bias is None else layer.bias.detach()
-    scaled = (rows * factor.unsqueeze(-1)).reshape(weight.shape)
-    layer.register_parameter("weight", nn.Parameter(scaled))
-    layer.register_parameter("bias", nn.Parameter(bias + added_bias))
-    return layer
+    scaled_weight = (rows * factor.unsqueeze(-1)).reshape(weight.shape)
+    return _with_parameters(layer, scaled_weight, _bias_of(layer, added_bias) + added_bias)
 
 
-def _scaled_by_norm(layer: Any, norm: nn.Module) -> Any:
+def _with_norm_after(layer: Any, norm: nn.Module) -> Any:
     """Return a copy of `layer` that computes norm(layer(x))."""
-    layer = copy.deepcopy(layer)
     factor, shift = norm_factors(norm)
-    bias = torch.zeros_like(shift) if layer.bias is None else layer.bias.detach()
-    weight = scale_outputs(layer, layer.weight.detach(), factor)
-    layer.register_parameter("weight", nn.Parameter(weight))
-    layer.register_parameter("bias", nn.Parameter(bias * factor + shift))
-    return layer
+    scaled_weight = scale_outputs(layer, layer.weight.detach(), factor)
+    return _with_parameters(layer, scaled_weight, _bias_of(layer, shift) * factor + shift)
+
+
+def _bias_of(layer: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return a layer's bias, or zeros like another tensor."""
+    if layer.bias is None:
+        return torch.zeros_like(like)
+    bias: torch.Tensor = layer.bias.detach()
+    return bias
+
+
+def _with_parameters(layer: Any, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    """Return a copy of `layer` with another weight and bias."""
+    copied = copy.deepcopy(layer)
+    copied.weight = nn.Parameter(weight)
+    copied.bias = nn.Parameter(bias)
+    return copied
 
 
 def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -397,22 +409,20 @@ def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> tor
 
 def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:
     """Fuse a ReLU and those after the layer's other calls; return the removed nodes."""
-    layer_call = relu.args[0]
+    layer_call: Any = relu.args[0]
     layer = called_module(graph_module, layer_call)
-    is_fusable = isinstance(layer, FOLDABLE) or is_norm(layer)
-    if layer is None or not is_fusable or not isinstance(layer_call, fx.Node):
+    if layer is None or not (isinstance(layer, FOLDABLE) or is_norm(layer)):
         return set()
 
     name = str(layer_call.target)
-    calls = _calls(graph_module, layer_call)
     relus: set[fx.Node] = set()
-    for call in calls:
-        relus |= {user for user in call.users if is_relu(graph_module, user)}
-    has_other_name = any(str(call.target) != name for call in calls)
-    has_other_user = any(len(call.users) != 1 for call in calls)
-    if has_other_name or has_other_user or len(relus) < len(calls):
-        report.skipped.append((relu.name, f"{name} has another user or call"))
-        return set()
+    for call in _calls(graph_module, layer_call):
+        readers = list(call.users)
+        is_only_reader = len(readers) == 1 and is_relu(graph_module, readers[0])
+        if not is_only_reader or str(call.target) != name:  # a shared module has several names
+            report.skipped.append((relu.name, f"{name} has another user or call"))
+            return set()
+        relus.update(readers)
 
     replace_submodule(graph_module, name, LayerWithRelu(layer))
     for index, (pattern, names) in enumerate(report.fused):

@@ -11,7 +11,7 @@ forward takes keywords or a dict accept that: the model gets a new class with su
 import inspect
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
@@ -33,6 +33,7 @@ from deploy.tensors import Array
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_ALL_KINDS = (*_POSITIONAL, Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 _NO_DEFAULT = Parameter.empty
 _TENSORS = (torch.Tensor, "torch.Tensor", "Tensor")  # annotations of an argument that is no dict
 
@@ -51,22 +52,25 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     """
     if not any(names):
         return list(range(len(names)))
-    positional = [parameter.name for parameter in positional_parameters(model)]
-    unnamed_count = next(i for i, name in enumerate(names) if name is not None)
+    positional = _names(positional_parameters(model))
+    unnamed_count = 0
+    while names[unnamed_count] is None:
+        unnamed_count += 1
     if None in names[unnamed_count:] or len(positional) < unnamed_count:
+        shown_names = [name or "no name" for name in names]
         raise ConfigError(
             "inputs without a name are the first arguments of forward, in order and before those"
-            f" with one, got {', '.join(name or 'no name' for name in names)} for"
-            f" forward({', '.join(positional)})"
+            f" with one, got {', '.join(shown_names)} for forward({', '.join(positional)})"
         )
-    complete = [*positional[:unnamed_count], *filter(None, names)]
-    if duplicates := sorted({name for name in complete if complete.count(name) > 1}):
-        raise ConfigError(f"input names must be unique, got {', '.join(duplicates)} twice")
+    complete_names = [*positional[:unnamed_count], *filter(None, names)]
+    duplicates = {name for name in complete_names if complete_names.count(name) > 1}
+    if duplicates:
+        raise ConfigError(f"input names must be unique, got {', '.join(sorted(duplicates))} twice")
 
-    ordered, dict_argument = match_arguments(model, complete)
+    ordered, dict_argument = match_arguments(model, complete_names)
     if ordered != _argument_names(model):  # arguments with defaults may be left out
         model.__class__ = make_named_class(type(model), ordered, dict_argument=dict_argument)
-    return [complete.index(name) for name in ordered]
+    return [complete_names.index(name) for name in ordered]
 
 
 def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
@@ -99,15 +103,13 @@ def dict_input_note(model: nn.Module) -> str | None:
 
 def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     """Return the single argument that takes `names` as a dict; None if they are keywords."""
-    parameters = _parameters(model)
-    fixed = [p for p in parameters if p.kind in (*_POSITIONAL, Parameter.KEYWORD_ONLY)]
-    required = [p for p in fixed if p.default is _NO_DEFAULT]
-    keywords = [p.name for p in fixed if p.kind in _NAMED]
+    fixed = _parameters(model, (*_POSITIONAL, Parameter.KEYWORD_ONLY))
+    required = _required(fixed)
+    keywords = _argument_names(model)
     unknown = [name for name in names if name not in keywords]
 
-    takes_any_name = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    has_required = {p.name for p in required} <= set(names)
-    if has_required and (takes_any_name or not unknown):
+    takes_any_name = bool(_parameters(model, (Parameter.VAR_KEYWORD,)))
+    if set(names).issuperset(_names(required)) and (takes_any_name or not unknown):
         return None
 
     candidates = required or fixed
@@ -115,14 +117,16 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     if len(candidates) == 1 and are_all_unknown and candidates[0].annotation not in _TENSORS:
         return candidates[0].name
 
-    signature = ", ".join(str(parameter).partition(":")[0] for parameter in parameters)
-    hints = filter(None, (did_you_mean(name, keywords) for name in unknown))
-    hint = next(hints, None)
-    raise ConfigError(
+    signature = ", ".join(str(parameter).partition(":")[0] for parameter in _parameters(model))
+    message = (
         f"inputs are named as the arguments of the model's forward({signature}), with all that have"
         f" no default, or as the keys of a dict that is the only one, got {', '.join(names)}"
-        + (f"; {hint}" if hint else "")
     )
+    for name in unknown:
+        if hint := did_you_mean(name, keywords):
+            message += f"; {hint}"
+            break
+    raise ConfigError(message)
 
 
 def make_named_class(
@@ -161,29 +165,39 @@ def _to_identifier(name: str) -> str:
 
 def argument_names(model: nn.Module, count: int) -> list[str]:
     """Return names of the first `count` arguments of forward, `args_0`... for `*args`."""
-    names = [parameter.name for parameter in positional_parameters(model)]
-    variadic = [p.name for p in _parameters(model) if p.kind is Parameter.VAR_POSITIONAL]
-    prefix = variadic[0] if variadic else "args"
-    return (names + [f"{prefix}_{index}" for index in range(count)])[:count]
+    names = _names(positional_parameters(model))
+    (prefix,) = _names(_parameters(model, (Parameter.VAR_POSITIONAL,))) or ["args"]
+    names += [f"{prefix}_{index}" for index in range(count)]
+    return names[:count]
 
 
 def positional_parameters(model: nn.Module) -> list[Parameter]:
     """Return the parameters of forward that can be passed by position, without `*args`."""
-    return [parameter for parameter in _parameters(model) if parameter.kind in _POSITIONAL]
+    return _parameters(model, _POSITIONAL)
 
 
 def takes_any_number(model: nn.Module) -> bool:
     """Return whether forward has `*args`."""
-    return any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in _parameters(model))
+    return bool(_parameters(model, (Parameter.VAR_POSITIONAL,)))
 
 
 def _argument_names(model: nn.Module) -> list[str]:
     """Return the arguments of forward that can be passed by name."""
-    return [parameter.name for parameter in _parameters(model) if parameter.kind in _NAMED]
+    return _names(_parameters(model, _NAMED))
 
 
-def _parameters(model: nn.Module) -> list[Parameter]:
-    return list(inspect.signature(model.forward).parameters.values())
+def _parameters(model: nn.Module, kinds: Container[Any] = _ALL_KINDS) -> list[Parameter]:
+    """Return the parameters of forward that are of one of `kinds`."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind in kinds]
+
+
+def _required(parameters: Iterable[Parameter]) -> list[Parameter]:
+    return [parameter for parameter in parameters if parameter.default is _NO_DEFAULT]
+
+
+def _names(parameters: Iterable[Parameter]) -> list[str]:
+    return [parameter.name for parameter in parameters]
 
 
 def return_dict(model: nn.Module, output: object) -> None:
@@ -218,7 +232,9 @@ def first_item(source: Any) -> tuple[Any, Any]:
     iterator = iter(iterate_items(source)[0])
     is_read_once = isinstance(source, Iterator) or hasattr(source, "get_next")
     for item in iterator:
-        return item, chain([item], iterator) if is_read_once else source
+        if is_read_once:
+            return item, chain([item], iterator)
+        return item, source
     raise FeedError(
         f"the calibration data must give samples, got none from a {type(source).__name__}"
     )
@@ -244,25 +260,26 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
     """
     if _is_series(item) and item and isinstance(item[0], Mapping):
         item = item[0]  # labels follow the dict
-    required = [p.name for p in positional_parameters(model) if p.default is _NO_DEFAULT]
-    names: list[str] = []
+    required = _names(_required(positional_parameters(model)))
     if isinstance(item, Mapping):
         arrays = {str(name): value for name, value in item.items() if hasattr(value, "__array__")}
         names = _names_of_inputs(model, arrays)
         values = [arrays[name] for name in names]
+        min_count = 1
     else:
+        names = []
         values = list(item) if _is_series(item) else [item]
+        min_count = len(required) or 1
+        if not takes_any_number(model):
+            values = values[:min_count]  # labels follow the inputs
 
     item_name = "the first item of the calibration data"
-    is_short = not names and len(values) < len(required)
-    if not values or is_short:
-        arguments = required or [parameter.name for parameter in _parameters(model)]
+    if len(values) < min_count:
+        arguments = required or _names(_parameters(model))
         raise FeedError(
             f"{item_name} must hold the inputs of forward, {', '.join(arguments)}, got"
             f" {len(values) or 'none'}; yield a tuple of them, or a dict by these names"
         )
-    if not names and not takes_any_number(model):
-        values = values[: len(required) or 1]
     return [_to_tensor(value, item_name) for value in values], names
 
 
@@ -346,7 +363,11 @@ def convert_to_float32(model: nn.Module) -> str | None:
 
 def floats_to_float32(inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the inputs with floating-point tensors in float32; integers stay as they are."""
-    return tuple(x.float() if x.is_floating_point() else x for x in inputs)
+    return tuple(map(_float_to_float32, inputs))
+
+
+def _float_to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -394,9 +415,13 @@ def _read_arrays(path: Path) -> dict[str, Array]:
 
 def _order_names(names: list[str], model: nn.Module, path: Path) -> list[str]:
     """Return the names of the arrays in the order of the model's inputs."""
-    name_by_number = {int(match[1]): name for name in names if (match := _NUMBERED.fullmatch(name))}
-    if sorted(name_by_number) == list(range(len(names))):
-        return [name_by_number[number] for number in range(len(names))]
+    name_by_number: dict[int, str] = {}
+    for name in names:
+        if match := _NUMBERED.fullmatch(name):
+            name_by_number[int(match[1])] = name
+    numbers = list(range(len(names)))
+    if sorted(name_by_number) == numbers:
+        return [name_by_number[number] for number in numbers]
     try:
         order = accept_named_inputs(model, [name or None for name in names])
     except ConfigError as error:

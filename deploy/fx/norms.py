@@ -16,7 +16,6 @@ channels (`path_to_layer`, `path_to_reader`)::
 """
 
 from collections.abc import Mapping
-from itertools import count
 from math import prod
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deploy.fx.operations import SPELLINGS, is_op
+from deploy.fx.operations import SPELLINGS, arguments_by_name, is_call, is_op
 from deploy.fx.plain_copy import tensor_of
 
 _VIEWS_LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
@@ -96,7 +95,9 @@ def inputs_per_channel(layer: Any, norm: fx.Node, channels: int) -> int:
     sizes = norm.meta.get("sizes")
     if not isinstance(layer, nn.Linear) or sizes is None or sizes[1] != channels:
         return 0
-    return layer.in_features // channels if layer.in_features == prod(sizes[1:]) else 0
+    if layer.in_features != prod(sizes[1:]):
+        return 0
+    return layer.in_features // channels
 
 
 def sizes_of(value: torch.Tensor) -> tuple[int, ...] | None:
@@ -113,8 +114,8 @@ def _is_transparent(graph_module: fx.GraphModule, node: fx.Node) -> bool:
         module = graph_module.get_submodule(str(node.target))
         return isinstance(module, (*_IDENTITIES, nn.Flatten))
     if node.target is functional.dropout:
-        training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-        return training is False
+        options = arguments_by_name(node, ("input", "p", "training"))
+        return options.get("training", True) is False
     return _is_view(graph_module, node)
 
 
@@ -127,28 +128,19 @@ def _is_view(graph_module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 TORCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+STATISTICS = ("running_mean", "running_var")
 
-
-# function -> its tensors, in the order of its arguments; the options follow
-_TENSORS: dict[Any, tuple[str, ...]] = {
-    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var"),
-    functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias"),
+# function of a norm -> its arguments, in order
+_OPTIONS = ("training", "momentum", "eps")
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    torch.batch_norm: ("input", "weight", "bias", *STATISTICS, *_OPTIONS),
+    functional.batch_norm: ("input", *STATISTICS, "weight", "bias", *_OPTIONS),
 }
-
+_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
 
-
 Constants = Mapping[fx.Node, Any]
-
-
-_OPTIONS = ("training", "momentum", "eps")
-
-
-_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
-
-
-STATISTICS = ("running_mean", "running_var")
 
 
 class ChannelNorm(_BatchNorm):
@@ -204,10 +196,9 @@ def trained_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def batch_norm_arguments(node: fx.Node) -> dict[str, Any] | None:
     """Return the arguments of a call of F.batch_norm by name; None for any other node."""
-    if node.op != "call_function" or node.target not in _TENSORS:
+    if node.op != "call_function" or node.target not in _ARGUMENTS:
         return None
-    names = (*_TENSORS[node.target], *_OPTIONS)
-    return {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return _DEFAULTS | arguments_by_name(node, _ARGUMENTS[node.target])
 
 
 def create_channel_norm(
@@ -239,7 +230,7 @@ def freeze_affines(graph_module: fx.GraphModule) -> int:
         if affine is None:
             continue
         source, norm = affine
-        name = _unused_name(graph_module, "frozen_norm")
+        name = _unused_name(graph_module)
         graph_module.add_submodule(name, norm)
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(name, (source,))
@@ -250,10 +241,12 @@ def freeze_affines(graph_module: fx.GraphModule) -> int:
     return frozen_count
 
 
-def _unused_name(graph_module: fx.GraphModule, prefix: str) -> str:
-    """Return the first of `<prefix>_0`, `<prefix>_1`, ... that the module has not."""
-    numbered = (f"{prefix}_{number}" for number in count())
-    return next(name for name in numbered if not hasattr(graph_module, name))
+def _unused_name(graph_module: fx.GraphModule) -> str:
+    """Return the first of frozen_norm_0, frozen_norm_1, ... that the module has not."""
+    number = 0
+    while hasattr(graph_module, f"frozen_norm_{number}"):
+        number += 1
+    return f"frozen_norm_{number}"
 
 
 def _find_affine(constants: Constants, addition: fx.Node) -> tuple[fx.Node, FrozenNorm] | None:
@@ -307,7 +300,7 @@ def _evaluate_constants(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
 
 def _is_pure_call(node: fx.Node) -> bool:
     """Return whether a node computes something from other nodes, not in place."""
-    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+    if not is_call(node) or not node.all_input_nodes:
         return False
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
     has_in_place_name = name.endswith("_") and not name.endswith("__")

@@ -7,7 +7,7 @@
 import contextlib
 import io
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,17 @@ SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 def is_op(node: fx.Node, name: str) -> bool:
     """Return whether `node` is the operation `name` of `SPELLINGS`, in any spelling."""
     spellings, in_place = SPELLINGS[name]
-    return _is_call(node) and node.target in spellings + in_place
+    return is_call(node) and node.target in spellings + in_place
 
 
-def _is_call(node: fx.Node) -> bool:
+def is_call(node: fx.Node) -> bool:
+    """Return whether `node` calls a function or a method."""
     return node.op in ("call_function", "call_method")
+
+
+def arguments_by_name(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a call by name; `names`: those of its parameters, in order."""
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def replace_op(graph_module: fx.GraphModule, name: str, function: Callable[..., Any]) -> int:
@@ -86,7 +92,7 @@ def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     """
     for node in graph_module.graph.nodes:
         for spellings, _ in SPELLINGS.values():
-            if _is_call(node) and node.target in spellings:
+            if is_call(node) and node.target in spellings:
                 node.op, node.target = "call_function", spellings[0]
     refresh(graph_module)
     return graph_module

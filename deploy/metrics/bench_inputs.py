@@ -15,7 +15,7 @@ from deploy.tensors import Array, TensorSpec
 
 Shapes = Mapping[str, Sequence[int]]
 
-FEEDS = 4  # number of different inputs, used in turn
+FEED_COUNT = 4  # number of different inputs, used in turn
 
 
 def random_feeds(
@@ -23,7 +23,7 @@ def random_feeds(
     *,
     shapes: Shapes | None = None,
     batch: int | None = None,
-    count: int = FEEDS,
+    count: int = FEED_COUNT,
     seed: int = 0,
 ) -> list[dict[str, Array]]:
     """Return `count` seeded inputs: normal floats, 0 or 1 for integers and bools.
@@ -57,13 +57,13 @@ def random_feeds(
 
 
 def stack_samples(samples: Sequence[Mapping[str, Array]], batch: int) -> list[dict[str, Array]]:
-    """Return `FEEDS` inputs of `batch` rows each, from samples of batch 1 used in turn.
+    """Return `FEED_COUNT` inputs of `batch` rows each, from samples of batch 1 used in turn.
 
     Raises:
         ConfigError: samples of different sizes.
     """
     feeds = []
-    for start in range(0, FEEDS * batch, batch):
+    for start in range(0, FEED_COUNT * batch, batch):
         rows = [samples[index % len(samples)] for index in range(start, start + batch)]
         for name in rows[0]:
             if len({one[name].shape for one in rows}) > 1:

@@ -54,7 +54,7 @@ def time_kernels(
     session: Session,
     feeds: Feeds,
     *,
-    again: Callable[[], Session],
+    open_session: Callable[[], Session],
     duration_ms: float,
     p50_ms: float,
 ) -> tuple[KernelTime, ...]:
@@ -64,7 +64,7 @@ def time_kernels(
         path: the engine's file.
         session: a session of that engine; its runtime and number of threads are used.
         feeds: inputs, used in turn.
-        again: opens another session of the engine, which the profiling slows down.
+        open_session: opens another session of the engine, which the profiling slows down.
         duration_ms: approximate time to measure; at least 10 and at most 100 runs.
         p50_ms: p50 latency of one inference.
 
@@ -77,7 +77,7 @@ def time_kernels(
         events = profile_kernels(path, feeds, runs=runs + _WARMUP, threads=session.threads)
         return _ranked(((name, kind, us / 1e3) for name, kind, us in events), runs)
     refuse_untimed(path, session)
-    other = again()
+    other = open_session()
     assert isinstance(other, TimesLayers)
     return _ranked(other.layer_times(feeds, runs + _WARMUP), runs)
 
@@ -122,7 +122,9 @@ class EngineLayer:
     # "DLA" or "Myelin" for a block that another compiler made of many nodes, whose types it does
     # not tell
     block: str = ""
-    ends: tuple[str, str] | None = None  # first and last node of a block, if only these are known
+    end_nodes: tuple[str, str] | None = (
+        None  # first and last node of a block, if only these are known
+    )
     # whether it only changes the type or layout of a tensor for the next layer
     reformat: bool = False
 

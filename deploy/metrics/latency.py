@@ -30,10 +30,10 @@ from deploy.terminal import timed_phase
 
 OVERHEAD_MS = 0.02  # jitter of the runtime itself: smaller differences do not count
 UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
-LEAST_GAIN = 1.05  # speed-up that an int8 engine must possibly reach to be worth its loss
+MIN_GAIN = 1.05  # speed-up that an int8 engine must possibly reach to be worth its loss
 _STRETCHES = 10  # of the runs, whose ratios give the interval of a speed-up
 _TICK_MS = 1e-6  # a coarse clock may measure 0
-FEW = 20  # with fewer iterations even p95 is the slowest one
+MIN_RUNS_FOR_P95 = 20  # with fewer iterations even p95 is the slowest one
 
 Feeds = Sequence[Mapping[str, Array]]
 
@@ -125,14 +125,14 @@ class SpeedUp:
     high: float
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Ratio and interval: "1.41x (1.38 to 1.45)"."""
         return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
     @property
     def is_noisy(self) -> bool:
         """Whether it may be a loss as well as a gain of 5 % or more."""
-        return self.low <= 1 and self.high >= LEAST_GAIN
+        return self.low <= 1 and self.high >= MIN_GAIN
 
 
 def speed_up(rival: Latency, own: Latency) -> SpeedUp:
@@ -272,7 +272,7 @@ def _stage(times_ms: Iterable[float]) -> Timing | None:
 
 def _warnings(iterations: int, timing: Timing, device: list[DeviceTimes]) -> Iterator[str]:
     """Warn of a short measurement; then trtexec's warnings, under trtexec's conditions."""
-    if iterations < FEW:
+    if iterations < MIN_RUNS_FOR_P95:
         yield (
             f"measured over only {iterations} iteration{'s' if iterations > 1 else ''}, so p95 and"
             " p99 are the slowest one; measure for longer"

@@ -19,7 +19,7 @@ from onnx import ModelProto
 from deploy.graph.index import PADDED_SUFFIX
 
 
-def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, str]:
+def pair_quantized_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, str]:
     """Tensor of the float model -> tensor the int8 model's layers read in its place.
 
     Only tensors that the int8 model quantizes and that a node of the float model makes.
@@ -35,7 +35,7 @@ def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, st
     }
 
 
-def shared_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
+def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
     """Return tensor of `first` -> tensor of `second` of the same name, in the first one's order.
 
     Either model may be a Q/DQ model; then the output of the DequantizeLinear is used. A tensor

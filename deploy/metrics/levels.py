@@ -6,7 +6,7 @@ user's `max_loss` overrides the limits below.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.output_errors import LEFT_DB, USUAL
@@ -20,6 +20,7 @@ LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
 _LABELLED = 0.01, 0.05  # lost top-1 or mAP, 1 = 100 points
 GOOD_LOSS = 0.05  # share of the float model's predictions that a good engine may lose
 _TASK = GOOD_LOSS, 0.25
+_NEW = 0.1  # boxes or labels that FP32 lacks, at most, as a share of FP32's
 _PART_DB = 15.0, 5.0  # SQNR of the worst slice, if the task is unknown (at least)
 _LOST_DB = 0.0  # a slice with more noise than signal is never good
 _ROUNDING = 1e-9  # in floating point 1 - 0.99 is more than 0.01
@@ -58,7 +59,11 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
         return _lost(share, max_loss, _LABELLED, words)
     if accuracy.task is not None:
         task = accuracy.task
-        return _lost(task.lost, max_loss, _TASK, task.words, found=task.found)
+        lost = _lost(task.lost, max_loss, _TASK, task.text, found=task.found)
+        has_many_new = task.new > _NEW * task.counted
+        if lost.level == GOOD and max_loss is None and has_many_new:
+            return replace(lost, level=DOUBTFUL, sure=False)
+        return lost
     if max_loss is None:
         return None
     share = 1 - min((part.cosine_mean for part in accuracy.parts), default=math.nan)

@@ -48,9 +48,9 @@ class Annotations:
 
     pictures: Mapping[str, Objects]  # file name without folders -> its objects
     categories: tuple[int, ...]  # category ids, ascending
-    twice: frozenset[str] = frozenset()  # file names that occur in several folders
+    ambiguous_names: frozenset[str] = frozenset()  # file names that occur in several folders
 
-    def of(self, name: str) -> Objects:
+    def find_objects(self, name: str) -> Objects:
         """Return the objects of a picture, by its file name.
 
         Raises:
@@ -58,7 +58,7 @@ class Annotations:
         """
         file_name = PurePosixPath(name.replace("\\", "/")).name
         objects = self.pictures.get(file_name)
-        if file_name in self.twice:
+        if file_name in self.ambiguous_names:
             raise FeedError(
                 f"images are matched with annotations by file name, {file_name[:200]!r} is several"
                 " images there; give them names of their own"

@@ -34,7 +34,7 @@ from deploy.graph.edit import (
     replace_nodes,
 )
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
-from deploy.metrics.layerwise import shared_tensors
+from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.precision import GroundTruth
 from deploy.runtimes.ort import OrtSession
@@ -155,7 +155,7 @@ class InnerTensors:
         """Open the runnable file of a target with all tensors that it shares as outputs."""
         assert result.runnable is not None
         model = onnx.load(result.runnable)
-        pairs = shared_tensors(loaded.model, model)
+        pairs = pair_quantized_tensors(loaded.model, model)
         if pairs:  # a fake-quant model has no DequantizeLinear
             tapped_model = copy_with_outputs(model, pairs.values())
             session = open_single_thread(tapped_model, stand_in=stand_in)

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,8 @@ from deploy.report.parts import (
     GroupRow,
     ModelPart,
     SearchPart,
+    SplitRow,
     TargetPart,
-    TrialRow,
     WorkPart,
     node_rows,
 )
@@ -313,12 +314,12 @@ def _target_part(
     layers = figures.layers.get(result.target, ())
     observations = calibration.observations_by_target.get(result.target, ())
     search = None
-    if plan is not None and plan.plan.tried:
+    if plan is not None and plan.plan.settled:
         search = SearchPart(
             reused=plan.reused,
             probes=plan.probes,
             settled=plan.plan.settled,
-            tried=tuple(trial_rows(plan.plan)),
+            front=tuple(split_rows(plan.plan)),
         )
     search_notes = () if plan is None or result.error else _search_notes(plan)
     return TargetPart(
@@ -361,13 +362,22 @@ def _search_notes(planned: PlannedTarget) -> Iterator[str]:
             yield note.format(reason)
 
 
-def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:
-    """Yield rows of the complete trials; rows that a user's edit broke are left out."""
-    for index, trial in enumerate(plan.tried):
-        sqnr_db, time = trial.get("sqnr_db"), trial.get("time")
-        if isinstance(sqnr_db, float) and isinstance(time, float):
-            what = str(trial.get("what", ""))
-            yield TrialRow(what=what, sqnr_db=sqnr_db, time=time, taken=index == plan.taken)
+def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:
+    """Yield rows of the front; rows that a user's edit broke are left out."""
+    for split in plan.front:
+        with suppress(KeyError, ValueError, OverflowError):
+            yield SplitRow(
+                number=int(split["number"]),
+                float_layers=int(split["float_layers"]),
+                layers=int(split["layers"]),
+                time=float(split["time"]),
+                is_timed=bool(split.get("is_timed")),
+                size=float(split["size"]),
+                sqnr_db=float(split["sqnr_db"]),
+                figure=str(split.get("figure", "")),
+                level=str(split.get("level", "")),
+                taken=bool(split.get("taken")),
+            )
 
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:

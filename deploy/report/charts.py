@@ -22,10 +22,12 @@ Histograms of the worst tensors and their clip ranges::
     ___|||||||:||:|:|__.__
       0       lo        hi
 
-Trials of a search, side by side::
+Front of a search, time across and SQNR of the worst output slice up::
 
-    |##############------|   bar: SQNR of the worst output slice, relative to the best
-    |____________        |   line: time, relative to the longest
+    exact                    FP32    the float model, at time 1
+    40 dB          4--5---'          a number is a split that --split builds
+    20 dB  1--(3)-'                  larger: the split that was built
+         ---0.7---0.8---0.9---1-
 
 Weights by channel::
 
@@ -39,6 +41,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 from string import ascii_uppercase
 from typing import NamedTuple
 
@@ -47,7 +50,7 @@ from numpy.typing import NDArray
 
 from deploy.report import figures
 from deploy.report.blocks import breakable
-from deploy.report.parts import BatchRow, EngineRow, HistogramPart, TensorRow, TrialRow, WeightRow
+from deploy.report.parts import BatchRow, EngineRow, HistogramPart, SplitRow, TensorRow, WeightRow
 
 
 class _Axis(NamedTuple):
@@ -107,29 +110,6 @@ def range_bar(row: TensorRow) -> str:
         f" kept {figures.real(row.lo)} to {figures.real(row.hi)}"
     )
     return drawing(_BAR_WIDTH, _BAR_HEIGHT, label, body, "bar")
-
-
-_TRIAL_WIDTH, _TRIAL_HEIGHT = 120, 16
-
-
-def trial_bar(trial: TrialRow, best_sqnr_db: float, longest_time: float) -> str:
-    """Draw SQNR and time of one trial; exact has full length, below 0 dB or NaN none."""
-    label = f"{trial.what}: {figures.decibels(trial.sqnr_db)}, time {trial.time:.2f} of FP32"
-    sqnr_width = _TRIAL_WIDTH * _share_of(trial.sqnr_db, best_sqnr_db)
-    time_width = _TRIAL_WIDTH * _share_of(trial.time, longest_time)
-    body = (
-        f'<rect class="{"kept" if trial.taken else "tried"}" width="{sqnr_width:.1f}" y="2"'
-        f' height="8"/><rect class="time" width="{time_width:.1f}" y="12" height="2"/>'
-    )
-    return drawing(_TRIAL_WIDTH, _TRIAL_HEIGHT, label, body, "bar")
-
-
-def _share_of(value: float, largest: float) -> float:
-    if value == math.inf:
-        return 1.0
-    if math.isnan(value) or largest <= 0:
-        return 0.0
-    return max(value / largest, 0.0)
 
 
 _STRIP_WIDTH, _STRIP_HEIGHT = 120, 26
@@ -404,6 +384,83 @@ def _histogram_text(row: TensorRow, part: HistogramPart) -> str:
         f" {figures.real(row.observed_max)}, most of them near {figures.real(peak)};"
         f" {_span(row.lo, row.hi)} is kept"
     )
+
+
+_FRONT_TOP, _FRONT_WORST = 30, _FLOOR - 20  # y of the float model, and of the least SQNR
+_FRONT_BEST = _FRONT_TOP + 30  # y of the largest finite SQNR
+_NUMBER_OFFSETS = -10, 20  # px from a point to its number, in turn above and below
+
+
+def front_figure(front: Sequence[SplitRow]) -> str:
+    """Draw the splits of a search and the float model; "" for fewer than two splits."""
+    splits = [s for s in front if math.isfinite(s.time) and not math.isnan(s.sqnr_db)]
+    if len(splits) < 2:
+        return ""
+
+    times = [1.0, *(split.time for split in splits)]
+    margin = 0.08 * (max(times) - min(times)) or 0.1
+    lo, hi = min(times) - margin, max(times) + margin
+    finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
+    y_axis = _sqnr_axis(min(finite_db), max(finite_db))
+
+    body = _front_grid(lo, hi, y_axis)
+    points = [(_percent(split.time, lo, hi), _sqnr_y(split.sqnr_db, y_axis)) for split in splits]
+    for (x1, y1), (x2, y2) in pairwise(points):
+        body += f'<line class="grid" x1="{x1}" y1="{y1:.1f}" x2="{x2}" y2="{y2:.1f}"/>'
+    for index, (split, (x, y)) in enumerate(zip(splits, points, strict=True)):
+        radius, kind = (7, "kept") if split.taken else (4, "tried")
+        body += (
+            f'<circle class="{kind}" cx="{x}" cy="{y:.1f}" r="{radius}">'
+            f"<title>{escape(_split_text(split))}</title></circle>"
+        )
+        number_y = f"{y + _NUMBER_OFFSETS[index % 2]:.1f}"
+        body += _text("tick name c1" if split.taken else "tick", x, number_y, str(split.number))
+
+    float_x = _percent(1.0, lo, hi)
+    body += f'<circle class="time" cx="{float_x}" cy="{_FRONT_TOP}" r="4"/>'
+    body += _text("tick", float_x, str(_FRONT_TOP - 10), "FP32")
+    body += _text("end", "100%", str(_HEIGHT - 3), "time, FP32 = 1")
+    return (
+        f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
+        f"<title>Time and SQNR of the splits</title>{body}</svg>"
+    )
+
+
+def _sqnr_axis(worst_db: float, best_db: float) -> _Axis:
+    """Return an upright axis from the least to the largest finite SQNR."""
+    if best_db - worst_db < 1:
+        best_db = worst_db + 1
+    return _Axis(worst_db, best_db, start=_FRONT_WORST, length=_FRONT_BEST - _FRONT_WORST)
+
+
+def _sqnr_y(sqnr_db: float, axis: _Axis) -> float:
+    """Return the y of an SQNR; an exact split is level with the float model."""
+    return axis.x(sqnr_db) if math.isfinite(sqnr_db) else _FRONT_TOP
+
+
+def _front_grid(lo: float, hi: float, y_axis: _Axis) -> str:
+    """Draw the floor with ticks of time, and lines of SQNR with their labels."""
+    body = _floor_line(0, "100%", _FLOOR)
+    for value, label in _ticks(lo, hi):
+        body += _text("tick", _percent(value, lo, hi), str(_FLOOR + 15), label)
+    for value, label in _ticks(y_axis.lo, y_axis.hi):
+        y = f"{y_axis.x(value):.1f}"
+        body += f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+        body += _text("", "0", y, f"{label} dB")
+    return body
+
+
+def _split_text(split: SplitRow) -> str:
+    """Describe a split in a sentence."""
+    texts = [
+        f"{split.float_layers} of {split.layers} layers in float",
+        f"time {split.time:.2f}",
+        figures.decibels(split.sqnr_db),
+        split.figure,
+        split.level,
+        "built" if split.taken else "",
+    ]
+    return f"--split {split.number}: {', '.join(filter(None, texts))}"
 
 
 _SWEEP_WIDTH, _SWEEP_HEIGHT = 480, 240

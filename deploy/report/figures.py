@@ -240,9 +240,9 @@ def _block_nodes(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:
 
     An end that is no node of the plan, such as a QuantizeLinear, bounds nothing.
     """
-    if block.ends is None:
+    if block.end_nodes is None:
         return block.nodes
-    first_node, last_node = block.ends
+    first_node, last_node = block.end_nodes
     start = nodes.index(first_node) if first_node in nodes else 0
     stop = nodes.index(last_node) + 1 if last_node in nodes else len(nodes)
     return nodes[start:stop]

@@ -328,19 +328,33 @@ class FileRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRow:
-    """One candidate that the search ran as a complete model.
+class SplitRow:
+    """One split of the front: no other that was tried is both as fast and as near to FP32.
 
     Attributes:
-        what: the candidate as text.
-        sqnr_db: of the worst output slice, over the few samples of the search.
-        time: relative to the float model's, predicted or measured.
+        number: what `--split` takes, from 1, the fastest split first.
+        float_layers: number of layers in float.
+        layers: number of all layers with weights.
+        time: as a share of the float model's.
+        is_timed: whether the time was measured, and not predicted.
+        size: predicted bytes of weights and constants, as a share of the float model's.
+        sqnr_db: of the worst output slice, over the samples of the search.
+        figure: the task's figure on the evaluation samples, such as "27 of 28 boxes"; "" where
+            the split was not judged.
+        level: expected verdict on its accuracy: "good", "doubtful" or "unusable"; "" where the
+            split was not judged.
         taken: whether it was built.
     """
 
-    what: str
-    sqnr_db: float
+    number: int
+    float_layers: int
+    layers: int
     time: float
+    is_timed: bool = False
+    size: float
+    sqnr_db: float
+    figure: str = ""
+    level: str = ""
     taken: bool = False
 
 
@@ -352,13 +366,13 @@ class SearchPart:
         reused: whether the result came from the plan and nothing was tried.
         probes: number of trials.
         settled: description of what was built; "" if the plan has none.
-        tried: candidates run as complete models, in order.
+        front: splits that can be built with `--split`, the fastest first.
     """
 
     reused: bool
     probes: int
     settled: str
-    tried: tuple[TrialRow, ...]
+    front: tuple[SplitRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ Samples where the float model and an engine differ, with boxes drawn over the pi
 Each picture is in the page once, however many engines are drawn over it.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 from deploy.report import charts, figures, tables
@@ -31,7 +30,7 @@ from deploy.report.blocks import (
 from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_text
 from deploy.report.model import Findings
 from deploy.report.page import DRAWING_PX, PICTURE_PX
-from deploy.report.parts import TensorRow, TrialRow
+from deploy.report.parts import TensorRow
 from deploy.report.previews import BoxRow, ClassRow, DrawnBox, DrawnBoxes, Raster, ViewRow
 from deploy.report.report_rows import float_groups, worst_first, worst_rows, worst_weights
 from deploy.report.tables import target_suffix
@@ -46,9 +45,9 @@ _RANGE_TEXT = (
     "Thin line: values seen. Bar: range kept by the scale. Tick: zero."
     " Each drawing has its own scale."
 )
-_TRIAL_TEXT = (
-    "Bar: SQNR of the worst part, beside the best of all; a higher one is nearer to FP32. Line"
-    " below it: the time, beside the longest."
+_FRONT_TEXT = (
+    "Each number is a split that --split builds without a search: time across, FP32's is 1, and"
+    " SQNR of the worst part up, where FP32 is exact."
 )
 _WEIGHT_TEXT = (
     "Largest |w| of each output channel: the least, the median and the largest of them, the ratio"
@@ -206,7 +205,7 @@ def _calibration(report: Findings) -> Sections:
 
 
 def _search(report: Findings) -> Sections:
-    """Yield the trials of each target's search, with a link to the plan file."""
+    """Yield the front of each target's search, with a link to the plan file."""
     plan = tables.plan_path(report)
     link_text = " It is kept in" if plan else ""
     for target in report.targets:
@@ -215,23 +214,13 @@ def _search(report: Findings) -> Sections:
             continue
         text = f"Built: {tables.search_text(search)}.{link_text}"
         blocks: list[Block] = [Paragraph(text, link=plan)]
-        if search.tried:
-            blocks.append(trial_table(search.tried))
-        title = f"Search{target_suffix(report, target.name, ' for ')}"
-        yield Section(title, blocks, len(search.tried))
-
-
-def trial_table(trials: Sequence[TrialRow]) -> Table:
-    """Return a table of the trials, with the one that was built in another colour."""
-    best_sqnr_db = _largest_finite(trial.sqnr_db for trial in trials)
-    longest_time = _largest_finite(trial.time for trial in trials)
-    bars = [charts.trial_bar(trial, best_sqnr_db, longest_time) for trial in trials]
-    rows = list(map(tables.trial_row, trials))
-    return Table(tables.TRIAL_HEADS, rows, "tensors", ("side by side", bars, _TRIAL_TEXT))
-
-
-def _largest_finite(values: Iterable[float]) -> float:
-    return max(filter(math.isfinite, values), default=0.0)
+        if search.front:
+            if figure := charts.front_figure(search.front):
+                blocks.append(Drawing(figure, _FRONT_TEXT))
+            rows = list(map(tables.split_row, search.front))
+            blocks.append(Table(tables.FRONT_HEADS, rows, "front"))
+        title = f"Splits{target_suffix(report, target.name, ' for ')}"
+        yield Section(title, blocks, len(search.front), folded=not search.front)
 
 
 def _nodes(report: Findings) -> Sections:
@@ -501,7 +490,7 @@ def _changed_class(row: ClassRow, picture: Raster, label: str) -> str:
 
 # In the order of the report. A new section is a function that yields it, and its entry here.
 SECTIONS: tuple[Callable[[Findings], Sections], ...] = (
-    _engines, _batches, _kernels, _accuracy, _examples, _worst_layers, _histograms, _views, _notes,
-    _calibration, _search, _nodes, _engine_layers, tensor_sections, _inner_tensors, _weights,
+    _engines, _search, _batches, _kernels, _accuracy, _examples, _worst_layers, _histograms, _views,
+    _notes, _calibration, _nodes, _engine_layers, tensor_sections, _inner_tensors, _weights,
     _machine, _files, _work,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import TypeVar
 from deploy.files.manifest import RECORDS
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
-from deploy.metrics.latency import FEW, Timing
+from deploy.metrics.latency import MIN_RUNS_FOR_P95, Timing
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import figures, model
@@ -24,8 +24,8 @@ from deploy.report.parts import (
     EngineRow,
     GroupRow,
     SearchPart,
+    SplitRow,
     TargetPart,
-    TrialRow,
     WeightRow,
     WorkPart,
 )
@@ -211,7 +211,7 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
     yield _line("Latency p50", parts, lambda part: ms(part.latency.p50), _speed_text(report))
     yield _line("Latency p90", parts, lambda part: ms(part.latency.p90))
     runs = min((part.queries for part in parts if part), default=0)
-    if runs >= FEW:
+    if runs >= MIN_RUNS_FOR_P95:
         yield _line("Latency p95", parts, lambda part: ms(part.latency.p95))
     if runs >= _P99_RUNS:
         yield _line("Latency p99", parts, lambda part: ms(part.latency.p99))
@@ -241,7 +241,7 @@ def _speed_text(report: Findings) -> str:
     texts = []
     for rival in rivals:
         if rival is rivals[0] and engine.speed:
-            speed = engine.speed.words
+            speed = engine.speed.text
         else:
             speed = figures.ratio(model.speed_over(rival, engine))
         texts.append(speed if rival.reference else f"{speed} of {rival.label}")
@@ -331,7 +331,10 @@ def _precision(report: Findings, label: str, suffix: str) -> Iterator[Comparison
 
 
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
-TRIAL_HEADS = ("tried whole", "SQNR", "time, FP32 = 1", "built")
+FRONT_HEADS = (
+    "split", "layers in float", "time, FP32 = 1", "size, FP32 = 1", "SQNR", "task", "expected",
+    "built",
+)  # fmt: skip
 WEIGHT_HEADS = (
     "weight", "channels", "scales", "dead", "used", "ratio", "least", "median", "largest", "worst",
 )  # fmt: skip
@@ -392,10 +395,18 @@ def search_text(search: SearchPart) -> str:
     return f"{search.settled} ({trials})" if search.settled else trials
 
 
-def trial_row(trial: TrialRow) -> list[str]:
-    """Return one trial under `TRIAL_HEADS`."""
-    built = "yes" if trial.taken else ""
-    return [trial.what, figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built]
+def split_row(split: SplitRow) -> list[str]:
+    """Return one split of a front under `FRONT_HEADS`."""
+    return [
+        f"--split {split.number}",
+        f"{split.float_layers} of {split.layers}",
+        f"{split.time:.2f} {'measured' if split.is_timed else 'estimated'}",
+        f"{split.size:.2f}",
+        figures.decibels(split.sqnr_db),
+        split.figure,
+        split.level,
+        "yes" if split.taken else "",
+    ]
 
 
 def weight_row(row: WeightRow) -> list[str]:

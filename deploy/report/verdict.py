@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deploy.errors import ConfigError
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.latency import LEAST_GAIN, OVERHEAD_MS, SpeedUp
+from deploy.metrics.latency import MIN_GAIN, OVERHEAD_MS, SpeedUp
 from deploy.metrics.levels import (
     DOUBTFUL,
     FLOAT,
@@ -164,15 +164,15 @@ def _speed_gate(speed: SpeedUp | None, min_speedup: float, rival: str) -> _Findi
         reason = f"its speed, {min_speedup:g}x that of {rival} at least, is not measured"
         return DOUBTFUL, reason
     level = GOOD if speed.ratio >= min_speedup else UNUSABLE
-    return level, f"{speed.words} the speed of {rival}, at least {min_speedup:g}x is wanted"
+    return level, f"{speed.text} the speed of {rival}, at least {min_speedup:g}x is wanted"
 
 
 def _judge_speed(speed: SpeedUp, slower_ms: float, rival: str, device_kind: str) -> _Finding:
     """Return what a speed says without a limit: a gain, none, or that noise hides it."""
-    text = f"{speed.words} the speed of {rival}"
+    text = f"{speed.text} the speed of {rival}"
     if speed.low > 1:
         return GOOD, text
-    if speed.high < LEAST_GAIN and not 0 < slower_ms < OVERHEAD_MS:
+    if speed.high < MIN_GAIN and not 0 < slower_ms < OVERHEAD_MS:
         return FLOAT, f"int8 has {text} on this {device_kind}"
     return GOOD, f"{text}, which is too noisy to tell a gain"
 

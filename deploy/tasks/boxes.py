@@ -1,10 +1,9 @@
 """Boxes: how many of the float model's detections the candidate reproduces.
 
 Boxes match by class and IoU > 0.5, after non-maximum suppression per class in both models. The
-figure is the Dice coefficient, 2 kept / (boxes of FP32 + boxes of the candidate), so new boxes
-count as well as lost ones. Counts are made at three score thresholds, and the highest one with
-enough FP32 boxes is reported: it depends on the float model only and is the same for every
-candidate.
+figure is the share of FP32's boxes that are kept; new boxes are counted beside it. Counts are made
+at three score thresholds, and the highest one with enough FP32 boxes is reported: it depends on the
+float model only and is the same for every candidate.
 
 `EndToEndDecoder` decodes boxes that the model has suppressed itself, lists of corners, score and
 class: end- to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and
@@ -251,7 +250,7 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
         return () if threshold is None else self.examples[threshold].result()
 
     def result(self) -> TaskFigure | None:
-        return self.dice("score")
+        return self.share_kept("score")
 
 
 @dataclass(frozen=True, slots=True)

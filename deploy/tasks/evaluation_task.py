@@ -11,9 +11,10 @@ each recogniser expects only one of them.
 from __future__ import annotations
 
 import bisect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -86,6 +87,18 @@ def _insert(row: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> Non
     del row[MOST:]
 
 
+FEW_COUNTED = 100  # things of FP32 below which the interval of their share is shown
+_NORMAL_95 = 1.96  # quantile of the normal distribution for an interval of 95 %
+
+
+def share_interval(kept: int, total: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share, 0 to 1 (JASA 22, 1927, p. 209)."""
+    share, scale = kept / total, 1 + _NORMAL_95**2 / total
+    center = share + _NORMAL_95**2 / (2 * total)
+    half = _NORMAL_95 * math.sqrt(share * (1 - share) / total + (_NORMAL_95 / (2 * total)) ** 2)
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFigure:
     """Figure of a task: how much of the float model's predictions the candidate reproduces."""
@@ -97,9 +110,22 @@ class TaskFigure:
     count: str  # the figure in short, such as "84 of 88"
     samples: int
     found: int | None = None  # number of boxes or labels of the float model; None for other tasks
+    new: int = 0  # boxes, labels or indices of the candidate only
+    # boxes, points or samples that the candidate keeps, and all of FP32's; 0 where there are none
+    kept: int = 0
+    counted: int = 0
     reference: float = 1.0  # the float model's own value
     form: str = ""
     beside: tuple[str, ...] = ()  # outputs that the task does not cover
+
+    @property
+    def text(self) -> str:
+        """The words, with the interval of the share where FP32 has few."""
+        if not 0 < self.counted < FEW_COUNTED:
+            return self.words
+        low, high = share_interval(self.kept, self.counted)
+        share, comma, others = self.words.partition(",")
+        return f"{share} ({100 * low:.0f} to {100 * high:.0f} %){comma}{others}"
 
     @property
     def lost(self) -> float:
@@ -188,16 +214,20 @@ class TaskTally(ABC, Generic[T]):
             form=self.task.form,
         )
 
-    def figure_of_kept(self, things: str, kept: int, total: int, words: str) -> TaskFigure | None:
+    def figure_of_kept(
+        self, things: str, kept: int, total: int, words: str, new: int = 0
+    ) -> TaskFigure | None:
         """Return the share of FP32's things that the candidate keeps; None if it has none.
 
-        `total`: number of FP32's. `words`: when one is kept, as text.
+        `total`: number of FP32's. `words`: when one is kept, as text. `new`: number of the
+        candidate's that FP32 does not have.
         """
         if not total:
             return None
         count = f"{kept} of {total}"
         text = f"{count} {things} of FP32 {words}"
-        return self.figure(f"{things} kept", kept / total, count, text)
+        found = self.figure(f"{things} kept", kept / total, count, text)
+        return replace(found, kept=kept, counted=total, new=new)
 
     def top1(self, same: int, compared: int, among: str) -> TaskFigure | None:
         """Return the top-1 agreement; None if nothing is compared.
@@ -212,7 +242,8 @@ class TaskTally(ABC, Generic[T]):
             "samples" if compared == self.samples else "outputs"
         )  # several outputs of each sample
         words = f"{count} {unit} keep FP32's top-1 class{among and f', {among}'}"
-        return self.figure("top-1 agreement", same / compared, count, words)
+        found = self.figure("top-1 agreement", same / compared, count, words)
+        return replace(found, kept=same, counted=compared)
 
 
 @dataclass(slots=True)
@@ -237,16 +268,15 @@ class ThresholdTally(TaskTally[T]):
         fits = (low for low, least in self.enough if self.counts[low][0] >= least)
         return next(fits, None)
 
-    def dice(self, measure: str) -> TaskFigure | None:
-        """Return the Dice coefficient at that threshold of a measure, such as the score."""
+    def share_kept(self, measure: str) -> TaskFigure | None:
+        """Return the share of FP32's above that threshold of a measure, such as the score."""
         if self.threshold is None:
             return None
         fp32, candidate, both = self.counts[self.threshold]
-        count, things = f"{both} of {fp32}", self.task.name
-        new = f"{candidate - both} new ({measure} above {self.threshold:g})"
-        words = f"{count} {things} of FP32 kept, {new}"
-        value = 2 * both / (fp32 + candidate)
-        return self.figure(f"{things} kept", value, count, words, found=fp32)
+        new = candidate - both
+        words = f"kept, {new} new ({measure} above {self.threshold:g})"
+        figure = self.figure_of_kept(self.task.name, both, fp32, words, new)
+        return None if figure is None else replace(figure, found=fp32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class _LabelTally(ThresholdTally["Labels"]):
             self.count(threshold, int(on.sum()), int(other_on.sum()), int((on & other_on).sum()))
 
     def result(self) -> TaskFigure | None:
-        return self.dice("probability")
+        return self.share_kept("probability")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +222,15 @@ class _IndexTally(TaskTally["Indices"]):
             self.both.update(left[alike].tolist())
 
     def result(self) -> TaskFigure | None:
-        """Return Dice's coefficient; None if FP32 gives nothing, or one value at every place."""
+        """Return the share kept; None if FP32 gives nothing, or one value at every place."""
         ((usual, most),) = self.own.most_common(1) or [(0, 0)]
         if self.counts[0] == most:
             return None
         often = most > _USUAL * self.counts[0]
         left, right, both = (int(n) for n in self.counts - often * self.both[usual])
         but = f", without {usual}, the usual one, where both have it" if often else ""
-        count, new = f"{both} of {left}", right - both
-        value, words = 2 * both / (left + right), f"{count} indices of FP32 kept, {new} new{but}"
-        return self.figure("indices kept", value, count, words)
+        new = right - both
+        return self.figure_of_kept("indices", both, left, f"kept, {new} new{but}", new)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ and repeats stay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,7 +243,8 @@ class _TextTally(TaskTally["Text"]):
         count = f"{self.alike} of {self.samples}"
         edits = f"{self.edits} edit{'s' * (self.edits != 1)}"
         words = f"{count} texts as FP32's, {edits} in {self.symbols} symbols"
-        return self.figure("texts alike", self.alike / self.samples, count, words)
+        figure = self.figure("texts alike", self.alike / self.samples, count, words)
+        return replace(figure, kept=self.alike, counted=self.samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class TargetPlan:
     # number of trials that could not run and why the first could not; "" where all ran
     failed: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
+    # splits that can be built, the fastest first; keys are the fields of the report's `SplitRow`
+    front: tuple[Mapping[str, str | float], ...] = ()
 
     @property
     def taken(self) -> int | None:

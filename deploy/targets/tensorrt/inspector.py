@@ -93,8 +93,8 @@ def _layer(layer: Mapping[str, Any]) -> EngineLayer:
     first_node, dots, last_node = foreign[1].partition("...")
     if not dots or _NODE.search(metadata):
         return EngineLayer(name=name, kind=kind, nodes=nodes, block=kind)
-    ends = _nodes(first_node, "")[0], _nodes(last_node, "")[-1]
-    return EngineLayer(name=name, kind=kind, block=kind, ends=ends)
+    end_nodes = _nodes(first_node, "")[0], _nodes(last_node, "")[-1]
+    return EngineLayer(name=name, kind=kind, block=kind, end_nodes=end_nodes)
 
 
 def _precision(layer: Mapping[str, Any]) -> str:
