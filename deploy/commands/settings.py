@@ -208,6 +208,7 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
         accept: bool,
         prefer: str,
         cpu: str,
+        split: int | None,
         **arguments: Any,
     ) -> None:
         from deploy.report.verdict import Gates
@@ -218,7 +219,14 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
                 f"--plan is obeyed and nothing is searched, got --effort {effort} too; leave one"
                 " of them out"
             )
-        search = Tuning(effort=effort, plan=plan, max_loss=max_loss, prefer=prefer, cpu=cpu)
+        if split is not None and effort is not None:
+            raise ConfigError(
+                f"--split is built without a search, got --effort {effort} too; leave one of them"
+                " out"
+            )
+        search = Tuning(
+            effort=effort, plan=plan, split=split, max_loss=max_loss, prefer=prefer, cpu=cpu
+        )
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
         command(tuning=search, gates=gates, **arguments)
 
@@ -239,6 +247,13 @@ def _options() -> list[Decorator]:
             metavar="FILE",
             type=base.INPUT,
             help="Plan of an earlier build to follow.  [default: the one in --out, if it fits]",
+        ),
+        base.search_option(
+            "--split",
+            metavar="N",
+            type=click.IntRange(min=1),
+            help="Split of an earlier build's front to build without a search, by its number in the"
+            " report or the plan.",
         ),
         base.search_option(
             "--prefer",

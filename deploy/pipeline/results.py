@@ -3,8 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,15 +45,6 @@ from deploy.tuning.tune import PlannedTarget
 from deploy.version import __version__
 
 _MAX_NAMES = 3  # tensors named for each reason
-_FAILED = "the search was made without some of its trials: {}"
-_UNUSABLE = (
-    "the split of least cost would be unusable, {}; so the fastest usable one was looked for among"
-    " those of less noise"
-)
-_DOUBTFUL = (
-    "the split of least cost would be doubtful, {}; so one of less noise was taken, which wins more"
-    " of the task than it costs in time"
-)
 
 
 @phase("report")
@@ -355,29 +345,15 @@ def _search_notes(planned: PlannedTarget) -> Iterator[str]:
     """Yield notes on how the plan came about."""
     if planned.note:
         yield planned.note
-    plan = planned.plan
-    reason_by_note = {_UNUSABLE: plan.unusable, _DOUBTFUL: plan.doubtful, _FAILED: plan.failed}
-    for note, reason in reason_by_note.items():
-        if reason:
-            yield note.format(reason)
+    if planned.plan.failed:
+        yield f"the search was made without some of its trials: {planned.plan.failed}"
 
 
 def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:
-    """Yield rows of the front; rows that a user's edit broke are left out."""
+    """Yield rows of the front."""
     for split in plan.front:
-        with suppress(KeyError, ValueError, OverflowError):
-            yield SplitRow(
-                number=int(split["number"]),
-                float_layers=int(split["float_layers"]),
-                layers=int(split["layers"]),
-                time=float(split["time"]),
-                is_timed=bool(split.get("is_timed")),
-                size=float(split["size"]),
-                sqnr_db=float(split["sqnr_db"]),
-                figure=str(split.get("figure", "")),
-                level=str(split.get("level", "")),
-                taken=bool(split.get("taken")),
-            )
+        figures = {field.name: getattr(split, field.name) for field in fields(SplitRow)}
+        yield SplitRow(**figures)
 
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:

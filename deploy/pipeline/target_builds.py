@@ -70,7 +70,7 @@ def search_targets(
                     request,
                     tuning.for_target(target),
                     earlier_plan,
-                    method_asked=has_method,
+                    has_method=has_method,
                     repairs=repairs(target),
                 )
         except (MemoryError, OSError):

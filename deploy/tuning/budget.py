@@ -32,6 +32,7 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.output_form import OutputForm
 from deploy.targets.base import BuildRequest, Target
 from deploy.terminal import Step, phase
+from deploy.tuning.front import find_fastest
 from deploy.tuning.prices import Prices, Units
 from deploy.tuning.probe import ReferenceSample
 from deploy.tuning.repairs import ROUNDING
@@ -41,7 +42,7 @@ from deploy.tuning.repairs.repair_layers import original_constants, restore_cons
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import GrowingComparison, max_sample_count, select_samples
-from deploy.tuning.tune import SearchSetup, make_prober
+from deploy.tuning.target_search import SearchSetup, make_prober
 
 _EFFORT = 3  # losses of up to 64 layers are measured one by one
 _SAMPLES = 32  # of each trial
@@ -70,7 +71,7 @@ class BudgetSearch:
     history: list[dict[str, Any]] = field(default_factory=list)
     repairs: tuple[RepairResult, ...] = ()
     _judges: EvaluationSet = field(init=False)
-    _heard: Sequence[ReferenceSample] = field(init=False)
+    _samples: Sequence[ReferenceSample] = field(init=False)
     _form: OutputForm = field(init=False)
     _builder: RepairedBuilder = field(init=False)
     _losses: dict[frozenset[str], float] = field(init=False, default_factory=dict)
@@ -81,7 +82,7 @@ class BudgetSearch:
         self._judges = make_evaluation_set(feed, self.request.model, feed.count)
         with phase("running the float model"):
             most = max(min(_SAMPLES, max_sample_count(self._judges)), 1)
-            self._heard, self._form = select_samples(self._judges, most)
+            self._samples, self._form = select_samples(self._judges, most)
 
     def run(self) -> BuildRequest | None:
         """Return the request that holds the budget; None if only float holds it.
@@ -91,29 +92,30 @@ class BudgetSearch:
             Calib8Error: what the target raises for its trial.
         """
         with phase("trying layers", len(self.layers), "trials", about=True) as step:
-            found = self._found(step)
+            found = self._find(step)
         return None if found is None else self._builder.final(found.choices)
 
-    def _found(self, step: Step) -> Trial | None:
+    def _find(self, step: Step) -> Trial | None:
         search = self._search(self._builder, step)
-        base = self._least(search)
+        base = self._try_searches_everywhere(search)
         if self._holds(base):
             return base
         if self.ranking:
-            return self._shortest(search, base)
+            return self._with_fewest_float_layers(search, base)
+
         repaired = self._repaired(base, step)
         if repaired is not None:
             search, base = repaired
             if self._holds(base):
                 return base
-        losses = search.shares_of(base)
-        ranked = {name: losses.get(name, 0.0) for name in self.layers}
-        self.ranking = sorted(ranked.items(), key=lambda entry: -entry[1])
-        swapped = self._swapped(search, base)
+        losses = search.layer_losses(base)
+        loss_by_layer = {name: losses.get(name, 0.0) for name in self.layers}
+        self.ranking = sorted(loss_by_layer.items(), key=lambda entry: -entry[1])
+        swapped = self._with_swapped_searches(search, base)
         if swapped is not base and self._holds(swapped):
             return swapped
-        found = self._shortest(search, swapped)
-        return None if found is None else self._given_back(search, found)
+        trial = self._with_fewest_float_layers(search, swapped)
+        return None if trial is None else self._with_layers_back_in_int8(search, trial)
 
     def _search(self, builder: RepairedBuilder, step: Step) -> Search:
         """Return a search on the evaluation samples whose units are the layers, at equal prices."""
@@ -121,31 +123,33 @@ class BudgetSearch:
             target=self.target,
             request=self.request,
             options=Tuning(effort=_EFFORT, max_loss=self.max_loss),
-            method_fixed=True,
+            has_fixed_method=True,
             trial=builder.trial,
             rounded=None,
-            held_out=False,
+            is_held_out=False,
         )
         members = {name: (name,) for name in self.layers}
         prices = dict.fromkeys(members, (0.0, 1.0))
+        budget = SearchBudget(math.inf)
         return Search(
             units=Units(members=members, edges=(), inlets=(), outlets=(), layers=(*members,)),
             prices=Prices(units=prices, conversions={}, fixed_price=0.0, measured=False),
-            prober=make_prober(setup, self._heard, self._form, step, SearchBudget(math.inf)),
+            prober=make_prober(setup, self._samples, self._form, step, budget),
             methods=[None],
             effort=EFFORTS[_EFFORT],
         )
 
-    def _least(self, search: Search) -> Trial:
+    def _try_searches_everywhere(self, search: Search) -> Trial:
         """Return the trial of least loss with one search in all layers."""
-        trials = search.tried(
-            {how: Choices(searches=dict.fromkeys(self.layers, how)) for how in self.everywhere}
-        )
+        choices = {
+            name: Choices(searches=dict.fromkeys(self.layers, name)) for name in self.everywhere
+        }
+        trials = search.try_choices(choices)
         if not trials:
             raise BackendError(
                 f"a search must be able to run the int8 model, got: {search.prober.errors[0]}"
             )
-        return min(trials, key=_figure)
+        return min(trials, key=_loss)
 
     def _repaired(self, base: Trial, step: Step) -> tuple[Search, Trial] | None:
         """Return a search and its trial with each layer's nearest search, and with the repairs.
@@ -156,53 +160,57 @@ class BudgetSearch:
         names = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
         chosen = self.request.with_choices(replace(base.choices, searches=self.nearest()))
         assert chosen.evaluation_set is not None
-        samples = list(
-            chosen.evaluation_set.samples_with_outputs(len(chosen.evaluation_set.subset))
-        )
+        count = len(chosen.evaluation_set.subset)
+        samples = list(chosen.evaluation_set.samples_with_outputs(count))
         request, results = repair_request(self.target, chosen, names, samples)
         builder = RepairedBuilder(self.target, self.request, request)
         search = self._search(builder, step)
-        trials = search.tried({"repaired": request.choices})
-        if not trials or _figure(trials[0]) >= _figure(base):
+        trials = search.try_choices({"repaired": request.choices})
+        if not trials or _loss(trials[0]) >= _loss(base):
             return None
-        self._builder, self.repairs = builder, tuple(one for one in results if one.kept)
+        self._builder = builder
+        self.repairs = tuple(result for result in results if result.kept)
         return search, trials[0]
 
-    def _shortest(self, search: Search, base: Trial) -> Trial | None:
+    def _with_fewest_float_layers(self, search: Search, base: Trial) -> Trial | None:
         """Return the trial with the fewest of the first layers of the ranking in float."""
         order = [name for name, _ in self.ranking]
-        prefixes = [frozenset(order[:count]) for count in range(1, len(order))]
-        return search.first_usable(base, prefixes, self._holds)
+        splits = [frozenset(order[:count]) for count in range(1, len(order))]
+        return find_fastest(search, base, splits, self._holds)
 
-    def _swapped(self, search: Search, base: Trial) -> Trial:
+    def _with_swapped_searches(self, search: Search, base: Trial) -> Trial:
         """Return a trial in which the layers that lose most have another search that loses less."""
         best = base
         for name, _ in self.ranking[:_SWAPPED]:
             trial = self._by_any_search(search, best, name, best.in_float)
-            best = trial if _figure(trial) < _WORTH * _figure(best) else best
+            if _loss(trial) < _WORTH * _loss(best):
+                best = trial
         return best
 
-    def _given_back(self, search: Search, found: Trial) -> Trial:
-        """Return a trial with fewer layers in float if it holds the budget too, else `found`."""
-        loss = self._losses[found.in_float]
-        goal = _figure(found) * (self.max_loss / loss if loss > 0 else 1)
-        best = found
-        for name in [name for name, _ in reversed(self.ranking) if name in found.in_float]:
-            trial = self._by_any_search(search, best, name, best.in_float - {name})
-            best = trial if _figure(trial) <= goal else best
-        return best if best is found or self._holds(best) else found
+    def _with_layers_back_in_int8(self, search: Search, holding: Trial) -> Trial:
+        """Return a trial with fewer layers in float if it holds the budget too, else `holding`."""
+        loss = self._losses[holding.in_float]
+        limit = _loss(holding)
+        if loss > 0:
+            limit *= self.max_loss / loss
+        best = holding
+        for name, _ in reversed(self.ranking):
+            if name in holding.in_float:
+                trial = self._by_any_search(search, best, name, best.in_float - {name})
+                if _loss(trial) <= limit:
+                    best = trial
+        return best if best is holding or self._holds(best) else holding
 
     def _by_any_search(
-        self, search: Search, base: Trial, name: str, in_float: frozenset[str]
+        self, search: Search, base: Trial, layer: str, in_float: frozenset[str]
     ) -> Trial:
         """Return the trial of least loss with some search of a layer, else `base`."""
-        searches = base.choices.searches
-        choices = {
-            how: replace(base.choices, searches={**searches, name: how})
-            for how, own in self.searches.items()
-            if name in own
-        }
-        return min(search.tried(choices, in_float), key=_figure, default=base)
+        choices = {}
+        for name, layers in self.searches.items():
+            if layer in layers:
+                searches = {**base.choices.searches, layer: name}
+                choices[name] = replace(base.choices, searches=searches)
+        return min(search.try_choices(choices, in_float), key=_loss, default=base)
 
     def _holds(self, trial: Trial) -> bool:
         """Whether a trial holds the budget on all evaluation samples."""
@@ -251,7 +259,7 @@ def loss_of(accuracy: Accuracy) -> float:
     return 1.0 - min(output.cosine_mean for output in accuracy.outputs)
 
 
-def _figure(trial: Trial) -> float:
+def _loss(trial: Trial) -> float:
     """Return the loss of a trial on its few samples; infinite if it is not a number."""
     loss = math.inf if trial.noise.accuracy is None else loss_of(trial.noise.accuracy)
     return loss if math.isfinite(loss) else math.inf

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import onnx
 
 from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED
-from deploy.metrics.latency import LEAST_GAIN
+from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.tuning.prices import Units
 from deploy.tuning.probe import choices_key
@@ -70,8 +70,8 @@ class SplitSizes:
     def __init__(self, model: onnx.ModelProto, units: Units) -> None:
         graph = Graph(model)
         nodes = {node.name: node for node in graph.nodes}
-        counts = {name: math.prod(tensor.dims) for name, tensor in graph.initializers.items()}
-        self._values = sum(counts.values())
+        counts = {name: int(math.prod(tensor.dims)) for name, tensor in graph.initializers.items()}
+        self._values: int = sum(counts.values())
         self._weights_by_layer: dict[str, int] = {}
         for layer in units.layers:
             weighted = [nodes[name] for name in units.members[layer]]
@@ -236,7 +236,7 @@ class SplitChooser:
         """Whether a split wins some of the time or a quarter of the size."""
         if time is None:
             time = self.search.time_of(in_float)
-        return time * LEAST_GAIN <= 1 or self.sizes.of(in_float) <= WORTHWHILE_SIZE
+        return time * MIN_GAIN <= 1 or self.sizes.of(in_float) <= WORTHWHILE_SIZE
 
     def _is_timed(self, trial: Trial) -> bool:
         return choices_key(trial.choices) in self._timed

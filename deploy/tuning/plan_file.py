@@ -15,6 +15,13 @@
     float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }
     methods = { "tensor" = "mse" }
 
+    [[onnxruntime.front]]            what else could be built: --split 2
+    number = 2
+    float_layers = 3
+    time = 0.44                      share of the float model's
+    sqnr_db = 27.0
+    float = ["/model.1/conv/Conv"]
+
 A choice by time would differ on a busier day; with the file, the same bytes are built again.
 
 Also here: the reason why each node stays float, in a sentence for the report and the plan.
@@ -23,7 +30,7 @@ Also here: the reason why each node stays float, in a sentence for the report an
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,26 +40,42 @@ import msgspec
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files import atomic, toml
 from deploy.files.reading import convert
-from deploy.method import Choices, Method
+from deploy.method import NO_CHOICES, Choices, Method
 from deploy.tuning.prices import Prices, Units
-from deploy.tuning.search import Sensitivity
 from deploy.tuning.search_options import Trial
+from deploy.tuning.sensitivity import Sensitivity
 
 SCHEMA = "calib8-plan/1"
-_SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # `settled`
-TIMED = "timed: "  # prefix of the trials that were timed next to the float model
 _AGAIN = "build again without it"
-_TEXTS = ("precision", "timed_on", "settled", "unusable", "doubtful", "failed")
-_ROUNDED = 0.06  # dB, largest difference of a figure with one decimal and the same with two
+_TEXTS = ("precision", "timed_on", "settled", "failed")
+_FIGURES = ("number", "float_layers", "layers", "time", "size", "sqnr_db")
+_SPLIT_FIELDS = (*_FIGURES, "is_timed", "taken", "figure", "level")
 
 # why a node is float
 NOISE, TIME, CONSEQUENCE, RULE = "noise", "time", "consequence", "rule"
 BETWEEN = "to and fro would cost more than it wins"
-NO_SUMS: Mapping[str, str] = MappingProxyType({})
+NO_ADDS: Mapping[str, str] = MappingProxyType({})
 _NOISY, _SLOWER = "alone in ", "slower in int8"
 _DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")
-_SHARE = 0.02  # of all noise: a layer with less is not float for its noise
-_NOTHING_DB = 60.0  # nor is one that leaves more, whatever its share
+_MIN_NOISE_SHARE = 0.02  # of all noise: a layer with less is not float for its noise
+_NO_NOISE_DB = 60.0  # nor is one that leaves more, whatever its share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSplit:
+    """A split of the front; its figures are those of the report's `SplitRow`."""
+
+    number: int  # what --split takes
+    float_layers: int
+    layers: int
+    time: float
+    size: float
+    sqnr_db: float
+    is_timed: bool = False
+    figure: str = ""
+    level: str = ""
+    taken: bool = False
+    choices: Choices = NO_CHOICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +86,32 @@ class TargetPlan:
     made_from: str = ""  # digest of all that the choice depends on; "" for a plan written by hand
     precision: str = ""  # "int8" or "fp8", the grid it was chosen for; "" if unknown
     settled: str = ""  # description of the trial that was built
-    unusable: str = ""  # why the trial of least cost was not built; "" where it was
-    doubtful: str = ""  # why the trial of least cost, though usable, was not built; "" where it was
     interrupted: bool = False  # whether the user ended the search; not in the file
     timed_on: str = ""  # CPU whose times decided; "" where no time did
     # number of trials that could not run and why the first could not; "" where all ran
     failed: str = ""
-    tried: tuple[Mapping[str, str | float], ...] = ()
-    # splits that can be built, the fastest first; keys are the fields of the report's `SplitRow`
-    front: tuple[Mapping[str, str | float], ...] = ()
+    front: tuple[PlannedSplit, ...] = ()  # what can be built, the fastest first
 
-    @property
-    def taken(self) -> int | None:
-        """Index in `tried` of the trial that was built; None if unknown.
+    def with_split(self, number: int) -> "TargetPlan":
+        """Return the plan that builds another split of the front.
 
-        Of equal descriptions the last is taken: timed trials come after predicted ones.
+        Raises:
+            ConfigError: the front has no such split.
         """
-        said = _SETTLED.fullmatch(self.settled)
-        if said is None:
-            return None
-        places = [place for place, one in enumerate(self.tried) if _matches(one, said[1], said[2])]
-        return places[-1] if places else None
+        split = next((split for split in self.front if split.number == number), None)
+        if split is None:
+            numbers = ", ".join(str(split.number) for split in self.front) or "none"
+            raise ConfigError(f"a split must be one of the plan's, {numbers}, got {number}")
+        reason = f"split {number} of the plan keeps it in float"
+        known_reasons = self.choices.float_nodes
+        float_nodes = {name: known_reasons.get(name, reason) for name in split.choices.float_nodes}
+        return replace(
+            self,
+            choices=replace(split.choices, float_nodes=float_nodes),
+            settled=f"split {number}: {split.float_layers} of {split.layers} layers in float,"
+            f" {split.sqnr_db:.1f} dB",
+            front=tuple(replace(one, taken=one.number == number) for one in self.front),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,17 +138,35 @@ def _lines(plan: PlanFile) -> Iterator[str]:
         table, choices = toml.toml_key(name), target.choices
         yield from ("", f"[{table}]", f"made_from = {toml.toml_value(target.made_from)}")
         yield from _pairs({key: text for key in _TEXTS if (text := getattr(target, key))})
-        if choices.method is not None:
-            yield from _pairs({"method": choices.method.label})
-        if choices.rounded is not None:
-            yield from _pairs({"rounded": choices.rounded})
+        yield from _method_lines(choices)
         yield from ("", f"[{table}.float]")
         yield from _pairs(choices.float_nodes)
         yield from ("", f"[{table}.methods]")
         yield from _pairs({tensor: method.label for tensor, method in choices.methods.items()})
-        for trial in target.tried:
-            yield from ("", f"[[{table}.tried]]")
-            yield from _pairs(trial)
+        for split in target.front:
+            yield from ("", f"[[{table}.front]]")
+            yield from _split_lines(split)
+
+
+def _method_lines(choices: Choices) -> Iterator[str]:
+    if choices.method is not None:
+        yield from _pairs({"method": choices.method.label})
+    if choices.rounded is not None:
+        yield from _pairs({"rounded": choices.rounded})
+
+
+def _split_lines(split: PlannedSplit) -> Iterator[str]:
+    yield from _pairs({key: getattr(split, key) for key in _FIGURES})
+    for key in _SPLIT_FIELDS[len(_FIGURES) :]:
+        if getattr(split, key):
+            yield from _pairs({key: getattr(split, key)})
+    yield from _method_lines(split.choices)
+    yield f"float = {toml.toml_value(split.choices.float_nodes)}"
+    methods = [
+        f"{toml.toml_key(tensor)} = {toml.toml_value(method.label)}"
+        for tensor, method in split.choices.methods.items()
+    ]
+    yield f"methods = {{ {', '.join(methods)} }}" if methods else "methods = {}"
 
 
 def _pairs(table: Mapping[str, str | float]) -> Iterator[str]:
@@ -155,92 +201,112 @@ class _Head(msgspec.Struct):
     float_nodes: tuple[str, ...] = msgspec.field(name="float", default=())
 
 
-class _Table(msgspec.Struct):
+class _Choices(msgspec.Struct):
+    """The choices in a table."""
+
+    method: str = ""
+    rounded: bool | None = None
+    methods: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def choices(self, float_nodes: Mapping[str, str]) -> Choices:
+        """Return them with these nodes in float."""
+        methods = {tensor: Method.from_label(label) for tensor, label in self.methods.items()}
+        return Choices(
+            float_nodes=float_nodes,
+            method=Method.from_label(self.method) if self.method else None,
+            rounded=self.rounded,
+            methods=methods,
+        )
+
+
+class _Split(_Choices):
+    """A table of the front."""
+
+    number: int = 0
+    float_layers: int = 0
+    layers: int = 0
+    time: float = 1.0
+    size: float = 1.0
+    sqnr_db: float = 0.0
+    is_timed: bool = False
+    figure: str = ""
+    level: str = ""
+    taken: bool = False
+    float_nodes: tuple[str, ...] = msgspec.field(name="float", default=())
+
+
+class _Table(_Choices):
     """The table of a target."""
 
     made_from: str = ""
     precision: str = ""
     timed_on: str = ""
     settled: str = ""
+    failed: str = ""
+    float_nodes: dict[str, str] = msgspec.field(name="float", default_factory=dict)
+    front: tuple[_Split, ...] = ()
+    # of earlier versions, not used any more
     unusable: str = ""
     doubtful: str = ""
-    failed: str = ""
-    method: str = ""
-    rounded: bool | None = None
-    float_nodes: dict[str, str] = msgspec.field(name="float", default_factory=dict)
-    methods: dict[str, str] = msgspec.field(default_factory=dict)
     tried: tuple[dict[str, Any], ...] = ()
 
 
 def _target(path: Path, name: str, table: object) -> TargetPlan:
-    known = _Table.__struct_encode_fields__
+    known_keys = _Table.__struct_encode_fields__
     for key in table if isinstance(table, dict) else ():
-        if key not in known:
-            way = did_you_mean(key, known, f"it has {', '.join(known)}")
-            raise ConfigError(f"[{name}] of a plan has no {key!r}, got one in {path}; {way}")
+        if key not in known_keys:
+            remedy = did_you_mean(key, known_keys, f"it has {', '.join(known_keys)}")
+            raise ConfigError(f"[{name}] of a plan has no {key!r}, got one in {path}; {remedy}")
     rule = f"[{name}] of {path} must be the plan of a target"
-    held = convert(table, _Table, rule=rule, error=ConfigError, way_out=_AGAIN)
+    target = convert(table, _Table, rule=rule, error=ConfigError, way_out=_AGAIN)
+    front = []
+    for split in target.front:
+        choices = split.choices(dict.fromkeys(split.float_nodes, ""))
+        figures = {key: getattr(split, key) for key in _SPLIT_FIELDS}
+        front.append(PlannedSplit(choices=choices, **figures))
     return TargetPlan(
-        choices=Choices(
-            float_nodes=held.float_nodes,
-            method=Method.from_label(held.method) if held.method else None,
-            rounded=held.rounded,
-            methods={tensor: Method.from_label(label) for tensor, label in held.methods.items()},
-        ),
-        made_from=held.made_from,
-        tried=tuple(  # without values of types that calib8 does not write
-            {key: kept for key, value in row.items() if (kept := _figure(value)) is not None}
-            for row in held.tried
-        ),
-        **{key: getattr(held, key) for key in _TEXTS},
+        choices=target.choices(target.float_nodes),
+        made_from=target.made_from,
+        front=tuple(front),
+        **{key: getattr(target, key) for key in _TEXTS},
     )
 
 
-def _figure(value: object) -> str | float | None:
-    """Return a text or a number as it is; None for anything else."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def _matches(tried: Mapping[str, str | float], what: str, db: str) -> bool:
-    """Whether a row of `tried` has this description and SQNR."""
-    words, figure = tried.get("what"), tried.get("sqnr_db")
-    if not isinstance(words, str) or not isinstance(figure, float):
-        return False
-    near = figure == float(db) or abs(figure - float(db)) <= _ROUNDED
-    return words.removeprefix(TIMED) == what and near
-
-
 def float_reasons(
-    best: Trial,
+    built: Trial,
     units: Units,
     prices: Prices,
-    found: Sensitivity | None,
-    word: str,
+    sensitivity: Sensitivity | None,
+    precision: str,
     refused: Collection[str] = (),
     *,
-    sums: Mapping[str, str] = NO_SUMS,
+    adds: Mapping[str, str] = NO_ADDS,
 ) -> dict[str, str]:
     """Return node in float -> reason, in the model's order.
 
-    `best`: the trial that is built. `found`: noise of the groups, each alone in int8. `word`:
-    precision of the nodes that are not float. `refused`: units that cannot run in it. `sums`: units
-    of Adds that stay float for their common loss -> the reason.
+    Args:
+        built: the trial that is built.
+        units: of the model.
+        prices: of the units.
+        sensitivity: noise of the groups, each alone in int8.
+        precision: of the nodes that are not float.
+        refused: units that cannot run in it.
+        adds: units of Adds that stay float for their common loss -> the reason.
     """
-    why = {
-        unit: f"it cannot be run in {word}"
-        if unit in refused
-        else sums.get(unit) or _noise(unit, found, word) or _time(unit, prices) or BETWEEN
-        for unit in units.members
-        if unit in best.in_float
-    }
-    return {node: why[unit] for unit in why for node in units.members[unit]}
+    reasons: dict[str, str] = {}
+    for unit, nodes in units.members.items():
+        if unit not in built.in_float:
+            continue
+        reason = (
+            adds.get(unit)
+            or _noise_reason(unit, sensitivity, precision)
+            or _time_reason(unit, prices)
+            or BETWEEN
+        )
+        if unit in refused:
+            reason = f"it cannot be run in {precision}"
+        reasons.update(dict.fromkeys(nodes, reason))
+    return reasons
 
 
 def reason_kind(reason: str) -> str:
@@ -261,20 +327,22 @@ def reason_sqnr_db(reason: str) -> float:
         return math.inf
 
 
-def _noise(unit: str, found: Sensitivity | None, word: str) -> str:
+def _noise_reason(unit: str, sensitivity: Sensitivity | None, precision: str) -> str:
     """Return the reason by the noise of the unit, or of its group; "" where it is small."""
-    if found is None:
+    if sensitivity is None:
         return ""
-    total = sum(noise.worst for noise in found.groups.values())
-    for group, noise in found.groups.items():
-        if unit in group and noise.worst > _SHARE * total and noise.db < _NOTHING_DB:
-            whose = "it" if len(group) == 1 else f"its group of {len(group)} layers"
-            left = round(noise.db, 1) + 0.0  # never -0.0
-            return f"{_NOISY}{word} {whose} leaves {left:.1f} dB of {noise.worst_slice}"
+    total = sum(noise.worst for noise in sensitivity.groups.values())
+    for group, noise in sensitivity.groups.items():
+        is_noisy = noise.worst > _MIN_NOISE_SHARE * total and noise.db < _NO_NOISE_DB
+        if unit in group and is_noisy:
+            subject = "it" if len(group) == 1 else f"its group of {len(group)} layers"
+            sqnr_db = round(noise.db, 1) + 0.0  # never -0.0
+            return f"{_NOISY}{precision} {subject} leaves {sqnr_db:.1f} dB of {noise.worst_slice}"
     return ""
 
 
-def _time(unit: str, prices: Prices) -> str:
+def _time_reason(unit: str, prices: Prices) -> str:
+    """Return the reason by the time of the unit; "" where int8 is no slower, or not timed."""
     int8, float32 = prices.units[unit]
     if not prices.measured or int8 <= float32:
         return ""

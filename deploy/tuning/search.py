@@ -154,9 +154,7 @@ class Search:
             trials.append(trial)
         return trials
 
-    def _store(
-        self, name: str, in_float: frozenset[str], choices: Choices, noise: Noise
-    ) -> Trial:
+    def _store(self, name: str, in_float: frozenset[str], choices: Choices, noise: Noise) -> Trial:
         """Store and return a trial; an equal one that is stored already is returned instead."""
         key = choices_key(choices)
         for trial in self.trials:
@@ -448,14 +446,10 @@ class Search:
         in_int8 = [group for group in noise_by_group if base.in_float.isdisjoint(group)]
         return sorted(in_int8, key=lambda group: -noise_by_group[group].worst)
 
-    def _better_method(
-        self, base: Trial, group: Group, methods: Sequence[Method]
-    ) -> Method | None:
+    def _better_method(self, base: Trial, group: Group, methods: Sequence[Method]) -> Method | None:
         """Return the method by which a group alone in int8 loses clearly less; None without one."""
         everything = {*self.units.layers, *self.float_adds}
-        alone = self._with_float(
-            replace(base.choices, methods={}), everything.difference(group)
-        )
+        alone = self._with_float(replace(base.choices, methods={}), everything.difference(group))
         tensors = self.units.shared_tensors(group)
         trials = [alone]
         for method in methods:

@@ -15,6 +15,7 @@ from pathlib import Path
 from calibrators.searches import COMPARABLE, DEFAULT_METHOD
 from deploy.errors import ConfigError
 from deploy.method import Choices, Method
+from deploy.runtimes.ort import cpu_kind
 from deploy.targets.base import Target
 from deploy.tasks import Metric
 from deploy.tuning import CPU_NAMES, PREFERENCES, THIS_CPU
@@ -166,6 +167,7 @@ class Tuning:
         timed: whether time measured on this machine may decide.
         fresh: search again even if there is a plan.
         metric: the user's metric or task; None uses the task of the outputs.
+        split: number of a split of the plan's front, to be built without a search.
 
     Raises:
         ConfigError: an unknown effort, preference or CPU.
@@ -179,6 +181,7 @@ class Tuning:
     timed: bool = True
     fresh: bool = False
     metric: Metric | None = None
+    split: int | None = None
 
     def __post_init__(self) -> None:
         if self.level not in (0, *EFFORTS):
@@ -206,6 +209,13 @@ class Tuning:
     def weight(self) -> float:
         """Weight of loss against time, see `COMMON_WEIGHT`."""
         return _ACCURATE_WEIGHT if self.prefer == "accuracy" else COMMON_WEIGHT
+
+    @property
+    def cpu_kind(self) -> str:
+        """A key of `deploy.tuning.prices.CPUS`; another text where no CPU's prices count."""
+        if self.prefer == "size":
+            return "any"
+        return cpu_kind() if self.cpu == THIS_CPU else self.cpu
 
     @property
     def is_timed(self) -> bool:

@@ -37,6 +37,7 @@ _ROUNDS, _MOST_ROUNDS = 4, 8  # over all models, so that a disturbance hits only
 _CALM = 3  # rounds without a quicker time, after which the machine was at its best
 _PATIENCE = 15.0  # seconds; runs this long average out short disturbances
 _FEWEST = 2  # rounds of models slower than that
+_MIN_TIME_GAIN = 0.02  # share of float's time that int8 must save for time to decide
 _QUICKER = 0.98  # of the time before; a smaller gain is clock noise
 
 
@@ -208,3 +209,16 @@ def quickest_ms(
             best = min(best, taken)
         runs += 1
     return best * 1e3
+
+
+def int8_is_faster(
+    int8: onnx.ModelProto,
+    float32: onnx.ModelProto,
+    samples: Sequence[Mapping[str, Array]],
+    *,
+    threads: int,
+) -> bool:
+    """Whether int8 is faster here by more than times of the same model differ."""
+    int8_time, float_time = time_models([int8, float32], samples, threads=threads)
+    gain = 1 - int8_time.ms / float_time.ms
+    return gain > max(_MIN_TIME_GAIN, int8_time.spread, float_time.spread)

@@ -1,0 +1,411 @@
+"""The search of one target: its samples, trial models, prices and methods put together.
+
+::
+
+    target, request, options -> units -> a few samples with the float model's outputs
+          -> prober (runs trials) + prices (times or products) + methods -> search
+          -> front (timed where it can be, judged) -> plan, with a reason for every node in float
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import onnx
+
+from deploy.calibration.reference_outputs import EvaluationSet
+from deploy.errors import BackendError
+from deploy.graph.plan import quantized_precision
+from deploy.machine import this_machine
+from deploy.method import NO_CHOICES, Choices, Method, comparable_methods
+from deploy.metrics.output_form import OutputForm
+from deploy.runtimes.ort import continue_runs
+from deploy.targets.base import BuildRequest, Target
+from deploy.tensors import Array
+from deploy.terminal import Step, phase
+from deploy.tuning.front import FrontPoint, SplitChooser, SplitSizes
+from deploy.tuning.plan_file import PlannedSplit, TargetPlan, float_reasons
+from deploy.tuning.prices import (
+    CPUS,
+    Prices,
+    Units,
+    cheapest_float_units,
+    count_prices,
+    find_add_units,
+    group_units,
+    measure_prices,
+)
+from deploy.tuning.probe import (
+    DETECTION_LIST,
+    Prober,
+    ReferenceSample,
+    add_score_outputs,
+    find_ranked_scores,
+    replace_by_scores,
+)
+from deploy.tuning.search import Search
+from deploy.tuning.search_options import EFFORTS, Effort, SearchBudget, Trial, Tuning
+from deploy.tuning.search_samples import (
+    CANDIDATES,
+    GrowingComparison,
+    VerdictPredictor,
+    halved_requests,
+    max_sample_count,
+    same_shape_samples,
+    select_samples,
+    with_held_out_ranges,
+)
+from deploy.tuning.sensitivity import Sensitivity
+from deploy.tuning.timing import int8_is_faster, time_models
+
+_MIN_SAMPLES = 2  # of a trial
+_SAMPLE_SHARE = 5  # at most a fifth of the samples, so that the search stays cheap
+_OWN_METHOD = "its own method"  # of a target that ignores the method asked for
+_MIN_FLOAT_US = 250.0  # a float model that is faster takes mostly the runtime's own overhead
+_BELIEVED = 0.8  # share of the kernels' time: where float was disturbed, int8 seems faster than it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSetup:
+    """Input of one search.
+
+    Attributes:
+        target: the target.
+        request: its build request, with evaluation samples.
+        options: of the search, with an effort of at least 1.
+        has_fixed_method: whether the range method must stay: the user chose it or trusts a cache.
+        trial: builds the trial model of a request.
+        rounded: whether trials have rounded weights; None without that repair.
+        is_held_out: whether ranges of trials come from other samples than their own, which are
+            samples of the calibration.
+    """
+
+    target: Target
+    request: BuildRequest
+    options: Tuning
+    has_fixed_method: bool
+    trial: Callable[[BuildRequest], onnx.ModelProto]
+    rounded: bool | None
+    is_held_out: bool = True
+
+    @property
+    def effort(self) -> Effort:
+        """How much the search tries."""
+        return EFFORTS[self.options.level]
+
+    @property
+    def evaluation_set(self) -> EvaluationSet:
+        """The evaluation samples, which every search has."""
+        assert self.request.evaluation_set is not None
+        return self.request.evaluation_set
+
+
+def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
+    """Run a search; return its plan and the number of trial models that ran.
+
+    Raises:
+        Calib8Error: what the target raises for the unrepaired model.
+        BackendError: no trial with all units in int8 could run.
+        ConfigError: the user's metric fails on the best trial.
+    """
+    model = setup.request.model
+    decisions = setup.target.plan(model, tuple(setup.request.float_nodes)).decisions
+    units = group_units(model, decisions)
+    if not units.layers:
+        return TargetPlan(choices=NO_CHOICES), 0
+
+    samples, form = _search_samples(setup)
+    budget = SearchBudget.of(
+        setup.effort.calibrations,
+        len(setup.request.feed),
+        partial(_count_products, model, units, samples[0][0]),
+    )
+    prober = make_prober(setup, samples, form, step, budget)
+    timed_samples = same_shape_samples([sample for sample, _ in samples])
+    # what the searches of all targets of this build learn of the layers
+    shared_sensitivity: list[Sensitivity] = setup.request.ranges.compute_once("sensitivity", list)
+    search = Search(
+        units=units,
+        prices=_unit_prices(setup, units, timed_samples),
+        prober=prober,
+        methods=_methods(setup),
+        own_method=_OWN_METHOD,
+        precision=quantized_precision(decisions),
+        effort=setup.effort,
+        weight=setup.options.weight,
+        rounded=setup.rounded,
+        can_refine=lambda: budget.holds(setup.effort.round_samples + 2 * _judged_samples(setup)),
+        add_units=find_add_units(model, units),
+        prior=shared_sensitivity[0] if shared_sensitivity else None,
+    )
+    chooser = _split_chooser(setup, search, timed_samples, budget)
+    is_interrupted = False
+    try:
+        search.run()
+        if prober.metric_error is not None and search.best.noise.accuracy is None:
+            raise prober.metric_error  # a metric that fails on noisy trials only is a loss of all
+        search.settle_method(partial(_held_back_db, setup, budget.spend))
+        choice = chooser.choose()
+    except KeyboardInterrupt:
+        if not search.trials:
+            raise
+        continue_runs()
+        choice, is_interrupted = search.best, True
+    if search.sensitivity is not None and not shared_sensitivity:
+        shared_sensitivity.append(search.sensitivity)
+    plan = _target_plan(search, choice, chooser.front(choice))
+    return replace(plan, interrupted=is_interrupted), prober.trial_count
+
+
+def _count_products(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> float:
+    """Return the products of the float model in a sample."""
+    return count_prices(model, units, sample).total(units, frozenset(units.members))
+
+
+def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], OutputForm]:
+    """Return the samples of every trial, which the targets share, with outputs and their form."""
+    request, evaluation_set = setup.request, setup.evaluation_set
+    count = min(
+        setup.effort.samples,
+        len(request.feed) // _SAMPLE_SHARE,
+        max_sample_count(evaluation_set),
+    )
+    count = max(_MIN_SAMPLES, count)
+    task = "" if setup.options.metric is None else setup.options.metric.task
+    return request.ranges.compute_once(
+        (select_samples, count), lambda: select_samples(evaluation_set, count, task)
+    )
+
+
+def make_prober(
+    setup: SearchSetup,
+    samples: Sequence[ReferenceSample],
+    form: OutputForm | None,
+    step: Step,
+    budget: SearchBudget,
+) -> Prober:
+    """Return the prober of a search on some samples, of which the float model's outputs are known.
+
+    Raises:
+        BackendError: ONNX Runtime refused the float model with the scores that it ranks.
+    """
+    request, effort, model = setup.request, setup.effort, setup.request.model
+    trial = setup.trial
+    ranked_scores = find_ranked_scores(model)
+    if ranked_scores:
+        budget.spend(len(samples))
+        keep_outputs = setup.options.metric is not None
+        samples = replace_by_scores(
+            model, samples, keep_outputs=keep_outputs, threads=request.threads
+        )
+        form = None  # of the scores, that of the samples themselves
+
+        def trial(request: BuildRequest) -> onnx.ModelProto:
+            return add_score_outputs(setup.trial(request), ranked_scores)
+
+    if setup.is_held_out:
+        fed_samples = [sample for sample, _ in samples]
+        request = with_held_out_ranges(setup.target, request, fed_samples, budget.spend)
+    group_samples = len(samples) * effort.few // effort.samples
+    return Prober(
+        trial,
+        request,
+        samples,
+        form=form,
+        runs_here=setup.target.runs_here,
+        threads=setup.request.threads,
+        isolated_sample_count=max(min(_MIN_SAMPLES, len(samples)), group_samples),
+        by_task=setup.options.max_loss is not None,
+        metric=setup.options.metric,
+        progress=step,
+        count_samples=budget.spend,
+    )
+
+
+@phase("timing kernels")
+def _unit_prices(
+    setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]]
+) -> Prices:
+    """Return the price of every unit: its time where int8 is clearly faster here, else products."""
+    request, target, options = setup.request, setup.target, setup.options
+    if target.runs_here and options.is_timed:
+        with suppress(BackendError):  # the search itself finds layers that cannot run
+            prices = _measured_prices(setup, units, samples)
+            if prices is not None:
+                return prices
+    cpu = CPUS.get(options.cpu_kind) if target.runs_here else None
+    return count_prices(request.model, units, samples[0], cpu)
+
+
+def _measured_prices(
+    setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]]
+) -> Prices | None:
+    """Return times of the units; None if int8 is not clearly faster here.
+
+    A choice by such times would be chance, and the machine that builds may not be the one that
+    runs.
+    """
+    request = setup.request
+    float32, int8 = _with_float(setup, units, units.members), _with_float(setup, units, ())
+    prices = measure_prices(request.model, float32, int8, units, samples)
+    if prices.total(units, frozenset(units.members)) < _MIN_FLOAT_US:
+        return None
+    quickest = cheapest_float_units(prices, units, {}, weight=0.0)
+    split = _with_float(setup, units, quickest)
+    is_faster = int8_is_faster(split, float32, samples, threads=request.threads)
+    return prices if is_faster else None
+
+
+def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
+    """Return the model with these units in float, as it would be deployed."""
+    choices = Choices(float_nodes=dict.fromkeys(units.nodes(in_float), "timed in float"))
+    return setup.target.trial(setup.request.with_added_choices(choices))
+
+
+def _methods(setup: SearchSetup) -> list[Method | None]:
+    """Return the range methods to choose among."""
+    if setup.target.own_method:
+        return [None, *map(Method.of, setup.target.alternatives)]
+    method = setup.request.ranges.method
+    return [method] if setup.has_fixed_method else [*comparable_methods(method)]
+
+
+def _split_chooser(
+    setup: SearchSetup,
+    search: Search,
+    samples: Sequence[Mapping[str, Array]],
+    budget: SearchBudget,
+) -> SplitChooser:
+    """Return the chooser among the trials of a search.
+
+    `samples`: to time models with.
+    """
+    predictor = VerdictPredictor(
+        setup.evaluation_set,
+        int8_kernels=setup.target.runs_here,
+        threads=setup.request.threads,
+        max_loss=setup.options.max_loss,
+        metric=setup.options.metric,
+        count_samples=budget.spend,
+    )
+    measure = None
+    if search.prices.measured:
+        measure = partial(_measure_times, setup, search, samples)
+    return SplitChooser(
+        search=search,
+        sizes=SplitSizes(setup.request.model, search.units),
+        judge=lambda trial: predictor.predict(
+            setup.trial(setup.request.with_added_choices(trial.choices)), noise=trial.noise.worst
+        ),
+        can_judge=lambda: budget.holds(_judged_samples(setup)),
+        measure=measure,
+    )
+
+
+def _measure_times(
+    setup: SearchSetup,
+    search: Search,
+    samples: Sequence[Mapping[str, Array]],
+    trials: Sequence[Trial],
+) -> list[Trial]:
+    """Time trials beside the float model, as they would be deployed; return them with their times.
+
+    On a busy machine float may never have run undisturbed, and int8 then seems to win more than its
+    kernels do: times below that are corrected.
+    """
+    request, target, units = setup.request, setup.target, search.units
+    models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
+    float32 = _with_float(setup, units, units.members)
+    *times, float_time = time_models([*models, float32], samples, threads=request.threads)
+    lowest_share = _BELIEVED * search.prices.measured_share(units)
+    timed_trials = []
+    for trial, own_time in zip(trials, times, strict=True):
+        share = max(own_time.ms / float_time.ms, lowest_share * search.time_of(trial.in_float))
+        timed_trials.append(replace(trial, time=share))
+    return timed_trials
+
+
+def _held_back_db(setup: SearchSetup, count_samples: Callable[[int], None], trial: Trial) -> float:
+    """Return the SQNR in dB of a trial's worst slice on evaluation samples, by held-back ranges."""
+    halves = halved_requests(setup.target, setup.request, count_samples)
+    models = [setup.trial(half.with_added_choices(trial.choices)) for half in halves]
+    comparison = GrowingComparison(
+        models, setup.evaluation_set, int8_kernels=setup.target.runs_here
+    )
+    max_samples = max(CANDIDATES // 3, min(CANDIDATES, max_sample_count(setup.evaluation_set)))
+    worst = comparison.compare(max_samples, threads=setup.request.threads).worst
+    count_samples(len(comparison.keys))
+    return math.inf if worst is None else worst.sqnr_db
+
+
+def _judged_samples(setup: SearchSetup) -> int:
+    """Return the samples that one more judged trial runs."""
+    return setup.effort.samples + len(setup.evaluation_set.subset)
+
+
+def _target_plan(search: Search, choice: Trial, front: Sequence[FrontPoint]) -> TargetPlan:
+    """Return the plan of what is built."""
+    float_nodes = float_reasons(
+        choice,
+        search.units,
+        search.prices,
+        search.sensitivity,
+        search.precision,
+        search.refused,
+        adds=search.float_adds,
+    )
+    failed, errors = "", search.prober.errors
+    if errors:
+        failed_trials = f"{len(errors)} of {search.prober.trial_count} trials"
+        failed = f"{failed_trials} could not be run; the first: {errors[0]}"
+    return TargetPlan(
+        choices=replace(choice.choices, float_nodes=float_nodes),
+        precision=search.precision,
+        settled=_describe(choice),
+        front=tuple(
+            _planned_split(search, point, number) for number, point in enumerate(front, start=1)
+        ),
+        timed_on=cpu_name() if search.prices.measured else "",
+        failed=failed,
+    )
+
+
+def _planned_split(search: Search, point: FrontPoint, number: int) -> PlannedSplit:
+    """Return a point of the front as the plan holds it."""
+    trial, verdict = point.trial, point.verdict
+    figure = ""
+    if verdict is not None and verdict.task_loss is not None:
+        figure = verdict.task_loss.words
+    return PlannedSplit(
+        number=number,
+        float_layers=search.count_float_layers(trial.in_float),
+        layers=len(search.units.layers),
+        time=round(trial.time, 4),
+        is_timed=point.is_timed,
+        size=round(point.size, 4),
+        sqnr_db=round(trial.noise.db, 2),
+        figure=figure,
+        level="" if verdict is None else verdict.level,
+        taken=point.taken,
+        choices=trial.choices,
+    )
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's CPU with its int8 instructions."""
+    machine = this_machine()
+    return ", ".join((machine.cpu, *machine.int8))
+
+
+def _describe(trial: Trial) -> str:
+    """Return a trial's description with its figure."""
+    noise = trial.noise
+    if not noise.slice_powers:
+        return trial.what
+    accuracy = noise.accuracy
+    if noise.worst_slice == DETECTION_LIST and accuracy is not None and accuracy.task is not None:
+        return f"{trial.what}: {accuracy.task.text}"
+    place = f" in {noise.worst_slice}" if len(noise.slice_powers) > 1 else ""
+    return f"{trial.what}: {noise.db:.1f} dB{place}"
