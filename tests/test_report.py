@@ -352,6 +352,14 @@ def test_screen_shows_speed_size_and_accuracy():
     assert "entropy, calibrated anew in 1.5 s: logits" in to_markdown(full_report())
 
 
+@pytest.mark.parametrize("level", ["keep FP32", "unusable"])
+def test_float_model_ships_where_int8_is_not_worth_it(level):
+    fp32, int8 = full_report("m.onnx").engines
+    int8 = dataclasses.replace(int8, path="o/m.int8.onnx", verdict=Verdict(level, ()))
+    text = to_screen(dataclasses.replace(full_report("m.onnx"), engines=(fp32, int8)))
+    assert "Ship          m.onnx  (the float model; int8 is in o/m.int8.onnx)" in text
+
+
 @pytest.mark.parametrize(
     ("verdict", "speed", "has_search", "message"),
     [

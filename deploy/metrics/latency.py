@@ -28,9 +28,8 @@ from deploy.errors import ConfigError
 from deploy.tensors import Array, Session
 from deploy.terminal import timed_phase
 
-OVERHEAD_MS = 0.02  # jitter of the runtime itself: smaller differences do not count
 UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
-MIN_GAIN = 1.05  # speed-up that an int8 engine must possibly reach to be worth its loss
+MIN_GAIN = 1.05  # speed-up from which an int8 engine is worth its loss
 _STRETCHES = 10  # of the runs, whose ratios give the interval of a speed-up
 _TICK_MS = 1e-6  # a coarse clock may measure 0
 MIN_RUNS_FOR_P95 = 20  # with fewer iterations even p95 is the slowest one

@@ -160,13 +160,24 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _int8_nodes(report)
     yield from _failures(report)
 
-    shipped = [e.path for e in report.engines if e.path and not e.is_float]
-    yield from entries("Ship", shipped)
+    yield from entries("Ship", dict.fromkeys(_shipped_files(report)))
     yield from entries("Warning", (*_lost_layers(report), *report.all_alerts)[:_MAX_ALERTS])
     notes = figures.count(len(report.warnings), "note")
     if page := _path_of(report.files, REPORT):
         yield from entry("Report", f"{page}  (all figures and {notes}; -v prints it)")
     yield from entries("Next", dict.fromkeys(next_steps(report)))
+
+
+def _shipped_files(report: Findings) -> Iterator[str]:
+    """Yield each engine's file; the float model's where int8 is not worth it, with both names."""
+    for engine in report.engines:
+        if engine.is_float or not engine.path:
+            continue
+        level = engine.verdict.level if engine.verdict else ""
+        if level in (FLOAT, UNUSABLE) and report.model:
+            yield f"{report.model.path}  (the float model; int8 is in {engine.path})"
+        else:
+            yield engine.path
 
 
 def _int8_nodes(report: Findings) -> Iterator[str]:
