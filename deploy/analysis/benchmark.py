@@ -121,7 +121,7 @@ def bench(
     if runtime == "openvino":
         sources = _add_openvino(sources)
     metric = judge_of(None, task)
-    if metric is not None and (images is None or len(sources) < 2):
+    if metric.is_set and (images is None or len(sources) < 2):
         raise ConfigError("a task is judged on --images, against another model; give both")
     _refuse_unused_targets(targets, sources)
 

@@ -84,23 +84,27 @@ class OutputForm:
 
 
 def derive_form(
-    reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = (), task: str = ""
+    reference_outputs: Sequence[Outputs],
+    *,
+    inputs: Sequence[Outputs] = (),
+    metric: Metric | None = None,
 ) -> OutputForm:
     """Return the form, derived from the first samples.
 
     `reference_outputs`: the float model's outputs, one mapping per sample or batch. `inputs`: their
     inputs; without them each mapping is one sample, and tasks that need the picture's size are not
-    recognised. `task`: the name of the user's task.
+    recognised. `metric`: the task that the user set, and what the model's file declares.
 
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
-    samples = _seen(reference_outputs, inputs)
+    metric = metric or Metric(None)
+    samples = replace(_split_samples(reference_outputs, inputs), declared=metric.declared)
     if not samples.outputs:
         return OutputForm()
     count = form_samples(samples.inputs[0], samples.outputs[0])
-    first = FirstSamples(samples.inputs[:count], samples.outputs[:count])
-    found = recognise_task(first, task)
+    first = FirstSamples(samples.inputs[:count], samples.outputs[:count], metric.declared)
+    found = recognise_task(first, metric.task)
     task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if found is None else found.parts
     names = list(reference_outputs[0])
     by_name = {n: task_parts[n] if n in task_parts else _parts(n, first) for n in names}
@@ -121,8 +125,11 @@ def derive_form(
     parts = tuple(part for name in names for part in by_name[name])
     if not parts and found is None:
         parts = tuple(OutputSlice(output=name) for name in names)
-    why = _evidence(found, first, by_name, is_set=task != "")
-    return OutputForm(parts, found, find_states(first), usual, beside, why, task)
+    source = "as set by --task" if metric.task else ""
+    if not source and found is not None and metric.declared.task:
+        source = f"by {metric.declared.source}"
+    why = _evidence(found, first, by_name, source)
+    return OutputForm(parts, found, find_states(first), usual, beside, why, metric.task)
 
 
 def _uncovered(task: EvaluationTask, seen: FirstSamples) -> tuple[str, ...]:
@@ -148,11 +155,10 @@ def _evidence(
     task: EvaluationTask | None,
     seen: FirstSamples,
     slices: Mapping[str, tuple[OutputSlice, ...]],
-    *,
-    is_set: bool,
+    source: str,
 ) -> str:
-    """Return why outputs are of a task: the shapes and values of these outputs, as text."""
-    how = ", as set by --task" if is_set else ""
+    """Return why outputs are of a task: who says so, and their shapes and values, as text."""
+    how = f", {source}" if source else ""
     if task is None:
         return f"no task{how}" if how else ""
     own = [name for name in seen.every if name in (task.covered or seen.every)]
@@ -223,16 +229,15 @@ def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
     return split_output(name, samples)
 
 
-def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples:
+def _split_samples(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples:
     """Split batches into single samples."""
-    fed = list(inputs) or [{} for _ in outputs]
-    batches = [batch_length(one) for one in fed[: len(outputs)]]
-    return FirstSamples(
-        *(
-            [row for one, n in zip(rows, batches, strict=False) for row in split_batch(one, n)]
-            for rows in (fed, outputs)
-        )
-    )
+    input_samples: list[Outputs] = []
+    output_samples: list[Outputs] = []
+    for batch_inputs, batch_outputs in zip(inputs or [{}] * len(outputs), outputs, strict=False):
+        length = batch_length(batch_inputs)
+        input_samples += split_batch(batch_inputs, length)
+        output_samples += split_batch(batch_outputs, length)
+    return FirstSamples(input_samples, output_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +273,7 @@ class OutputTally:
         self._objects = objects
         self._precision: PrecisionTally | None = None
         self._metric = None if metric is None else metric.tally(labels)
-        self._task = "" if metric is None else metric.task
+        self._judge = metric
         self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
         self._form = form
         self._errors: dict[OutputSlice, RunningError] = {}
@@ -360,7 +365,9 @@ class OutputTally:
         if self._form is None:
             buffered, self._waiting = self._waiting, []
             self._form = derive_form(
-                [one[1] for one in buffered], inputs=[one[0] for one in buffered], task=self._task
+                [one[1] for one in buffered],
+                inputs=[one[0] for one in buffered],
+                metric=self._judge,
             )
             self._begin(self._form)
             for inputs, reference, candidate, batch in buffered:

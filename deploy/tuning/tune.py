@@ -185,9 +185,9 @@ def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], Outp
     request, judges = setup.request, setup.judges
     few = min(setup.effort.samples, len(request.feed) // _SHARE, max_sample_count(judges))
     few = max(_LEAST_SAMPLES, few)
-    task = "" if setup.options.metric is None else setup.options.metric.task
+    metric = setup.options.metric
     return request.ranges.compute_once(
-        (select_samples, few), lambda: select_samples(judges, few, task)
+        (select_samples, few), lambda: select_samples(judges, few, metric)
     )
 
 
@@ -208,7 +208,8 @@ def make_prober(
     trial, ends = setup.trial, find_ranked_scores(model)
     if ends:
         allowance.spend(few)
-        keep_outputs, threads = setup.options.metric is not None, setup.request.threads
+        metric, threads = setup.options.metric, setup.request.threads
+        keep_outputs = metric is not None and metric.is_set
         heard = replace_by_scores(model, heard, keep_outputs=keep_outputs, threads=threads)
         form = None  # of the scores, that of the samples themselves
 
@@ -330,7 +331,13 @@ def _held_back_db(setup: SearchSetup, ran: Callable[[int], None], trial: Trial) 
     """Return the SQNR in dB of a trial's worst slice on evaluation samples, by held-back ranges."""
     halves = halved_requests(setup.target, setup.request, ran)
     models = [setup.trial(one.with_added_choices(trial.choices)) for one in halves]
-    comparison = GrowingComparison(models, setup.judges, int8_kernels=setup.target.runs_here)
+    metric = setup.options.metric
+    comparison = GrowingComparison(
+        models,
+        setup.judges,
+        None if metric is None else metric.without_function,
+        int8_kernels=setup.target.runs_here,
+    )
     most = max(CANDIDATES // 3, min(CANDIDATES, max_sample_count(setup.judges)))
     worst = comparison.compare(most, threads=setup.request.threads).worst
     ran(len(comparison.keys))
@@ -536,8 +543,11 @@ def _made_from(
             [options.is_timed, options.cpu] if target.runs_here else None,
         ],
     }
-    if options.metric is not None:
-        task = (options.metric.task,) * (options.metric.task != "")
-        parts["metric"] = [options.metric.name, options.metric.digest, *task]
+    metric = options.metric
+    if metric is not None and metric.is_set:
+        task = (metric.task,) * (metric.task != "")
+        parts["metric"] = [metric.name, metric.digest, *task]
+    if metric is not None and metric.declared.task:
+        parts["declared"] = [metric.declared.task, metric.declared.classes]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -20,6 +20,7 @@ from deploy.graph.edit import copy_with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import OrtSession
+from deploy.tasks import Metric
 from deploy.tensors import Array
 from deploy.tuning.repairs.repair_layers import FloatArray, WeightedLayer
 
@@ -93,10 +94,9 @@ class SampleComparison:
         if reference_outputs is None:
             session = OrtSession.open(subject.model, threads=1, spin=False, reuse_memory=True)
             reference_outputs = _ran(session, samples, threads)
-        self._outputs, self._form = (
-            reference_outputs,
-            derive_form(reference_outputs, inputs=samples, task=subject.task),
-        )
+        metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
+        self._outputs = reference_outputs
+        self._form = derive_form(reference_outputs, inputs=samples, metric=metric)
 
     def accuracy(self, model: onnx.ModelProto, *, int8_kernels: bool) -> Accuracy:
         """Return the accuracy of a model; `int8_kernels` allows ONNX Runtime's int8 kernels.
