@@ -17,7 +17,6 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.metrics.output_errors import (
-    EXPECTED,
     FEW,
     USUAL,
     OutputAccuracy,
@@ -36,10 +35,7 @@ from deploy.tasks.keypoints import Points
 from deploy.tasks.metric import MetricTally
 from deploy.tasks.rows import (
     Outputs,
-    activate,
     batch_length,
-    expect_class,
-    find_order,
     is_floating,
     split_batch,
 )
@@ -71,9 +67,6 @@ class OutputForm:
         measured = {name: np.array(outputs[name]) for name in changed}
         for part in self.parts:
             value = measured.get(part.output, outputs[part.output])
-            if part.less == EXPECTED:
-                value = expect_class(activate(value, part.activation, 1))
-                measured[part.output] = value
             if part in self.usual:
                 subtract_usual(part.of(value), self.usual[part])
             elif part.less:
@@ -190,19 +183,10 @@ def _about_mean(
     """Yield (slice, its mean if it is measured about it) of the slices of an output.
 
     All samples count, not only the first: a search puts similar ones first. `most`: values of a
-    sample, at most, that are measured so if they deviate little from their mean, and probabilities
-    of classes in an order, such as ages, by the expected class. A value a step is if scores say
-    where it counts.
+    sample, at most, that are measured so if they deviate little from their mean. A value a step is
+    if scores say where it counts.
     """
     few = most > 0 and not any(part.at for part in parts)
-    for name in {part.output for part in parts if part.output in seen.every} if few else ():
-        samples = seen.arrays(name)
-        activation = find_order(samples, raw=seen.of_pictures)
-        if activation is not None:
-            part = OutputSlice(output=name, less=EXPECTED, activation=activation)
-            classes = [expect_class(activate(one, activation, 1)) for one in samples]
-            yield part, np.mean(classes, axis=0)
-            return
     for part in parts:
         mean = None
         if part.at is not None and most == math.inf:
@@ -308,7 +292,7 @@ class OutputTally:
                 cosine_mean=figures_of[part].cosine_mean,
                 cosine_min=figures_of[part].cosine_min,
                 max_abs_error=figures_of[part].max_abs_error,
-                less="" if part.at or part.less == EXPECTED else part.less,
+                less="" if part.at else part.less,
             )
             for part in form.parts
         ]

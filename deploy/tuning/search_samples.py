@@ -68,7 +68,7 @@ from deploy.metrics.levels import (
     judge_accuracy,
     measure_loss,
 )
-from deploy.metrics.output_errors import EXPECTED, USUAL
+from deploy.metrics.output_errors import USUAL
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest, Target
@@ -100,7 +100,7 @@ def slice_signals(form: OutputForm, outputs: Iterable[Mapping[str, Array]]) -> N
         return np.zeros(both.shape[:2])
     probabilities = np.isfinite(both[..., 1]).all(axis=0)
     signals = np.where(probabilities, both[..., 1], both[..., 0])
-    numbers = [part.less in (USUAL, EXPECTED) and part.at is None for part in form.parts]
+    numbers = [part.less == USUAL and part.at is None for part in form.parts]
     return np.asarray(np.where(numbers, signals > 0, signals))
 
 
