@@ -624,6 +624,38 @@ def test_warnings_are_unique_and_name_engines():
     assert warning.startswith("b: not run on its device")
 
 
+def timed_engines(*is_cpu_time):
+    """A report with an engine for each, timed by either clock."""
+    engines = [
+        parts.EngineRow(label=f"engine{n}", latency=latency_of((2.0, 3.0) * 60, is_cpu_time=is_cpu))
+        for n, is_cpu in enumerate(is_cpu_time)
+    ]
+    return Report(engines=(*engines, parts.EngineRow(label="untimed")))
+
+
+@pytest.mark.parametrize("form", [to_screen, to_markdown, to_html])
+def test_time_is_named_by_its_clock(form):
+    for report, name, missing_name in (
+        (timed_engines(True, True), "CPU time p50", "Latency p50"),
+        (timed_engines(False, False), "Latency p50", "CPU time p50"),
+        (timed_engines(True, False), "Latency p50", "CPU time p50"),
+    ):
+        assert name in form(report)
+        assert missing_name not in form(report)
+
+
+def test_caption_names_the_clock_of_its_engines():
+    caption = "of every measured iteration"
+    assert f"CPU time {caption}" in to_html(timed_engines(True, True))
+    assert f"Latency {caption}" in to_html(timed_engines(False))
+
+
+def test_note_names_engines_timed_in_cpu_time():
+    (note,) = timed_engines(True, False, True).warnings
+    assert note.startswith("engine0, engine2: ")
+    assert "CPU time" in note
+
+
 def test_speedup_interval_comes_from_ten_stretches():
     """Without the outermost of them; the fastest runs widen it where p50 compares waiting."""
     fp32 = latency_of((2.0,) * 100)

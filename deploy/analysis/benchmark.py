@@ -382,7 +382,7 @@ def _make_batch_rows(
     for batch, latency_by_label in latencies.items():
         if batch is not None:
             latency = latency_by_label[label]
-            p50_s = max(latency.host.p50, 1e-6) / 1e3
+            p50_s = max(latency.run_time.p50, 1e-6) / 1e3
             rows.append(BatchRow(batch=batch, items_qps=batch / p50_s, latency=latency))
     return tuple(rows)
 
@@ -403,7 +403,7 @@ def _time_kernels(
             inputs,
             open_session=partial(engine.open, threads=threads),
             duration_ms=1e3 * duration_s,
-            p50_ms=latency[label].host.p50,
+            p50_ms=latency[label].run_time.p50,
         )
         for label, engine in engines.items()
     }

@@ -129,7 +129,7 @@ def _verdicts(report: Findings) -> Iterator[str]:
         yield from entries("Verdict", map(": ".join, verdicts))
 
 
-_SHORT = ("Size", "Latency p50")  # lines of the table of one screen
+_SHORT = ("Size", "Latency p50", "CPU time p50")  # lines of the table of one screen
 _TASKS = ("Top-1", "mAP .50:.95")
 _WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 # role of a script -> where it is to be run
