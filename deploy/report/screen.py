@@ -14,6 +14,7 @@ from deploy.metrics.levels import DOUBTFUL, FLOAT, UNUSABLE
 from deploy.report import figures
 from deploy.report.charts import sweep_table
 from deploy.report.figures import engine_layers_text
+from deploy.report.front import speed_texts
 from deploy.report.model import Findings
 from deploy.report.parts import EngineRow, FileRow, TargetPart
 from deploy.report.tables import (
@@ -149,6 +150,7 @@ def _short_table(report: Findings) -> Iterator[str]:
 
 def _decisions(report: Findings) -> Iterator[str]:
     """Yield what was fed, what to ship, what to look at, and what to do next."""
+    yield from entries("Speed", speed_texts(report))
     yield from _devices(report)
     if report.feed:
         text = f"{figures.count(report.feed.samples, 'sample')} from {report.feed.source}"
