@@ -292,9 +292,8 @@ def test_remaining_int8_noise_adds_by_part():
     result = Sensitivity({("a", "b"): noise(y=0.4, z=0.01), ("c",): noise(y=0.3)})
 
     def remaining_powers(*units):
-        return {
-            part: power[0] for part, power in result.without(frozenset(units)).slice_powers.items()
-        }
+        remaining = result.without(frozenset(units)).slice_powers
+        return {part: power[0] for part, power in remaining.items()}
 
     assert remaining_powers() == pytest.approx({"y": 0.7, "z": 0.01})
     assert remaining_powers("a") == pytest.approx({"y": 0.5, "z": 0.005})
