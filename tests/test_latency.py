@@ -1,9 +1,11 @@
 """Latency: sessions are measured in turn; percentiles, throughput and device times."""
 
+import gc
 import itertools
 import math
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.errors import BackendError, ConfigError
-from deploy.metrics.latency import DeviceTimes, Timing, measure, percentile
+from deploy.metrics.latency import DeviceTimes, Timing, measure, percentile, speed_up
 from deploy.runtimes import ort
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
@@ -161,7 +163,7 @@ def test_throughput_counts_only_the_session_time():
 
 def test_device_session_reports_device_times(monkeypatch):
     ticks = (n / 1000 for n in itertools.count())  # each look at the clock is a millisecond later
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks), thread_time=lambda: 0.0)
     monkeypatch.setattr("deploy.metrics.latency.time", clock)
     latency = measure_session(Device("gpu"))
     assert latency.latency.mean == 7.0
@@ -175,6 +177,111 @@ def test_device_session_reports_device_times(monkeypatch):
     latency = measure_session(Recorder("cpu"))
     assert latency.gpu_compute is None
     assert "gpu_compute" not in latency.to_json()
+
+
+class Clock:
+    """Stands in for the module `time`; sessions move it on."""
+
+    def __init__(self):
+        self.wall_s = self.cpu_s = 0.0
+
+    def perf_counter(self):
+        return self.wall_s
+
+    def thread_time(self):
+        return self.cpu_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("deploy.metrics.latency.time", clock)
+    monkeypatch.setattr("deploy.metrics.latency._HAS_THREAD_CLOCK", True)
+    return clock
+
+
+class SingleThread(Recorder):
+    """Computes for `cpu_ms` in the calling thread; every second run waits for other programs."""
+
+    runs_in_calling_thread = True
+
+    def __init__(self, name, clock, cpu_ms, waiting_ms=0.0):
+        super().__init__(name)
+        self.clock = clock
+        self.cpu_ms = cpu_ms
+        self.waiting_ms = waiting_ms
+
+    def run(self, feed):
+        self.clock.cpu_s += self.cpu_ms / 1e3
+        self.clock.wall_s += self.cpu_ms / 1e3
+        if len(self.log) % 2:
+            self.clock.wall_s += self.waiting_ms / 1e3
+        return super().run(feed)
+
+
+def test_calling_thread_is_timed_in_cpu_time(clock):
+    int8 = SingleThread("int8", clock, cpu_ms=2, waiting_ms=30)
+    fp32 = SingleThread("fp32", clock, cpu_ms=3)
+    latencies = measure({"int8": int8, "fp32": fp32}, FEEDS, warmup_ms=0, duration_s=0)
+    latency = latencies["int8"]
+    assert latency.is_cpu_time
+    assert latency.latency.p50 == pytest.approx(2)
+    assert latency.samples_ms == pytest.approx([2.0] * 10)
+    assert latency.run_time == latency.latency
+    assert latency.host.p50 == pytest.approx(32)
+    assert latency.total_host_walltime_s == pytest.approx(0.32)
+    assert latency.to_json()["is_cpu_time"] is True
+    speed = speed_up(latencies["fp32"], latency)
+    assert (speed.ratio, speed.low, speed.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+@pytest.mark.parametrize("knows_its_threads", [True, False])
+def test_one_session_with_threads_puts_all_on_the_wall_clock(clock, knows_its_threads):
+    single = SingleThread("single", clock, cpu_ms=2, waiting_ms=30)
+    other = Recorder("other")
+    if knows_its_threads:
+        other.runs_in_calling_thread = False
+    latency = measure({"single": single, "other": other}, FEEDS, warmup_ms=0, duration_s=0)
+    assert latency["single"].latency.p50 == pytest.approx(32)
+    for session_latency in latency.values():
+        assert not session_latency.is_cpu_time
+        assert session_latency.latency == session_latency.host == session_latency.run_time
+        assert "is_cpu_time" not in session_latency.to_json()
+
+
+def test_wall_clock_without_a_precise_thread_clock(clock, monkeypatch):
+    monkeypatch.setattr("deploy.metrics.latency._HAS_THREAD_CLOCK", False)
+    latency = measure_session(SingleThread("cpu", clock, cpu_ms=2, waiting_ms=1))
+    assert not latency.is_cpu_time
+    assert latency.latency.mean == pytest.approx(2.5)
+
+
+def test_device_keeps_its_own_clock_beside_cpu_time(clock):
+    sessions = {"cpu": SingleThread("cpu", clock, cpu_ms=2), "gpu": Device("gpu")}
+    latency = measure(sessions, FEEDS, warmup_ms=0, duration_s=0)
+    assert latency["cpu"].is_cpu_time
+    assert not latency["gpu"].is_cpu_time
+    assert latency["gpu"].latency.mean == 7.0
+    assert latency["gpu"].run_time == latency["gpu"].host
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted by Linux")
+def test_session_of_one_thread_starts_no_other():
+    """So the CPU time of the calling thread is that of the inference."""
+    model = make_model([("Relu", "x", "y")], {"x": [4]}, {"y": [4]}, opset=17)
+    gc.collect()  # other tests' sessions, whose threads would end meanwhile
+    thread_count = count_threads()
+    single = OrtSession.open(model, threads=1)
+    single.run({"x": np.ones(4, np.float32)})
+    assert count_threads() == thread_count
+    double = OrtSession.open(model, threads=2)
+    assert count_threads() > thread_count
+    assert single.runs_in_calling_thread
+    assert not double.runs_in_calling_thread
+
+
+def count_threads():
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def test_uneven_device_times_are_warned():

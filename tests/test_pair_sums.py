@@ -15,7 +15,7 @@ from deploy.graph.index import Graph
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.onnxruntime.dynamic import dynamic_weights, write_dynamic
 from deploy.targets.stored_weights import read_stored_weights
-from deploy.tuning.repairs.output_rounding import round_weight
+from deploy.tuning.repairs.output_rounding import LayerInputs, round_weight
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, with_constants
 from tests.vendor_models import build_net
 
@@ -117,7 +117,7 @@ def test_rounded_weights_keep_scale_and_fit(fits):
     inputs = np.abs(np.random.default_rng(5).normal(size=(1, 8 * 9, 400))).astype(np.float32)
     scales = pair_scales(layer.array, weight_scales(layer.array, 0))
     broadcast_scales = scales.astype(np.float64).reshape(-1, 1, 1, 1)
-    rounding = round_weight(layer, broadcast_scales, inputs, fits_pairs=fits)
+    rounding = round_weight(layer, broadcast_scales, LayerInputs(inputs), fits_pairs=fits)
     assert (rounding.weight != layer.array).any()
     rounded = find_weighted_layers(with_constants(model, {"w": rounding.weight}))[1].array
     new_scales = pair_scales(rounded, weight_scales(rounded, 0))

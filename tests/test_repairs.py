@@ -26,7 +26,7 @@ from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.tuning.repairs import REPAIRS, parse_repairs
 from deploy.tuning.repairs.apply import trial_builder
-from deploy.tuning.repairs.output_rounding import round_weight
+from deploy.tuning.repairs.output_rounding import LayerInputs, round_weight
 from deploy.tuning.repairs.repair_layers import find_layer_links, find_weighted_layers
 from deploy.tuning.repairs.sample_runs import patches
 from tests.models import as_float32, built_files, make_model, parse_nodes, save_net
@@ -419,7 +419,7 @@ def test_overfitted_channel_is_rounded_to_nearest():
         inputs[:, :, :50] * turns,
     )
     free, confirmed, back = (
-        round_weight(layer, np.ones((4, 1)), inputs, held_out=check_inputs)
+        round_weight(layer, np.ones((4, 1)), LayerInputs(inputs, check_inputs))
         for check_inputs in (None, similar, dissimilar)
     )
     assert math.isnan(free.error_ratio)
@@ -495,7 +495,7 @@ def test_targets_write_the_chosen_integers(seed, kind, is_transposed):
     axis = 0 if kind == "Conv" or layer_attributes else 1
     scales = weight_scales(weight, axis)
     wide = scales.reshape([-1 if a == axis else 1 for a in range(weight.ndim)]).astype(np.float64)
-    rounded_weight = round_weight(layer, wide, inputs).weight
+    rounded_weight = round_weight(layer, wide, LayerInputs(inputs)).weight
     assert weight_scales(rounded_weight, axis).tobytes() == scales.tobytes()
     steps = replace(layer, array=(weight / wide).astype(np.float32)).rows
     target_codes = quantize_weight(rounded_weight, scales, axis)
@@ -512,7 +512,7 @@ def test_targets_write_the_chosen_integers(seed, kind, is_transposed):
     if kind == "Conv":  # AMCT's own scales, of 128 steps where the least value is the extreme
         arq_scales = arq(weight)
         ascend = round_weight(
-            layer, arq_scales.reshape(-1, 1, 1, 1).astype(np.float64), inputs
+            layer, arq_scales.reshape(-1, 1, 1, 1).astype(np.float64), LayerInputs(inputs)
         ).weight
         arq_scales_again = arq(ascend)
         assert arq_scales_again.tobytes() == arq_scales.tobytes()

@@ -352,6 +352,14 @@ def test_screen_shows_speed_size_and_accuracy():
     assert "entropy, calibrated anew in 1.5 s: logits" in to_markdown(full_report())
 
 
+@pytest.mark.parametrize("level", ["keep FP32", "unusable"])
+def test_float_model_ships_where_int8_is_not_worth_it(level):
+    fp32, int8 = full_report("m.onnx").engines
+    int8 = dataclasses.replace(int8, path="o/m.int8.onnx", verdict=Verdict(level, ()))
+    text = to_screen(dataclasses.replace(full_report("m.onnx"), engines=(fp32, int8)))
+    assert "Ship          m.onnx  (the float model; int8 is in o/m.int8.onnx)" in text
+
+
 @pytest.mark.parametrize(
     ("verdict", "speed", "has_search", "message"),
     [
@@ -614,6 +622,38 @@ def test_warnings_are_unique_and_name_engines():
     ]
     (warning,) = Report(engines=tuple(engines)).warnings
     assert warning.startswith("b: not run on its device")
+
+
+def timed_engines(*is_cpu_time):
+    """A report with an engine for each, timed by either clock."""
+    engines = [
+        parts.EngineRow(label=f"engine{n}", latency=latency_of((2.0, 3.0) * 60, is_cpu_time=is_cpu))
+        for n, is_cpu in enumerate(is_cpu_time)
+    ]
+    return Report(engines=(*engines, parts.EngineRow(label="untimed")))
+
+
+@pytest.mark.parametrize("form", [to_screen, to_markdown, to_html])
+def test_time_is_named_by_its_clock(form):
+    for report, name, missing_name in (
+        (timed_engines(True, True), "CPU time p50", "Latency p50"),
+        (timed_engines(False, False), "Latency p50", "CPU time p50"),
+        (timed_engines(True, False), "Latency p50", "CPU time p50"),
+    ):
+        assert name in form(report)
+        assert missing_name not in form(report)
+
+
+def test_caption_names_the_clock_of_its_engines():
+    caption = "of every measured iteration"
+    assert f"CPU time {caption}" in to_html(timed_engines(True, True))
+    assert f"Latency {caption}" in to_html(timed_engines(False))
+
+
+def test_note_names_engines_timed_in_cpu_time():
+    (note,) = timed_engines(True, False, True).warnings
+    assert note.startswith("engine0, engine2: ")
+    assert "CPU time" in note
 
 
 def test_speedup_interval_comes_from_ten_stretches():

@@ -292,8 +292,8 @@ def test_search_restores_weights_of_float_layers(tmp_path, monkeypatch):
             weight = numpy_helper.to_array(weights["expand_w"])
             matches.append(np.array_equal(tensors[wide][:24], weight))
 
-    original = output_rounding._give_back
-    monkeypatch.setattr(output_rounding, "_give_back", give_back)
+    original = output_rounding._restore_float_weights
+    monkeypatch.setattr(output_rounding, "_restore_float_weights", give_back)
     monkeypatch.setattr("deploy.tuning.search._NEAR", 0.0)  # layers are looked at alone, too
     build_folder(inverted(24, window=5), tmp_path / "net", "--effort", "1", *VNNI[2:])
     assert matches

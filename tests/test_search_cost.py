@@ -124,4 +124,5 @@ def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, mo
     assert runs["search_samples"] == 2 * 48 + IMAGES
     assert sum(runs.values()) <= 4 * IMAGES
     (row,) = built.report["targets"]
-    assert "would be unusable" in " ".join(row["notes"])
+    (taken,) = (split for split in row["search"]["front"] if split.get("taken"))
+    assert taken["level"] == "unusable"

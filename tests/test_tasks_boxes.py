@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from deploy.metrics.output_form import derive_form
-from deploy.tasks import detections
+from deploy.tasks import Metric, detections
 from deploy.tasks.detections import Detections, match_detections, suppress_overlaps
 from tests import outputs as forms
 from tests.outputs import GRID, SIZE, fed, figure, rng, same_task, scene, v8, yolo
@@ -411,7 +411,7 @@ def test_boxes_with_key_points_are_matched_by_anchor(how):
     for wrong in other:
         outputs = [blaze(n, **how, **wrong) for n in range(8)]
         assert same_task(outputs) != "boxes"
-        task = derive_form(outputs, inputs=[fed()] * 8, task="boxes").task
+        task = derive_form(outputs, inputs=[fed()] * 8, metric=Metric(None, task="boxes")).task
         assert "of anchors, boxes matched by anchor" in task.form and task.covered == ()
         assert ("sigmoid" in task.form) != ("shares" in how)
 

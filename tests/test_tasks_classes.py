@@ -12,6 +12,7 @@ from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
 from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
+from deploy.tasks import Metric
 from deploy.tasks.embeddings import are_features, of_unit_length
 from deploy.tasks.evaluation_task import TaskFigure
 from deploy.tasks.labels import Labels
@@ -456,7 +457,7 @@ def test_a_set_of_the_best_counts_a_fifth_of_its_first():
 def test_a_task_that_is_set_takes_outputs_of_its_shape(task, shape, words):
     made = np.random.default_rng(0)
     outputs = [{"y": made.normal(0, 2, shape).astype(np.float32)} for _ in range(8)]
-    found = derive_form(outputs, inputs=[fed()] * 8, task=task).task
+    found = derive_form(outputs, inputs=[fed()] * 8, metric=Metric(None, task=task)).task
     same, lost = found.tally(), found.tally()
     for one in outputs:
         same.add(fed(), one, one)

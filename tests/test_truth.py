@@ -312,7 +312,8 @@ def test_a_coco_json_gives_both_precisions(accuracy, detector, labelled, annotat
         ({"bbox": [1, 2, 0, -0.5]}, "a bbox of '00.png'"),
         ({"category_id": 5}, "a category_id that no category has, 5"),
         ({"image_id": 99}, "an image_id that no image has, 99"),
-        ({}, "'00.png' is several images there"),
+        ({"id": 77}, "'00.png' is several images there"),
+        ({"id": 0}, "an id that two images have, 0"),
     ],
 )
 def test_objects_that_cannot_be_are_refused(
@@ -320,9 +321,11 @@ def test_objects_that_cannot_be_are_refused(
 ):
     """Counted as they stand they would lower the precision of both models in silence."""
     data = json.loads(annotations.read_text())
-    data["annotations"].append({"image_id": 0, "bbox": [1, 2, 3, 4], "category_id": 3} | broken)
-    if not broken:
-        data["images"].append(data["images"][0] | {"id": 77, "file_name": "other/00.png"})
+    if "id" in broken:
+        data["images"].append(data["images"][0] | {"file_name": "other/00.png"} | broken)
+    else:
+        annotation = {"image_id": 0, "bbox": [1, 2, 3, 4], "category_id": 3}
+        data["annotations"].append(annotation | broken)
     annotations.write_text(json.dumps(data))
     assert reason in refused(detector, *labelled)
 

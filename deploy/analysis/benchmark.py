@@ -121,7 +121,7 @@ def bench(
     if runtime == "openvino":
         sources = _add_openvino(sources)
     metric = judge_of(None, task)
-    if metric is not None and (images is None or len(sources) < 2):
+    if metric.is_set and (images is None or len(sources) < 2):
         raise ConfigError("a task is judged on --images, against another model; give both")
     _refuse_unused_targets(targets, sources)
 
@@ -382,7 +382,7 @@ def _make_batch_rows(
     for batch, latency_by_label in latencies.items():
         if batch is not None:
             latency = latency_by_label[label]
-            p50_s = max(latency.host.p50, 1e-6) / 1e3
+            p50_s = max(latency.run_time.p50, 1e-6) / 1e3
             rows.append(BatchRow(batch=batch, items_qps=batch / p50_s, latency=latency))
     return tuple(rows)
 
@@ -403,7 +403,7 @@ def _time_kernels(
             inputs,
             open_session=partial(engine.open, threads=threads),
             duration_ms=1e3 * duration_s,
-            p50_ms=latency[label].host.p50,
+            p50_ms=latency[label].run_time.p50,
         )
         for label, engine in engines.items()
     }

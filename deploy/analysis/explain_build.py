@@ -47,6 +47,7 @@ from deploy.metrics.output_errors import RunningError, sqnr_db
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.pipeline.build_options import open_torch_module
 from deploy.runtimes.ort import OrtSession
+from deploy.tasks import Metric
 from deploy.tasks.rows import Outputs, batch_length, split_batch
 from deploy.tasks.slices import form_samples
 from deploy.terminal import phase, with_progress
@@ -102,7 +103,8 @@ def _run_images(
     sample_count = form_samples(first_sample, first_outputs)
     samples = feed.first_samples(sample_count)
     outputs = [_select(reference_session.run(sample), output_names) for sample in samples]
-    worst_images = _WorstImages(derive_form(outputs, inputs=samples, task=task))
+    metric = Metric(None, task=task, declared=loaded.declaration)
+    worst_images = _WorstImages(derive_form(outputs, inputs=samples, metric=metric))
     channel_sums = {name: ChannelSums() for name in pairs}
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:

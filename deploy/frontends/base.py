@@ -40,6 +40,7 @@ from deploy.frontends.onnx_reader import (
 from deploy.frontends.pairs import PairGrid
 from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.index import runtime_inputs
+from deploy.tasks.declarations import Declaration
 from deploy.tensors import TensorSpec
 
 
@@ -109,6 +110,7 @@ class LoadedModel:
             not part of `model`; None without any.
         metadata_preprocess: preprocessing from the metadata in the file, or in a file next to it.
         classes: class -> name from the metadata in the file.
+        declaration: what the file declares of its outputs.
         qdq: data of a Q/DQ model's pairs, which were removed from `model`; None for a float
             model.
         had_integer_weights: whether the original stores weights as integers that are float in
@@ -130,6 +132,7 @@ class LoadedModel:
     cut_off: CutOffNodes | None = None
     metadata_preprocess: MetadataPreprocess | None = None
     classes: Mapping[int, str] = field(default_factory=dict)
+    declaration: Declaration = field(default_factory=Declaration)
     qdq: QdqCalibration | None = None
     had_integer_weights: bool = False
     exported: onnx.ModelProto | None = None

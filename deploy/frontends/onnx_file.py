@@ -20,7 +20,11 @@ from deploy.frontends.lift import (
     restore_float_weights,
     widen_to_float32,
 )
-from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
+from deploy.frontends.metadata import (
+    read_class_names,
+    read_declaration,
+    read_metadata_preprocess,
+)
 from deploy.frontends.onnx_reader import ModelStamp, read_model_and_stamp, refuse_external
 from deploy.frontends.plugins import CutOffNodes, cut_unknown_nodes
 from deploy.graph.edit import (
@@ -103,6 +107,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         cut_off=cut_off,
         metadata_preprocess=metadata_preprocess,
         classes=classes,
+        declaration=read_declaration(model, path),
         had_integer_weights=integer_weights_note is not None,
     )
 

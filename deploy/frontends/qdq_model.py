@@ -17,7 +17,11 @@ from numpy.typing import NDArray
 from calibrators.scales import Scale
 from deploy.errors import ModelError
 from deploy.frontends.base import LoadedModel, QdqCalibration, model_digest
-from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
+from deploy.frontends.metadata import (
+    read_class_names,
+    read_declaration,
+    read_metadata_preprocess,
+)
 from deploy.frontends.onnx_file import load_onnx, read_source
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import (
@@ -69,6 +73,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         stamp=stamp,
         metadata_preprocess=read_metadata_preprocess(original, path),
         classes=read_class_names(original),
+        declaration=read_declaration(original, path),
         notes=(*_make_notes(qdq, _count_ambiguous(plain.grids)), *loaded.notes),
         qdq=qdq,
     )

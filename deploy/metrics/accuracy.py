@@ -12,7 +12,6 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
 from deploy.metrics.output_errors import (
-    EXPECTED,
     InputChanges,
     OutputAccuracy,
     RunningError,
@@ -185,8 +184,6 @@ class Comparison:
         kind = (
             "beside others" if figure is not None and figure.beside else task.name if task else ""
         )
-        if not kind and any(part.less == EXPECTED for part in form.parts):
-            kind = EXPECTED  # a number, whose best class is no figure
         first = task.outputs[0] if isinstance(task, Classes) else ""
         top1 = self._heads.get(first, self._top1).result(kind)
         lists = (

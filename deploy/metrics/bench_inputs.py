@@ -1,6 +1,7 @@
 """Inputs for latency measurements: random tensors that fit the session's specs, or real images."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from math import prod
 from pathlib import Path
 from shlex import quote
@@ -30,30 +31,48 @@ def random_feeds(
 
     An open first dimension becomes a batch of 1; other open dimensions need `shapes`.
 
-    `shapes`: input name -> dimensions, for inputs with open dimensions. `batch`: first dimension of
-    every input; None leaves it as it is.
+    Args:
+        inputs: specs of the inputs.
+        shapes: input name -> dimensions, for inputs with open dimensions.
+        batch: first dimension of every input; None leaves it as it is.
+        count: number of different inputs.
+        seed: seed of the values.
+
+    Raises:
+        ConfigError: a shape that does not fit, or is missing; values that are no numbers, or do not
+            fit into the memory.
     """
     shapes = shapes or {}
-    unknown = sorted(set(shapes) - {spec.name for spec in inputs})
-    if unknown:
-        names = ", ".join(spec.name for spec in inputs)
-        raise ConfigError(f"--shape must name an input of the model ({names}), got {unknown[0]!r}")
-    sizes = {spec.name: _shape(spec, shapes.get(spec.name)) for spec in inputs}
+    input_names = [spec.name for spec in inputs]
+    unknown_names = sorted(set(shapes).difference(input_names))
+    if unknown_names:
+        raise ConfigError(
+            f"--shape must name an input of the model ({', '.join(input_names)}),"
+            f" got {unknown_names[0]!r}"
+        )
     if batch is not None:
         refuse_fixed_batch(inputs)
-        sizes = {name: _of_batch(name, dims, batch) for name, dims in sizes.items()}
-    needed = count * 4 * sum(map(prod, sizes.values()))
+    input_shapes = []
+    for spec in inputs:
+        shape = _choose_shape(spec, shapes.get(spec.name))
+        input_shapes.append(shape if batch is None else _with_batch(spec.name, shape, batch))
+
+    needed_bytes = count * 4 * sum(map(prod, input_shapes))
     memory = memory_bytes()
-    if memory is not None and needed > memory:
+    if memory is not None and needed_bytes > memory:
         raise ConfigError(
-            f"random inputs must fit into the memory, got {format_bytes(needed)} of them and a"
-            f" machine of {format_bytes(memory)}; give a smaller --shape or --batch"
+            f"random inputs must fit into the memory, got {format_bytes(needed_bytes)} of them and"
+            f" a machine of {format_bytes(memory)}; give a smaller --shape or --batch"
         )
-    random = np.random.default_rng(seed)
-    return [
-        {spec.name: _values(spec, sizes[spec.name], random) for spec in inputs}
-        for _ in range(count)
-    ]
+
+    rng = np.random.default_rng(seed)
+    feeds = []
+    for _ in range(count):
+        feed = {}
+        for spec, shape in zip(inputs, input_shapes, strict=True):
+            feed[spec.name] = _draw_values(spec, shape, rng)
+        feeds.append(feed)
+    return feeds
 
 
 def stack_samples(samples: Sequence[Mapping[str, Array]], batch: int) -> list[dict[str, Array]]:
@@ -63,15 +82,19 @@ def stack_samples(samples: Sequence[Mapping[str, Array]], batch: int) -> list[di
         ConfigError: samples of different sizes.
     """
     feeds = []
-    for start in range(0, FEED_COUNT * batch, batch):
-        rows = [samples[index % len(samples)] for index in range(start, start + batch)]
+    sample_cycle = cycle(samples)
+    for _ in range(FEED_COUNT):
+        rows = [next(sample_cycle) for _ in range(batch)]
+        feed = {}
         for name in rows[0]:
-            if len({one[name].shape for one in rows}) > 1:
+            arrays = [row[name] for row in rows]
+            if len({array.shape for array in arrays}) > 1:
                 raise ConfigError(
                     f"images of a batch must have one size, got several for {name!r}; give --size,"
                     " or leave --batch out"
                 )
-        feeds.append({name: np.concatenate([one[name] for one in rows]) for name in rows[0]})
+            feed[name] = np.concatenate(arrays)
+        feeds.append(feed)
     return feeds
 
 
@@ -81,8 +104,8 @@ def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
         if not spec.shape or isinstance(spec.shape[0], int):
             raise ConfigError(
                 "a model must leave the first dimension of its inputs open to be measured at"
-                f" several batches, got {_words(spec)} for {spec.name!r}; export it with a dynamic"
-                " batch, or leave --batch out"
+                f" several batches, got {_shape_text(spec)} for {spec.name!r}; export it with a"
+                " dynamic batch, or leave --batch out"
             )
 
 
@@ -92,68 +115,79 @@ def read_calibration_shapes(
     """Return calibration shapes of open inputs, read from the manifest next to one of `paths`."""
     for path in paths:
         try:
-            stored = manifest.read_manifest(path.parent)
+            build = manifest.read_manifest(path.parent)
         except CacheError:
             continue
-        if path.name in stored.files:
-            known = stored.shapes
-            return {s.name: known[s.name] for s in inputs if _open(s) and _fits(s, known)}
+        if path.name in build.files:
+            shapes = build.shapes
+            return {
+                spec.name: shapes[spec.name]
+                for spec in inputs
+                if _has_open_dimension(spec) and _fits(spec, shapes.get(spec.name, ()))
+            }
     return {}
 
 
-def _open(spec: TensorSpec) -> bool:
+def _has_open_dimension(spec: TensorSpec) -> bool:
     """Whether a dimension other than the batch is open."""
-    return not all(isinstance(dim, int) for dim in spec.shape[1:])
+    return not all(isinstance(dimension, int) for dimension in spec.shape[1:])
 
 
-def _fits(spec: TensorSpec, shapes: Shapes) -> bool:
-    given = shapes.get(spec.name, ())
-    return len(given) == len(spec.shape) and all(
-        not isinstance(own, int) or own == dim for own, dim in zip(spec.shape, given, strict=True)
+def _fits(spec: TensorSpec, shape: Sequence[int]) -> bool:
+    """Whether a shape has the input's fixed dimensions."""
+    return len(shape) == len(spec.shape) and all(
+        not isinstance(dimension, int) or dimension == size
+        for dimension, size in zip(spec.shape, shape, strict=True)
     )
 
 
-def _of_batch(name: str, dims: tuple[int, ...], batch: int) -> tuple[int, ...]:
-    if dims[0] != 1:
+def _with_batch(name: str, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
+    if shape[0] != 1:
         raise ConfigError(
             f"--batch gives the first dimension of every input, got --shape"
-            f" {name}:{'x'.join(map(str, dims))}; write 1 there, or leave --batch out"
+            f" {name}:{_join(shape)}; write 1 there, or leave --batch out"
         )
-    return (batch, *dims[1:])
+    return (batch, *shape[1:])
 
 
-def _shape(spec: TensorSpec, given: Sequence[int] | None) -> tuple[int, ...]:
-    if given is not None:
-        if not _fits(spec, {spec.name: given}) or any(dim < 1 for dim in given):
-            got = "x".join(map(str, given))
-            raise ConfigError(f"input {spec.name!r} has shape {_words(spec)}, got --shape {got}")
-        return tuple(given)
-    dims = tuple(
-        1 if axis == 0 and not isinstance(d, int) else d for axis, d in enumerate(spec.shape)
-    )
-    if not all(isinstance(dim, int) for dim in dims):
-        example = "x".join(
-            "1" if i == 0 else "224" if not isinstance(d, int) else str(d)
-            for i, d in enumerate(spec.shape)
-        )
+def _choose_shape(spec: TensorSpec, shape: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the user's shape of an input, else its own with an open batch of 1."""
+    if shape is not None:
+        if not _fits(spec, shape) or min(shape, default=1) < 1:
+            raise ConfigError(
+                f"input {spec.name!r} has shape {_shape_text(spec)}, got --shape {_join(shape)}"
+            )
+        return tuple(shape)
+
+    dimensions = list(spec.shape)
+    if dimensions and not isinstance(dimensions[0], int):
+        dimensions[0] = 1
+    sizes = [224 if not isinstance(dimension, int) else dimension for dimension in dimensions]
+    if sizes != dimensions:
+        example = quote(f"{spec.name}:{_join(sizes)}")
         raise ConfigError(
-            f"every dimension of an input but the batch must be known, got {_words(spec)}"
-            f" for {spec.name!r}; give it, e.g. --shape {quote(f'{spec.name}:{example}')}"
+            "every dimension of an input but the batch must be known, got"
+            f" {_shape_text(spec)} for {spec.name!r}; give it, e.g. --shape {example}"
         )
-    return tuple(int(dim) for dim in dims if isinstance(dim, int))
+    return tuple(sizes)
 
 
-def _words(spec: TensorSpec) -> str:
-    return f"[{', '.join('?' if dim is None else str(dim) for dim in spec.shape)}]"
+def _join(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
 
 
-def _values(spec: TensorSpec, shape: tuple[int, ...], random: np.random.Generator) -> Array:
+def _shape_text(spec: TensorSpec) -> str:
+    dimensions = ["?" if dimension is None else str(dimension) for dimension in spec.shape]
+    return f"[{', '.join(dimensions)}]"
+
+
+def _draw_values(spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     try:
         dtype = np.dtype(spec.dtype)
-    except TypeError:
+    except TypeError:  # numpy has no such type, such as a sequence
         dtype = np.dtype(object)
     if np.issubdtype(dtype, np.floating):
-        return random.standard_normal(shape, np.float32).astype(dtype)
+        return rng.standard_normal(shape, np.float32).astype(dtype)
     if np.issubdtype(dtype, np.integer) or dtype == np.bool_:
-        return random.integers(0, 2, shape).astype(dtype)
+        return rng.integers(0, 2, shape).astype(dtype)
     raise ConfigError(f"input {spec.name!r} must be of numbers to be made up, got {spec.dtype}")

@@ -23,18 +23,25 @@ from deploy.runtimes.ort import OrtSession, profile_kernels
 from deploy.tensors import Session
 from deploy.terminal import phase
 
-_WARMUP = 2  # runs that are not counted
+_WARMUP_RUNS = 2  # not counted
+_MIN_RUNS, _MAX_RUNS = 10, 100  # that are counted
 # Control-flow ops: their time includes that of the kernels inside, which are events too.
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
-    """A kernel or layer of an engine."""
+    """A kernel or layer of an engine.
 
-    name: str  # the runtime's name; of fused nodes often the name of one of them
-    kind: str  # operation type, in the runtime's terms; "" if unknown
-    ms: float  # p50 of its time per inference
+    Attributes:
+        name: the runtime's name; of fused nodes often the name of one of them.
+        kind: operation type, in the runtime's terms; "" if unknown.
+        ms: p50 of its time per inference.
+    """
+
+    name: str
+    kind: str
+    ms: float
 
 
 @runtime_checkable
@@ -72,14 +79,16 @@ def time_kernels(
         ConfigError: the runtime reports no times of layers.
         BackendError: the runtime refused the engine or an input.
     """
-    runs = round(min(max(duration_ms / max(p50_ms, 1e-3), 10), 100))
+    counted_runs = round(min(max(duration_ms / max(p50_ms, 1e-3), _MIN_RUNS), _MAX_RUNS))
+    runs = counted_runs + _WARMUP_RUNS
     if isinstance(session, OrtSession):
-        events = profile_kernels(path, feeds, runs=runs + _WARMUP, threads=session.threads)
-        return _ranked(((name, kind, us / 1e3) for name, kind, us in events), runs)
+        microseconds = profile_kernels(path, feeds, runs=runs, threads=session.threads)
+        return _summarize(((name, kind, us / 1e3) for name, kind, us in microseconds), runs)
+
     refuse_untimed(path, session)
-    other = open_session()
-    assert isinstance(other, TimesLayers)
-    return _ranked(other.layer_times(feeds, runs + _WARMUP), runs)
+    profiled_session = open_session()
+    assert isinstance(profiled_session, TimesLayers)
+    return _summarize(profiled_session.layer_times(feeds, runs), runs)
 
 
 def refuse_untimed(path: Path, session: Session) -> None:
@@ -91,41 +100,53 @@ def refuse_untimed(path: Path, session: Session) -> None:
         )
 
 
-def _ranked(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[KernelTime, ...]:
-    """Return one `KernelTime` per (name, kind) in `events`, the slowest first."""
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+def _summarize(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[KernelTime, ...]:
+    """Return a `KernelTime` for each (name, kind), the slowest first.
+
+    Args:
+        events: (name, kind, ms) of each execution, in order.
+        runs: number of inferences, warm-up included.
+    """
+    times_ms: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, kind, ms in events:
         if kind not in _CONTROL_FLOW:
-            times[name, kind].append(ms)
-    kernels = (
-        KernelTime(name=name, kind=kind, ms=_p50(ms, runs)) for (name, kind), ms in times.items()
-    )
+            times_ms[name, kind].append(ms)
+    kernels = [
+        KernelTime(name=name, kind=kind, ms=_p50_per_inference(kernel_ms, runs))
+        for (name, kind), kernel_ms in times_ms.items()
+    ]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.ms))
 
 
-def _p50(times: Sequence[float], runs: int) -> float:
-    """P50 of the counted runs, multiplied by the kernel's executions per inference."""
-    each = max(len(times) // (runs + _WARMUP), 1)
-    counted = np.sort(np.asarray(times[_WARMUP * each :] or times, np.float64))
-    return each * percentile(counted, 50)
+def _p50_per_inference(times_ms: Sequence[float], runs: int) -> float:
+    """Return p50 of a kernel's executions without warm-up, times their number in an inference."""
+    executions = max(len(times_ms) // runs, 1)
+    counted_ms = times_ms[_WARMUP_RUNS * executions :] or times_ms
+    return executions * percentile(np.sort(np.asarray(counted_ms, np.float64)), 50)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayer:
-    """One layer of an engine."""
+    """One layer of an engine.
+
+    Attributes:
+        name: the runtime's name.
+        kind: operation type, in the runtime's terms.
+        precision: dtype of its first input, which it computes in, such as "int8" or "float16"; ""
+            if unknown.
+        nodes: names of the model's nodes that it runs, as far as known.
+        block: "DLA" or "Myelin" for a block that another compiler made of many nodes, whose types
+            the engine does not tell.
+        end_nodes: first and last node of a block, if only these are known.
+        reformat: whether it only changes the type or layout of a tensor for the next layer.
+    """
 
     name: str
-    kind: str = ""  # operation type, in the runtime's terms
-    # dtype of its first input, which it computes in, such as "int8" or "float16"; "" if unknown
+    kind: str = ""
     precision: str = ""
-    nodes: tuple[str, ...] = ()  # names of the model's nodes it runs, as far as known
-    # "DLA" or "Myelin" for a block that another compiler made of many nodes, whose types it does
-    # not tell
+    nodes: tuple[str, ...] = ()
     block: str = ""
-    end_nodes: tuple[str, str] | None = (
-        None  # first and last node of a block, if only these are known
-    )
-    # whether it only changes the type or layout of a tensor for the next layer
+    end_nodes: tuple[str, str] | None = None
     reformat: bool = False
 
 
@@ -143,8 +164,8 @@ class ReportsLayers(Protocol):
 
 def find_devices(sessions: Mapping[str, Session]) -> tuple[AcceleratorInfo, ...]:
     """Return the distinct accelerators that the sessions run on."""
-    found = (one.device for one in sessions.values() if isinstance(one, ReportsLayers))
-    return tuple(dict.fromkeys(found))
+    devices = [s.device for s in sessions.values() if isinstance(s, ReportsLayers)]
+    return tuple(dict.fromkeys(devices))
 
 
 def read_engine_layers(session: Session | None) -> tuple[EngineLayer, ...]:

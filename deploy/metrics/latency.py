@@ -9,16 +9,27 @@ start. So every round runs each session once, in alternating order, and the nois
 Each letter is two runs, of which the second is timed: the first finds the caches full of the other
 engine's weights, which does not happen to an engine that is deployed alone.
 
+The clock depends on where the sessions run::
+
+    on an accelerator        its own events: h2d + compute + d2h
+    in the calling thread    CPU time of that thread, if all sessions without an accelerator do so
+    in several threads       wall-clock time
+
+CPU time does not count the time in which other programs had the core. On a busy machine the ratio
+of the same two engines, measured five times, was 0.70 to 0.94 in wall-clock time, and 0.79 to 0.91
+in CPU time.
+
 Defaults, metric names and the percentile rule are those of `trtexec` (TensorRT 10, "Performance
 summary"): 200 ms of warm-up, 3 s of measuring, at least 10 iterations; percentiles 90, 95, 99.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -28,19 +39,27 @@ from deploy.errors import ConfigError
 from deploy.tensors import Array, Session
 from deploy.terminal import timed_phase
 
-OVERHEAD_MS = 0.02  # jitter of the runtime itself: smaller differences do not count
-UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
-MIN_GAIN = 1.05  # speed-up that an int8 engine must possibly reach to be worth its loss
+MIN_GAIN = 1.05  # speed-up from which an int8 engine is worth its loss
+MIN_RUNS_FOR_P95 = 20  # with fewer iterations even p95 is the slowest one
+_MAX_CV_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
+_MAX_ENQUEUE_SHARE = 0.8  # of the compute time: trtexec's limit, above which the host is too slow
 _STRETCHES = 10  # of the runs, whose ratios give the interval of a speed-up
 _TICK_MS = 1e-6  # a coarse clock may measure 0
-MIN_RUNS_FOR_P95 = 20  # with fewer iterations even p95 is the slowest one
+_HAS_THREAD_CLOCK = os.name == "posix"  # Windows counts CPU time in ticks of 15.6 ms
 
 Feeds = Sequence[Mapping[str, Array]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTimes:
-    """One inference on an accelerator, in ms; trtexec's latency is h2d + compute + d2h."""
+    """One inference on an accelerator, in ms; trtexec's latency is h2d + compute + d2h.
+
+    Attributes:
+        h2d_ms: copying the inputs to the device.
+        compute_ms: computing on the device.
+        d2h_ms: copying the outputs to the host.
+        enqueue_ms: the host's time to start the computation.
+    """
 
     h2d_ms: float
     compute_ms: float
@@ -56,9 +75,30 @@ class DeviceSession(Protocol):
         """Return the times of the last `run`."""
 
 
+@runtime_checkable
+class HostSession(Protocol):
+    """A `Session` that knows whether it computes in the thread that calls `run`."""
+
+    @property
+    def runs_in_calling_thread(self) -> bool:
+        """Whether no other thread computes a part of an inference."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One metric over all measured iterations, in ms (cv in percent)."""
+    """One metric over all measured iterations.
+
+    Attributes:
+        min: fastest iteration, in ms.
+        max: slowest iteration, in ms.
+        mean: mean in ms.
+        median: median in ms; of an even number of iterations the mean of the two middle ones.
+        p50: trtexec's median in ms; of an even number of iterations the lower middle one.
+        p90: 90th percentile in ms.
+        p95: 95th percentile in ms.
+        p99: 99th percentile in ms.
+        cv_percent: coefficient of variance, in percent.
+    """
 
     min: float
     max: float
@@ -90,27 +130,52 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Latency figures of one session."""
+    """Latency figures of one session.
 
-    queries: int  # measured iterations, without warm-up
+    Attributes:
+        queries: number of measured iterations, without warm-up.
+        warmup_queries: number of warm-up iterations.
+        total_host_walltime_s: sum of this session's own iterations by the host's clock.
+        throughput_qps: queries / total host walltime.
+        latency: h2d + compute + d2h if the session times its device, CPU time with `is_cpu_time`,
+            else the host's time.
+        host: wall-clock time of `run` by the host's clock.
+        enqueue: the host's time to start a computation; None without a device's times.
+        h2d: copying the inputs to the device; None without a device's times.
+        gpu_compute: computing on the device; None without a device's times.
+        d2h: copying the outputs to the host; None without a device's times.
+        is_cpu_time: whether `latency` and `samples_ms` are CPU time of the thread that ran the
+            session, which does not count the time of other programs.
+        samples_ms: latency of every measured iteration, in order.
+        warnings: sentences on doubtful figures.
+    """
+
+    queries: int
     warmup_queries: int
-    total_host_walltime_s: float  # sum of this session's own iterations by the host's clock
-    throughput_qps: float  # queries / total host walltime
-    latency: Timing  # h2d + compute + d2h if the session times its device, else the host's time
-    host: Timing  # time of `run` by the host's clock
-    # enqueue, h2d, gpu_compute, d2h: None unless the session times its device
+    total_host_walltime_s: float
+    throughput_qps: float
+    latency: Timing
+    host: Timing
     enqueue: Timing | None = None
     h2d: Timing | None = None
     gpu_compute: Timing | None = None
     d2h: Timing | None = None
-    samples_ms: tuple[float, ...] = ()  # latency of every measured iteration, in order
+    is_cpu_time: bool = False
+    samples_ms: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def run_time(self) -> Timing:
+        """Time of `run`, a device's queues included: CPU time with `is_cpu_time`, else `host`."""
+        return self.latency if self.is_cpu_time else self.host
 
     def to_json(self, *, samples: bool = False) -> dict[str, object]:
         """Return plain JSON types; `samples` adds the latency of every iteration."""
         data = {key: value for key, value in asdict(self).items() if value is not None}
         data["warnings"] = list(self.warnings)
         data["samples_ms"] = list(self.samples_ms)
+        if not self.is_cpu_time:  # only a measurement in CPU time has the key
+            del data["is_cpu_time"]
         if not samples:
             del data["samples_ms"]
         return data
@@ -118,10 +183,16 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUp:
-    """How many times as fast an engine is as another."""
+    """How many times as fast an engine is as another.
 
-    ratio: float  # p50 over p50
-    low: float  # of its interval, which also holds the ratio of the fastest runs
+    Attributes:
+        ratio: p50 over p50.
+        low: lower end of the interval, which also holds the ratio of the fastest runs.
+        high: upper end of the interval.
+    """
+
+    ratio: float
+    low: float
     high: float
 
     @property
@@ -135,24 +206,37 @@ class SpeedUp:
         return self.low <= 1 and self.high >= MIN_GAIN
 
 
-def speed_up(rival: Latency, own: Latency) -> SpeedUp:
+def speed_up(rival: Latency, engine: Latency) -> SpeedUp:
     """Compare the latency of two sessions that were measured together.
 
     The runs are divided into ten stretches of time, each with the ratio of its medians; the
     interval is that of the median of these ratios, without the outermost two (98 %). Where
     one engine's runs wait more often for other programs, the fastest runs tell another ratio.
     """
-    ratio = max(rival.latency.p50, _TICK_MS) / max(own.latency.p50, _TICK_MS)
-    stretches = min(_STRETCHES, len(rival.samples_ms), len(own.samples_ms))
-    medians = [
-        [float(np.median(part)) for part in np.array_split(one.samples_ms, stretches)]
-        for one in ((rival, own) if stretches else ())
+    ratio = _ratio(rival.latency.p50, engine.latency.p50)
+    fastest_ratio = _ratio(rival.latency.min, engine.latency.min)
+    stretch_ratios = _stretch_ratios(rival.samples_ms, engine.samples_ms)
+    if len(stretch_ratios) == _STRETCHES:
+        stretch_ratios = sorted(stretch_ratios)[1:-1]
+    ratios = (ratio, fastest_ratio, *stretch_ratios)
+    return SpeedUp(ratio=ratio, low=min(ratios), high=max(ratios))
+
+
+def _ratio(rival_ms: float, engine_ms: float) -> float:
+    return max(rival_ms, _TICK_MS) / max(engine_ms, _TICK_MS)
+
+
+def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list[float]:
+    """Return the ratio of medians in each stretch of the iterations; none without iterations."""
+    stretch_count = min(_STRETCHES, len(rival_ms), len(engine_ms))
+    if stretch_count == 0:
+        return []
+    rival_stretches = np.array_split(rival_ms, stretch_count)
+    engine_stretches = np.array_split(engine_ms, stretch_count)
+    return [
+        _ratio(float(np.median(rival_stretch)), float(np.median(engine_stretch)))
+        for rival_stretch, engine_stretch in zip(rival_stretches, engine_stretches, strict=True)
     ]
-    ratios = sorted(max(a, _TICK_MS) / max(b, _TICK_MS) for a, b in zip(*medians, strict=True))
-    inner = ratios[1:-1] if len(ratios) == _STRETCHES else ratios
-    fastest = max(rival.latency.min, _TICK_MS) / max(own.latency.min, _TICK_MS)
-    every = (ratio, fastest, *inner)
-    return SpeedUp(ratio=ratio, low=min(every), high=max(every))
 
 
 def percentile(ordered_ms: NDArray[np.float64], percent: int) -> float:
@@ -188,118 +272,6 @@ def measure(
         ConfigError: no session, no feed, a negative time or no iteration.
         BackendError: a session refused a feed.
     """
-    _check(sessions, feeds, warmup_ms, duration_s, min_iterations)
-    warmup, clock = _InterleavedTimer(sessions, feeds), _InterleavedTimer(sessions, feeds)
-    warm_s, counted_s = len(sessions) * warmup_ms / 1000, len(sessions) * duration_s
-    with timed_phase("latency", warm_s + counted_s):
-        warmup.turn(seconds=warm_s, rounds=1)
-    with timed_phase("latency", max(counted_s, min_iterations * warmup.round_s)):
-        clock.turn(seconds=counted_s, rounds=min_iterations)
-    return {
-        label: _latency(clock.host_ms[label], clock.device[label], len(warmup.host_ms[label]))
-        for label in sessions
-    }
-
-
-class _InterleavedTimer:
-    """Runs all sessions in rounds and stores every time."""
-
-    def __init__(self, sessions: Mapping[str, Session], feeds: Feeds) -> None:
-        self.sessions = sessions
-        self.feeds = feeds
-        self.host_ms: dict[str, list[float]] = {label: [] for label in sessions}
-        self.device: dict[str, list[DeviceTimes]] = {label: [] for label in sessions}
-
-    def turn(self, *, seconds: float, rounds: int) -> None:
-        """Run rounds until both `seconds` and `rounds` are reached."""
-        order = list(self.sessions)
-        for index in _rounds(seconds, rounds):
-            feed = self.feeds[index % len(self.feeds)]
-            for label in order if index % 2 == 0 else reversed(order):
-                self._time(label, feed)
-
-    @property
-    def round_s(self) -> float:
-        """Median duration of the rounds so far, each session's untimed run included."""
-        runs = 2 if len(self.sessions) > 1 else 1
-        return runs * sum(map(statistics.median, self.host_ms.values())) / 1e3
-
-    def _time(self, label: str, feed: Mapping[str, Array]) -> None:
-        session = self.sessions[label]
-        if len(self.sessions) > 1:
-            session.run(feed)  # untimed: refills caches, wakes this session's threads
-        start = time.perf_counter()
-        session.run(feed)
-        self.host_ms[label].append((time.perf_counter() - start) * 1e3)
-        if isinstance(session, DeviceSession):
-            self.device[label].append(session.device_times())
-
-
-def _rounds(seconds: float, rounds: int) -> Iterator[int]:
-    """Yield 0, 1, 2, ... until `seconds` have passed and `rounds` values were yielded."""
-    start = time.perf_counter()
-    index = 0
-    while index < rounds or time.perf_counter() - start < seconds:
-        yield index
-        index += 1
-
-
-def _latency(host_ms: list[float], device: list[DeviceTimes], warmup_queries: int) -> Latency:
-    seconds = sum(host_ms) / 1e3
-    # from the first byte sent to the last byte received
-    samples = [one.h2d_ms + one.compute_ms + one.d2h_ms for one in device] or host_ms
-    timing = Timing.of(samples)
-    return Latency(
-        queries=len(samples),
-        warmup_queries=warmup_queries,
-        total_host_walltime_s=seconds,
-        throughput_qps=len(samples) / seconds if seconds > 0 else float("inf"),
-        latency=timing,
-        host=Timing.of(host_ms),
-        enqueue=_stage(times.enqueue_ms for times in device),
-        h2d=_stage(times.h2d_ms for times in device),
-        gpu_compute=_stage(times.compute_ms for times in device),
-        d2h=_stage(times.d2h_ms for times in device),
-        samples_ms=tuple(samples),
-        warnings=tuple(_warnings(len(samples), timing, device)),
-    )
-
-
-def _stage(times_ms: Iterable[float]) -> Timing | None:
-    samples_ms = list(times_ms)
-    return Timing.of(samples_ms) if samples_ms else None
-
-
-def _warnings(iterations: int, timing: Timing, device: list[DeviceTimes]) -> Iterator[str]:
-    """Warn of a short measurement; then trtexec's warnings, under trtexec's conditions."""
-    if iterations < MIN_RUNS_FOR_P95:
-        yield (
-            f"measured over only {iterations} iteration{'s' if iterations > 1 else ''}, so p95 and"
-            " p99 are the slowest one; measure for longer"
-        )
-
-    if timing.cv_percent > UNSTABLE_PERCENT:
-        yield f"unstable latency, its coefficient of variance is over {UNSTABLE_PERCENT} %"
-    if not device:
-        return
-    median = {
-        stage: float(np.median([getattr(times, stage) for times in device]))
-        for stage in ("enqueue_ms", "h2d_ms", "compute_ms", "d2h_ms")
-    }
-    if median["enqueue_ms"] > 0.8 * median["compute_ms"]:
-        yield "the host's enqueue time is over 0.8 of the compute time: a CUDA graph may help"
-    for stage in ("h2d_ms", "d2h_ms"):
-        if median[stage] >= median["compute_ms"]:
-            yield f"copying ({stage[:3]}) takes as long as computing or longer"
-
-
-def _check(
-    sessions: Mapping[str, Session],
-    feeds: Feeds,
-    warmup_ms: float,
-    duration_s: float,
-    min_iterations: int,
-) -> None:
     if not sessions or not feeds:
         raise ConfigError(
             f"measuring needs a session and an input, got {len(sessions)} and {len(feeds)}"
@@ -309,3 +281,145 @@ def _check(
             "measuring needs warm-up and duration of 0 or more and at least 1 iteration,"
             f" got {warmup_ms} ms, {duration_s} s, {min_iterations}"
         )
+
+    warmup = _InterleavedTimer(sessions, feeds)
+    warmup_s = len(sessions) * warmup_ms / 1000
+    measured_s = len(sessions) * duration_s
+    with timed_phase("latency", warmup_s + measured_s):
+        warmup.run_rounds(seconds=warmup_s, rounds=1)
+    timer = _InterleavedTimer(sessions, feeds)
+    with timed_phase("latency", max(measured_s, min_iterations * warmup.round_s)):
+        timer.run_rounds(seconds=measured_s, rounds=min_iterations)
+
+    in_calling_thread = _run_in_calling_thread(sessions.values())
+    return {
+        label: runs.summarize(len(warmup.runs[label].host_ms), in_calling_thread=in_calling_thread)
+        for label, runs in timer.runs.items()
+    }
+
+
+def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
+    """Return whether all sessions that do not time their device run in the calling thread.
+
+    If one does not, the others are not timed in CPU time either: one clock must serve for all, and
+    the calling thread's would show none of the work of another thread.
+    """
+    on_host = [session for session in sessions if not isinstance(session, DeviceSession)]
+    return _HAS_THREAD_CLOCK and all(
+        isinstance(session, HostSession) and session.runs_in_calling_thread for session in on_host
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Times of one session's iterations, in order.
+
+    Attributes:
+        host_ms: wall-clock time of `run`.
+        cpu_ms: CPU time of the thread that called `run`.
+        device_times: stages on the device; empty if the session does not time them.
+    """
+
+    host_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    device_times: list[DeviceTimes] = field(default_factory=list)
+
+    def summarize(self, warmup_queries: int, *, in_calling_thread: bool) -> Latency:
+        """Return the figures; `in_calling_thread`: whether sessions without a device run there."""
+        samples_ms, is_cpu_time = self.host_ms, False
+        if self.device_times:  # from the first byte sent to the last byte received
+            samples_ms = [t.h2d_ms + t.compute_ms + t.d2h_ms for t in self.device_times]
+        elif in_calling_thread:
+            samples_ms, is_cpu_time = self.cpu_ms, True
+
+        seconds = sum(self.host_ms) / 1e3
+        timing = Timing.of(samples_ms)
+        return Latency(
+            queries=len(samples_ms),
+            warmup_queries=warmup_queries,
+            total_host_walltime_s=seconds,
+            throughput_qps=len(samples_ms) / seconds if seconds > 0 else float("inf"),
+            latency=timing,
+            host=Timing.of(self.host_ms),
+            enqueue=self._stage("enqueue_ms"),
+            h2d=self._stage("h2d_ms"),
+            gpu_compute=self._stage("compute_ms"),
+            d2h=self._stage("d2h_ms"),
+            is_cpu_time=is_cpu_time,
+            samples_ms=tuple(samples_ms),
+            warnings=tuple(self._warnings(timing)),
+        )
+
+    def _stage_ms(self, name: str) -> list[float]:
+        """Return the times of one stage of the device, by its field of `DeviceTimes`."""
+        return [getattr(times, name) for times in self.device_times]
+
+    def _stage(self, name: str) -> Timing | None:
+        return Timing.of(self._stage_ms(name)) if self.device_times else None
+
+    def _warnings(self, timing: Timing) -> Iterator[str]:
+        """Warn of a short measurement; then trtexec's warnings, under trtexec's conditions."""
+        iterations = len(self.host_ms)
+        if iterations < MIN_RUNS_FOR_P95:
+            yield (
+                f"measured over only {iterations} iteration{'s' if iterations > 1 else ''}, so p95"
+                " and p99 are the slowest one; measure for longer"
+            )
+        if timing.cv_percent > _MAX_CV_PERCENT:
+            yield f"unstable latency, its coefficient of variance is over {_MAX_CV_PERCENT} %"
+        if self.device_times:
+            yield from self._device_warnings()
+
+    def _device_warnings(self) -> Iterator[str]:
+        enqueue_ms = statistics.median(self._stage_ms("enqueue_ms"))
+        compute_ms = statistics.median(self._stage_ms("compute_ms"))
+        if enqueue_ms > _MAX_ENQUEUE_SHARE * compute_ms:
+            yield "the host's enqueue time is over 0.8 of the compute time: a CUDA graph may help"
+        for direction in ("h2d", "d2h"):
+            if statistics.median(self._stage_ms(f"{direction}_ms")) >= compute_ms:
+                yield f"copying ({direction}) takes as long as computing or longer"
+
+
+class _InterleavedTimer:
+    """Runs all sessions in rounds and stores every time."""
+
+    def __init__(self, sessions: Mapping[str, Session], feeds: Feeds) -> None:
+        self._sessions = sessions
+        self._feeds = feeds
+        self.runs = {label: _Runs() for label in sessions}
+
+    def run_rounds(self, *, seconds: float, rounds: int) -> None:
+        """Run rounds until both `seconds` and `rounds` are reached."""
+        labels = list(self._sessions)
+        for index in _rounds(seconds, rounds):
+            feed = self._feeds[index % len(self._feeds)]
+            for label in labels if index % 2 == 0 else reversed(labels):
+                self._time(label, feed)
+
+    @property
+    def round_s(self) -> float:
+        """Median duration of the rounds so far, each session's untimed run included."""
+        runs_per_round = 2 if len(self._sessions) > 1 else 1
+        medians_ms = [statistics.median(runs.host_ms) for runs in self.runs.values()]
+        return runs_per_round * sum(medians_ms) / 1e3
+
+    def _time(self, label: str, feed: Mapping[str, Array]) -> None:
+        session, runs = self._sessions[label], self.runs[label]
+        if len(self._sessions) > 1:
+            session.run(feed)  # untimed: refills caches, wakes this session's threads
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        session.run(feed)
+        cpu_end, end = time.thread_time(), time.perf_counter()
+        runs.host_ms.append((end - start) * 1e3)
+        runs.cpu_ms.append((cpu_end - cpu_start) * 1e3)
+        if isinstance(session, DeviceSession):
+            runs.device_times.append(session.device_times())
+
+
+def _rounds(seconds: float, rounds: int) -> Iterator[int]:
+    """Yield 0, 1, 2, ... until `seconds` have passed and `rounds` values were yielded."""
+    start = time.perf_counter()
+    index = 0
+    while index < rounds or time.perf_counter() - start < seconds:
+        yield index
+        index += 1

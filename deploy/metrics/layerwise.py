@@ -14,25 +14,26 @@ first ones are compared.
 
 from collections.abc import Iterator
 
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 
 from deploy.graph.index import PADDED_SUFFIX
 
 
 def pair_quantized_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, str]:
-    """Tensor of the float model -> tensor the int8 model's layers read in its place.
+    """Return tensor of the float model -> tensor that the int8 model's layers read in its place.
 
     Only tensors that the int8 model quantizes and that a node of the float model makes.
     """
-    read_as = {
-        name.removesuffix(PADDED_SUFFIX): read for name, read in _dequantized(candidate).items()
+    reading_by_tensor = {
+        _without_padding(name): reading
+        for name, reading in _dequantized_readings(candidate).items()
     }
-    return {
-        name: read_as[name]
-        for node in reference.graph.node
-        for name in node.output
-        if name in read_as
-    }
+    pairs = {}
+    for node in reference.graph.node:
+        for name in node.output:
+            if name in reading_by_tensor:
+                pairs[name] = reading_by_tensor[name]
+    return pairs
 
 
 def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
@@ -42,58 +43,77 @@ def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str
     matches by the name of its producer's output or by the name its readers use: writers of Q/DQ
     models put a new name upstream or downstream of the Q/DQ pair.
     """
-    second_reads = {
-        name.removesuffix(PADDED_SUFFIX): read
-        for produced, read in _readings(second)
-        for name in (produced, read)
-    }
-    return {
-        read: second_reads[own]
-        for produced, read in _readings(first)
-        for name in (produced, read)
-        if (own := name.removesuffix(PADDED_SUFFIX)) in second_reads
-    }
+    second_readings = dict(_named_readings(second))
+    pairs = {}
+    for name, reading in _named_readings(first):
+        if name in second_readings:
+            pairs[reading] = second_readings[name]
+    return pairs
 
 
-def _readings(model: ModelProto) -> Iterator[tuple[str, str]]:
-    """(tensor that a node makes, tensor that is read in its place), without those of Q and DQ.
+def _without_padding(tensor: str) -> str:
+    return tensor.removesuffix(PADDED_SUFFIX)
 
-    Constants are left out too: they are weights, which another writer keeps as initializers.
+
+def _named_readings(model: ModelProto) -> Iterator[tuple[str, str]]:
+    """Yield (name of a tensor, tensor that is read in its place), for both names of a tensor.
+
+    Outputs of QuantizeLinear and DequantizeLinear are left out, unless an int8 kernel made the
+    integers. So are constants: they are weights, which another writer keeps as initializers.
     """
-    read_as, moved = _dequantized(model), _moved(model)
+    readings = _dequantized_readings(model)
+    from_kernels = _dequantized_from_kernels(model)
     for node in model.graph.node:
-        between = _is(node, "Quantize") or (_is(node, "Dequantize") and node.output[0] not in moved)
-        if not between and node.op_type != "Constant":
-            yield from ((name, read_as.get(name, name)) for name in node.output if name)
+        is_in_pair = _is_quantize(node) or (
+            _is_dequantize(node) and node.output[0] not in from_kernels
+        )
+        if is_in_pair or node.op_type == "Constant":
+            continue
+        for output in filter(None, node.output):
+            reading = readings.get(output, output)
+            yield _without_padding(output), reading
+            yield _without_padding(reading), reading
 
 
-def _dequantized(model: ModelProto) -> dict[str, str]:
-    """Return input of a QuantizeLinear -> output of the DequantizeLinear that reads its result."""
-    back = {node.input[0]: node.output[0] for node in model.graph.node if _is(node, "Dequantize")}
-    read_as = {
-        node.input[0]: back[node.output[0]]
-        for node in model.graph.node
-        if _is(node, "Quantize") and node.output[0] in back
+def _dequantized_readings(model: ModelProto) -> dict[str, str]:
+    """Return input of a QuantizeLinear -> output of the DequantizeLinear that reads its result.
+
+    Outputs of DequantizeLinear are read as themselves.
+    """
+    dequantized = {
+        node.input[0]: node.output[0] for node in model.graph.node if _is_dequantize(node)
     }
+    readings = {}
+    for node in model.graph.node:
+        if _is_quantize(node) and node.output[0] in dequantized:
+            readings[node.input[0]] = dequantized[node.output[0]]
     # where all readers read int8, deploy.targets.onnxruntime.qdq gives the tensor's own name to the
     # result
-    return read_as | {name: name for name in (*read_as.values(), *_moved(model))}
+    for name in (*readings.values(), *_dequantized_from_kernels(model)):
+        readings[name] = name
+    return readings
 
 
-def _moved(model: ModelProto) -> set[str]:
+def _dequantized_from_kernels(model: ModelProto) -> set[str]:
     """Return outputs of DequantizeLinears whose int8 input is not made by a QuantizeLinear.
 
     Copies of a nearest Resize or a ConvTranspose in int8 have such
     (`deploy.targets.onnxruntime.target`).
     """
-    made = {
-        name: _is(node, "Quantize") or node.op_type == "Constant"
+    kernel_outputs: set[str] = set()
+    for node in model.graph.node:
+        if not _is_quantize(node) and node.op_type != "Constant":
+            kernel_outputs.update(node.output)
+    return {
+        node.output[0]
         for node in model.graph.node
-        for name in node.output
+        if _is_dequantize(node) and node.input[0] in kernel_outputs
     }
-    reads = (node for node in model.graph.node if _is(node, "Dequantize"))
-    return {node.output[0] for node in reads if not made.get(node.input[0], True)}
 
 
-def _is(node: object, prefix: str) -> bool:
-    return getattr(node, "op_type", "") == f"{prefix}Linear"
+def _is_quantize(node: NodeProto) -> bool:
+    return node.op_type == "QuantizeLinear"
+
+
+def _is_dequantize(node: NodeProto) -> bool:
+    return node.op_type == "DequantizeLinear"

@@ -315,7 +315,6 @@ def _alike(value: Array, fed: Array) -> bool:
 
 
 USUAL = "its mean"
-EXPECTED = "its mean class"  # of classes in an order: the expected class, less its mean
 FEW = 32  # values per sample, at most, that are meaningful one by one
 _MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.metrics.output_errors import (
-    EXPECTED,
     FEW,
     USUAL,
     OutputAccuracy,
@@ -36,10 +35,7 @@ from deploy.tasks.keypoints import Points
 from deploy.tasks.metric import MetricTally
 from deploy.tasks.rows import (
     Outputs,
-    activate,
     batch_length,
-    expect_class,
-    find_order,
     is_floating,
     split_batch,
 )
@@ -71,9 +67,6 @@ class OutputForm:
         measured = {name: np.array(outputs[name]) for name in changed}
         for part in self.parts:
             value = measured.get(part.output, outputs[part.output])
-            if part.less == EXPECTED:
-                value = expect_class(activate(value, part.activation, 1))
-                measured[part.output] = value
             if part in self.usual:
                 subtract_usual(part.of(value), self.usual[part])
             elif part.less:
@@ -84,23 +77,27 @@ class OutputForm:
 
 
 def derive_form(
-    reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = (), task: str = ""
+    reference_outputs: Sequence[Outputs],
+    *,
+    inputs: Sequence[Outputs] = (),
+    metric: Metric | None = None,
 ) -> OutputForm:
     """Return the form, derived from the first samples.
 
     `reference_outputs`: the float model's outputs, one mapping per sample or batch. `inputs`: their
     inputs; without them each mapping is one sample, and tasks that need the picture's size are not
-    recognised. `task`: the name of the user's task.
+    recognised. `metric`: the task that the user set, and what the model's file declares.
 
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
-    samples = _seen(reference_outputs, inputs)
+    metric = metric or Metric(None)
+    samples = replace(_split_samples(reference_outputs, inputs), declared=metric.declared)
     if not samples.outputs:
         return OutputForm()
     count = form_samples(samples.inputs[0], samples.outputs[0])
-    first = FirstSamples(samples.inputs[:count], samples.outputs[:count])
-    found = recognise_task(first, task)
+    first = FirstSamples(samples.inputs[:count], samples.outputs[:count], metric.declared)
+    found = recognise_task(first, metric.task)
     task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if found is None else found.parts
     names = list(reference_outputs[0])
     by_name = {n: task_parts[n] if n in task_parts else _parts(n, first) for n in names}
@@ -121,8 +118,11 @@ def derive_form(
     parts = tuple(part for name in names for part in by_name[name])
     if not parts and found is None:
         parts = tuple(OutputSlice(output=name) for name in names)
-    why = _evidence(found, first, by_name, is_set=task != "")
-    return OutputForm(parts, found, find_states(first), usual, beside, why, task)
+    source = "as set by --task" if metric.task else ""
+    if not source and found is not None and metric.declared.task:
+        source = f"by {metric.declared.source}"
+    why = _evidence(found, first, by_name, source)
+    return OutputForm(parts, found, find_states(first), usual, beside, why, metric.task)
 
 
 def _uncovered(task: EvaluationTask, seen: FirstSamples) -> tuple[str, ...]:
@@ -148,11 +148,10 @@ def _evidence(
     task: EvaluationTask | None,
     seen: FirstSamples,
     slices: Mapping[str, tuple[OutputSlice, ...]],
-    *,
-    is_set: bool,
+    source: str,
 ) -> str:
-    """Return why outputs are of a task: the shapes and values of these outputs, as text."""
-    how = ", as set by --task" if is_set else ""
+    """Return why outputs are of a task: who says so, and their shapes and values, as text."""
+    how = f", {source}" if source else ""
     if task is None:
         return f"no task{how}" if how else ""
     own = [name for name in seen.every if name in (task.covered or seen.every)]
@@ -184,19 +183,10 @@ def _about_mean(
     """Yield (slice, its mean if it is measured about it) of the slices of an output.
 
     All samples count, not only the first: a search puts similar ones first. `most`: values of a
-    sample, at most, that are measured so if they deviate little from their mean, and probabilities
-    of classes in an order, such as ages, by the expected class. A value a step is if scores say
-    where it counts.
+    sample, at most, that are measured so if they deviate little from their mean. A value a step is
+    if scores say where it counts.
     """
     few = most > 0 and not any(part.at for part in parts)
-    for name in {part.output for part in parts if part.output in seen.every} if few else ():
-        samples = seen.arrays(name)
-        activation = find_order(samples, raw=seen.of_pictures)
-        if activation is not None:
-            part = OutputSlice(output=name, less=EXPECTED, activation=activation)
-            classes = [expect_class(activate(one, activation, 1)) for one in samples]
-            yield part, np.mean(classes, axis=0)
-            return
     for part in parts:
         mean = None
         if part.at is not None and most == math.inf:
@@ -223,16 +213,15 @@ def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
     return split_output(name, samples)
 
 
-def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples:
+def _split_samples(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples:
     """Split batches into single samples."""
-    fed = list(inputs) or [{} for _ in outputs]
-    batches = [batch_length(one) for one in fed[: len(outputs)]]
-    return FirstSamples(
-        *(
-            [row for one, n in zip(rows, batches, strict=False) for row in split_batch(one, n)]
-            for rows in (fed, outputs)
-        )
-    )
+    input_samples: list[Outputs] = []
+    output_samples: list[Outputs] = []
+    for batch_inputs, batch_outputs in zip(inputs or [{}] * len(outputs), outputs, strict=False):
+        length = batch_length(batch_inputs)
+        input_samples += split_batch(batch_inputs, length)
+        output_samples += split_batch(batch_outputs, length)
+    return FirstSamples(input_samples, output_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +257,7 @@ class OutputTally:
         self._objects = objects
         self._precision: PrecisionTally | None = None
         self._metric = None if metric is None else metric.tally(labels)
-        self._task = "" if metric is None else metric.task
+        self._judge = metric
         self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
         self._form = form
         self._errors: dict[OutputSlice, RunningError] = {}
@@ -303,7 +292,7 @@ class OutputTally:
                 cosine_mean=figures_of[part].cosine_mean,
                 cosine_min=figures_of[part].cosine_min,
                 max_abs_error=figures_of[part].max_abs_error,
-                less="" if part.at or part.less == EXPECTED else part.less,
+                less="" if part.at else part.less,
             )
             for part in form.parts
         ]
@@ -360,7 +349,9 @@ class OutputTally:
         if self._form is None:
             buffered, self._waiting = self._waiting, []
             self._form = derive_form(
-                [one[1] for one in buffered], inputs=[one[0] for one in buffered], task=self._task
+                [one[1] for one in buffered],
+                inputs=[one[0] for one in buffered],
+                metric=self._judge,
             )
             self._begin(self._form)
             for inputs, reference, candidate, batch in buffered:

@@ -9,7 +9,7 @@ so that memory does not grow with the images. Boxes with a score of 0.05 or less
 Annotation files: cocodataset.org, format-data, detection.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -29,26 +29,45 @@ from deploy.tasks.detections import (
 )
 from deploy.tasks.rows import Floats, Outputs, image_size
 
-_MOST_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
+IOUS = np.linspace(0.5, 0.95, 10)  # overlaps from which a box is a hit, each evaluated by itself
+_RECALLS = np.linspace(0, 1, 101)  # at which precision is sampled
+_SCORE_BINS = 2000
+_MAX_BOXES = 100  # per image, the best by score
+_SUPPRESSION_IOU = 0.65  # of two boxes of a class that overlap more, the better one stays
+_MAX_FILE_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
+_HIT, _MISS, _CROWD = 1, 0, -1  # outcomes of a box; one in a crowd is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Annotated objects of one picture."""
+    """Annotated objects of one picture.
 
-    size: tuple[int, int]  # (height, width) of the picture in pixels
-    boxes: NDArray[np.float64]  # [n, 4] corners x1 y1 x2 y2 in pixels
-    categories: NDArray[np.int64]  # [n] category ids of the file
-    crowds: NDArray[np.bool_]  # [n] whether a box is a crowd (iscrowd)
+    Attributes:
+        size: (height, width) of the picture in pixels.
+        boxes: [n, 4] corners x1 y1 x2 y2 in pixels.
+        categories: [n] category ids of the file.
+        crowds: [n] whether a box is a crowd (iscrowd).
+    """
+
+    size: tuple[int, int]
+    boxes: NDArray[np.float64]
+    categories: NDArray[np.int64]
+    crowds: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """Contents of an annotation file."""
+    """Contents of an annotation file.
 
-    pictures: Mapping[str, Objects]  # file name without folders -> its objects
-    categories: tuple[int, ...]  # category ids, ascending
-    ambiguous_names: frozenset[str] = frozenset()  # file names that occur in several folders
+    Attributes:
+        pictures: file name without folders -> its objects.
+        categories: category ids, ascending.
+        ambiguous_names: file names that occur in several folders.
+    """
+
+    pictures: Mapping[str, Objects]
+    categories: tuple[int, ...]
+    ambiguous_names: frozenset[str] = frozenset()
 
     def find_objects(self, name: str) -> Objects:
         """Return the objects of a picture, by its file name.
@@ -57,18 +76,17 @@ class Annotations:
             FeedError: the picture is missing, or its name is ambiguous.
         """
         file_name = PurePosixPath(name.replace("\\", "/")).name
-        objects = self.pictures.get(file_name)
         if file_name in self.ambiguous_names:
             raise FeedError(
                 f"images are matched with annotations by file name, {file_name[:200]!r} is several"
                 " images there; give them names of their own"
             )
-        if objects is None:
+        if file_name not in self.pictures:
             raise FeedError(
                 f"every evaluation image must be in the annotations, {name[:200]!r} is not;"
                 " images are matched by file name"
             )
-        return objects
+        return self.pictures[file_name]
 
 
 def read_coco(path: Path) -> Annotations:
@@ -77,9 +95,9 @@ def read_coco(path: Path) -> Annotations:
     Raises:
         FeedError: it cannot be read, or is no COCO annotation file.
     """
-    data = read_json(path, what="a COCO json", error=FeedError, max_bytes=_MOST_BYTES)
+    data = read_json(path, what="a COCO json", error=FeedError, max_bytes=_MAX_FILE_BYTES)
     try:
-        return _annotations(data)
+        return _parse_annotations(data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise FeedError(
             f"a COCO json has images, annotations with boxes, and categories; {path} breaks it at"
@@ -87,58 +105,61 @@ def read_coco(path: Path) -> Annotations:
         ) from error
 
 
-def _annotations(data: dict[str, list[dict[str, object]]]) -> Annotations:
-    by_image: dict[object, list[dict[str, object]]] = {image["id"]: [] for image in data["images"]}
-    categories = sorted(_integer(one["id"]) for one in data["categories"])
+def _parse_annotations(data: dict[str, list[dict[str, object]]]) -> Annotations:
+    annotations_by_image: dict[object, list[dict[str, object]]] = {}
+    for image in data["images"]:
+        if image["id"] in annotations_by_image:
+            raise ValueError(f"an id that two images have, {image['id']!r}")
+        annotations_by_image[image["id"]] = []
+    categories = {_integer(category["id"]) for category in data["categories"]}
     for annotation in data["annotations"]:
-        if annotation["image_id"] not in by_image:
+        if annotation["image_id"] not in annotations_by_image:
             raise ValueError(f"an image_id that no image has, {annotation['image_id']!r}")
         if _integer(annotation["category_id"]) not in categories:
             raise ValueError(f"a category_id that no category has, {annotation['category_id']!r}")
-        by_image[annotation["image_id"]].append(annotation)
-    names = {image["id"]: _name(image) for image in data["images"]}
-    counts = Counter(names.values())
-    return Annotations(
-        {_name(image): _objects(image, by_image[image["id"]]) for image in data["images"]},
-        tuple(categories),
-        frozenset(name for name, count in counts.items() if count > 1),
-    )
+        annotations_by_image[annotation["image_id"]].append(annotation)
+
+    pictures: dict[str, Objects] = {}
+    ambiguous_names = set()
+    for image in data["images"]:
+        name = PurePosixPath(str(image["file_name"])).name
+        if name in pictures:
+            ambiguous_names.add(name)
+        pictures[name] = _parse_objects(name, image, annotations_by_image[image["id"]])
+    return Annotations(pictures, tuple(sorted(categories)), frozenset(ambiguous_names))
 
 
-def _name(image: dict[str, object]) -> str:
-    return PurePosixPath(str(image["file_name"])).name
-
-
-def _objects(image: dict[str, object], annotations: list[dict[str, object]]) -> Objects:
-    boxes = np.array([one["bbox"] for one in annotations], np.float64).reshape(-1, 4)
+def _parse_objects(
+    name: str, image: dict[str, object], annotations: list[dict[str, object]]
+) -> Objects:
+    boxes = np.array([annotation["bbox"] for annotation in annotations], np.float64).reshape(-1, 4)
     if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
-        raise ValueError(f"a bbox of {_name(image)!r} that is no x, y, width and height")
+        raise ValueError(f"a bbox of {name!r} that is no x, y, width and height")
     boxes[:, 2:] += boxes[:, :2]  # COCO's are x y w h
+
     size = _integer(image["height"]), _integer(image["width"])
     if min(size) < 1:
-        raise ValueError(f"a width or height of {_name(image)!r} below 1")
-    return Objects(
-        size,
-        boxes,
-        np.array([_integer(one["category_id"]) for one in annotations], np.int64),
-        np.array([bool(one.get("iscrowd", 0)) for one in annotations], np.bool_),
-    )
+        raise ValueError(f"a width or height of {name!r} below 1")
+    categories = [_integer(annotation["category_id"]) for annotation in annotations]
+    crowds = [bool(annotation.get("iscrowd", 0)) for annotation in annotations]
+    return Objects(size, boxes, np.array(categories, np.int64), np.array(crowds, np.bool_))
 
 
 def _integer(value: object) -> int:
-    return int(str(value))
-
-
-IOUS = np.linspace(0.5, 0.95, 10)
-_RECALLS = np.linspace(0, 1, 101)
-_BINS = 2000  # bins of the score
-_MOST = 100  # boxes per image
-_SUPPRESS = 0.65  # IoU of non-maximum suppression
+    return int(str(value))  # 3.5 is refused
 
 
 @dataclass(frozen=True, slots=True)
 class MeanPrecision:
-    """mAP of both models, 0 to 1, over IoU .50:.95 and at .50; `objects` is their number."""
+    """Mean average precision (mAP) of both models, 0 to 1.
+
+    Attributes:
+        reference: the float model's, over IoU .50:.95.
+        candidate: the int8 model's, over IoU .50:.95.
+        reference_50: the float model's at IoU .50.
+        candidate_50: the int8 model's at IoU .50.
+        objects: number of annotated objects, without crowds.
+    """
 
     reference: float
     candidate: float
@@ -149,94 +170,122 @@ class MeanPrecision:
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """Annotated objects of all samples."""
+    """Annotated objects of all samples.
 
-    objects: Sequence[Objects]  # per sample in order, in pixels of the input
-    categories: tuple[int, ...]  # category ids, ascending
+    Attributes:
+        objects: those of each sample in order, in pixels of the input.
+        categories: category ids, ascending.
+        notes: sentences on how they were read.
+    """
+
+    objects: Sequence[Objects]
+    categories: tuple[int, ...]
     notes: tuple[str, ...] = ()
+
+
+def _no_counts() -> NDArray[np.int32]:
+    return np.zeros((len(IOUS), 2, _SCORE_BINS), np.int32)
 
 
 class AveragePrecision:
     """Running counts of one model's hits and misses."""
 
     def __init__(self) -> None:
-        self._hits: dict[int, NDArray[np.int32]] = {}  # class -> [IoUs, hit or miss, bins]
-        self._objects: dict[int, int] = {}
+        # class -> [IoUs, hits and misses, bins of the score]
+        self._counts: defaultdict[int, NDArray[np.int32]] = defaultdict(_no_counts)
+        self._object_counts: Counter[int] = Counter()
 
     def add(
         self,
-        found: Detections,
+        detections: Detections,
         boxes: Floats,
         classes: NDArray[np.int64],
         crowds: NDArray[np.bool_],
     ) -> None:
         """Add one image: its detections, and its objects' boxes [n, 4], classes and crowds."""
-        found = found.at(np.arange(min(len(found.scores), _MOST)))
-        for kind in np.union1d(found.classes, classes).tolist():
-            own = found.at(found.classes == kind)
-            of_class = classes == kind
-            self._objects[kind] = self._objects.get(kind, 0) + int((of_class & ~crowds).sum())
-            counts = self._hits.setdefault(kind, np.zeros((len(IOUS), 2, _BINS), np.int32))
-            bins = np.clip((own.scores * _BINS).astype(np.int64), 0, _BINS - 1)
+        best = detections.at(np.arange(min(len(detections.scores), _MAX_BOXES)))
+        for class_number in np.union1d(best.classes, classes).tolist():
+            class_detections = best.at(best.classes == class_number)
+            class_boxes, class_crowds = (
+                boxes[classes == class_number],
+                crowds[classes == class_number],
+            )
+            self._object_counts[class_number] += int((~class_crowds).sum())
+            counts = self._counts[class_number]
+            bins = np.clip(
+                (class_detections.scores * _SCORE_BINS).astype(np.int64), 0, _SCORE_BINS - 1
+            )
             for level, iou in enumerate(IOUS):
-                hit = _hits(own.boxes, boxes[of_class], crowds[of_class], float(iou))
-                np.add.at(counts[level, 0], bins[hit == 1], 1)
-                np.add.at(counts[level, 1], bins[hit == 0], 1)
+                outcomes = _find_outcomes(
+                    class_detections.boxes, class_boxes, class_crowds, float(iou)
+                )
+                np.add.at(counts[level, 0], bins[outcomes == _HIT], 1)
+                np.add.at(counts[level, 1], bins[outcomes == _MISS], 1)
 
     @property
     def objects(self) -> int:
         """Number of annotated objects, without crowds."""
-        return sum(self._objects.values())
+        return self._object_counts.total()
 
     def result(self) -> tuple[float, float]:
         """Return the mean over the annotated classes: (mAP over all IoUs, mAP at .50)."""
-        present = [kind for kind, count in self._objects.items() if count]
-        if not present:
+        by_class = []
+        for class_number, object_count in self._object_counts.items():
+            if object_count:
+                counts = self._counts[class_number]
+                by_class.append([_average_precision(level, object_count) for level in counts])
+        if not by_class:
             return 0.0, 0.0
-        by_class = [
-            [_precision(level, self._objects[kind]) for level in self._hits[kind]]
-            for kind in present
-        ]
-        return float(np.mean(by_class)), float(np.mean([one[0] for one in by_class]))
+        return float(np.mean(by_class)), float(np.mean([row[0] for row in by_class]))
 
 
-def _hits(found: Floats, boxes: Floats, crowds: NDArray[np.bool_], iou: float) -> NDArray[np.int64]:
-    """Return for each box, the best first: 1 for a hit, 0 for a miss, -1 for a crowd (ignored)."""
-    over = box_ious(found, boxes)
-    over[:, crowds] = _inside(found, boxes[crowds])
-    free = np.ones(len(boxes), np.bool_)
-    result = np.zeros(len(found), np.int64)
-    for row, near in enumerate(over):
-        single = np.where(free & ~crowds & (near >= iou - 1e-10), near, 0)
-        if single.size and single.max() > 0:
-            free[single.argmax()] = False
-            result[row] = 1
-        elif (near[crowds] >= iou).any():
-            result[row] = -1
-    return result
+def _find_outcomes(
+    detected_boxes: Floats, boxes: Floats, crowds: NDArray[np.bool_], iou: float
+) -> NDArray[np.int64]:
+    """Return the outcome of each detected box, the best score first."""
+    overlaps = box_ious(detected_boxes, boxes)
+    overlaps[:, crowds] = _shares_inside(detected_boxes, boxes[crowds])
+    is_free = ~crowds  # objects that no box has hit yet
+    outcomes = np.full(len(detected_boxes), _MISS, np.int64)
+    for row, box_overlaps in enumerate(overlaps):
+        free_overlaps = np.where(is_free & (box_overlaps >= iou - 1e-10), box_overlaps, 0)
+        if free_overlaps.max(initial=0) > 0:
+            is_free[free_overlaps.argmax()] = False
+            outcomes[row] = _HIT
+        elif (box_overlaps[crowds] >= iou).any():
+            outcomes[row] = _CROWD
+    return outcomes
 
 
-def _inside(found: Floats, crowds: Floats) -> Floats:
-    """Share of each box's area that lies in each crowd."""
-    low = np.maximum(found[:, None, :2], crowds[None, :, :2])
-    high = np.minimum(found[:, None, 2:], crowds[None, :, 2:])
+def _shares_inside(boxes: Floats, crowds: Floats) -> Floats:
+    """Return the share of each box's area that lies in each crowd, [boxes, crowds]."""
+    low = np.maximum(boxes[:, None, :2], crowds[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], crowds[None, :, 2:])
     shared = np.clip(high - low, 0, None).prod(axis=2)
-    area = np.clip(found[:, 2:] - found[:, :2], 0, None).prod(axis=1)[:, None]
-    return np.asarray(shared / np.maximum(area, 1e-12))
+    areas = np.clip(boxes[:, 2:] - boxes[:, :2], 0, None).prod(axis=1)[:, None]
+    return np.asarray(shared / np.maximum(areas, 1e-12))
 
 
-def _precision(counts: NDArray[np.int32], objects: int) -> float:
+def _average_precision(counts: NDArray[np.int32], object_count: int) -> float:
     """101-point average precision from hits and misses [2, bins], ascending in score."""
     hits, misses = np.cumsum(counts[:, ::-1], axis=1, dtype=np.int64)
     precision = hits / np.maximum(hits + misses, 1)
-    falling = np.maximum.accumulate(precision[::-1])[::-1]
-    place = np.searchsorted(hits / objects, _RECALLS - 1e-12, side="left")
-    return float(np.append(falling, 0.0)[place].mean())
+    falling_precision = np.maximum.accumulate(precision[::-1])[::-1]
+    bins = np.searchsorted(hits / object_count, _RECALLS - 1e-12, side="left")
+    return float(np.append(falling_precision, 0.0)[bins].mean())  # 0 at recalls beyond the last
 
 
 @dataclass(slots=True)
 class PrecisionTally:
-    """Counts boxes of both models against the annotated objects."""
+    """Counts boxes of both models against the annotated objects.
+
+    Attributes:
+        decoder: reads the boxes of a model's outputs.
+        truth: the annotated objects.
+        samples: number of samples so far.
+        reference: counts of the float model.
+        candidate: counts of the int8 model.
+    """
 
     decoder: Decoder
     truth: GroundTruth
@@ -252,31 +301,39 @@ class PrecisionTally:
         """
         objects = self.truth.objects[self.samples]
         self.samples += 1
-        classes = self._classes(objects.categories)
+        classes = self._find_classes(objects.categories)
         size = image_size(inputs) or (1, 1)
         for counts, outputs in ((self.reference, reference), (self.candidate, candidate)):
-            found = self.decoder.boxes(inputs, outputs)
-            found = suppress_overlaps(
-                scale_to_pixels(NOTHING if found is None else found, size), iou=_SUPPRESS
-            )
-            counts.add(found, objects.boxes, classes, objects.crowds)
+            detections = self.decoder.boxes(inputs, outputs)
+            if detections is None:
+                detections = NOTHING
+            detections = scale_to_pixels(detections, size)
+            detections = suppress_overlaps(detections, iou=_SUPPRESSION_IOU)
+            counts.add(detections, objects.boxes, classes, objects.crowds)
 
-    def _classes(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _find_classes(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the model's class of each category: by order, or by the category's id."""
-        count, highest = self.decoder.classes, max(self.truth.categories, default=0)
-        if count is None or count == len(self.truth.categories):
-            return np.searchsorted(np.array(self.truth.categories, np.int64), categories)
-        if count >= highest:  # ids start at 1 if class 0 was the background in training
-            return categories - int(count == highest)
+        category_ids = self.truth.categories
+        class_count = self.decoder.classes
+        if class_count is None or class_count == len(category_ids):
+            return np.searchsorted(np.array(category_ids, np.int64), categories)
+        max_id = max(category_ids, default=0)
+        if class_count > max_id:
+            return categories
+        if class_count == max_id:  # ids start at 1, since class 0 was the background in training
+            return categories - 1
         raise FeedError(
-            f"the annotations must have the model's classes, got {len(self.truth.categories)}"
-            f" categories and {count} classes ({self.decoder.form}); list all that it learned as"
-            " categories, or leave the labels out"
+            f"the annotations must have the model's classes, got {len(category_ids)}"
+            f" categories and {class_count} classes ({self.decoder.form}); list all that it learned"
+            " as categories, or leave the labels out"
         )
 
     def result(self) -> MeanPrecision | None:
         """Return both models' figures; None if there are no objects."""
         if not self.reference.objects:
             return None
-        (own, own_50), (other, other_50) = self.reference.result(), self.candidate.result()
-        return MeanPrecision(own, other, own_50, other_50, self.reference.objects)
+        reference, reference_50 = self.reference.result()
+        candidate, candidate_50 = self.candidate.result()
+        return MeanPrecision(
+            reference, candidate, reference_50, candidate_50, self.reference.objects
+        )

@@ -235,7 +235,7 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
 
 def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) -> None:
     """Refuse a user's metric or task that fails on the float model itself, before all is built."""
-    if build.metric is None or build.loaded.qdq is not None:
+    if not build.metric.is_set or build.loaded.qdq is not None:
         return
     sample, outputs = next(iter(calibration.evaluation_set.samples_with_outputs(1)))
     labels = None if build.evaluation is None else build.evaluation.labels
@@ -345,7 +345,7 @@ def _evaluation_notes(build: PreparedBuild, calibration: CalibrationResult) -> I
     tuning, evaluation = build.options.tuning, build.evaluation
     is_searched = tuning.level and not tuning.plan
     metric = build.metric
-    if metric is not None and metric.function is not None and build.has_labels and is_searched:
+    if metric.function is not None and build.has_labels and is_searched:
         yield (
             f"the search went by the outputs' form, not by {metric.name}: its images are some that"
             " calibrate, of which no labels are used"

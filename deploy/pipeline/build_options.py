@@ -130,7 +130,7 @@ class PreparedBuild:
         dataset: the calibration images, or those a Q/DQ model is measured on; None without images.
         evaluation: the evaluation images; None if some of the calibration images are used.
         annotated_objects: objects on the evaluation images; class numbers are the feed's own.
-        metric: what the user set to evaluate by.
+        metric: what outputs are judged by.
         repairs: names of the repairs to be tried where there is a search.
         duration_s: seconds of latency runs a model; 0 leaves them out.
     """
@@ -143,7 +143,7 @@ class PreparedBuild:
     dataset: Dataset | None
     evaluation: Feed | None
     annotated_objects: GroundTruth | None
-    metric: Metric | None
+    metric: Metric
     repairs: Sequence[str]
     duration_s: float
 
@@ -174,11 +174,9 @@ class PreparedBuild:
         return has_classes or self.annotated_objects is not None
 
     @property
-    def search_metric(self) -> Metric | None:
+    def search_metric(self) -> Metric:
         """The metric that a search goes by: the task alone where the user's would need labels."""
-        if self.metric is None or not self.has_labels:
-            return self.metric
-        return Metric(None, task=self.metric.task) if self.metric.task else None
+        return self.metric.without_function if self.has_labels else self.metric
 
     @property
     def outside_cache(self) -> Path | None:
@@ -207,6 +205,7 @@ def prepare_build(
     """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`."""
     metric = judge_of(options.metric, options.task)
     loaded = model if isinstance(model, LoadedModel) else load_float_or_qdq(model)
+    metric = replace(metric, declared=loaded.declaration)
     images = None if dataset is None else dataset.source
     reference, notes = find_reference_model(loaded, options.float_model, images)
     if dataset is None:

@@ -260,9 +260,9 @@ def _judge_engine(
         speed=row.speed,
         rival="FP32" if rival.reference else rival.label,
     )
-    if row.on_device:
-        return judge(device_kind="device")
-    return judge(slower_ms=row.p50_ms - rival.p50_ms)
+    if rival.size_bytes and row.size_bytes:
+        judge = partial(judge, smaller=rival.size_bytes / row.size_bytes)
+    return judge(device_kind="device" if row.on_device else "CPU")
 
 
 def _calibration_part(

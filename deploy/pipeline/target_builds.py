@@ -58,11 +58,10 @@ def search_targets(
     """
     path = stage.folder / plan_name(calibration.loaded)
     earlier_plan = find_plan(path, tuning, calibration.loaded.digest)
-    request = _make_request(calibration, stage, threads, tuning.cpu)
+    request = _make_request(targets, calibration, stage, threads, tuning.cpu)
     plans = {}
-    for target in targets:
-        if target.name in calibration.failures:
-            continue
+    buildable = [target for target in targets if target.name not in calibration.failures]
+    for target in buildable:
         try:
             with phase(target.name):
                 plans[target.name] = plan_target(
@@ -118,7 +117,7 @@ def build_targets(
     Raises:
         Calib8Error: every target failed, and none left a file.
     """
-    request = _make_request(calibration, stage, threads, cpu)
+    request = _make_request(targets, calibration, stage, threads, cpu)
     request = replace(request, unrepaired_model=unrepaired_model)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
@@ -191,7 +190,7 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
 
 
 def _make_request(
-    calibration: CalibrationResult, stage: Stage, threads: int, cpu: str
+    targets: Sequence[Target], calibration: CalibrationResult, stage: Stage, threads: int, cpu: str
 ) -> BuildRequest:
     return BuildRequest(
         subject=calibration.subject,
@@ -203,4 +202,5 @@ def _make_request(
         evaluation_set=calibration.evaluation_set,
         threads=threads,
         cpu=cpu,
+        companions=tuple(t for t in targets if t.name not in calibration.failures),
     )

@@ -148,7 +148,7 @@ def _log_share(value: float, largest: float) -> float:
 Float64Array = NDArray[np.float64]
 
 LATENCY_CAPTION = (
-    "Latency of every measured iteration; engines ran in turn, so noise of the machine falls on all"
+    "{} of every measured iteration; engines ran in turn, so noise of the machine falls on all"
     " of them. Each curve is scaled to its own peak; the dashed line is the p50."
 )
 _HEIGHT, _TOP, _BOTTOM = 230, 34, 34  # in px
@@ -199,7 +199,7 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     return (
         f'<ul class="legend">{legend}</ul>'
         f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
-        f"<title>Distribution of latency</title>{_latency_axis(lo, hi)}"
+        f"<title>Distribution of the measured times</title>{_latency_axis(lo, hi)}"
         f'<svg y="{_TOP}" width="100%" height="{_CURVE_HEIGHT}" preserveAspectRatio="none"'
         f' viewBox="0 0 {_CURVE_WIDTH} {_CURVE_HEIGHT}">{curves}</svg>'
         f"{marks}{_axis_unit(not_drawn)}</svg>"

@@ -140,6 +140,11 @@ class Findings:
         return next((target for target in self.targets if target.name == engine.target), None)
 
 
+_CPU_TIME_NOTE = (
+    "its time is CPU time of the one thread that runs it, which other programs do not prolong"
+)
+
+
 def _engine_notes(engine: EngineRow, target: TargetPart | None) -> Iterator[str]:
     """Yield the sentences on an engine, its target and its latency."""
     if engine.accuracy:
@@ -151,6 +156,8 @@ def _engine_notes(engine: EngineRow, target: TargetPart | None) -> Iterator[str]
     if target:
         yield from target.notes
     if engine.latency:
+        if engine.latency.is_cpu_time:
+            yield _CPU_TIME_NOTE
         yield from engine.latency.warnings
 
 

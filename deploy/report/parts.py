@@ -240,7 +240,7 @@ class BatchRow:
 
     Attributes:
         batch: number of items.
-        items_qps: items per second: the batch over the host's p50.
+        items_qps: items per second: the batch over the p50 of `Latency.run_time`.
         latency: of one inference.
     """
 

@@ -14,6 +14,7 @@ from deploy.metrics.levels import DOUBTFUL, FLOAT, UNUSABLE
 from deploy.report import figures
 from deploy.report.charts import sweep_table
 from deploy.report.figures import engine_layers_text
+from deploy.report.front import speed_texts
 from deploy.report.model import Findings
 from deploy.report.parts import EngineRow, FileRow, TargetPart
 from deploy.report.tables import (
@@ -129,7 +130,7 @@ def _verdicts(report: Findings) -> Iterator[str]:
         yield from entries("Verdict", map(": ".join, verdicts))
 
 
-_SHORT = ("Size", "Latency p50")  # lines of the table of one screen
+_SHORT = ("Size", "Latency p50", "CPU time p50")  # lines of the table of one screen
 _TASKS = ("Top-1", "mAP .50:.95")
 _WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 # role of a script -> where it is to be run
@@ -149,6 +150,7 @@ def _short_table(report: Findings) -> Iterator[str]:
 
 def _decisions(report: Findings) -> Iterator[str]:
     """Yield what was fed, what to ship, what to look at, and what to do next."""
+    yield from entries("Speed", speed_texts(report))
     yield from _devices(report)
     if report.feed:
         text = f"{figures.count(report.feed.samples, 'sample')} from {report.feed.source}"
@@ -160,13 +162,24 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _int8_nodes(report)
     yield from _failures(report)
 
-    shipped = [e.path for e in report.engines if e.path and not e.is_float]
-    yield from entries("Ship", shipped)
+    yield from entries("Ship", dict.fromkeys(_shipped_files(report)))
     yield from entries("Warning", (*_lost_layers(report), *report.all_alerts)[:_MAX_ALERTS])
     notes = figures.count(len(report.warnings), "note")
     if page := _path_of(report.files, REPORT):
         yield from entry("Report", f"{page}  (all figures and {notes}; -v prints it)")
     yield from entries("Next", dict.fromkeys(next_steps(report)))
+
+
+def _shipped_files(report: Findings) -> Iterator[str]:
+    """Yield each engine's file; the float model's where int8 is not worth it, with both names."""
+    for engine in report.engines:
+        if engine.is_float or not engine.path:
+            continue
+        level = engine.verdict.level if engine.verdict else ""
+        if level in (FLOAT, UNUSABLE) and report.model:
+            yield f"{report.model.path}  (the float model; int8 is in {engine.path})"
+        else:
+            yield engine.path
 
 
 def _int8_nodes(report: Findings) -> Iterator[str]:

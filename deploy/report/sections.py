@@ -75,7 +75,9 @@ def _engines(report: Findings) -> Sections:
     blocks: list[Block] = []
     for on_device in (False, True):  # on separate axes
         if figure := charts.latency_figure(report.engines, on_device=on_device):
-            blocks.append(Drawing(figure, charts.LATENCY_CAPTION))
+            engines = [engine for engine in report.engines if engine.on_device == on_device]
+            caption = charts.LATENCY_CAPTION.format(tables.time_name(engines))
+            blocks.append(Drawing(figure, caption))
     heads = ["", *(engine.label for engine in report.engines), ""]
     rows = [[line.label, *line.cells, line.change] for line in lines]
     blocks.append(Table(heads, rows, "engines"))

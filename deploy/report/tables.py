@@ -202,20 +202,28 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
     yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
 
 
+def time_name(engines: Iterable[EngineRow]) -> str:
+    """Return what was measured: "CPU time" if that is the time of all engines, else "Latency"."""
+    latencies = [engine.latency for engine in engines if engine.latency]
+    is_cpu_time = latencies and all(latency.is_cpu_time for latency in latencies)
+    return "CPU time" if is_cpu_time else "Latency"
+
+
 def _latency(report: Findings) -> Iterator[ComparisonLine]:
     ms = figures.milliseconds
+    name = time_name(report.engines)
     parts = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
         sweeps = [engine.sweep or None for engine in report.engines]
         yield _line("Batch", sweeps, lambda sweep: str(sweep[0].batch))
-    yield _line("Latency p50", parts, lambda part: ms(part.latency.p50), _speed_text(report))
-    yield _line("Latency p90", parts, lambda part: ms(part.latency.p90))
+    yield _line(f"{name} p50", parts, lambda part: ms(part.latency.p50), _speed_text(report))
+    yield _line(f"{name} p90", parts, lambda part: ms(part.latency.p90))
     runs = min((part.queries for part in parts if part), default=0)
     if runs >= MIN_RUNS_FOR_P95:
-        yield _line("Latency p95", parts, lambda part: ms(part.latency.p95))
+        yield _line(f"{name} p95", parts, lambda part: ms(part.latency.p95))
     if runs >= _P99_RUNS:
-        yield _line("Latency p99", parts, lambda part: ms(part.latency.p99))
-    yield _line("Latency mean", parts, lambda part: ms(part.latency.mean))
+        yield _line(f"{name} p99", parts, lambda part: ms(part.latency.p99))
+    yield _line(f"{name} mean", parts, lambda part: ms(part.latency.mean))
     yield _line("Variation", parts, lambda part: f"{part.latency.cv_percent:.3g} %")
     yield _line("Enqueue", parts, lambda part: _p50(part.enqueue))
     yield _line("H2D", parts, lambda part: _p50(part.h2d))

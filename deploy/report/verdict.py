@@ -6,13 +6,12 @@ Limits of the loss are in `deploy.metrics.levels`, which the search uses too; th
 here. The user's limits (`Gates`) override both.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.latency import MIN_GAIN, OVERHEAD_MS, SpeedUp
+from deploy.metrics.latency import MIN_GAIN, SpeedUp
 from deploy.metrics.levels import (
     DOUBTFUL,
     FLOAT,
@@ -24,6 +23,7 @@ from deploy.metrics.levels import (
     judge_accuracy,
     question_reference,
 )
+from deploy.report.figures import size_change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,8 @@ class Verdict:
         return f"{self.level}: {'; '.join(self.reasons)}" if self.reasons else self.level
 
 
+MIN_SHRINK = 4 / 3  # size of the float file over the engine's from which the size is a gain
+
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
 
@@ -84,7 +86,7 @@ def verdict(
     speed: SpeedUp | None,
     int8: bool,
     gates: Gates,
-    slower_ms: float = math.inf,
+    smaller: float | None = None,
     rival: str = "FP32",
     device_kind: str = "CPU",
     doubts: Sequence[str] = (),
@@ -97,7 +99,7 @@ def verdict(
         speed: beside its rival; None if one of them was not measured.
         int8: whether any of its nodes is quantized.
         gates: the user's limits.
-        slower_ms: difference to its rival's p50 in ms; infinite if not measured.
+        smaller: size of its rival's file as a multiple of its own; None if one is not known.
         rival: name of the float engine that its speed is compared with.
         device_kind: "CPU" or "device".
         doubts: sentences on calibration data that is no good or not what the model learned from;
@@ -109,7 +111,7 @@ def verdict(
     if gates.min_speedup is not None:
         findings.append(_speed_gate(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
-        findings.append(_judge_speed(speed, slower_ms, rival, device_kind))
+        findings.append(_judge_gain(speed, smaller, rival, device_kind))
     if not int8:
         findings.append((FLOAT, "no layer could be int8, the report says why"))
     if not findings:
@@ -167,14 +169,21 @@ def _speed_gate(speed: SpeedUp | None, min_speedup: float, rival: str) -> _Findi
     return level, f"{speed.text} the speed of {rival}, at least {min_speedup:g}x is wanted"
 
 
-def _judge_speed(speed: SpeedUp, slower_ms: float, rival: str, device_kind: str) -> _Finding:
-    """Return what a speed says without a limit: a gain, none, or that noise hides it."""
+def _judge_gain(speed: SpeedUp, smaller: float | None, rival: str, device_kind: str) -> _Finding:
+    """Return what int8 wins: time, by the middle of its interval, or size at no clear loss of time.
+
+    Noise is no merit: times that are too noisy to tell a gain are none.
+    """
     text = f"{speed.text} the speed of {rival}"
-    if speed.low > 1:
-        return GOOD, text
-    if speed.high < MIN_GAIN and not 0 < slower_ms < OVERHEAD_MS:
-        return FLOAT, f"int8 has {text} on this {device_kind}"
-    return GOOD, f"{text}, which is too noisy to tell a gain"
+    if speed.ratio >= MIN_GAIN:
+        return GOOD, f"{text}, which is too noisy to be sure of" if speed.low <= 1 else text
+
+    size = "" if smaller is None else " ".join(size_change(smaller)).strip()
+    is_small = smaller is not None and smaller >= MIN_SHRINK
+    if is_small and speed.ratio * MIN_GAIN >= 1:
+        return GOOD, f"{text}, {size}"
+    reason = f"int8 has {text} on this {device_kind}"
+    return FLOAT, f"{reason}, and its file is {size}" if size else reason
 
 
 __all__ = ["DOUBTFUL", "FLOAT", "GOOD", "LEVELS", "UNUSABLE", "Gates", "Verdict", "verdict"]

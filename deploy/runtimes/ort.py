@@ -289,6 +289,11 @@ class OrtSession(CpuSession):
             _LOADING_OPTIONS.discard(options)
         return cls(session, threads=threads)
 
+    @property
+    def runs_in_calling_thread(self) -> bool:
+        """Whether `run` computes in the thread that calls it: with one thread there is no pool."""
+        return self.threads == 1
+
     def end_trace(self) -> str:
         """Stop profiling and return the path of the trace."""
         return str(self._session.end_profiling())

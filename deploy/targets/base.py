@@ -41,6 +41,7 @@ class BuildRequest:
         evaluation_set: evaluation samples of the search, with the float model's outputs; None
             without a search.
         cpu: one of `deploy.tuning.CPU_NAMES`, the CPU that will run ONNX Runtime's engine.
+        companions: all targets of the build, which may share work.
         unrepaired_model: cleaned float model without repairs, for the float engines of the speed
             comparison; None where speed is not measured.
     """
@@ -55,6 +56,7 @@ class BuildRequest:
     choices: Choices = NO_CHOICES
     evaluation_set: EvaluationSet | None = None
     cpu: str = "this"
+    companions: tuple[Target, ...] = ()
     unrepaired_model: onnx.ModelProto | None = None
 
     def with_choices(self, choices: Choices) -> BuildRequest:

@@ -17,6 +17,7 @@ from deploy.tasks import (
     segmentation,
     sequences,
 )
+from deploy.tasks.declarations import Declaration
 from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
 from deploy.tasks.metric import Function, Metric, metric_of
 from deploy.tasks.rows import is_floating
@@ -97,16 +98,18 @@ TASKS: dict[str, TaskRow] = {
 }  # fmt: skip
 
 
-def judge_of(metric: str | Function | None, task: str | None) -> Metric | None:
-    """Return what the user set to judge by; None for nothing.
+def judge_of(
+    metric: str | Function | None, task: str | None, declared: Declaration | None = None
+) -> Metric:
+    """Return what outputs are judged by: what the user set, and what the model's file declares.
 
     Raises:
         ConfigError: no such metric or task.
     """
     if task is not None and task not in (*TASKS, *NO_TASK):
         raise ConfigError(f"a task is one of {', '.join((*TASKS, NO_TASK[0]))}, got {task!r}")
-    own = Metric(None) if metric is None else metric_of(metric)
-    return None if metric is None and task is None else replace(own, task=task or "")
+    user_metric = Metric(None) if metric is None else metric_of(metric)
+    return replace(user_metric, task=task or "", declared=declared or Declaration())
 
 
 def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | None:
@@ -120,20 +123,32 @@ def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | No
     """
     if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MOST_OUTPUTS):
         return None
-    rows = [TASKS[task]] if task else [row for name, row in TASKS.items() if name != "indices"]
     distinct = evaluation_task.drop_outputs(samples, evaluation_task.find_logits(samples))
-    found = _by_best_class(distinct, rows)
-    if found is None and (states_out := evaluation_task.find_states(samples)):
-        found = _by_best_class(evaluation_task.drop_outputs(distinct, states_out), rows)
-    if not task:
-        return found or labels.find_integers(distinct)
-    if (found := found or _fitted(rows[0], distinct)) is None:
-        got = ", ".join(f"{name} {[*samples.outputs[0][name].shape]}" for name in samples.every[:4])
-        raise ConfigError(
-            f"the task {task} needs {rows[0].wants}, got {got}; set another, or none to compare"
-            " values"
-        )
-    return found
+    declared_task = samples.declared.task
+    if task or declared_task in TASKS:
+        row = TASKS[task or declared_task]
+        fitting = _recognise(distinct, [row]) or _fitted(row, distinct)
+        if fitting is not None:
+            return fitting
+        if task:
+            got = [f"{name} {[*samples.outputs[0][name].shape]}" for name in samples.every[:4]]
+            raise ConfigError(
+                f"the task {task} needs {row.wants}, got {', '.join(got)}; set another, or none to"
+                " compare values"
+            )
+    if declared_task in NO_TASK:
+        return None
+
+    rows = [row for name, row in TASKS.items() if name != "indices"]
+    return _recognise(distinct, rows) or labels.find_integers(distinct)
+
+
+def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
+    """Return the first task that fits all outputs, or those that are no states."""
+    recognised = _by_best_class(samples, rows)
+    if recognised is None and (states_out := evaluation_task.find_states(samples)):
+        return _by_best_class(evaluation_task.drop_outputs(samples, states_out), rows)
+    return recognised
 
 
 def _fitted(row: TaskRow, samples: FirstSamples) -> EvaluationTask | None:

@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from deploy.tasks import anchors, heatmaps, single_tensor, yolo
+from deploy.tasks import anchors, single_tensor, yolo
 from deploy.tasks.detections import (
     NOTHING,
     Detections,
@@ -199,7 +199,6 @@ DECODERS: tuple[Callable[[FirstSamples], Decoder | None], ...] = (
     find_end_to_end,
     anchors.find_anchors,
     yolo.find_yolo_maps,
-    heatmaps.find_centers,
     single_tensor.find_single_tensor,
 )
 

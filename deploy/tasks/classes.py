@@ -31,10 +31,10 @@ from deploy.tasks.rows import (
     Floats,
     Outputs,
     activate,
+    are_ordered,
     are_probabilities_or_logs,
     are_sorted,
     are_two_sided,
-    find_order,
     is_floating,
 )
 from deploy.tasks.slices import split_output
@@ -342,7 +342,7 @@ def find_classes(samples: FirstSamples) -> Classes | None:
     if probabilities or len(scores) < len(vectors):  # then other vectors may be mere numbers
         scores = probabilities
     of_pictures = samples.of_pictures
-    scores = [name for name in scores if find_order(vectors[name], raw=of_pictures) is None]
+    scores = [name for name in scores if not are_ordered(vectors[name])]
     numbers = [name for name in vectors if name not in scores]
     if not scores or not all(_are_numbers(vectors[name]) for name in numbers):
         return None

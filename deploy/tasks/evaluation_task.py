@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from deploy.tasks.declarations import Declaration
 from deploy.tasks.detections import Detections
 from deploy.tasks.rows import Floats, Outputs, image_size, is_floating
 from deploy.tasks.slices import OutputSlice
@@ -286,6 +287,7 @@ class FirstSamples:
     inputs: Sequence[Outputs]  # one mapping per sample, with a batch of 1
     # the same for floating-point and integer outputs
     outputs: Sequence[Outputs] = field(default_factory=tuple)
+    declared: Declaration = field(default_factory=Declaration)  # what the model's file declares
 
     def arrays(self, name: str) -> list[Array]:
         """Return one output's array of every sample."""
@@ -333,7 +335,7 @@ def find_states(samples: FirstSamples) -> dict[str, str]:
 def drop_outputs(samples: FirstSamples, states: Collection[str]) -> FirstSamples:
     """Return the samples without these outputs."""
     rows = [{name: one[name] for name in one if name not in states} for one in samples.outputs]
-    return FirstSamples(samples.inputs, rows)
+    return replace(samples, outputs=rows)
 
 
 def _sources(name: str, samples: FirstSamples, taken: set[str]) -> Iterator[str]:

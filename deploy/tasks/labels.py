@@ -33,7 +33,6 @@ from deploy.tasks.rows import (
     are_indices,
     are_sorted,
     find_indices,
-    find_order,
     is_floating,
     sums_to_one,
     to_shares,
@@ -103,8 +102,6 @@ def find_labels(first_samples: FirstSamples) -> Labels | None:
     if not first_samples.of_pictures and (
         are_tracks(samples) or are_raw_tracks(samples)
     ):  # may be steps
-        return None
-    if find_order(samples, raw=first_samples.of_pictures) is not None:  # an age or an angle
         return None
     raw = min(float(row.min()) for row in rows) < 0
     return Labels(name, rows[0].size, raw) if _are_labels(rows, raw=raw) else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import SupportsFloat
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.files import usercode
 from deploy.files.reading import read_bytes
+from deploy.tasks.declarations import Declaration
 from deploy.tasks.evaluation_task import TaskFigure
 from deploy.tasks.rows import Outputs
 
@@ -31,12 +32,23 @@ Function = Callable[[Outputs, Outputs, int | None], float]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What the user set to judge by: a function, the name of a task, or both."""
+    """What outputs are judged by: what the user set, and what the model's file declares."""
 
     function: Function | None
     name: str = ""  # `file.py:function` or the function's name
     digest: str = ""  # SHA-256 of the file; "" for a function object
-    task: str = ""  # "" for the task that the outputs show
+    task: str = ""  # "" for the task that is declared, or that the outputs show
+    declared: Declaration = field(default_factory=Declaration)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the user set a function or a task."""
+        return self.function is not None or self.task != ""
+
+    @property
+    def without_function(self) -> Metric:
+        """The same without the user's function."""
+        return Metric(None, task=self.task, declared=self.declared)
 
     def tally(self, labels: Sequence[int] | None) -> MetricTally | None:
         """Return a new tally of the function; None without one."""

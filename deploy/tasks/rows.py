@@ -99,45 +99,22 @@ def are_probabilities_or_logs(values: Array) -> bool:
     return are_probabilities(np.exp(np.minimum(exact, 1)) if logarithms else exact)
 
 
-_CLASSES = 8  # of an order, at least
-_FEW = 2.0  # classes that share a sample's probability, on average, at least; at most half of all
-_NEAR = 0.4  # spread of the class number, relative to that without an order, at most
-_NEAR_OF_RAW = 0.1  # the same of logits
-_STEADY = 0.25  # deviation of a sample's mean logit, relative to that of its logits, at most
-_SMOOTH = 0.5  # correlation of probabilities with those of the next class, at least
+_MIN_ORDERED = 8  # classes in an order, such as ages, at least
+_MIN_NEIGHBOURS = 0.5  # correlation of their probabilities with those of the next class, at least
 
 
-def find_order(rows: Sequence[Array], *, raw: bool) -> str | None:
-    """Return the missing activation of classes that spread about a number, such as ages; else None.
+def are_ordered(rows: Sequence[Array]) -> bool:
+    """Whether probabilities spread over neighbouring classes, as those of an age in years do.
 
-    `rows`: one array a sample. Several classes share each sample's probability, and lie together,
-    at another place in another sample. `raw`: whether they may be logits, such as those of an
-    angle's steps. The mean of logits must hardly change, and their classes lie closer together.
+    Then the best of near ties says little. `rows`: one array a sample.
     """
-    count = rows[0].size
-    if count < _CLASSES or any(one.size != count or not is_floating(one) for one in rows):
-        return None
-    shares = np.stack([one.reshape(-1) for one in rows]).astype(np.float64)
-    activation = "" if are_probabilities(shares) else "softmax"
-    if activation:
-        if not raw or shares.mean(axis=1).std() > _STEADY * shares.std(axis=1).mean():
-            return None
-        shares = activate(shares, activation)
-    if np.ptp(shares.argmax(axis=1)) == 0:
-        return None
-    alone = np.square(shares).sum(axis=1)  # 1 / number of classes that share a sample
-    spread = np.square(np.arange(count) - expect_class(shares)) * shares
-    apart = (count + 1) * count / 12 * (1 - alone)
-    smooth = np.mean([correlate(one[1:], one[:-1]) for one in shares])
-    several = _FEW <= (1 / alone).mean() <= count / 2
-    near = spread.sum() < (_NEAR_OF_RAW if activation else _NEAR) * apart.sum()
-    return activation if several and near and smooth > _SMOOTH else None
-
-
-def expect_class(shares: Array) -> Array:
-    """Return the mean class number of probabilities [N, C, ...] as [N, 1]."""
-    rows = shares.reshape(len(shares), -1)
-    return np.asarray(rows @ np.arange(rows.shape[1], dtype=rows.dtype))[:, None]
+    if rows[0].size < _MIN_ORDERED or any(row.size != rows[0].size for row in rows):
+        return False
+    shares = np.stack([row.reshape(-1) for row in rows]).astype(np.float64)
+    if not are_probabilities(shares) or np.ptp(shares.argmax(axis=1)) == 0:
+        return False
+    correlations = [correlate(share[1:], share[:-1]) for share in shares]
+    return bool(np.mean(correlations) > _MIN_NEIGHBOURS)
 
 
 _SHARE = 1.01  # upper limit of a probability, with rounding
@@ -146,20 +123,6 @@ RAW = 40.0  # magnitude of a logit, at most: more is another unit
 _PLACE = 4  # minimum bytes of an index
 _MANY = 16  # samples whose single value is always small, so that it is no probability of an event
 _BETWEEN, _MOSTLY = 0.5, 0.75  # least share of values in 0.1..0.9 among relative ones
-
-
-def are_regression_values(scores: Array, batch: int) -> bool:
-    """Whether [N, C] may hold regression values: all above 0, and in each row one above 1.
-
-    Relative coordinates count too: all in [0, 1], no row that sums to 1, most not near 0 or 1.
-    Class scores have both signs, log-probabilities are below 0, probabilities not above 1.
-    """
-    rows = scores.reshape(batch, -1)
-    if rows.shape[1] < 2 or not np.isfinite(rows).all():
-        return False
-    if rows.min() > 0 and rows.max(axis=1).min() > _SHARE:
-        return True
-    return are_relative(rows)
 
 
 def are_relative(rows: Array) -> bool:
@@ -267,41 +230,6 @@ def _is_topk_pair(values: Array, places: Array, batch: int) -> bool:
     return falls and are_indices(places, batch)
 
 
-@dataclass(slots=True)
-class RowMeans:
-    """Running sums of the means and the deviations of rows [N, C].
-
-    Training moves some class scores up and others down, so a row's mean hardly changes. The mean of
-    forecasts or coordinates changes from sample to sample.
-    """
-
-    rows: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-    within: float = 0.0
-
-    def add(self, scores: Array, batch: int) -> None:
-        """Add the rows of a batch; class numbers and non-finite rows are ignored."""
-        rows = scores.reshape(batch, -1).astype(np.float64)
-        if rows.shape[1] < 2 or not np.isfinite(rows).all():
-            return
-        means = rows.mean(axis=1)
-        before, self.rows = self.rows, self.rows + batch
-        moved = float(means.mean()) - self.mean
-        self.mean += moved * batch / self.rows
-        self.squares += float(means.var()) * batch + moved**2 * before * batch / self.rows
-        self.within += float(rows.std(axis=1).sum())
-
-    @property
-    def wander(self) -> bool:
-        """Whether the rows' means vary more than the values within a row."""
-        return self.rows > 0 and math.sqrt(self.squares / self.rows) > self.within / self.rows
-
-
-_ENOUGH = 8  # samples needed to tell regression or ranked values from scores
-_OF_CLASSES = ("", "classes")  # names of tasks whose argmax may be a class
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Top1Figures:
     """Top-1 figures; see `deploy.metrics.accuracy.Accuracy`."""
@@ -329,10 +257,7 @@ class Top1:
         self.classes = True  # until the output turns out to hold no classes
         self.count: int | None = None
         self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
-        self.values = True  # until a sample cannot be regression values
         self.ranked = True  # until a sample is not in descending order
-        self.several = False  # whether there are other outputs, which may be the main one
-        self.means = RowMeans()
 
     def add(self, reference: Outputs, candidate: Outputs, batch: int, *, at_once: bool) -> None:
         """Add one batch; unless `at_once`, errors of labels are raised by `result`.
@@ -360,10 +285,7 @@ class Top1:
         holds_class = own.size == batch or are_indices(own, batch)
         self.count = None if holds_class else own.size // batch
         self.given.update(left.tolist())
-        self.values = self.values and are_regression_values(own, batch)
         self.ranked = self.ranked and self.count is not None and are_ranked(own, batch)
-        if self.count is not None:
-            self.means.add(own, batch)
         # -1 marks a sample with NaN, which neither agrees with anything nor is right.
         self.agreed += int(((left == right) & (left >= 0)).sum())
         if self.labels is not None:
@@ -374,9 +296,8 @@ class Top1:
     def _choose(self, outputs: Outputs, batch: int) -> None:
         """Choose the output to read the class from; the first one if none fits."""
         first = next(iter(outputs))
-        self.several = len(outputs) > 1
         indices = find_indices(outputs, first, batch)
-        lone = not self.several and are_indices(outputs[first], batch)
+        lone = len(outputs) == 1 and are_indices(outputs[first], batch)
         self.places |= indices is not None or lone
         self.name = indices or first
         if (
@@ -427,11 +348,8 @@ class Top1:
             raise self.trouble
         if self.labels is not None:
             self._check_labels(self.labels)
-        values = self.values or self.ranked or self.means.wander
-        others = not kind and values and self.samples >= _ENOUGH
-        others = others or (not kind and self.several)
-        has_classes = labelled or (kind in _OF_CLASSES and not others)
-        counted = self.samples if self.classes and has_classes else 0
+        has_classes = self.classes and (labelled or kind == "classes")
+        counted = self.samples if has_classes else 0
         # embeddings that all point one way are as doubtful as one class for all samples
         total = counted or (self.samples if self.classes and kind == "embeddings" else 0)
         return Top1Figures(

@@ -12,7 +12,8 @@ The rule: the trial of least cost, log(time) + weight * loss, among those with t
 verdict. Trials are judged in the order of their cost, on the evaluation samples and as their engine
 will be, until one is good. One that loses at least as much as another that was judged cannot have a
 better verdict at more cost, so it is not judged. Where none is good, the search goes on with more
-weight on loss, and then looks for the fastest good split of the predicted front by halving::
+weight on loss. Where the cheapest is not good, the fastest good split of the predicted front is
+looked for by halving::
 
     fastest   bad  .  .  bad  .  GOOD  .  .  .  .   nearly float
                              look here
@@ -110,10 +111,11 @@ class SplitChooser:
     def choose(self) -> Trial:
         """Return the trial to build."""
         choice = self._choose_tried()
-        if self._level(choice) == GOOD:
+        cheapest = min(self._candidates(), key=self.search.cost)
+        if self._level(cheapest) == GOOD:
             return choice
 
-        if self.search.can_refine():
+        if self._level(choice) != GOOD and self.search.can_refine():
             # A layer that drowns all others in noise hides which method is good for them, so the
             # methods are compared again where it is float.
             usual_weight = self.search.weight
@@ -136,11 +138,11 @@ class SplitChooser:
         points: list[FrontPoint] = []
         least_loss = math.inf
         candidates = [self._with_time(trial) for trial in self.search.eligible]
-        for trial in sorted(candidates, key=lambda trial: (trial.time, trial.noise.worst)):
+        for trial in sorted(candidates, key=lambda trial: (trial.time, trial.worst_loss)):
             key = choices_key(trial.choices)
-            if key != taken_key and trial.noise.worst >= least_loss:
+            if key != taken_key and trial.worst_loss >= least_loss:
                 continue
-            least_loss = min(least_loss, trial.noise.worst)
+            least_loss = min(least_loss, trial.worst_loss)
             point = FrontPoint(
                 trial=trial,
                 size=self.sizes.of(trial.in_float),
@@ -155,7 +157,7 @@ class SplitChooser:
         """Return the trial of least cost among the tried ones with the best verdict."""
         judged: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
-            if any(other.noise.worst <= trial.noise.worst for other in judged):
+            if any(other.worst_loss <= trial.worst_loss for other in judged):
                 continue
             is_known = choices_key(trial.choices) in self._verdicts
             if judged and not is_known and not self.can_judge():
@@ -191,7 +193,7 @@ class SplitChooser:
 
         That a slower split has a verdict at least as good is assumed.
         """
-        base = min(self._candidates(), key=lambda trial: trial.noise.worst)
+        base = min(self._candidates(), key=lambda trial: trial.worst_loss)
         self.search.layer_losses(base)
         too_fast, good = self._bounds(level)
         splits = [
@@ -282,6 +284,6 @@ def _thin_out(points: list[FrontPoint]) -> list[FrontPoint]:
         for index in range(1, len(points) - 1):
             before, after = points[index - 1].trial, points[index + 1].trial
             if not points[index].taken:
-                gaps[index] = abs(after.time - before.time) + before.noise.worst - after.noise.worst
+                gaps[index] = abs(after.time - before.time) + before.worst_loss - after.worst_loss
         del points[min(gaps, key=gaps.__getitem__)]
     return points

@@ -197,8 +197,7 @@ class Prober:
         self._metric_lock = Lock()  # a user's metric need not be thread-safe
         self._noise_by_key: dict[object, Noise | None] = {}
         fed, outputs = zip(*samples, strict=True)
-        task = "" if metric is None else metric.task
-        self._form = form or derive_form(outputs, inputs=fed, task=task)
+        self._form = form or derive_form(outputs, inputs=fed, metric=metric)
         self._temperatures = find_temperatures(self._form, outputs)
         self._mean_powers = mean_powers(self._form, self._slices(self._samples))
         self._float_activations: FloatActivations | Calib8Error | None = None

@@ -47,7 +47,6 @@ _NOISE_WEIGHTS = (0.0, *(2.0 ** (step / 2) for step in range(-12, 29)))
 _METHOD_GAIN = 0.8  # share of a group's loss: another method must lose less than this
 _ADDS_GAIN = 0.1  # loss that Adds in float must save, worth a quarter of the time
 _CLEARLY_DB = 1.0  # gain on held-back samples that a method which clips needs
-_DISAPPOINTING = 1.5  # times the predicted loss: another target's noise does not fit this one
 _TRIED = "tried in float"  # reason of trials, which nobody reads
 
 
@@ -101,7 +100,7 @@ class Search:
                 cause.
         """
         self._try_all_in_int8()
-        best_method = min(self.trials, key=lambda trial: trial.mean)
+        best_method = min(self.trials, key=lambda trial: trial.mean_loss)
         if best_method.noise.worst < QUIET_LOSS:
             self._try_splits(best_method)  # by time alone: no layer needs to be float
         else:
@@ -263,9 +262,8 @@ class Search:
         """
         for finished in range(1, self.effort.rounds + 2):
             earlier_best, earlier_methods = self.best, _method_labels(base)
-            if not self._try_splits_by_prior(base):
-                self._measure_sensitivity(base)
-                self._try_splits(base)
+            self._measure_sensitivity(base)
+            self._try_splits(base)
             self._try_methods(self.best, self._other_methods(self.best, self.effort.others))
             self._try_methods_in_noisy_groups(self.best)
             if _method_labels(self.best) != earlier_methods:
@@ -283,33 +281,23 @@ class Search:
         assert self.sensitivity is not None
         return self.sensitivity.loss_by_layer()
 
-    def _try_splits_by_prior(self, base: Trial) -> bool:
-        """Try splits by the noise that another target's search measured, once.
-
-        Returns:
-            Whether there is any, and no split loses much more than it predicts.
-        """
-        if self.prior is None:
-            return False
-        layers = [layer for layer in self.units.layers if layer not in self.refused]
-        self.sensitivity = self.prior.restricted(layers).fitted(base.in_float, base.noise)
-        self.prior = None
-        earlier_count = len(self.trials)
-        self._try_splits(base)
-        for trial in self.trials[earlier_count:]:
-            predicted_loss = self.sensitivity.predict(trial.in_float).worst
-            if trial.noise.worst > max(_DISAPPOINTING * predicted_loss, QUIET_LOSS):
-                return False
-        return True
-
     def _measure_sensitivity(self, base: Trial) -> None:
-        """Measure the noise of the groups with a trial's methods."""
-        measured = measure_sensitivity(
-            [layer for layer in self.units.layers if layer not in self.refused],
-            partial(self._measure_alone, base.choices),
-            first_groups=self.effort.groups,
-            max_trials=self.effort.alone,
-        )
+        """Measure the noise of the layers with a trial's methods.
+
+        What another target's search measured says which groups to measure here.
+        """
+        layers = [layer for layer in self.units.layers if layer not in self.refused]
+        measure = partial(self._measure_alone, base.choices)
+        if self.prior is not None:
+            measured = self.prior.remeasured(layers, measure, max_trials=self.effort.groups)
+            self.prior = None
+        else:
+            measured = measure_sensitivity(
+                layers,
+                measure,
+                first_groups=self.effort.groups,
+                max_trials=self.effort.alone,
+            )
         self.sensitivity = measured.fitted(base.in_float, base.noise)
 
     def _measure_alone(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
@@ -386,34 +374,46 @@ class Search:
 
     # ------------------------------------------------------------ methods
 
-    def settle_method(self, held_back_db: Callable[[Trial], float]) -> None:
+    def settle_method(
+        self, held_back_db: Callable[[Trial], float], is_clipping: bool | None
+    ) -> bool | None:
         """Choose between the methods that clip and those that do not, for the best split.
 
         What a range clips is rare, so the few samples of a trial may not show it. The best trials
         of other methods are then tried with the chosen one.
 
-        `held_back_db`: returns the SQNR of a trial's worst slice on samples that gave no range.
+        Args:
+            held_back_db: returns the SQNR of a trial's worst slice on samples that gave no range.
+            is_clipping: whether another target's search chose a method that clips; None measures.
+
+        Returns:
+            Whether the chosen method clips; None if there was nothing to choose.
         """
         best = self.best
-        is_clipping = clips(best.choices.method)
+        best_clips = clips(best.choices.method)
+        if is_clipping == best_clips:
+            return is_clipping
         rival_methods = [
             method
             for method in self._other_methods(best, len(self.methods))
-            if clips(method) != is_clipping
+            if clips(method) != best_clips
         ]
         rivals = self._try_methods(best, rival_methods[: self.effort.others])
         if not rivals:
-            return
+            return is_clipping
         rival = min(rivals, key=lambda trial: trial.noise.worst)
-        if not is_clipping and rival.noise.worst >= best.noise.worst:
-            return
-        gain_db = held_back_db(rival) - held_back_db(best)
-        required_db = 0.0 if is_clipping else _CLEARLY_DB
-        winner = rival if gain_db > required_db else best
+        if not best_clips and rival.noise.worst >= best.noise.worst:
+            return is_clipping
+        if is_clipping is None:
+            gain_db = held_back_db(rival) - held_back_db(best)
+            required_db = 0.0 if best_clips else _CLEARLY_DB
+            is_clipping = best_clips != (gain_db > required_db)
+        winner = best if is_clipping == best_clips else rival
         splits = dict.fromkeys(trial.in_float for trial in sorted(self.trials, key=self.cost))
         for in_float in list(splits)[: self.effort.again]:
             self.try_split(winner, in_float)
         self.settled_method = self._label(winner)
+        return is_clipping
 
     def _try_methods(self, base: Trial, methods: Sequence[Method | None]) -> list[Trial]:
         """Try a trial's split with other methods; return what ran."""
@@ -469,7 +469,7 @@ class Search:
         for trial in self.trials:
             if trial.in_float == self.refused and not trial.choices.methods:
                 label = self._label(trial)
-                loss_by_label[label] = min(trial.mean, loss_by_label.get(label, math.inf))
+                loss_by_label[label] = min(trial.mean_loss, loss_by_label.get(label, math.inf))
         own_label = self._label(base)
         others = []
         for method in self.methods:

@@ -119,28 +119,23 @@ class Trial:
     time: float  # predicted time, as a share of the float model's
 
     @property
-    def loss(self) -> float:
-        """Loss of the task if the task is known, else 1 - cosine of the worst output slice."""
-        accuracy = self.noise.accuracy
-        if accuracy is None or accuracy.worst is None:
-            return 1.0
-        if accuracy.task is not None:
-            return accuracy.task.lost
-        return 1 - accuracy.worst.cosine_mean
-
-    @property
-    def _caution(self) -> float:
+    def clipping_loss(self) -> float:
         """Loss expected on inputs that did not calibrate."""
         return _UNSEEN if clips(self.choices.method) else 0.0
 
     @property
-    def mean(self) -> float:
-        """Loss averaged over the output slices, plus the caution."""
-        return self.noise.mean + self._caution
+    def mean_loss(self) -> float:
+        """Loss averaged over the output slices, with that of clipping."""
+        return self.noise.mean + self.clipping_loss
+
+    @property
+    def worst_loss(self) -> float:
+        """Loss of the worst output slice, with that of clipping."""
+        return self.noise.worst + self.clipping_loss
 
     def cost(self, weight: float) -> float:
-        """Return log(time) + weight * (loss of the worst slice + caution)."""
-        return math.log(max(self.time, 1e-6)) + weight * (self.noise.worst + self._caution)
+        """Return log(time) + weight * loss of the worst slice."""
+        return math.log(max(self.time, 1e-6)) + weight * self.worst_loss
 
 
 def clips(method: Method | None) -> bool:

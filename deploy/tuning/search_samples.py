@@ -68,7 +68,7 @@ from deploy.metrics.levels import (
     judge_accuracy,
     measure_loss,
 )
-from deploy.metrics.output_errors import EXPECTED, USUAL
+from deploy.metrics.output_errors import USUAL
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest, Target
@@ -100,7 +100,7 @@ def slice_signals(form: OutputForm, outputs: Iterable[Mapping[str, Array]]) -> N
         return np.zeros(both.shape[:2])
     probabilities = np.isfinite(both[..., 1]).all(axis=0)
     signals = np.where(probabilities, both[..., 1], both[..., 0])
-    numbers = [part.less in (USUAL, EXPECTED) and part.at is None for part in form.parts]
+    numbers = [part.less == USUAL and part.at is None for part in form.parts]
     return np.asarray(np.where(numbers, signals > 0, signals))
 
 
@@ -183,14 +183,14 @@ def max_sample_count(judges: EvaluationSet) -> int:
 
 
 def select_samples(
-    judges: EvaluationSet, most: int, task: str = ""
+    judges: EvaluationSet, most: int, metric: Metric | None = None
 ) -> tuple[list[tuple[Sample, Outputs]], OutputForm]:
     """Return at most `most` samples in feed order, with the float model's outputs, and the form.
 
     It is that of the candidates, since the selected ones are extreme. The candidates are read
-    twice, so that only the selected ones are in memory. `task`: the name of the user's task.
+    twice, so that only the selected ones are in memory. `metric`: what outputs are judged by.
     """
-    signals, form = _slice_signals(judges.samples_with_outputs(CANDIDATES), task)
+    signals, form = _slice_signals(judges.samples_with_outputs(CANDIDATES), metric)
     chosen = _selection(signals, most)
     return [
         one for place, one in enumerate(judges.samples_with_outputs(CANDIDATES)) if place in chosen
@@ -212,7 +212,7 @@ def _size(sample: Sample) -> int:
 
 
 def _slice_signals(
-    heard: Iterable[tuple[Sample, Outputs]], task: str
+    heard: Iterable[tuple[Sample, Outputs]], metric: Metric | None
 ) -> tuple[NDArray[np.float64], OutputForm]:
     """Return the signal of every slice in every sample, [samples, slices], and their form."""
     samples = iter(heard)
@@ -220,7 +220,7 @@ def _slice_signals(
     known = min(_MEANS, _MOST_VALUES // max(_size(first[0][0]), 1))
     first += islice(samples, max(form_samples(*first[0]), known) - 1)
     fed, outputs_of_first = zip(*first, strict=True)
-    form = derive_form(outputs_of_first, inputs=fed, task=task)
+    form = derive_form(outputs_of_first, inputs=fed, metric=metric)
     told = (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))
     return slice_signals(form, told), form
 

@@ -68,14 +68,23 @@ class Sensitivity:
         factor = min(max(power_ratio, 1 / _MAX_SCALE), _MAX_SCALE)
         return replace(self, scale=self.scale * factor)
 
-    def restricted(self, layers: Collection[str]) -> Sensitivity:
-        """Return a copy for a target that has only some of the layers in int8."""
+    def remeasured(
+        self, layers: Sequence[str], measure: NoiseMeter, *, max_trials: int
+    ) -> Sensitivity:
+        """Return the noise of the layers of another target.
+
+        The noisiest groups and layers that are not known yet are measured; quiet ones are alike.
+        """
         groups: dict[Group, Noise] = {}
         for group, noise in self.groups.items():
-            present = tuple(layer for layer in group if layer in layers)
-            if present:
-                groups[present] = noise.scaled(len(present) / len(group))
-        return replace(self, groups=groups)
+            shared = tuple(layer for layer in group if layer in layers)
+            if shared:
+                groups[shared] = noise.scaled(len(shared) / len(group))
+        known_layers = {layer for group in groups for layer in group}
+        unknown_layers = [layer for layer in layers if layer not in known_layers]
+        noisiest = sorted(groups, key=lambda group: -groups[group].worst)[:max_trials]
+        measured_groups = [*noisiest, *split_into_groups(unknown_layers, max_trials)]
+        return Sensitivity({**groups, **_measure_runnable(measured_groups, measure)})
 
 
 def measure_sensitivity(

@@ -102,6 +102,20 @@ class SearchSetup:
         return self.request.evaluation_set
 
 
+@dataclass(slots=True)
+class SharedFindings:
+    """What the search of one target finds of the model, for those of other targets.
+
+    Attributes:
+        sensitivity: noise of the layers; None until it is measured.
+        is_clipping: whether ranges that clip are better on samples that gave none; None until it
+            is measured.
+    """
+
+    sensitivity: Sensitivity | None = None
+    is_clipping: bool | None = None
+
+
 def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Run a search; return its plan and the number of trial models that ran.
 
@@ -124,8 +138,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     )
     prober = make_prober(setup, samples, form, step, budget)
     timed_samples = same_shape_samples([sample for sample, _ in samples])
-    # what the searches of all targets of this build learn of the layers
-    shared_sensitivity: list[Sensitivity] = setup.request.ranges.compute_once("sensitivity", list)
+    # what the search of the first target learns, for those after it
+    shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
     search = Search(
         units=units,
         prices=_unit_prices(setup, units, timed_samples),
@@ -138,7 +152,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         rounded=setup.rounded,
         can_refine=lambda: budget.holds(setup.effort.round_samples + 2 * _judged_samples(setup)),
         add_units=find_add_units(model, units),
-        prior=shared_sensitivity[0] if shared_sensitivity else None,
+        prior=shared.sensitivity,
     )
     chooser = _split_chooser(setup, search, timed_samples, budget)
     is_interrupted = False
@@ -146,15 +160,17 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         search.run()
         if prober.metric_error is not None and search.best.noise.accuracy is None:
             raise prober.metric_error  # a metric that fails on noisy trials only is a loss of all
-        search.settle_method(partial(_held_back_db, setup, budget.spend))
+        if len(search.methods) > 1:
+            held_back_db = partial(_held_back_db, setup, budget.spend)
+            shared.is_clipping = search.settle_method(held_back_db, shared.is_clipping)
         choice = chooser.choose()
     except KeyboardInterrupt:
         if not search.trials:
             raise
         continue_runs()
         choice, is_interrupted = search.best, True
-    if search.sensitivity is not None and not shared_sensitivity:
-        shared_sensitivity.append(search.sensitivity)
+    if shared.sensitivity is None:
+        shared.sensitivity = search.sensitivity
     plan = _target_plan(search, choice, chooser.front(choice))
     return replace(plan, interrupted=is_interrupted), prober.trial_count
 
@@ -173,9 +189,9 @@ def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], Outp
         max_sample_count(evaluation_set),
     )
     count = max(_MIN_SAMPLES, count)
-    task = "" if setup.options.metric is None else setup.options.metric.task
     return request.ranges.compute_once(
-        (select_samples, count), lambda: select_samples(evaluation_set, count, task)
+        (select_samples, count),
+        lambda: select_samples(evaluation_set, count, setup.options.metric),
     )
 
 
@@ -196,7 +212,8 @@ def make_prober(
     ranked_scores = find_ranked_scores(model)
     if ranked_scores:
         budget.spend(len(samples))
-        keep_outputs = setup.options.metric is not None
+        metric = setup.options.metric
+        keep_outputs = metric is not None and metric.is_set
         samples = replace_by_scores(
             model, samples, keep_outputs=keep_outputs, threads=request.threads
         )
@@ -331,8 +348,12 @@ def _held_back_db(setup: SearchSetup, count_samples: Callable[[int], None], tria
     """Return the SQNR in dB of a trial's worst slice on evaluation samples, by held-back ranges."""
     halves = halved_requests(setup.target, setup.request, count_samples)
     models = [setup.trial(half.with_added_choices(trial.choices)) for half in halves]
+    metric = setup.options.metric
     comparison = GrowingComparison(
-        models, setup.evaluation_set, int8_kernels=setup.target.runs_here
+        models,
+        setup.evaluation_set,
+        None if metric is None else metric.without_function,
+        int8_kernels=setup.target.runs_here,
     )
     max_samples = max(CANDIDATES // 3, min(CANDIDATES, max_sample_count(setup.evaluation_set)))
     worst = comparison.compare(max_samples, threads=setup.request.threads).worst

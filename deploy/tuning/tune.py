@@ -211,7 +211,10 @@ def _digest_of_input(
         "rounded": ROUNDING in repairs,
         "wish": [options.level, options.prefer, options.max_loss, cpu],
     }
-    if options.metric is not None:
-        parts["metric"] = [options.metric.name, options.metric.digest, options.metric.task]
+    metric = options.metric
+    if metric is not None and metric.is_set:
+        parts["metric"] = [metric.name, metric.digest, metric.task]
+    if metric is not None and metric.declared.task:
+        parts["declared"] = [metric.declared.task, metric.declared.classes]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

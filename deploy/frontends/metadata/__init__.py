@@ -13,7 +13,13 @@ import onnx
 from deploy.errors import ConfigError
 from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.frontends.metadata import exporters, huggingface
-from deploy.frontends.metadata.values import LONGEST, ModelMetadata, StoredPreprocess
+from deploy.frontends.metadata.values import (
+    LONGEST,
+    ModelMetadata,
+    StoredPreprocess,
+    parse_object,
+)
+from deploy.tasks.declarations import Declaration, declare
 
 _OWN = "the model's metadata"
 _NAMES = "names"  # key of Ultralytics and YOLOv5: the text of a Python dict or list
@@ -66,6 +72,24 @@ def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
     if not isinstance(names, dict):
         return {}
     return {k: v for k, v in names.items() if isinstance(k, int) and isinstance(v, str) and v}
+
+
+def read_declaration(model: onnx.ModelProto, path: Path | None = None) -> Declaration:
+    """Return what the model, and a `config.json` in the folder of `path`, declare of the outputs.
+
+    A file that cannot be read declares nothing: the outputs are then recognised by their form.
+    """
+    folder = None if path is None else path.parent
+    beside = ModelMetadata(properties={}, folder=folder)
+    names = [huggingface.TIMM_FILE]
+    if folder is not None and folder.name == "onnx":  # of optimum and transformers.js
+        names.append(f"../{huggingface.TIMM_FILE}")
+    try:
+        text = beside.read_sibling(*names)
+        config = {} if text is None else parse_object(text, huggingface.TIMM_FILE)
+    except ConfigError:
+        config = {}
+    return declare(model, config, len(read_class_names(model)))
 
 
 def _find_input_shape(model: onnx.ModelProto) -> tuple[int | None, ...]:

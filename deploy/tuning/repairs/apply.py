@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -21,7 +21,13 @@ from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tensors import Array
 from deploy.terminal import phase
 from deploy.tuning.repairs import REPAIRS, ROUNDING
-from deploy.tuning.repairs.base import LayerwiseRepair, RepairInput, RepairResult, with_new_digest
+from deploy.tuning.repairs.base import (
+    ModelRepair,
+    RepairInput,
+    RepairResult,
+    RequestRepair,
+    with_new_digest,
+)
 from deploy.tuning.repairs.output_rounding import rounded_trial_builder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
 from deploy.tuning.repairs.sample_runs import SampleComparison, harms, helps, worst_sqnr_db
@@ -30,30 +36,33 @@ from deploy.tuning.repairs.sample_runs import SampleComparison, harms, helps, wo
 EvaluationSample = tuple[Sample, Mapping[str, "Array"]]
 
 _SAMPLES = 16  # half of them compute the after-repairs, half evaluate them
-_ENOUGH = 4  # samples; fewer are not split into halves
-_VALUES = 5_000_000  # input values to compute a repair from; a large sample gives many patches
-_SAME_DB = 60.0  # SQNR that a repaired float model must have against the original
-_CLEARLY_DB = 0.5  # gain that a before-repair needs, since its ranges are those of few samples
-FALLBACK_TARGET = OnnxRuntime()  # target of the trials where no target can run one
+_MIN_SPLIT = 4  # samples; fewer are not split into halves
+_MAX_VALUES = 5_000_000  # input values to compute a repair from; a large sample gives many patches
+_MIN_FLOAT_DB = 60.0  # SQNR that a repaired float model must have against the original
+_MIN_MODEL_GAIN_DB = 0.5  # of a model repair, since its ranges are those of few samples
+_FALLBACK_TARGET = OnnxRuntime()  # target of the trials where no target can run one
 
 
-def repair_samples(judges: EvaluationSet | None) -> list[EvaluationSample]:
+def repair_samples(evaluation_set: EvaluationSet | None) -> list[EvaluationSample]:
     """Return a few evaluation samples, spread over all, with the float model's outputs."""
-    if judges is None:
+    if evaluation_set is None:
         return []
-    evaluation = judges.subset
-    return list(
-        judges.samples_with_outputs(max(2, _SAMPLES * len(evaluation) // max(evaluation.count, 1)))
-    )
+    subset = evaluation_set.subset
+    count = max(2, _SAMPLES * len(subset) // max(subset.count, 1))
+    return list(evaluation_set.samples_with_outputs(count))
 
 
 def trial_builder(
-    target: Target, request: BuildRequest, names: Sequence[str]
+    target: Target,
+    request: BuildRequest,
+    names: Sequence[str],
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """Return a builder of a target's trial models, with rounded weights if that repair is chosen.
 
-    `request`: build request; its choices are replaced in each trial. `names`: repairs, keys of
-    `REPAIRS`.
+    Args:
+        target: the target.
+        request: its build request; its choices are replaced in each trial.
+        names: repairs, keys of `REPAIRS`.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -61,37 +70,38 @@ def trial_builder(
     if ROUNDING not in names:
         return target.trial
     samples = [sample for sample, _ in repair_samples(request.evaluation_set)]
-    with _making(target, request, samples) as making:
-        return rounded_trial_builder(request, making)
+    with _repair_phase(target, request, samples) as repair_input:
+        return rounded_trial_builder(request, repair_input)
 
 
 @contextmanager
-def _making(
+def _repair_phase(
     target: Target, request: BuildRequest, samples: Sequence[Sample]
 ) -> Iterator[RepairInput]:
     """Split the samples: every other one computes the repairs, some of the rest evaluate them."""
-    layers, enough = len(find_weighted_layers(request.model)), len(samples) >= _ENOUGH
-    used = samples
-    if enough:  # those that give enough patches for their size
+    computing, held_out = samples, samples[:0]
+    if len(samples) >= _MIN_SPLIT:
         values = sum(value.size for value in samples[0].values())
-        used = samples[0::2][: max(2, _VALUES // max(values, 1))]
+        computing = samples[0::2][: max(2, _MAX_VALUES // max(values, 1))]
+        held_out = samples[1::2][: -(-len(computing) // 2)]
+    layers = len(find_weighted_layers(request.model))
     with phase("weights", layers, "layers", about=True) as step:
         yield RepairInput(
             target=target,
             reference=request.model,
-            samples=used,
-            held_out=samples[1::2][: -(-len(used) // 2)] if enough else (),
+            samples=computing,
+            held_out=held_out,
             threads=request.threads,
             progress=step,
         )
 
 
 def repair_request(
-    target: Target, request: BuildRequest, names: Sequence[str], heard: Sequence[EvaluationSample]
+    target: Target, request: BuildRequest, names: Sequence[str], samples: Sequence[EvaluationSample]
 ) -> tuple[BuildRequest, list[RepairResult]]:
-    """Try the named after-repairs for one target.
+    """Try the named repairs that follow calibration, for one target.
 
-    `names`: keys of `REPAIRS`; before-repairs are skipped. `heard`: a few samples with the float
+    `names`: keys of `REPAIRS`; model repairs are skipped. `samples`: a few samples with the float
     model's outputs; half compute the repairs, half evaluate them.
 
     Returns:
@@ -100,88 +110,76 @@ def repair_request(
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
     """
-    after = [name for name in names if REPAIRS[name].model_repair is None]
-    if not after:
+    names = [name for name in names if REPAIRS[name].model_repair is None]
+    if not names:
         return request, []
-    with _making(target, request, [sample for sample, _ in heard]) as making:
-        return _try_all(request, making, after, heard)
+    original, results = request.model, []
+    with _repair_phase(target, request, [sample for sample, _ in samples]) as repair_input:
+        for name in names:
+            try:
+                request, result = _try_repair(request, repair_input, name, samples)
+            except Calib8Error as error:
+                result = _no_change(name, target.name, f"not kept, {error}")
+            results.append(result)
+    if request.model is not original:
+        subject = replace(request.subject, loaded=with_new_digest(request.subject.loaded))
+        request = replace(request, subject=subject)
+    return request, results
 
 
-def _try_all(
+def _try_repair(
     request: BuildRequest,
-    making: RepairInput,
-    names: Sequence[str],
-    heard: Sequence[EvaluationSample],
-) -> tuple[BuildRequest, list[RepairResult]]:
-    target, builds, tried = making.target, _AfterTrials(request, making, heard), []
-    for name in names:
-        try:
-            if name == ROUNDING and request.choices.rounded is False:
-                one = _no_change(name, target.name, "not kept, the plan has none")
-            elif (repair := REPAIRS[name].layer_repair) is not None:
-                request, one = _by_layers(request, making, name, repair)
-            else:
-                request, one = builds.run(request, name)
-        except Calib8Error as error:
-            one = _no_change(name, target.name, f"not kept, {error}")
-        tried.append(one)
-    return _with_digest(request, making.reference), tried
-
-
-def _by_layers(
-    request: BuildRequest, making: RepairInput, name: str, repair: LayerwiseRepair
+    repair_input: RepairInput,
+    name: str,
+    samples: Sequence[EvaluationSample],
 ) -> tuple[BuildRequest, RepairResult]:
-    """Apply a repair that decides layer by layer by itself."""
-    target, result = making.target.name, repair(request, making)
-    if result is None:
+    repair, target = REPAIRS[name], repair_input.target.name
+    if name == ROUNDING and request.choices.rounded is False:
+        return request, _no_change(name, target, "not kept, the plan has none")
+    if repair.request_repair is not None:
+        return _try_candidates(request, repair_input, name, repair.request_repair, samples)
+    assert repair.layer_repair is not None
+    repaired = repair.layer_repair(request, repair_input)
+    if repaired is None:
         return request, _no_change(name, target)
-    sentence = f"{REPAIRS[name].title}: {result[1]}, kept"
-    return result[0], RepairResult(name=name, target=target, kept=True, sentence=sentence)
+    request, text = repaired
+    sentence = f"{repair.title}: {text}, kept"
+    return request, RepairResult(name=name, target=target, kept=True, sentence=sentence)
 
 
-class _AfterTrials:
-    """Tries after-repairs for one target by the outputs on samples that computed no repair."""
+def _try_candidates(
+    request: BuildRequest,
+    repair_input: RepairInput,
+    name: str,
+    repair: RequestRepair,
+    samples: Sequence[EvaluationSample],
+) -> tuple[BuildRequest, RepairResult]:
+    """Return the best candidate of a repair if it helps, else the request itself.
 
-    def __init__(
-        self, request: BuildRequest, making: RepairInput, heard: Sequence[EvaluationSample]
-    ) -> None:
-        samples, outputs = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
-        self._judge = SampleComparison(
-            request.subject, samples, threads=request.threads, reference_outputs=outputs
-        )
-        self._making = making
-        self._last: tuple[BuildRequest, Accuracy] | None = None
+    They are compared on the samples that computed no repair.
+    """
+    target = repair_input.target
+    if len(samples) >= _MIN_SPLIT:
+        samples = samples[1::2]
+    inputs, outputs = zip(*samples, strict=True)
+    comparison = SampleComparison(
+        request.subject, inputs, threads=request.threads, reference_outputs=outputs
+    )
 
-    def run(self, request: BuildRequest, name: str) -> tuple[BuildRequest, RepairResult]:
-        """Return the best candidate if it helps, else the request itself."""
-        repair, target = REPAIRS[name].request_repair, self._making.target
-        assert repair is not None
-        now = self._accuracy(request)
-        forms = [(form, self._accuracy(form)) for form in repair(request, self._making)]
-        if not forms:
-            return request, _no_change(name, target.name)
-        form, after = max(forms, key=lambda one: worst_sqnr_db(one[1]))
-        kept = helps(now, after)
-        self._last = (form, after) if kept else (request, now)
-        return self._last[0], _result(name, target.name, now, after, kept=kept)
+    def measure(candidate: BuildRequest) -> Accuracy:
+        return comparison.accuracy(target.trial(candidate), int8_kernels=target.runs_here)
 
-    def _accuracy(self, request: BuildRequest) -> Accuracy:
-        if self._last is not None and self._last[0] is request:
-            return self._last[1]
-        target = self._making.target
-        return self._judge.accuracy(target.trial(request), int8_kernels=".onnx" in target.engines)
-
-
-def _with_digest(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequest:
-    """Update the digest of the request's model if its constants were changed."""
-    if request.model is reference:
-        return request
-    subject = replace(request.subject, loaded=with_new_digest(request.subject.loaded))
-    return replace(request, subject=subject)
+    before = measure(request)
+    candidates = [(candidate, measure(candidate)) for candidate in repair(request, repair_input)]
+    if not candidates:
+        return request, _no_change(name, target.name)
+    best, after = max(candidates, key=lambda candidate: worst_sqnr_db(candidate[1]))
+    kept = helps(before, after)
+    return best if kept else request, _result(name, target.name, before, after, kept=kept)
 
 
 def refuse_model_repairs(names: Sequence[str]) -> None:
-    """Refuse before-repairs for a model whose ranges come from a trusted cache."""
+    """Refuse model repairs for a model whose ranges come from a trusted cache."""
     changing = [name for name in names if REPAIRS[name].model_repair is not None]
     if changing:
         raise ConfigError(
@@ -200,13 +198,13 @@ def repair_model(
     folder: Path,
     threads: int,
 ) -> tuple[CalibrationSubject, list[RepairResult]]:
-    """Try the named before-repairs, which change the model before calibration.
+    """Try the named model repairs, which change the model before calibration.
 
     Each candidate is calibrated for each target on a few samples and its int8 model compared with
     the float outputs. The best candidate of a repair is kept if some target gains and none loses.
 
     `targets`: the targets; those that cannot be built for are ignored. `names`: keys of `REPAIRS`;
-    after-repairs are skipped.
+    other repairs are skipped.
 
     Returns:
         The repaired subject and the result of each repair.
@@ -215,42 +213,47 @@ def repair_model(
         ConfigError: a target observes the model as its file has it.
         FeedError: as the samples of the feed.
     """
-    before = {name: one for name in names if (one := REPAIRS[name]).model_repair is not None}
-    if not before:
+    model_repairs = {name: REPAIRS[name].model_repair for name in names}
+    repairs = {name: repair for name, repair in model_repairs.items() if repair is not None}
+    if not repairs:
         return subject, []
-    marked = replace(subject, repairs=tuple(before))
-    able = [target for target in targets if _can_build(target, subject)]
-    for target in able:
-        target.demand(marked)  # raises if the target cannot use a repaired model
-    builds = _TrialBuilds(able or [FALLBACK_TARGET], subject, feed, folder, threads)
-    now, tried = builds.accuracies(subject), []
-    for name, repair in before.items():
-        assert repair.model_repair is not None
-        candidates = [
-            (form, builds.accuracies(form))
-            for model in repair.model_repair(subject.model, builds.samples, threads)
-            if worst_sqnr_db(builds.judge.accuracy(model, int8_kernels=True)) >= _SAME_DB
-            for form in [
-                replace(
-                    subject,
-                    loaded=replace(subject.loaded, model=model),
-                    repairs=(*subject.repairs, name),
-                )
-            ]
-        ]
+    buildable = [target for target in targets if _can_build(target, subject)]
+    for target in buildable:
+        target.demand(replace(subject, repairs=tuple(repairs)))  # raises if repairs are refused
+
+    samples = feed.first_samples(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
+    builds = _TrialBuilds(
+        targets=buildable or [_FALLBACK_TARGET],
+        samples=samples,
+        comparison=SampleComparison(subject, samples, threads=threads),
+        feed=feed,
+        folder=folder,
+        threads=threads,
+    )
+    before, results = builds.measure(subject), []
+    for name, repair in repairs.items():
+        candidates = builds.measure_candidates(subject, name, repair)
         if not candidates:
-            tried.append(_no_change(name))
+            results.append(_no_change(name))
             continue
-        candidate, after = max(candidates, key=lambda one: _gain(now, one[1]))
-        # some target gains and none loses
-        kept = set(now) <= set(after) and not any(harms(now[t], after[t]) for t in now)
-        kept = kept and any(helps(now[t], after[t], min_gain_db=_CLEARLY_DB) for t in now)
-        tried += [_result(name, t, now[t], after[t], kept=kept) for t in now if t in after]
+        best, after = max(candidates, key=lambda candidate: _mean_gain_db(before, candidate[1]))
+        shared = [target for target in before if target in after]
+        kept = (
+            len(shared) == len(before)
+            and not any(harms(before[target], after[target]) for target in shared)
+            and any(
+                helps(before[target], after[target], min_gain_db=_MIN_MODEL_GAIN_DB)
+                for target in shared
+            )
+        )
+        for target_name in shared:
+            old, new = before[target_name], after[target_name]
+            results.append(_result(name, target_name, old, new, kept=kept))
         if kept:
-            subject, now = candidate, after
+            subject, before = best, after
     if subject.repairs:
         subject = replace(subject, loaded=with_new_digest(subject.loaded))
-    return subject, tried
+    return subject, results
 
 
 def _can_build(target: Target, subject: CalibrationSubject) -> bool:
@@ -262,33 +265,44 @@ def _can_build(target: Target, subject: CalibrationSubject) -> bool:
     return True
 
 
-def repair_notes(tried: Iterable[RepairResult]) -> list[str]:
+def repair_notes(results: Iterable[RepairResult]) -> list[str]:
     """Return notes on the repairs; they name the target where there are several."""
-    results = list(tried)
-    several = len({one.target for one in results if one.target}) > 1
-    notes = [f"{t.target}: {t.sentence}" if several and t.target else t.sentence for t in results]
-    if any(t.kept and REPAIRS[t.name].model_repair is not None for t in results):
+    results = list(results)
+    targets = {result.target for result in results if result.target}
+    notes = []
+    for result in results:
+        is_named = len(targets) > 1 and result.target
+        notes.append(f"{result.target}: {result.sentence}" if is_named else result.sentence)
+    if any(result.kept and REPAIRS[result.name].model_repair is not None for result in results):
         notes.append("the calibration cache belongs to the repaired float model")
     return notes
 
 
+@dataclass(slots=True, kw_only=True)
 class _TrialBuilds:
     """Trial builds of candidate models on a few samples, for several targets."""
 
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        subject: CalibrationSubject,
-        feed: Feed,
-        folder: Path,
-        threads: int,
-    ) -> None:
-        self.samples = feed.first_samples(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
-        self._targets = list(targets)
-        self._feed, self._folder, self._threads = feed, folder, threads
-        self.judge = SampleComparison(subject, self.samples, threads=threads)
+    targets: Sequence[Target]
+    samples: Sequence[Sample]
+    comparison: SampleComparison
+    feed: Feed
+    folder: Path
+    threads: int
 
-    def accuracies(self, subject: CalibrationSubject) -> dict[str, Accuracy]:
+    def measure_candidates(
+        self, subject: CalibrationSubject, name: str, repair: ModelRepair
+    ) -> list[tuple[CalibrationSubject, dict[str, Accuracy]]]:
+        """Return the candidates that are still the same float model, with their accuracies."""
+        candidates = []
+        for model in repair(subject.model, self.samples, self.threads):
+            accuracy = self.comparison.accuracy(model, int8_kernels=True)
+            if worst_sqnr_db(accuracy) >= _MIN_FLOAT_DB:
+                loaded = replace(subject.loaded, model=model)
+                candidate = replace(subject, loaded=loaded, repairs=(*subject.repairs, name))
+                candidates.append((candidate, self.measure(candidate)))
+        return candidates
+
+    def measure(self, subject: CalibrationSubject) -> dict[str, Accuracy]:
         """Return {target: accuracy of its int8 model}, without targets that fail on few samples.
 
         Where all fail, ONNX Runtime replaces them.
@@ -297,52 +311,52 @@ class _TrialBuilds:
             Calib8Error: ONNX Runtime fails too.
         """
         accuracies, errors = {}, []
-        few_samples = replace(subject, samples=len(self.samples))
-        for target in self._targets:
+        for target in self.targets:
             try:
-                model = target.trial(self._request(target, few_samples))
-                accuracies[target.name] = self.judge.accuracy(
-                    model, int8_kernels=".onnx" in target.engines
+                model = target.trial(self._request(target, subject))
+                accuracies[target.name] = self.comparison.accuracy(
+                    model, int8_kernels=target.runs_here
                 )
             except Calib8Error as error:
                 errors.append(error)
         if accuracies:
             return accuracies
-        if self._targets == [FALLBACK_TARGET]:
+        if self.targets == [_FALLBACK_TARGET]:
             raise errors[0]
-        self._targets = [FALLBACK_TARGET]
-        return self.accuracies(subject)
+        self.targets = [_FALLBACK_TARGET]
+        return self.measure(subject)
 
     def _request(self, target: Target, subject: CalibrationSubject) -> BuildRequest:
-        observed = observe(
-            unique_observations({target.name: target.demand(subject)}),
-            self.samples,
-            threads=self._threads,
-        )
+        """Return a build request with ranges of the few samples."""
+        subject = replace(subject, samples=len(self.samples))
+        demand = unique_observations({target.name: target.demand(subject)})
+        observed = observe(demand, self.samples, threads=self.threads)
         return BuildRequest(
             subject=subject,
-            folder=self._folder,
+            folder=self.folder,
             ranges=Ranges(observed, subject.method, subject.range_limits),
-            feed=self._feed,
+            feed=self.feed,
             manifest={},
-            threads=self._threads,
+            threads=self.threads,
         )
 
 
-def _gain(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> float:
-    """Return the gain of the worst output slice in dB, averaged over the targets."""
-    gains = [worst_sqnr_db(after[t]) - worst_sqnr_db(now[t]) for t in now if t in after]
+def _mean_gain_db(before: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> float:
+    """Return the gain of the worst output slice, averaged over the targets."""
+    shared = [target for target in before if target in after]
+    gains = [worst_sqnr_db(after[target]) - worst_sqnr_db(before[target]) for target in shared]
     return -math.inf if any(math.isnan(gain) for gain in gains) else sum(gains) / len(gains)
 
 
-def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> RepairResult:
-    old, new = worst_sqnr_db(now), worst_sqnr_db(after)
-    word = "kept" if kept else "not kept"
-    sentence = f"{REPAIRS[name].title}: worst part {old:.1f} -> {new:.1f} dB, {word}"
+def _result(
+    name: str, target: str, before: Accuracy, after: Accuracy, *, kept: bool
+) -> RepairResult:
+    change = f"{worst_sqnr_db(before):.1f} -> {worst_sqnr_db(after):.1f} dB"
+    outcome = "kept" if kept else "not kept"
+    sentence = f"{REPAIRS[name].title}: worst part {change}, {outcome}"
     return RepairResult(name=name, target=target, kept=kept, sentence=sentence)
 
 
-def _no_change(name: str, target: str = "", why: str = "nothing to repair") -> RepairResult:
-    return RepairResult(
-        name=name, target=target, kept=False, sentence=f"{REPAIRS[name].title}: {why}"
-    )
+def _no_change(name: str, target: str = "", reason: str = "nothing to repair") -> RepairResult:
+    sentence = f"{REPAIRS[name].title}: {reason}"
+    return RepairResult(name=name, target=target, kept=False, sentence=sentence)

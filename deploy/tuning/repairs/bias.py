@@ -16,7 +16,7 @@ Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bi
 (ICCV 2019), section 4.2 (equation 16 and 17), and appendix D for correction on data.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,8 @@ from deploy.targets.onnxruntime.tile_rewrite import TILES
 from deploy.tensors import Array
 from deploy.tuning.repairs.base import RepairInput, with_model
 from deploy.tuning.repairs.repair_layers import (
+    Float64Array,
+    FloatArray,
     WeightedLayer,
     find_weighted_layers,
     read_all_quantizations,
@@ -40,99 +42,91 @@ from deploy.tuning.repairs.sample_runs import layer_patches, run_with_taps
 
 _PATCHES = 1024  # input patches of a layer, over all samples
 
-Means = dict[str, NDArray[np.float64]]  # layer -> [samples, C_out]
 
-
-def correct_biases(request: BuildRequest, making: RepairInput) -> Iterator[BuildRequest]:
+def correct_biases(request: BuildRequest, repair_input: RepairInput) -> Iterator[BuildRequest]:
     """Yield the request after step 1, then after step 2; nothing without int8 layers with bias."""
-    alone = _correct_each(request, making)
-    if alone is not None:
-        yield alone
-        yield _correct_last(alone, making)
+    corrected = _correct_all(request, repair_input)
+    if corrected is not None:
+        yield corrected
+        yield _correct_last(corrected, repair_input)
 
 
-def _correct_each(request: BuildRequest, making: RepairInput) -> BuildRequest | None:
+def _correct_all(request: BuildRequest, repair_input: RepairInput) -> BuildRequest | None:
     """Correct every int8 layer for the rounding of its own weight and input."""
-    with_bias = tuple(
-        one for one in find_weighted_layers(request.model) if one.kind != "MatMul" or one.add
-    )
-    plain = {layer.name: layer for layer in find_weighted_layers(making.reference)}
-    quantized = read_all_quantizations(making.target.trial(request), with_bias)
-    layers = [layer for layer, how in quantized.values() if how.is_nearest]
-    graph, biases = Graph(request.model), []
+    layers = tuple(layer for layer in find_weighted_layers(request.model) if layer.can_have_bias)
+    float_layers = {layer.name: layer for layer in find_weighted_layers(repair_input.reference)}
+    quantized = read_all_quantizations(repair_input.target.trial(request), layers)
+    nearest = [layer for layer, quantization in quantized.values() if quantization.is_nearest]
+    biases = []
     for layer, patches in layer_patches(
-        making.reference, layers, making.samples, max_patches=_PATCHES, threads=making.threads
+        repair_input.reference,
+        nearest,
+        repair_input.samples,
+        max_patches=_PATCHES,
+        threads=repair_input.threads,
     ):
-        how = quantized[layer.name][1]
-        expected = _mean_out(plain[layer.name].rows, patches)
-        stored = replace(layer, array=np.asarray(how.quantize_weight(layer), np.float32))
-        actual = _mean_out(stored.rows, [how.quantize_inputs(one) for one in patches])
-        biases.append((layer, layer.bias_values(graph) + shrunk_mean(expected - actual)))
+        _, quantization = quantized[layer.name]
+        expected = _mean_outputs(float_layers[layer.name].rows, patches)
+        weight = np.asarray(quantization.quantize_weight(layer), np.float32)
+        int8_patches = [quantization.quantize_inputs(values) for values in patches]
+        actual = _mean_outputs(replace(layer, array=weight).rows, int8_patches)
+        biases.append((layer, layer.bias_values + shrunk_mean(expected - actual)))
     return with_model(request, with_biases(request.model, biases)) if biases else None
 
 
-def _mean_out(rows: NDArray[Any], patches: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+def _mean_outputs(rows: NDArray[Any], patches: Sequence[FloatArray]) -> Float64Array:
     """Return mean outputs of rows [G, C, K] on each sample's patches [G, K, P]: [samples, G C]."""
-    used = [one for one in patches if one.shape[2]]
-    means = np.stack([one.mean(axis=2, dtype=np.float64) for one in used])
-    made = (np.asarray(rows, np.float64) * means[:, :, None, :]).sum(axis=3)
-    return np.asarray(made.reshape(len(used), -1), np.float64)
+    means = [values.mean(axis=2, dtype=np.float64) for values in patches if values.shape[2]]
+    outputs = (np.asarray(rows, np.float64) * np.stack(means)[:, :, None, :]).sum(axis=3)
+    return np.asarray(outputs.reshape(len(means), -1), np.float64)
 
 
-def _correct_last(request: BuildRequest, making: RepairInput) -> BuildRequest:
+def _correct_last(request: BuildRequest, repair_input: RepairInput) -> BuildRequest:
     """Correct the layers with no other downstream, by the outputs of the int8 model there."""
-    layers = _last_layers(request.model)
+    layers = _find_last_layers(request.model)
     if not layers:
         return request
-    expected = _means(making.reference, layers, making)
-    actual = _means(making.target.trial(request), layers, making)
-    graph, biases = Graph(request.model), []
+    expected = _mean_by_layer(repair_input.reference, layers, repair_input)
+    actual = _mean_by_layer(repair_input.target.trial(request), layers, repair_input)
+    biases = []
     for layer in layers:
-        change = shrunk_mean(expected[layer.name] - actual[layer.name])
-        biases.append((layer, layer.bias_values(graph) + change))
+        difference = expected[layer.name] - actual[layer.name]
+        biases.append((layer, layer.bias_values + shrunk_mean(difference)))
     return with_model(request, with_biases(request.model, biases))
 
 
-def _last_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
-    """Return the layers with a bias that no other layer is downstream of."""
+def _find_last_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
+    """Return the layers that can have a bias and that no other layer is downstream of."""
     layers = {layer.name: layer for layer in find_weighted_layers(model)}
-    graph = Graph(model)
     upstream: set[str] = set()  # tensors that a layer reads, directly or not
-    for node in reversed(graph.nodes):
+    for node in reversed(Graph(model).nodes):
         if node.name in layers or upstream.intersection(node.output):
             upstream.update(node.input)
-    return [
-        layer
-        for layer in layers.values()
-        if layer.output not in upstream and (layer.kind != "MatMul" or layer.add)
-    ]
+    candidates = [layer for layer in layers.values() if layer.can_have_bias]
+    return [layer for layer in candidates if layer.output not in upstream]
 
 
-def _means(model: onnx.ModelProto, layers: Sequence[WeightedLayer], making: RepairInput) -> Means:
-    """Return the mean of each layer's float output, per sample and channel."""
-    names = {name for node in model.graph.node for name in node.output}
-    tensors = {layer.name: _float_name(layer.output, names) for layer in layers}
-    by_tensor = {tensors[layer.name]: layer for layer in layers}
+def _mean_by_layer(
+    model: onnx.ModelProto, layers: Sequence[WeightedLayer], repair_input: RepairInput
+) -> dict[str, Float64Array]:
+    """Return layer -> mean of its float output, [samples, C_out]."""
+    tensors = {name for node in model.graph.node for name in node.output}
+    layer_by_tensor = {}
+    for layer in layers:
+        # before quantization, if the model has that
+        names = [f"{layer.output}{suffix}" for suffix in (f"/float{TILES}", TILES, "/float")]
+        layer_by_tensor[next((name for name in names if name in tensors), layer.output)] = layer
 
-    def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
-        means = _channel_means(value, by_tensor[name].out_axis)
-        pixels = means.reshape(len(means), -1, by_tensor[name].out_channels)
+    def average(_: int, tensor: str, value: Array) -> Float64Array:
+        layer = layer_by_tensor[tensor]
+        values = np.moveaxis(np.atleast_2d(value), layer.out_axis, -1)
+        means = values.reshape(len(values), -1, values.shape[-1]).mean(axis=1, dtype=np.float64)
+        pixels = means.reshape(len(means), -1, layer.out_channels)  # of a tile, if any
         return np.asarray(pixels.mean(axis=1), np.float64)
 
-    runs = run_with_taps(model, tensors.values(), making.samples, take, threads=making.threads)
+    samples, threads = repair_input.samples, repair_input.threads
+    runs = run_with_taps(model, layer_by_tensor, samples, average, threads=threads)
     return {
-        layer: np.concatenate([run[tensor] for run in runs]) for layer, tensor in tensors.items()
+        layer.name: np.concatenate([run[tensor] for run in runs])
+        for tensor, layer in layer_by_tensor.items()
     }
-
-
-def _float_name(output: str, existing: Collection[str]) -> str:
-    """Return the name of a layer's output before quantization, in a float or int8 model."""
-    names = (f"{output}{suffix}" for suffix in (f"/float{TILES}", TILES, "/float"))
-    return next((name for name in names if name in existing), output)
-
-
-def _channel_means(value: Array, axis: int) -> NDArray[np.float64]:
-    """Average [N, C, ...] (or channels last) over all but N and C; N is 1 without a batch."""
-    by_channel = np.moveaxis(value, axis, -1) if value.ndim > 1 else value.reshape(1, -1)
-    rows = by_channel.reshape(len(by_channel), -1, by_channel.shape[-1])
-    return np.asarray(rows.mean(axis=1, dtype=np.float64))

@@ -17,7 +17,7 @@ layers rounds all of them once, and in its trial models a float layer gets its o
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,13 +28,16 @@ from onnx import numpy_helper
 from calibrators.grids import INT8, Grid, round_to_grid
 from calibrators.rounding import block_products, gram, round_by_output
 from calibrators.weights import is_depthwise, tight_pair_mask
+from deploy.errors import Calib8Error
 from deploy.graph.edit import update_tensors
 from deploy.graph.index import pad_with_zeros, padded_name
 from deploy.method import NO_CHOICES
-from deploy.targets.base import BuildRequest
+from deploy.targets.base import BuildRequest, Target
 from deploy.tuning.repairs.base import RepairInput, with_model
 from deploy.tuning.repairs.repair_layers import (
+    Float64Array,
     FloatArray,
+    LayerQuantization,
     WeightedLayer,
     find_weighted_layers,
     read_all_quantizations,
@@ -44,131 +47,211 @@ from deploy.tuning.repairs.sample_runs import layer_patches
 
 _PATCHES = 1024  # input patches of a layer, over all samples
 _SWEEPS = 2  # a third one changes one weight in a hundred
-_WIDEST = 1200  # values of a patch in one Gram matrix; wider ones are split
+_MAX_GRAM_SIZE = 1200  # values of a patch in one Gram matrix; larger ones are split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """A layer's weight after rounding."""
+    """A layer's weight after rounding.
 
-    weight: FloatArray  # float32 in ONNX layout; changed values lie on their integers
-    # squared output error on held-out samples, relative to rounding to nearest; 1 where nothing
-    # changed, NaN without held-out samples
+    Attributes:
+        weight: float32 in ONNX layout; changed values lie on their integers.
+        error_ratio: squared output error on held-out samples, relative to rounding to nearest; 1
+            where nothing changed, NaN without held-out samples.
+    """
+
+    weight: FloatArray
     error_ratio: float
 
 
-def round_weights(request: BuildRequest, making: RepairInput) -> tuple[BuildRequest, str] | None:
+def round_weights(
+    request: BuildRequest, repair_input: RepairInput
+) -> tuple[BuildRequest, str] | None:
     """Return the request with weights rounded by output error, and a text for the report.
 
     None where no weight of an int8 layer changes.
     """
-    all_rounded = round_all_weights(request, making)
-    quantized = read_all_quantizations(making.target.trial(request), _exclusive(request.model))
-    names = [
-        one.weight
-        for one, how in quantized.values()
-        if one.weight in all_rounded and how.factors is None
-    ]
-    changed = {name: all_rounded[name] for name in names if all_rounded[name].error_ratio != 1}
-    if not changed:
+    rounded_by_weight = round_all_weights(request, repair_input)
+    arrays, error_ratios = {}, []
+    int8_model = repair_input.target.trial(request)
+    quantized = read_all_quantizations(int8_model, _find_exclusive_layers(request.model))
+    for layer, quantization in quantized.values():
+        rounded = rounded_by_weight.get(layer.weight)
+        if rounded is None or quantization.factors is not None or rounded.error_ratio == 1:
+            continue
+        arrays[layer.weight] = rounded.weight
+        error_ratios.append(rounded.error_ratio)
+    if not arrays:
         return None
-    model = with_constants(request.model, {name: one.weight for name, one in changed.items()})
-    return with_model(request, model), _report_text([one.error_ratio for one in changed.values()])
+    repaired = with_model(request, with_constants(request.model, arrays))
+    return repaired, _report_text(error_ratios)
 
 
-def _report_text(left: Sequence[float]) -> str:
-    layers = "1 layer gives" if len(left) == 1 else f"{len(left)} layers give"
-    if not np.isfinite(left).all():
+def _report_text(error_ratios: Sequence[float]) -> str:
+    count = len(error_ratios)
+    layers = "1 layer gives" if count == 1 else f"{count} layers give"
+    if not np.isfinite(error_ratios).all():
         return f"{layers} less error on the samples that round them"
-    mean = float(np.exp(np.log(np.maximum(left, 1e-12)).mean()))
+    mean = float(np.exp(np.log(np.maximum(error_ratios, 1e-12)).mean()))
     return f"{layers} {mean:.2f} times the squared error on other samples"
 
 
 def rounded_trial_builder(
-    request: BuildRequest, making: RepairInput
+    request: BuildRequest, repair_input: RepairInput
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """Return a builder of trial models with rounded weights, unless `choices.rounded` is False."""
-    target = making.target
-    arrays = {name: one.weight for name, one in round_all_weights(request, making).items()}
-    layers = tuple(one for one in _exclusive(request.model) if one.weight in arrays)
-    with_rounded = with_model(request, with_constants(request.model, arrays))
-    originals = {t.name: t for t in request.model.graph.initializer if t.name in arrays}
+    target = repair_input.target
+    rounded_by_weight = round_all_weights(request, repair_input)
+    arrays = {name: rounded.weight for name, rounded in rounded_by_weight.items()}
+    loaded = with_model(request, with_constants(request.model, arrays)).subject.loaded
+    initializers = request.model.graph.initializer
+    originals = {tensor.name: tensor for tensor in initializers if tensor.name in arrays}
+    layers = [layer for layer in _find_exclusive_layers(request.model) if layer.weight in arrays]
 
-    def trial(chosen: BuildRequest) -> onnx.ModelProto:
-        if chosen.choices.rounded is False:
-            return target.trial(chosen)
-        subject = replace(chosen.subject, loaded=with_rounded.subject.loaded)
-        model = target.trial(replace(chosen, subject=subject))
-        _give_back(model, layers, originals)
+    def build_trial(trial_request: BuildRequest) -> onnx.ModelProto:
+        if trial_request.choices.rounded is False:
+            return target.trial(trial_request)
+        subject = replace(trial_request.subject, loaded=loaded)
+        model = target.trial(replace(trial_request, subject=subject))
+        _restore_float_weights(model, layers, originals)
         return model
 
-    return trial
+    return build_trial
 
 
-def _give_back(
+def _restore_float_weights(
     model: onnx.ModelProto,
     layers: Sequence[WeightedLayer],
     originals: Mapping[str, onnx.TensorProto],
 ) -> None:
     """Give layers that stay float their original weights back, in place."""
-    dims = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    present = [(one, name) for one in layers if (name := _weight_name(one, dims)) is not None]
-    quantized = read_all_quantizations(model, tuple(one for one, _ in present)) if present else {}
-    restored = {name: originals[one.weight] for one, name in present if one.name not in quantized}
-    for name, tensor in restored.items():
+    sizes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    layer_by_weight = {}  # name of the weight in this model -> layer
+    for layer in layers:
+        for name in (layer.weight, padded_name(layer.weight, layer.name)):
+            if name in sizes:
+                layer_by_weight[name] = layer
+                break
+    if not layer_by_weight:
+        return
+
+    quantized = read_all_quantizations(model, tuple(layer_by_weight.values()))
+    restored = {}
+    for name, layer in layer_by_weight.items():
+        if layer.name in quantized:
+            continue
+        tensor = originals[layer.weight]
         if name != tensor.name:
-            padded = pad_with_zeros(numpy_helper.to_array(tensor), dims[name])
-            restored[name] = numpy_helper.from_array(padded, name)
+            padded = pad_with_zeros(numpy_helper.to_array(tensor), sizes[name])
+            tensor = numpy_helper.from_array(padded, name)
+        restored[name] = tensor
     update_tensors(model.graph.initializer, restored)
 
 
-def _weight_name(layer: WeightedLayer, constants: Collection[str]) -> str | None:
-    """Return the name of a layer's float weight among a model's constants."""
-    names = (layer.weight, padded_name(layer.weight, layer.name))
-    return next((name for name in names if name in constants), None)
+def round_all_weights(
+    request: BuildRequest, repair_input: RepairInput
+) -> Mapping[str, RoundedWeight]:
+    """Return the rounded weight of every layer that can be int8, by initializer.
 
-
-def round_all_weights(request: BuildRequest, making: RepairInput) -> Mapping[str, RoundedWeight]:
-    """Return the rounded weight of every layer that can be int8, by initializer; computed once."""
-    return request.ranges.compute_once(
-        ("rounded", making.target.name),
-        lambda: _rounded(request.with_choices(NO_CHOICES), making),
-        of=request.model,
+    It is computed once, in one pass over the layers for all targets of the build.
+    """
+    weights_by_target: dict[str, dict[str, RoundedWeight]] = request.ranges.compute_once(
+        "rounded weights", dict, of=request.model
     )
+    target = repair_input.target
+    if target.name not in weights_by_target:
+        targets = [target]
+        for companion in request.companions:
+            if companion.name not in weights_by_target and companion.name != target.name:
+                targets.append(companion)
+        new_weights = _round_all(request.with_choices(NO_CHOICES), repair_input, targets)
+        weights_by_target.update(new_weights)
+    return weights_by_target[target.name]
 
 
-def _rounded(request: BuildRequest, making: RepairInput) -> dict[str, RoundedWeight]:
-    quantized = read_all_quantizations(making.target.trial(request), _exclusive(request.model))
-    count, fits = len(making.samples), making.target.plan(request.model).placement.fits_pairs
-    results = {}
+def _round_all(
+    request: BuildRequest, repair_input: RepairInput, targets: Sequence[Target]
+) -> dict[str, dict[str, RoundedWeight]]:
+    """Return target -> initializer -> rounded weight; without companions that cannot be built."""
+    exclusive_layers = _find_exclusive_layers(request.model)
+    layers: dict[str, WeightedLayer] = {}
+    grids_by_target: dict[Target, dict[str, LayerQuantization]] = {}
+    for target in targets:
+        try:
+            int8_model = target.trial(request)
+        except Calib8Error:
+            if target is repair_input.target:
+                raise
+            continue  # its own search reports it
+        grids_by_target[target] = {}
+        for layer, quantization in read_all_quantizations(int8_model, exclusive_layers).values():
+            if quantization.is_nearest and quantization.factors is None:
+                layers[layer.name] = layer
+                grids_by_target[target][layer.name] = quantization
+
+    count = len(repair_input.samples)
+    samples = [*repair_input.samples, *repair_input.held_out]
+    fits_pairs = {
+        target: target.plan(request.model).placement.fits_pairs for target in grids_by_target
+    }
+    weights: dict[str, dict[str, RoundedWeight]] = {target.name: {} for target in grids_by_target}
     for layer, patches in layer_patches(
-        making.reference,
-        [layer for layer, how in quantized.values() if how.is_nearest and how.factors is None],
-        [*making.samples, *making.held_out],
-        max_patches=_PATCHES * (count + len(making.held_out)) // count,
-        threads=making.threads,
+        repair_input.reference,
+        [layer for layer in exclusive_layers if layer.name in layers],
+        samples,
+        max_patches=_PATCHES * len(samples) // count,
+        threads=repair_input.threads,
     ):
-        how, inputs = quantized[layer.name][1], np.concatenate(patches[:count], axis=2)
-        held_out = np.concatenate(patches[count:], axis=2) if patches[count:] else None
-        results[layer.weight] = round_weight(
-            layer, how.weight_scale, inputs, how.grid, held_out=held_out, fits_pairs=fits
-        )
-        making.progress()
-    return results
+        held_out = np.concatenate(patches[count:], axis=2) if repair_input.held_out else None
+        inputs = LayerInputs(np.concatenate(patches[:count], axis=2), held_out)
+        rounded_by_grid: dict[object, RoundedWeight] = {}
+        for target, grids in grids_by_target.items():
+            if layer.name not in grids:
+                continue
+            grid, scale = grids[layer.name].grid, grids[layer.name].weight_scale
+            channel_scales = _to_rows(layer, np.broadcast_to(scale, layer.array.shape))[..., 0]
+            has_pairs = fits_pairs[target] and not _is_depthwise(layer)
+            key = grid, scale.size == 1, channel_scales.tobytes(), has_pairs
+            if key not in rounded_by_grid:
+                rounded_by_grid[key] = round_weight(
+                    layer, scale, inputs, grid, fits_pairs=has_pairs
+                )
+            weights[target.name][layer.weight] = rounded_by_grid[key]
+        repair_input.progress()
+    return weights
 
 
-def _exclusive(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
+def _find_exclusive_layers(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
     """Return the layers whose weight no other node reads."""
     return tuple(layer for layer in find_weighted_layers(model) if layer.is_only_reader)
 
 
+class LayerInputs:
+    """Input patches of a layer, from which the weights of several targets are rounded.
+
+    Attributes:
+        patches: [groups, K, P].
+        held_out: held-out patches; None where there are too few samples.
+    """
+
+    def __init__(self, patches: FloatArray, held_out: FloatArray | None = None) -> None:
+        self.patches = patches
+        self.held_out = held_out
+        self._grams: dict[int, FloatArray] = {}
+
+    def gram(self, start: int) -> FloatArray:
+        """Return the Gram matrices of `_MAX_GRAM_SIZE` values of the patches; computed once."""
+        if start not in self._grams:
+            self._grams[start] = gram(self.patches[:, start : start + _MAX_GRAM_SIZE])
+        return self._grams[start]
+
+
 def round_weight(
     layer: WeightedLayer,
-    scales: NDArray[np.float64],
-    inputs: FloatArray,
+    scales: Float64Array,
+    inputs: LayerInputs,
     grid: Grid = INT8,
     *,
-    held_out: FloatArray | None = None,
     fits_pairs: bool = False,
 ) -> RoundedWeight:
     """Round a layer's weight by its output error.
@@ -176,75 +259,88 @@ def round_weight(
     Args:
         layer: in the float model.
         scales: weight scales, which broadcast over the weight.
-        inputs: input patches [groups, K, P].
+        inputs: of the layer; a channel with no less error on held-out ones keeps its weights.
         grid: grid of the stored weight.
-        held_out: held-out patches; a channel with no less error on them keeps its weights.
         fits_pairs: whether pairs of stored weights fit 16 bits and must stay so.
     """
     weight = layer.array.astype(np.float64)
-    own = _rows(layer, np.broadcast_to(scales, weight.shape))
-    steps = _rows(layer, weight / scales)
-    fixed = np.abs(steps) >= np.abs(steps).max(axis=2, keepdims=True)
-    if scales.size == 1:
-        fixed = np.abs(steps) >= np.abs(steps).max()
+    steps = _to_rows(layer, weight / scales)
+    sizes = np.abs(steps)
+    channel_axis = None if scales.size == 1 else 2
+    is_fixed = sizes >= sizes.max(axis=channel_axis, keepdims=True)  # they set the scale
     if fits_pairs:
-        fixed |= _tight(layer, steps)
+        is_fixed |= _find_tight_pairs(layer, steps)
+
     nearest = round_to_grid(steps, grid)
     integers = nearest.copy()
-    for start in range(0, steps.shape[2], _WIDEST):
-        part = slice(start, start + _WIDEST)
-        products = gram(inputs[:, part])
-        if not np.isfinite(products).all():  # the squares overflow float32: round to nearest
-            continue
-        integers[:, :, part] = round_by_output(
-            steps[:, :, part], products, fixed=fixed[:, :, part], sweeps=_SWEEPS, grid=grid
-        )
-    left = math.nan if (integers != nearest).any() else 1.0
-    if held_out is not None:
-        left = _undo_worse(steps, nearest, integers, own, held_out)
-    plain = _rows(layer, weight)
-    moved = np.where(integers != nearest, np.clip(integers * own, *_limits(plain)), plain)
-    return RoundedWeight(layer.from_channels(moved.reshape(layer.by_channel.shape)), left)
+    for start in range(0, steps.shape[2], _MAX_GRAM_SIZE):
+        part = slice(start, start + _MAX_GRAM_SIZE)
+        products = inputs.gram(start)
+        if np.isfinite(products).all():  # else the squares overflow float32: round to nearest
+            integers[:, :, part] = round_by_output(
+                steps[:, :, part], products, fixed=is_fixed[:, :, part], sweeps=_SWEEPS, grid=grid
+            )
+
+    scale_rows = _to_rows(layer, np.broadcast_to(scales, weight.shape))
+    if inputs.held_out is not None:
+        error_ratio = _undo_worse(steps, nearest, integers, scale_rows, inputs.held_out)
+    else:
+        error_ratio = math.nan if (integers != nearest).any() else 1.0
+    weight_rows = _to_rows(layer, weight)
+    rounded = np.clip(integers * scale_rows, *_weight_limits(weight_rows))
+    rounded = np.where(integers != nearest, rounded, weight_rows)
+    return RoundedWeight(layer.from_channels(rounded.reshape(layer.by_channel.shape)), error_ratio)
 
 
-def _tight(layer: WeightedLayer, steps: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _is_depthwise(layer: WeightedLayer) -> bool:
+    groups, out, into, _ = layer.by_channel.shape
+    return is_depthwise(groups, groups * out, into)
+
+
+def _find_tight_pairs(layer: WeightedLayer, steps: Float64Array) -> NDArray[np.bool_]:
     """Return a mask like `steps` of the weights to round to nearest, so that pairs fit 16 bits."""
-    groups, out, into, places = layer.by_channel.shape
-    if is_depthwise(groups, groups * out, into):
+    groups, out, into, taps = layer.by_channel.shape
+    if _is_depthwise(layer):
         return np.zeros(steps.shape, np.bool_)
-    return tight_pair_mask(steps.reshape(groups * out, into, places)).reshape(steps.shape)
+    return tight_pair_mask(steps.reshape(groups * out, into, taps)).reshape(steps.shape)
 
 
 def _undo_worse(
-    steps: NDArray[np.floating],
+    steps: Float64Array,
     nearest: NDArray[np.floating],
     integers: NDArray[np.floating],
-    scales: NDArray[np.floating],
+    scales: Float64Array,
     held_out: FloatArray,
 ) -> float:
-    """Round rows to nearest again, in place, where that has no more error; return what is left."""
-    before, after = (
-        np.square(block_products((q - steps) * scales, held_out)).sum(axis=2)
-        for q in (nearest, integers)
+    """Round rows to nearest again, in place, where that has no more error.
+
+    Returns:
+        The squared error of what remains, relative to that of rounding all to nearest.
+    """
+    nearest_errors, rounded_errors = (
+        np.square(block_products((codes - steps) * scales, held_out)).sum(axis=2)
+        for codes in (nearest, integers)
     )
-    worse = after >= before
-    integers[worse] = nearest[worse]
-    total = float(before.sum())
-    return float(np.where(worse, before, after).sum()) / total if total > 0 else 1.0
+    is_worse = rounded_errors >= nearest_errors
+    integers[is_worse] = nearest[is_worse]
+    total = float(nearest_errors.sum())
+    remaining = float(np.where(is_worse, nearest_errors, rounded_errors).sum())
+    return remaining / total if total > 0 else 1.0
 
 
-def _limits(weight: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _weight_limits(weight: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Return the smallest and the largest value that weights of each channel may become, [..., 1].
 
     No weight may pass the extreme that sets the scale, nor reach it with the other sign, since the
     sign of the extreme decides AMCT's scale too.
     """
-    end = np.abs(weight).max(axis=2, keepdims=True)
-    below = np.nextafter(end.astype(np.float32), np.float32(0)).astype(np.float64)
-    low = np.where(weight.min(axis=2, keepdims=True) == -end, end, below)
-    return -low, np.where(weight.max(axis=2, keepdims=True) == end, end, below)
+    extreme = np.abs(weight).max(axis=2, keepdims=True)
+    inside = np.nextafter(extreme.astype(np.float32), np.float32(0)).astype(np.float64)
+    low = np.where(weight.min(axis=2, keepdims=True) == -extreme, extreme, inside)
+    high = np.where(weight.max(axis=2, keepdims=True) == extreme, extreme, inside)
+    return -low, high
 
 
-def _rows(layer: WeightedLayer, weight: NDArray[np.float64]) -> NDArray[np.float64]:
+def _to_rows(layer: WeightedLayer, weight: Float64Array) -> Float64Array:
     """Reshape a weight from ONNX layout to [groups, C_out per group, K], the layout of patches."""
     return np.asarray(replace(layer, array=np.asarray(weight)).rows, np.float64)

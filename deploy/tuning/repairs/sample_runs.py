@@ -6,13 +6,13 @@ on the number of threads.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
-from calibrators.rounding import extract_patches as drawn_patches
+from calibrators.rounding import extract_patches
 from deploy.calibration.observation import CalibrationSubject
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.graph.bounds import make_window
@@ -20,66 +20,71 @@ from deploy.graph.edit import copy_with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import OrtSession
+from deploy.tasks import Metric
 from deploy.tensors import Array
-from deploy.tuning.repairs.repair_layers import FloatArray, WeightedLayer
+from deploy.tuning.repairs.repair_layers import Float64Array, FloatArray, WeightedLayer
 
-TapResult = TypeVar("TapResult")
+Result = TypeVar("Result")
+
+
+def _run_all(
+    samples: Iterable[Sample], work: Callable[[int, Sample], Result], threads: int
+) -> list[Result]:
+    """Return work(number, sample) of every sample."""
+    results: list[Result] = []
+    run_in_order(
+        samples,
+        lambda _, number, sample: work(number, sample),
+        lambda _, result: results.append(result),
+        threads=threads,
+    )
+    return results
 
 
 def run_with_taps(
     model: onnx.ModelProto,
     tensors: Iterable[str],
     samples: Sequence[Sample],
-    take: Callable[[int, str, Array], TapResult],
+    take: Callable[[int, str, Array], Result],
     *,
     threads: int,
-) -> list[dict[str, TapResult]]:
+) -> list[dict[str, Result]]:
     """Run the model and return {tensor: take(sample number, tensor, value)} for each sample.
 
     A Q/DQ model is computed as written, in float between its Q/DQ pairs.
     """
     inputs = {value.name for value in model.graph.input}
-    names = list(dict.fromkeys(tensors))
-    fed, outputs = [n for n in names if n in inputs], [n for n in names if n not in inputs]
+    names = dict.fromkeys(tensors)
     session = OrtSession.open(
-        copy_with_outputs(model, outputs),
+        copy_with_outputs(model, [name for name in names if name not in inputs]),
         threads=1,
         spin=False,
         reuse_memory=True,
         int8_kernels=False,
     )
-    results: list[dict[str, TapResult]] = []
 
-    def work(_: int, number: int, sample: Sample) -> dict[str, TapResult]:
-        values = session.run(sample)
-        return {
-            **{name: take(number, name, sample[name]) for name in fed},
-            **{name: take(number, name, values[name]) for name in outputs},
-        }
+    def work(number: int, sample: Sample) -> dict[str, Result]:
+        values = {**sample, **session.run(sample)}
+        return {name: take(number, name, values[name]) for name in names}
 
-    run_in_order(samples, work, lambda _, one: results.append(one), threads=threads)
-    return results
+    return _run_all(samples, work, threads)
 
 
 def channel_maxima(
     model: onnx.ModelProto, axes: Mapping[str, int], samples: Sequence[Sample], *, threads: int
-) -> dict[str, NDArray[np.float64]]:
+) -> dict[str, Float64Array]:
     """Return max |x| of each channel, [C], over the samples; `axes`: tensor -> channel axis."""
 
-    def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
-        axis = axes[name]
-        rows = np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])
+    def find_maxima(_: int, tensor: str, value: Array) -> Float64Array:
+        rows = np.moveaxis(value, axes[tensor], -1).reshape(-1, value.shape[axes[tensor]])
         return np.asarray(np.abs(rows).max(axis=0), np.float64)
 
-    runs = run_with_taps(model, axes, samples, take, threads=threads)
+    runs = run_with_taps(model, axes, samples, find_maxima, threads=threads)
     return {name: np.max([run[name] for run in runs], axis=0) for name in axes}
 
 
 class SampleComparison:
-    """Compares models with the float model on the same few samples; the float model runs once.
-
-    `reference_outputs`: the float model's outputs on them, if they are available.
-    """
+    """Compares models with the float model on the same few samples; the float model runs once."""
 
     def __init__(
         self,
@@ -89,14 +94,15 @@ class SampleComparison:
         threads: int,
         reference_outputs: Sequence[Mapping[str, Array]] | None = None,
     ) -> None:
-        self._samples, self._threads = samples, threads
+        """Run the float model, unless its outputs on the samples are available."""
+        self._samples = samples
+        self._threads = threads
         if reference_outputs is None:
             session = OrtSession.open(subject.model, threads=1, spin=False, reuse_memory=True)
-            reference_outputs = _ran(session, samples, threads)
-        self._outputs, self._form = (
-            reference_outputs,
-            derive_form(reference_outputs, inputs=samples, task=subject.task),
-        )
+            reference_outputs = _run_all(samples, lambda _, sample: session.run(sample), threads)
+        metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
+        self._outputs = reference_outputs
+        self._form = derive_form(reference_outputs, inputs=samples, metric=metric)
 
     def accuracy(self, model: onnx.ModelProto, *, int8_kernels: bool) -> Accuracy:
         """Return the accuracy of a model; `int8_kernels` allows ONNX Runtime's int8 kernels.
@@ -108,21 +114,14 @@ class SampleComparison:
             model, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
         )
         comparison = Comparison(StoredOutputs(self._outputs[0]), session, form=self._form)
-        outputs = _ran(session, self._samples, self._threads)
-        for sample, reference, candidate in zip(self._samples, self._outputs, outputs, strict=True):
-            comparison.add(sample, reference, candidate)
+
+        def add(number: int, outputs: Mapping[str, Array]) -> None:
+            comparison.add(self._samples[number - 1], self._outputs[number - 1], outputs)
+
+        run_in_order(
+            self._samples, lambda _, __, sample: session.run(sample), add, threads=self._threads
+        )
         return comparison.result()
-
-
-def _ran(session: OrtSession, samples: Sequence[Sample], threads: int) -> list[Mapping[str, Array]]:
-    outputs: list[Mapping[str, Array]] = []
-    run_in_order(
-        samples,
-        lambda _, __, sample: session.run(sample),
-        lambda _, ran: outputs.append(ran),
-        threads=threads,
-    )
-    return outputs
 
 
 def sqnr_by_slice(accuracy: Accuracy) -> dict[str, float]:
@@ -137,22 +136,23 @@ def worst_sqnr_db(accuracy: Accuracy) -> float:
     return min(sqnr_by_slice(accuracy).values(), default=-math.inf)
 
 
-GAIN_DB, _LOSS_DB = 0.1, 0.5
+MIN_GAIN_DB = 0.1  # of the worst slice, for a repair that helps
+MAX_LOSS_DB = 0.5  # of any slice
 
 
-def helps(before: Accuracy, after: Accuracy, *, min_gain_db: float = GAIN_DB) -> bool:
-    """Whether the worst output slice gains `min_gain_db` or more and no slice loses over 0.5 dB."""
-    return worst_sqnr_db(after) >= worst_sqnr_db(before) + min_gain_db and not harms(before, after)
+def helps(before: Accuracy, after: Accuracy, *, min_gain_db: float = MIN_GAIN_DB) -> bool:
+    """Whether the worst slice gains `min_gain_db` or more, and no slice loses much."""
+    has_gain = worst_sqnr_db(after) >= worst_sqnr_db(before) + min_gain_db
+    return has_gain and not harms(before, after)
 
 
 def harms(before: Accuracy, after: Accuracy) -> bool:
-    """Whether an output slice loses more than 0.5 dB."""
+    """Whether an output slice loses more than `MAX_LOSS_DB`."""
     old, new = sqnr_by_slice(before), sqnr_by_slice(after)
-    return any(new.get(name, -math.inf) < old[name] - _LOSS_DB for name in old)
+    return any(new.get(name, -math.inf) < old[name] - MAX_LOSS_DB for name in old)
 
 
-_NOTSET = b"NOTSET"
-_MOST_VALUES = 1 << 25  # in memory at a time; further layers need another run of the model
+_MAX_VALUES = 1 << 25  # in memory at a time; further layers need another run of the model
 
 
 def layer_patches(
@@ -167,52 +167,58 @@ def layer_patches(
 
     A ConvTranspose whose pads follow from its output's size is left out.
     """
-    supported = [one for one in layers if not (one.is_transposed_conv and _fitted(one))]
-    per_sample = -(-max_patches // len(samples))
-    for batch in _portions(supported, max_patches):
-        by_name = {layer.name: layer for layer in batch}
-
-        def take(
-            number: int, name: str, value: Array, batch: Sequence[WeightedLayer] = batch
-        ) -> list[Array]:
-            return [patches(one, value, number, per_sample) for one in batch if one.input == name]
-
-        runs = run_with_taps(model, [one.input for one in batch], samples, take, threads=threads)
-        by_input: dict[str, list[WeightedLayer]] = {}
-        for layer in by_name.values():
-            by_input.setdefault(layer.input, []).append(layer)
-        for tensor, same_input in by_input.items():
-            for place, layer in enumerate(same_input):
-                yield layer, [run[tensor][place] for run in runs]
+    supported = [layer for layer in layers if not _has_derived_pads(layer)]
+    patches_a_sample = -(-max_patches // len(samples))
+    for portion in _split_by_memory(supported, max_patches):
+        layers_by_input: dict[str, list[WeightedLayer]] = {}
+        for layer in portion:
+            layers_by_input.setdefault(layer.input, []).append(layer)
+        take = partial(_take_patches, layers_by_input, patches_a_sample)
+        runs = run_with_taps(model, layers_by_input, samples, take, threads=threads)
+        for tensor, readers in layers_by_input.items():
+            for index, layer in enumerate(readers):
+                yield layer, [run[tensor][index] for run in runs]
 
 
-def _fitted(layer: WeightedLayer) -> bool:
-    """Whether the pads of a ConvTranspose follow from the size of its output."""
-    return (
-        "output_shape" in layer.attributes or layer.attributes.get("auto_pad", _NOTSET) != _NOTSET
-    )
+def _take_patches(
+    layers_by_input: Mapping[str, Sequence[WeightedLayer]],
+    max_patches: int,
+    number: int,
+    tensor: str,
+    value: Array,
+) -> list[FloatArray]:
+    """Return the patches of each layer that reads a tensor, of one sample."""
+    return [patches(layer, value, number, max_patches) for layer in layers_by_input[tensor]]
 
 
-def _portions(layers: Sequence[WeightedLayer], most: int) -> Iterator[list[WeightedLayer]]:
+def _has_derived_pads(layer: WeightedLayer) -> bool:
+    """Whether it is a ConvTranspose whose pads follow from the size of its output."""
+    has_auto_pad = layer.attributes.get("auto_pad", b"NOTSET") != b"NOTSET"
+    return layer.is_transposed_conv and ("output_shape" in layer.attributes or has_auto_pad)
+
+
+def _split_by_memory(
+    layers: Sequence[WeightedLayer], max_patches: int
+) -> Iterator[list[WeightedLayer]]:
     """Split the layers, in order, so that the patches of each portion fit into memory."""
     portion: list[WeightedLayer] = []
-    values = 0
+    portion_values = 0
     for layer in layers:
-        size = most * math.prod(layer.by_channel.shape) // max(layer.by_channel.shape[1], 1)
-        if portion and values + size > _MOST_VALUES:
+        groups, _, into, taps = layer.by_channel.shape
+        values = max_patches * groups * into * taps
+        if portion and portion_values + values > _MAX_VALUES:
             yield portion
-            portion, values = [], 0
+            portion, portion_values = [], 0
         portion.append(layer)
-        values += size
+        portion_values += values
     if portion:
         yield portion
 
 
-def patches(layer: WeightedLayer, value: Array, number: int, most: int) -> FloatArray:
-    """Return at most `most` patches of one input of a layer (`calibrators.rounding`)."""
+def patches(layer: WeightedLayer, value: Array, number: int, max_patches: int) -> FloatArray:
+    """Return at most `max_patches` patches of one input of a layer (`calibrators.rounding`)."""
     window = None
     if layer.kind in ("Conv", "ConvTranspose"):
-        window = make_window(
-            layer.attributes, layer.array.shape[2:], transposed=layer.is_transposed_conv
-        )
-    return drawn_patches(value, window, number, most)
+        kernel = layer.array.shape[2:]
+        window = make_window(layer.attributes, kernel, transposed=layer.is_transposed_conv)
+    return extract_patches(value, window, number, max_patches)

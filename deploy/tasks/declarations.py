@@ -1,0 +1,180 @@
+"""What a model's file declares about its outputs: read before the values, which only confirm it.
+
+Declared are, in this order: Ultralytics' metadata, Hugging Face's `config.json` beside the model,
+the names that exporters give to outputs, and the operators at the end of the graph.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import onnx
+
+# `task` in Ultralytics' metadata -> task (ultralytics/engine/exporter.py)
+ULTRALYTICS_TASKS = {
+    "detect": "boxes",
+    "segment": "boxes",
+    "pose": "boxes",
+    "obb": "boxes",
+    "classify": "classes",
+}
+
+# end of a class name in `architectures` of config.json -> task (transformers, models/auto)
+ARCHITECTURES = {
+    "ForImageClassification": "classes",
+    "ForAudioClassification": "classes",
+    "ForVideoClassification": "classes",
+    "ForSequenceClassification": "classes",
+    "ForTokenClassification": "steps",
+    "ForAudioFrameClassification": "steps",
+    "ForCTC": "text",
+    "ForObjectDetection": "boxes",
+    "ForSemanticSegmentation": "segmentation",
+    "ForXVector": "embeddings",
+    "WithProjection": "embeddings",
+    "ForDepthEstimation": "none",
+    "ForImageSuperResolution": "none",
+    "ForMaskedImageModeling": "none",
+}
+
+
+class NamedOutputs(NamedTuple):
+    """Names that an exporter gives to its outputs, and the task that they have.
+
+    `names`: all of them must be outputs; further outputs do not matter.
+    """
+
+    names: Collection[str]
+    task: str
+    exporter: str
+
+
+OUTPUT_NAMES = (
+    NamedOutputs(("logits", "pred_boxes"), "boxes", "DETR"),
+    NamedOutputs(("pred_logits", "pred_boxes"), "boxes", "DETR"),
+    NamedOutputs(("dets", "labels"), "boxes", "MMDeploy and RF-DETR"),
+    NamedOutputs(("boxes", "scores"), "boxes", "torchvision and RetinaNet"),
+    NamedOutputs(("num_dets", "det_boxes", "det_scores"), "boxes", "TensorRT's EfficientNMS"),
+    NamedOutputs(("detection_boxes", "detection_scores"), "boxes", "TensorFlow's object detection"),
+    NamedOutputs(("simcc_x", "simcc_y"), "keypoints", "RTMPose (SimCC)"),
+    NamedOutputs(("sentence_embedding",), "embeddings", "sentence-transformers"),
+    NamedOutputs(("image_embeds",), "embeddings", "CLIP"),
+    NamedOutputs(("text_embeds",), "embeddings", "CLIP"),
+)
+
+# operator that makes the values of an output -> what they are
+ENDS = {
+    "Softmax": "softmax",
+    "LogSoftmax": "log_softmax",
+    "Sigmoid": "sigmoid",
+    "HardSigmoid": "sigmoid",
+    "ArgMax": "argmax",
+    "TopK": "topk",
+    "NonMaxSuppression": "selected",
+    "LpNormalization": "unit",
+    "MatMul": "raw",
+    "Gemm": "raw",
+    "Conv": "raw",
+}
+# operators that move values, or add a bias to them: what their input is, their output is too
+_MOVING = frozenset(
+    {"Add", "Cast", "Concat", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze"}
+    | {"Transpose", "Unsqueeze"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a model's file declares about its outputs.
+
+    Attributes:
+        task: name of a task (`deploy.tasks.TASKS`), or "none" for outputs without one; "" if
+            nothing is declared.
+        source: who declares the task, as text.
+        classes: number of classes; 0 if unknown.
+        ends: output -> what its values are by the operator at its end, as in `ENDS`.
+    """
+
+    task: str = ""
+    source: str = ""
+    classes: int = 0
+    ends: Mapping[str, str] = field(default_factory=dict)
+
+
+def declare(
+    model: "onnx.ModelProto", config: Mapping[str, Any], class_count: int = 0
+) -> Declaration:
+    """Return what a model declares.
+
+    Args:
+        model: with the metadata of the user's file.
+        config: the `config.json` beside it; empty without one.
+        class_count: number of class names in the metadata; 0 without.
+    """
+    properties = {entry.key: entry.value for entry in model.metadata_props}
+    outputs = [output.name for output in model.graph.output]
+    ends = find_ends(model.graph)
+    labels = config.get("id2label")
+    if not class_count and isinstance(labels, Mapping):
+        class_count = len(labels)
+    for task, source in _declared_tasks(properties, config, outputs):
+        return Declaration(task, source, class_count, ends)
+    return Declaration("", "", class_count, ends)
+
+
+def _declared_tasks(
+    properties: Mapping[str, str], config: Mapping[str, Any], outputs: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (task, who declares it), the most certain first."""
+    task = ULTRALYTICS_TASKS.get(properties.get("task", ""))
+    if task is not None and properties.get("author") == "Ultralytics":
+        yield task, "Ultralytics' metadata"
+
+    architectures = config.get("architectures")
+    for architecture in architectures if isinstance(architectures, list) else ():
+        for ending, task in ARCHITECTURES.items():
+            if not str(architecture).endswith(ending):
+                continue
+            if config.get("problem_type") == "multi_label_classification":
+                task = "labels"
+            yield task, "config.json beside the model"
+
+    for row in OUTPUT_NAMES:
+        if all(name in outputs for name in row.names):
+            yield row.task, f"{row.exporter}'s output names"
+
+
+def find_ends(graph: "onnx.GraphProto") -> dict[str, str]:
+    """Return output -> what its values are by the operator at its end (`ENDS`)."""
+    makers = {name: node for node in graph.node for name in node.output}
+    ends = {}
+    for output in graph.output:
+        end = _find_end(output.name, makers)
+        if end:
+            ends[output.name] = end
+    return ends
+
+
+def _find_end(tensor: str, makers: Mapping[str, "onnx.NodeProto"]) -> str:
+    """Return what the values of a tensor are; "" if several operators make them, or another one."""
+    kinds = set()
+    tensors, visited = [tensor], set[str]()
+    while tensors:
+        name = tensors.pop()
+        node = makers.get(name)
+        if node is None or name in visited:
+            continue
+        visited.add(name)
+        if node.op_type == "Concat":
+            tensors += node.input
+        elif node.op_type == "Add":
+            tensors += node.input[:2]
+        elif node.op_type in _MOVING:
+            tensors.append(node.input[0])
+        else:
+            kind = ENDS.get(node.op_type, "")
+            if kind == "topk" and name != node.output[0]:
+                kind = "topk_indices"
+            kinds.add(kind)
+    return kinds.pop() if len(kinds) == 1 else ""

@@ -1,0 +1,107 @@
+"""Verdicts that a search expects of a trial."""
+
+import pytest
+
+from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.levels import GOOD
+from deploy.metrics.output_errors import USUAL, OutputAccuracy
+from deploy.metrics.output_form import SliceAccuracy
+from deploy.tasks import TaskFigure
+from deploy.tuning import search_samples
+
+
+@pytest.mark.parametrize(
+    ("first_loss", "expected_calls"), [(0.0, 1), (0.02, 1), (0.04, 2), (0.1, 2), (0.3, 2), (0.6, 1)]
+)
+def test_sampling_stops_when_result_is_stable(first_loss, expected_calls, monkeypatch):
+    judged_texts = []
+
+    def judge_parts(self, model):
+        for share in (first_loss, 0.1):
+            text = f"{share:.2f} lost"
+            figure = TaskFigure(
+                task="text", figure="", value=1 - share, count="", words=text, samples=9, form=""
+            )
+            judged_texts.append(text)
+            yield Accuracy(samples=9, outputs=(), task=figure)
+
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", judge_parts)
+    judge = search_samples.VerdictPredictor(
+        None,
+        int8_kernels=True,
+        threads=1,
+        max_loss=None,
+        metric=None,
+        count_samples=lambda count: None,
+    )
+    verdict = judge.predict(None, noise=0.0)
+    assert len(judged_texts) == expected_calls
+    assert verdict.task_loss.words == judged_texts[-1]
+
+
+def test_other_task_outputs_are_judged(monkeypatch):
+    figure = TaskFigure(
+        task="steps", figure="", value=1, count="", words="", samples=9, form="", beside=("age",)
+    )
+    age = OutputAccuracy(name="age", sqnr_db=16, cosine_mean=1, cosine_min=1, max_abs_error=9)
+    part = SliceAccuracy(
+        label="age",
+        output="age",
+        sqnr_db=6,
+        cosine_mean=1,
+        cosine_min=1,
+        max_abs_error=9,
+        less=USUAL,
+    )
+    figures = Accuracy(samples=9, outputs=(age,), parts=(part,), task=figure)
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
+    judge = search_samples.VerdictPredictor(
+        None,
+        int8_kernels=True,
+        threads=1,
+        max_loss=None,
+        metric=None,
+        count_samples=lambda count: None,
+    )
+    verdict = judge.predict(None, noise=0.0)
+    assert not verdict.level == GOOD
+    assert verdict.doubtful == "6.0 dB in the worst part, age"
+
+
+@pytest.mark.parametrize(
+    ("box_count", "lost", "noise", "good"),
+    [
+        (13, 0, 0.075, False),
+        (13, 0, 0.06, True),
+        (13, 1 / 13, 0.06, False),
+        (200, 0, 0.075, True),
+        (200, 0.04, 0.08, True),
+        (None, 0, 0.075, True),
+    ],
+)
+def test_noise_shows_loss_hidden_by_boxes(box_count, lost, noise, good, monkeypatch):
+    """Of 13 boxes all were kept, and of 86 in other photos 91 %."""
+    figure = TaskFigure(
+        task="boxes",
+        figure="",
+        value=1 - lost,
+        count="",
+        words=f"all of {box_count} boxes",
+        samples=51,
+        found=box_count,
+        form="",
+    )
+    figures = Accuracy(samples=51, outputs=(), task=figure)
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
+    judge = search_samples.VerdictPredictor(
+        None,
+        int8_kernels=True,
+        threads=1,
+        max_loss=None,
+        metric=None,
+        count_samples=lambda count: None,
+    )
+    expected = judge.predict(None, noise=noise)
+    assert (expected.level == GOOD) is good
+    if not good and not lost:
+        assert expected.doubtful == "all of 13 boxes, too few to show what int8 loses"

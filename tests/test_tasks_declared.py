@@ -1,0 +1,106 @@
+"""What a model's file declares about its outputs, and that it decides the task."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from deploy.frontends import load
+from deploy.metrics.output_form import derive_form
+from deploy.tasks import Metric
+from deploy.tasks.declarations import ARCHITECTURES, OUTPUT_NAMES, Declaration, declare
+from tests.outputs import fed
+
+ROWS = (1, 6, 8)
+
+
+def network(*ends, names=("y",)):
+    """A MatMul, and for each output the operators at its end."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"])]
+    for name, operators in zip(names, ends or [()] * len(names), strict=True):
+        tensors = ["m", *(f"{name}_{k}" for k in range(len(operators) - 1)), name]
+        if not operators:
+            nodes.append(helper.make_node("Identity", ["m"], [name]))
+        for k, operator in enumerate(operators):
+            nodes.append(helper.make_node(operator, [tensors[k]], [tensors[k + 1]]))
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [8, 8], np.eye(8).ravel().tolist())
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ROWS)],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names],
+        [weight],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize(
+    ("operators", "end"),
+    [
+        ((), "raw"),
+        (("Softmax",), "softmax"),
+        (("Sigmoid", "Transpose"), "sigmoid"),
+        (("LogSoftmax", "Identity"), "log_softmax"),
+        (("ArgMax",), "argmax"),
+        (("Tanh",), None),
+    ],
+)
+def test_operator_at_the_end_is_read(operators, end):
+    assert declare(network(operators), {}).ends.get("y") == end
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_config_beside_the_model_declares_task(architecture, tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(network(()), path)
+    config = {"architectures": [f"Bert{architecture}"], "id2label": {"0": "a", "1": "b"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    declaration = load(path).declaration
+    assert declaration.task == ARCHITECTURES[architecture]
+    assert declaration.classes == 2 and "config.json" in declaration.source
+
+
+def test_config_above_a_folder_onnx_declares_task(tmp_path):
+    (tmp_path / "onnx").mkdir()
+    onnx.save(network(()), tmp_path / "onnx" / "model.onnx")
+    config = {"architectures": ["XForImageClassification"]}
+    config["problem_type"] = "multi_label_classification"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load(tmp_path / "onnx" / "model.onnx").declaration.task == "labels"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"architectures": 7}', '{"architectures": [null]}'])
+def test_config_that_cannot_be_read_declares_nothing(text, tmp_path):
+    onnx.save(network(()), tmp_path / "model.onnx")
+    (tmp_path / "config.json").write_text(text)
+    assert load(tmp_path / "model.onnx").declaration.task == ""
+
+
+def test_ultralytics_metadata_declares_task_and_classes(tmp_path):
+    model = network(())
+    helper.set_model_props(
+        model, {"author": "Ultralytics", "task": "pose", "names": "{0: 'a', 1: 'b'}"}
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    declaration = load(tmp_path / "model.onnx").declaration
+    assert (declaration.task, declaration.classes) == ("boxes", 2)
+
+
+@pytest.mark.parametrize("row", OUTPUT_NAMES)
+def test_output_names_of_exporters_declare_task(row):
+    assert declare(network(names=tuple(row.names)), {}).task == row.task
+
+
+def test_declared_values_have_no_task():
+    outputs = [{"y": np.eye(4, dtype=np.float32)[k % 4][None]} for k in range(8)]
+    metric = Metric(None, declared=Declaration("none", "config.json beside the model"))
+    assert derive_form(outputs, inputs=[fed()] * 8).task.name == "classes"
+    assert derive_form(outputs, inputs=[fed()] * 8, metric=metric).task is None
+
+
+def test_declared_task_that_does_not_fit_leaves_it_to_the_form():
+    outputs = [{"y": np.eye(4, dtype=np.float32)[k % 4][None]} for k in range(8)]
+    metric = Metric(None, declared=Declaration("boxes", "config.json beside the model"))
+    assert derive_form(outputs, inputs=[fed()] * 8, metric=metric).task.name == "classes"
