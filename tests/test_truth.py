@@ -456,3 +456,13 @@ def test_verdict_says_when_its_images_calibrated(
         options += ["--eval-images", tmp_path / "evaluation.txt"]
     out = run.ok("build", small_cnn, "--images", tmp_path / "calibration.txt", *options)
     assert ("(on calibration images)" in " ".join(out.split())) == calibrated
+
+
+def test_builds_of_a_model_share_a_score_threshold(build, detector, monkeypatch):
+    """The second calibrates on other images, so that its cache does not fit."""
+    with monkeypatch.context() as patch:
+        patch.setattr("deploy.pipeline.calibration_run.find_threshold", lambda *_: 0.05)
+        out = build(detector, "--effort", 0)[1]
+        assert "(score above 0.05)" in " ".join(out.split())
+    out = build(detector, "--effort", 0, "--limit", 12)[1]
+    assert "(score above 0.05)" in " ".join(out.split())

@@ -176,6 +176,8 @@ def build_with(
     options = build.options
     with number_phases(*build.steps), stage_files(options.out) as stage:
         calibration = _calibrate(build, stage)
+        metric = replace(build.metric, threshold=calibration.score_threshold)
+        build = replace(build, metric=metric)
         _refuse_broken_metric(build, calibration)
         plans, plan_path = _plan_targets(build, calibration, stage)
         results = build_targets(
