@@ -558,8 +558,8 @@ def test_one_that_agrees_is_among_those_shown_where_there_is_one():
     ("score", "count", "threshold"),
     [
         (0.9, 20, 0.25),
-        (0.26, 20, 0.25),
-        (0.26, 19, 0.15),
+        (0.26, 5, 0.25),
+        (0.26, 4, None),
         (0.24, 20, 0.15),
         (0.16, 5, 0.15),
         (0.16, 4, None),
@@ -579,6 +579,20 @@ def test_the_threshold_is_the_highest_with_enough_boxes(score, count, threshold)
     assert (result and result.words.rpartition("score above ")[2]) == (
         threshold and f"{threshold})"
     )
+
+
+@pytest.mark.parametrize(("weak_count", "threshold"), [(45, 0.25), (46, 0.15)])
+def test_rare_peaks_of_a_weak_detector_set_no_threshold(weak_count, threshold):
+    rows = [row(10 * n, score=0.3 if n < 5 else 0.2) for n in range(5 + weak_count)]
+    assert tallied([(scene(*rows), scene())]).threshold == threshold
+
+
+def test_threshold_of_the_calibration_is_kept():
+    tally = BoxDetection(Rows()).tally()
+    tally.fixed_threshold = 0.15
+    tally.add(FED, scene(*(row(10 * n) for n in range(20))), scene())
+    assert tally.threshold == 0.15
+    assert tally.result().words.endswith("(score above 0.15)")
 
 
 def test_boxes_in_shares_of_the_picture_become_pixels():

@@ -81,7 +81,7 @@ def test_same_nodes_need_equal_constants(activations):
 
 
 def test_kept_activations_are_bounded(monkeypatch):
-    monkeypatch.setattr(float_activations, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
+    monkeypatch.setattr(float_activations, "_MAX_BYTES", 4 * 4 * len(SAMPLES))
     activations = FloatActivations(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
     assert [list(values) for values in activations.values] == [["a"], ["a"]]
 

@@ -130,7 +130,10 @@ def test_no_trial_of_the_best_verdict_costs_less(weight):
     rng = np.random.default_rng(7)
     for _ in range(20):
         times, decibels = rng.uniform(0.4, 0.9, 9), rng.uniform(8, 40, 9)
-        trials = [make_trial(n, time=t, db=d) for n, (t, d) in enumerate(zip(times, decibels, strict=True))]
+        trials = [
+            make_trial(n, time=t, db=d)
+            for n, (t, d) in enumerate(zip(times, decibels, strict=True))
+        ]
         judge = good_from(25)
         search = FakeSearch(trials, weight=weight, is_refinable=False)
         chosen, _ = choose(search, judge)

@@ -386,6 +386,61 @@ def test_limit_is_the_share_of_boxes_lost(figure, max_loss, level):
     assert judge(accuracy(task=figure), max_loss=max_loss).level == level
 
 
+def counted(figure, things, kept, total, samples):
+    words = f"{kept} of {total} {figure}, 0 new"
+    found = replace(task(kept / total), figure=figure, words=words, kept=kept, counted=total)
+    return accuracy(task=replace(found, task=things), samples=samples)
+
+
+FEW = {
+    "11 boxes are too few; about 80 more photos with objects would do": counted(
+        "boxes kept", "boxes", 11, 11, 30
+    ),
+    "39 labels are too few; 1 more samples with labels would do": counted(
+        "labels kept", "labels", 39, 39, 30
+    ),
+    "20 samples are too few; 10 more would do": counted("top-1 agreement", "classes", 20, 20, 20),
+}
+
+
+@pytest.mark.parametrize("text", FEW)
+@pytest.mark.parametrize("max_loss", [None, 0.1])
+def test_few_things_are_doubtful_and_say_how_many_more(text, max_loss):
+    outcome = judge(FEW[text], max_loss=max_loss)
+    assert outcome.level == DOUBTFUL and outcome.reasons[1] == text
+    assert outcome.blames_float
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        counted("boxes kept", "boxes", 40, 40, 8),
+        counted("top-1 agreement", "classes", 30, 30, 30),
+        accuracy(samples=8),
+        accuracy(task=replace(task(1.0), figure="mIoU with FP32"), samples=8),
+    ],
+)
+def test_enough_things_or_values_are_judged(figures):
+    assert judge(figures).level == GOOD
+
+
+def test_interval_of_few_stands_in_the_verdict():
+    outcome = judge(counted("boxes kept", "boxes", 10, 11, 30))
+    assert outcome.reasons[0] == "10 of 11 boxes kept (62 to 98 %), 0 new"
+
+
+def test_few_do_not_excuse_a_loss():
+    outcome = judge(counted("boxes kept", "boxes", 2, 11, 30))
+    assert outcome.level == UNUSABLE and not outcome.blames_float
+
+
+@pytest.mark.parametrize("figures", [accuracy(part(40)), accuracy(part(6), task=task(0.8))])
+def test_figures_of_calibration_images_say_so(figures):
+    outcome = judge(figures, on_calibration=True, speed=1.5)
+    assert outcome.reasons[0].endswith(" (on calibration images)")
+    assert outcome.text.count("(on calibration images)") == 1
+
+
 LABELLED = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
 LOSSES = [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
 NAN = accuracy(part(math.nan, cosine=math.nan))
@@ -456,22 +511,21 @@ def test_labels_decide_before_the_task(lost, level):
         (0.146, 10, 400, DOUBTFUL),  # no guess, and still wrong in six of seven
         (0.49, 10, 400, DOUBTFUL),  # of 92 % with the right mean and std
         (0.5, 10, 400, GOOD),
-        (0.0875, 10, 19, GOOD),  # too few to tell
+        (0.0875, 10, 19, "few"),
         (0.02, 1000, 400, DOUBTFUL),
         (0.05, 1000, 20, DOUBTFUL),  # an ImageNet model with the wrong scale
         (0.0, 1000, 20, UNUSABLE),
         (0.5, 2, 36, UNUSABLE),  # guessing reaches 75 % once in a thousand times
-        (0.8, 2, 20, GOOD),  # and 83 % of so few, which tell nothing
+        (0.8, 2, 20, "few"),  # and 83 % of so few, which tell nothing
     ],
 )
 def test_a_float_model_that_guesses_was_fed_something_else(right, classes, samples, level):
-    make_detections = judge(
+    outcome = judge(
         accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
     )
-    assert make_detections.level == level and ("chance is" in make_detections.text) == (
-        level == UNUSABLE
-    )
-    assert ("check --preprocess" in make_detections.text) == (level != GOOD)
+    assert outcome.level == (DOUBTFUL if level == "few" else level)
+    assert ("chance is" in outcome.text) == (level == UNUSABLE)
+    assert ("check --preprocess" in outcome.text) == (level in (DOUBTFUL, UNUSABLE))
 
 
 def make_precision(reference, candidate, *, own_50=0.5):

@@ -1,6 +1,5 @@
-"""What ONNX Runtime's int8 models are rewritten to: gates, means, Softmax, Pad and MatMul."""
+"""Gates between int8 layers, as ONNX Runtime runs them: HardSwish, squeeze-excite, numbers."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +9,13 @@ from onnx import numpy_helper
 
 from calibrators.grids import dequantize, quantize
 from deploy.frontends import load
-from deploy.graph.edit import copy_message, drop_unread, update_tensors
+from deploy.graph.edit import copy_message, update_tensors
 from deploy.graph.gates import find_gates
 from deploy.graph.index import Graph
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
 from deploy.targets.onnxruntime.gate_rewrite import fuse_gates
 from deploy.targets.onnxruntime.rewrite_base import RewriteContext
-from deploy.targets.onnxruntime.rewrites import write_softmax
 from tests.models import as_float32, build_net, make_model, parse_nodes, read_target, run_net
 
 INT8 = "net.int8.onnx"
@@ -54,7 +52,7 @@ FORMS = {
     "squeeze-excite": f"p = GlobalAveragePool(t) g = Conv(p, v, b) s = {SQUEEZE}(g) y = Mul(t, s)",
 }
 # shift, top, gain and offset of the gates that have other ones than a hard swish
-NUMBERS_OF = {
+GATE_NUMBERS = {
     "div before the mul, then halved": (3, 6, 1 / 12, 0), "slope of a fifth": (2.5, 5, 1 / 5, 0),
     "shifted down": (-1, 4, 1 / 4, 0), "halved and shifted": (3, 6, 1 / 12, 0.5),
     "shifted the other way": (3, 6, 1 / 6, -0.3), "squeeze-excite": (2.5, 5, 1 / 5, 0),
@@ -70,74 +68,74 @@ def network(nodes, *, ends=("Conv", "Conv"), outputs=("out",)) -> onnx.ModelProt
         "v": rng.normal(scale=0.5, size=(8, 8, 1, 1)),
         **NUMBERS,
     }
-    first = ("Conv", "x w b", "t", PADS) if ends[0] else ("Sin", "x", "t")
-    last = ("Conv", "y w b", "out", PADS) if ends[1] else ("Sin", "y", "out")
-    given = {n: ["n", 8, None, None] for n in outputs}
-    nodes = [first, *parse_nodes(nodes), last]
-    return make_model(nodes, {"x": ["n", 8, 12, 12]}, given, as_float32(weights), opset=14)
+    first_layer = ("Conv", "x w b", "t", PADS) if ends[0] else ("Sin", "x", "t")
+    last_layer = ("Conv", "y w b", "out", PADS) if ends[1] else ("Sin", "y", "out")
+    output_shapes = {n: ["n", 8, None, None] for n in outputs}
+    nodes = [first_layer, *parse_nodes(nodes), last_layer]
+    return make_model(nodes, {"x": ["n", 8, 12, 12]}, output_shapes, as_float32(weights), opset=14)
 
 
-def gates_fused(model: onnx.ModelProto, graph: Graph | None = None) -> onnx.ModelProto:
-    """A copy in which every gate is the operator that it computes."""
+def with_fused_gates(model: onnx.ModelProto, graph: Graph | None = None) -> onnx.ModelProto:
+    """Return a copy of the model in which every gate is one operator."""
     fused, gates = copy_message(model), tuple(find_gates(Graph(model)))
     fuse_gates(fused, RewriteContext(float_graph=graph or Graph(model), float_gates=gates))
     return fused
 
 
-def precisions(model: onnx.ModelProto, placement=ONNXRUNTIME, **given) -> dict[str, str]:
-    decisions = analyse(load(model).model, placement, **given).decisions
+def precisions(model: onnx.ModelProto, placement=ONNXRUNTIME, **options) -> dict[str, str]:
+    decisions = analyse(load(model).model, placement, **options).decisions
     return {d.node: d.reason if not d.int8 else "int8" for d in decisions}
 
 
-def built(model: onnx.ModelProto, folder: Path, *words: str) -> onnx.ModelProto:
+def build_int8(model: onnx.ModelProto, folder: Path, *options: str) -> onnx.ModelProto:
     """The int8 engine that the command writes."""
     x = np.random.default_rng(6).normal(size=(6, 8, 12, 12))
-    return onnx.load(build_net(model, x, folder, *words) / INT8)
+    return onnx.load(build_net(model, x, folder, *options) / INT8)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_gate_between_int8_is_two_int8_kernels(form, tmp_path, kernels):
-    engine = built(network(FORMS[form]), tmp_path, "--effort", "0")
-    found = kernels(engine)
-    first = {"squeeze-excite": (0, 0), "shifted down": (1, 0)}.get(form, (0, 1))  # Add, Clip
-    assert (found.count("QLinearAdd"), found.count("Clip")) == first
-    assert found.count("QLinearMul") == 1
-    assert not {"HardSwish", "HardSigmoid", "Add", "Mul", "Div"} & set(found)
+def test_gate_between_int8_is_int8_kernels(form, tmp_path, kernels):
+    engine = build_int8(network(FORMS[form]), tmp_path, "--effort", "0")
+    types = kernels(engine)
+    add_and_clip = {"squeeze-excite": (0, 0), "shifted down": (1, 0)}.get(form, (0, 1))  # Add, Clip
+    assert (types.count("QLinearAdd"), types.count("Clip")) == add_and_clip
+    assert types.count("QLinearMul") == 1
+    assert not {"HardSwish", "HardSigmoid", "Add", "Mul", "Div"} & set(types)
     clipped = [n.input[0] for n in engine.graph.node if n.op_type == "Clip"]
-    assert clipped == ["t/quantized"] * first[1]
+    assert clipped == ["t/quantized"] * add_and_clip[1]
     assert set(precisions(network(FORMS[form])).values()) == {"int8"}
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "squeeze-excite"])
-def test_a_gate_computes_its_formula_in_int8(form, tmp_path):
-    shift, top, gain, offset = NUMBERS_OF.get(form, (3, 6, 1 / 6, 0))
-    engine = built(network(FORMS[form]), tmp_path, "--effort", "0")
-    factor, got = ran(engine, [f"{name}/quantized" for name in ("t", "y")], tmp_path)
+def test_int8_gate_computes_its_formula(form, tmp_path):
+    shift, top, gain, offset = GATE_NUMBERS.get(form, (3, 6, 1 / 6, 0))
+    engine = build_int8(network(FORMS[form]), tmp_path, "--effort", "0")
+    factor, outputs = run_samples(engine, [f"{name}/quantized" for name in ("t", "y")], tmp_path)
     t = dequantize(factor, *parameters(engine, "t"))
-    own = (*parameters(engine, "y"), ONNXRUNTIME.grid)
+    output_grid = (*parameters(engine, "y"), ONNXRUNTIME.grid)
     shifted = t + np.float32(shift)
     gate = quantize(shifted, np.float32(top / 255), 0, ONNXRUNTIME.grid) * (gain * top / 255)
-    assert farthest(got, quantize(t * gate + offset, *own)) <= 1
-    assert len(np.unique(got)) > 60  # all of this is not the same value
+    assert max_difference(outputs, quantize(t * gate + offset, *output_grid)) <= 1
+    assert len(np.unique(outputs)) > 60  # all of this is not the same value
     exact = t * gain * np.clip(shifted, 0, top) + offset
-    once = np.mean(got != quantize(exact, *own)) < 0.01
-    assert once == (form != "shifted down")  # the one whose clip is rounded as well
+    is_rounded_once = np.mean(outputs != quantize(exact, *output_grid)) < 0.01
+    assert is_rounded_once == (form != "shifted down")  # the one whose clip is rounded as well
 
 
-def farthest(got, want) -> int:
-    return np.abs(got.astype(int) - want.astype(int)).max()
+def max_difference(outputs, expected) -> int:
+    return np.abs(outputs.astype(int) - expected.astype(int)).max()
 
 
-def smaller(model: onnx.ModelProto, times: float) -> onnx.ModelProto:
-    """The network with less in t."""
-    held = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-    less = {n: numpy_helper.from_array(held[n] * np.float32(times), n) for n in ("w", "b")}
-    update_tensors(model.graph.initializer, less)
+def shrink(model: onnx.ModelProto, factor: float) -> onnx.ModelProto:
+    """Scale the tensor t of the network down."""
+    arrays = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    scaled = {n: numpy_helper.from_array(arrays[n] * np.float32(factor), n) for n in ("w", "b")}
+    update_tensors(model.graph.initializer, scaled)
     return model
 
 
 @pytest.mark.parametrize(
-    ("times", "kernel"),
+    ("factor", "kernel"),
     [
         (1.0, "Clip"),
         (0.25, ""),
@@ -145,18 +143,18 @@ def smaller(model: onnx.ModelProto, times: float) -> onnx.ModelProto:
     ],
     ids=["clipped", "within the clip", "far from its lower end"],
 )
-def test_what_a_gate_reads_depends_on_the_range_of_its_source(times, kernel, tmp_path, kernels):
-    model = smaller(network(FORMS["hard swish"]), times)
-    engine = built(model, tmp_path, "--effort", "0")
-    found = kernels(engine)
-    assert [k for k in ("Clip", "QLinearAdd") if k in found] == [kernel] * bool(kernel)
+def test_gate_input_depends_on_source_range(factor, kernel, tmp_path, kernels):
+    model = shrink(network(FORMS["hard swish"]), factor)
+    engine = build_int8(model, tmp_path, "--effort", "0")
+    types = kernels(engine)
+    assert [k for k in ("Clip", "QLinearAdd") if k in types] == [kernel] * bool(kernel)
     scale, zero = parameters(engine, "t")
     assert (-zero * scale == pytest.approx(-3, abs=1e-5)) == (kernel != "QLinearAdd")
-    want, got = (ran(m, ["out"], tmp_path)[0] for m in (model, engine))
-    assert np.abs(want - got).max() < 0.05 * np.ptp(want)
+    expected, outputs = (run_samples(m, ["out"], tmp_path)[0] for m in (model, engine))
+    assert np.abs(expected - outputs).max() < 0.05 * np.ptp(expected)
 
 
-def ran(engine: onnx.ModelProto, names: list[str], folder: Path) -> list[np.ndarray]:
+def run_samples(engine: onnx.ModelProto, names: list[str], folder: Path) -> list[np.ndarray]:
     return run_net(engine, np.load(folder / "x.npy"), names)
 
 
@@ -168,40 +166,51 @@ EXCITES = {
 
 
 @pytest.mark.parametrize("form", EXCITES)
-def test_the_shift_of_a_squeeze_excite_is_in_the_bias_before_it(form, tmp_path, kernels):
+def test_squeeze_excite_shift_is_in_bias(form, tmp_path, kernels):
     nodes = EXCITES[form]
-    engine = built(network(nodes), tmp_path, "--effort", "0")
-    found = kernels(engine)
-    assert found.count("QLinearConv") == 3
-    assert found.count("QLinearMul") == 1
-    assert not {"QLinearAdd", "Add", "HardSigmoid", "Clip"} & set(found)
-    told = {row["name"] for row in read_target(tmp_path / "out")["tensors"]}
-    assert {"t", "p", "y"} <= told
-    assert "g" not in told  # what g has is no range that was found
-    (one,) = find_gates(Graph(network(nodes)))
-    names = ["t/quantized", f"{one.name}/gate/quantized", f"{one.name}/gate", "y/quantized"]
-    factor, stored, gate, got = ran(engine, names, tmp_path)
-    g, t = ran(network(nodes), ["g", "t"], tmp_path)
-    assert np.abs(gate - one.gain * np.clip(g + one.shift, 0, one.top)).max() < 0.01
-    step = np.float32(one.gain * one.top / 255)
+    engine = build_int8(network(nodes), tmp_path, "--effort", "0")
+    types = kernels(engine)
+    assert types.count("QLinearConv") == 3
+    assert types.count("QLinearMul") == 1
+    assert not {"QLinearAdd", "Add", "HardSigmoid", "Clip"} & set(types)
+    reported = {row["name"] for row in read_target(tmp_path / "out")["tensors"]}
+    assert {"t", "p", "y"} <= reported
+    assert "g" not in reported  # what g has is no range that was found
+    (float_gate,) = find_gates(Graph(network(nodes)))
+    names = [
+        "t/quantized",
+        f"{float_gate.name}/gate/quantized",
+        f"{float_gate.name}/gate",
+        "y/quantized",
+    ]
+    factor, stored, gate, outputs = run_samples(engine, names, tmp_path)
+    g, t = run_samples(network(nodes), ["g", "t"], tmp_path)
+    assert (
+        np.abs(gate - float_gate.gain * np.clip(g + float_gate.shift, 0, float_gate.top)).max()
+        < 0.01
+    )
+    step = np.float32(float_gate.gain * float_gate.top / 255)
     np.testing.assert_allclose(gate[..., :1], stored * step, rtol=1e-6)
     assert (gate == gate[..., :1]).all()
     scale, zero = parameters(engine, "t")
-    own = dequantize(factor, scale, zero)  # of a Conv that has the same bias, without a shift
-    assert np.abs(own - t).max() < 6 * scale < one.shift / 5
-    want = quantize(own * gate, *parameters(engine, "y"), ONNXRUNTIME.grid)
-    assert farthest(got, want) <= 1
-    assert len(np.unique(got)) > 60
+    source = dequantize(factor, scale, zero)  # of a Conv that has the same bias, without a shift
+    assert np.abs(source - t).max() < 6 * scale < float_gate.shift / 5
+    expected = quantize(source * gate, *parameters(engine, "y"), ONNXRUNTIME.grid)
+    assert max_difference(outputs, expected) <= 1
+    assert len(np.unique(outputs)) > 60
 
 
-@pytest.mark.parametrize("more", ["Add(m, g)", "Conv <pads = [1, 1, 1, 1]> (m, w)"])
-def test_a_source_that_others_read_keeps_its_own_values(more, tmp_path, kernels):
-    nodes = FORMS["squeeze-excite"].replace("y = Mul(t, s)", f"m = Mul(t, s) y = {more}")
-    engine = built(network(nodes, outputs=("out", "g")), tmp_path, "--effort", "0")
-    found = kernels(engine)
-    assert (found.count("Clip"), found.count("QLinearAdd")) == (1, more.startswith("Add"))
-    (own,), (want,) = (ran(model, ["g"], tmp_path) for model in (engine, network(nodes)))
-    assert np.abs(own - want).max() < 0.05
+@pytest.mark.parametrize("reader", ["Add(m, g)", "Conv <pads = [1, 1, 1, 1]> (m, w)"])
+def test_shared_gate_source_keeps_its_values(reader, tmp_path, kernels):
+    nodes = FORMS["squeeze-excite"].replace("y = Mul(t, s)", f"m = Mul(t, s) y = {reader}")
+    engine = build_int8(network(nodes, outputs=("out", "g")), tmp_path, "--effort", "0")
+    types = kernels(engine)
+    assert types.count("Clip") == 1
+    assert types.count("QLinearAdd") == reader.startswith("Add")
+    (int8_values,), (float_values,) = (
+        run_samples(model, ["g"], tmp_path) for model in (engine, network(nodes))
+    )
+    assert np.abs(int8_values - float_values).max() < 0.05
 
 
 def parameters(engine: onnx.ModelProto, name: str) -> tuple[np.float32, int]:
@@ -209,13 +218,13 @@ def parameters(engine: onnx.ModelProto, name: str) -> tuple[np.float32, int]:
     return np.float32(constants[f"{name}/scale"]), int(constants[f"{name}/zero_point"])
 
 
-def test_a_gate_is_as_near_to_float_as_its_convs_alone(tmp_path):
+def test_int8_gate_keeps_the_accuracy(tmp_path):
     sqnr, model = [], network(FORMS["div last"])
     for number, options in enumerate([(), ("--keep-float", "op:Clip")]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        engine = built(model, folder, *options)
-        float32, int8 = (ran(m, ["out"], folder)[0] for m in (model, engine))
+        engine = build_int8(model, folder, *options)
+        float32, int8 = (run_samples(m, ["out"], folder)[0] for m in (model, engine))
         sqnr.append(10 * np.log10((float32**2).sum() / ((float32 - int8) ** 2).sum()))
     assert sqnr[0] > 30
     assert sqnr[0] > sqnr[1] - 1.5
@@ -223,26 +232,28 @@ def test_a_gate_is_as_near_to_float_as_its_convs_alone(tmp_path):
 
 @pytest.mark.parametrize("ends", [("", "Conv"), ("Conv", "")], ids=["float before", "float behind"])
 @pytest.mark.parametrize("form", ["div last", "hard sigmoid", "hard swish"])
-def test_a_gate_beside_float_stays_float(form, ends):
-    found = precisions(network(FORMS[form], ends=ends))
-    assert not [node for node in parse_nodes(FORMS[form]) if found[node.name] == "int8"]
+def test_gate_beside_float_stays_float(form, ends):
+    precision_by_node = precisions(network(FORMS[form], ends=ends))
+    assert not [node for node in parse_nodes(FORMS[form]) if precision_by_node[node.name] == "int8"]
 
 
 @pytest.mark.parametrize("tail", ["Relu(q)", "Clip(q, zero, six)"])
-def test_a_gate_before_a_relu_or_clip_stays_float(tail, tmp_path):
+def test_gate_before_clipping_stays_float(tail, tmp_path):
     model = network(FORMS["hard swish"].replace("y =", "q =") + f" y = {tail}")
-    engine = built(model, tmp_path, "--effort", "0")
-    want, got = (ran(m, ["out"], tmp_path)[0] for m in (model, engine))
-    assert np.abs(want - got).max() < 0.05 * np.ptp(want)
+    engine = build_int8(model, tmp_path, "--effort", "0")
+    expected, outputs = (run_samples(m, ["out"], tmp_path)[0] for m in (model, engine))
+    assert np.abs(expected - outputs).max() < 0.05 * np.ptp(expected)
 
 
-@pytest.mark.parametrize("kept", ["Add_a", "Clip_c", "Mul_m", "Div_y"])
-def test_one_node_kept_float_keeps_the_gate_float(kept):
-    found = precisions(network(FORMS["div last"]), float_nodes=[kept])
-    assert {found[node.name] for node in parse_nodes(FORMS["div last"])} == {"kept float as asked"}
+@pytest.mark.parametrize("float_node", ["Add_a", "Clip_c", "Mul_m", "Div_y"])
+def test_float_node_keeps_its_gate_float(float_node, wording):
+    reason_by_node = precisions(network(FORMS["div last"]), float_nodes=[float_node])
+    reasons = {reason_by_node[node.name] for node in parse_nodes(FORMS["div last"])}
+    assert len(reasons) == 1
+    wording.check(reasons.pop())
 
 
-def test_only_the_ends_of_a_gate_are_observed():
+def test_only_gate_ends_are_observed():
     model = load(network(FORMS["div before the mul, then halved"])).model
     assert analyse(model, ONNXRUNTIME).activations == ("x", "t", "y", "out")
     assert analyse(model, TENSORRT).gates == ()
@@ -259,13 +270,13 @@ def test_only_the_ends_of_a_gate_are_observed():
         ("s = HardSigmoid <beta = 0.0> (t) y = Mul(t, s)", ("out",)),
     ],
 )
-def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
+def test_similar_nodes_are_no_gate(nodes, outputs, tmp_path):
     model = network(nodes, outputs=outputs)
     assert "y" not in {gate.output for gate in find_gates(Graph(load(model).model))}
-    engine = built(model, tmp_path)
+    engine = build_int8(model, tmp_path)
     x = np.load(tmp_path / "x.npy")
-    for want, got in zip(run_net(model, x), run_net(engine, x), strict=True):
-        assert np.abs(want - got).max() < 0.1 * np.abs(want).max()
+    for expected, outputs in zip(run_net(model, x), run_net(engine, x), strict=True):
+        assert np.abs(expected - outputs).max() < 0.1 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
@@ -276,16 +287,16 @@ def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
         ("h = HardSwish(t) a = Add(h, minus) y = Relu(a)", ("out",), [("h", 1 / 6, 0)]),
     ],
 )
-def test_a_gate_ends_where_its_formula_does(nodes, outputs, gates):
-    found = find_gates(Graph(network(nodes, outputs=outputs)))
-    assert [(gate.output, gate.gain, gate.offset) for gate in found] == gates
+def test_gate_ends_with_its_formula(nodes, outputs, gates):
+    found_gates = find_gates(Graph(network(nodes, outputs=outputs)))
+    assert [(gate.output, gate.gain, gate.offset) for gate in found_gates] == gates
 
 
-def test_gates_of_one_model_share_their_numbers(tmp_path, kernels):
-    again = "HardSigmoid <alpha = 0.5, beta = -0.5>"
+def test_gates_share_their_numbers(tmp_path, kernels):
+    second_gate = "HardSigmoid <alpha = 0.5, beta = -0.5>"
     layer = "u = Conv <pads = [1, 1, 1, 1]> (z, w, b)"
-    nodes = f"s = {DOWN}(t) z = Mul(s, t) {layer} r = {again}(u) y = Mul(r, u)"
-    engine = built(network(nodes), tmp_path)
+    nodes = f"s = {DOWN}(t) z = Mul(s, t) {layer} r = {second_gate}(u) y = Mul(r, u)"
+    engine = build_int8(network(nodes), tmp_path)
     assert kernels(engine).count("QLinearMul") == 2
     assert len([t for t in engine.graph.initializer if t.name.startswith("calib8/number/")]) == 3
 
@@ -298,19 +309,19 @@ def test_gates_of_one_model_share_their_numbers(tmp_path, kernels):
         ("Mul", -1.3, "QLinearMul"),
     ],
 )
-def test_one_number_between_int8_is_held_exactly_in_int8(op, value, kernel, tmp_path, kernels):
+def test_scalar_between_int8_is_exact_int8(op, value, kernel, tmp_path, kernels):
     pool = "p = MaxPool <kernel_shape = [2, 2]> (t)"  # else it is folded into the Conv
     model = network(f"{pool} y = {op}(p, number)")
     model.graph.initializer.append(numpy_helper.from_array(np.float32([value]), "number"))
-    engine = built(model, tmp_path)
+    engine = build_int8(model, tmp_path)
     assert kernels(engine).count(kernel) == 1
-    given, got = ran(engine, ["p/quantized", "y/quantized"], tmp_path)
-    t = dequantize(given, *parameters(engine, "p"))
+    pooled, outputs = run_samples(engine, ["p/quantized", "y/quantized"], tmp_path)
+    t = dequantize(pooled, *parameters(engine, "p"))
     y = t + np.float32(value) if op == "Add" else t * np.float32(value)
-    assert farthest(got, quantize(y, *parameters(engine, "y"), ONNXRUNTIME.grid)) <= 1
+    assert max_difference(outputs, quantize(y, *parameters(engine, "y"), ONNXRUNTIME.grid)) <= 1
 
 
-def test_a_number_of_higher_rank_than_its_tensor_stays_float():
+def test_scalar_of_higher_rank_stays_float():
     """Broadcast, it would give its tensor another rank."""
     model = network("f = Flatten(t) y = Add(f, wide)", ends=("Conv", ""))
     model.graph.node[-1].CopyFrom(*parse_nodes("out = Conv(y, v, b)"))
@@ -319,303 +330,62 @@ def test_a_number_of_higher_rank_than_its_tensor_stays_float():
     assert "constant" in precisions(model)["Add_y"]
 
 
-def test_an_offset_of_less_than_three_steps_is_an_int8_add(tmp_path, kernels):
+def test_small_offset_is_an_int8_add(tmp_path, kernels):
     model = network("h = HardSwish(t) y = Add(h, little)")
-    engine = built(model, tmp_path)
+    engine = build_int8(model, tmp_path)
     assert kernels(engine).count("QLinearAdd") == 1
-    want, got = (ran(m, ["out"], tmp_path)[0] for m in (model, engine))
-    assert np.abs(want - got).max() < 0.03 * np.ptp(want)
+    expected, outputs = (run_samples(m, ["out"], tmp_path)[0] for m in (model, engine))
+    assert np.abs(expected - outputs).max() < 0.03 * np.ptp(expected)
 
 
-def test_an_offset_before_a_relu_is_no_part_of_the_gate(tmp_path, kernels):
+def test_offset_before_relu_is_outside_gate(tmp_path, kernels):
     nodes = "h = HardSwish(t) a = Add(h, minus) y = Relu(a)"
-    assert kernels(built(network(nodes), tmp_path)).count("QLinearAdd") == 1
+    assert kernels(build_int8(network(nodes), tmp_path)).count("QLinearAdd") == 1
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_gate_kept_float_is_the_operator_that_is_fused(form, tmp_path):
-    shift, top, gain, offset = NUMBERS_OF.get(form, (3, 6, 1 / 6, 0))
-    last = parse_nodes(FORMS[form])[-1].name
-    engine = built(network(FORMS[form]), tmp_path, "--effort", "0", "--keep-float", last)
-    left = [node.op_type for node in engine.graph.node]
-    assert not {"Clip", "Div"} & set(left)
-    assert len(set(left) & {"HardSwish", "HardSigmoid"}) == 1
+def test_float_gate_is_one_fused_operator(form, tmp_path):
+    shift, top, gain, offset = GATE_NUMBERS.get(form, (3, 6, 1 / 6, 0))
+    last_node = parse_nodes(FORMS[form])[-1].name
+    engine = build_int8(network(FORMS[form]), tmp_path, "--effort", "0", "--keep-float", last_node)
+    operators = [node.op_type for node in engine.graph.node]
+    assert not {"Clip", "Div"} & set(operators)
+    assert len(set(operators) & {"HardSwish", "HardSigmoid"}) == 1
     source = "g" if form == "squeeze-excite" else "t"
-    given, factor, got = ran(engine, [source, "t", "y/float"], tmp_path)
-    want = factor * gain * np.clip(given + np.float32(shift), 0, top) + offset
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    gate_input, factor, outputs = run_samples(engine, [source, "t", "y/float"], tmp_path)
+    expected = factor * gain * np.clip(gate_input + np.float32(shift), 0, top) + offset
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["div last", "hard sigmoid", "halved and shifted"])
-def test_a_float_gate_is_computed_inside_the_layer_before(form, kernels):
+def test_float_gate_fuses_into_its_layer(form, kernels):
     model = load(network(FORMS[form])).model
-    fused = gates_fused(model)
+    fused = with_fused_gates(model)
     x = np.random.default_rng(6).normal(size=(1, 8, 12, 12)).astype(np.float32)
-    before, after = (run_net(m, x)[0] for m in (model, fused))
-    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-6)
+    expected, outputs = (run_net(m, x)[0] for m in (model, fused))
+    np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-6)
     assert not {"HardSwish", "Clip", "Div", "Add"} & set(kernels(fused))
 
 
-def test_a_gate_without_known_channels_is_scaled_and_shifted_by_numbers():
+def test_gate_of_unknown_channels_uses_numbers():
     model = load(network(FORMS["div before the mul, then halved"])).model
     graph = Graph(model)
     graph.shapes.clear()
-    fused = gates_fused(model, graph)
+    fused = with_fused_gates(model, graph)
     kinds = [node.op_type for node in fused.graph.node]
     assert kinds.count("HardSwish") == 1
     assert "BatchNormalization" not in kinds
     onnx.checker.check_model(fused, full_check=True)
 
 
-def test_a_model_of_an_older_opset_is_lifted_to_that_of_the_operator():
+def test_fused_gate_lifts_the_opset():
     model = load(network(FORMS["div last"])).model
     model.opset_import[0].version = 13
-    fused = gates_fused(model)
+    fused = with_fused_gates(model)
     assert fused.opset_import[0].version == 14
     onnx.checker.check_model(fused, full_check=True)
 
 
-def test_what_is_an_operator_already_stays_as_it_is():
+def test_fused_operator_stays_unchanged():
     model = load(network(FORMS["hard swish"])).model
-    assert gates_fused(model) == model
-
-
-def net(*, keepdims: int, axes=(2, 3), opset: int = 17, behind: str = "") -> onnx.ModelProto:
-    """x -> Conv -> r -> mean m: of a squeeze-excite where it keeps its axes, else before a Gemm."""
-    rng = np.random.default_rng(7)
-    held = {
-        "w": rng.normal(scale=0.3, size=(16, 16, 3, 3)),
-        "v": rng.normal(scale=0.5, size=(16, 16, 1, 1)),
-        "g": rng.normal(size=(16, 10)),
-        "b": rng.normal(size=10),
-    }
-    where = {"axes": list(axes)} if opset < 18 else {}
-    mean = ("ReduceMean", "r" if opset < 18 else "r axes", "m", {"keepdims": keepdims, **where})
-    last = "y = Conv <pads = [1, 1, 1, 1]> (p, w)"
-    excite = f"e = Conv(m, v) s = Sigmoid(e) p = Mul(r, s) {last}"
-    behind = f"{behind} {last}" if behind else excite if keepdims else "y = Gemm(m, g, b)"
-    nodes = [("Conv", "x w", "c", PADS), ("Relu", "c", "r"), mean, *parse_nodes(behind)]
-    weights = as_float32(held) | {"axes": np.array(axes, np.int64)}
-    model = make_model(nodes, {"x": ["n", 16, 12, 12]}, {"y": None}, weights, opset=opset)
-    drop_unread(model.graph)
-    return model
-
-
-def built_means(model: onnx.ModelProto, folder: Path, *words: str) -> tuple[Path, dict[str, str]]:
-    """The engine that the command writes, and what it says of the mean."""
-    x = np.random.default_rng(8).normal(size=(8, 16, 12, 12))
-    out = build_net(model, x, folder, "--effort", 0, "--accept", *words)
-    (mean,) = (one for one in read_target(out)["nodes"] if one["op"] == "ReduceMean")
-    return out / INT8, mean
-
-
-def sqnr(engine: Path, folder: Path) -> float:
-    x = np.load(folder / "x.npy")
-    want, got = (run_net(path, x)[0] for path in (folder / "net.onnx", engine))
-    assert want.shape == got.shape
-    return float(10 * np.log10(np.square(want).sum() / np.square(want - got).sum()))
-
-
-MEANS = {
-    "squeeze-excite": {"keepdims": 1},
-    "axes from the end": {"keepdims": 1, "axes": (-1, -2)},
-    "axes in an input": {"keepdims": 1, "opset": 18},
-    "flat": {"keepdims": 0},
-    "flat, axes in an input": {"keepdims": 0, "axes": (-2, -1), "opset": 18},
-}
-
-
-@pytest.mark.parametrize("form", MEANS)
-def test_a_mean_over_a_picture_is_an_integer_pool(form, tmp_path, kernels):
-    engine, mean = built_means(net(**MEANS[form]), tmp_path)
-    assert mean["precision"] == "uint8"
-    found = kernels(engine)
-    assert found.count("QLinearGlobalAveragePool") == 1
-    assert not {"ReduceMean", "GlobalAveragePool", "Conv", "Gemm"} & set(found)
-    assert found.count("QuantizeLinear") == 1
-    assert found.count("DequantizeLinear") == ("flat" not in form)
-    assert sqnr(engine, tmp_path) > 25
-
-
-@pytest.mark.parametrize("keepdims", [0, 1])
-def test_a_mean_that_stays_float_is_a_float_pool(keepdims, tmp_path, kernels):
-    engine, mean = built_means(net(keepdims=keepdims), tmp_path, "--keep-float", "op:ReduceMean")
-    assert mean["reason"] == "kept float as asked"
-    found = kernels(engine)
-    assert found.count("GlobalAveragePool") == 1
-    assert "ReduceMean" not in found
-    assert sqnr(engine, tmp_path) > 25
-
-
-@pytest.mark.parametrize("axes", [(1,), (1, 2, 3), (3,)])
-def test_a_mean_over_other_axes_is_no_pool(axes, tmp_path, kernels):
-    engine, mean = built_means(net(keepdims=1, axes=axes, behind="p = Add(r, m)"), tmp_path)
-    assert mean["reason"] == "it is the mean over other axes than a picture's"
-    assert "ReduceMean" in kernels(engine)
-    assert sqnr(engine, tmp_path) > 25
-
-
-IN_A_ROW = [((2, 3, 4, 5), 1), ((2, 3, 4, 5), -3), ((2, 3, 4, 5), 0), ((1, 2, 3, 4, 5), 2)]
-AS_IT_IS = [((2, 3, 4, 5), 2), ((2, 3, 4, 5), -1), ((2, 3, 4), 1), ((2, 3), 0)]
-
-
-def net_softmax(shape, axis, kind="Softmax") -> onnx.ModelProto:
-    node = (kind, "x", "y", {} if axis is None else {"axis": axis})
-    return make_model([node], {"x": shape}, {"y": shape})
-
-
-def written_softmax(plain: onnx.ModelProto) -> onnx.ModelProto:
-    written = copy_message(plain)
-    write_softmax(written, RewriteContext(float_graph=Graph(plain)))
-    return written
-
-
-@pytest.mark.parametrize("kind", ["Softmax", "LogSoftmax"])
-@pytest.mark.parametrize("opened", [False, True], ids=["fixed", "open"])
-@pytest.mark.parametrize(("shape", "axis"), IN_A_ROW)
-def test_one_with_several_axes_behind_its_own_goes_over_one_row(shape, axis, opened, kind):
-    sizes = [f"d{n}" for n in range(len(shape))] if opened else shape
-    plain = net_softmax(sizes, axis, kind)
-    written = written_softmax(plain)
-    onnx.checker.check_model(written, full_check=True)
-    assert [n.op_type for n in written.graph.node] == ["Shape", "Reshape", kind, "Reshape"]
-    x = np.random.default_rng(0).normal(0, 5, shape).astype(np.float32)
-    own, wanted = (run_net(one, x)[0].tobytes() for one in (written, plain))
-    assert own == wanted
-
-
-@pytest.mark.parametrize(("shape", "axis"), [*AS_IT_IS, ((2, 3, 4, 5), None)])
-def test_others_stay_as_they_are(shape, axis):
-    plain = net_softmax(shape, axis)
-    assert written_softmax(plain) == plain
-
-
-@pytest.mark.parametrize("effort", ["0", "1"])
-def test_what_is_built_has_the_quick_form_between_int8_layers(effort, tmp_path):
-    rng = np.random.default_rng(1)
-    weights = {"v": rng.normal(size=(16, 8, 3, 3)), "w": rng.normal(size=(16, 16, 3, 3))}
-    nodes = [("Conv", "x v", "t", PADS), ("Softmax", "t", "s", {"axis": 1})]
-    nodes.append(("Conv", "s w", "y", PADS))
-    model = make_model(nodes, {"x": ["n", 8, "h", "w"]}, {"y": None}, as_float32(weights))
-    x = rng.normal(size=(8, 8, 6, 5)).astype(np.float32)
-    (path,) = build_net(model, x, tmp_path, "--effort", effort, "--accept").glob("net.*.onnx")
-    engine = onnx.load(path)
-    kinds = [node.op_type for node in engine.graph.node]
-    assert kinds.count("Softmax") == 1
-    assert kinds.count("Reshape") == 2
-    wanted, found = (run_net(one, x[:1])[0].ravel() for one in (model, engine))
-    assert np.corrcoef(wanted, found)[0, 1] > 0.99
-
-
-def network_pad(middle, constants):
-    """x -> Conv -> t, of which zero is not the lowest value -> the nodes -> y -> Conv -> out."""
-    rng = np.random.default_rng(5)
-    weights = {"w": rng.normal(scale=0.3, size=(8, 8, 3, 3)), "b": rng.normal(size=8)}
-    held = {n: np.asarray(v, np.float32) for n, v in weights.items()} | constants
-    ends = (("Conv", "x w b", "t", PADS), ("Conv", "y w b", "out", PADS))
-    nodes = [ends[0], *parse_nodes(middle), ends[1]]
-    return make_model(nodes, {"x": ["n", 8, 12, 12]}, {"out": ["n", 8, None, None]}, held)
-
-
-SPATIAL = {"p": np.int64([0, 0, 0, 0, 0, 0, 1, 1]), "zero": np.float32(0)}
-CUT = {"one": np.int64([1]), "nine": np.int64([9]), "two": np.int64([2])}
-SKIP = {
-    "p": np.int64([0, 4, 0, 0, 0, 4, 0, 0]),
-    "v": np.ones((8, 16, 1, 1), np.float32) / 8,
-    "u": np.ones((16, 8, 1, 1), np.float32) / 8,
-}
-MODELS = {
-    "before a conv": ("y = Pad(t, p, zero)", SPATIAL),
-    "without a value": ("y = Pad(t, p)", SPATIAL),
-    "on a skip branch": ("s = Pad(t, p) c = Conv(t, u) a = Add(c, s) y = Conv(a, v)", SKIP),
-    "slice": ("y = Slice(t, one, nine, two)", CUT),
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_between_int8_it_runs_on_integers(kind, tmp_path, kernels):
-    model = network_pad(*MODELS[kind])
-    engine = built(model, tmp_path)
-    found = kernels(engine)
-    assert found.count("Slice" if kind == "slice" else "Pad") == 1
-    assert (found.count("QuantizeLinear"), found.count("DequantizeLinear")) == (1, 1)
-    want, got = (ran(m, ["out"], tmp_path)[0] for m in (model, engine))
-    assert 10 * np.log10((want**2).sum() / ((want - got) ** 2).sum()) > 30
-
-
-@pytest.mark.parametrize(
-    ("node", "constants"),
-    [
-        ('y = Pad <mode = "reflect"> (t, p)', SPATIAL),
-        ("y = Pad(t, p, one)", {**SPATIAL, "one": np.float32(1)}),
-    ],
-)
-def test_a_pad_with_anything_but_zeros_stays_float(node, constants):
-    plan = analyse(load(network_pad(node, constants)).model, ONNXRUNTIME)
-    (pad,) = [d for d in plan.decisions if d.op_type == "Pad"]
-    assert pad.reason == "it pads with a value other than 0"
-    assert plan.int8_pads == ()
-
-
-def attention() -> onnx.ModelProto:
-    """One head over x [n, 12, 32]: scores of Q and K, Softmax, V, a projection, a skip."""
-    rng = np.random.default_rng(2)
-    weights = {n: rng.normal(scale=0.2, size=(32, 32)) for n in ("wq", "wk", "wv", "wo")}
-    weights["wo"][:, 3] *= 40  # one column far larger than the others
-    nodes = parse_nodes(
-        "q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)"
-        "kt = Transpose <perm = [0, 2, 1]> (k) s = MatMul(q, kt) p = Softmax <axis = -1> (s)"
-        "z = MatMul(p, v) o = MatMul(z, wo) y = Add(o, x)"
-    )
-    return make_model(nodes, {"x": ["n", 12, 32]}, {"y": ["n", 12, 32]}, as_float32(weights))
-
-
-def built_dynamic(folder, *options):
-    """SQNR in dB over inputs of very different size, the engine, the decisions."""
-    x = np.random.default_rng(3).normal(size=(8, 12, 32)).astype(np.float32)
-    x *= np.geomspace(0.05, 3, 8, dtype=np.float32)[:, None, None]
-    model = attention()
-    engine = onnx.load(build_net(model, x, folder, "--effort", 0, "--accept", *options) / INT8)
-    noise = []
-    for one in x:
-        want, got = (run_net(m, one[None])[0] for m in (model, engine))
-        noise.append(((want - got) ** 2).sum() / (want**2).sum())
-    nodes = read_target(folder / "out")["nodes"]
-    return -10 * np.log10(np.max(noise)), engine, {n["name"]: n["precision"] for n in nodes}
-
-
-def test_an_input_of_another_size_keeps_its_accuracy(tmp_path, kernels):
-    static, _, _ = built_dynamic(tmp_path / "static")
-    dynamic, engine, precision = built_dynamic(tmp_path / "dynamic", "--dynamic-matmul")
-    assert dynamic > 19 > 0 > static
-    found = Counter(kernels(engine))
-    assert found["MatMulIntegerToFloat"] + found["DynamicQuantizeMatMul"] == 4
-    assert found["MatMul"] + found["FusedMatMul"] == 2
-    assert found["DynamicQuantizeLinear"] <= 2  # one for the three that read x
-    assert [precision[f"MatMul_{n}"] for n in "qkvoz"] == ["uint8"] * 4 + ["float32"]
-
-
-def test_a_matmul_kept_float_stays_float(tmp_path, kernels):
-    words = ("--dynamic-matmul", "--keep-float", "MatMul_o")
-    _, engine, precision = built_dynamic(tmp_path / "a", *words)
-    assert precision["MatMul_o"] == "float32"
-    assert kernels(engine).count("MatMul") >= 1
-    constants = {t.name for t in engine.graph.initializer}
-    assert "wo" in constants
-    assert "wq" not in constants
-
-
-def test_inspect_shows_the_matmuls_as_they_will_be_built(tmp_path, run):
-    onnx.save(attention(), tmp_path / "net.onnx")
-    given = ("inspect", tmp_path / "net.onnx", "--all")
-    static, dynamic = (run.ok(*given, *more) for more in ((), ("--dynamic-matmul",)))
-    assert static != dynamic
-    assert "MatMul_q" in dynamic
-
-
-def test_seven_bit_weights_hold_for_dynamic_matmuls_too(tmp_path):
-    _, engine, _ = built_dynamic(tmp_path / "a", "--dynamic-matmul", "--weight-bits", "7")
-    held = engine.graph.initializer
-    weights = [numpy_helper.to_array(t) for t in held if t.name.endswith("/dynamic/quantized")]
-    assert len(weights) == 4
-    assert max(np.abs(w.astype(int)).max() for w in weights) == 63
+    assert with_fused_gates(model) == model

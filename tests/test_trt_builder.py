@@ -47,20 +47,20 @@ CACHE = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 def fake(tensorrt, monkeypatch):
     """A TensorRT 8.5 whose parser and builder do what a test says; keeps the last config."""
     trt = tensorrt("8.5.3.1")
-    made = types.SimpleNamespace(trt=trt, layers=[], loggers=trt.STORY.loggers)
-    made.does, made.reads = lambda config, log: b"plan", lambda log: True
+    fake_sdk = types.SimpleNamespace(trt=trt, layers=[], loggers=trt.STORY.loggers)
+    fake_sdk.does, fake_sdk.reads = lambda config, log: b"plan", lambda log: True
 
     def build(_, network, config):
-        made.config = config
-        return made.does(config, made.loggers[-1])
+        fake_sdk.config = config
+        return fake_sdk.does(config, fake_sdk.loggers[-1])
 
     def parse(parser, path):
-        parser.network.layers = made.layers
-        return made.reads(made.loggers[-1])
+        parser.network.layers = fake_sdk.layers
+        return fake_sdk.reads(fake_sdk.loggers[-1])
 
     monkeypatch.setattr(trt.Builder, "build_serialized_network", build)
     monkeypatch.setattr(trt.OnnxParser, "parse_from_file", parse)
-    return made
+    return fake_sdk
 
 
 def flags(config):
@@ -71,9 +71,9 @@ ERROR, INFO = 1, 3  # ILogger.Severity
 MODEL = Path("net.onnx")
 
 
-def fed(count=2, promised=2, known=None):
+def callbacks_of(count=2, promised=2, cache=None):
     feed = [{"x": np.zeros(3, np.float32)}] * count
-    return Callbacks(feed, batches=promised, shapes={"x": (3,)}, memory=HostMemory(), cache=known)
+    return Callbacks(feed, batches=promised, shapes={"x": (3,)}, memory=HostMemory(), cache=cache)
 
 
 def says(log, *errors):
@@ -90,31 +90,31 @@ def calibrates(config, log):
     return b"plan"
 
 
-def test_build_sets_flags_and_calibrates_in_float32(fake):
+def test_build_flags_and_float32_calibration(fake):
     engine = build_engine(MODEL, BuilderSettings())
     assert (engine.plan, engine.cache) == (b"plan", None)
     assert flags(fake.config) == {"INT8", "FP16", "TF32"}
     build_engine(MODEL, BuilderSettings(int8=False, fp16=False, tf32=False))
     assert flags(fake.config) == set()
     fake.does = calibrates
-    assert builder.calibrate(MODEL, BuilderSettings(), fed()) == CACHE
+    assert builder.calibrate(MODEL, BuilderSettings(), callbacks_of()) == CACHE
     assert flags(fake.config) == {"INT8"}
 
 
 def test_empty_addresses_end_calibration(fake, wording):
     fake.does = calibrates
 
-    def made(**shapes):
+    def calibrate_shapes(**shapes):
         feed = [{"x": np.zeros(3, np.float32)}] * 2
         callbacks = Callbacks(feed, batches=2, shapes=shapes, memory=HostMemory())
         return builder.calibrate(MODEL, BuilderSettings(), callbacks)
 
-    assert made(x=(3,)) == CACHE
+    assert calibrate_shapes(x=(3,)) == CACHE
     with pytest.raises(CalibrationError) as refusal:
-        made(x=(1, 3))
+        calibrate_shapes(x=(1, 3))
     wording.check(refusal.value)
     with pytest.raises(CalibrationError) as refusal:
-        made(y=(3,))
+        calibrate_shapes(y=(3,))
     wording.check(refusal.value)
     arrays = Callbacks([np.zeros(3)], batches=1, shapes={"x": (3,)}, memory=HostMemory())
     assert arrays.get_batch(["x"]) == []
@@ -125,11 +125,11 @@ def test_empty_addresses_end_calibration(fake, wording):
         calibrator("legacy", (), batches=1, shapes={}, memory=HostMemory(), quantile=99.9)
     wording.check(refusal.value)
     # TensorRT asks until the list is empty; what went wrong is raised by `check`.
-    callbacks = fed()
-    taken = [len(callbacks.get_batch(["x"])) for _ in range(3)]
-    assert taken == [1, 1, 0]
+    callbacks = callbacks_of()
+    address_counts = [len(callbacks.get_batch(["x"])) for _ in range(3)]
+    assert address_counts == [1, 1, 0]
     assert callbacks.get_batch(["x"]) == []
-    assert fed().get_batch(["another"]) == []
+    assert callbacks_of().get_batch(["another"]) == []
 
 
 def test_stub_libraries_are_skipped(fake, monkeypatch, wording):
@@ -145,20 +145,27 @@ def test_stub_libraries_are_skipped(fake, monkeypatch, wording):
     wording.check(refusal.value)
 
 
-def test_stub_library_is_recognised_by_its_mark(tmp_path, monkeypatch):
+def test_stub_library_is_known_by_mark(tmp_path, monkeypatch):
     compiler = which("gcc")
     if compiler is None:
         pytest.skip("gcc is missing")
-    known = {}
+    library_paths = {}
     for name, text in (("real", "int cublasCreate_v2;"), ("empty", f"int {sdk.MARK};")):
         (tmp_path / f"{name}.c").write_text(text)
-        known[name] = str(tmp_path / f"lib{name}.so")
-        command = [compiler, "-shared", "-fPIC", "-o", known[name], str(tmp_path / f"{name}.c")]
+        library_paths[name] = str(tmp_path / f"lib{name}.so")
+        command = [
+            compiler,
+            "-shared",
+            "-fPIC",
+            "-o",
+            library_paths[name],
+            str(tmp_path / f"{name}.c"),
+        ]
         subprocess.run(command, check=True)
-    known["absent"] = "libcalib8_is_not_there.so.8"
-    monkeypatch.setattr(sdk, "_LIBRARIES", known)
+    library_paths["absent"] = "libcalib8_is_not_there.so.8"
+    monkeypatch.setattr(sdk, "_LIBRARIES", library_paths)
     assert sdk.stand_ins() == ()  # none is loaded by this process yet
-    loaded = [sdk.ctypes.CDLL(known[name]) for name in ("real", "empty")]
+    loaded = [sdk.ctypes.CDLL(library_paths[name]) for name in ("real", "empty")]
     assert sdk.stand_ins() == ("empty",)
     del loaded
 
@@ -168,11 +175,11 @@ def test_early_build_failure_quotes_tensorrt(fake, wording):
         says(log, "Network has dynamic inputs", "no profile")
 
     fake.does = gives_up
-    for given in (None, fed(), fed(0, known=CACHE)):
+    for callbacks in (None, callbacks_of(), callbacks_of(0, cache=CACHE)):
         with pytest.raises(BackendError) as caught:
-            build_engine(MODEL, BuilderSettings(), calibrator=given)
-        words = "Network has dynamic inputs | no profile"
-        assert str(caught.value) == f"TensorRT could not build net.onnx: {words}"
+            build_engine(MODEL, BuilderSettings(), calibrator=callbacks)
+        errors = "Network has dynamic inputs | no profile"
+        assert str(caught.value) == f"TensorRT could not build net.onnx: {errors}"
 
     def cannot(log):
         says(log, "Failed to parse ONNX model from file")
@@ -191,10 +198,10 @@ def test_calibration_failure_reports_progress(fake, wording):
 
     fake.does = stops
     with pytest.raises(BackendError) as refusal:
-        build_engine(MODEL, BuilderSettings(), calibrator=fed())
+        build_engine(MODEL, BuilderSettings(), calibrator=callbacks_of())
     wording.check(refusal.value)
     with pytest.raises(BackendError) as refusal:
-        build_engine(MODEL, BuilderSettings(), calibrator=fed(0, known=CACHE))
+        build_engine(MODEL, BuilderSettings(), calibrator=callbacks_of(0, cache=CACHE))
     wording.check(refusal.value)
 
     def stumbles(config, log):
@@ -203,7 +210,7 @@ def test_calibration_failure_reports_progress(fake, wording):
 
     fake.does = stumbles
     with pytest.raises(CalibrationError, match=r"without 'another'$"):
-        build_engine(MODEL, BuilderSettings(), calibrator=fed())
+        build_engine(MODEL, BuilderSettings(), calibrator=callbacks_of())
 
     def short(config, log):
         says(log, "skipped a tensor")
@@ -211,9 +218,9 @@ def test_calibration_failure_reports_progress(fake, wording):
 
     fake.does = short
     with pytest.raises(CalibrationError) as refusal:
-        build_engine(MODEL, BuilderSettings(), calibrator=fed(1))
+        build_engine(MODEL, BuilderSettings(), calibrator=callbacks_of(1))
     wording.check(refusal.value)
-    assert build_engine(MODEL, BuilderSettings(), calibrator=fed()).cache == CACHE
+    assert build_engine(MODEL, BuilderSettings(), calibrator=callbacks_of()).cache == CACHE
 
 
 def test_builds_share_logger_but_not_messages(fake):
@@ -258,12 +265,12 @@ def add_layers(fake):
 
 
 @pytest.mark.parametrize(("fp16", "precision"), [(True, "float16"), (False, "float32")])
-def test_float_layers_match_by_name_or_output(fake, fp16, precision):
+def test_float_layers_match_name_or_output(fake, fp16, precision):
     add_layers(fake)
-    kept = BuilderSettings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
-    build_engine(MODEL, kept, calibrator=fed(known=CACHE))
+    settings = BuilderSettings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
+    build_engine(MODEL, settings, calibrator=callbacks_of(cache=CACHE))
     kind = getattr(fake.trt, precision)
-    assert [one.precision for one in fake.layers] == [kind, None, kind]
+    assert [layer.precision for layer in fake.layers] == [kind, None, kind]
     assert "OBEY_PRECISION_CONSTRAINTS" in flags(fake.config)
 
 
@@ -271,14 +278,16 @@ def test_overflowing_layers_are_pinned_to_float32(fake):
     add_layers(fake)
     wide, kind = {"/a": "a", "/c": "c", "/gone": "d"}, fake.trt.float32
     build_engine(MODEL, BuilderSettings(float_layers={"/a": "a"}, wide_layers=wide))
-    assert [one.precision for one in fake.layers] == [kind, None, kind]
-    assert [one.types for one in fake.layers] == [{0: kind}, {}, {0: kind}]
+    assert [layer.precision for layer in fake.layers] == [kind, None, kind]
+    assert [layer.types for layer in fake.layers] == [{0: kind}, {}, {0: kind}]
     assert "OBEY_PRECISION_CONSTRAINTS" in flags(fake.config)
     add_layers(fake)
     with pytest.raises(BackendError, match="'/d' is none"):
-        build_engine(MODEL, BuilderSettings(float_layers={"/d": "d"}), calibrator=fed(known=CACHE))
-    build_engine(MODEL, BuilderSettings(), calibrator=fed(known=CACHE))
-    assert [one.precision for one in fake.layers] == [None] * 3
+        build_engine(
+            MODEL, BuilderSettings(float_layers={"/d": "d"}), calibrator=callbacks_of(cache=CACHE)
+        )
+    build_engine(MODEL, BuilderSettings(), calibrator=callbacks_of(cache=CACHE))
+    assert [layer.precision for layer in fake.layers] == [None] * 3
     assert "OBEY_PRECISION_CONSTRAINTS" not in flags(fake.config)
 
 
@@ -300,9 +309,9 @@ def no_engine(*args, **options):
 
 def built_on(model, out, backend=None, **options):
     """Build on the machine at hand; gives the notes as one text."""
-    same = np.random.default_rng(5).standard_normal((4, 1, 3, 16, 16)).astype(np.float32)
+    samples = np.random.default_rng(5).standard_normal((4, 1, 3, 16, 16)).astype(np.float32)
     options = {"tuning": Tuning(effort=0), "targets": (backend or TensorRT(),), **options}
-    report = build(model, list(same), out=out, duration_s=0, **options)
+    report = build(model, list(samples), out=out, duration_s=0, **options)
     return " / ".join(note for part in report.targets for note in part.notes)
 
 
@@ -316,7 +325,7 @@ def built(model, tmp_path, monkeypatch):
     return tmp_path / "out"
 
 
-def test_build_without_gpu_writes_all_but_engine(built):
+def test_build_without_gpu_lacks_only_engine(built):
     names = {path.name for path in built.iterdir()}
     assert {"net.tensorrt.onnx", "net.tensorrt.cache", "net.tensorrt.qdq.onnx"} <= names
     assert "net.tensorrt.cache.json" in names  # says what the cache was made from
@@ -343,15 +352,17 @@ def test_build_without_gpu_writes_all_but_engine(built):
 def test_qdq_model_and_cache_scales_agree(built, model):
     quantized = onnx.load(built / "net.tensorrt.qdq.onnx")
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
-    made = dict(scale_nodes(quantized))
-    assert set(made) == {"x", "r1", "r2", "r3", "f"}
-    assert all(cache.scales()[name] == scale for name, scale in made.items())
-    whole = parse((built / "calib8/net.cache").read_bytes(), origin="the calibration's own")
-    assert whole.scales()["p"] == made["r3"]  # a pool's output has the scale of its input
+    qdq_scales = dict(scale_nodes(quantized))
+    assert set(qdq_scales) == {"x", "r1", "r2", "r3", "f"}
+    assert all(cache.scales()[name] == scale for name, scale in qdq_scales.items())
+    full_cache = parse((built / "calib8/net.cache").read_bytes(), origin="the calibration's own")
+    assert (
+        full_cache.scales()["p"] == qdq_scales["r3"]
+    )  # a pool's output has the scale of its input
     for source in (built / "net.tensorrt.onnx", model):
-        for given in (cache, whole):
-            again, _ = cache_to_qdq(source, given)
-            assert dict(scale_nodes(again)) == made
+        for source_cache in (cache, full_cache):
+            quantized_again, _ = cache_to_qdq(source, source_cache)
+            assert dict(scale_nodes(quantized_again)) == qdq_scales
 
 
 @pytest.mark.slow
@@ -364,35 +375,35 @@ def test_float_nodes_and_version_without_tensorrt(model, tmp_path, monkeypatch):
     assert "--layerPrecisions=Gemm_logits:fp16 --precisionConstraints=obey" in implicit
     assert notes.count("net.tensorrt.qdq.onnx") == 1
     assert notes.count("net.tensorrt.typed.onnx") == 2
-    kept = tmp_path / "kept.cache"
-    built_on(model, tmp_path / "a", cache=CachePolicy(path=kept, trt_version="10.3.0"))
+    kept_cache = tmp_path / "kept.cache"
+    built_on(model, tmp_path / "a", cache=CachePolicy(path=kept_cache, trt_version="10.3.0"))
     for folder in ("a", "b"):  # the second names no version, and uses the calibration again
         data = (tmp_path / folder / "net.tensorrt.cache").read_bytes()
         assert parse(data, origin=folder).header.version == "10.3.0"
-        built_on(model, tmp_path / "b", cache=CachePolicy(path=kept))
+        built_on(model, tmp_path / "b", cache=CachePolicy(path=kept_cache))
 
 
 @pytest.fixture
 def gpu(tensorrt, monkeypatch):
     """A TensorRT 10.13 and a GPU; lists the (file, settings, known cache) of what it builds."""
     tensorrt("10.13.0.35")
-    made, whole = [], builder.build_engine
+    builds, original_build = [], builder.build_engine
 
     def engine(path, settings, *, calibrator=None, cuda=None):
-        made.append((path.name, settings, calibrator and calibrator.read_calibration_cache()))
-        return whole(path, settings, calibrator=calibrator, cuda=cuda)
+        builds.append((path.name, settings, calibrator and calibrator.read_calibration_cache()))
+        return original_build(path, settings, calibrator=calibrator, cuda=cuda)
 
     monkeypatch.setattr(builder, "build_engine", engine)
-    return made
+    return builds
 
 
 @pytest.mark.slow
-def test_kept_float_nodes_are_pinned_in_engine(gpu, model, tmp_path, monkeypatch):
+def test_float_nodes_are_pinned_in_engine(gpu, model, tmp_path, monkeypatch):
     monkeypatch.setattr(sdk, "stand_ins", lambda: ("CUDNN",))
     assert "tactics from CUDNN" in built_on(model, tmp_path, float_nodes=("Gemm_logits",))
-    (name, settings, known) = gpu[-1]
+    (name, settings, cache) = gpu[-1]
     assert (name, settings.float_layers) == ("net.tensorrt.onnx", {"Gemm_logits": "logits"})
-    assert known == (tmp_path / "net.tensorrt.cache").read_bytes()
+    assert cache == (tmp_path / "net.tensorrt.cache").read_bytes()
     built_on(model, tmp_path)  # another engine, not the one that was built before
     assert len(gpu) == 2
     assert not gpu[-1][1].float_layers
@@ -407,12 +418,12 @@ def test_kept_float_nodes_are_pinned_in_engine(gpu, model, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_float16_overflow_is_pinned_in_engines(gpu, model, tmp_path, tensorrt, monkeypatch):
-    held = onnx.load(model)
-    output = held.graph.output[0].name
-    held.graph.initializer.append(numpy_helper.from_array(np.float32(1e5), "much"))
-    held.graph.node.append(helper.make_node("Mul", [output, "much"], ["large"], "/mul"))
-    held.graph.output[0].name = "large"
-    onnx.save(held, model)
+    overflowing = onnx.load(model)
+    output = overflowing.graph.output[0].name
+    overflowing.graph.initializer.append(numpy_helper.from_array(np.float32(1e5), "much"))
+    overflowing.graph.node.append(helper.make_node("Mul", [output, "much"], ["large"], "/mul"))
+    overflowing.graph.output[0].name = "large"
+    onnx.save(overflowing, model)
     built_on(model, tmp_path / "cache")
     assert not gpu[-1][1].typed
     assert gpu[-1][1].wide_layers == {"/mul": "large"}
@@ -440,14 +451,18 @@ def test_folder_of_stubs_is_not_tensorrt(monkeypatch):
 
 def test_profile_varies_only_the_batch():
     shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
-    fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
-    assert profiles_for(shapes, fed, max_batch=8) == {
+    shapes_fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
+    assert profiles_for(shapes, shapes_fed, max_batch=8) == {
         "x": InputShapeRange((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
     }
-    least, most = {"x": (2, 3, 4, 8), "m": (2, 7)}, {"x": (3, 3, 9, 8), "m": (2, 11)}
-    span = ShapeRange(min_sizes=least, median_sample=fed, max_sizes=most, largest_sample=fed)
-    assert profiles_for(shapes, fed, max_batch=2, sample_range=span) == {
+    sample_range = ShapeRange(
+        min_sizes={"x": (2, 3, 4, 8), "m": (2, 7)},
+        median_sample=shapes_fed,
+        max_sizes={"x": (3, 3, 9, 8), "m": (2, 11)},
+        largest_sample=shapes_fed,
+    )
+    assert profiles_for(shapes, shapes_fed, max_batch=2, sample_range=sample_range) == {
         "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 11)),
     }
@@ -466,8 +481,8 @@ def test_engine_is_reused_for_equal_key(tmp_path):
     manifest.write_with_note(path, b"plan", key)
     assert manifest.read_if_made_from(path, key)
     older = Sdk(version="8.6.1", calibrators=True, gpu=HERE.gpu)
-    for other in (key_of(fp16=False), key_of(model="other"), key_of(cache=None), key_of(older)):
-        assert not manifest.read_if_made_from(path, other)
+    for other_key in (key_of(fp16=False), key_of(model="other"), key_of(cache=None), key_of(older)):
+        assert not manifest.read_if_made_from(path, other_key)
     key = key_of(profiles={"x": InputShapeRange((1, 3), (2, 3), (8, 3))})
     manifest.write_with_note(path, b"plan", key)
     assert manifest.read_if_made_from(path, key)
@@ -497,31 +512,33 @@ def test_warnings_and_missing_scales_are_notes(model):
     names = ["b4", "b4_output", "(Unnamed Layer* 3) [Constant]_output", "best", "logits", "c1", "a"]
     names += ["x", "r1", "f", "p", "(Unnamed Layer* 7) [Shuffle]_output", "x"]
     lines = [LOG.format(name) for name in names] + ["Calibrated batch 1 in 0.01 seconds."]
-    found = missing_scales.missing_tensors(lines)
-    assert found == list(dict.fromkeys(names))
-    judged = missing_scales.sort_missing(found, net)
-    assert {item.tensor for item in judged if item.harmful} == {"x", "r1", "f", "p"}
-    assert [item.harmful for item in judged] == sorted((i.harmful for i in judged), reverse=True)
-    why = {item.tensor: item.reason for item in judged}
-    assert "constant" in why["b4_output"]
-    assert "index" in why["best"]
-    assert "output of the model" in why["logits"]
-    assert "fused" in why["c1"]
+    missing = missing_scales.missing_tensors(lines)
+    assert missing == list(dict.fromkeys(names))
+    sorted_missing = missing_scales.sort_missing(missing, net)
+    assert {item.tensor for item in sorted_missing if item.harmful} == {"x", "r1", "f", "p"}
+    assert [item.harmful for item in sorted_missing] == sorted(
+        (i.harmful for i in sorted_missing), reverse=True
+    )
+    reasons = {item.tensor: item.reason for item in sorted_missing}
+    assert "constant" in reasons["b4_output"]
+    assert "index" in reasons["best"]
+    assert "output of the" in reasons["logits"]
+    assert "fused" in reasons["c1"]
     lines = [LOG.format(name) for name in ("x", "b4_output", "logits")]
     notes = engines._log_notes(lines, net)
     assert len(notes) == 2
     assert notes[0].startswith("TensorRT has no scale for x")
     assert notes[1].startswith("TensorRT warned of 2 more")
     assert engines._log_notes([], net) == ()
-    kept = LogRecorder(max_severity=3)
+    recorder = LogRecorder(max_severity=3)
     for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
-        kept.record(severity, 1, message)
-    assert kept.errors == ["internal", "error"]
-    assert kept.warnings == ["warning"]
-    assert kept.lines == ["internal", "error", "warning", "info"]
+        recorder.record(severity, 1, message)
+    assert recorder.errors == ["internal", "error"]
+    assert recorder.warnings == ["warning"]
+    assert recorder.lines == ["internal", "error", "warning", "info"]
 
 
-def test_gpu_cache_is_reused_for_equal_inputs(tmp_path):
+def test_gpu_cache_reuse_needs_equal_inputs(tmp_path):
     path = tmp_path / "m.gpu.cache"
     parts = {"model": {"graph": "a"}, "images": {"count": 3}, "versions": {"tensorrt": "8.5.3"}}
     parts |= {"program": "TensorRT", "rule": "whole batches of 8", "method": "EntropyCalibration2"}
@@ -530,8 +547,8 @@ def test_gpu_cache_is_reused_for_equal_inputs(tmp_path):
     engines.store_gpu_cache(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
     assert engines.load_gpu_cache(path, made_from) == path.read_bytes()
     changes = {"model": {"graph": "b"}, "images": {"count": 4}, "rule": "whole batches of 4"}
-    for part, other in {**changes, "versions": {"tensorrt": "8.6.1"}}.items():
-        assert engines.load_gpu_cache(path, replace(made_from, **{part: other})) is None
+    for part, changed_part in {**changes, "versions": {"tensorrt": "8.6.1"}}.items():
+        assert engines.load_gpu_cache(path, replace(made_from, **{part: changed_part})) is None
     path.write_bytes(path.read_bytes() + b"y: 3c008912\n")
     assert engines.load_gpu_cache(path, made_from) is None
     engines.store_gpu_cache(path, b"TRT", made_from)

@@ -61,10 +61,14 @@ def test_scale_rounds_up_to_representable_value(values):
 
 
 def build_report(net, images, out, *, plan=None, **options):
-    """What a build of a target with these options wrote; without a plan nothing is searched."""
-    how = {"method": "minmax"} if options.get("precision") == "fp8" else {"preprocess": UNIT}
+    """Return the report of a TensorRT build with these options; only a plan starts a search."""
+    method_options = (
+        {"method": "minmax"} if options.get("precision") == "fp8" else {"preprocess": UNIT}
+    )
     target, tuning = TensorRT(**options), Tuning(plan=plan) if plan else Tuning(effort=0)
-    return build(net, images, out=out, targets=[target], duration_s=0, tuning=tuning, **how)
+    return build(
+        net, images, out=out, targets=[target], duration_s=0, tuning=tuning, **method_options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,7 @@ def quantized(small_cnn, pictures, tmp_path_factory):
     return build_report(small_cnn, pictures, out), out
 
 
-TYPED, PAIRS = "small_cnn.tensorrt.typed.onnx", "small_cnn.tensorrt.qdq.onnx"
+TYPED_NAME, PAIRS_NAME = "small_cnn.tensorrt.typed.onnx", "small_cnn.tensorrt.qdq.onnx"
 
 
 def element_types(model):
@@ -90,7 +94,7 @@ def test_wrong_declared_output_shape_is_ignored(tmp_path, small_cnn, pictures, q
     model.graph.ClearField("value_info")
     onnx.save(model, tmp_path / "small_cnn.onnx")
     build_report(tmp_path / "small_cnn.onnx", pictures, tmp_path / "out")
-    models = [onnx.load(folder / TYPED) for folder in (tmp_path / "out", quantized[1])]
+    models = [onnx.load(folder / TYPED_NAME) for folder in (tmp_path / "out", quantized[1])]
     nodes = [[node.SerializeToString() for node in model.graph.node] for model in models]
     assert nodes[0] == nodes[1]
 
@@ -113,7 +117,7 @@ def test_float16_rounds_to_nearest_on_cpu(version, tmp_path, monkeypatch):
 
 def test_layers_are_float16_and_ends_float32(small_cnn, quantized):
     report, folder = quantized
-    model = onnx.load(folder / TYPED)
+    model = onnx.load(folder / TYPED_NAME)
     onnx.checker.check_model(model, full_check=True)
     types = element_types(model)
     assert {types[n.name] for n in model.graph.node if n.op_type in ("Conv", "Gemm")} == {HALF}
@@ -123,13 +127,14 @@ def test_layers_are_float16_and_ends_float32(small_cnn, quantized):
     assert [n.output[0] for n in casts] == ["logits"]  # the input is read by a Quantize
     x = {"x": np.random.default_rng(3).uniform(0, 1, (1, 3, 16, 16)).astype(np.float32)}
     sessions = [
-        OrtSession.open(folder / file_name, int8_kernels=False) for file_name in (PAIRS, TYPED)
+        OrtSession.open(folder / file_name, int8_kernels=False)
+        for file_name in (PAIRS_NAME, TYPED_NAME)
     ]
     a, b = (session.run(x)["logits"] for session in sessions)
     assert b.dtype == np.float32
     assert np.abs(a - b).max() < 0.03 * np.abs(a).max()
-    assert "typed model" in {Path(r.path).name: r.role for r in report.written}[TYPED]
-    typed_weights, weights = initializers(folder / TYPED), initializers(small_cnn)
+    assert "typed model" in {Path(r.path).name: r.role for r in report.written}[TYPED_NAME]
+    typed_weights, weights = initializers(folder / TYPED_NAME), initializers(small_cnn)
     for name in ("w1", "w2", "w3"):
         scale = array(typed_weights[f"{name}/scale/fp16"]).astype(np.float32).reshape(-1, 1, 1, 1)
         nearest = np.rint(array(weights[name]) / scale)
@@ -151,19 +156,19 @@ def net(text, weights, outputs="y", **attributes):
     return build_net(nodes, {"x": [2, 4]}, ends, weights)
 
 
-@pytest.mark.parametrize("rest", ["fp16", "bf16"])
-def test_softmax_stays_float32_with_one_cast(rest):
+@pytest.mark.parametrize("float_type", ["fp16", "bf16"])
+def test_softmax_stays_float32_with_one_cast(float_type):
     text = "MatMul x w -> a | Softmax a -> s | Exp a -> e | Mul s e -> m | Relu m -> y"
-    typed, float_reasons = narrow_float_part(net(text, {"w": np.eye(4)}), rest, {})
-    narrow = element_types(typed)
+    typed_model, float_reasons = narrow_float_part(net(text, {"w": np.eye(4)}), float_type, {})
+    narrow = element_types(typed_model)
     assert not float_reasons
     assert narrow["softmax"] == narrow["exp"] == FLOAT
     assert narrow["matmul"] == narrow["mul"] != FLOAT
-    casts = [n for n in typed.graph.node if n.op_type == "Cast"]
+    casts = [n for n in typed_model.graph.node if n.op_type == "Cast"]
     assert len(casts) == len({n.input[0] for n in casts}) == 5  # x, a, s, e, y
     assert not {n.output[0] for n in casts} & {n.input[0] for n in casts}
-    assert typed.opset_import[0].version == OPSETS[rest]
-    onnx.checker.check_model(typed, full_check=True)
+    assert typed_model.opset_import[0].version == OPSETS[float_type]
+    onnx.checker.check_model(typed_model, full_check=True)
 
 
 @pytest.mark.parametrize(
@@ -175,43 +180,45 @@ def test_softmax_stays_float32_with_one_cast(rest):
 )
 def test_added_tensor_names_avoid_existing_names(text):
     model = net(text, {"w": np.eye(4)})
-    typed, _ = narrow_float_part(model, "fp16", {})
-    onnx.checker.check_model(typed, full_check=True)
-    names = [node.name for node in typed.graph.node]
+    typed_model, _ = narrow_float_part(model, "fp16", {})
+    onnx.checker.check_model(typed_model, full_check=True)
+    names = [node.name for node in typed_model.graph.node]
     assert len(names) == len({*names})
 
 
 def test_values_beyond_float16_stay_float32():
     text = "MatMul x w -> a | Add a mask -> b | Relu b -> y"
     model = net(text, {"w": np.eye(4), "mask": [-1e9] * 4})
-    typed, float_reasons = narrow_float_part(model, "fp16", {"x": 20000.0, "b": 1.0})
+    typed_model, float_reasons = narrow_float_part(model, "fp16", {"x": 20000.0, "b": 1.0})
     assert list(float_reasons) == ["matmul", "add"]
-    assert element_types(typed)["matmul"] == FLOAT
+    assert element_types(typed_model)["matmul"] == FLOAT
     assert "|x| reaches 2e+04" in float_reasons["matmul"]
     assert "|mask| reaches 1e+09" in float_reasons["add"]
-    assert element_types(typed)["relu"] == FLOAT or "y" in {o.name for o in typed.graph.output}
+    assert element_types(typed_model)["relu"] == FLOAT or "y" in {
+        o.name for o in typed_model.graph.output
+    }
     _, float_reasons = narrow_float_part(model, "bf16", {"x": 20000.0})
     assert not float_reasons  # bfloat16 holds all that float32 holds
     constants = {"w": np.zeros((4, 4)), "least": 1e-12, "shape": np.array([2, 4])}
     text = "MatMul x w -> a | Clip a least -> g | Expand g shape -> e | Div x e -> y"
     model = net(text, constants)
-    typed, float_reasons = narrow_float_part(model, "fp16", {})
+    typed_model, float_reasons = narrow_float_part(model, "fp16", {})
     assert list(float_reasons) == ["clip", "expand", "div"]
-    assert element_types(typed)["matmul"] != FLOAT
-    outputs = OrtSession.open(typed).run({"x": np.zeros((2, 4), np.float32)})
+    assert element_types(typed_model)["matmul"] != FLOAT
+    outputs = OrtSession.open(typed_model).run({"x": np.zeros((2, 4), np.float32)})
     assert (outputs["y"] == 0).all()
 
 
-@pytest.mark.parametrize(("least", "expected"), [(1e-9, ["max", "div"]), (1e-3, [])])
-def test_log_guard_lost_in_float16_stays_float32(least, expected):
+@pytest.mark.parametrize(("min_input", "expected"), [(1e-9, ["max", "div"]), (1e-3, [])])
+def test_log_guard_below_float16_stays_float32(min_input, expected):
     text = "MatMul x w -> a | Relu a -> r | Max r least -> g | Log g -> l"
-    model = net(f"{text} | Div x g -> d | Mul l d -> y", {"w": np.eye(4), "least": least})
-    typed, float_reasons = narrow_float_part(model, "fp16", {})
+    model = net(f"{text} | Div x g -> d | Mul l d -> y", {"w": np.eye(4), "least": min_input})
+    typed_model, float_reasons = narrow_float_part(model, "fp16", {})
     assert list(float_reasons) == expected
-    assert element_types(typed)["relu"] != FLOAT
+    assert element_types(typed_model)["relu"] != FLOAT
     lost = "least, 1e-09, which may keep a value above 0, is 0"
     assert all(lost in reason for reason in float_reasons.values())
-    outputs = OrtSession.open(typed).run({"x": np.zeros((2, 4), np.float32)})
+    outputs = OrtSession.open(typed_model).run({"x": np.zeros((2, 4), np.float32)})
     assert np.isfinite(outputs["y"]).all()
     assert not narrow_float_part(model, "bf16", {})[1]
 
@@ -227,16 +234,15 @@ def test_integers_and_subgraphs_are_not_narrowed():
     attributes = {"sum": {"keepdims": 0}, "y": branches, "z": {"to": FLOAT}}
     model = net(text, {"limit": 0.0, "zero": np.array(0)}, "yz", **attributes)
     model.graph.output[1].type.tensor_type.ClearField("shape")
-    typed, float_reasons = narrow_float_part(model, "fp16", {})
-    assert float_reasons == {"relu": "a subgraph reads it"}
-    assert not [n for n in typed.graph.node if n.op_type == "Cast" and n.name != "cast"]
+    typed_model, float_reasons = narrow_float_part(model, "fp16", {})
+    assert list(float_reasons) == ["relu"]
+    assert "subgraph" in float_reasons["relu"]
+    assert not [n for n in typed_model.graph.node if n.op_type == "Cast" and n.name != "cast"]
     x = {"x": np.ones((2, 4), np.float32)}
-    assert OrtSession.open(typed).run(x)["y"].tolist() == x["x"].tolist()
+    assert OrtSession.open(typed_model).run(x)["y"].tolist() == x["x"].tolist()
 
 
-def test_build_omits_typed_model_after_lift_failure(
-    tmp_path, small_cnn, pictures, monkeypatch, wording
-):
+def test_failed_lift_leaves_no_typed_model(tmp_path, small_cnn, pictures, monkeypatch, wording):
     broken = net("Odd x -> t | Relu t -> y", {}, t={"domain": "mine"})
     with pytest.raises(ExportError, match="onnx says"):  # the domain has no version
         narrow_float_part(broken, "fp16", {})
@@ -250,14 +256,14 @@ def test_build_omits_typed_model_after_lift_failure(
 
     monkeypatch.setattr("deploy.targets.tensorrt.cache_qdq.narrow_float_part", refused)
     (target,) = build_report(small_cnn, pictures, tmp_path, version="10.3.0").targets
-    assert not (tmp_path / TYPED).exists()
+    assert not (tmp_path / TYPED_NAME).exists()
     assert "no typed model" in " ".join(target.notes)
-    assert Path(target.runnable).name == PAIRS
+    assert Path(target.runnable).name == PAIRS_NAME
 
 
 @pytest.mark.slow
 def test_accuracy_uses_model_of_the_version(tmp_path, small_cnn, pictures):
-    for version, name in (("8.6.1", PAIRS), ("10.3.0", TYPED), ("11.0.0", TYPED)):
+    for version, name in (("8.6.1", PAIRS_NAME), ("10.3.0", TYPED_NAME), ("11.0.0", TYPED_NAME)):
         report = build_report(small_cnn, pictures, tmp_path / version, version=version)
         assert Path(report.targets[0].runnable).name == name
         (engine,) = [e for e in report.engines if not e.reference]
@@ -266,12 +272,12 @@ def test_accuracy_uses_model_of_the_version(tmp_path, small_cnn, pictures):
 
 @pytest.fixture
 def lines(run, small_cnn, pictures):
-    """(folder, options) -> the words of each trtexec that a build's report gives, and its text."""
+    """(folder, options) -> arguments of each trtexec command in a report, and the report's text."""
 
-    def call(out, *words, model=small_cnn, images=pictures):
+    def call(out, *arguments, model=small_cnn, images=pictures):
         size = () if images.suffix else ("--size", "16x16")
         quick = ("--duration", 0, "--effort", 0, "--target", "tensorrt", "--out", out)
-        run("build", model, "--images", images, *size, *quick, *words)
+        run("build", model, "--images", images, *size, *quick, *arguments)
         text = (out / "report.md").read_text()
         parts = text.split(": trtexec ")[1:]
         return [shlex.split(part.split("\n")[0]) for part in parts], text
@@ -281,17 +287,17 @@ def lines(run, small_cnn, pictures):
 
 @pytest.mark.slow
 def test_rest_option_sets_trtexec_types(lines, small_cnn, tmp_path):
-    found, _ = lines(tmp_path / "a")
-    assert "--fp16" in found[0]
-    assert "--stronglyTyped" in found[2]
-    assert "--int8" not in found[3]
-    assert found[3][0] == f"--onnx={TYPED}"
-    found, _ = lines(tmp_path / "b", "--rest", "fp32")
-    assert not (tmp_path / "b" / TYPED).exists()
-    assert {words[0] for words in found[1:]} == {f"--onnx={PAIRS}"}
-    assert "--fp16" not in found[0]
-    found, text = lines(tmp_path / "c", "--rest", "bf16")
-    assert "--bf16" in found[0]
+    commands, _ = lines(tmp_path / "a")
+    assert "--fp16" in commands[0]
+    assert "--stronglyTyped" in commands[2]
+    assert "--int8" not in commands[3]
+    assert commands[3][0] == f"--onnx={TYPED_NAME}"
+    commands, _ = lines(tmp_path / "b", "--rest", "fp32")
+    assert not (tmp_path / "b" / TYPED_NAME).exists()
+    assert {command[0] for command in commands[1:]} == {f"--onnx={PAIRS_NAME}"}
+    assert "--fp16" not in commands[0]
+    commands, text = lines(tmp_path / "c", "--rest", "bf16")
+    assert "--bf16" in commands[0]
     assert "TensorRT from 9.0 to 10" in text
     assert "TensorRT 10 from 10.15 on" in text  # bfloat16 is of opset 22
 
@@ -299,21 +305,22 @@ def test_rest_option_sets_trtexec_types(lines, small_cnn, tmp_path):
 def test_trtexec_has_no_int8_without_pairs(lines, small_cnn, tmp_path):
     """For which trtexec would make ranges up."""
     names = [node.name for node in onnx.load(small_cnn).graph.node]
-    kept = [word for name in names for word in ("--keep-float", name)]
-    found, _ = lines(tmp_path, *kept)
-    assert "QuantizeLinear" not in {n.op_type for n in onnx.load(tmp_path / PAIRS).graph.node}
-    (line,) = (words for words in found if words[0] == f"--onnx={PAIRS}")
-    assert "--fp16" in line
-    assert "--int8" not in line
-    assert all(any("--calib" in word for word in words) for words in found if "--int8" in words)
+    keep_float = [argument for name in names for argument in ("--keep-float", name)]
+    commands, _ = lines(tmp_path, *keep_float)
+    assert "QuantizeLinear" not in {n.op_type for n in onnx.load(tmp_path / PAIRS_NAME).graph.node}
+    (pairs_command,) = (line for line in commands if line[0] == f"--onnx={PAIRS_NAME}")
+    assert "--fp16" in pairs_command
+    assert "--int8" not in pairs_command
+    for command in commands:
+        assert "--int8" not in command or any("--calib" in argument for argument in command)
 
 
 @pytest.fixture
 def overflowing_model(tmp_path):
     """A Conv, and behind it what float16 makes infinite or 0; arrays to calibrate."""
     text = "Conv x w -> c | Relu c -> r | Pow r two -> p | Mul p much -> m | Sqrt m -> s"
-    held = {"w": np.ones((2, 3, 1, 1)), "two": 2.0, "much": 5000.0, "least": 1e-9}
-    model = net(f"{text} | Add r least -> g | Log g -> l | Sub s l -> y", held)
+    constants = {"w": np.ones((2, 3, 1, 1)), "two": 2.0, "much": 5000.0, "least": 1e-9}
+    model = net(f"{text} | Add r least -> g | Log g -> l | Sub s l -> y", constants)
     for value in (*model.graph.input, *model.graph.output):
         shape = [1, 3 if value.name == "x" else 2, 4, 4]
         value.CopyFrom(helper.make_tensor_value_info(value.name, FLOAT, shape))
@@ -327,32 +334,39 @@ WIDE = ("mul", "sqrt", "add", "log")
 FLOAT_OPTIONS = ("--keep-float", "mul", "--keep-float", "relu")
 
 
-@pytest.mark.parametrize(("words", "kept"), [((), {}), (FLOAT_OPTIONS, {"relu": "fp16"})])
-def test_trtexec_pins_float16_overflow_to_float32(lines, overflowing_model, tmp_path, words, kept):
-    found, _ = lines(tmp_path / "o", *words, **overflowing_model)
-    cache, pairs, *strong = found
+@pytest.mark.parametrize(
+    ("arguments", "precision_by_layer"), [((), {}), (FLOAT_OPTIONS, {"relu": "fp16"})]
+)
+def test_trtexec_pins_float16_overflow_to_float32(
+    lines, overflowing_model, tmp_path, arguments, precision_by_layer
+):
+    commands, _ = lines(tmp_path / "o", *arguments, **overflowing_model)
+    cache, pairs, *strong = commands
     outputs = "--layerOutputTypes=" + ",".join(f"{name}:fp32" for name in WIDE)
-    for line, types in ((cache, kept), (pairs, {})):
-        given = next(word for word in line if word.startswith("--layerPrecisions="))
-        listed = dict(one.split(":") for one in given.partition("=")[2].split(","))
-        assert listed == {**types, **dict.fromkeys(WIDE, "fp32")}
+    for line, types in ((cache, precision_by_layer), (pairs, {})):
+        option = next(argument for argument in line if argument.startswith("--layerPrecisions="))
+        precisions = dict(pair.split(":") for pair in option.partition("=")[2].split(","))
+        assert precisions == {**types, **dict.fromkeys(WIDE, "fp32")}
         assert outputs in line
         assert "--precisionConstraints=obey" in line
     assert not [word for line in strong for word in line if "layer" in word]
-    found, _ = lines(tmp_path / "wide", "--rest", "fp32", **overflowing_model)
-    assert not [word for line in found for word in line if "layer" in word]
+    commands, _ = lines(tmp_path / "wide", "--rest", "fp32", **overflowing_model)
+    assert not [word for line in commands for word in line if "layer" in word]
 
 
 @pytest.mark.parametrize(
-    ("version", "files"), [("10.7.0", ["small_cnn.tensorrt.onnx", TYPED]), ("10.8.0", [TYPED])]
+    ("version", "files"),
+    [("10.7.0", ["small_cnn.tensorrt.onnx", TYPED_NAME]), ("10.8.0", [TYPED_NAME])],
 )
 def test_dla_commands_match_tensorrt_versions(lines, tmp_path, version, files):
-    found, text = lines(tmp_path, "--dla", "--trt-version", version)
-    assert [words[0] for words in found] == [f"--onnx={file}" for file in files]
-    for words in found:
-        assert {"--useDLACore=0", "--allowGPUFallback", "--shapes=x:1x3x16x16"} <= set(words)
-    assert "(JetPack 7.2.2 or newer) with TensorRT 11 from 11.4.1 on: trtexec" in text
-    assert "up to 10.7 DLA takes the cache, and 10.8 to 11.4.0 have no DLA" in text
+    commands, text = lines(tmp_path, "--dla", "--trt-version", version)
+    assert [command[0] for command in commands] == [f"--onnx={file}" for file in files]
+    for command in commands:
+        assert {"--useDLACore=0", "--allowGPUFallback", "--shapes=x:1x3x16x16"} <= set(command)
+    assert "with TensorRT 11 from 11.4.1" in text
+    assert "JetPack 7.2.2" in text
+    for last_version in ("10.7 DLA", "11.4.0 have no DLA"):
+        assert last_version in text
 
 
 def test_trtexec_script_runs_from_any_folder(lines, small_cnn, tmp_path):
@@ -363,31 +377,31 @@ def test_trtexec_script_runs_from_any_folder(lines, small_cnn, tmp_path):
     tool.write_text(f"#!/bin/sh\n{find}\n")
     tool.chmod(0o755)
     lines(tmp_path / "out", "--keep-float", "Conv_c2")
-    moved = (tmp_path / "out").rename(tmp_path / "it's $(moved)")
+    moved_folder = (tmp_path / "out").rename(tmp_path / "it's $(moved)")
     environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
-    for folder in (moved, Path("/")):
-        path = os.path.relpath(moved / "small_cnn_trtexec.sh", folder)
-        typed, pairs = [TYPED], [PAIRS]
-        plain = ["small_cnn.tensorrt.onnx", "small_cnn.tensorrt.cache"]
-        ways = {"cache": plain, "": plain, "qdq": pairs, "typed": typed, "11": typed}
-        for way, names in ways.items():
-            given = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-            done = subprocess.run(["sh", path, *way.split()], **given)
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.split() == names, done.stderr
-        done = subprocess.run(["sh", path, "help"], cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 2
-        assert "11: with TensorRT 11" in done.stderr
+    for folder in (moved_folder, Path("/")):
+        path = os.path.relpath(moved_folder / "small_cnn_trtexec.sh", folder)
+        cache_files = ["small_cnn.tensorrt.onnx", "small_cnn.tensorrt.cache"]
+        files_by_choice = {"cache": cache_files, "": cache_files, "qdq": [PAIRS_NAME]}
+        files_by_choice |= {"typed": [TYPED_NAME], "11": [TYPED_NAME]}
+        for choice, names in files_by_choice.items():
+            run_options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+            process = subprocess.run(["sh", path, *choice.split()], **run_options)
+            assert process.returncode == 0, process.stderr
+            assert process.stdout.split() == names, process.stderr
+        process = subprocess.run(["sh", path, "help"], cwd=folder, capture_output=True, text=True)
+        assert process.returncode == 2
+        assert "11: with TensorRT 11" in process.stderr
 
 
-def test_first_tensorrt_version_by_requirement():
-    first = [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)]
-    assert first == ["8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", "11.5.0"]
+def test_first_tensorrt_version_by_requirement(wording):
+    versions = [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)]
+    assert versions == ["8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", "11.5.0"]
     assert ParserRequirements(13).first_reading("typed") == "10.0.0"
     assert ParserRequirements(19).first_reading("typed", "dla") == "11.4.1"
     norm = frozenset({"LayerNormalization", "Conv"})
     assert ParserRequirements(17, norm).first_reading() == "8.6.0"
-    assert ParserRequirements(13, frozenset({"Mish"})).unmet("9.3.0") == "it does not read Mish"
+    wording.check(ParserRequirements(13, frozenset({"Mish"})).unmet("9.3.0"))
     assert "LayerNormalization" in trtexec.unsupported_operators("8.5.3")
     assert not trtexec.unsupported_operators("10.15.0")
     assert trtexec.features_of("8.6.1").opset == 17
@@ -431,9 +445,9 @@ def pair(op, x, scale, dtype=np.float32):
     reads = "n" if op == "Relu" else "n low high"
     pairs = "QuantizeLinear r s z -> q | DequantizeLinear q s z -> y"
     nodes = parse_nodes(f"Neg x -> n | {op} {reads} -> r | {pairs}")
-    held = {"s": scale, "low": 0, "high": 6e4}
+    inputs = {"s": scale, "low": 0, "high": 6e4}
     zero = helper.make_tensor("z", FLOAT8, [], b"\0", raw=True)
-    constants = tensors({name: np.array(value, dtype) for name, value in held.items()})
+    constants = tensors({name: np.array(value, dtype) for name, value in inputs.items()})
     ends = {"x": (kind, [x.size])}, {"y": (kind, [x.size])}
     return build_net(nodes, *ends, [*constants, zero], opset=19, ir=9)
 
@@ -441,15 +455,15 @@ def pair(op, x, scale, dtype=np.float32):
 @pytest.mark.parametrize("op", ["Relu", "Clip"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("scale", [1.0, 0.0124])
-def test_onnxruntime_rounds_and_saturates_like_fp8_grid(op, dtype, scale):
+def test_onnxruntime_rounds_like_the_fp8_grid(op, dtype, scale):
     grid = np.unique(VALUES[np.isfinite(VALUES)])
     middle = (grid[1:] + grid[:-1]) / 2
     x = np.concatenate([grid, middle, np.nextafter(middle, np.float32(9)), [464, 465, 9e4]])
     x = (x * scale).clip(-6e4, 6e4).astype(dtype)
-    got = OrtSession.open(pair(op, x, scale, dtype), threads=1).run({"x": -x})["y"]
+    outputs = OrtSession.open(pair(op, x, scale, dtype), threads=1).run({"x": -x})["y"]
     step = np.float32(dtype(scale))
-    want = fake_quantize(np.maximum(x, 0).astype(np.float32), step, 0, FP8).astype(dtype)
-    assert np.array_equal(got, want)
+    expected = fake_quantize(np.maximum(x, 0).astype(np.float32), step, 0, FP8).astype(dtype)
+    assert np.array_equal(outputs, expected)
 
 
 def histogram():
@@ -465,15 +479,16 @@ def test_error_search_uses_the_requested_grid(name):
     power = 2.0 if name == "mse" else 3.0
     counts = h.magnitudes(2048)
     centres = (np.arange(2048) + 0.5) * h.full_range / 2048
-    whole, eighth = (method.search(grid)(h).amax for grid in (None, FP8))
-    ends = np.array([eighth, whole])
-    wrong = range_errors(centres[1:], counts[1:], -ends, ends, FP8, power)
-    assert eighth != whole
-    assert wrong[0] < wrong[1]
+    fp8_amax = method.search(FP8)(h).amax
+    int8_amax = method.search()(h).amax
+    ends = np.array([fp8_amax, int8_amax])
+    errors = range_errors(centres[1:], counts[1:], -ends, ends, FP8, power)
+    assert fp8_amax != int8_amax
+    assert errors[0] < errors[1]
 
 
 @pytest.mark.parametrize("name", ["minmax", "percentile"])
-def test_range_is_equal_for_grid_independent_search(name):
+def test_minmax_and_percentile_ignore_the_grid(name):
     h, method = histogram(), Method.of(name)
     assert not method.is_int8_only
     assert method.search(FP8)(h) == method.search()(h)
@@ -482,14 +497,14 @@ def test_range_is_equal_for_grid_independent_search(name):
 PAD = {"pads": [1, 1, 1, 1]}
 
 
-def network(text, shapes, *, own=False, **attributes):
+def network(text, shapes, *, has_own_domain=False, **attributes):
     """The model of these nodes x -> y, with random weights of these shapes."""
     nodes, weights = parse_nodes(text, name="/{out}", **attributes), {}
     for name, shape in shapes.items():
         rng = np.random.default_rng(list(name.encode()))
         spread = 0.06 if shape == (32, 32, 3, 3) else 0.2
         weights[name] = rng.normal(scale=spread, size=shape)
-    opsets = {"": 13} | ({"own": 1} if own else {})
+    opsets = {"": 13} | ({"own": 1} if has_own_domain else {})
     return build_net(nodes, {"x": ["n", 3, 8, 8]}, {"y": None}, weights, opset=opsets)
 
 
@@ -503,7 +518,7 @@ def wide(**options):
     return network(text, shapes, c1=PAD, c2=PAD, **options)
 
 
-def test_layers_without_fast_fp8_kernel_stay_float():
+def test_layers_without_fp8_kernel_stay_float(wording):
     text = "Conv x w1 -> stem | Conv stem w2 -> groups | Conv groups w3 -> window"
     text += " | Conv window w4 -> narrow | ConvTranspose narrow w5 -> up | Conv up w6 -> good"
     text += " | MaxPool good -> pool | GlobalAveragePool pool -> p | Flatten p -> f"
@@ -516,15 +531,14 @@ def test_layers_without_fast_fp8_kernel_stay_float():
     reason_by_node = {d.node: d.reason for d in plan.decisions}
     assert plan.int8_nodes == ("/good",)
     assert {d.precision for d in plan.decisions} > {"fp8"}
-    assert reason_by_node["/stem"] == "too few channels (3) to be faster in fp8 than in float"
-    assert reason_by_node["/groups"] == "a Conv with groups has no fast fp8 kernel"
-    assert (
-        reason_by_node["/window"]
-        == "a window of 49 places has no fp8 kernel, which takes 32 at most"
-    )
+    for name in ("stem", "groups", "window", "up"):
+        wording.check(reason_by_node[f"/{name}"])
+    assert "(3)" in reason_by_node["/stem"]
+    assert "groups" in reason_by_node["/groups"]
+    assert "49" in reason_by_node["/window"]
     assert "(16)" in reason_by_node["/narrow"]
     assert "(10)" in reason_by_node["/y"]
-    assert reason_by_node["/up"] == "ConvTranspose is not run in fp8 on tensorrt"
+    assert "ConvTranspose" in reason_by_node["/up"]
     assert not any("int8" in reason for reason in reason_by_node.values())
 
 
@@ -545,13 +559,13 @@ def images(tmp_path_factory):
 FAST = ("--effort", 0, "--duration", 0, "--method", "minmax")
 
 
-def command(net, images, out, *words):
+def command(net, images, out, *options):
     target = ("--target", "tensorrt", "--precision", "fp8")
-    return "build", net, "--images", images, "--out", out, *target, *words
+    return "build", net, "--images", images, "--out", out, *target, *options
 
 
 @pytest.fixture(scope="module")
-def narrow(wide_net, images, tmp_path_factory):
+def fp8_folder(wide_net, images, tmp_path_factory):
     """The folder of a build in fp8."""
     out = tmp_path_factory.mktemp("built") / "out"
     build_report(wide_net, images, out, precision="fp8")
@@ -559,12 +573,12 @@ def narrow(wide_net, images, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx"])
-def test_fp8_model_is_valid_with_fp8_pairs(narrow, name):
-    model = onnx.load(narrow / name)
+def test_fp8_models_hold_valid_fp8_pairs(fp8_folder, name):
+    model = onnx.load(fp8_folder / name)
     onnx.checker.check_model(model, full_check=True)
     assert model.opset_import[0].version == 19
     assert model.ir_version >= 9
-    constants = initializers(narrow / name)
+    constants = initializers(fp8_folder / name)
     pairs = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     assert {constants[n.input[2]].data_type for n in pairs} == {FLOAT8}
     assert len(pairs) == 12
@@ -577,45 +591,51 @@ def codes_of(tensor):
     return np.frombuffer(tensor.raw_data, np.uint8).reshape(tuple(tensor.dims))
 
 
-def test_fp8_scales_and_weights_are_exact(narrow, wide_net, images):
-    plain, held = initializers(wide_net), initializers(narrow / "net.tensorrt.qdq.onnx")
+def test_fp8_scales_and_weights_are_exact(fp8_folder, wide_net, images):
+    float_constants, fp8_constants = (
+        initializers(wide_net),
+        initializers(fp8_folder / "net.tensorrt.qdq.onnx"),
+    )
     for name, axes in (("w2", (1, 2, 3)), ("w4", (1, 2, 3)), ("fc", (0,))):
-        w = array(plain[name])
-        scale = array(held[f"{name}/scale"])
+        w = array(float_constants[name])
+        scale = array(fp8_constants[f"{name}/scale"])
         assert np.array_equal(scale, (np.abs(w).max(axes).astype(np.float64) / 448).astype("f4"))
         wide_scale = scale.reshape([1 if a in axes else -1 for a in range(w.ndim)])
         types = pytest.importorskip("ml_dtypes")
-        want = (w / wide_scale).astype(types.float8_e4m3fn).view(np.uint8)
-        assert np.array_equal(codes_of(held[f"{name}/quantized"]), want)
-    held = initializers(narrow / "net.tensorrt.qdq.onnx")
+        expected_codes = (w / wide_scale).astype(types.float8_e4m3fn).view(np.uint8)
+        assert np.array_equal(codes_of(fp8_constants[f"{name}/quantized"]), expected_codes)
+    fp8_constants = initializers(fp8_folder / "net.tensorrt.qdq.onnx")
     model = onnx.load(wide_net)
     model.graph.output.append(helper.make_tensor_value_info("r1", FLOAT, None))
     session = OrtSession.open(model, threads=1)
-    seen = max(float(session.run({"x": x[None]})["r1"].max()) for x in np.load(images))
-    assert array(held["r1/scale"]) == pytest.approx(symmetric_scale(seen, FP8), rel=1e-6)
+    max_input = max(float(session.run({"x": x[None]})["r1"].max()) for x in np.load(images))
+    assert array(fp8_constants["r1/scale"]) == pytest.approx(
+        symmetric_scale(max_input, FP8), rel=1e-6
+    )
 
 
-def test_fp8_files_match_onnx_reference(narrow, images):
+def test_fp8_files_match_onnx_reference(fp8_folder, images):
     from onnx.reference import ReferenceEvaluator
 
     x = np.load(images)[:1]
-    model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
-    (want,) = ReferenceEvaluator(model).run(None, {"x": x})
-    got = OrtSession.open(narrow / "net.tensorrt.qdq.onnx", int8_kernels=False).run({"x": x})["y"]
-    typed = OrtSession.open(narrow / "net.tensorrt.typed.onnx", int8_kernels=False)
-    assert np.abs(got - want).max() < 1e-3 * np.abs(want).max()
-    assert np.abs(typed.run({"x": x})["y"] - want).max() < 0.05 * np.abs(want).max()
-    names = {path.name for path in narrow.iterdir()}
+    model = onnx.load(fp8_folder / "net.tensorrt.qdq.onnx")
+    (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
+    pairs_session = OrtSession.open(fp8_folder / "net.tensorrt.qdq.onnx", int8_kernels=False)
+    outputs = pairs_session.run({"x": x})["y"]
+    typed_session = OrtSession.open(fp8_folder / "net.tensorrt.typed.onnx", int8_kernels=False)
+    assert np.abs(outputs - expected).max() < 1e-3 * np.abs(expected).max()
+    assert np.abs(typed_session.run({"x": x})["y"] - expected).max() < 0.05 * np.abs(expected).max()
+    names = {path.name for path in fp8_folder.iterdir()}
     assert {"net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx", "net_trtexec.sh"} <= names
     assert not {"net.tensorrt.onnx", "net.tensorrt.cache"} & names
     assert ParserRequirements(19).first_reading("typed", "fp8") == "10.2.0"
     assert ParserRequirements(24).first_reading("typed", "fp8") == "10.15.0"
-    script = (narrow / "net_trtexec.sh").read_text("utf-8")
-    assert "with TensorRT 10 from 10.2 on" in script
+    script = (fp8_folder / "net_trtexec.sh").read_text("utf-8")
+    assert "TensorRT 10 from 10.2" in script
     assert "cache)" not in script
 
 
-def test_fp8_report_has_accuracy_and_trtexec_commands(run, wide_net, images, tmp_path):
+def test_fp8_report_has_accuracy_and_commands(run, wide_net, images, tmp_path):
     code, out, _ = run(*command(wide_net, images, tmp_path / "out", *FAST, "--rest", "bf16"))
     assert code == 0
     assert "net in fp8 for tensorrt" in out
@@ -628,9 +648,10 @@ def test_fp8_report_has_accuracy_and_trtexec_commands(run, wide_net, images, tmp
     assert engine["label"] == "fp8"
     assert engine["accuracy"]["outputs"][0]["sqnr_db"] > 20
     page = (tmp_path / "out/report.md").read_text("utf-8")
-    assert "accuracy is that of its fp8 model" in page
+    assert "its fp8 model" in page
     notes = " / ".join(target["notes"])
-    assert "on a GPU of Ada, Hopper or later, with TensorRT 10 from 10.15 on: trtexec" in notes
+    assert "Hopper" in notes
+    assert "TensorRT 10 from 10.15" in notes
     assert notes.count("trtexec --onnx=net.tensorrt.typed.onnx") == 2
     assert not re.search("--int8|--calib|--fp16|8[.]5", notes)
 
@@ -643,61 +664,69 @@ def test_fp8_with_float32_rest_and_inspect(
     assert not (tmp_path / "net.tensorrt.typed.onnx").exists()
     (target,) = json.loads((tmp_path / "report.json").read_text("utf-8"))["targets"]
     assert "--onnx=net.tensorrt.qdq.onnx --stronglyTyped" in " ".join(target["notes"])
-    assert f"on the GPU machine: sh {tmp_path}/net_trtexec.sh" in " ".join(out.split())
+    assert f"sh {tmp_path}/net_trtexec.sh" in " ".join(out.split())
     code, out, _ = run("inspect", wide_net, "--target", "tensorrt", "--precision", "fp8")
     assert code == 0
     assert "7 fp8" in out
     assert "fp8       4 Conv" not in out
-    assert "too few channels (3) to be faster in fp8" in out
-    words = command(small_cnn, pictures, tmp_path / "out", "--size", "16x16")
-    wording.check(refusal(*words))
+    assert "channels (3)" in out
+    build_arguments = command(small_cnn, pictures, tmp_path / "out", "--size", "16x16")
+    wording.check(refusal(*build_arguments))
 
 
-def test_fp8_cache_converts_to_qdq_only(run, narrow, wide_net, tmp_path, refusal, wording):
-    made = tmp_path / "made.onnx"
-    words = ("to-qdq", wide_net, narrow / "calib8/net.cache", "-o", made, "--precision", "fp8")
-    words = ("cache", *words)
-    assert run(*words)[0] == 0
-    model = onnx.load(made)
+def test_fp8_cache_converts_to_qdq_only(run, fp8_folder, wide_net, tmp_path, refusal, wording):
+    converted = tmp_path / "made.onnx"
+    arguments = (
+        "to-qdq",
+        wide_net,
+        fp8_folder / "calib8/net.cache",
+        "-o",
+        converted,
+        "--precision",
+        "fp8",
+    )
+    arguments = ("cache", *arguments)
+    assert run(*arguments)[0] == 0
+    model = onnx.load(converted)
     assert model.producer_name == "calib8"  # by which the next -o knows it
     for field in ("producer_name", "producer_version"):
         model.ClearField(field)
-    assert model.SerializeToString() == (narrow / "net.tensorrt.qdq.onnx").read_bytes()
-    assert run(*words, "--rest", "fp16")[0] == 0
-    held = initializers(made)
-    assert held["w2/quantized"].data_type == FLOAT8
-    assert "r1/scale/fp16" in held
+    assert model.SerializeToString() == (fp8_folder / "net.tensorrt.qdq.onnx").read_bytes()
+    assert run(*arguments, "--rest", "fp16")[0] == 0
+    constants = initializers(converted)
+    assert constants["w2/quantized"].data_type == FLOAT8
+    assert "r1/scale/fp16" in constants
     files = (tmp_path / "plain.onnx", tmp_path / "plain.cache")
-    err = refusal("cache", "from-qdq", narrow / "net.tensorrt.qdq.onnx", "-o", *files)
-    assert "a cache is for" in err
+    err = refusal("cache", "from-qdq", fp8_folder / "net.tensorrt.qdq.onnx", "-o", *files)
     assert "float8" in err
-    model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
+    wording.check(err)
+    model = onnx.load(fp8_folder / "net.tensorrt.qdq.onnx")
     with pytest.raises(ExportError) as raised:
         from_qdq(model)
     wording.check(raised.value)
 
 
 @pytest.mark.slow
-def test_fp8_plan_is_reused_and_bound_to_fp8(run, refusal, wide_net, images, tmp_path):
+def test_fp8_plan_serves_only_fp8_builds(run, refusal, wide_net, images, tmp_path, wording):
     out = tmp_path / "out"
-    words = command(wide_net, images, out, "--duration", 0, "--method", "minmax")
-    assert run(*words)[0] == 0
+    arguments = command(wide_net, images, out, "--duration", 0, "--method", "minmax")
+    assert run(*arguments)[0] == 0
     plan = (out / "calib8/net.plan.toml").read_text("utf-8")
     assert 'precision = "fp8"' in plan
     assert "all in fp8" in plan
     assert "int8" not in plan
     assert "rounded = " in plan
-    first = (out / "net.tensorrt.typed.onnx").read_bytes()
-    code, _, _ = run(*words)
+    first_bytes = (out / "net.tensorrt.typed.onnx").read_bytes()
+    code, _, _ = run(*arguments)
     assert code == 0
-    assert (out / "net.tensorrt.typed.onnx").read_bytes() == first
+    assert (out / "net.tensorrt.typed.onnx").read_bytes() == first_bytes
     report = json.loads((out / "report.json").read_text("utf-8"))
     assert report["targets"][0]["search"]["reused"]
-    shutil.copy(out / "calib8/net.plan.toml", tmp_path / "own.toml")
-    words = ("--target", "tensorrt", "--plan", tmp_path / "own.toml", "--duration", 0)
-    err = refusal("build", wide_net, "--images", images, "--out", tmp_path / "eight", *words)
-    assert "got one of fp8 for tensorrt in int8" in err
+    shutil.copy(out / "calib8/net.plan.toml", tmp_path / "mine.toml")
+    arguments = ("--target", "tensorrt", "--plan", tmp_path / "mine.toml", "--duration", 0)
+    err = refusal("build", wide_net, "--images", images, "--out", tmp_path / "eight", *arguments)
     assert "--precision fp8" in err
+    wording.check(err)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -710,25 +739,28 @@ def test_fp8_output_rounding_beats_nearest_rounding(seed):
     ends = [round_to_grid(steps, FP8, to) for to in (np.floor, np.ceil)]
     assert ((rounded == ends[0]) | (rounded == ends[1])).all()
     assert (rounded != nearest).any()
-    after, before = (((one - steps) @ products * (one - steps)).sum() for one in (rounded, nearest))
-    assert after < before
+    assert output_error(rounded - steps, products) < output_error(nearest - steps, products)
 
 
-def test_repairs_use_the_fp8_grid(run, wide_net, images, tmp_path, narrow):
-    model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
-    found = read_all_quantizations(model, find_weighted_layers(load(wide_net).model))
-    assert set(found) == {"/c2", "/c3", "/c4", "/y"}
-    for layer, how in found.values():
-        assert how.grid == FP8
-        assert (how.low, how.high) == (-448, 448)
+def output_error(difference, products):
+    return (difference @ products * difference).sum()
+
+
+def test_repairs_use_the_fp8_grid(run, wide_net, images, tmp_path, fp8_folder):
+    model = onnx.load(fp8_folder / "net.tensorrt.qdq.onnx")
+    quantizations = read_all_quantizations(model, find_weighted_layers(load(wide_net).model))
+    assert set(quantizations) == {"/c2", "/c3", "/c4", "/y"}
+    for layer, quantization in quantizations.values():
+        assert quantization.grid == FP8
+        assert (quantization.low, quantization.high) == (-448, 448)
         stored = Graph(model).producer[Graph(model).producer[layer.output].input[1]].input
-        held = initializers(narrow / "net.tensorrt.qdq.onnx")
-        weights = array(held[stored[0]]).astype(np.float32) * how.weight_scale
+        constants = initializers(fp8_folder / "net.tensorrt.qdq.onnx")
+        weights = array(constants[stored[0]]).astype(np.float32) * quantization.weight_scale
         assert np.array_equal(
-            how.quantize_weight(layer).astype(np.float32), weights.astype(np.float32)
+            quantization.quantize_weight(layer).astype(np.float32), weights.astype(np.float32)
         )
-    words = command(wide_net, images, tmp_path, *FAST, "--repair", "adaround,bias")
-    code, _, _ = run(*words)
+    arguments = command(wide_net, images, tmp_path, *FAST, "--repair", "adaround,bias")
+    code, _, _ = run(*arguments)
     page = (tmp_path / "report.md").read_text("utf-8")
     assert code == 0
     for name in ("weight rounding by output error", "bias correction"):
@@ -739,20 +771,20 @@ SEARCHES = ["entropy", "entropy-tensorrt", "legacy"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "reason"),
     [
         *((("--method", name), f"got {name}, which is TensorRT's for int8") for name in SEARCHES),
         (("--engine-from", "cache"), "are for int8, got --engine-from"),
         (("--calibrator", "entropy2"), "are for int8, got --calibrator"),
     ],
-    ids=lambda words: words[1] if isinstance(words, tuple) else "",
+    ids=lambda arguments: arguments[1] if isinstance(arguments, tuple) else "",
 )
-def test_int8_options_are_refused_with_fp8(refusal, wide_net, images, tmp_path, words, told):
-    assert told in refusal(*command(wide_net, images, tmp_path / "out", *words))
+def test_int8_options_are_refused_with_fp8(refusal, wide_net, images, tmp_path, arguments, reason):
+    assert reason in refusal(*command(wide_net, images, tmp_path / "out", *arguments))
     assert not (tmp_path / "out").exists()
 
 
-def test_fp8_refuses_int8_plan_and_old_opset(wide_net, images, tmp_path, wording):
+def test_fp8_refuses_int8_plan_and_opset(wide_net, images, tmp_path, wording):
     text = 'schema = "calib8-plan/1"\n[tensorrt]\n[tensorrt.methods]\nr1 = "entropy"\n'
     (tmp_path / "p.toml").write_text(text, "utf-8")
     with pytest.raises(ConfigError) as raised:
@@ -766,13 +798,14 @@ def test_fp8_refuses_int8_plan_and_old_opset(wide_net, images, tmp_path, wording
 
 
 @pytest.mark.parametrize(
-    ("rest", "source"), [("fp16", "net.tensorrt.typed.onnx"), ("fp32", "net.tensorrt.qdq.onnx")]
+    ("float_type", "source"),
+    [("fp16", "net.tensorrt.typed.onnx"), ("fp32", "net.tensorrt.qdq.onnx")],
 )
-def test_fp8_engine_is_strongly_typed_without_calibrator(
-    tensorrt, wide_net, images, tmp_path, rest, source
+def test_fp8_engine_is_typed_without_calibrator(
+    tensorrt, wide_net, images, tmp_path, float_type, source
 ):
     trt = tensorrt("10.13.0.35")
-    build_report(wide_net, images, tmp_path, precision="fp8", rest=rest)
+    build_report(wide_net, images, tmp_path, precision="fp8", rest=float_type)
     (network,), (config,) = trt.STORY.networks, trt.STORY.configs
     assert network.typed
     assert config.int8_calibrator is None
@@ -782,5 +815,5 @@ def test_fp8_engine_is_strongly_typed_without_calibrator(
 def test_older_tensorrt_builds_no_fp8_engine(tensorrt, wide_net, images, tmp_path):
     trt = tensorrt("10.0.1.6")
     (target,) = build_report(wide_net, images, tmp_path, precision="fp8").targets
-    assert "needs TensorRT 10.2 or newer, got 10.0.1.6" in " / ".join(target.notes)
+    assert "10.2 or newer, got 10.0.1.6" in " / ".join(target.notes)
     assert not trt.STORY.configs

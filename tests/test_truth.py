@@ -440,3 +440,29 @@ def test_boxes_land_where_their_pixels_do(resize, size):
     )[0]
     box = np.clip(box, 0, [96, 64, 96, 64])
     np.testing.assert_allclose(box, [left_edge, top, right, bottom], atol=1.1)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "calibrated"), [(None, True), (slice(10), True), (slice(5, 15), False)]
+)
+def test_verdict_says_when_its_images_calibrated(
+    evaluation, calibrated, small_cnn, pictures, tmp_path, run
+):
+    paths = [f"{path}\n" for path in sorted(pictures.glob("*.png"))]
+    (tmp_path / "calibration.txt").write_text("".join(paths[:10]))
+    options = ["--size", "16x16", "--effort", 0, "--duration", 0, "--out", tmp_path / "out"]
+    if evaluation is not None:
+        (tmp_path / "evaluation.txt").write_text("".join(paths[evaluation]))
+        options += ["--eval-images", tmp_path / "evaluation.txt"]
+    out = run.ok("build", small_cnn, "--images", tmp_path / "calibration.txt", *options)
+    assert ("(on calibration images)" in " ".join(out.split())) == calibrated
+
+
+def test_builds_of_a_model_share_a_score_threshold(build, detector, monkeypatch):
+    """The second calibrates on other images, so that its cache does not fit."""
+    with monkeypatch.context() as patch:
+        patch.setattr("deploy.pipeline.calibration_run.find_threshold", lambda *_: 0.05)
+        out = build(detector, "--effort", 0)[1]
+        assert "(score above 0.05)" in " ".join(out.split())
+    out = build(detector, "--effort", 0, "--limit", 12)[1]
+    assert "(score above 0.05)" in " ".join(out.split())

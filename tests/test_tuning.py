@@ -617,8 +617,9 @@ def test_nothing_is_timed_for_another_cpu(cpu, timed):
 
 
 def test_measured_int8_time_overrides_prices(timed, monkeypatch):
-    monkeypatch.setattr(prices, "_LEAST_US", 1.0)  # of turning each value: 10 times what int8 wins
-    monkeypatch.setattr(prices, "_MOST_US", 1.0)
+    # conversions cost 10 times what int8 wins
+    monkeypatch.setattr(prices, "_MIN_CONVERSION_US", 1.0)
+    monkeypatch.setattr(prices, "_MAX_CONVERSION_US", 1.0)
     assert not timed(models=MODELS | {"found": 5.0, "all in int8": 2.0}).float_of("onnxruntime")
 
 

@@ -16,6 +16,7 @@ from deploy.method import Choices, Method
 from deploy.targets import TARGETS
 from deploy.tuning import CPU_NAMES
 from deploy.tuning import prices as prices_module
+from deploy.tuning.min_cut import cheapest_split
 from deploy.tuning.plan_file import (
     SCHEMA,
     PlanFile,
@@ -29,7 +30,6 @@ from deploy.tuning.prices import (
     Prices,
     Units,
     cheapest_float_units,
-    cheapest_split,
     count_prices,
     group_units,
     measure_prices,

@@ -69,6 +69,7 @@ class CalibrationResult:
         doubts: signs that the images differ from the model's training data.
         warnings: unobserved parts of the model and suspicious ranges.
         has_random_outputs: whether the float model itself gives other outputs at each run.
+        score_threshold: score above which the float model's boxes or labels count; None if unknown.
         cache: path of the cache; None if nothing is stored.
         repairs: repairs that changed the weights before the calibration.
         peaks: the largest samples of every tensor that was observed now.
@@ -93,6 +94,7 @@ class CalibrationResult:
     doubts: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     has_random_outputs: bool = False
+    score_threshold: float | None = None
     cache: Path | None = None
     repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks, repr=False)

@@ -53,12 +53,14 @@ class Calibration:
         fingerprint: what they were made from.
         outliers: samples that stand out.
         until: rule that ended the observation; None if the samples were chosen beforehand.
+        score_threshold: score above which the model's boxes or labels count; None if unknown.
     """
 
     observed: ObservedStatistics
     fingerprint: Fingerprint
     outliers: tuple[Outlier, ...] = ()
     until: StabilityRule | None = None
+    score_threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,7 @@ class _Document:
     outliers: tuple[tuple[str, str, tuple[str, ...], float], ...]
     sha256: _Digests
     until: StabilityRule | None = None
+    score_threshold: float | None = None
 
 
 def sidecars(path: Path) -> tuple[Path, Path]:
@@ -191,6 +194,8 @@ def save_calibration(
     }
     if calibration.until is not None:
         document["until"] = asdict(calibration.until)
+    if calibration.score_threshold is not None:
+        document["score_threshold"] = calibration.score_threshold
     _write(path, text, packed, seal_json(document))
 
 
@@ -295,6 +300,22 @@ def load_calibration(path: Path) -> StoredCalibration:
         packed=packed,
         _document=document_bytes,
     )
+
+
+def read_score_threshold(path: Path, model: Mapping[str, str]) -> float | None:
+    """Return the score threshold in the cache of a model, whatever its images; None without.
+
+    `model`: identities of the model, as in a fingerprint.
+    """
+    json_path = sidecars(path)[0]
+    if not json_path.exists():
+        return None
+    try:
+        document = _parse_document(read_cache_file(json_path), json_path)
+        is_of_model = Fingerprint.from_json(document.fingerprint).model == model
+    except CacheError:  # the check of the cache says why
+        return None
+    return document.score_threshold if is_of_model else None
 
 
 def read_cache_text(path: Path) -> tuple[bytes, Fingerprint]:

@@ -6,6 +6,7 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain, islice
 
 import numpy as np
 
@@ -17,12 +18,13 @@ from deploy.metrics.output_errors import (
     RunningError,
     plain_json,
 )
-from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy
+from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, derive_form
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.tasks import Metric, TaskFigure
 from deploy.tasks.classes import Classes
-from deploy.tasks.evaluation_task import Example
-from deploy.tasks.rows import AlikeOutputs, Top1, batch_length
+from deploy.tasks.evaluation_task import Example, ThresholdTally
+from deploy.tasks.rows import AlikeOutputs, Top1, batch_length, split_batch
+from deploy.tasks.slices import form_samples
 from deploy.tensors import Array, HasOutputs, TensorSpec
 
 _NOT_WRITTEN = ("alike", "doubts", "silent", "carried")  # fields of `Accuracy` that JSON leaves out
@@ -209,6 +211,28 @@ class Comparison:
             problems=tuple(_problems(outputs, self._top1.samples, lists)),
             doubts=tuple(self._changes.lost()),
         )
+
+
+def find_threshold(
+    samples: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]], metric: Metric
+) -> float | None:
+    """Return the score above which the float model's boxes, labels or masks count; None without.
+
+    `samples`: (inputs, the float model's outputs) of each. `metric`: what the user set.
+    """
+    pairs = iter(samples)
+    first = list(islice(pairs, 1))
+    first += islice(pairs, max((form_samples(*pair) - 1 for pair in first), default=0))
+    inputs, outputs = zip(*first, strict=True)
+    task = derive_form(outputs, inputs=inputs, metric=metric).task
+    tally = None if task is None else task.tally()
+    if not isinstance(tally, ThresholdTally):
+        return None
+    for pair in chain(first, pairs):
+        batch = batch_length(pair[0])
+        for row, reference in zip(*(split_batch(side, batch) for side in pair), strict=True):
+            tally.add(row, reference, reference)
+    return tally.threshold
 
 
 @dataclass(frozen=True, slots=True)

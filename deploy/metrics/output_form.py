@@ -30,7 +30,13 @@ from deploy.metrics.output_errors import (
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.tasks.boxes import BoxDetection
-from deploy.tasks.evaluation_task import Example, TaskTally, find_logits, find_states
+from deploy.tasks.evaluation_task import (
+    Example,
+    TaskTally,
+    ThresholdTally,
+    find_logits,
+    find_states,
+)
 from deploy.tasks.keypoints import Points
 from deploy.tasks.metric import MetricTally
 from deploy.tasks.rows import (
@@ -364,6 +370,8 @@ class OutputTally:
         for part in (one for one in rows if one in form.usual and one.at is None):
             self._errors[part].total = np.zeros(1)
         self._own = None if form.task is None else form.task.tally()
+        if self._judge is not None and isinstance(self._own, ThresholdTally):
+            self._own.fixed_threshold = self._judge.threshold
         self._tally = self._own if self._metric is None else self._metric
         if self._objects is not None:
             if not isinstance(form.task, BoxDetection) or not form.task.decoder.placed:

@@ -176,6 +176,8 @@ def build_with(
     options = build.options
     with number_phases(*build.steps), stage_files(options.out) as stage:
         calibration = _calibrate(build, stage)
+        metric = replace(build.metric, threshold=calibration.score_threshold)
+        build = replace(build, metric=metric)
         _refuse_broken_metric(build, calibration)
         plans, plan_path = _plan_targets(build, calibration, stage)
         results = build_targets(
@@ -285,8 +287,16 @@ def _measure(
         figures = list_engines(build.reference, results)
     else:
         figures = _measure_on_images(build, calibration, results, stage)
-    notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration))
-    return replace(figures, notes=notes)
+    evaluation, shared_count = build.evaluation, 0
+    if evaluation is not None and build.loaded.qdq is None:
+        shared_count = evaluation.count_shared(calibration.feed)
+    notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration, shared_count))
+    images_calibrated = evaluation is None or shared_count == evaluation.count
+    return replace(
+        figures,
+        notes=notes,
+        on_calibration=images_calibrated and build.loaded.qdq is None,
+    )
 
 
 def _measure_on_images(
@@ -334,8 +344,13 @@ def _measure_on_images(
     return replace(figures, failures={**figures.failures, **failures})
 
 
-def _evaluation_notes(build: PreparedBuild, calibration: CalibrationResult) -> Iterator[str]:
-    """Yield notes on the evaluation images, and on the metric that the search went by."""
+def _evaluation_notes(
+    build: PreparedBuild, calibration: CalibrationResult, shared_count: int
+) -> Iterator[str]:
+    """Yield notes on the evaluation images, and on the metric that the search went by.
+
+    `shared_count`: number of evaluation images that calibrated too.
+    """
     skipped_outputs = [
         f"{spec.name} ({spec.dtype})" for spec in build.loaded.outputs if spec.dtype in _NO_NUMBERS
     ]
@@ -356,7 +371,6 @@ def _evaluation_notes(build: PreparedBuild, calibration: CalibrationResult) -> I
     for note in evaluation.notes:
         if note not in calibration.feed.notes:
             yield f"of the evaluation images: {note}"
-    shared_count = evaluation.count_shared(calibration.feed) if build.loaded.qdq is None else 0
     if shared_count:
         yield (
             f"{shared_count} of the {evaluation.count} evaluation images calibrated too; what clips"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ from deploy.calibration.sample_checks import (
 )
 from deploy.calibration.shards import ShardSet, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor
-from deploy.calibration.store import Calibration
+from deploy.calibration.store import Calibration, read_score_threshold
 from deploy.errors import ConfigError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import Dataset, FeedSource
@@ -69,9 +69,11 @@ from deploy.files.guard import refuse_unwritable
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
+from deploy.metrics.accuracy import find_threshold
 from deploy.pipeline.float_reference import check_cleaned_model
 from deploy.targets import Target
 from deploy.targets.base import CacheText, WritesCache
+from deploy.tasks import Metric
 from deploy.terminal import phase
 
 
@@ -348,7 +350,8 @@ def calibrate_run(
         random_outputs = find_random_outputs(subject.model, evaluation_set)
         warning = random_outputs or check_cleaned_model(subject, evaluation_set)
 
-    calibration = _make_calibration(run, decision, pass_result)
+    threshold = _find_score_threshold(run, evaluation_set, is_observed=bool(decision.missing))
+    calibration = _make_calibration(run, decision, pass_result, threshold)
     text = cache_text.text if cache_text else None
     update_cache(run.policy, subject, decision, calibration, ranges, text=text, stage=stage)
     checkpoint = pass_result.checkpoint
@@ -363,13 +366,36 @@ def calibrate_run(
         notes=tuple(notes),
         warnings=(warning,) if warning else (),
         has_random_outputs=bool(random_outputs),
+        score_threshold=threshold,
         outliers=calibration.outliers,
         checkpoint=checkpoint,
     )
 
 
+def _find_score_threshold(
+    run: CalibrationRun, evaluation_set: EvaluationSet, *, is_observed: bool
+) -> float | None:
+    """Return the score above which boxes or labels count: that of the cache, or of this run.
+
+    One of an earlier cache of the model is kept, so that its builds can be compared.
+    """
+    subject = run.subject
+    threshold = None
+    if run.policy.path is not None:
+        threshold = read_score_threshold(run.policy.path, subject.identities)
+    if threshold is not None or not is_observed or not run.evaluation_count:
+        return threshold
+    metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
+    with suppress(ConfigError):  # outputs of another task than the user's: the build refuses them
+        return find_threshold(evaluation_set.samples_with_outputs(run.evaluation_count), metric)
+    return None
+
+
 def _make_calibration(
-    run: CalibrationRun, decision: CacheDecision, pass_result: PassResult
+    run: CalibrationRun,
+    decision: CacheDecision,
+    pass_result: PassResult,
+    score_threshold: float | None,
 ) -> Calibration:
     """Return the statistics of the cache and of this run, as they are stored."""
     fingerprint = make_fingerprint(run.subject, run.feed.manifest())
@@ -381,6 +407,7 @@ def _make_calibration(
         fingerprint=decision.combined_fingerprint(fingerprint),
         outliers=(*decision.outliers, *identify_outliers(run.peaks, run.feed.sample_digests)),
         until=stability_rule,
+        score_threshold=score_threshold,
     )
 
 
@@ -409,6 +436,7 @@ def _make_result(
     notes: tuple[str, ...] = (),
     warnings: tuple[str, ...] = (),
     has_random_outputs: bool = False,
+    score_threshold: float | None = None,
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationResult:
@@ -434,6 +462,7 @@ def _make_result(
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
         warnings=(*subject.loaded.cut_notes, *warnings),
         has_random_outputs=has_random_outputs,
+        score_threshold=score_threshold,
         cache=cache,
         repairs=run.repairs,
         peaks=run.peaks,

@@ -59,6 +59,7 @@ class Figures:
         engine_runs: engine -> number of its inferences for the evaluation.
         examples: engine -> samples worth showing.
         pictures: sample number -> name and picture of each example, uint8 [h, w, 3].
+        on_calibration: whether all evaluation images calibrated.
     """
 
     engines: tuple[EngineRow, ...]
@@ -71,6 +72,7 @@ class Figures:
     engine_runs: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
     pictures: Pictures = field(default_factory=dict)
+    on_calibration: bool = False
 
 
 def measure_engines(

@@ -222,7 +222,13 @@ def engine_rows(
         doubts: signs that the images differ from the model's training data.
         has_random_outputs: whether the float model itself gives other outputs at each run.
     """
-    judge = partial(verdict, gates=gates, doubts=doubts, draws=has_random_outputs)
+    judge = partial(
+        verdict,
+        gates=gates,
+        doubts=doubts,
+        draws=has_random_outputs,
+        on_calibration=figures.on_calibration,
+    )
     result_by_target = {result.target: result for result in results if not result.error}
     rows = [figures.engines[0]]
     for engine in figures.engines[1:]:

@@ -91,7 +91,8 @@ _BAR_WIDTH, _BAR_HEIGHT = 190, 16
 
 def range_bar(row: TensorRow) -> str:
     """Draw a tensor's observed values and the range that the calibration keeps."""
-    lo, hi = min(row.observed_min, row.lo, 0.0), max(row.observed_max, row.hi, 0.0)
+    lo = min(row.observed_min, row.lo, 0.0)
+    hi = max(row.observed_max, row.hi, 0.0)
     if not (math.isfinite(lo) and math.isfinite(hi)) or hi <= lo:
         return ""
 
@@ -234,7 +235,8 @@ def _latency_axis(lo: float, hi: float) -> str:
     ticks = list(_ticks(lo, hi))
     for index, (value, label) in enumerate(ticks):
         x = _percent(value, lo, hi)
-        kind = "tick odd" if index % 2 and len(ticks) > _MAX_NARROW_TICKS else "tick"
+        is_hidden = index % 2 == 1 and len(ticks) > _MAX_NARROW_TICKS
+        kind = "tick odd" if is_hidden else "tick"
         body += _vertical_line("grid", x, _TOP, _FLOOR)
         body += _text(kind, x, str(_FLOOR + 15), label)
     return body
@@ -250,12 +252,17 @@ def _axis_unit(not_drawn: int) -> str:
 def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
     """Yield 3 to 8 round values inside the axis, with the decimals their step needs."""
     min_step = (hi - lo) / 8
-    power = 10.0 ** math.floor(math.log10(min_step))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= min_step)
+    decade = 10.0 ** math.floor(math.log10(min_step))
+    steps = (decade, 2 * decade, 5 * decade, 10 * decade)
+    step = next(step for step in steps if step >= min_step)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    edge = 0.03 * (hi - lo)  # a label nearer to an end would be cut off
-    for index in range(math.ceil((lo + edge) / step), math.floor((hi - edge) / step) + 1):
-        yield index * step, f"{index * step:.{decimals}f}"
+
+    margin = 0.03 * (hi - lo)  # a label nearer to an end would be cut off
+    first_index = math.ceil((lo + margin) / step)
+    last_index = math.floor((hi - margin) / step)
+    for index in range(first_index, last_index + 1):
+        value = index * step
+        yield value, f"{value:.{decimals}f}"
 
 
 def _curve(samples_ms: Float64Array, lo: float, hi: float, colour: str) -> str:
@@ -265,7 +272,7 @@ def _curve(samples_ms: Float64Array, lo: float, hi: float, colour: str) -> str:
     edges_x = _CURVE_WIDTH * (edges - lo) / (hi - lo)
     path = f"M0,{_CURVE_HEIGHT}"
     for height, start, end in zip(heights, edges_x[:-1], edges_x[1:], strict=True):
-        y = _CURVE_HEIGHT - float(height)
+        y = _CURVE_HEIGHT - float(height)  # downwards from the top
         path += f"L{start:.1f},{y:.1f}L{end:.1f},{y:.1f}"
     return f'<path class="area {colour}" d="{path}L{_CURVE_WIDTH},{_CURVE_HEIGHT}Z"/>'
 
@@ -363,9 +370,11 @@ def _histogram_bars(row: TensorRow, part: HistogramPart, axis: _Axis) -> str:
 
 def _bar_pieces(row: TensorRow, start: float, end: float) -> Iterator[tuple[str, float, float]]:
     """Split a bar into kept and clipped pieces, limited to observed values."""
-    start, end = max(start, row.observed_min), min(end, row.observed_max)
+    start = max(start, row.observed_min)
+    end = min(end, row.observed_max)
     if start >= end:  # all its values are equal
-        yield "kept" if row.lo <= end <= row.hi else "cut", end, end
+        kind = "kept" if row.lo <= end <= row.hi else "cut"
+        yield kind, end, end
         return
 
     # every quantization grid contains 0
@@ -378,7 +387,8 @@ def _bar_pieces(row: TensorRow, start: float, end: float) -> Iterator[tuple[str,
 
 def _histogram_text(row: TensorRow, part: HistogramPart) -> str:
     """Describe the histogram in a sentence."""
-    peak = part.start + (part.counts.index(max(part.counts)) + 0.5) * part.width
+    tallest_index = part.counts.index(max(part.counts))
+    peak = part.start + (tallest_index + 0.5) * part.width
     return (
         f"{sum(part.counts):,} values from {figures.real(row.observed_min)} to"
         f" {figures.real(row.observed_max)}, most of them near {figures.real(peak)};"

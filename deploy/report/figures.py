@@ -243,8 +243,11 @@ def _block_nodes(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:
     if block.end_nodes is None:
         return block.nodes
     first_node, last_node = block.end_nodes
-    start = nodes.index(first_node) if first_node in nodes else 0
-    stop = nodes.index(last_node) + 1 if last_node in nodes else len(nodes)
+    start, stop = 0, len(nodes)
+    if first_node in nodes:
+        start = nodes.index(first_node)
+    if last_node in nodes:
+        stop = nodes.index(last_node) + 1
     return nodes[start:stop]
 
 
@@ -253,8 +256,8 @@ def quantized_layers(part: EngineLayersPart) -> str:
     if not part.precisions:
         return "the engine does not tell"
     quantized = sum(part.precisions.get(grid, 0) for grid in _GRIDS)
-    blocks = f", and {part.blocks}" if part.blocks else ""
-    return f"{quantized} of {part.layers}{blocks}"
+    text = f"{quantized} of {part.layers}"
+    return f"{text}, and {part.blocks}" if part.blocks else text
 
 
 def engine_layers_text(part: EngineLayersPart) -> str:

@@ -123,10 +123,11 @@ class Findings:
         for engine in self.engines:
             for text in _engine_notes(engine, self.target_of(engine)):
                 labels_by_text.setdefault(text, []).append(engine.label)
-        measured = {engine.target for engine in self.engines if not engine.reference}
+        measured_targets = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
-            for text in target.notes if target.name not in measured else ():
-                labels_by_text.setdefault(text, []).append(target.name)
+            if target.name not in measured_targets:
+                for text in target.notes:
+                    labels_by_text.setdefault(text, []).append(target.name)
 
         sentences = dict.fromkeys((*self.all_alerts, *self.notes))
         for text, labels in labels_by_text.items():

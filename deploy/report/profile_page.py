@@ -61,6 +61,11 @@ class Area(NamedTuple):
     width: float
     height: float
 
+    @property
+    def transposed(self) -> Area:
+        """The area with its sides exchanged, mirrored at the diagonal."""
+        return Area(self.y, self.x, self.height, self.width)
+
 
 def tree_map(tiles: Sequence[Tile], title: str) -> str:
     """Return the drawing as inline SVG with the page's colours; "" if empty."""
@@ -106,20 +111,18 @@ def _worst_aspect(row: Sequence[float], side: float) -> float:
 
 def _lay_row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
     """Place the row's rectangles along the shorter side; return them and the remaining area."""
-    is_column = area.width >= area.height
-    side = area.height if is_column else area.width
-    depth = sum(row) / side if side else 0.0
-    areas, offset = list[Area](), 0.0
+    if area.width < area.height:
+        areas, remaining = _lay_row(row, area.transposed)
+        return [row_area.transposed for row_area in areas], remaining.transposed
+
+    # a column at the left; a tiny row may find no height to lie in
+    depth = sum(row) / area.height if area.height else 0.0
+    areas, y = [], area.y
     for size in row:
         length = size / depth if depth else 0.0
-        if is_column:
-            areas.append(Area(area.x, area.y + offset, depth, length))
-        else:
-            areas.append(Area(area.x + offset, area.y, length, depth))
-        offset += length
-    if is_column:
-        return areas, Area(area.x + depth, area.y, area.width - depth, area.height)
-    return areas, Area(area.x, area.y + depth, area.width, area.height - depth)
+        areas.append(Area(area.x, y, depth, length))
+        y += length
+    return areas, Area(area.x + depth, area.y, area.width - depth, area.height)
 
 
 def _draw_tiles(tiles: Sequence[Tile], area: Area) -> Iterator[str]:

@@ -76,15 +76,13 @@ def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> Histogr
     bins[[0, -1]] = 1 - half, half - 1  # only |x| == R, which lies at the last bin's edge
     span = int(occupied[-1] - occupied[0]) + 1
     bins_per_half_bar = -(-span // (2 * (MAX_BARS - 2)))
-    bars = np.sign(bins) * ((np.abs(bins) + bins_per_half_bar) // (2 * bins_per_half_bar))
-    sums = np.bincount(bars - bars[0], counts, bars[-1] - bars[0] + 1).astype(np.int64)
+    distance = (np.abs(bins) + bins_per_half_bar) // (2 * bins_per_half_bar)  # in bars
+    bars = (np.sign(bins) * distance)[occupied]
 
-    start_bar, end_bar = int(bars[occupied[0]]), int(bars[occupied[-1]])
-    occupied_sums = sums[start_bar - bars[0] : end_bar - bars[0] + 1]
+    first_bar = int(bars[0])
+    sums = np.bincount(bars - first_bar, counts[occupied]).astype(np.int64)
     width = 2 * bins_per_half_bar * full_range / half
-    return HistogramPart(
-        start=(start_bar - 0.5) * width, width=width, counts=tuple(occupied_sums.tolist())
-    )
+    return HistogramPart(start=(first_bar - 0.5) * width, width=width, counts=tuple(sums.tolist()))
 
 
 def _even_histogram(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | None:
@@ -131,7 +129,9 @@ def worst_rows(rows: Sequence[Row], limit: int) -> list[Row]:
 def _rank(sqnr_db: float | None) -> tuple[bool, float]:
     if sqnr_db is None:
         return True, 0.0
-    return False, -math.inf if math.isnan(sqnr_db) else sqnr_db
+    if math.isnan(sqnr_db):
+        return False, -math.inf
+    return False, sqnr_db
 
 
 MAX_HISTOGRAMS = 24  # tensors of a target whose histogram is drawn
@@ -149,8 +149,8 @@ def clip_rows(
     recorder_by_tensor, observation_by_tensor, clipped_by_tensor = {}, {}, {}
     for observation, recorder in _recorders(calibrated, built):
         tensor = observation.tensor
-        recorder_by_tensor[tensor], observation_by_tensor[tensor] = recorder, observation
-    for tensor, recorder in recorder_by_tensor.items():
+        recorder_by_tensor[tensor] = recorder
+        observation_by_tensor[tensor] = observation
         if isinstance(recorder, Histogram):
             limits = calibrated.subject.range_limits.get(tensor, UNLIMITED)
             clipped_by_tensor[tensor] = clipped_share(recorder, built.ranges[tensor], limits)
@@ -161,14 +161,17 @@ def clip_rows(
     grids = _grids(built)
     histograms: dict[str, HistogramPart] = {}
     for row in worst_first(observed_rows)[:MAX_HISTOGRAMS]:
-        if (part := histogram_part(recorder_by_tensor[row.name])) is not None:
+        part = histogram_part(recorder_by_tensor[row.name])
+        if part is not None:
             ranges = _other_ranges(row, observation_by_tensor[row.name], calibrated, grids)
             histograms[row.name] = replace(part, others=tuple(ranges))
     return tuple(replace(row, histogram=histograms.get(row.name)) for row in rows)
 
 
 def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits = UNLIMITED) -> float:
-    """Return the share (0 to 1) of values in bins completely outside [lo, hi].
+    """Return the share (0 to 1) of values in bins completely outside the scale's range.
+
+    The range always holds 0, which every grid can represent.
 
     Args:
         histogram: of a tensor.
@@ -176,11 +179,12 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits = 
         read_range: values that its readers distinguish; clipping others, as below 0 before a Relu,
             is no loss.
     """
-    edges, counts = histogram.edges(), histogram.signed()
-    outside = (edges[1:] <= scale.lo) | (edges[:-1] >= scale.hi)
-    outside &= (edges[1:] > read_range.floor) & (edges[:-1] < read_range.ceiling)
-    outside &= (edges[1:] < min(scale.lo, 0)) | (edges[:-1] > max(scale.hi, 0))
-    return float(np.sum(counts[outside])) / max(histogram.total, 1)
+    edges = histogram.edges()
+    bin_starts, bin_ends = edges[:-1], edges[1:]
+    is_outside = (bin_ends < min(scale.lo, 0)) | (bin_starts > max(scale.hi, 0))
+    is_read = (bin_ends > read_range.floor) & (bin_starts < read_range.ceiling)
+    clipped_count = float(np.sum(histogram.signed()[is_outside & is_read]))
+    return clipped_count / max(histogram.total, 1)
 
 
 def _recorders(
@@ -236,8 +240,20 @@ def _grids(built: BuildResult) -> dict[str, Grid]:
 
 
 # Operators of shape arithmetic.
-_ON_SHAPES = frozenset(("Shape", "Size", "Gather", "Unsqueeze", "Squeeze", "Cast", "Range",
-                        "Expand", "Constant", "ConstantOfShape"))  # fmt: skip
+_ON_SHAPES = frozenset(
+    (
+        "Shape",
+        "Size",
+        "Gather",
+        "Unsqueeze",
+        "Squeeze",
+        "Cast",
+        "Range",
+        "Expand",
+        "Constant",
+        "ConstantOfShape",
+    )
+)
 _KIND_ORDER = {NOISE: 0, TIME: 1}  # all other kinds of reasons come after these
 _NO_FLOAT = " is not float32"  # ending of a reason that names a tensor
 _ANY_NO_FLOAT = f"a tensor of it{_NO_FLOAT}"
@@ -280,10 +296,13 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
     names_by_group: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for target in targets:
         for node in target.nodes:
-            if not node.quantized:
-                reason = _ANY_NO_FLOAT if node.reason.endswith(_NO_FLOAT) else node.reason
-                names_by_target = names_by_group.setdefault((node.op, node.precision, reason), {})
-                names_by_target.setdefault(target.name, []).append(node.name)
+            if node.quantized:
+                continue
+            reason = node.reason
+            if reason.endswith(_NO_FLOAT):  # the tensor's name does not matter
+                reason = _ANY_NO_FLOAT
+            names_by_target = names_by_group.setdefault((node.op, node.precision, reason), {})
+            names_by_target.setdefault(target.name, []).append(node.name)
 
     groups = []
     for key, names_by_target in names_by_group.items():
@@ -307,8 +326,8 @@ _LISTED_CHANNELS = 3  # worst channels listed per weight
 def weight_rows(weights: Sequence[StoredWeight]) -> tuple[WeightRow, ...]:
     """Return one row per weight in the model's order; the `MAX_STRIPS` worst with their strip."""
     rows = list(map(_weight_row, weights))
-    worst_indices = sorted(range(len(rows)), key=lambda index: _weight_rank(rows[index]))
-    for index in worst_indices[:MAX_STRIPS]:
+    indices = sorted(range(len(rows)), key=lambda index: _weight_rank(rows[index]))
+    for index in indices[:MAX_STRIPS]:
         rows[index] = replace(rows[index], strip=_strip(weights[index].amax))
     return tuple(rows)
 
@@ -325,26 +344,40 @@ def _weight_rank(row: WeightRow) -> tuple[float, float]:
 def _weight_row(weight: StoredWeight) -> WeightRow:
     amax, used = weight.amax, weight.used
     live_channels = np.flatnonzero(amax > _DEAD_RATIO * amax.max())
-    live_amax = amax[live_channels] if live_channels.size else np.zeros(1)
-    smallest, largest = float(live_amax.min()), float(live_amax.max())
-    worst_order = live_channels[np.lexsort((amax[live_channels], used[live_channels]))]
-    return WeightRow(
+    row = WeightRow(
         node=weight.node,
         op=weight.op,
         channels=amax.size,
         scales=weight.scales.size,
+        least=0.0,
+        median=0.0,
+        largest=0.0,
+        ratio=1.0,
+        used=0.0,
+        dead=amax.size - live_channels.size,
+    )
+    if not live_channels.size:
+        return row
+
+    live_amax, live_used = amax[live_channels], used[live_channels]
+    smallest, largest = float(live_amax.min()), float(live_amax.max())
+    worst_channels: list[int] = []
+    if largest > smallest:
+        worst_order = np.lexsort((live_amax, live_used))[:_LISTED_CHANNELS]
+        worst_channels = live_channels[worst_order].tolist()
+    return replace(
+        row,
         least=smallest,
         median=float(np.median(live_amax)),
         largest=largest,
-        ratio=largest / smallest if smallest else 1.0,
-        used=float(used[live_channels].min()) if live_channels.size else 0.0,
-        dead=amax.size - live_channels.size,
-        worst=tuple(worst_order[:_LISTED_CHANNELS].tolist()) if largest > smallest else (),
+        ratio=largest / smallest,
+        used=float(live_used.min()),
+        worst=tuple(worst_channels),
     )
 
 
 def _strip(amax: NDArray[np.float64]) -> tuple[float, ...]:
     """Return at most `_MAX_STRIP_BARS` heights of four digits: the least of runs of channels."""
-    run = -(-amax.size // _MAX_STRIP_BARS)
-    lowest = np.minimum.reduceat(amax, np.arange(0, amax.size, run))
-    return tuple(float(f"{value:.4g}") for value in lowest)
+    channels_per_bar = -(-amax.size // _MAX_STRIP_BARS)
+    heights = np.minimum.reduceat(amax, np.arange(0, amax.size, channels_per_bar))
+    return tuple(float(f"{height:.4g}") for height in heights)

@@ -65,12 +65,13 @@ def align_columns(rows: Sequence[Sequence[str]], left_columns: Collection[int]) 
 
     Cells are aligned to the right, those of `left_columns` to the left.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = []
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            cells.append(cell.ljust(width) if column in left_columns else cell.rjust(width))
-        yield "  ".join(cells).rstrip()
+    columns = []
+    for index, cells in enumerate(zip(*rows, strict=True)):
+        align = str.ljust if index in left_columns else str.rjust
+        width = max(map(len, cells))
+        columns.append([align(cell, width) for cell in cells])
+    for line_cells in zip(*columns, strict=True):
+        yield "  ".join(line_cells).rstrip()
 
 
 def labelled_table(
@@ -83,10 +84,10 @@ def labelled_table(
     if not rows:
         return
 
-    names, *values = zip(heads, *rows, strict=False)  # columns
-    filled = [column for column in (*values, names) if any(column[1:])]
-    table_rows = list(zip(*filled, strict=True))
-    yield from _with_label(label, align_columns(table_rows, (len(filled) - 1,)))
+    names, *values = zip(heads, *rows, strict=False)
+    columns = [column for column in (*values, names) if any(column[1:])]
+    table_rows = list(zip(*columns, strict=True))
+    yield from _with_label(label, align_columns(table_rows, left_columns=(len(columns) - 1,)))
 
 
 _MAX_NOTES = 8
@@ -141,8 +142,11 @@ _PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
 def _short_table(report: Findings) -> Iterator[str]:
     """Yield size, speed and the task's figures; the output error where there is no task."""
     lines = engine_lines(report)
-    labels = {*_TASKS, *(task_label(e.accuracy) for e in report.engines if e.accuracy)}
-    if labels.isdisjoint(line.label for line in lines):
+    labels = set(_TASKS)
+    for engine in report.engines:
+        if engine.accuracy:
+            labels.add(task_label(engine.accuracy))
+    if not any(line.label in labels for line in lines):
         labels.update(_WITHOUT_TASK)
     labels.update(_SHORT)
     yield from _table(report, [line for line in lines if line.label in labels])

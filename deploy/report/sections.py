@@ -30,7 +30,7 @@ from deploy.report.blocks import (
 from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_text
 from deploy.report.model import Findings
 from deploy.report.page import DRAWING_PX, PICTURE_PX
-from deploy.report.parts import TensorRow
+from deploy.report.parts import CalibrationPart, FeedPart, TensorRow
 from deploy.report.previews import BoxRow, ClassRow, DrawnBox, DrawnBoxes, Raster, ViewRow
 from deploy.report.report_rows import float_groups, worst_first, worst_rows, worst_weights
 from deploy.report.tables import target_suffix
@@ -121,8 +121,9 @@ def _accuracy(report: Findings) -> Sections:
             continue
         sample_counts[figures.count(accuracy.samples, "sample")] = None
         notes += [f"{engine.label}: {text}" for text in tables.accuracy_notes(accuracy)]
-        for part in accuracy.parts if tables.has_slices(accuracy) else ():
-            slice_rows.append([engine.label, *tables.accuracy_row(part.label, part)])
+        if tables.has_slices(accuracy):
+            for part in accuracy.parts:
+                slice_rows.append([engine.label, *tables.accuracy_row(part.label, part)])
         for output in accuracy.outputs:
             output_rows.append([engine.label, *tables.accuracy_row(output.name, output)])
     if not sample_counts:
@@ -140,20 +141,23 @@ def _accuracy(report: Findings) -> Sections:
 
 def _worst_layers(report: Findings) -> Sections:
     """Yield the inner tensors that lose most on each target."""
+    heads, max_layers = [*tables.LAYER_HEADS, "clipped"], _MAX_LAYERS
     has_several = len(report.targets) > 1
-    max_layers = _MAX_LAYERS_OF_TARGET if has_several else _MAX_LAYERS
-    heads, rows, bars = [*tables.LAYER_HEADS, "clipped"], [], []
     if has_several:
         heads.append("on")
+        max_layers = _MAX_LAYERS_OF_TARGET
+    rows, bars = [], []
     for target in report.targets:
         range_by_tensor = {row.name: row for row in target.tensors}
         for layer in worst_rows(target.layers, max_layers):
-            row = range_by_tensor.get(layer.name)
-            bars.append(charts.range_bar(row) if row else "")
-            cells = [*tables.layer_row(layer), figures.percent(row.clipped if row else None)]
+            clipped, bar = None, ""
+            if row := range_by_tensor.get(layer.name):
+                clipped, bar = row.clipped, charts.range_bar(row)
+            cells = [*tables.layer_row(layer), figures.percent(clipped)]
             if has_several:
                 cells.append(target.name)
             rows.append(cells)
+            bars.append(bar)
     if rows:
         table = Table(heads, rows, "tensors", ("range", bars, _RANGE_TEXT))
         yield Section("Worst layers", (table,), folded=False)
@@ -184,26 +188,36 @@ def _notes(report: Findings) -> Sections:
 def _calibration(report: Findings) -> Sections:
     facts: list[tuple[str, str]] = []
     tables_below: list[Table] = []
-    if part := report.calibration:
+    if report.calibration:
         facts.append(("Calibration", tables.calibration_text(report)))
-        if part.agreement:
-            facts.append(("Ranges", part.agreement.sentence))
-            if part.agreement.differences:
-                rows = [
-                    (name, figures.percent(x)) for name, x in part.agreement.differences.items()
-                ]
-                tables_below.append(Table(["tensor", "halves differ by"], rows))
-        facts += [("Observed", tables.group_text(group)) for group in part.groups]
-        if part.cache:
-            facts.append(("Cache", part.cache))
-    if feed := report.feed:
-        samples = figures.count(feed.samples, "sample")
-        facts.append(("Feed", f"{samples} from {feed.source}"))
-        facts += [(name, str(x)) for name, x in feed.preprocess.items() if x is not None]
-        facts += [("Skipped", text) for text in feed.skipped]
+        facts += _calibration_facts(report.calibration)
+        agreement = report.calibration.agreement
+        if agreement and agreement.differences:
+            rows = [(name, figures.percent(x)) for name, x in agreement.differences.items()]
+            tables_below.append(Table(["tensor", "halves differ by"], rows))
+    if report.feed:
+        facts += _feed_facts(report.feed)
     facts += [(step, f"{seconds:.1f} s") for step, seconds in report.seconds.items()]
     if facts:
         yield Section("Calibration", (Facts(facts), *tables_below))
+
+
+def _calibration_facts(part: CalibrationPart) -> Iterator[tuple[str, str]]:
+    if part.agreement:
+        yield "Ranges", part.agreement.sentence
+    for group in part.groups:
+        yield "Observed", tables.group_text(group)
+    if part.cache:
+        yield "Cache", part.cache
+
+
+def _feed_facts(feed: FeedPart) -> Iterator[tuple[str, str]]:
+    yield "Feed", f"{figures.count(feed.samples, 'sample')} from {feed.source}"
+    for name, value in feed.preprocess.items():
+        if value is not None:
+            yield name, str(value)
+    for text in feed.skipped:
+        yield "Skipped", text
 
 
 def _search(report: Findings) -> Sections:
@@ -262,8 +276,7 @@ def _nodes(report: Findings) -> Sections:
 def _engine_layers(report: Findings) -> Sections:
     """Yield the comparison of each engine's layers with its plan."""
     for engine in report.engines:
-        text = engine_layers_text(engine.ran) if engine.ran else ""
-        if engine.ran and text:
+        if engine.ran and (text := engine_layers_text(engine.ran)):
             rows = engine.ran.deviation_rows
             blocks: list[Block] = [Paragraph(f"{text}.")]
             if rows:
@@ -300,8 +313,8 @@ def _tensor_row(row: TensorRow) -> list[str]:
 def _inner_tensors(report: Findings) -> Sections:
     """Yield a target's inner tensors, the worst first, unless its table of ranges has them all."""
     for target in report.targets:
-        names = {row.name for row in target.tensors}
-        if not names.issuperset(layer.name for layer in target.layers):
+        tensor_names = {row.name for row in target.tensors}
+        if any(layer.name not in tensor_names for layer in target.layers):
             rows = list(map(tables.layer_row, worst_first(target.layers)))
             title = f"Inner tensors{target_suffix(report, target.name)}"
             yield Section(title, (Table(tables.LAYER_HEADS, rows),), len(rows))

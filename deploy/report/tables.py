@@ -58,8 +58,9 @@ def worst_figure(accuracy: Accuracy, name: str) -> float | None:
 
 def worst_label(accuracy: Accuracy) -> str:
     """Return the label of the worst slice; "" for a single output that is not sliced."""
-    is_sliced = len(accuracy.parts) > 1 or has_slices(accuracy)
-    return accuracy.worst.label if accuracy.worst and is_sliced else ""
+    if accuracy.worst and (len(accuracy.parts) > 1 or has_slices(accuracy)):
+        return accuracy.worst.label
+    return ""
 
 
 def task_label(accuracy: Accuracy) -> str:
@@ -152,10 +153,12 @@ def failures(report: Findings) -> tuple[TargetPart, ...]:
 
 def common_method(report: Findings) -> str:
     """Return the calibration method that all targets share; "" if they differ."""
-    used = {target.method for target in report.targets if target.method}
-    if not used:
-        return report.calibration.method if report.calibration else ""
-    return used.pop() if len(used) == 1 else ""
+    methods = {target.method for target in report.targets if target.method}
+    if len(methods) > 1:
+        return ""
+    if methods:
+        return methods.pop()
+    return report.calibration.method if report.calibration else ""
 
 
 def size_ratio(report: Findings, engine: EngineRow) -> float | None:
@@ -193,11 +196,16 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
     cells, ratios = [], []
     for engine in report.engines:
         target = report.target_of(engine)
-        has_failed = target is not None and target.error
-        cells.append(figures.FAILED if has_failed else figures.size(engine.size_bytes))
-        if (ratio := size_ratio(report, engine)) is not None:
+        if target is not None and target.error:
+            cells.append(figures.FAILED)
+        else:
+            cells.append(figures.size(engine.size_bytes))
+        ratio = size_ratio(report, engine)
+        if ratio is not None:
             ratios.append(ratio)
-    change = " ".join(figures.size_change(ratios[0])).strip() if len(ratios) == 1 else ""
+    change = ""
+    if len(ratios) == 1:
+        change = " ".join(figures.size_change(ratios[0])).strip()
     yield ComparisonLine("Size", tuple(cells), change)
     yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
 
@@ -274,9 +282,11 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     yield _line("Top-1 agreement", accuracies, lambda x: figures.percent(x.top1_agreement))
 
     worst_labels = _distinct(map(worst_label, measured))
-    sqnr_label = "SQNR, worst part" if worst_labels else "SQNR"
-    detail = f"of {', '.join(worst_labels)}" if worst_labels else ""
-    yield _line(sqnr_label, accuracies, _worst_sqnr, detail)
+    if worst_labels:
+        labels = ", ".join(worst_labels)
+        yield _line("SQNR, worst part", accuracies, _worst_sqnr, f"of {labels}")
+    else:
+        yield _line("SQNR", accuracies, _worst_sqnr)
     yield _line("Cosine", accuracies, lambda x: figures.cosine(worst_figure(x, "cosine_mean")))
     yield _line("Cosine, worst", accuracies, _worst_cosine)
 
@@ -296,10 +306,13 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 
 def _top1_line(report: Findings) -> ComparisonLine:
     shares = [top1(report, engine) for engine in report.engines]
-    changes = [
-        share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None
-    ]
-    text = figures.points(min(changes)) if changes else ""
+    changes = []
+    for share in shares[1:]:
+        if share is not None and shares[0] is not None:
+            changes.append(share - shares[0])
+    text = ""
+    if changes:
+        text = figures.points(min(changes))
     if len(changes) > 1:
         text = f"worst {text}"
     return ComparisonLine("Top-1", tuple(map(figures.percent, shares)), text)
@@ -399,7 +412,9 @@ def _runs(purpose: str, runs: Mapping[str, int]) -> str:
 
 def search_text(search: SearchPart) -> str:
     """Return the result of a search and its number of trials."""
-    trials = "from the plan, nothing tried" if search.reused else f"{search.probes} trials"
+    trials = f"{search.probes} trials"
+    if search.reused:
+        trials = "from the plan, nothing tried"
     return f"{search.settled} ({trials})" if search.settled else trials
 
 
@@ -478,8 +493,12 @@ def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]
                 kernels = kernels_by_kind.setdefault(kernel.kind, [[] for _ in timed])
                 kernels[index].append(kernel)
 
-    rows = [[kind, *map(_kind_cell, kernels)] for kind, kernels in kernels_by_kind.items()]
-    rows.sort(key=lambda row: (-max(map(_total_ms, kernels_by_kind[row[0]])), row[0]))
+    def rank(kind: str) -> tuple[float, str]:
+        return -max(map(_total_ms, kernels_by_kind[kind])), kind
+
+    rows = []
+    for kind in sorted(kernels_by_kind, key=rank):
+        rows.append([kind, *map(_kind_cell, kernels_by_kind[kind])])
     return ["kind", *(engine.label for engine in timed)], rows
 
 

@@ -6,6 +6,7 @@ Limits of the loss are in `deploy.metrics.levels`, which the search uses too; th
 here. The user's limits (`Gates`) override both.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,8 +67,9 @@ class Verdict:
 
     @property
     def blames_float(self) -> bool:
-        """Whether the float model or its inputs are at fault, and not int8."""
-        return any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
+        """Whether the float model, its inputs or too few of them are at fault, and not int8."""
+        has_few = self.level == DOUBTFUL and any(_TOO_FEW in reason for reason in self.reasons)
+        return has_few or any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
 
     @property
     def text(self) -> str:
@@ -76,7 +78,10 @@ class Verdict:
 
 
 MIN_SHRINK = 4 / 3  # size of the float file over the engine's from which the size is a gain
-
+MIN_OBJECTS = 40  # fewer boxes, labels or points hide a loss of 0.025
+MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
+_TOO_FEW = "are too few"
+_KEPT = " kept"  # ending of a figure that counts things
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
 
@@ -91,6 +96,7 @@ def verdict(
     device_kind: str = "CPU",
     doubts: Sequence[str] = (),
     draws: bool = False,
+    on_calibration: bool = False,
 ) -> Verdict:
     """Judge one engine.
 
@@ -106,8 +112,10 @@ def verdict(
             ignored if labels show that the float model is mostly right.
         draws: whether the float model itself gives other outputs at each run, which no figure but
             those of labels can tell from int8's loss. Good figures are so without them too.
+        on_calibration: whether the accuracy is that on the calibration images.
     """
     causes, findings = _judge_accuracy(accuracy, gates.max_loss, doubts, draws)
+    measured = {reason for _, reason in findings if not reason.startswith(FLOAT_MODEL)}
     if gates.min_speedup is not None:
         findings.append(_speed_gate(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
@@ -121,9 +129,17 @@ def verdict(
     ordered = [*causes, *sorted(findings, key=lambda finding: -LEVELS.index(finding[0]))]
     if verdict_level not in (GOOD, FLOAT):
         ordered = [(level, reason) for level, reason in ordered if level != GOOD]
-    reasons = tuple(dict.fromkeys(reason for _, reason in ordered))
+    reasons = list(dict.fromkeys(reason for _, reason in ordered))
+
+    figures = [index for index, reason in enumerate(reasons) if reason in measured]
+    too_few = _find_too_few(accuracy) if accuracy is not None and figures else ""
+    if too_few:
+        reasons.insert(figures[0] + 1, too_few)
+        verdict_level = DOUBTFUL if verdict_level == GOOD else verdict_level
+    if on_calibration and figures:
+        reasons[figures[0]] += " (on calibration images)"
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
-    return Verdict(verdict_level, reasons, gated=has_limits and verdict_level == UNUSABLE)
+    return Verdict(verdict_level, tuple(reasons), gated=has_limits and verdict_level == UNUSABLE)
 
 
 def _judge_accuracy(
@@ -151,6 +167,36 @@ def _judge_accuracy(
             causes.insert(0, (DOUBTFUL, reason))
         findings = [*causes, *findings]
     return causes, findings
+
+
+def _find_too_few(accuracy: Accuracy) -> str:
+    """Return that the figure stands on too few objects or samples, and how many more would do."""
+    things, count = _find_counted(accuracy)
+    if not count:
+        return ""
+    missing = math.ceil((MIN_OBJECTS - count) * accuracy.samples / count)
+    images = f" samples with {things}"
+    if things == "samples":
+        missing, images = MIN_SAMPLES - count, ""
+    elif things in ("boxes", "objects"):
+        images = " photos with objects"
+    if missing <= 0:
+        return ""
+    more = f"about {math.ceil(missing / 10) * 10}" if missing > 20 else str(missing)
+    return f"{count} {things} {_TOO_FEW}; {more} more{images} would do"
+
+
+def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
+    """Return what the accuracy is a share of, and its number; 0 for means and values."""
+    task = accuracy.task
+    if accuracy.top1_reference is not None:
+        return "samples", accuracy.samples
+    if accuracy.precision is not None and (task is None or task.task != "metric"):
+        return "objects", accuracy.precision.objects
+    if task is None:
+        return "", 0
+    is_of_things = task.figure.endswith(_KEPT)
+    return task.figure.removesuffix(_KEPT) if is_of_things else "samples", task.counted
 
 
 def _is_mostly_right(accuracy: Accuracy | None) -> bool:

@@ -2,8 +2,8 @@
 
 Boxes match by class and IoU > 0.5, after non-maximum suppression per class in both models. The
 figure is the share of FP32's boxes that are kept; new boxes are counted beside it. Counts are made
-at three score thresholds, and the highest one with enough FP32 boxes is reported: it depends on the
-float model only and is the same for every candidate.
+at three score thresholds. The one reported is kept with the calibration; it is the highest above
+which the float model has enough boxes.
 
 `EndToEndDecoder` decodes boxes that the model has suppressed itself, lists of corners, score and
 class: end- to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and
@@ -167,7 +167,7 @@ def _fits(samples: list[Floats | None], columns: tuple[int, int, int]) -> bool:
 
 
 _PICTURE = 4  # dimensions of pictures and feature maps
-_ENOUGH = ((0.25, 20), (0.15, 5), (0.05, 5))  # threshold, FP32 boxes required to use it
+_THRESHOLDS = (0.25, 0.15, 0.05)  # scores
 
 
 class Decoder(Protocol):
@@ -207,9 +207,9 @@ DECODERS: tuple[Callable[[FirstSamples], Decoder | None], ...] = (
 class _BoxTally(ThresholdTally["BoxDetection"]):
     """Counts of boxes at each threshold: FP32's, the candidate's, both's."""
 
-    enough = _ENOUGH
+    thresholds = _THRESHOLDS
     examples: dict[float, ExampleSelection[BoxExample]] = field(
-        default_factory=lambda: {threshold: ExampleSelection() for threshold, _ in _ENOUGH}
+        default_factory=lambda: {threshold: ExampleSelection() for threshold in _THRESHOLDS}
     )
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:

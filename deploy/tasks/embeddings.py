@@ -9,7 +9,7 @@ the float model's.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,8 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
         equal = int((reference_neighbours == neighbours).sum())
         count = f"{equal} of {vector_count}"
         text = f"{count} nearest neighbours as FP32's, {text}"
-        return self.figure("neighbours alike", equal / vector_count, count, text)
+        figure = self.figure("neighbours alike", equal / vector_count, count, text)
+        return replace(figure, kept=equal, counted=vector_count)
 
 
 @dataclass(frozen=True, slots=True)

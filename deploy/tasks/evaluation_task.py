@@ -247,16 +247,21 @@ class TaskTally(ABC, Generic[T]):
         return replace(found, kept=same, counted=compared)
 
 
+MIN_THINGS = 5  # things of the float model above a threshold, at least, to count there
+MIN_SHARE_ABOVE = 0.1  # of those above the next lower threshold; fewer are a detector's rare peaks
+
+
 @dataclass(slots=True)
 class ThresholdTally(TaskTally[T]):
     """A tally of detected things, such as boxes or labels, above each threshold."""
 
+    fixed_threshold: float | None = None  # that of the calibration
     # threshold -> numbers of FP32's, of the candidate's, and of both's
     counts: dict[float, list[int]] = field(init=False)
-    enough: ClassVar[tuple[tuple[float, float], ...]]  # threshold, FP32's required to use it
+    thresholds: ClassVar[tuple[float, ...]]  # the highest first
 
     def __post_init__(self) -> None:
-        self.counts = {threshold: [0, 0, 0] for threshold, _ in self.enough}
+        self.counts = {threshold: [0, 0, 0] for threshold in self.thresholds}
 
     def count(self, threshold: float, reference: int, candidate: int, both: int) -> None:
         """Add the numbers of one sample."""
@@ -265,9 +270,19 @@ class ThresholdTally(TaskTally[T]):
 
     @property
     def threshold(self) -> float | None:
-        """The highest threshold with enough of FP32's; None without any."""
-        fits = (low for low, least in self.enough if self.counts[low][0] >= least)
-        return next(fits, None)
+        """The calibration's, or the highest above which FP32 has enough; None without any.
+
+        It hardly depends on the number of samples, so that builds of one model can be compared.
+        """
+        if self.fixed_threshold in self.counts:
+            return self.fixed_threshold if self.counts[self.fixed_threshold][0] else None
+        return next(filter(self.has_enough, self.thresholds), None)
+
+    def has_enough(self, threshold: float) -> bool:
+        """Whether FP32 has enough above a threshold."""
+        next_lower = self.thresholds[self.thresholds.index(threshold) :][:2][-1]
+        count = self.counts[threshold][0]
+        return count >= MIN_THINGS and count >= MIN_SHARE_ABOVE * self.counts[next_lower][0]
 
     def share_kept(self, measure: str) -> TaskFigure | None:
         """Return the share of FP32's above that threshold of a measure, such as the score."""

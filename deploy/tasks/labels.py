@@ -49,14 +49,13 @@ _SETS = 5.0  # a wrong share of the best k's set counts as much as a fifth of it
 _USUAL = 0.75  # share of FP32's integers of one value above which only the others are counted
 _BYTES = 4  # of an index, at least
 _PADDED = -1  # integers that fill a list up
-_ENOUGH = ((0.5, 20), (0.3, 5), (0.1, 5))  # threshold, FP32 labels required to use it
 
 
 @dataclass(slots=True)
 class _LabelTally(ThresholdTally["Labels"]):
     """Counts labels above each threshold: FP32's, the candidate's, both's."""
 
-    enough = _ENOUGH
+    thresholds = (0.5, 0.3, 0.1)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         rows = (_vector(one[self.task.output]) for one in (reference, candidate))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import SupportsFloat
 
 import numpy as np
@@ -39,6 +39,8 @@ class Metric:
     digest: str = ""  # SHA-256 of the file; "" for a function object
     task: str = ""  # "" for the task that is declared, or that the outputs show
     declared: Declaration = field(default_factory=Declaration)
+    # score above which boxes or labels count; None for the one that the samples show
+    threshold: float | None = None
 
     @property
     def is_set(self) -> bool:
@@ -48,7 +50,7 @@ class Metric:
     @property
     def without_function(self) -> Metric:
         """The same without the user's function."""
-        return Metric(None, task=self.task, declared=self.declared)
+        return replace(self, function=None, name="", digest="")
 
     def tally(self, labels: Sequence[int] | None) -> MetricTally | None:
         """Return a new tally of the function; None without one."""

@@ -227,7 +227,7 @@ _MAX_BETWEEN = 0.25  # share of values between 0.1 and 0.9, at most
 _MIN_PEAK = 0.3  # the largest value, at least
 _MAX_PICTURE_CORRELATION = 0.9  # correlation with the input picture, at most
 _MAX_OUTSIDE = 0.15  # distance to [0, 1] of values without a final Sigmoid, at most
-_THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # threshold, share of pixels required
+_PIXEL_SHARES = {0.5: 2e-3, 0.3: 1e-3, 0.1: 5e-4}  # threshold -> share of pixels required
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class _MaskTally(ThresholdTally["MaskMaps"]):
     """Counts pixels above each threshold: FP32's, the candidate's, both's."""
 
     pixels: int = 0
-    enough = _THRESHOLDS
+    thresholds = tuple(_PIXEL_SHARES)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name, threshold in product(self.task.outputs, self.counts):
@@ -246,18 +246,21 @@ class _MaskTally(ThresholdTally["MaskMaps"]):
                 common_pixels = int((reference_mask & candidate_mask).sum())
             counts = int(reference_mask.sum()), int(candidate_mask.sum()), common_pixels
             self.count(threshold, *counts)
-            if threshold == _THRESHOLDS[0][0]:
+            if threshold == self.thresholds[0]:
                 self.pixels += reference_mask.size
 
     def result(self) -> TaskFigure | None:
-        """Return the IoU at the highest threshold with enough FP32 pixels."""
-        for threshold, share in _THRESHOLDS:
-            reference, candidate, common = self.counts[threshold]
-            if reference > share * self.pixels:
-                iou = common / (reference + candidate - common)
-                text = f"IoU {iou:.3f} of the pixels above {threshold:g}"
-                return self.figure("IoU with FP32", iou, f"{iou:.3f}", text)
-        return None
+        """Return the IoU above the threshold."""
+        if self.threshold is None:
+            return None
+        reference, candidate, common = self.counts[self.threshold]
+        iou = common / (reference + candidate - common)
+        text = f"IoU {iou:.3f} of the pixels above {self.threshold:g}"
+        return self.figure("IoU with FP32", iou, f"{iou:.3f}", text)
+
+    def has_enough(self, threshold: float) -> bool:
+        """Whether FP32 has enough pixels above a threshold."""
+        return self.counts[threshold][0] > _PIXEL_SHARES[threshold] * self.pixels
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from deploy.graph.index import iter_reads
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 
-_MOST_BYTES = 1 << 28  # of stored values, over all samples; the others are recomputed
+_MAX_BYTES = 1 << 28  # of stored values, over all samples; the others are recomputed
 
 Values = Mapping[str, "Array"]
 
@@ -30,6 +30,7 @@ class FloatActivations:
     """Stored inner tensors of the float model on a few samples, from which trials start.
 
     Attributes:
+        samples: inputs and outputs of each sample.
         values: tensor -> array, for each sample.
     """
 
@@ -37,7 +38,7 @@ class FloatActivations:
         self,
         reference: onnx.ModelProto,
         changed: Iterable[Collection[str]],
-        heard: Sequence[tuple[Values, Values]],
+        samples: Sequence[tuple[Values, Values]],
     ) -> None:
         """Run the float model once per sample and store the tensors that enter changed parts.
 
@@ -47,38 +48,43 @@ class FloatActivations:
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
         """
-        graph = reference.graph
-        self._nodes = {name: node for node in graph.node for name in node.output}
-        self._constants = {tensor.name: tensor for tensor in graph.initializer}
-        self.samples = heard
+        self._maker_by_tensor = {
+            name: node for node in reference.graph.node for name in node.output
+        }
+        self._constants = {tensor.name: tensor for tensor in reference.graph.initializer}
+        self.samples = samples
         self.values: list[Values] = []
-        wanted = dict.fromkeys(
-            name for nodes in changed for name in border_tensors(reference, nodes)
-        )
+        names: dict[str, None] = {}
+        for nodes in changed:
+            names |= dict.fromkeys(border_tensors(reference, nodes))
         session = OrtSession.open(
-            copy_with_outputs(reference, wanted), threads=1, spin=False, reuse_memory=True
+            copy_with_outputs(reference, names), threads=1, spin=False, reuse_memory=True
         )
-        for sample, _ in heard:
-            made = session.run(sample)
+        for inputs, _ in samples:
+            values = session.run(inputs)
             if not self.values:
-                wanted = _that_fit({name: made[name] for name in wanted}, len(heard))
-            self.values.append({name: made[name] for name in wanted})
+                names = _limit_memory(names, values, len(samples))
+            self.values.append({name: values[name] for name in names})
 
     def unchanged_tensors(self, model: onnx.ModelProto) -> frozenset[str]:
         """Return the tensors with the same values as in the float model, inputs included."""
-        graph, reference = model.graph, self._constants
-        constants = {tensor.name: tensor for tensor in graph.initializer}
-        same = {value.name for value in graph.input}
-        differ = constants.keys() - reference.keys()
-        for node in graph.node:
-            read = set(iter_reads(node))
-            own = read & constants.keys()
-            if not read <= same | own or any(self._nodes.get(o) != node for o in node.output):
+        constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        unchanged = {value.name for value in model.graph.input}
+        changed: set[str] = set()  # constants
+        for node in model.graph.node:
+            reads = set(iter_reads(node))
+            own_constants = reads & constants.keys()
+            if not reads - own_constants <= unchanged:
                 continue
-            differ |= {name for name in own - same - differ if constants[name] != reference[name]}
-            if not differ & own:
-                same |= {*own, *node.output}
-        return frozenset(same)
+            if any(self._maker_by_tensor.get(name) != node for name in node.output):
+                continue
+            # compared only now, as that reads all values
+            for name in own_constants - unchanged - changed:
+                is_equal = constants[name] == self._constants.get(name)
+                (unchanged if is_equal else changed).add(name)
+            if own_constants <= unchanged:
+                unchanged.update(node.output)
+        return frozenset(unchanged)
 
 
 def border_tensors(model: onnx.ModelProto, nodes: Collection[str]) -> list[str]:
@@ -90,55 +96,57 @@ def border_tensors(model: onnx.ModelProto, nodes: Collection[str]) -> list[str]:
     upstream: set[str] = set()
     tensors: dict[str, None] = {}
     for node in model.graph.node:
-        read = list(iter_reads(node))
-        if node.name in nodes or changed.intersection(read):
+        reads = list(iter_reads(node))
+        if node.name in nodes or changed.intersection(reads):
             changed.update(node.output)
-            tensors |= dict.fromkeys(name for name in read if name in upstream)
+            tensors |= dict.fromkeys(name for name in reads if name in upstream)
         else:
             upstream.update(node.output)
     return list(tensors)
 
 
-def _that_fit(values: Mapping[str, Array], samples: int) -> dict[str, None]:
+def _limit_memory(names: Iterable[str], values: Values, samples: int) -> dict[str, None]:
     """Return the first tensors that fit into the memory limit, in order."""
     fitting: dict[str, None] = {}
     total = 0
-    for name, value in values.items():
-        total += value.nbytes * samples
-        if total <= _MOST_BYTES:
-            fitting[name] = None
+    for name in names:
+        total += values[name].nbytes * samples
+        if total > _MAX_BYTES:
+            break
+        fitting[name] = None
     return fitting
 
 
 def downstream_model(
-    model: onnx.ModelProto, same: Collection[str], known: Sequence[Values]
+    model: onnx.ModelProto, unchanged: Collection[str], values: Sequence[Values]
 ) -> onnx.ModelProto:
     """Return the model that starts from tensors of known values, without the nodes upstream.
 
-    `model`: a trial model; it is not changed. `known`: tensor -> value, for each sample. A
-    dimension that varies over the samples, such as the length of a text line, is left open.
+    `model`: a trial model; it is not changed. `unchanged`: tensors that may be replaced. `values`:
+    tensor -> value, for each sample. A dimension that varies over the samples, such as the length
+    of a text line, is left open.
     """
     graph = model.graph
-    ends = {value.name for value in graph.output}
-    stops = {name for name in known[0] if name in same and name not in ends}
-    needed, nodes, fed = set(ends), [], []
+    needed = {value.name for value in graph.output}
+    stored = {name for name in values[0] if name in unchanged} - needed
+    nodes, replaced = [], []
     for node in reversed(graph.node):
-        wanted = [name for name in node.output if name in needed]
-        if wanted and stops.issuperset(wanted):
-            fed += wanted
-        elif wanted:
+        outputs = [name for name in node.output if name in needed]
+        if outputs and stored.issuperset(outputs):
+            replaced += outputs
+        elif outputs:
             needed.update(iter_reads(node))
             nodes.append(node)
-    inputs_left = [value for value in graph.input if value.name in needed]
-    new_inputs = [_as_input(name, [values[name] for values in known]) for name in fed]
-    inputs = [*inputs_left, *new_inputs]
+    inputs = [value for value in graph.input if value.name in needed]
+    for name in replaced:
+        inputs.append(_make_input(name, [sample_values[name] for sample_values in values]))
     return extract_nodes(model, reversed(nodes), needed, inputs=inputs, outputs=graph.output)
 
 
-def _as_input(name: str, values: Sequence[Array]) -> onnx.ValueInfoProto:
+def _make_input(name: str, values: Sequence[Array]) -> onnx.ValueInfoProto:
     """Return an input that takes each of these values."""
-    sizes = zip(*(value.shape for value in values), strict=True)
-    shape = [size if len({size, *others}) == 1 else None for size, *others in sizes]
-    return helper.make_tensor_value_info(
-        name, helper.np_dtype_to_tensor_dtype(values[0].dtype), shape
-    )
+    shape = []
+    for sizes in zip(*(value.shape for value in values), strict=True):
+        shape.append(sizes[0] if len(set(sizes)) == 1 else None)
+    dtype = helper.np_dtype_to_tensor_dtype(values[0].dtype)
+    return helper.make_tensor_value_info(name, dtype, shape)

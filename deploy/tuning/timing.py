@@ -30,24 +30,28 @@ from deploy.terminal import phase
 
 PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
-_WARM = 1  # runs that do not count
-_RUNS = 4  # at least
-_SECONDS = 0.15  # at least
-_ROUNDS, _MOST_ROUNDS = 4, 8  # over all models, so that a disturbance hits only one round of each
-_CALM = 3  # rounds without a quicker time, after which the machine was at its best
-_PATIENCE = 15.0  # seconds; runs this long average out short disturbances
-_FEWEST = 2  # rounds of models slower than that
+_WARM_PROFILES = 2  # profiled runs that do not count
+_WARM_RUNS = 1  # timed runs that do not count
+_MIN_RUNS, _MIN_SECONDS = 4, 0.15  # of a model in a round
+_MIN_ROUNDS, _MAX_ROUNDS = 4, 8  # over all models: a disturbance hits only one round of each
+_CALM_ROUNDS = 3  # rounds without a quicker time, after which the machine was at its best
+_PATIENCE_S = 15.0  # runs this long average out short disturbances
+_MIN_LATE_ROUNDS = 2  # of models slower than that
 _MIN_TIME_GAIN = 0.02  # share of float's time that int8 must save for time to decide
 _QUICKER = 0.98  # of the time before; a smaller gain is clock noise
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """Least time of each kernel of a model, in microseconds."""
+    """Least time of each kernel of a model, in microseconds.
 
-    # node of the model -> time of its kernel; 0 for a node that was folded away
+    Attributes:
+        nodes: node of the model -> time of its kernel; 0 for a node that was folded away.
+        unattributed: time of kernels that belong to no node.
+    """
+
     nodes: Mapping[str, float]
-    unattributed: float  # time of kernels that belong to no node
+    unattributed: float
 
     @property
     def total(self) -> float:
@@ -55,10 +59,10 @@ class KernelTimes:
         return sum(self.nodes.values()) + self.unattributed
 
 
-def least_kernel_times(one: KernelTimes, other: KernelTimes) -> KernelTimes:
+def least_kernel_times(first: KernelTimes, second: KernelTimes) -> KernelTimes:
     """Return the lesser of two times of each kernel of one model."""
-    nodes = {name: min(time, other.nodes[name]) for name, time in one.nodes.items()}
-    return KernelTimes(nodes, min(one.unattributed, other.unattributed))
+    nodes = {name: min(time, second.nodes[name]) for name, time in first.nodes.items()}
+    return KernelTimes(nodes, min(first.unattributed, second.unattributed))
 
 
 def kernel_times(
@@ -77,18 +81,17 @@ def kernel_times(
     themselves. `runs`: least number of runs, after two that do not count. `seconds`: least time; a
     small model runs more often.
     """
-    events = profile_kernels(model, feeds, runs=runs + 2, seconds=seconds)
+    times_by_kernel: dict[str, list[float]] = defaultdict(list)
+    layers = set()
+    for kernel, op_type, microseconds in profile_kernels(
+        model, feeds, runs=runs + _WARM_PROFILES, seconds=seconds
+    ):
+        times_by_kernel[kernel].append(microseconds)
+        if op_type.removeprefix("Fused") in WEIGHTED:
+            layers.add(kernel)
+    least = {name: min(times[_WARM_PROFILES:] or times) for name, times in times_by_kernel.items()}
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
-    layers = {name for name, kind, _ in events if kind.removeprefix("Fused") in WEIGHTED}
-    return attribute_kernels(_least(events, skip=2), float_model, pairs, layers=layers)
-
-
-def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, float]:
-    """Return the least microseconds of each kernel, without its first `skip` runs."""
-    times_of: dict[str, list[float]] = defaultdict(list)
-    for name, _, taken in events:
-        times_of[name].append(taken)
-    return {name: min(times[skip:] or times) for name, times in times_of.items()}
+    return attribute_kernels(least, float_model, pairs, layers=layers)
 
 
 def attribute_kernels(
@@ -103,60 +106,73 @@ def attribute_kernels(
     `others`: further names that count for themselves. `layers`: kernels that multiply with
     weights, whatever else they compute.
     """
-    names = {name: node.name for node in model.graph.node for name in (*node.output, node.name)}
-    names |= {name: name for name in others}
-    names.pop("", None)
-    nodes = dict.fromkeys(names.values(), 0.0)
-    rest = 0.0
-    owners = {kernel: names.get(_longest_name(kernel, names) or "") for kernel in kernels}
-    maker = {name: node for node in model.graph.node for name in node.output}
-    ends = {node.name: node for node in model.graph.node if node.op_type not in WEIGHTED}
-    for kernel, seconds in kernels.items():
-        name = owners[kernel]
-        if name in ends and kernel in layers:
-            name = _layer_inside(ends[name], maker, {*owners.values()}) or name
-        if name is None:
-            rest += seconds
+    node_by_name = {name: name for name in others}
+    maker_by_tensor: dict[str, onnx.NodeProto] = {}
+    unweighted: dict[str, onnx.NodeProto] = {}
+    for node in model.graph.node:
+        node_by_name |= dict.fromkeys((*node.output, node.name), node.name)
+        maker_by_tensor |= dict.fromkeys(node.output, node)
+        if node.op_type not in WEIGHTED:
+            unweighted[node.name] = node
+    node_by_name.pop("", None)
+
+    owner_by_kernel = {kernel: _find_owner(kernel, node_by_name) for kernel in kernels}
+    owners = set(owner_by_kernel.values())
+    nodes = dict.fromkeys(node_by_name.values(), 0.0)
+    unattributed = 0.0
+    for kernel, owner in owner_by_kernel.items():
+        if kernel in layers and owner in unweighted:
+            owner = _find_layer_inside(unweighted[owner], maker_by_tensor, owners) or owner
+        if owner is None:
+            unattributed += kernels[kernel]
         else:
-            nodes[name] += seconds
-    return KernelTimes(nodes, rest)
+            nodes[owner] += kernels[kernel]
+    return KernelTimes(nodes, unattributed)
 
 
-def _layer_inside(
-    end: onnx.NodeProto, maker: Mapping[str, onnx.NodeProto], with_kernel: Collection[str | None]
+def _find_layer_inside(
+    end: onnx.NodeProto,
+    maker_by_tensor: Mapping[str, onnx.NodeProto],
+    with_kernel: Collection[str | None],
 ) -> str | None:
     """Return the one layer inside a node's kernel, upstream past nodes without a kernel."""
     layers: set[str] = set()
-    passed, waiting = {end.name}, [end]
+    visited, waiting = {end.name}, [end]
     for node in waiting:
-        for before in (maker[name] for name in node.input if name in maker):
-            if before.name in with_kernel:
+        for name in node.input:
+            maker = maker_by_tensor.get(name)
+            if maker is None or maker.name in with_kernel:
                 continue
-            if before.op_type in WEIGHTED:
-                layers.add(before.name)
-            elif before.name not in passed:
-                passed.add(before.name)
-                waiting.append(before)
+            if maker.op_type in WEIGHTED:
+                layers.add(maker.name)
+            elif maker.name not in visited:
+                visited.add(maker.name)
+                waiting.append(maker)
     return layers.pop() if len(layers) == 1 else None
 
 
-def _longest_name(kernel: str, names: Mapping[str, str]) -> str | None:
-    """Return the longest known name that a kernel's name starts with, whole words only."""
+def _find_owner(kernel: str, node_by_name: Mapping[str, str]) -> str | None:
+    """Return the node of the longest name that a kernel's name starts with, whole words only."""
     name = kernel.removeprefix("fused ")
-    while name:
-        if name in names:
-            return name
-        cut = max(name.rfind(mark) for mark in "_/")
-        name = name[:cut] if cut > 0 else ""
-    return None
+    while name not in node_by_name:
+        end = max(name.rfind("_"), name.rfind("/"))
+        if end <= 0:
+            return None
+        name = name[:end]
+    return node_by_name[name]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTime:
-    """The quickest inference of a model."""
+    """The quickest inference of a model.
+
+    Attributes:
+        ms: its milliseconds.
+        spread: by what share the best of every other round is slower than that of the rest.
+    """
 
     ms: float
-    spread: float  # of two halves of the rounds, how much the slower one is slower, as a share
+    spread: float
 
 
 def time_models(
@@ -168,47 +184,45 @@ def time_models(
     choice of a split would depend on that. After 15 s two rounds are enough: a search should not
     take much longer than calibrating, also on a machine that is never calm.
     """
-    best, calm, began = [math.inf] * len(models), 0, time.perf_counter()
+    best, calm_rounds, start = [math.inf] * len(models), 0, time.perf_counter()
     rounds: list[list[float]] = []
-    with phase("timing splits", _ROUNDS * len(models), "runs", about=True) as step:
-        for done in range(_MOST_ROUNDS):
-            late = time.perf_counter() - began > _PATIENCE
-            if done >= (_FEWEST if late else _ROUNDS) and (late or calm >= _CALM):
+    with phase("timing splits", _MIN_ROUNDS * len(models), "runs", about=True) as step:
+        while len(rounds) < _MAX_ROUNDS:
+            is_late = time.perf_counter() - start > _PATIENCE_S
+            is_calm = len(rounds) >= _MIN_ROUNDS and calm_rounds >= _CALM_ROUNDS
+            if is_calm or (is_late and len(rounds) >= _MIN_LATE_ROUNDS):
                 break
-            taken = []
+            times = []
             for model in models:
-                taken.append(quickest_ms(model, feeds, threads=threads))
+                times.append(quickest_ms(model, feeds, threads=threads))
                 step()
-            quicker = any(new < _QUICKER * old for new, old in zip(taken, best, strict=True))
-            calm = 0 if quicker else calm + 1
-            best = list(map(min, best, taken))
-            rounds.append(taken)
-    return [ModelTime(min(own), _spread(own)) for own in zip(*rounds, strict=True)]
+            is_quicker = any(new < _QUICKER * old for new, old in zip(times, best, strict=True))
+            calm_rounds = 0 if is_quicker else calm_rounds + 1
+            best = list(map(min, best, times))
+            rounds.append(times)
 
-
-def _spread(rounds: Sequence[float]) -> float:
-    """Return by what share the best of every other round is slower than that of the rest."""
-    halves = min(rounds[::2]), min(rounds[1::2])
-    return max(halves) / min(halves) - 1
+    model_times = []
+    for model_rounds in zip(*rounds, strict=True):
+        halves = min(model_rounds[::2]), min(model_rounds[1::2])
+        model_times.append(ModelTime(min(halves), max(halves) / min(halves) - 1))
+    return model_times
 
 
 def quickest_ms(
     model: onnx.ModelProto, feeds: Sequence[Mapping[str, Array]], *, threads: int
 ) -> float:
-    """Return the milliseconds of the quickest inference.
-
-    `model`: float or int8 model.
-    """
+    """Return the milliseconds of the quickest inference of a float or int8 model."""
     session = OrtSession.open(model, threads=threads)
-    best, began, runs = float("inf"), time.perf_counter(), 0
-    while runs < _WARM + _RUNS or time.perf_counter() - began < _SECONDS:
-        start = time.perf_counter()
-        session.run(feeds[runs % len(feeds)])
-        taken = time.perf_counter() - start
-        if runs >= _WARM:
-            best = min(best, taken)
-        runs += 1
-    return best * 1e3
+    # one thread is this one, and its CPU time leaves out what other processes take
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < _WARM_RUNS + _MIN_RUNS or time.perf_counter() - start < _MIN_SECONDS:
+        feed = feeds[len(times) % len(feeds)]
+        run_start = clock()
+        session.run(feed)
+        times.append(clock() - run_start)
+    return min(times[_WARM_RUNS:]) * 1e3
 
 
 def int8_is_faster(

@@ -237,9 +237,9 @@ class LayerInputs:
     def __init__(self, patches: FloatArray, held_out: FloatArray | None = None) -> None:
         self.patches = patches
         self.held_out = held_out
-        self._grams: dict[int, FloatArray] = {}
+        self._grams: dict[int, Float64Array] = {}
 
-    def gram(self, start: int) -> FloatArray:
+    def gram(self, start: int) -> Float64Array:
         """Return the Gram matrices of `_MAX_GRAM_SIZE` values of the patches; computed once."""
         if start not in self._grams:
             self._grams[start] = gram(self.patches[:, start : start + _MAX_GRAM_SIZE])

@@ -1,0 +1,111 @@
+"""The split of least total price, found exactly as a minimum cut.
+
+A tensor between the two sides adds the price of its conversion::
+
+    int8 end ==float's price==> unit ==int8's price==> float end     the cut pays what it cuts
+                                 |^
+                          price of conversion
+
+Source: Picard, Ratliff, "Minimum cuts and related problems", Networks 5, 1975 (the model); Dinic,
+"Algorithm for solution of a problem of maximum flow", 1970 (the flow).
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import pairwise
+from typing import TypeVar
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+_INT8_END, _FLOAT_END = 0, 1  # source and sink
+_MIN_CAPACITY = 1e-9  # smaller residual capacities, as a share of all prices, count as 0
+
+
+def cheapest_split(
+    prices: Mapping[Unit, tuple[float, float]],
+    between: Iterable[tuple[Unit, Unit, float]],
+    follows: Iterable[tuple[Unit, Unit]] = (),
+) -> frozenset[Unit]:
+    """Return the units to run in float for the least total price; on a tie a unit runs in int8.
+
+    Args:
+        prices: unit -> (price in int8, price in float), each 0 or more.
+        between: (unit, unit, price if one is int8 and the other float).
+        follows: (unit, other): the unit must be float where the other is float.
+    """
+    index_by_unit = {unit: index for index, unit in enumerate(prices, start=2)}
+    network = _FlowNetwork(len(index_by_unit) + 2)
+    for unit, (int8, float32) in prices.items():
+        shared = min(int8, float32)  # paid on either side
+        network.add_pipe(_INT8_END, index_by_unit[unit], float32 - shared)
+        network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - shared)
+    for unit, other, price in between:
+        network.add_pipe(index_by_unit[unit], index_by_unit[other], price)
+        network.add_pipe(index_by_unit[other], index_by_unit[unit], price)
+    unlimited = 1 + sum(max(pair) for pair in prices.values())
+    for unit, other in follows:
+        network.add_pipe(index_by_unit[unit], index_by_unit[other], unlimited)
+
+    float_side = network.find_float_side()
+    return frozenset(unit for unit, index in index_by_unit.items() if index in float_side)
+
+
+class _FlowNetwork:
+    """Network of numbered nodes, with the residual capacity of the pipe between each two."""
+
+    def __init__(self, node_count: int) -> None:
+        self._residuals: list[dict[int, float]] = [{} for _ in range(node_count)]
+        self._min_capacity = _MIN_CAPACITY
+
+    def add_pipe(self, start: int, end: int, size: float) -> None:
+        """Add a pipe; it widens one that is there."""
+        if size > 0 and start != end:
+            self._residuals[start][end] = self._residuals[start].get(end, 0.0) + size
+            self._residuals[end].setdefault(start, 0.0)
+            self._min_capacity += _MIN_CAPACITY * size
+
+    def find_float_side(self) -> Mapping[int, int]:
+        """Return the nodes that can still reach the float end at maximum flow."""
+        while _INT8_END in (distances := self._measure_distances()):
+            untried = [[*ends] for ends in self._residuals]
+            while self._fill_path(distances, untried):
+                pass
+        return distances
+
+    def _measure_distances(self) -> dict[int, int]:
+        """Return the nodes that can reach the float end -> the fewest pipes on the way."""
+        distances, waiting = {_FLOAT_END: 0}, deque([_FLOAT_END])
+        while waiting:
+            end = waiting.popleft()
+            for start in self._residuals[end]:
+                if start not in distances and self._residuals[start][end] > self._min_capacity:
+                    distances[start] = distances[end] + 1
+                    waiting.append(start)
+        return distances
+
+    def _fill_path(self, distances: Mapping[int, int], untried: list[list[int]]) -> bool:
+        """Send as much as fits along one path of fewest pipes; return whether one was left.
+
+        `untried`: start of a pipe -> ends that may still lead on; those that do not are removed.
+        """
+        path = [_INT8_END]
+        while (start := path[-1]) != _FLOAT_END:
+            if not untried[start]:
+                path.pop()
+                if not path:
+                    return False
+                untried[path[-1]].pop()
+                continue
+            end = untried[start][-1]
+            has_capacity = self._residuals[start][end] > self._min_capacity
+            if has_capacity and distances.get(end) == distances[start] - 1:
+                path.append(end)
+            else:
+                untried[start].pop()
+
+        pipes = list(pairwise(path))
+        size = min(self._residuals[start][end] for start, end in pipes)
+        for start, end in pipes:
+            self._residuals[start][end] -= size
+            self._residuals[end][start] += size
+        return True
