@@ -505,7 +505,23 @@ def _changed_class(row: ClassRow, picture: Raster, label: str) -> str:
 
 # In the order of the report. A new section is a function that yields it, and its entry here.
 SECTIONS: tuple[Callable[[Findings], Sections], ...] = (
-    _engines, _search, _batches, _kernels, _accuracy, _examples, _worst_layers, _histograms, _views,
-    _notes, _calibration, _nodes, _engine_layers, tensor_sections, _inner_tensors, _weights,
-    _machine, _files, _work,
-)  # fmt: skip
+    _engines,
+    _search,
+    _batches,
+    _kernels,
+    _accuracy,
+    _examples,
+    _worst_layers,
+    _histograms,
+    _views,
+    _notes,
+    _calibration,
+    _nodes,
+    _engine_layers,
+    tensor_sections,
+    _inner_tensors,
+    _weights,
+    _machine,
+    _files,
+    _work,
+)
