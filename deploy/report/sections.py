@@ -276,7 +276,9 @@ def _nodes(report: Findings) -> Sections:
 def _engine_layers(report: Findings) -> Sections:
     """Yield the comparison of each engine's layers with its plan."""
     for engine in report.engines:
-        if engine.ran and (text := engine_layers_text(engine.ran)):
+        if engine.ran is None:
+            continue
+        if text := engine_layers_text(engine.ran):
             rows = engine.ran.deviation_rows
             blocks: list[Block] = [Paragraph(f"{text}.")]
             if rows:
