@@ -25,7 +25,7 @@ def test_sampling_stops_when_result_is_stable(first_loss, expected_calls, monkey
             judged_texts.append(text)
             yield Accuracy(samples=9, outputs=(), task=figure)
 
-    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", judge_parts)
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", judge_parts)
     judge = search_samples.VerdictPredictor(
         None,
         int8_kernels=True,
@@ -54,7 +54,7 @@ def test_other_task_outputs_are_judged(monkeypatch):
         less=USUAL,
     )
     figures = Accuracy(samples=9, outputs=(age,), parts=(part,), task=figure)
-    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", lambda *_: [figures])
     judge = search_samples.VerdictPredictor(
         None,
         int8_kernels=True,
@@ -92,7 +92,7 @@ def test_noise_shows_loss_hidden_by_boxes(box_count, lost, noise, good, monkeypa
         form="",
     )
     figures = Accuracy(samples=51, outputs=(), task=figure)
-    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", lambda *_: [figures])
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", lambda *_: [figures])
     judge = search_samples.VerdictPredictor(
         None,
         int8_kernels=True,

@@ -26,7 +26,7 @@ from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tasks.slices import form_samples
-from deploy.tuning import probe, search_samples
+from deploy.tuning import probe, search_samples, slice_signals
 from deploy.tuning.plan_file import BETWEEN, float_reasons, read_plan
 from deploy.tuning.sensitivity import Sensitivity
 from tests.models import as_float32, build_net, make_model, make_node
@@ -259,8 +259,8 @@ def test_form_samples_follow_size_and_memory(side, numbers, count):
 def test_strongest_samples_consider_all_parts():
     outputs = [{"y": np.full((1, 4), size, np.float32)} for size in (1, 5, np.inf, 2, 4)]
     form = derive_form([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
-    assert probe.strongest_samples(form, outputs, 2) == [1, 4]
-    assert probe.strongest_samples(form, outputs, 9) == [0, 1, 2, 3, 4]
+    assert slice_signals.strongest_samples(form, outputs, 2) == [1, 4]
+    assert slice_signals.strongest_samples(form, outputs, 9) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)])
@@ -269,26 +269,29 @@ def test_uncertain_shares_are_the_strongest_samples(shape):
     shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
     outputs = [{"y": values.reshape(shape).astype(np.float32)} for values in shares]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
-    assert probe.strongest_samples(form, outputs, 2) == [1, 4]
+    assert slice_signals.strongest_samples(form, outputs, 2) == [1, 4]
     no_shares = [{"y": 3 * values["y"]} for values in outputs]
-    assert probe.strongest_samples(form, no_shares, 2) == [0, 3]
+    assert slice_signals.strongest_samples(form, no_shares, 2) == [0, 3]
     outputs[4]["y"] = outputs[4]["y"] * np.nan
-    assert 4 not in probe.strongest_samples(form, outputs, 2)
+    assert 4 not in slice_signals.strongest_samples(form, outputs, 2)
     steps = [{"y": np.stack([values, sure])[None].astype(np.float32)} for values in shares]
-    assert probe.strongest_samples(derive_form(steps), steps, 2) == [0, 3]  # several steps a sample
+    assert slice_signals.strongest_samples(derive_form(steps), steps, 2) == [
+        0,
+        3,
+    ]  # several steps a sample
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1,), (1, 1, 1, 1)])
 def test_uncertain_probabilities_are_the_strongest_samples(shape):
     outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
-    assert probe.strongest_samples(form, outputs, 2) == [1, 4]
+    assert slice_signals.strongest_samples(form, outputs, 2) == [1, 4]
     ages = [{"y": 3 * output["y"]} for output in outputs]
-    assert probe.strongest_samples(form, ages, 2) == [0, 3]
+    assert slice_signals.strongest_samples(form, ages, 2) == [0, 3]
     with_box = [
         {**output, "z": np.float32([[2, -3, 1]])} for output in outputs
     ]  # of a face that is there
-    assert probe.strongest_samples(derive_form(with_box), with_box, 2) == [0, 3]
+    assert slice_signals.strongest_samples(derive_form(with_box), with_box, 2) == [0, 3]
 
 
 @pytest.mark.slow
@@ -342,26 +345,28 @@ def test_noise_is_relative_to_signal_shares():
 def test_half_loud_sample_counts_fully():
     outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
     form = derive_form(outputs)
-    mean_power = probe.mean_powers(form, outputs)  # that of 4.5
-    assert probe.signal_shares(form, outputs, mean_power) == pytest.approx([0.5])
-    assert probe.signal_shares(form, outputs[:2], mean_power) == pytest.approx([1.0])
-    assert probe.signal_shares(form, outputs[2:], mean_power) == [1.0]
-    assert probe.signal_shares(form, outputs[:1], [0.0]) == [1.0]
+    mean_power = slice_signals.mean_powers(form, outputs)  # that of 4.5
+    assert slice_signals.signal_shares(form, outputs, mean_power) == pytest.approx([0.5])
+    assert slice_signals.signal_shares(form, outputs[:2], mean_power) == pytest.approx([1.0])
+    assert slice_signals.signal_shares(form, outputs[2:], mean_power) == [1.0]
+    assert slice_signals.signal_shares(form, outputs[:1], [0.0]) == [1.0]
     for level, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
         outputs_of_one = [{"y": np.full((1, 4), level, np.float32)}]
-        assert probe.signal_shares(form, outputs_of_one, mean_power) == pytest.approx([share])
+        assert slice_signals.signal_shares(form, outputs_of_one, mean_power) == pytest.approx(
+            [share]
+        )
 
 
 def test_quiet_sample_is_measured_against_mean():
     loud, silent = (np.full((1, 4), value, np.float32) for value in (8.0, 0.02))
     form = derive_form([{"y": loud}, {"y": silent}])
-    (mean_power,) = probe.mean_powers(form, [{"y": loud}, {"y": silent}])
+    (mean_power,) = slice_signals.mean_powers(form, [{"y": loud}, {"y": silent}])
     assert mean_power == pytest.approx(4 * 4.01**2)  # of the mean amplitude
-    (quiet,) = probe.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [mean_power])
+    (quiet,) = slice_signals.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [mean_power])
     assert quiet < 1e-4  # 0.04 for 0.02 is nothing where 8 is said elsewhere
-    (loud_noise,) = probe.noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [mean_power])
+    (loud_noise,) = slice_signals.noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [mean_power])
     assert loud_noise == pytest.approx(0.25)
-    (absolute_noise,) = probe.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
+    (absolute_noise,) = slice_signals.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
     assert absolute_noise == pytest.approx(1.0)
 
 
@@ -437,9 +442,9 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
     prober = probe.Prober(lambda _: halved_model, request, samples, runs_here=True, threads=1)
     (noise,) = prober.noises([NO_CHOICES])
     assert 0.1 < noise.worst < 0.3
-    assert search_samples.find_temperatures(derive_form([outputs]), [outputs]) == temperatures
-    restored = search_samples.apply_temperature(
-        search_samples.apply_temperature(outputs["y"], 4, 2), 0.25, 2
+    assert slice_signals.find_temperatures(derive_form([outputs]), [outputs]) == temperatures
+    restored = slice_signals.apply_temperature(
+        slice_signals.apply_temperature(outputs["y"], 4, 2), 0.25, 2
     )
     assert restored == pytest.approx(outputs["y"], rel=1e-6)
 

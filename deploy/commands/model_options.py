@@ -218,7 +218,7 @@ def one_target(section: str) -> Decorator:
             callback=lambda context, param, name: find_target(name) and name,
             shell_complete=complete_names(lambda: TARGETS),
             help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
-        )(target_field_options(lambda o: o.changes_placement and o.name not in _NOT_OF_TORCH)(run))
+        )(target_field_options(_places_torch_pairs)(run))
 
     return add
 
@@ -321,8 +321,10 @@ def _ending(option: Option) -> str:
     """The end of a help text: repetition and default."""
     if option.repeat:
         return " May be repeated."
+    default = option.default
     if option.kind is bool:
         on_flag, _, off_flag = option.flag.partition("/")
-        default_flag = on_flag if option.default else off_flag
-        return f"  [default: {default_flag.lstrip('-')}]" if off_flag else ""
-    return "" if option.default is None else f"  [default: {option.default}]"
+        if not off_flag:
+            return ""
+        default = (on_flag if option.default else off_flag).lstrip("-")
+    return "" if default is None else f"  [default: {default}]"

@@ -5,7 +5,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -224,18 +224,20 @@ def qat(
     task = call_factory(script)
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a calib8.torch.Task, got {type(task).__name__}")
+    changes: dict[str, Any] = {}
     if method_flags:
-        task = replace(task, method=method)
+        changes["method"] = method
     if ranges is not None:
-        task = replace(task, ranges=ranges)
+        changes["ranges"] = ranges
     if amp:
-        task = replace(task, amp=True)
+        changes["amp"] = True
     if epochs is not None:
-        task = replace(task, epochs=epochs)
+        changes["epochs"] = epochs
     if teacher is not None:
-        task = replace(task, teacher=load_module(teacher, teacher_weights))
+        changes["teacher"] = load_module(teacher, teacher_weights)
     if distil:
-        task = replace(task, distil=[_split_pair(pair) for pair in distil])
+        changes["distil"] = [_split_pair(pair) for pair in distil]
+    task = replace(task, **changes)
 
     with wrap_user_errors(script):
         result = export_trained(

@@ -4,7 +4,11 @@
 `calib8 profile` prints time, FLOPs, MACs and parameters of each node.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +18,10 @@ from deploy.commands.model_options import leaf_option, torch_inputs, torch_model
 from deploy.errors import ConfigError
 from deploy.files.atomic import write_text
 from deploy.terminal import say, say_lines
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @click.command(cls=base.SectionedCommand)
@@ -108,27 +116,25 @@ def fuse(
 
     With --input or --sample the model is traced by running it, else symbolically.
     """
-    from deploy.fx.comparison import check_same_outputs
     from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.fuse import fuse as fuse_module
-    from deploy.fx.open_model import check_suffix, write_fused
+    from deploy.fx.open_model import check_suffix
     from deploy.fx.source import wrap_user_errors
     from deploy.fx.trace import trace
 
-    runs = bench or out is not None
-    given_inputs = bool(shapes or sample)
-    if runs and not given_inputs:
-        raise ConfigError(
-            f"{'--bench' if bench else '--out'} runs the model and needs its --input shape"
-        )
-    if not given_inputs:
+    has_inputs = bool(shapes or sample)
+    if not has_inputs:
+        if bench or out is not None:
+            flag = "--bench" if bench else "--out"
+            raise ConfigError(f"{flag} runs the model and needs its --input shape")
         base.refuse_without("--input or --sample", base.given_flags("device"))
     if out is not None:
         check_suffix(out)
-    if runs:
+    if bench or out is not None:
         refuse_meta(find_device(device), "a run")
+
     module = torch_model(model, weights, device)
-    inputs = torch_inputs(module, shapes, sample) if given_inputs else None
+    inputs = torch_inputs(module, shapes, sample) if has_inputs else None
     with wrap_user_errors(model):
         traced = trace(module, leaves=leaves) if leaves else module
         fused, report = fuse_module(traced, inputs)
@@ -137,17 +143,29 @@ def fuse(
     for name, reason in report.skipped:
         say(f"left alone: {name}: {reason}")
     say(f"BatchNorm left: {report.norms_left}")
-    if not runs or inputs is None:
-        return
-    with wrap_user_errors(model):
-        check_same_outputs(module, fused, inputs, "fusing")
-        if bench:
-            from deploy.fx.comparison import compare_speed
+    if inputs is not None and (bench or out is not None):
+        with wrap_user_errors(model):
+            _run_fused(module, fused, inputs, bench=bench, out=out)
 
-            say(compare_speed(module, fused, inputs))
-        if out is not None:
-            say(write_fused(out, fused, module, inputs))
-            say(f"{out}: {out.stat().st_size} bytes")
+
+def _run_fused(
+    module: nn.Module,
+    fused: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    bench: bool,
+    out: Path | None,
+) -> None:
+    """Compare the fused model with the original one, time both, and write it."""
+    from deploy.fx.comparison import check_same_outputs, compare_speed
+    from deploy.fx.open_model import write_fused
+
+    check_same_outputs(module, fused, inputs, "fusing")
+    if bench:
+        say(compare_speed(module, fused, inputs))
+    if out is not None:
+        say(write_fused(out, fused, module, inputs))
+        say(f"{out}: {out.stat().st_size} bytes")
 
 
 @click.command(cls=base.SectionedCommand)

@@ -241,42 +241,10 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
         FeedError, BackendError, CalibrationError: as the pass.
     """
     plan = schedule_observations(decision.missing, decision.observed)
-    checkpoint: Checkpoint | None = None
-    if run.checkpoint_path is not None and plan.late:
-        checkpoint = Checkpoint(
-            run.checkpoint_path,
-            run.subject,
-            run.feed,
-            plan.late,
-            run.peaks,
-            resume=run.resume,
-            force=run.policy.force,
-        )
-    elif run.checkpoint_path is not None and run.resume:
-        remove_finished_checkpoint(run.checkpoint_path)
-
+    checkpoint = _open_checkpoint(run, plan.late)
     observed = decision.observed
     if decision.missing:
-        feed, monitor, outputs = run.feed, run.stability_monitor, run.evaluation_set.outputs
-        counted = 0 if checkpoint is None else checkpoint.counted
-        with (
-            phase("observing", len(feed) - counted, "samples") as step,
-            nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
-            feed.samples(without=range(plan.early_samples, counted)) as samples,
-        ):
-            new = observe(
-                decision.missing,
-                samples,
-                observed=observed,
-                threads=threads,
-                progress=step,
-                runs=run.runs,
-                peaks=run.peaks,
-                checkpoint=checkpoint,
-                on_outputs=lambda number, values: outputs.add(feed.sample_key(number), values),
-                halves=None if counted else monitor.halves,  # a checkpoint holds no halves
-                should_stop=monitor.is_enough if monitor.decides else None,
-            )
+        new = _observe_missing(run, decision, checkpoint, plan.early_samples, threads)
         observed = observed.merged_with(new)
 
     notes: tuple[str, ...] = ()
@@ -286,6 +254,58 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
             " more.",
         )
     return PassResult(observed=observed, notes=notes, checkpoint=checkpoint)
+
+
+def _open_checkpoint(run: CalibrationRun, observations: Sequence[Observation]) -> Checkpoint | None:
+    """Return the checkpoint of these observations; None if none is kept, or nothing is observed."""
+    if run.checkpoint_path is None:
+        return None
+    if observations:
+        return Checkpoint(
+            run.checkpoint_path,
+            run.subject,
+            run.feed,
+            observations,
+            run.peaks,
+            resume=run.resume,
+            force=run.policy.force,
+        )
+    if run.resume:
+        remove_finished_checkpoint(run.checkpoint_path)
+    return None
+
+
+def _observe_missing(
+    run: CalibrationRun,
+    decision: CacheDecision,
+    checkpoint: Checkpoint | None,
+    early_samples: int,
+    threads: int,
+) -> ObservedStatistics:
+    """Run the pass over the samples that the checkpoint does not have.
+
+    `early_samples`: number of samples that the first observations need, even after a checkpoint.
+    """
+    feed, monitor, outputs = run.feed, run.stability_monitor, run.evaluation_set.outputs
+    counted = 0 if checkpoint is None else checkpoint.counted
+    with (
+        phase("observing", len(feed) - counted, "samples") as step,
+        nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
+        feed.samples(without=range(early_samples, counted)) as samples,
+    ):
+        return observe(
+            decision.missing,
+            samples,
+            observed=decision.observed,
+            threads=threads,
+            progress=step,
+            runs=run.runs,
+            peaks=run.peaks,
+            checkpoint=checkpoint,
+            on_outputs=lambda number, values: outputs.add(feed.sample_key(number), values),
+            halves=None if counted else monitor.halves,  # a checkpoint holds no halves
+            should_stop=monitor.is_enough if monitor.decides else None,
+        )
 
 
 def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
@@ -318,7 +338,7 @@ def calibrate_run(
     run: CalibrationRun, *, targets: Sequence[Target], stage: Stage | None
 ) -> CalibrationResult:
     """Observe what the cache lacks, search all ranges, and store the calibration."""
-    subject, feed, monitor = run.subject, run.feed, run.stability_monitor
+    subject, feed = run.subject, run.feed
     decision = check_cache(
         run.policy,
         lambda count: make_fingerprint(subject, feed.manifest(count)),
@@ -331,12 +351,10 @@ def calibrate_run(
     pass_result = run.images.observe(run, decision, threads)
 
     evaluation_set = run.evaluation_set
-    if run.stability_rule is not None:  # the feed ends with the last image that was observed
-        feed.keep_first(_count_observed(decision, feed, monitor))
-        feed.cache_samples(run.evaluation_count, PREVIEW_COUNT)
-        evaluation_set = make_evaluation_set(feed, subject.model, run.evaluation_count)
+    if run.stability_rule is not None:
+        evaluation_set = _end_feed(run, decision)
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
-    agreement = monitor.end(len(feed)) if decision.missing else None
+    agreement = run.stability_monitor.end(len(feed)) if decision.missing else None
     notes = list(pass_result.notes)
     if run.stability_rule and decision.missing and agreement is None:
         notes.append(f"whether samples are enough is told from 16 on: there were {len(feed)}")
@@ -389,6 +407,21 @@ def _find_score_threshold(
     with suppress(ConfigError):  # outputs of another task than the user's: the build refuses them
         return find_threshold(evaluation_set.samples_with_outputs(run.evaluation_count), metric)
     return None
+
+
+def _end_feed(run: CalibrationRun, decision: CacheDecision) -> EvaluationSet:
+    """Let the feed end with the last image that was observed; return its evaluation samples."""
+    feed, monitor = run.feed, run.stability_monitor
+    if not decision.missing:
+        assert decision.stored is not None
+        image_count = decision.stored.count  # of the images that the cache was made of
+    elif monitor.stopped:
+        image_count = feed.count_entries(monitor.samples)
+    else:
+        image_count = feed.entry_count
+    feed.keep_first(image_count)
+    feed.cache_samples(run.evaluation_count, PREVIEW_COUNT)
+    return make_evaluation_set(feed, run.subject.model, run.evaluation_count)
 
 
 def _make_calibration(
@@ -471,14 +504,6 @@ def _make_result(
         evaluation_set=evaluation_set or run.evaluation_set,
         agreement=agreement,
     )
-
-
-def _count_observed(decision: CacheDecision, feed: Feed, monitor: StabilityMonitor) -> int:
-    """Return the number of images that were observed, now or when the cache was made."""
-    if not decision.missing:
-        assert decision.stored is not None
-        return decision.stored.count
-    return feed.count_entries(monitor.samples) if monitor.stopped else feed.entry_count
 
 
 def _resume_notes(checkpoint: Checkpoint | None, monitor: StabilityMonitor) -> tuple[str, ...]:

@@ -267,14 +267,14 @@ def _calibrate_images(
     feed.cache_samples(evaluation_count, PREVIEW_COUNT)
     checkpoint = _choose_checkpoint(options)
     _refuse_foreign_cache(policy)
-    method = options.method
+    method = options.method or DEFAULT_METHOD
     subject = CalibrationSubject(
         loaded=loaded,
         user_model=user_model,
         samples=len(feed),
         batch=feed.batch,
         filled=feed.padded_sample_count,
-        method=method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD),
+        method=method if isinstance(method, Method) else Method.of(method),
         task=task,
         float_nodes=match_nodes(loaded.model, options.float_nodes),
         trt_version=policy.trt_version or _find_trt_version(targets) or cached_trt_version(policy),
@@ -288,7 +288,12 @@ def _calibrate_images(
 
     observations_by_target, failures = _collect_observations(targets, subject)
     observations = unique_observations(observations_by_target)
-    _refuse_no_layer(observations, subject)
+    if not observations:
+        raise ModelError(
+            "at least one node of the model must be able to run in int8, got none in"
+            f" {loaded.name} (only the main graph counts, not If and Loop bodies);"
+            " `calib8 inspect` says why"
+        )
     if options.method is not None:
         _refuse_idle_method(observations_by_target, subject)
     if images.shard is not None:
@@ -391,15 +396,6 @@ def _collect_observations(
     return observations, {name: str(error) for name, error in failures.items()}
 
 
-def _refuse_no_layer(observations: Sequence[Observation], subject: CalibrationSubject) -> None:
-    if not observations:
-        raise ModelError(
-            "at least one node of the model must be able to run in int8, got none in"
-            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
-            " `calib8 inspect` says why"
-        )
-
-
 def _refuse_idle_method(
     observations_by_target: Mapping[str, Sequence[Observation]], subject: CalibrationSubject
 ) -> None:
@@ -424,27 +420,29 @@ def _refuse_foreign_cache(policy: CachePolicy) -> None:
 
 def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
     """Return the path of the checkpoint; None with --until-stable, which looks at few samples."""
-    policy, checkpoint, resume = options.cache, options.checkpoint, options.resume
-    if resume and (policy.require or policy.trust):
+    policy = options.cache
+    if options.resume and (policy.require or policy.trust):
         flag = "--require-cache" if policy.require else "--trust-cache"
         raise ConfigError(
             f"--resume goes on observing and {flag} takes a cache as it is; leave one of them out"
         )
     if options.until_stable is not None:
-        if resume:
+        if options.resume:
             raise ConfigError(
                 "--resume goes on with a run over all samples, got --until-stable, which looks at"
                 " as few as it takes and keeps no checkpoint; leave one of them out"
             )
         return None
-    if checkpoint is None and policy.path is not None:
+    if options.checkpoint is not None:
+        return options.checkpoint
+    if policy.path is not None:
         return checkpoint_path(policy.path)
-    if resume and checkpoint is None:
+    if options.resume:
         raise ConfigError(
             "to go on with a run there must be a cache beside which its checkpoint stands, or the"
             " checkpoint itself, got neither; name one"
         )
-    return checkpoint
+    return None
 
 
 def _make_monitor(
@@ -476,7 +474,8 @@ def _make_monitor(
 def _find_trt_version(targets: Iterable[Target]) -> str | None:
     """Return the version of TensorRT that builds on this machine; None without one."""
     for target in targets:
-        version = target.cache_version() if isinstance(target, WritesCache) else None
-        if version is not None:
-            return version
+        if isinstance(target, WritesCache):
+            version = target.cache_version()
+            if version is not None:
+                return version
     return None

@@ -89,12 +89,12 @@ def _quantize_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProt
     for node in casted.graph.node:
         if _has_scale_in(node, float16_scales):
             for index, name in enumerate(node.input[:2]):  # the value and its scale
-                node.input[index] = f"{node.output[0]}/{name}/float32"
-                nodes.append(
-                    onnx.helper.make_node(
-                        "Cast", [name], [node.input[index]], to=onnx.TensorProto.FLOAT
-                    )
+                casted_name = f"{node.output[0]}/{name}/float32"
+                node.input[index] = casted_name
+                cast = onnx.helper.make_node(
+                    "Cast", [name], [casted_name], to=onnx.TensorProto.FLOAT
                 )
+                nodes.append(cast)
         nodes.append(node)
     replace_nodes(casted.graph, nodes)
     return casted
@@ -425,7 +425,9 @@ class _EvaluationPass:
                     outputs.candidates[name],
                     count=self._evaluation.unpadded_count,
                 )
-        watched = frozenset[int]().union(*(c.watched for c in self._comparisons.values()))
+        watched: set[int] = set()
+        for comparison in self._comparisons.values():
+            watched.update(comparison.watched)
         self._pictures.add(outputs.sample, watched)
 
     def _run_candidates(self, outputs: _SampleOutputs, *, is_serial: bool) -> None:
@@ -472,12 +474,15 @@ class CandidateImages:
         start = self._sample_count
         self._sample_count += batch
         self._stored = {n: picture for n, picture in self._stored.items() if n in watched}
-        new_numbers = [number for number in range(start, start + batch) if number in watched]
-        rows = split_batch(sample, batch) if new_numbers else []
-        for number in new_numbers:
-            picture = self._feed.to_image(rows[number - start])
+        watched_rows = [row for row in range(batch) if start + row in watched]
+        if not watched_rows:
+            return
+
+        samples = split_batch(sample, batch)
+        for row in watched_rows:
+            picture = self._feed.to_image(samples[row])
             if picture is not None:
-                self._stored[number] = shrink_image(picture, _PICTURE_SIDE)
+                self._stored[start + row] = shrink_image(picture, _PICTURE_SIDE)
 
     def select(self, numbers: Iterable[int]) -> Pictures:
         """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""

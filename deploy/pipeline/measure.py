@@ -125,8 +125,9 @@ def measure_engines(
     opened = [result for result in results if result.target not in failures]
     device_sessions: dict[str, Session | None] = {}
     if loaded.cut_off is None:  # else the engines have other outputs
-        device_sessions = {name: engine.device_session for name, engine in engines.items()}
-        del device_sessions[_FLOAT_ENGINE]
+        device_sessions = {
+            name: engine.device_session for name, engine in engines.items() if name != _FLOAT_ENGINE
+        }
     with phase("layers"):
         inner_tensors = InnerTensors(
             loaded, opened, device_sessions, samples.sample_count, is_reference=is_same_model
@@ -145,8 +146,8 @@ def measure_engines(
     measurements = _Measurements(
         engines, timed_sessions, latency, evaluated.accuracy, failures, threads
     )
-    float_row = EngineRow(  # the float model runs on the CPU even if a device runs the others
-        label="FP32 on the CPU" if devices else "FP32",
+    float_row = EngineRow(
+        label="FP32 on the CPU" if devices else "FP32",  # even if a device runs the others
         reference=True,
         path=str(loaded.source) if loaded.source else None,
         size_bytes=len(float_file),

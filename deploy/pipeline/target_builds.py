@@ -183,9 +183,11 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
     remaining_files = {}
     if result.engine not in (None, result.runnable):
         remaining_files = {role: p for role, p in result.files.items() if p not in engines}
-    discarded = {*engines, *result.files.values()}.difference(remaining_files.values())
-    names = [path.name for path in discarded]
-    stage.discard([*names, *(f"{name}.json" for name in names)])
+
+    discarded_names = []
+    for path in {*engines, *result.files.values()}.difference(remaining_files.values()):
+        discarded_names += [path.name, f"{path.name}.json"]
+    stage.discard(discarded_names)
     return replace(result, engine=None, runnable=None, baselines={}, files=remaining_files)
 
 

@@ -181,19 +181,20 @@ def compare_with_plan(
     unreported = [decision.node for decision in decisions if decision.node not in type_by_node]
     nodes_in_blocks = {node for block in blocks for node in _block_nodes(block, unreported)}
 
-    grids, unnamed, inside, lost, gained = set(), [], [], [], []
+    quantized = [decision for decision in decisions if decision.quantized]
+    inside = [decision.node for decision in quantized if decision.node in nodes_in_blocks]
+    unnamed = [
+        decision.node
+        for decision in quantized
+        if decision.node not in type_by_node and decision.node not in nodes_in_blocks
+    ]
+    lost, gained = [], []
     for decision in decisions:
-        node, engine_type = decision.node, type_by_node.get(decision.node)
-        if decision.quantized:
-            grids.add(decision.precision)
-            if node in nodes_in_blocks:
-                inside.append(node)
-            elif engine_type is None:
-                unnamed.append(node)
+        engine_type = type_by_node.get(decision.node)
         if engine_type is None or decision.quantized == (engine_type in _GRIDS):
             continue
         deviation = NodeDeviation(
-            node=node, op=decision.op_type, planned=decision.precision, ran=engine_type
+            node=decision.node, op=decision.op_type, planned=decision.precision, ran=engine_type
         )
         if decision.quantized:
             lost.append(deviation)
@@ -204,8 +205,8 @@ def compare_with_plan(
         layers=len(computing) - len(blocks),
         precisions=dict(Counter(layer.precision for layer in computing if layer.precision)),
         reformats=len(layers) - len(computing),
-        planned=sum(decision.quantized for decision in decisions) if decisions else None,
-        grid=" or ".join(sorted(grids)) or None,
+        planned=len(quantized) if decisions else None,
+        grid=" or ".join(sorted({decision.precision for decision in quantized})) or None,
         unnamed=tuple(unnamed),
         inside=tuple(inside),
         blocks=_count_blocks(blocks),

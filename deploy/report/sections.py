@@ -276,7 +276,9 @@ def _nodes(report: Findings) -> Sections:
 def _engine_layers(report: Findings) -> Sections:
     """Yield the comparison of each engine's layers with its plan."""
     for engine in report.engines:
-        if engine.ran and (text := engine_layers_text(engine.ran)):
+        if engine.ran is None:
+            continue
+        if text := engine_layers_text(engine.ran):
             rows = engine.ran.deviation_rows
             blocks: list[Block] = [Paragraph(f"{text}.")]
             if rows:
@@ -505,7 +507,23 @@ def _changed_class(row: ClassRow, picture: Raster, label: str) -> str:
 
 # In the order of the report. A new section is a function that yields it, and its entry here.
 SECTIONS: tuple[Callable[[Findings], Sections], ...] = (
-    _engines, _search, _batches, _kernels, _accuracy, _examples, _worst_layers, _histograms, _views,
-    _notes, _calibration, _nodes, _engine_layers, tensor_sections, _inner_tensors, _weights,
-    _machine, _files, _work,
-)  # fmt: skip
+    _engines,
+    _search,
+    _batches,
+    _kernels,
+    _accuracy,
+    _examples,
+    _worst_layers,
+    _histograms,
+    _views,
+    _notes,
+    _calibration,
+    _nodes,
+    _engine_layers,
+    tensor_sections,
+    _inner_tensors,
+    _weights,
+    _machine,
+    _files,
+    _work,
+)

@@ -353,12 +353,27 @@ def _precision(report: Findings, label: str, suffix: str) -> Iterator[Comparison
 
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
 FRONT_HEADS = (
-    "split", "layers in float", "time, FP32 = 1", "size, FP32 = 1", "SQNR", "task", "expected",
+    "split",
+    "layers in float",
+    "time, FP32 = 1",
+    "size, FP32 = 1",
+    "SQNR",
+    "task",
+    "expected",
     "built",
-)  # fmt: skip
+)
 WEIGHT_HEADS = (
-    "weight", "channels", "scales", "dead", "used", "ratio", "least", "median", "largest", "worst",
-)  # fmt: skip
+    "weight",
+    "channels",
+    "scales",
+    "dead",
+    "used",
+    "ratio",
+    "least",
+    "median",
+    "largest",
+    "worst",
+)
 
 
 def target_suffix(report: Findings, name: str, joint: str = " of ") -> str:
