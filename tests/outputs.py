@@ -4,11 +4,11 @@ import numpy as np
 
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
-from deploy.tasks.yolo import AnchorGrid
+from deploy.tasks.detector import AnchorGrid
 
 SIZE = (160, 224)  # height, width of the picture
 
-GRID = AnchorGrid((8, 16, 32), 1, False)
+GRID = AnchorGrid((8, 16, 32))
 
 
 def rng():

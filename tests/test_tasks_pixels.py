@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from deploy.metrics.output_form import derive_form
-from deploy.tasks.heatmaps import HeatMaps
+from deploy.tasks.maps import HeatMaps, MaskMaps
 from deploy.tasks.rows import are_probabilities, are_probabilities_or_logs, sums_to_one
-from deploy.tasks.segmentation import MaskMaps
 from tests.models import as_float32, build_net, make_model
 from tests.outputs import fed, figure, peaked, rng, same_task, softmax
 

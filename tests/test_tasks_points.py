@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto
 
 from deploy.metrics.output_form import derive_form
-from deploy.tasks.yolo import AnchorGrid
+from deploy.tasks.detector import AnchorGrid
 from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, same_task
 from tests.outputs import figure as outputs_figure
@@ -382,7 +382,7 @@ def test_the_screen_tells_key_points_and_no_classes(tmp_path):
 
 
 LARGE, STRIDES = (96, 128), (8, 16)  # height, width of a larger picture
-GRID = AnchorGrid(STRIDES, 1, False)
+GRID = AnchorGrid(STRIDES)
 WIDE = 24  # of every box
 
 
@@ -495,21 +495,21 @@ def saved_faces(path):
             saved_posed,
             partial(pictures_of_cells, channels=4, objects=2, apart=4),
             32,
-            "y: boxes by centre and 1 classes, 2 key points an anchor",
+            "y: scores of 1 classes, boxes by centre, key points",
             "boxes of FP32 kept",
         ),
         (
             saved_turned,
             pictures_of_cells,
             64,
-            "scores: scores of anchors, boxes by corners",
+            "scores: scores of 2 classes, boxes by corners",
             "boxes of FP32 kept",
         ),
         (
             saved_faces,
             pictures_of_cells,
             64,
-            "scores: scores of anchors, boxes by offset",
+            "scores: scores of 1 classes, boxes by offset, key points",
             "boxes of FP32 kept",
         ),
         (

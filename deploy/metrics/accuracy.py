@@ -188,9 +188,7 @@ class Comparison:
         )
         first = task.outputs[0] if isinstance(task, Classes) else ""
         top1 = self._heads.get(first, self._top1).result(kind)
-        lists = (
-            frozenset(n for n, parts in task.parts.items() if not parts) if task else frozenset()
-        )
+        lists = frozenset[str]() if task is None else task.lists
         return Accuracy(
             samples=self._top1.samples,
             outputs=outputs,

@@ -290,6 +290,13 @@ class OutputTally:
         form = self._settle()
         figures_of = {OutputSlice(output=output.name): output for output in outputs}
         figures_of |= {part: error.result() for part, error in self._errors.items()}
+        # rows of lists of different lengths are not the same boxes
+        lists = frozenset[str]() if form.task is None else form.task.lists
+        compared = [
+            part
+            for part in form.parts
+            if part.output not in lists or not figures_of[part].other_shape
+        ]
         figures = [
             SliceAccuracy(
                 label=part.label,
@@ -300,7 +307,7 @@ class OutputTally:
                 max_abs_error=figures_of[part].max_abs_error,
                 less="" if part.at else part.less,
             )
-            for part in form.parts
+            for part in compared
         ]
         return tuple(
             sorted(figures, key=lambda f: -math.inf if math.isnan(f.sqnr_db) else f.sqnr_db)

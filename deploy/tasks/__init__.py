@@ -11,10 +11,9 @@ from deploy.tasks import (
     classes,
     embeddings,
     evaluation_task,
-    heatmaps,
     keypoints,
     labels,
-    segmentation,
+    maps,
     sequences,
 )
 from deploy.tasks.declarations import Declaration
@@ -63,16 +62,16 @@ TASKS: dict[str, TaskRow] = {
         lambda n, s, raw: 1 in s[:2] and s[2] > 10 and sequences.Text(n, s[2], 0),
     ),
     "segmentation": TaskRow(
-        [segmentation.find_segmentation], "[N, C, H, W] or [N, H, W, C] scores, or class numbers",
-        _MAPS, lambda n, s, raw: segmentation.Pixels(n, min(s[1], s[3]), last=s[3] < s[1]),
+        [maps.find_segmentation], "[N, C, H, W] or [N, H, W, C] scores, or class numbers",
+        _MAPS, lambda n, s, raw: maps.Pixels(n, min(s[1], s[3]), last=s[3] < s[1]),
     ),
     "masks": TaskRow(
-        [segmentation.find_masks], "maps [N, K, H, W]", _MAPS,
-        lambda n, s, raw: segmentation.MaskMaps((n,)),
+        [maps.find_masks], "maps [N, K, H, W]", _MAPS,
+        lambda n, s, raw: maps.MaskMaps((n,)),
     ),
     "heatmaps": TaskRow(
-        [heatmaps.find_heatmaps], "heat maps [N, K, H, W]", _MAPS,
-        lambda n, s, raw: heatmaps.HeatMaps(n, min(s[1], s[3]), last=s[3] < s[1]),
+        [maps.find_heatmaps], "heat maps [N, K, H, W]", _MAPS,
+        lambda n, s, raw: maps.HeatMaps(n, min(s[1], s[3]), last=s[3] < s[1]),
     ),
     "keypoints": TaskRow(
         [keypoints.find_simcc, keypoints.find_keypoints], "points [N, K, 2], [N, 2, K] or [N, K p]",

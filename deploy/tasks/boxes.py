@@ -5,21 +5,21 @@ figure is the share of FP32's boxes that are kept; new boxes are counted beside 
 at three score thresholds. The one reported is kept with the calibration; it is the highest above
 which the float model has enough boxes.
 
-`EndToEndDecoder` decodes boxes that the model has suppressed itself, lists of corners, score and
-class: end- to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and
+`ListDecoder` decodes boxes that the model has suppressed itself, lists of corners, score and class:
+end-to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and
 MMDetection's exports (corners with score, and classes). Such lists are sorted by score, so equal
 rows of two models are different boxes: only the column of scores is compared by value, and nothing
-if the length of the list varies.
+if the length of the list varies. Other detectors: `detector_forms`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import ClassVar, Protocol
 
 import numpy as np
 
-from deploy.tasks import anchors, single_tensor, yolo
+from deploy.tasks import thresholds
 from deploy.tasks.detections import (
     NOTHING,
     Detections,
@@ -27,6 +27,7 @@ from deploy.tasks.detections import (
     scale_to_pixels,
     suppress_overlaps,
 )
+from deploy.tasks.detector_forms import find_detector
 from deploy.tasks.evaluation_task import (
     BoxExample,
     EvaluationTask,
@@ -39,21 +40,28 @@ from deploy.tasks.rows import Floats, Outputs, image_size
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
-_ROWS = 3  # rows of all samples, at least, to be certain of the columns
+ListColumns = tuple[int, int, int]  # columns of the first corner, the score and the class
+_JOINED: ListColumns = (0, 4, 5)  # of boxes, scores and classes that are put side by side
 
-# columns of a row -> (first of the corners, score, class)
-_LAYOUTS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
+# columns of a row -> layouts
+_LAYOUTS: Mapping[int, tuple[ListColumns, ...]] = {
     6: ((0, 4, 5), (0, 5, 4), (2, 1, 0)),
     7: ((1, 6, 5), (1, 5, 6), (3, 2, 1)),  # the first column is the number of the image
 }
 
 
 @dataclass(frozen=True, slots=True)
-class EndToEndDecoder:
-    """Decoder of end-to-end lists, in one, two or three outputs."""
+class ListDecoder:
+    """Decoder of end-to-end lists, in one, two or three outputs.
 
-    outputs: tuple[str, ...]  # (rows), (boxes with scores, classes) or (boxes, scores, classes)
-    columns: tuple[int, int, int] = (0, 4, 5)  # columns of a single output, as in `_LAYOUTS`
+    Attributes:
+        outputs: (rows), (boxes with scores, classes), (boxes, scores) or (boxes, scores, classes).
+        columns: columns of a single output.
+        parts: slices of the outputs; see `EvaluationTask`.
+    """
+
+    outputs: tuple[str, ...]
+    columns: ListColumns = _JOINED
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     placed: ClassVar[bool] = True
 
@@ -69,101 +77,116 @@ class EndToEndDecoder:
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the boxes of one sample."""
-        rows = _joined([outputs[name] for name in self.outputs])
+        rows = _join_columns([outputs[name] for name in self.outputs])
         if rows is None:
             return None
-        corner, score, kind = self.columns
-        numbers = np.nan_to_num(rows[:, kind], nan=-1, posinf=-1, neginf=-1)
+        corner, score, class_column = self.columns
+        numbers = np.nan_to_num(rows[:, class_column], nan=-1, posinf=-1, neginf=-1)
         boxes = rows[:, corner : corner + 4]
         return Detections.of(boxes, rows[:, score], numbers.round().astype(np.int64))
 
 
-def find_end_to_end(samples: FirstSamples) -> EndToEndDecoder | None:
+def find_list(samples: FirstSamples) -> ListDecoder | None:
     """Recognise a list in one, two or three outputs."""
-    if (several := _find_several(samples)) is not None:
-        return several
+    decoder = _find_several(samples)
+    if decoder is not None:
+        return decoder
     for name in samples.every:
-        rows = [_joined([value]) for value in samples.arrays(name)]
-        columns = _columns(rows)
-        five = samples.outputs[0][name].shape[-1:] == (
-            5,
-        )  # then scores, of several boxes, must fall
-        falling = all(len(r) > 1 and (np.diff(r[:, 4]) <= 0).all() for r in rows if r is not None)
-        if columns is not None and (falling or not five):
-            return EndToEndDecoder((name,), columns, {name: _scores(name, columns[1], samples)})
+        values = samples.arrays(name)
+        columns = _find_columns([_join_columns([value]) for value in values])
+        if columns is None:
+            continue
+        has_classes = values[0].shape[-1] != 5
+        if has_classes or all(map(_are_falling, values)):
+            parts = {name: _slice_scores(name, columns[1], samples)}
+            return ListDecoder((name,), columns, parts)
     return None
 
 
-def _find_several(samples: FirstSamples) -> EndToEndDecoder | None:
+def _are_falling(value: Array) -> bool:
+    """Whether the scores of several boxes [.., K, 5] fall, as a list without classes has them."""
+    scores = value.reshape(-1, 5)[:, 4]
+    return len(scores) > 1 and bool((np.diff(scores) <= 0).all())
+
+
+def _find_several(samples: FirstSamples) -> ListDecoder | None:
     """Recognise boxes with scores [.., K, 5] and classes, or boxes [.., K, 4], scores, classes."""
-    first = samples.outputs[0]
-    flat = [name for name in samples.every if max(first[name].shape, default=0)]
-    for width, rest in ((5, 1), (4, 2)):
-        heads = [name for name in samples.every if first[name].shape[-1:] == (width,)]
-        for names in ((head, *more) for head in heads for more in permutations(flat, rest)):
-            if _fits(
-                [_joined([one[name] for name in names]) for one in samples.outputs], (0, 4, 5)
-            ):
-                score = names[-2]
-                varies = len({one[score].shape for one in samples.outputs}) > 1
-                whole = () if varies else (OutputSlice(output=score),)
-                own = _scores(score, 4, samples) if rest == 1 else whole
-                parts = {**dict.fromkeys(names, ()), score: own}
-                return EndToEndDecoder(names, (0, 4, 5), parts)
+    shapes = {name: samples.outputs[0][name].shape for name in samples.every}
+    for width, other_count in ((5, 1), (4, 2)):
+        for boxes in [name for name in shapes if shapes[name][-1:] == (width,)]:
+            for others in permutations(shapes, other_count):
+                names = (boxes, *others)
+                rows = [_join_columns([one[name] for name in names]) for one in samples.outputs]
+                if not _are_list(rows, _JOINED):
+                    continue
+                scores = names[-2]
+                parts: dict[str, tuple[OutputSlice, ...]] = dict.fromkeys(names, ())
+                if other_count == 1:
+                    parts[scores] = _slice_scores(scores, 4, samples)
+                elif len({one[scores].shape for one in samples.outputs}) == 1:
+                    parts[scores] = (OutputSlice(output=scores),)
+                return ListDecoder(names, _JOINED, parts)
     return None
 
 
-def _scores(name: str, column: int, samples: FirstSamples) -> tuple[OutputSlice, ...]:
-    shapes = {one.shape for one in samples.arrays(name)}
-    fixed = len(shapes) == 1 and len(next(iter(shapes))) > 2
-    return (OutputSlice(output=name, axis=-1, start=column, stop=column + 1),) if fixed else ()
+def _slice_scores(name: str, column: int, samples: FirstSamples) -> tuple[OutputSlice, ...]:
+    """Return the slice of the scores in rows [1, K, n]; none if the length of the list varies."""
+    shapes = {value.shape for value in samples.arrays(name)}
+    if len(shapes) > 1 or len(shapes.pop()) < 3:
+        return ()
+    return (OutputSlice(output=name, axis=-1, start=column, stop=column + 1),)
 
 
-def _joined(values: list[Array]) -> Floats | None:
+def _join_columns(values: Sequence[Array]) -> Floats | None:
     """Return [1, K, n] or [K, n] as [K, n]; several outputs are concatenated to [K, 6].
 
     Boxes with a score [K, 5] are of class 0 without classes.
     """
-    if len(values) < 3 and values[0].shape[-1:] == (5,):
-        rows, *kinds = values
-        values = [rows[..., :4], rows[..., 4], *(kinds or [np.zeros(rows.shape[:-1])])]
-    if len(values) == 1:
-        value = values[0]
-        fits = value.ndim >= 2 and value.shape[-1] in _LAYOUTS
-        if not fits or value.size != int(np.prod(value.shape[-2:])):
+    boxes, *others = values
+    if len(values) == 1 and boxes.shape[-1:] != (5,):
+        is_list = boxes.ndim >= 2 and boxes.shape[-1] in _LAYOUTS
+        if not is_list or boxes.size != boxes.shape[-2] * boxes.shape[-1]:
             return None
-        return value.reshape(-1, value.shape[-1]).astype(np.float64)
-    boxes, *rest = (value.astype(np.float64) for value in values)
-    if boxes.shape[-1:] != (4,) or [one.size for one in rest] != 2 * [boxes.size // 4]:
+        return boxes.reshape(-1, boxes.shape[-1]).astype(np.float64)
+    if len(values) < 3 and boxes.shape[-1:] == (5,):
+        scores = boxes[..., 4]
+        classes = others[0] if others else np.zeros(scores.shape)
+        boxes, others = boxes[..., :4], [scores, classes]
+    count = boxes.size // 4
+    if boxes.shape[-1:] != (4,) or [value.size for value in others] != [count, count]:
         return None
-    return np.concatenate([boxes.reshape(-1, 4), *(one.reshape(-1, 1) for one in rest)], axis=1)
+    columns = [boxes.reshape(-1, 4), *(value.reshape(-1, 1) for value in others)]
+    return np.concatenate(columns, axis=1, dtype=np.float64)
 
 
-def _columns(samples: list[Floats | None]) -> tuple[int, int, int] | None:
+def _find_columns(samples: Sequence[Floats | None]) -> ListColumns | None:
     """Return the only layout that fits all rows; None if there is none or several."""
-    present = [one for one in samples if one is not None]
-    if len(present) != len(samples) or len({one.shape[1] for one in present}) != 1:
+    widths = {None if rows is None else rows.shape[1] for rows in samples}
+    width = widths.pop()
+    if widths or width is None:
         return None
-    fitting = [one for one in _LAYOUTS[present[0].shape[1]] if _fits(samples, one)]
+    fitting = [layout for layout in _LAYOUTS[width] if _are_list(samples, layout)]
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _fits(samples: list[Floats | None], columns: tuple[int, int, int]) -> bool:
-    present = [one for one in samples if one is not None]
-    if len(present) != len(samples):
+def _are_list(samples: Sequence[Floats | None], columns: ListColumns) -> bool:
+    """Whether rows are boxes: ordered corners, a score of 0 to 1 and a whole class number."""
+    tables = [rows for rows in samples if rows is not None]
+    if not tables or len(tables) != len(samples):
         return False
-    corner, score, kind = columns
-    rows = np.concatenate(present)
+    corner, score, class_column = columns
+    rows = np.concatenate(tables)
     if not np.isfinite(rows).all():
         return False
     rows = rows[rows[:, score] > 0]  # lists of fixed length are padded
-    if len(rows) < _ROWS:
+    if len(rows) < thresholds.MIN_LIST_ROWS:
         return False
-    scores, kinds = rows[:, score], rows[:, kind]
+    scores, classes = rows[:, score], rows[:, class_column]
+    are_shares = scores.max() <= 1 + thresholds.UNIT_TOLERANCE and (scores != scores.round()).any()
+    are_numbers = classes.min() >= 0 and (classes == classes.round()).all()
     low, high = rows[:, corner : corner + 2], rows[:, corner + 2 : corner + 4]
-    shares = scores.max() <= 1 + 1e-3 and bool((scores != scores.round()).any())
-    numbers = kinds.min() >= 0 and bool((kinds == kinds.round()).all())
-    return shares and numbers and bool(np.mean(np.all(high >= low, axis=1)) > 0.99)
+    are_ordered = np.mean(np.all(high >= low, axis=1)) >= thresholds.MIN_CODED_SHARE
+    return bool(are_shares and are_numbers and are_ordered)
 
 
 _PICTURE = 4  # dimensions of pictures and feature maps
@@ -194,13 +217,7 @@ class Decoder(Protocol):
 
 
 # Tried in this order; each must be certain.
-DECODERS: tuple[Callable[[FirstSamples], Decoder | None], ...] = (
-    yolo.find_yolo,
-    find_end_to_end,
-    anchors.find_anchors,
-    yolo.find_yolo_maps,
-    single_tensor.find_single_tensor,
-)
+DECODERS: tuple[Callable[[FirstSamples], Decoder | None], ...] = (find_list, find_detector)
 
 
 @dataclass(slots=True)
@@ -265,11 +282,16 @@ class BoxDetection(EvaluationTask):
         """How the outputs are interpreted."""
         return self.decoder.form
 
+    @property
+    def lists(self) -> frozenset[str]:
+        """The outputs of lists of boxes."""
+        return frozenset(self.decoder.outputs if isinstance(self.decoder, ListDecoder) else ())
+
 
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
     """Return boxes of outputs that need not be a detector's for certain."""
-    decoder = anchors.fit_anchors(samples)
-    return None if decoder is None else BoxDetection(decoder)
+    decoder = find_detector(samples, is_set=True)
+    return None if decoder is None else BoxDetection(decoder, parts=decoder.parts)
 
 
 def find_boxes(samples: FirstSamples) -> BoxDetection | None:
@@ -277,11 +299,11 @@ def find_boxes(samples: FirstSamples) -> BoxDetection | None:
 
     Inputs of text or sound are excluded: the scores of a token or frame may be four numbers, too.
     """
-    fed = [value for one in samples.inputs for value in one.values()]
-    if fed and max(value.ndim for value in fed) < _PICTURE:
+    ranks = [value.ndim for inputs in samples.inputs for value in inputs.values()]
+    if ranks and max(ranks) < _PICTURE:
         return None
-    for decoder in DECODERS:
-        recognised = decoder(samples)
-        if recognised is not None:
-            return BoxDetection(recognised, parts=recognised.parts)
+    for find_decoder in DECODERS:
+        decoder = find_decoder(samples)
+        if decoder is not None:
+            return BoxDetection(decoder, parts=decoder.parts)
     return None

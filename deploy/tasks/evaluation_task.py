@@ -156,6 +156,11 @@ class EvaluationTask(ABC):
         """How the outputs are interpreted, as text."""
         return f"{', '.join(self.covered)}: {self.reads.format(self)}"
 
+    @property
+    def lists(self) -> frozenset[str]:
+        """Outputs whose length, or the order of whose rows, may differ between two models."""
+        return frozenset(name for name, slices in self.parts.items() if not slices)
+
     def tally(self) -> TaskTally[Any]:
         """Return a new, empty tally."""
         return self.tally_type(self)

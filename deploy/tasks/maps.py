@@ -1,4 +1,4 @@
-"""Segmentation: a class per pixel, or masks of single things.
+"""Maps over a picture: a class per pixel, masks of single things, or a peak per key point.
 
 `find_segmentation`: [N, C, H, W] or [N, H, W, C] scores, or class numbers. Probabilities that sum
 to 1 per pixel are certain. Logits are accepted if neighbours share their best class, in a picture
@@ -9,10 +9,12 @@ one class, other outputs take precedence: a detector's map of kinds is mostly ba
 `find_masks`: values of 0 to 1 per pixel, such as masks, text regions or saliency, in a few channels
 that do not sum to 1: most near 0 or 1, some well above 0, and unlike the input picture. Several
 outputs of one shape are masks together, such as U2-Net's supervised stages (Qin et al. 2020).
+
+`find_heatmaps`: maps of key points [N, K, H, W] or [N, H, W, K], one narrow peak per channel.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -26,6 +28,7 @@ from deploy.tasks.evaluation_task import (
     ThresholdTally,
 )
 from deploy.tasks.rows import Outputs, are_probabilities, image_size, sums_to_one
+from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 _MIN_SIDE = 16  # pixels of a side, at least
@@ -323,3 +326,107 @@ def _is_picture(value: Array, inputs: Outputs) -> bool:
             if float(correlations[0, 1]) > _MAX_PICTURE_CORRELATION:
                 return True
     return False
+
+
+_MIN_CHANNELS = 4  # key points, at least
+_MIN_HEAT = 0.2  # peak of a channel whose key point is present, at least
+_MAX_PEAK_SHARE = 0.05  # share of a channel's pixels above half of its peak, at most
+_HEAT_RANGE = -0.3, 1.5  # values of heat maps, which are trained to be 0 to 1
+
+
+@dataclass(slots=True)
+class _HeatTally(TaskTally["HeatMaps"]):
+    """Counts peaks at the same place, within a pixel."""
+
+    peaks: int = 0
+    matches: int = 0
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        maps, candidate_maps = reference[self.task.output], candidate[self.task.output]
+        if self.task.last:
+            maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
+        is_present = maps[0].max(axis=(1, 2)) > _MIN_HEAT
+        self.peaks += int(is_present.sum())
+        if maps.shape == candidate_maps.shape and np.isfinite(candidate_maps).all():
+            distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps)).max(axis=1)
+            self.matches += int((is_present & (distance <= 1)).sum())
+
+    def result(self) -> TaskFigure | None:
+        return self.figure_of_kept("peaks", self.matches, self.peaks, "within a pixel")
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMaps(EvaluationTask):
+    """One key point per channel.
+
+    Attributes:
+        output: name of the output.
+        count: number of channels.
+        last: whether the channels are the last dimension.
+    """
+
+    output: str
+    count: int
+    last: bool = False
+    name = "heat maps"
+    reads = "{0.count} heat maps"
+    tally_type = _HeatTally
+
+
+def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
+    """Recognise heat maps if exactly one output holds such.
+
+    Other outputs of the same cells, such as offsets, count where a map is high.
+    """
+    tasks = [task for name in samples.names if (task := _find_heat(name, samples)) is not None]
+    if len(tasks) != 1:
+        return None
+    (heat,) = tasks
+    axis, outputs = -1 if heat.last else 1, samples.outputs[0]
+    weight = OutputSlice(output=heat.output, axis=axis)
+    cell_count = outputs[heat.output].size // heat.count
+    parts = {}
+    for name in samples.names:
+        value = outputs[name]
+        if name != heat.output and value.ndim == 4 and value.size == cell_count * value.shape[axis]:
+            parts[name] = (OutputSlice(output=name, at=weight),)
+    return replace(heat, parts=parts)
+
+
+def _find_heat(name: str, samples: FirstSamples) -> HeatMaps | None:
+    """Return an output's heat maps; with channels last if only these have the picture's aspect."""
+    size = image_size(samples.inputs[0])
+    values = samples.arrays(name)
+    fitting = None
+    for last in (False, True):
+        maps = [to_channels_first(value) for value in values] if last else values
+        if not _are_heat_maps(maps):
+            continue
+        rows, columns = maps[0].shape[2:]
+        if size is not None and rows * size[1] == columns * size[0]:
+            return HeatMaps(name, maps[0].shape[1], last)
+        if not last:
+            fitting = HeatMaps(name, maps[0].shape[1])
+    return fitting
+
+
+def _are_heat_maps(samples: Sequence[Array]) -> bool:
+    """Whether values are about 0 to 1, and most channels have one narrow peak."""
+    clear_shares = []
+    for value in samples:
+        if not _are_score_maps(value) or value.shape[1] < _MIN_CHANNELS:
+            return False
+        low, high = _HEAT_RANGE
+        if value.min() < low or value.max() > high:
+            return False
+        maps = value[0].reshape(value.shape[1], -1)
+        peaks = maps.max(axis=1)
+        is_narrow = np.mean(maps > peaks[:, None] / 2, axis=1) < _MAX_PEAK_SHARE
+        clear_shares.append(float(np.mean(is_narrow & (peaks > _MIN_HEAT))))
+    return bool(np.mean(clear_shares) > 0.5)
+
+
+def _peak_cells(value: Array) -> NDArray[np.int64]:
+    """Return row and column of each channel's peak: [1, K, H, W] -> [K, 2]."""
+    indices = value[0].reshape(value.shape[1], -1).argmax(axis=1)
+    return np.stack(np.divmod(indices, value.shape[3]), axis=1)
