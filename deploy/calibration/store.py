@@ -312,9 +312,10 @@ def read_score_threshold(path: Path, model: Mapping[str, str]) -> float | None:
         return None
     try:
         document = _parse_document(read_cache_file(json_path), json_path)
-        is_of_model = Fingerprint.from_json(document.fingerprint).model == model
+        stored_model = Fingerprint.from_json(document.fingerprint).model
     except CacheError:  # the check of the cache says why
         return None
+    is_of_model = not model.items().isdisjoint(stored_model.items())
     return document.score_threshold if is_of_model else None
 
 

@@ -1,10 +1,9 @@
-"""Mean average precision of boxes against COCO annotations, in constant memory.
+"""Mean average precision of boxes against COCO annotations.
 
-As in COCO's evaluation (Lin et al. 2014; pycocotools' COCOeval, all areas, 100 boxes per image): at
-each IoU of .50, .55, ... .95 boxes are matched in descending order of score, each with the
-unmatched object of its class that it overlaps most; precision is made monotonic over recall and
-sampled at 101 recalls. COCO sorts all boxes by score; here they are counted in bins of the score,
-so that memory does not grow with the images. Boxes with a score of 0.05 or less are ignored.
+It equals COCO's evaluation (Lin et al. 2014; pycocotools' COCOeval, all areas, 100 boxes a class
+and image): at each IoU of .50, .55, ... .95 boxes are matched in descending order of score, each
+with the unmatched object of its class that it overlaps most; precision is made monotonic over
+recall and sampled at 101 recalls. Boxes with a score of 0.05 or less are ignored.
 
 Annotation files: cocodataset.org, format-data, detection.
 """
@@ -31,8 +30,7 @@ from deploy.tasks.rows import Floats, Outputs, image_size
 
 IOUS = np.linspace(0.5, 0.95, 10)  # overlaps from which a box is a hit, each evaluated by itself
 _RECALLS = np.linspace(0, 1, 101)  # at which precision is sampled
-_SCORE_BINS = 2000
-_MAX_BOXES = 100  # per image, the best by score
+_MAX_BOXES = 100  # per class and image, the best by score
 _SUPPRESSION_IOU = 0.65  # of two boxes of a class that overlap more, the better one stays
 _MAX_FILE_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
 _HIT, _MISS, _CROWD = 1, 0, -1  # outcomes of a box; one in a crowd is ignored
@@ -183,16 +181,12 @@ class GroundTruth:
     notes: tuple[str, ...] = ()
 
 
-def _no_counts() -> NDArray[np.int32]:
-    return np.zeros((len(IOUS), 2, _SCORE_BINS), np.int32)
-
-
 class AveragePrecision:
-    """Running counts of one model's hits and misses."""
+    """The scored boxes of one model, and whether each is a hit."""
 
     def __init__(self) -> None:
-        # class -> [IoUs, hits and misses, bins of the score]
-        self._counts: defaultdict[int, NDArray[np.int32]] = defaultdict(_no_counts)
+        # class -> (scores [n], outcomes [IoUs, n]) of every image, 18 bytes a box
+        self._boxes: defaultdict[int, list[tuple[Floats, NDArray[np.int8]]]] = defaultdict(list)
         self._object_counts: Counter[int] = Counter()
 
     def add(
@@ -203,24 +197,15 @@ class AveragePrecision:
         crowds: NDArray[np.bool_],
     ) -> None:
         """Add one image: its detections, and its objects' boxes [n, 4], classes and crowds."""
-        best = detections.at(np.arange(min(len(detections.scores), _MAX_BOXES)))
-        for class_number in np.union1d(best.classes, classes).tolist():
-            class_detections = best.at(best.classes == class_number)
-            class_boxes, class_crowds = (
-                boxes[classes == class_number],
-                crowds[classes == class_number],
-            )
+        for class_number in np.union1d(detections.classes, classes).tolist():
+            indices = np.flatnonzero(detections.classes == class_number)[:_MAX_BOXES]
+            best, is_of_class = detections.at(indices), classes == class_number
+            class_boxes, class_crowds = boxes[is_of_class], crowds[is_of_class]
             self._object_counts[class_number] += int((~class_crowds).sum())
-            counts = self._counts[class_number]
-            bins = np.clip(
-                (class_detections.scores * _SCORE_BINS).astype(np.int64), 0, _SCORE_BINS - 1
-            )
-            for level, iou in enumerate(IOUS):
-                outcomes = _find_outcomes(
-                    class_detections.boxes, class_boxes, class_crowds, float(iou)
-                )
-                np.add.at(counts[level, 0], bins[outcomes == _HIT], 1)
-                np.add.at(counts[level, 1], bins[outcomes == _MISS], 1)
+            outcomes = [
+                _find_outcomes(best.boxes, class_boxes, class_crowds, float(iou)) for iou in IOUS
+            ]
+            self._boxes[class_number].append((best.scores, np.stack(outcomes)))
 
     @property
     def objects(self) -> int:
@@ -232,8 +217,10 @@ class AveragePrecision:
         by_class = []
         for class_number, object_count in self._object_counts.items():
             if object_count:
-                counts = self._counts[class_number]
-                by_class.append([_average_precision(level, object_count) for level in counts])
+                scores, outcomes = zip(*self._boxes[class_number], strict=True)
+                order = np.argsort(-np.concatenate(scores), kind="stable")
+                levels = np.concatenate(outcomes, axis=1)[:, order]
+                by_class.append([_average_precision(level, object_count) for level in levels])
         if not by_class:
             return 0.0, 0.0
         return float(np.mean(by_class)), float(np.mean([row[0] for row in by_class]))
@@ -241,16 +228,16 @@ class AveragePrecision:
 
 def _find_outcomes(
     detected_boxes: Floats, boxes: Floats, crowds: NDArray[np.bool_], iou: float
-) -> NDArray[np.int64]:
+) -> NDArray[np.int8]:
     """Return the outcome of each detected box, the best score first."""
     overlaps = box_ious(detected_boxes, boxes)
     overlaps[:, crowds] = _shares_inside(detected_boxes, boxes[crowds])
     is_free = ~crowds  # objects that no box has hit yet
-    outcomes = np.full(len(detected_boxes), _MISS, np.int64)
+    outcomes = np.full(len(detected_boxes), _MISS, np.int8)
     for row, box_overlaps in enumerate(overlaps):
-        free_overlaps = np.where(is_free & (box_overlaps >= iou - 1e-10), box_overlaps, 0)
+        free_overlaps = np.where(is_free & (box_overlaps >= iou), box_overlaps, 0)
         if free_overlaps.max(initial=0) > 0:
-            is_free[free_overlaps.argmax()] = False
+            is_free[len(boxes) - 1 - free_overlaps[::-1].argmax()] = False  # the last of equal ones
             outcomes[row] = _HIT
         elif (box_overlaps[crowds] >= iou).any():
             outcomes[row] = _CROWD
@@ -266,13 +253,13 @@ def _shares_inside(boxes: Floats, crowds: Floats) -> Floats:
     return np.asarray(shared / np.maximum(areas, 1e-12))
 
 
-def _average_precision(counts: NDArray[np.int32], object_count: int) -> float:
-    """101-point average precision from hits and misses [2, bins], ascending in score."""
-    hits, misses = np.cumsum(counts[:, ::-1], axis=1, dtype=np.int64)
+def _average_precision(outcomes: NDArray[np.int8], object_count: int) -> float:
+    """Return the 101-point average precision from outcomes [n], the best score first."""
+    hits, misses = np.cumsum(outcomes == _HIT), np.cumsum(outcomes == _MISS)
     precision = hits / np.maximum(hits + misses, 1)
     falling_precision = np.maximum.accumulate(precision[::-1])[::-1]
-    bins = np.searchsorted(hits / object_count, _RECALLS - 1e-12, side="left")
-    return float(np.append(falling_precision, 0.0)[bins].mean())  # 0 at recalls beyond the last
+    ranks = np.searchsorted(hits / object_count, _RECALLS, side="left")
+    return float(np.append(falling_precision, 0.0)[ranks].mean())  # 0 at recalls beyond the last
 
 
 @dataclass(slots=True)
