@@ -13,22 +13,15 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from deploy.errors import BackendError, ConfigError, FeedError
-from deploy.feed.feed import open_feed
-from deploy.frontends import load
-from deploy.graph.plan import Decision
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.latency import SpeedUp
-from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
 from deploy.metrics.output_form import SliceAccuracy
-from deploy.metrics.precision import AveragePrecision, MeanPrecision
-from deploy.pipeline.evaluate import LAYER_SAMPLES, InnerTensors
+from deploy.metrics.precision import MeanPrecision
 from deploy.report.verdict import Gates, verdict
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.base import BuildResult
 from deploy.tasks import TaskFigure
-from deploy.tasks.detections import Detections
 from deploy.tasks.evaluation_task import share_interval
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_value, save_net
@@ -220,74 +213,6 @@ def test_sqnr_and_cosine_at_the_ends():
     assert cosine(a, 2 * a) == 1 and cosine(a, -a) == -1
     assert cosine(0 * a, 0 * a) == 1 and cosine(a, 0 * a) == 0
     assert np.isnan(cosine(a, a * np.nan))
-
-
-ONE = np.array([[0.0, 0, 10, 10]])
-TWO = np.array([[0.0, 0, 10, 10], [20, 20, 30, 30]])
-
-
-def make_detections(boxes, scores, classes=None):
-    boxes = np.array(boxes, np.float64).reshape(-1, 4)
-    kinds = np.zeros(len(boxes), np.int64) if classes is None else np.array(classes)
-    return Detections(boxes, np.array(scores, np.float64), kinds)
-
-
-def precision(*images):
-    counts = AveragePrecision()
-    for detections, boxes, *rest in images:
-        classes = np.array(rest[0] if rest else [0] * len(boxes), np.int64)
-        crowds = np.array(rest[1] if len(rest) > 1 else [False] * len(boxes), np.bool_)
-        counts.add(detections, np.array(boxes, np.float64).reshape(-1, 4), classes, crowds)
-    return counts.result()
-
-
-THIRDS = (51 + 50 * 2 / 3) / 101  # hit, miss, hit: precision 1 up to recall .5, then 2/3
-FAR = [50, 50, 60, 60]
-CROWDED = [0, 0], [False, True]
-PRECISIONS = {
-    "all found": ([(make_detections(TWO, [0.9, 0.8]), TWO)], 1, 1),
-    # precision 1 up to recall 0.5: 51 of the 101 points
-    "one of two found": ([(make_detections(ONE, [0.9]), TWO)], 51 / 101, 51 / 101),
-    "a false box first": ([(make_detections([FAR, *ONE], [0.9, 0.8]), ONE)], 0.5, 0.5),
-    "a false box last": ([(make_detections([FAR, *ONE], [0.9, 0.95]), ONE)], 1, 1),
-    "hit, miss, hit": (
-        [(make_detections([TWO[0], FAR, TWO[1]], [0.9, 0.8, 0.7]), TWO)],
-        THIRDS,
-        THIRDS,
-    ),
-    # right at .50 .55 .60 .65 .70
-    "an overlap of 0.72": ([(make_detections([[0, 0, 10, 7.2]], [0.9]), ONE)], 0.5, 1),
-    "a second box on one object": (
-        [(make_detections([TWO[0], [0, 0, 10, 9.9], TWO[1]], [0.9, 0.8, 0.7]), TWO)],
-        THIRDS,
-        THIRDS,
-    ),
-    # class 0: 1; class 1, found elsewhere alone: 0
-    "classes and images apart": (
-        [(make_detections(ONE, [0.9]), TWO, [0, 1]), (make_detections(TWO[1:], [0.9], [1]), [])],
-        0.5,
-        0.5,
-    ),
-    # the first box lies in the crowd
-    "a crowd is neither object nor miss": (
-        [
-            (
-                make_detections([[50, 50, 52, 52], *ONE], [0.9, 0.8]),
-                [*ONE, [40, 40, 80, 80]],
-                *CROWDED,
-            )
-        ],
-        1,
-        1,
-    ),
-    "nothing found": ([(make_detections([], []), ONE)], 0, 0),
-}
-
-
-@pytest.mark.parametrize("case", PRECISIONS)
-def test_mean_average_precision_by_hand(case):
-    images, mean, at_50 = PRECISIONS[case]
-    assert precision(*images) == (pytest.approx(mean), pytest.approx(at_50))
 
 
 def part(db=40.0, *, cosine=0.999, label="y"):
@@ -658,83 +583,38 @@ def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
     ],
 )
 def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, level):
-    make_detections = judge(compared(change, error))
-    assert make_detections.level == level
-    assert ("what the model changes of x in y" in make_detections.text) == (level != GOOD)
+    outcome = judge(compared(change, error))
+    assert outcome.level == level
+    assert ("what the model changes of x in y" in outcome.text) == (level != GOOD)
 
 
 def test_an_engine_that_gives_its_input_back_is_not_good():
-    make_detections = compared(0.03, 0.0)
-    assert judge(make_detections).level == GOOD and not make_detections.doubts
-    make_detections = compared(0.03, None)
-    (doubt,) = make_detections.doubts
-    assert doubt.startswith("0.0 dB are left") and judge(make_detections).level == DOUBTFUL
+    exact = compared(0.03, 0.0)
+    assert judge(exact).level == GOOD
+    assert not exact.doubts
+    identity = compared(0.03, None)
+    (doubt,) = identity.doubts
+    assert doubt.startswith("0.0 dB are left")
+    assert judge(identity).level == DOUBTFUL
 
 
 def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
-    make_detections = compared(0.03, 0.02)
-    assert judge(make_detections).level == DOUBTFUL
-    assert judge(replace(make_detections, task=task(1.0))).level == GOOD
-    assert judge(make_detections, max_loss=0.3).level == GOOD
-    assert judge(make_detections, max_loss=0.1).level == UNUSABLE  # by the change's cosine
+    small_change = compared(0.03, 0.02)
+    assert judge(small_change).level == DOUBTFUL
+    assert judge(replace(small_change, task=task(1.0))).level == GOOD
+    assert judge(small_change, max_loss=0.3).level == GOOD
+    assert judge(small_change, max_loss=0.1).level == UNUSABLE  # by the change's cosine
 
 
 def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
-    make_detections = compared(0.03, 0.003)
-    assert (
-        make_detections.worst.label == "y - x"
-        and make_detections.worst.sqnr_db == pytest.approx(20, abs=0.5)
-    )
-    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judge(make_detections).text
+    small_change = compared(0.03, 0.003)
+    assert small_change.worst.label == "y - x"
+    assert small_change.worst.sqnr_db == pytest.approx(20, abs=0.5)
+    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judge(small_change).text
     assert compared(0.5, 0.03).worst.label == "y"
     assert compared(1e-6, 0.03).worst.label == "y"  # rounding alone
     assert not compared(0.03, 0.03, shape=(1, 3, 256)).doubts  # a state, or of another shape
     assert not compared(0.03, 0.03, cut=1).doubts
-
-
-STEP = 0.25
-IN_INT8 = Decision("relu", "Relu", "int8")
-
-
-def model(*, quantized: bool) -> onnx.ModelProto:
-    """x -> Relu -> a -> Neg -> y; quantized puts Q/DQ behind `a`."""
-    nodes, weights = "a = Relu (x) y = Neg (a)", {}
-    if quantized:
-        pair = "a_q = QuantizeLinear (a, s, z) a_dq = DequantizeLinear (a_q, s, z)"
-        nodes, weights = f"a = Relu (x) {pair} y = Neg (a_dq)", {"s": np.float32(STEP)}
-        weights["z"] = np.uint8(0)
-    shape = ("n", 3)
-    return make_model(nodes, {"x": shape}, {"y": shape}, weights, opset=17, ir=9)
-
-
-def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
-    float_model, int8_model = model(quantized=False), model(quantized=True)
-    assert pair_quantized_tensors(float_model, int8_model) == {"a": "a_dq"}
-    assert pair_quantized_tensors(int8_model, float_model) == {}
-    x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
-    built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
-    onnx.save(int8_model, built.runnable)
-    loaded = load(float_model)
-    inner_tensors = InnerTensors(loaded, [built], {"int8": None}, len(x))
-    for row, sample in zip(x, open_feed([x], loaded.inputs).first_samples(4), strict=True):
-        note = inner_tensors.compare(sample)
-        assert note is not None and np.array_equal(note["y"][0], -np.maximum(row, 0))
-    ((layer,),) = inner_tensors.layers.values()
-    a = np.maximum(x, 0).astype(np.float64)
-    steps = np.rint(a / STEP) * STEP
-    assert layer.name == "a"
-    assert layer.sqnr_db == pytest.approx(10 * np.log10((a**2).sum() / ((a - steps) ** 2).sum()))
-    assert [o.name for o in int8_model.graph.output] == ["y"]  # tapped copies only
-
-
-def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
-    built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
-    onnx.save(model(quantized=True), built.runnable)
-    loaded = load(model(quantized=False))
-    numbers_by_count = {
-        n: sorted(InnerTensors(loaded, [built], {}, n).sample_numbers) for n in (1, 3, 100)
-    }
-    assert numbers_by_count == {1: [1], 3: [1, 2, 3], 100: [1, 26, 51, 76]} and LAYER_SAMPLES == 4
 
 
 def one_node(op="Relu", dtype=TensorProto.FLOAT):

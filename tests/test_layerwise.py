@@ -1,0 +1,84 @@
+"""Inner tensors of a float and an int8 model: which are pairs, and how a build compares them."""
+
+import numpy as np
+import onnx
+import pytest
+
+from deploy.feed.feed import open_feed
+from deploy.frontends import load
+from deploy.graph.plan import Decision
+from deploy.metrics.layerwise import pair_quantized_tensors, pair_tensors_by_name
+from deploy.pipeline.evaluate import LAYER_SAMPLES, InnerTensors
+from deploy.targets.base import BuildResult
+from tests.models import make_model
+
+STEP = 0.25
+SHAPE = ("n", 3)
+
+
+def float_model():
+    return make_model("a = Relu (x) y = Neg (a)", {"x": SHAPE}, {"y": SHAPE}, {}, opset=17, ir=9)
+
+
+def int8_model():
+    """The float model with a Q/DQ pair after `a`."""
+    nodes = """
+    a = Relu (x)
+    a_q = QuantizeLinear (a, s, z)
+    a_dq = DequantizeLinear (a_q, s, z)
+    y = Neg (a_dq)
+    """
+    weights = {"s": np.float32(STEP), "z": np.uint8(0)}
+    return make_model(nodes, {"x": SHAPE}, {"y": SHAPE}, weights, opset=17, ir=9)
+
+
+@pytest.fixture
+def built(tmp_path):
+    """The int8 model as the result of a build."""
+    path = tmp_path / "q.onnx"
+    onnx.save(int8_model(), path)
+    decisions = (Decision("relu", "Relu", "int8"),)
+    return BuildResult(target="int8", runnable=path, decisions=decisions)
+
+
+def test_quantized_tensor_pairs_with_its_dequantized_form():
+    assert pair_quantized_tensors(float_model(), int8_model()) == {"a": "a_dq"}
+    assert pair_quantized_tensors(int8_model(), float_model()) == {}
+
+
+def test_pairs_by_name_work_both_ways():
+    assert pair_tensors_by_name(float_model(), int8_model()) == {"a": "a_dq", "y": "y"}
+    assert pair_tensors_by_name(int8_model(), float_model()) == {"a_dq": "a", "y": "y"}
+
+
+def test_inner_tensor_is_compared_as_readers_see_it(built):
+    x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    loaded = load(float_model())
+    inner_tensors = InnerTensors(loaded, [built], {"int8": None}, len(x))
+    for row, sample in zip(x, open_feed([x], loaded.inputs).first_samples(4), strict=True):
+        outputs = inner_tensors.compare(sample)
+        assert outputs is not None
+        assert np.array_equal(outputs["y"][0], -np.maximum(row, 0))
+
+    ((layer,),) = inner_tensors.layers.values()
+    values = np.maximum(x, 0).astype(np.float64)
+    errors = values - np.rint(values / STEP) * STEP
+    assert layer.name == "a"
+    assert layer.sqnr_db == pytest.approx(10 * np.log10((values**2).sum() / (errors**2).sum()))
+
+
+def test_built_file_is_not_changed_by_the_comparison(built):
+    """Only copies get the inner tensors as outputs."""
+    loaded = load(float_model())
+    InnerTensors(loaded, [built], {"int8": None}, 4)
+    assert [output.name for output in onnx.load(built.runnable).graph.output] == ["y"]
+    assert [output.name for output in loaded.model.graph.output] == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("sample_count", "numbers"), [(1, [1]), (3, [1, 2, 3]), (100, [1, 26, 51, 76])]
+)
+def test_compared_samples_are_spread_over_the_feed(built, sample_count, numbers):
+    assert LAYER_SAMPLES == 4
+    inner_tensors = InnerTensors(load(float_model()), [built], {}, sample_count)
+    assert sorted(inner_tensors.sample_numbers) == numbers
