@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from deploy.errors import BackendError, ConfigError, FeedError
-from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
+from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs, TensorComparison
 from deploy.metrics.latency import SpeedUp
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
@@ -451,6 +451,21 @@ def test_a_float_model_that_guesses_was_fed_something_else(right, classes, sampl
     assert outcome.level == (DOUBTFUL if level == "few" else level)
     assert ("chance is" in outcome.text) == (level == UNUSABLE)
     assert ("check --preprocess" in outcome.text) == (level in (DOUBTFUL, UNUSABLE))
+
+
+@pytest.mark.parametrize(("shift", "side"), [(1, "above"), (-1, "below")])
+def test_labels_shifted_by_one_are_named(shift, side):
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(100, 1, 10)).astype(np.float32)
+    rows = [{"y": row} for row in scores]
+    labels = (scores.argmax(axis=2).ravel() + shift) % 10
+    labels[:8] = (labels[:8] + 3) % 10
+    figures = Comparison(StoredOutputs(rows[0]), StoredOutputs(rows[0]), labels=labels.tolist())
+    for row in rows:
+        figures.add({"x": np.zeros((1, 3, 8, 8), np.float32)}, row, row)
+    outcome = judge(figures.result())
+    assert outcome.level == UNUSABLE and outcome.blames_float
+    assert f"92 % of the labels are the class {side}" in outcome.text
 
 
 def make_precision(reference, candidate, *, own_50=0.5):

@@ -27,7 +27,8 @@ from deploy.tasks.rows import AlikeOutputs, Top1, batch_length, split_batch
 from deploy.tasks.slices import form_samples
 from deploy.tensors import Array, HasOutputs, TensorSpec
 
-_NOT_WRITTEN = ("alike", "doubts", "silent", "carried")  # fields of `Accuracy` that JSON leaves out
+# fields of `Accuracy` that JSON leaves out
+_NOT_WRITTEN = ("alike", "doubts", "silent", "carried", "labels_above", "labels_below")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class Accuracy:
         classes: number of classes of the classification output. An output of class numbers without
             scores counts the distinct ones seen, labels included.
         favourite: share of the samples that the reference gives to its most frequent class.
+        labels_above: share of samples whose label is the class above the reference's.
+        labels_below: share of samples whose label is the class below the reference's.
         reading: how the outputs were interpreted, or that they were not recognised.
         why: the task, and the shapes and values of the outputs that show it.
         set_task: name of the task that the user set.
@@ -67,6 +70,8 @@ class Accuracy:
     doubts: tuple[str, ...] = ()
     classes: int | None = None
     favourite: float | None = None
+    labels_above: float | None = None
+    labels_below: float | None = None
     parts: tuple[SliceAccuracy, ...] = ()
     task: TaskFigure | None = None
     precision: MeanPrecision | None = None
@@ -197,6 +202,8 @@ class Comparison:
             top1_agreement=top1.agreement,
             classes=top1.classes,
             favourite=top1.favourite,
+            labels_above=top1.labels_above,
+            labels_below=top1.labels_below,
             parts=self._truth.parts(outputs),
             task=figure,
             precision=self._truth.precision(),

@@ -239,6 +239,8 @@ class Top1Figures:
     agreement: float | None
     classes: int | None
     favourite: float | None
+    labels_above: float | None
+    labels_below: float | None
 
 
 class Top1:
@@ -252,6 +254,7 @@ class Top1:
         self.labels = labels
         self.trouble: FeedError | None = None  # not raised: labels may be for another output
         self.samples = self.right_reference = self.right_candidate = self.agreed = 0
+        self.labels_above = self.labels_below = 0  # labels next to the reference's class
         self.name = name
         self.places = labels is not None  # whether rows of integers may be TopK's indices
         self.classes = True  # until the output turns out to hold no classes
@@ -292,6 +295,9 @@ class Top1:
             wanted = self._wanted(start, batch)
             self.right_reference += int((left == wanted).sum())
             self.right_candidate += int((right == wanted).sum())
+            period = self.count or np.iinfo(np.int64).max
+            self.labels_above += int((wanted == (left + 1) % period).sum())
+            self.labels_below += int((wanted == (left - 1) % period).sum())
 
     def _choose(self, outputs: Outputs, batch: int) -> None:
         """Choose the output to read the class from; the first one if none fits."""
@@ -358,6 +364,8 @@ class Top1:
             agreement=self.agreed / counted if counted else None,
             classes=self._count_of_classes() if total else None,
             favourite=self.given.most_common(1)[0][1] / total if total else None,
+            labels_above=self.labels_above / counted if labelled else None,
+            labels_below=self.labels_below / counted if labelled else None,
         )
 
     def _count_of_classes(self) -> int | None:
