@@ -2,12 +2,16 @@
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from deploy.errors import BackendError
 from deploy.method import Choices, Method
 from deploy.metrics.levels import DOUBTFUL, GOOD, TaskLoss
+from deploy.targets.base import BuildRequest
+from deploy.tuning import device_timer
 from deploy.tuning.front import MAX_POINTS, SplitChooser, find_fastest
 from deploy.tuning.probe import Noise
 from deploy.tuning.search_options import Trial
@@ -250,3 +254,56 @@ def test_size_counts_int8_weights_as_a_quarter():
     assert sizes.of(frozenset()) == pytest.approx(0.25)
     assert sizes.of(frozenset(units.layers)) == 1.0
     assert sizes.of(frozenset(["/a/Conv"])) == pytest.approx((216 + 576 / 4) / 792)
+
+
+def test_unmeasurable_splits_are_chosen_by_prediction():
+    def measure(trials):
+        raise BackendError("no kernel for this GPU")
+
+    fast, slow = make_trial(0, time=0.5, db=25.0), make_trial(3, time=0.8, db=26.0)
+    chosen, chooser = choose(FakeSearch([fast, slow]), good_from(20), measure=measure)
+    assert chosen is fast
+    assert not any(point.is_timed for point in chooser.front(chosen))
+
+
+class FakeDevice:
+    """A target whose engines say how long they take: 10 ms in float, 1 less a layer in int8."""
+
+    name = "device"
+
+    def build(self, request):
+        engine = request.folder / "net.engine"
+        engine.write_text(str(10 - len(LAYERS) + len(request.choices.float_nodes)))
+        return SimpleNamespace(engine=engine, error="")
+
+    def open(self, engine, *, threads):
+        return float(engine.read_text())
+
+
+def test_device_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monkeypatch):
+    def measure(sessions, samples, *, duration_s):
+        return {
+            name: SimpleNamespace(latency=SimpleNamespace(p50=ms)) for name, ms in sessions.items()
+        }
+
+    monkeypatch.setattr(device_timer, "measure", measure)
+    request = BuildRequest(
+        subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=1
+    )
+    all_float = Choices(float_nodes=dict.fromkeys(LAYERS, "float"))
+    timer = device_timer.DeviceTimer(FakeDevice(), request, all_float, [{}])
+    trials = [make_trial(19, time=0.5, db=20), make_trial(16, time=0.6, db=25)]
+    assert [trial.time for trial in timer.measure(trials)] == [0.8, 0.5]
+    assert not list(tmp_path.iterdir())
+
+
+def test_device_timer_says_why_an_engine_is_missing(tmp_path):
+    device = FakeDevice()
+    device.build = lambda request: SimpleNamespace(engine=None, error="no kernel for this GPU")
+    request = BuildRequest(
+        subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=1
+    )
+    timer = device_timer.DeviceTimer(device, request, Choices(), [{}])
+    with pytest.raises(BackendError, match="no kernel for this GPU"):
+        timer.measure([make_trial(0, time=0.5, db=20)])
+    assert not list(tmp_path.iterdir())

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
+from deploy.errors import BackendError
 from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED
 from deploy.metrics.latency import MIN_GAIN
@@ -97,7 +98,8 @@ class SplitChooser:
         sizes: of the splits.
         judge: trial -> its expected verdict.
         can_judge: whether the budget allows judging another trial.
-        measure: trials -> the same with measured times; None where time is predicted.
+        measure: trials -> the same with measured times; None where time is predicted, as it is
+            too once measuring raised a BackendError, which the build then reports.
     """
 
     search: Search
@@ -184,7 +186,13 @@ class SplitChooser:
         }
         untimed = [trial for key, trial in wanted.items() if key not in self._timed]
         if untimed:
-            for trial in self.measure(untimed):
+            try:
+                timed = self.measure(untimed)
+            except BackendError:
+                self.measure = None
+                self._timed.clear()
+                return trials
+            for trial in timed:
                 self._timed[choices_key(trial.choices)] = trial
         return [self._with_time(trial) for trial in trials if self._is_timed(trial)]
 

@@ -25,6 +25,7 @@ from deploy.runtimes.ort import continue_runs
 from deploy.targets.base import BuildRequest, Target
 from deploy.tensors import Array
 from deploy.terminal import Step, phase
+from deploy.tuning.device_timer import DeviceTimer, has_device
 from deploy.tuning.front import FrontPoint, SplitChooser, SplitSizes
 from deploy.tuning.plan_file import PlannedSplit, TargetPlan, float_reasons
 from deploy.tuning.prices import (
@@ -307,9 +308,14 @@ def _split_chooser(
         metric=setup.options.metric,
         count_samples=budget.spend,
     )
-    measure = None
+    target, units = setup.target, search.units
+    measure: Callable[[Sequence[Trial]], list[Trial]] | None = None
     if search.prices.measured:
         measure = partial(_measure_times, setup, search, samples)
+    elif not target.runs_here and setup.options.is_timed and has_device(target):
+        float_nodes = dict.fromkeys(units.nodes(units.members), "timed in float")
+        float_choices = Choices(float_nodes=float_nodes)
+        measure = DeviceTimer(target, setup.request, float_choices, samples).measure
     return SplitChooser(
         search=search,
         sizes=SplitSizes(setup.request.model, search.units),
