@@ -16,7 +16,7 @@
 Every message states the rule, the value that breaks it, and the remedy. `Terminated` stands apart.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from calibrators.errors import Calib8Error, CalibrationError
@@ -67,6 +67,14 @@ def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
     """Return the remedy for an unknown word: "did you mean 'x'?", or `otherwise`."""
     matches = get_close_matches(word, list(choices), n=1)
     return f"did you mean {matches[0]!r}?" if matches else otherwise
+
+
+def list_first(texts: Sequence[str], max_count: int) -> str:
+    """Return the first texts and the number of the others: "a, b, c and 4 more"."""
+    text = ", ".join(texts[:max_count])
+    if len(texts) > max_count:
+        text += f" and {len(texts) - max_count} more"
+    return text
 
 
 def first_line(error: BaseException) -> str:

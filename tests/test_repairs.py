@@ -300,11 +300,9 @@ def test_repairs_keep_float_outputs(tmp_path):
     shape = (2, *loaded.inputs[0].shape[1:])
     x = np.random.default_rng(9).normal(size=shape).astype(np.float32)
     plain = OrtSession.open(loaded.model).run({"x": x})["y"]
-    forms = list(REPAIRS["equalize"].model_repair(loaded.model, [{"x": x}], 1))
-    assert forms
-    for form in forms:
-        actual = OrtSession.open(form).run({"x": x})["y"]
-        assert np.abs(actual - plain).max() <= 2e-6 * np.abs(plain).max()
+    equalized = REPAIRS["equalize"].model_repair(loaded.model, [{"x": x}], 1)
+    actual = OrtSession.open(equalized).run({"x": x})["y"]
+    assert np.abs(actual - plain).max() <= 2e-6 * np.abs(plain).max()
 
 
 @pytest.mark.parametrize(

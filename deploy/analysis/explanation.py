@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from deploy.errors import list_first
 from deploy.report import figures
 from deploy.report.model import to_plain_object
 from deploy.report.parts import SplitRow
@@ -251,12 +252,8 @@ def _float_node_lines(target: TargetExplanation, max_rows: int | None) -> Iterat
 
 
 def _describe_group(group: FloatNodeGroup, max_rows: int | None) -> str:
-    names = group.nodes if max_rows is None else group.nodes[:_MAX_NAMES]
-    text = f"{', '.join(group.operators)} {', '.join(names)}"
-    hidden_count = len(group.nodes) - len(names)
-    if hidden_count:
-        text += f" and {hidden_count} more"
-    return f"{text}: {group.reason or 'no reason given'}"
+    names = list_first(group.nodes, len(group.nodes) if max_rows is None else _MAX_NAMES)
+    return f"{', '.join(group.operators)} {names}: {group.reason or 'no reason given'}"
 
 
 def _search_lines(target: TargetExplanation) -> Iterator[str]:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, list_first
 
 OUTLIER_RATIO = 8.0  # ratio to the next largest sample: three bits
 STABLE_SHARE = 0.2  # the range of all samples is then off by a tenth: less than 1 dB of a step
@@ -250,8 +250,7 @@ class HalvesAgreement:
         if not self.differences:
             return ""
         listed = [f"{name} by {_percent(share)}" for name, share in self.differences.items()]
-        more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
-        return f": {', '.join(listed[:_MAX_LISTED])}{more}"
+        return f": {list_first(listed, _MAX_LISTED)}"
 
 
 def _percent(share: float) -> str:

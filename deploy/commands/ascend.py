@@ -46,6 +46,7 @@ from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
+    from deploy.pipeline.ascend_auto import AutoCalibration
     from deploy.report import Report
     from deploy.targets.ascend.layers import LayerGraph
 
@@ -264,6 +265,10 @@ def auto(
         say=say,
     )
 
+    _say_result(result)
+
+
+def _say_result(result: AutoCalibration) -> None:
     for note in result.config.notes:
         say(note)
     if result.int8_layers is None:

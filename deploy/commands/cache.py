@@ -11,6 +11,7 @@ import click
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
 from deploy.commands.base import FILE, OutputFile, out_option, shows_progress
+from deploy.errors import list_first
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -300,11 +301,9 @@ def from_qdq(
 
     names = [name for name in trt_tensors(plain.model) if name not in plain.scales]
     if names:
-        ending = ", ..." if len(names) > _MAX_NAMES else ""
         say(
             f"{len(names)} tensors have no pair and so no entry; TensorRT warns of a missing scale"
-            f" there and runs them in float (--dla infers them): {', '.join(names[:_MAX_NAMES])}"
-            f"{ending}"
+            f" there and runs them in float (--dla infers them): {list_first(names, _MAX_NAMES)}"
         )
 
 
@@ -324,9 +323,7 @@ def _print_inferred(inferred: InferredScales) -> None:
             continue
         text = f"{len(names)} scales without a pair {meaning}"
         if level == "guess":
-            text += f": {', '.join(names[:_MAX_NAMES])}"
-            if len(names) > _MAX_NAMES:
-                text += f" and {len(names) - _MAX_NAMES} more"
+            text += f": {list_first(names, _MAX_NAMES)}"
         say(text)
     if inferred.missing:
         say(

@@ -3,6 +3,7 @@
 `calib8 qat`: train a PyTorch model for int8 and export it with Q/DQ.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,16 +108,7 @@ def export(
 
     if not shapes and not sample:
         raise ConfigError("export runs the model and needs its --input shape, or a --sample")
-    if not qdq:
-        target_sections = [f"Target {name}" for name in TARGETS]
-        qdq_flags = []
-        for section in (QDQ, base.IMAGES, base.CALIBRATION, *target_sections):
-            qdq_flags += base.given_flags_in(section)
-        base.refuse_without("--qdq", qdq_flags)
-    elif not images:
-        base.refuse_without("--images", base.given_flags_in(base.IMAGES))
-    if mode != "static":
-        base.refuse_without("--mode static", list(method_flags))
+    _refuse_unused_flags(qdq, images, mode, method_flags)
     refuse_meta(find_device(device), "an exported model")
 
     module = torch_model(model, weights, device)
@@ -128,11 +120,11 @@ def export(
         exported, agreement = export_float(module, inputs, opset=opset, dynamic_batch=dynamic_batch)
         say(str(agreement))
     else:
-        source = take_source(image_options, images or "")
+        source = take_source(image_options, images or "") or None
         result = export_quantized(
             module,
             inputs,
-            source if images else None,
+            source,
             target=target,
             mode=mode,
             method=method if method_flags else None,
@@ -150,6 +142,22 @@ def export(
         exported = result.model
     write_model(out, exported)
     say(f"{out}: opset {opset}, {out.stat().st_size} bytes")
+
+
+def _refuse_unused_flags(
+    qdq: bool, images: str | None, mode: str, method_flags: Sequence[str]
+) -> None:
+    """Refuse flags that need --qdq, images, or fixed scales, where these are not given."""
+    if not qdq:
+        target_sections = [f"Target {name}" for name in TARGETS]
+        qdq_flags = []
+        for section in (QDQ, base.IMAGES, base.CALIBRATION, *target_sections):
+            qdq_flags += base.given_flags_in(section)
+        base.refuse_without("--qdq", qdq_flags)
+    elif not images:
+        base.refuse_without("--images", base.given_flags_in(base.IMAGES))
+    if mode != "static":
+        base.refuse_without("--mode static", list(method_flags))
 
 
 @click.command(cls=base.SectionedCommand)

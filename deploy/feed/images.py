@@ -6,7 +6,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from deploy.errors import FeedError
+from deploy.errors import FeedError, list_first
 from deploy.feed.file_list import FileList, ImageFile
 from deploy.files.reading import read_bytes
 
@@ -31,10 +31,7 @@ def printable_name(name: str) -> str:
 
 def summarize_names(names: Sequence[str], max_names: int = 5) -> str:
     """Return the first names and the number of the others."""
-    shown = ", ".join(map(printable_name, names[:max_names]))
-    if len(names) > max_names:
-        return f"{shown} and {len(names) - max_names} more"
-    return shown
+    return list_first(list(map(printable_name, names)), max_names)
 
 
 def is_image(path: Path | str) -> bool:

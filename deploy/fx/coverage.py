@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from deploy.errors import ExportError
+from deploy.errors import ExportError, list_first
 from deploy.fx.fakequant import DynamicQuant, FixedQuant
 from deploy.fx.int8_layers import IntLayer
 from deploy.fx.operations import is_call
@@ -48,15 +48,11 @@ class LayerCoverage:
     def list_float_layers(self) -> str:
         """List the first layers in float, with their reasons."""
         descriptions = []
-        for name, kind in self.float_layers[:_MAX_LISTED_LAYERS]:
+        for name, kind in self.float_layers:
             if name in self.reasons:
                 kind += f": {self.reasons[name]}"
             descriptions.append(f"{name} ({kind})")
-        text = ", ".join(descriptions)
-        unlisted_count = len(self.float_layers) - _MAX_LISTED_LAYERS
-        if unlisted_count > 0:
-            text += f" and {unlisted_count} more"
-        return text
+        return list_first(descriptions, _MAX_LISTED_LAYERS)
 
 
 def measure_coverage(

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from deploy.errors import ModelError
+from deploy.errors import ModelError, list_first
 from deploy.fx.branches import merge_branches
 from deploy.fx.capture import graph_of
 from deploy.fx.functional_layers import functions_to_modules
@@ -168,11 +168,7 @@ def norms_in_float(model: nn.Module) -> str:
     norms = list(dict.fromkeys(_norms_with_reasons(model)))
     if not norms:
         return ""
-    text = f"BatchNorm left in float: {len(norms)}: {', '.join(norms[:_MAX_LISTED_NORMS])}"
-    unlisted_count = len(norms) - _MAX_LISTED_NORMS
-    if unlisted_count > 0:
-        text += f", and {unlisted_count} more"
-    return text
+    return f"BatchNorm left in float: {len(norms)}: {list_first(norms, _MAX_LISTED_NORMS)}"
 
 
 def _norms_with_reasons(model: nn.Module) -> Iterator[str]:

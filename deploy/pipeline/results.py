@@ -10,6 +10,7 @@ from typing import Any
 
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import feed_versions
+from deploy.errors import list_first
 from deploy.feed.feed import describe_preprocessing
 from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
@@ -398,9 +399,7 @@ def _scale_alerts(calibration: CalibrationResult) -> Iterator[str]:
         if len(names) == 1:
             yield f"no scale for {names[0]}: it {reason}; its nodes stay float"
             continue
-        listed_names = ", ".join(names[:_MAX_NAMES])
-        if len(names) > _MAX_NAMES:
-            listed_names += f" and {len(names) - _MAX_NAMES} more"
+        listed_names = list_first(names, _MAX_NAMES)
         yield f"no scale for {listed_names}: each {reason}; their nodes stay float"
 
 

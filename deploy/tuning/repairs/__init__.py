@@ -28,13 +28,20 @@ DEFAULT = (ROUNDING,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One repair; exactly one of `model_repair`, `request_repair` and `layer_repair` is set."""
+    """One repair, with one of the three functions.
+
+    Attributes:
+        title: its name in sentences.
+        model_repair: changes the model before calibration.
+        request_repair: changes the build request after calibration; kept or not by the error of
+            the outputs.
+        layer_repair: likewise, but decides layer by layer by itself.
+    """
 
     title: str
-    model_repair: ModelRepair | None = None  # changes the model before calibration
-    # changes the build request after calibration; kept or not by the error of the outputs
+    model_repair: ModelRepair | None = None
     request_repair: RequestRepair | None = None
-    layer_repair: LayerwiseRepair | None = None  # likewise, but decides layer by layer by itself
+    layer_repair: LayerwiseRepair | None = None
 
 
 REPAIRS: dict[str, Repair] = {
@@ -46,14 +53,16 @@ REPAIRS: dict[str, Repair] = {
 
 def parse_repairs(names: str | Iterable[str]) -> tuple[str, ...]:
     """Parse repair names: comma lists, `all` or `none`; return them in the order of `REPAIRS`."""
-    given = [word.strip() for one in as_names(names) for word in one.split(",")]
-    if NONE in given and len(given) > 1:
-        raise ConfigError(f"{NONE} must be the only repair, got {', '.join(given)}; leave it out")
-    for word in given:
-        if word not in (ALL, NONE) and word not in REPAIRS:
-            near = did_you_mean(word, (*REPAIRS, ALL, NONE), f"{ALL} tries each of them")
-            raise ConfigError(f"a repair is one of {', '.join(REPAIRS)}, got {word!r}; {near}")
-    return tuple(name for name in REPAIRS if name in given or ALL in given)
+    requested = [name.strip() for text in as_names(names) for name in text.split(",")]
+    if NONE in requested and len(requested) > 1:
+        text = ", ".join(requested)
+        raise ConfigError(f"{NONE} must be the only repair, got {text}; leave it out")
+    accepted = (*REPAIRS, ALL, NONE)
+    for name in requested:
+        if name not in accepted:
+            advice = did_you_mean(name, accepted, f"{ALL} tries each of them")
+            raise ConfigError(f"a repair is one of {', '.join(REPAIRS)}, got {name!r}; {advice}")
+    return tuple(name for name in REPAIRS if name in requested or ALL in requested)
 
 
 __all__ = [

@@ -1,6 +1,5 @@
 """Tries the repairs one after another, each on the result of those before, and keeps what helps."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,16 +20,10 @@ from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tensors import Array
 from deploy.terminal import phase
 from deploy.tuning.repairs import REPAIRS, ROUNDING
-from deploy.tuning.repairs.base import (
-    ModelRepair,
-    RepairInput,
-    RepairResult,
-    RequestRepair,
-    with_new_digest,
-)
+from deploy.tuning.repairs.base import RepairInput, RepairResult, with_new_digest
 from deploy.tuning.repairs.output_rounding import rounded_trial_builder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
-from deploy.tuning.repairs.sample_runs import SampleComparison, harms, helps, worst_sqnr_db
+from deploy.tuning.repairs.sample_runs import SampleComparison, gains, harms, worst_sqnr_db
 
 # a sample and the float model's outputs on it
 EvaluationSample = tuple[Sample, Mapping[str, "Array"]]
@@ -39,7 +32,8 @@ _SAMPLES = 16  # half of them compute the after-repairs, half evaluate them
 _MIN_SPLIT = 4  # samples; fewer are not split into halves
 _MAX_VALUES = 5_000_000  # input values to compute a repair from; a large sample gives many patches
 _MIN_FLOAT_DB = 60.0  # SQNR that a repaired float model must have against the original
-_MIN_MODEL_GAIN_DB = 0.5  # of a model repair, since its ranges are those of few samples
+_MIN_GAIN_DB = 0.1  # of the worst slice, for a repair that is kept
+_MIN_MODEL_GAIN_DB = 0.5  # the same of a model repair, since its ranges are those of few samples
 _FALLBACK_TARGET = OnnxRuntime()  # target of the trials where no target can run one
 
 
@@ -136,46 +130,60 @@ def _try_repair(
     repair, target = REPAIRS[name], repair_input.target.name
     if name == ROUNDING and request.choices.rounded is False:
         return request, _no_change(name, target, "not kept, the plan has none")
-    if repair.request_repair is not None:
-        return _try_candidates(request, repair_input, name, repair.request_repair, samples)
-    assert repair.layer_repair is not None
-    repaired = repair.layer_repair(request, repair_input)
-    if repaired is None:
+    if repair.layer_repair is not None:
+        repaired = repair.layer_repair(request, repair_input)
+        if repaired is None:
+            return request, _no_change(name, target)
+        request, text = repaired
+        sentence = f"{repair.title}: {text}, kept"
+        return request, RepairResult(name=name, target=target, kept=True, sentence=sentence)
+    assert repair.request_repair is not None
+    candidate = repair.request_repair(request, repair_input)
+    if candidate is None:
         return request, _no_change(name, target)
-    request, text = repaired
-    sentence = f"{repair.title}: {text}, kept"
-    return request, RepairResult(name=name, target=target, kept=True, sentence=sentence)
+    return _choose(request, candidate, repair_input.target, name, samples)
 
 
-def _try_candidates(
+def _choose(
     request: BuildRequest,
-    repair_input: RepairInput,
+    candidate: BuildRequest,
+    target: Target,
     name: str,
-    repair: RequestRepair,
     samples: Sequence[EvaluationSample],
 ) -> tuple[BuildRequest, RepairResult]:
-    """Return the best candidate of a repair if it helps, else the request itself.
-
-    They are compared on the samples that computed no repair.
-    """
-    target = repair_input.target
+    """Return a repaired request if it helps on the samples that computed no repair."""
     if len(samples) >= _MIN_SPLIT:
         samples = samples[1::2]
     inputs, outputs = zip(*samples, strict=True)
     comparison = SampleComparison(
         request.subject, inputs, threads=request.threads, reference_outputs=outputs
     )
+    before, after = (
+        {target.name: comparison.accuracy(target.trial(form), int8_kernels=target.runs_here)}
+        for form in (request, candidate)
+    )
+    (result,) = _compare(name, before, after, _MIN_GAIN_DB)
+    return candidate if result.kept else request, result
 
-    def measure(candidate: BuildRequest) -> Accuracy:
-        return comparison.accuracy(target.trial(candidate), int8_kernels=target.runs_here)
 
-    before = measure(request)
-    candidates = [(candidate, measure(candidate)) for candidate in repair(request, repair_input)]
-    if not candidates:
-        return request, _no_change(name, target.name)
-    best, after = max(candidates, key=lambda candidate: worst_sqnr_db(candidate[1]))
-    kept = helps(before, after)
-    return best if kept else request, _result(name, target.name, before, after, kept=kept)
+def _compare(
+    name: str, before: Mapping[str, Accuracy], after: Mapping[str, Accuracy], min_gain_db: float
+) -> list[RepairResult]:
+    """Return the result of a repair by target; it is kept if some target gains and none loses.
+
+    `before`, `after`: target -> accuracy; a target may be missing after.
+    """
+    shared = [target for target in before if target in after]
+    kept = len(shared) == len(before)
+    kept = kept and not any(harms(before[target], after[target]) for target in shared)
+    kept = kept and any(gains(before[target], after[target], min_gain_db) for target in shared)
+    outcome = "kept" if kept else "not kept"
+    results = []
+    for target in shared:
+        change = f"{worst_sqnr_db(before[target]):.1f} -> {worst_sqnr_db(after[target]):.1f} dB"
+        sentence = f"{REPAIRS[name].title}: worst part {change}, {outcome}"
+        results.append(RepairResult(name=name, target=target, kept=kept, sentence=sentence))
+    return results
 
 
 def refuse_model_repairs(names: Sequence[str]) -> None:
@@ -200,8 +208,8 @@ def repair_model(
 ) -> tuple[CalibrationSubject, list[RepairResult]]:
     """Try the named model repairs, which change the model before calibration.
 
-    Each candidate is calibrated for each target on a few samples and its int8 model compared with
-    the float outputs. The best candidate of a repair is kept if some target gains and none loses.
+    A repaired model is calibrated for each target on a few samples and its int8 model compared with
+    the float outputs. It is kept if some target gains and none loses.
 
     `targets`: the targets; those that cannot be built for are ignored. `names`: keys of `REPAIRS`;
     other repairs are skipped.
@@ -222,35 +230,28 @@ def repair_model(
         target.demand(replace(subject, repairs=tuple(repairs)))  # raises if repairs are refused
 
     samples = feed.first_samples(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
+    comparison = SampleComparison(subject, samples, threads=threads)
     builds = _TrialBuilds(
         targets=buildable or [_FALLBACK_TARGET],
         samples=samples,
-        comparison=SampleComparison(subject, samples, threads=threads),
+        comparison=comparison,
         feed=feed,
         folder=folder,
         threads=threads,
     )
     before, results = builds.measure(subject), []
     for name, repair in repairs.items():
-        candidates = builds.measure_candidates(subject, name, repair)
-        if not candidates:
+        model = repair(subject.model, samples, threads)
+        if model is None or not _is_same_model(comparison, model):
             results.append(_no_change(name))
             continue
-        best, after = max(candidates, key=lambda candidate: _mean_gain_db(before, candidate[1]))
-        shared = [target for target in before if target in after]
-        kept = (
-            len(shared) == len(before)
-            and not any(harms(before[target], after[target]) for target in shared)
-            and any(
-                helps(before[target], after[target], min_gain_db=_MIN_MODEL_GAIN_DB)
-                for target in shared
-            )
-        )
-        for target_name in shared:
-            old, new = before[target_name], after[target_name]
-            results.append(_result(name, target_name, old, new, kept=kept))
-        if kept:
-            subject, before = best, after
+        loaded = replace(subject.loaded, model=model)
+        candidate = replace(subject, loaded=loaded, repairs=(*subject.repairs, name))
+        after = builds.measure(candidate)
+        comparisons = _compare(name, before, after, _MIN_MODEL_GAIN_DB)
+        results += comparisons
+        if any(result.kept for result in comparisons):
+            subject, before = candidate, after
     if subject.repairs:
         subject = replace(subject, loaded=with_new_digest(subject.loaded))
     return subject, results
@@ -263,6 +264,11 @@ def _can_build(target: Target, subject: CalibrationSubject) -> bool:
     except Calib8Error:
         return False
     return True
+
+
+def _is_same_model(comparison: SampleComparison, model: onnx.ModelProto) -> bool:
+    """Whether a repaired float model computes what the original does."""
+    return worst_sqnr_db(comparison.accuracy(model, int8_kernels=True)) >= _MIN_FLOAT_DB
 
 
 def repair_notes(results: Iterable[RepairResult]) -> list[str]:
@@ -288,19 +294,6 @@ class _TrialBuilds:
     feed: Feed
     folder: Path
     threads: int
-
-    def measure_candidates(
-        self, subject: CalibrationSubject, name: str, repair: ModelRepair
-    ) -> list[tuple[CalibrationSubject, dict[str, Accuracy]]]:
-        """Return the candidates that are still the same float model, with their accuracies."""
-        candidates = []
-        for model in repair(subject.model, self.samples, self.threads):
-            accuracy = self.comparison.accuracy(model, int8_kernels=True)
-            if worst_sqnr_db(accuracy) >= _MIN_FLOAT_DB:
-                loaded = replace(subject.loaded, model=model)
-                candidate = replace(subject, loaded=loaded, repairs=(*subject.repairs, name))
-                candidates.append((candidate, self.measure(candidate)))
-        return candidates
 
     def measure(self, subject: CalibrationSubject) -> dict[str, Accuracy]:
         """Return {target: accuracy of its int8 model}, without targets that fail on few samples.
@@ -339,22 +332,6 @@ class _TrialBuilds:
             manifest={},
             threads=self.threads,
         )
-
-
-def _mean_gain_db(before: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> float:
-    """Return the gain of the worst output slice, averaged over the targets."""
-    shared = [target for target in before if target in after]
-    gains = [worst_sqnr_db(after[target]) - worst_sqnr_db(before[target]) for target in shared]
-    return -math.inf if any(math.isnan(gain) for gain in gains) else sum(gains) / len(gains)
-
-
-def _result(
-    name: str, target: str, before: Accuracy, after: Accuracy, *, kept: bool
-) -> RepairResult:
-    change = f"{worst_sqnr_db(before):.1f} -> {worst_sqnr_db(after):.1f} dB"
-    outcome = "kept" if kept else "not kept"
-    sentence = f"{REPAIRS[name].title}: worst part {change}, {outcome}"
-    return RepairResult(name=name, target=target, kept=kept, sentence=sentence)
 
 
 def _no_change(name: str, target: str = "", reason: str = "nothing to repair") -> RepairResult:

@@ -1,6 +1,6 @@
 """Types of the repairs: their inputs, their signatures and their results."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx
@@ -13,29 +13,45 @@ from deploy.targets.base import BuildRequest, Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairInput:
-    """Input of an after-repair."""
+    """Input of a repair that follows calibration.
 
-    target: Target  # target whose int8 model is repaired
-    reference: onnx.ModelProto  # float model before any repair; its outputs are the reference
+    Attributes:
+        target: target whose int8 model is repaired.
+        reference: float model before any repair; its outputs are the reference.
+        samples: samples that compute the repair.
+        held_out: samples that accept or reject each change of a layer; empty where there are too
+            few samples.
+        threads: samples that run in parallel.
+        progress: called after each layer.
+    """
+
+    target: Target
+    reference: onnx.ModelProto
     samples: Sequence[Sample]
-    # held-out samples that accept or reject each change of a layer; empty where there are too few
-    # samples
     held_out: Sequence[Sample]
     threads: int
     progress: Callable[[], None] = lambda: None
 
 
-# (model, a few samples, threads) -> candidate models; none where there is nothing to repair
-ModelRepair = Callable[["onnx.ModelProto", Sequence[Sample], int], Iterable["onnx.ModelProto"]]
-# (build request, ...) -> candidate requests, of which at most one is kept
-RequestRepair = Callable[["BuildRequest", RepairInput], Iterable["BuildRequest"]]
-# (the same) -> (repaired request, text for the report); None where there is nothing to repair
+# each returns None where there is nothing to repair
+# (model, a few samples, threads) -> repaired model
+ModelRepair = Callable[["onnx.ModelProto", Sequence[Sample], int], "onnx.ModelProto | None"]
+# (build request, input) -> repaired request
+RequestRepair = Callable[["BuildRequest", RepairInput], "BuildRequest | None"]
+# (build request, input) -> (repaired request, text for the report)
 LayerwiseRepair = Callable[["BuildRequest", RepairInput], "tuple[BuildRequest, str] | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Result of one repair on one target."""
+    """Result of one repair on one target.
+
+    Attributes:
+        name: key of `REPAIRS`.
+        target: name of the target; "" where the repair found nothing on any.
+        kept: whether it helped.
+        sentence: text for the report.
+    """
 
     name: str
     target: str

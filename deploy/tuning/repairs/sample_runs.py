@@ -124,7 +124,7 @@ class SampleComparison:
         return comparison.result()
 
 
-def sqnr_by_slice(accuracy: Accuracy) -> dict[str, float]:
+def _sqnr_by_slice(accuracy: Accuracy) -> dict[str, float]:
     """Return the SQNR in dB of each output slice; -inf where it is NaN."""
     sqnr = {part.label: part.sqnr_db for part in accuracy.parts}
     sqnr |= {one.name: one.sqnr_db for one in accuracy.outputs if math.isnan(one.sqnr_db)}
@@ -133,23 +133,21 @@ def sqnr_by_slice(accuracy: Accuracy) -> dict[str, float]:
 
 def worst_sqnr_db(accuracy: Accuracy) -> float:
     """Return the SQNR in dB of the worst output slice."""
-    return min(sqnr_by_slice(accuracy).values(), default=-math.inf)
+    return min(_sqnr_by_slice(accuracy).values(), default=-math.inf)
 
 
-MIN_GAIN_DB = 0.1  # of the worst slice, for a repair that helps
-MAX_LOSS_DB = 0.5  # of any slice
+_MAX_LOSS_DB = 0.5  # of any slice
 
 
-def helps(before: Accuracy, after: Accuracy, *, min_gain_db: float = MIN_GAIN_DB) -> bool:
-    """Whether the worst slice gains `min_gain_db` or more, and no slice loses much."""
-    has_gain = worst_sqnr_db(after) >= worst_sqnr_db(before) + min_gain_db
-    return has_gain and not harms(before, after)
+def gains(before: Accuracy, after: Accuracy, min_gain_db: float) -> bool:
+    """Whether the worst output slice gains so much."""
+    return worst_sqnr_db(after) >= worst_sqnr_db(before) + min_gain_db
 
 
 def harms(before: Accuracy, after: Accuracy) -> bool:
-    """Whether an output slice loses more than `MAX_LOSS_DB`."""
-    old, new = sqnr_by_slice(before), sqnr_by_slice(after)
-    return any(new.get(name, -math.inf) < old[name] - MAX_LOSS_DB for name in old)
+    """Whether an output slice loses more than 0.5 dB."""
+    old, new = _sqnr_by_slice(before), _sqnr_by_slice(after)
+    return any(new.get(name, -math.inf) < old[name] - _MAX_LOSS_DB for name in old)
 
 
 _MAX_VALUES = 1 << 25  # in memory at a time; further layers need another run of the model
