@@ -91,6 +91,7 @@ class Search:
     sensitivity: Sensitivity | None = None
     refused: frozenset[str] = frozenset()
     float_adds: Mapping[str, str] = field(default_factory=dict)
+    _measured_method: str = ""  # of the sensitivity
 
     def run(self) -> None:
         """Try methods and splits.
@@ -275,8 +276,8 @@ class Search:
                 break
 
     def layer_losses(self, base: Trial) -> dict[str, float]:
-        """Return the loss that each layer adds with a trial's choices; measured once."""
-        if self.sensitivity is None:
+        """Return the loss that each layer adds with a trial's choices; measured once a method."""
+        if self.sensitivity is None or self._measured_method != self._label(base):
             self._measure_sensitivity(base)
         assert self.sensitivity is not None
         return self.sensitivity.loss_by_layer()
@@ -299,6 +300,7 @@ class Search:
                 max_trials=self.effort.alone,
             )
         self.sensitivity = measured.fitted(base.in_float, base.noise)
+        self._measured_method = self._label(base)
 
     def _measure_alone(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Return the noise of each group with all else in float."""
@@ -379,8 +381,8 @@ class Search:
     ) -> bool | None:
         """Choose between the methods that clip and those that do not, for the best split.
 
-        What a range clips is rare, so the few samples of a trial may not show it. The best trials
-        of other methods are then tried with the chosen one.
+        What a range clips is rare, so the few samples of a trial may not show it. Splits are then
+        tried with the chosen method.
 
         Args:
             held_back_db: returns the SQNR of a trial's worst slice on samples that gave no range.
@@ -409,10 +411,11 @@ class Search:
             required_db = 0.0 if best_clips else _CLEARLY_DB
             is_clipping = best_clips != (gain_db > required_db)
         winner = best if is_clipping == best_clips else rival
-        splits = dict.fromkeys(trial.in_float for trial in sorted(self.trials, key=self.cost))
-        for in_float in list(splits)[: self.effort.again]:
-            self.try_split(winner, in_float)
         self.settled_method = self._label(winner)
+        if self.sensitivity is not None and self._measured_method != self.settled_method:
+            # each method has its own noisy layers
+            self._measure_sensitivity(winner)
+            self._try_splits(winner)
         return is_clipping
 
     def _try_methods(self, base: Trial, methods: Sequence[Method | None]) -> list[Trial]:
