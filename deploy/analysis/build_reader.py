@@ -21,14 +21,11 @@ from deploy.analysis.explanation import (
 from deploy.errors import CacheError, ConfigError
 from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
-from deploy.files.reading import convert, read_json
 from deploy.method import NO_CHOICES
-from deploy.metrics.levels import LEVELS
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.pipeline.results import split_rows
-from deploy.report import Report
-from deploy.report.model import SCHEMA
+from deploy.report.documents import Report, read_report
 from deploy.report.parts import EngineRow, NodeRow, TargetPart
 from deploy.report.tables import PLAN
 from deploy.terminal import join_visible
@@ -45,10 +42,7 @@ from deploy.tuning.plan_file import (
 )
 from deploy.tuning.repairs import REPAIRS
 
-_MAX_REPORT_BYTES = 1 << 30  # a report has a row for every tensor
-_MAX_FILE_SIZE = 1 << 63  # bytes of a file
 _MAX_TEXT = 60  # characters of a value in a message, and of an option's value
-_WAY_OUT = "build again with this calib8"
 _CHANGED = "was changed after it was written"
 _KIND_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
 
@@ -153,41 +147,7 @@ def read_stored_build(folder: Path | str) -> StoredBuild:
             f" {PAGES[0]}; build first, or name the folder that --out named"
         )
     options = _read_options(path.with_name(SETTINGS))
-    return StoredBuild(name=str(folder), path=path, report=_read_report(path), options=options)
-
-
-def _read_report(path: Path) -> Report:
-    what = "the report of a build, as calib8 wrote it"
-    document = read_json(path, what=what, error=ConfigError, max_bytes=_MAX_REPORT_BYTES)
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA:
-        raise _refusal(path, f"a report must be of schema {SCHEMA}", repr(schema))
-    report = convert(
-        document,
-        Report,
-        rule=f"{path} must be {what}",
-        error=ConfigError,
-        way_out=_WAY_OUT,
-        strict=False,  # numbers may be "inf" or "nan"
-    )
-    sizes = [engine.size_bytes for engine in report.engines]
-    sizes += [file.size_bytes for file in report.written]
-    for size in sizes:
-        if abs(size or 0) >= _MAX_FILE_SIZE:
-            raise _refusal(path, "size_bytes of a report must be a number of 64 bits", repr(size))
-    for engine in report.engines:
-        if engine.latency is not None:
-            p50 = engine.latency.latency.p50
-            if not 0 < p50 < math.inf:
-                raise _refusal(path, "latencies must be over 0", str(p50))
-        if engine.verdict is not None and engine.verdict.level not in LEVELS:
-            rule = f"a verdict must be one of {', '.join(LEVELS)}"
-            raise _refusal(path, rule, repr(engine.verdict.level))
-    return report
-
-
-def _refusal(path: Path, rule: str, value: str) -> ConfigError:
-    return ConfigError(f"{rule}, got {value[:_MAX_TEXT]} in {path}; {_WAY_OUT}")
+    return StoredBuild(name=str(folder), path=path, report=read_report(path), options=options)
 
 
 def _read_options(path: Path) -> dict[str, str] | None:

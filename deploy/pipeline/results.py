@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import feed_versions
-from deploy.errors import list_first
+from deploy.errors import CacheError, ConfigError, list_first
 from deploy.feed.feed import describe_preprocessing
 from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
@@ -18,15 +19,19 @@ from deploy.files.manifest import sha256
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.machine import this_machine
+from deploy.metrics.levels import measure_loss
 from deploy.pipeline.measure import Figures
 from deploy.report import Report, model, to_html, to_json, to_markdown
+from deploy.report.documents import read_report
 from deploy.report.parts import (
     CalibrationPart,
+    EarlierPart,
     EngineRow,
     FeedPart,
     FileRow,
     GroupRow,
     ModelPart,
+    RequestPart,
     SearchPart,
     SplitRow,
     TargetPart,
@@ -35,6 +40,7 @@ from deploy.report.parts import (
 )
 from deploy.report.previews import box_rows, class_rows, pictures_part
 from deploy.report.report_rows import clip_rows, weight_rows
+from deploy.report.screen import EFFORT, IMAGES, rank_of, split_name
 from deploy.report.tables import OPTIONS, PLAN, REPORT
 from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.targets import TARGETS, Target
@@ -46,6 +52,7 @@ from deploy.tuning.tune import PlannedTarget
 from deploy.version import __version__
 
 _MAX_NAMES = 3  # tensors named for each reason
+_CLEAR_LOSS = 0.01  # of the task, by which one build of the same verdict is worse than another
 
 
 @phase("report")
@@ -59,6 +66,7 @@ def write_report(
     plan_path: Path | None,
     gates: Gates,
     has_settings: bool,
+    request: RequestPart,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html.
 
@@ -71,6 +79,7 @@ def write_report(
         plan_path: the plan file; None without one.
         gates: demands on the engines.
         has_settings: whether the options of the command are written too.
+        request: what the user asked for.
     """
     loaded, feed = calibration.loaded, calibration.feed
     files = {}
@@ -111,11 +120,97 @@ def write_report(
             reference_runs=figures.reference_runs,
             engine_runs=dict(figures.engine_runs),
         ),
+        request=request,
         alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
         notes=(*calibration.resumed, *feed.notes, *calibration.repairs, *figures.notes),
     )
+    report = follow_up(report, _earlier_report(stage.folder, loaded.digest))
     write_pages(report, stage)
     return report
+
+
+def _earlier_report(folder: Path, model_digest: str) -> Report | None:
+    """Return the report of the build of the same model that is in a folder; None without."""
+    with suppress(CacheError, ConfigError, KeyError, TypeError):
+        if manifest.read_manifest(folder).made_from["model"]["sha256"] == model_digest:
+            return read_report(folder / manifest.PAGES[0], rewritable=True)
+    return None
+
+
+def follow_up(report: Report, earlier: Report | None) -> Report:
+    """Return the report with the steps followed so far, and what the build before it had better.
+
+    `earlier`: report of the build of the same model that was in the folder before; None without.
+    """
+    request = report.request or RequestPart()
+    followed = list(earlier.request.followed) if earlier and earlier.request else []
+    if earlier and _sample_count(report) > _sample_count(earlier):
+        followed.append(IMAGES)
+    if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
+        followed.append(EFFORT)
+    for target in report.targets:
+        if taken := target.built_split:
+            followed.append(split_name(target, taken))
+    request = replace(request, followed=tuple(dict.fromkeys(followed)))
+    better = tuple(_better_engines(report, earlier)) if earlier else ()
+    return replace(report, request=request, earlier=better)
+
+
+def _sample_count(report: Report) -> int:
+    """Return the number of samples that calibrated and that engines were judged on, together."""
+    judged = max((e.accuracy.samples for e in report.engines if e.accuracy), default=0)
+    return judged + (report.feed.samples if report.feed else 0)
+
+
+def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
+    """Yield the engines of an earlier build that were better than those of this one."""
+    former_by_target = {e.target: e for e in earlier.engines if not e.is_float}
+    for engine in report.engines:
+        former, target = former_by_target.get(engine.target), report.target_of(engine)
+        former_target = earlier.target_of(former) if former else None
+        if not (former and former.verdict and former_target and target):
+            continue
+        taken, former_taken = target.built_split, former_target.built_split
+        is_faster = taken and former_taken and taken.time < former_taken.time
+        flags = _flags_of(earlier, former_taken, report, target)
+        if flags and not is_faster and _is_worse(engine, former):
+            number = f" (its --split {former_taken.number})" if former_taken else ""
+            text = f"{former.verdict.text}{number}"
+            yield EarlierPart(target=target.name, text=text, flags=flags)
+
+
+def _flags_of(
+    earlier: Report, former_taken: SplitRow | None, report: Report, target: TargetPart
+) -> str:
+    """Return the options that build a target as an earlier build did; "" if this one did too."""
+    if former_taken and target.search:
+        for split in target.search.front:  # of the same search, or one that found this split too
+            former_split = replace(split, number=former_taken.number, taken=not split.taken)
+            if former_split == former_taken:
+                return f"--split {split.number}"
+    request = earlier.request
+    if request is None or request == replace(report.request or request, followed=request.followed):
+        return ""
+    effort, repairs = request.effort.get(target.name, 0), ",".join(request.repairs)
+    return f"--effort {effort} --prefer {request.prefer} --repair {repairs or 'none'}"
+
+
+def _is_worse(engine: EngineRow, former: EngineRow) -> bool:
+    """Whether an engine is worse than an earlier one that was judged on equal samples."""
+    judged, former_judged = _judgement(engine), _judgement(former)
+    if judged[:2] != former_judged[:2]:
+        return False
+    rank, former_rank, loss, former_loss = judged[2], former_judged[2], judged[3], former_judged[3]
+    return rank > former_rank or (rank == former_rank and loss > former_loss + _CLEAR_LOSS)
+
+
+def _judgement(engine: EngineRow) -> tuple[int, int, int, float]:
+    """Return (samples, boxes in them, rank of the verdict, loss); all are 0 if not judged."""
+    if engine.verdict is None or engine.accuracy is None:
+        return 0, 0, 0, 0.0
+    loss = measure_loss(engine.accuracy, None)
+    counts = engine.accuracy.samples, (loss and loss.found) or 0
+    return *counts, rank_of(engine.verdict.level), loss.share if loss else 0.0
 
 
 def write_pages(report: Report, stage: Stage) -> None:
