@@ -52,6 +52,7 @@ from deploy.tuning.slice_signals import (
     mean_powers,
     noise_powers,
     signal_shares,
+    slice_powers,
     strongest_samples,
 )
 
@@ -146,12 +147,12 @@ class _TrialSamples:
     Attributes:
         samples: inputs, with stored inner tensors if there are any, and float outputs.
         slices: the float outputs in the form in which slices are measured.
-        signal_shares: slice -> share of the samples with a signal.
+        powers: power of every slice in every sample, [samples, slices].
     """
 
     samples: Sequence[ReferenceSample]
     slices: Sequence[Outputs]
-    signal_shares: Mapping[str, float]
+    powers: NDArray[np.float64]
 
 
 class Prober:
@@ -211,8 +212,9 @@ class Prober:
         self._labels = [part.label for part in self._form.parts]
         self._temperatures = find_temperatures(self._form, outputs)
         slices = [self._to_slices(outputs, inputs, outputs) for inputs, outputs in samples]
-        self._mean_powers = mean_powers(self._form, slices)
-        self._samples = self._prepare(samples, slices)
+        powers = slice_powers(self._form, slices)
+        self._usual_powers = mean_powers(powers)
+        self._samples = _TrialSamples(samples, slices, powers)
         self.trial_count = 0
         self.errors: list[Calib8Error] = []
         self.metric_error: ConfigError | None = None
@@ -256,7 +258,7 @@ class Prober:
         for (inputs, outputs), values in zip(samples, activations.values, strict=True):
             extended.append(({**inputs, **values}, outputs))
         slices = [self._samples.slices[index] for index in indices]
-        return activations, self._prepare(extended, slices)
+        return activations, _TrialSamples(extended, slices, self._samples.powers[indices])
 
     def _select_isolated(self) -> list[int]:
         """Return the samples of greatest signal; of greatest noise if these lose next to nothing.
@@ -272,12 +274,6 @@ class Prober:
         if _mean_loss(powers[chosen]) < _MIN_SHOWN * _mean_loss(powers):
             chosen = sorted(map(int, np.argsort(-powers, kind="stable")[:count]))
         return chosen
-
-    def _prepare(
-        self, samples: Sequence[ReferenceSample], slices: Sequence[Outputs]
-    ) -> _TrialSamples:
-        shares = signal_shares(self._form, slices, self._mean_powers)
-        return _TrialSamples(samples, slices, dict(zip(self._labels, shares, strict=True)))
 
     def _run(
         self,
@@ -346,20 +342,27 @@ class Prober:
             reference = StoredOutputs(trial.samples[0][1])
             comparison = Comparison(reference, session, form=self._form, metric=self._metric)
         powers = []
-        for (inputs, outputs), slices in zip(trial.samples, trial.slices, strict=True):
+        signal_powers = np.maximum(trial.powers, self._usual_powers)
+        for (inputs, outputs), slices, signal in zip(
+            trial.samples, trial.slices, signal_powers, strict=True
+        ):
             if self._is_stopped:
                 break
             trial_outputs = session.run({name: inputs[name] for name in names})
             if comparison is not None and not self._add(comparison, inputs, outputs, trial_outputs):
                 comparison = None
             trial_slices = self._to_slices(trial_outputs, inputs, outputs)
-            powers.append(noise_powers(self._form, slices, trial_slices, self._mean_powers))
+            powers.append(noise_powers(self._form, slices, trial_slices, signal))
 
         accuracy = comparison.result() if comparison is not None else None
         if is_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
-        slice_powers = dict(zip(self._labels, np.array(powers).T, strict=True))
-        return Noise(slice_powers, trial.signal_shares, accuracy)
+        shares = signal_shares(trial.powers, self._usual_powers).tolist()
+        return Noise(
+            dict(zip(self._labels, np.array(powers).T, strict=True)),
+            dict(zip(self._labels, shares, strict=True)),
+            accuracy,
+        )
 
     def _to_slices(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs in the form in which slices are measured.

@@ -48,7 +48,6 @@ class WeightedLayer:
         bias: initializer of the bias, "" for none.
         bias_array: the bias, [C_out] or one value; 0 where there is none.
         add: name of the bias Add of a MatMul, "" for none.
-        group: groups of a convolution, else 1.
         attributes: attributes of its node.
         is_only_reader: whether no other node reads the weight.
     """
@@ -62,7 +61,6 @@ class WeightedLayer:
     bias: str
     bias_array: NDArray[Any]
     add: str
-    group: int
     attributes: Mapping[str, Any]
     is_only_reader: bool
 
@@ -95,7 +93,8 @@ class WeightedLayer:
     def by_channel(self) -> FloatArray:
         """The weight as [groups, C_out per group, C_in per group, taps]; a view or a copy."""
         rows, columns = self.array.shape[:2]
-        channels = self.array.reshape(self.group, rows // self.group, columns, -1)
+        group = int(self.attributes.get("group", 1))
+        channels = self.array.reshape(group, rows // group, columns, -1)
         return channels.swapaxes(1, 2) if self._has_inputs_first else channels
 
     @property
@@ -181,7 +180,6 @@ def _read_layer(
         bias=bias,
         bias_array=_to_array(graph, bias) if bias else np.zeros(1),
         add="" if add is None else add.name,
-        group=int(node_attributes.get("group", 1)),
         attributes=node_attributes,
         is_only_reader=read_counts[node.input[1]] == 1,
     )
