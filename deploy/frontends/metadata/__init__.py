@@ -41,20 +41,19 @@ def read_metadata_preprocess(
     model: onnx.ModelProto, path: Path | None = None
 ) -> MetadataPreprocess | None:
     """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
-    sources = ModelMetadata(
+    metadata = ModelMetadata(
         properties={entry.key: entry.value[: LONGEST + 1] for entry in model.metadata_props},
-        folder=None if path is None else path.parent,
+        folder=path.parent if path is not None else None,
         shape=_find_input_shape(model),
     )
     for location, writer, read in READERS:
         try:
-            result = read(sources)
+            stored = read(metadata)
         except ConfigError as error:
             return MetadataPreprocess(f"{location} ({writer})", reason=str(error))
-        if result is not None:
-            return MetadataPreprocess(
-                f"{location} ({writer}{result.detail})", preprocess=result.preprocess
-            )
+        if stored is not None:
+            source = f"{location} ({writer}{stored.detail})"
+            return MetadataPreprocess(source, preprocess=stored.preprocess)
     return None
 
 
@@ -71,7 +70,11 @@ def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
         names = dict(enumerate(names))
     if not isinstance(names, dict):
         return {}
-    return {k: v for k, v in names.items() if isinstance(k, int) and isinstance(v, str) and v}
+    name_by_class = {}
+    for index, name in names.items():
+        if isinstance(index, int) and isinstance(name, str) and name:
+            name_by_class[index] = name
+    return name_by_class
 
 
 def read_declaration(model: onnx.ModelProto, path: Path | None = None) -> Declaration:
@@ -96,8 +99,10 @@ def _find_input_shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
     """Return the shape of the first input; None for open dimensions."""
     if not model.graph.input:
         return ()
-    dims = model.graph.input[0].type.tensor_type.shape.dim
-    return tuple(dim.dim_value if dim.dim_value > 0 else None for dim in dims)
+    shape: list[int | None] = []
+    for dim in model.graph.input[0].type.tensor_type.shape.dim:
+        shape.append(dim.dim_value if dim.dim_value > 0 else None)
+    return tuple(shape)
 
 
 __all__ = ["READERS", "read_metadata_preprocess"]

@@ -91,12 +91,15 @@ def parse_numbers(value: object, name: str) -> tuple[float, ...]:
     """
     if isinstance(value, str):
         value = re.split(r"[,\s]+", value.strip().strip("[]()").strip())
-    items = list(value) if isinstance(value, list | tuple) else [value]
-    finite_numbers = map(_parse_finite, items[: _MAX_VALUES + 1])
-    numbers = tuple(number for number in finite_numbers if number is not None)
+    items = value if isinstance(value, list | tuple) else [value]
+    numbers = []
+    for item in items[: _MAX_VALUES + 1]:
+        number = _parse_finite(item)
+        if number is not None:
+            numbers.append(number)
     if not 1 <= len(items) <= _MAX_VALUES or len(numbers) < len(items):
         raise ConfigError(f"its {name} must be numbers, got {short_text(value)}")
-    return numbers
+    return tuple(numbers)
 
 
 def parse_integers(value: object, name: str) -> tuple[int, ...]:
@@ -111,12 +114,14 @@ def parse_integers(value: object, name: str) -> tuple[int, ...]:
     return tuple(map(int, values))
 
 
-def parse_number(value: object, name: str) -> float:
-    """Return one number.
+def parse_number(value: object, name: str, *, default: float | None = None) -> float:
+    """Return one number; `default`, if there is one, for None.
 
     Raises:
         ConfigError: not a single number.
     """
+    if value is None and default is not None:
+        return default
     values = parse_numbers(value, name)
     if len(values) > 1:
         raise ConfigError(f"its {name} must be one number, got {short_text(value)}")
@@ -125,12 +130,15 @@ def parse_number(value: object, name: str) -> float:
 
 def plain_word(value: object) -> str:
     """Return a version or name if it is plain text, else ""."""
-    return value if isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,32}", value) else ""
+    is_plain = isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,32}", value)
+    return str(value) if is_plain else ""
 
 
 def short_text(value: object) -> str:
     """Return a value for a message: short and printable."""
-    text = ascii(value[: _MAX_VALUES + 1] if isinstance(value, list) else value)
+    if isinstance(value, list):
+        value = value[: _MAX_VALUES + 1]
+    text = ascii(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 

@@ -32,7 +32,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import rebuild, rename_reads, replace_nodes
+from deploy.graph.edit import drop_attribute, rebuild, rename_reads, replace_nodes
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import averages_beyond_padding, is_global_mean
 from deploy.graph.rewrite import RewriteRule, is_op
@@ -152,9 +152,7 @@ def fix_averages(model: onnx.ModelProto, context: RewriteContext) -> None:
     """
     for node in model.graph.node:
         if averages_beyond_padding(node) and not any(attributes(node).get("pads", [])):
-            remaining = [entry for entry in node.attribute if entry.name != "count_include_pad"]
-            del node.attribute[:]
-            node.attribute.extend(remaining)
+            drop_attribute(node, "count_include_pad")
 
 
 def write_softmax(model: onnx.ModelProto, context: RewriteContext) -> None:
