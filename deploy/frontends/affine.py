@@ -33,9 +33,11 @@ from deploy.frontends.checks import to_array
 from deploy.graph.edit import claim_name, replace_nodes, set_input, unique_name
 from deploy.graph.index import (
     ONNX_DOMAINS,
+    Nodes,
     attributes,
     by_name,
     count_reads,
+    group_count,
     map_producers,
     optional_input,
 )
@@ -85,7 +87,7 @@ class JoinedLayers:
     @property
     def nodes(self) -> tuple[onnx.NodeProto, ...]:
         """All nodes; the last one produces the tensor."""
-        nodes: list[onnx.NodeProto] = []
+        nodes: Nodes = []
         for part in self.parts:
             nodes += (part.layer, *part.moves)
         if self.concat is not None:
@@ -172,7 +174,7 @@ def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Co
         excluded: names of nodes that are not folded.
     """
     folder = _AffineFolder(graph)
-    remaining: list[onnx.NodeProto] = []
+    remaining: Nodes = []
     folded: Counter[str] = Counter()
     for node in graph.node:
         if node.name not in excluded and folder.fold(node):
@@ -250,7 +252,7 @@ class _AffineFolder:
 
         parts = []
         for source in sources:
-            moves: list[onnx.NodeProto] = []
+            moves: Nodes = []
             node = self.producers.get(source)
             while node is not None and node.op_type in MOVES:
                 if self.read_counts[node.output[0]] != 1:
@@ -406,7 +408,7 @@ def _count_channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
         return len(weight)
     if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
         return int(weight.shape[0 if attrs.get("transB", 0) else 1])
-    group = int(attrs.get("group", 1))  # ConvTranspose: [I, O/group, ...]
+    group = group_count(layer)  # ConvTranspose: [I, O/group, ...]
     return 0 if group < 1 or len(weight) % group else int(weight.shape[1]) * group
 
 
@@ -423,14 +425,15 @@ def _scale_weight(
 ) -> NDArray[np.float64]:
     """Return the weight scaled per output channel; `scale` [C_out] is that of `_count_channels`."""
     attrs = attributes(layer)
+    window = [1] * (weight.ndim - 2)  # the scale is the same for all values of a window
     if layer.op_type == "Conv":  # [O, I/group, ...]
-        return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+        return weight * scale.reshape(-1, 1, *window)
     if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
         return weight * (scale[:, None] if attrs.get("transB", 0) else scale)
-    group = attrs.get("group", 1)  # ConvTranspose: [I, O/group, ...], channel = group first
-    grouped = weight.reshape(group, -1, *weight.shape[1:])
-    by_group = scale.reshape(group, 1, -1, *[1] * (weight.ndim - 2))
-    return np.asarray(grouped * by_group, np.float64).reshape(weight.shape)
+    group = group_count(layer)  # ConvTranspose: [I, O/group, ...], channel = group first
+    grouped_weight = weight.reshape(group, -1, *weight.shape[1:])
+    grouped_scale = scale.reshape(group, 1, -1, *window)
+    return (grouped_weight * grouped_scale).reshape(weight.shape)
 
 
 def _scale_bias(

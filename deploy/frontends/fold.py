@@ -29,6 +29,7 @@ from deploy.graph.edit import bypass, copy_message, copy_tensor, drop_initialize
 from deploy.graph.index import (
     ONNX_DOMAINS,
     RANDOM,
+    Nodes,
     all_graphs,
     attributes,
     by_name,
@@ -40,7 +41,7 @@ from deploy.graph.index import (
     optional_input,
 )
 from deploy.graph.placement import WEIGHTED
-from deploy.graph.rewrite import CannotRewrite, Nodes, RewriteRule, apply_rule
+from deploy.graph.rewrite import CannotRewrite, RewriteRule, apply_rule
 from deploy.runtimes.ort import OrtSession
 
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
@@ -112,9 +113,7 @@ def _fold_node(node: onnx.NodeProto, scope: _FoldingScope) -> Nodes:
     if node.op_type == "Constant":
         tensors = [_read_constant(node)]
     elif node.op_type == "Shape":
-        shape, attrs = scope.shapes[node.input[0]], attributes(node)
-        sizes = shape[attrs.get("start", 0) : attrs.get("end", len(shape))]
-        tensors = [numpy_helper.from_array(np.array(sizes, np.int64), node.output[0])]
+        tensors = [_read_shape(node, scope.shapes[node.input[0]])]
     else:
         inputs = [scope.constants[name] for name in dict.fromkeys(iter_reads(node))]
         tensors = _evaluate(scope.model, node, inputs)
@@ -125,6 +124,13 @@ def _fold_node(node: onnx.NodeProto, scope: _FoldingScope) -> Nodes:
 
 
 _FOLD_CONSTANT = RewriteRule(pattern=_can_be_constant, check=_check_constant, rewrite=_fold_node)
+
+
+def _read_shape(node: onnx.NodeProto, shape: tuple[int, ...]) -> onnx.TensorProto:
+    """Return the output of a Shape node whose input has this shape."""
+    attrs = attributes(node)
+    sizes = shape[attrs.get("start", 0) : attrs.get("end")]
+    return numpy_helper.from_array(np.array(sizes, np.int64), node.output[0])
 
 
 def _read_constant(node: onnx.NodeProto) -> onnx.TensorProto:
@@ -297,6 +303,7 @@ def remove_identity(graph: onnx.GraphProto) -> int:
 
 
 def _is_identity(node: onnx.NodeProto, counts: Mapping[str, int]) -> bool:
+    """Whether a node is an Identity, or a Dropout in inference mode whose mask is not read."""
     if node.domain not in ONNX_DOMAINS or not node.input or not node.output[0]:
         return False
     if node.op_type != "Dropout":

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from deploy.errors import ModelError
 from deploy.frontends.checks import is_quantized_node, to_array
@@ -44,6 +44,7 @@ from deploy.graph.edit import (
     bypass,
     copy_message,
     drop_initializer_inputs,
+    make_node,
     rebuild,
     rename_tensors,
     replace_nodes,
@@ -53,7 +54,9 @@ from deploy.graph.edit import (
     unique_name,
 )
 from deploy.graph.index import (
+    FLOAT,
     Graph,
+    Nodes,
     all_graphs,
     all_nodes,
     all_outputs,
@@ -70,7 +73,7 @@ from deploy.graph.opset_forms import (
     find_upgrades,
     rewrite_nodes,
 )
-from deploy.graph.rewrite import CannotRewrite, Nodes
+from deploy.graph.rewrite import CannotRewrite
 
 TARGET_OPSET = 13
 _TRAINED = ("BatchNormalization", "Dropout")  # outputs from the second on count in training alone
@@ -188,7 +191,7 @@ def _complete_resize_node(
     return nodes
 
 
-_FLOAT, _HALF = 1, 10  # onnx.TensorProto
+_HALF = 10  # onnx.TensorProto.FLOAT16
 _TYPE_ATTRIBUTES = {"to", "dtype"}  # they hold an element type
 _END = "float16 end"  # doc_string of the casts to float16 outputs, also in the written files
 
@@ -214,7 +217,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
             " more: build parts of the model"
         )
     for attribute in half_attributes:
-        attribute.i = _FLOAT
+        attribute.i = FLOAT
     for tensor in half_tensors:
         values = to_array(tensor).astype(np.float32)
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
@@ -223,7 +226,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
         if body is not graph:
             inner_values += [*body.input, *body.output]
         for value in filter(_is_half, inner_values):
-            value.type.tensor_type.elem_type = _FLOAT
+            value.type.tensor_type.elem_type = FLOAT
     _insert_casts(graph)
 
     note = (
@@ -273,11 +276,11 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
     input_casts, output_casts = [], []
     for value in filter(_is_half, graph.input):
         inner = new_name[value.name] = unique_name(f"{value.name}_float32", names)
-        input_casts.append(helper.make_node("Cast", [value.name], [inner], inner, to=_FLOAT))
+        input_casts.append(make_node("Cast", [value.name], inner, inner, to=FLOAT))
     for value in filter(_is_half, graph.output):
         if value.name in produced:
             inner = new_name[value.name] = unique_name(f"{value.name}_float32", names)
-            cast = helper.make_node("Cast", [inner], [value.name], value.name, _END, to=_HALF)
+            cast = make_node("Cast", [inner], value.name, value.name, doc_string=_END, to=_HALF)
             output_casts.append(cast)
     nodes = list(graph.node)
     rename_tensors(nodes, new_name)

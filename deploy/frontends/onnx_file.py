@@ -40,11 +40,13 @@ from deploy.graph.edit import (
     sort_nodes,
 )
 from deploy.graph.index import (
+    FLOAT,
     ONNX_DOMAINS,
     Graph,
     all_graphs,
     all_nodes,
     all_outputs,
+    by_name,
     constant_nodes,
     has_subgraph,
     names_of,
@@ -57,7 +59,6 @@ _MAX_NODES = 50_000  # after inlining; a kilobyte of functions can stand for bil
 _MAX_JOINED = 1 << 16  # elements of a Concat of constants whose values are propagated
 _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
 _FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
-_FLOAT = 1  # onnx.TensorProto.FLOAT
 _MAX_SMALL_WEIGHT = 1 << 12  # elements of a weight that shape inference may copy
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
@@ -409,11 +410,11 @@ def _agrees(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bo
 
 def _largest_joined(graph: onnx.GraphProto) -> int:
     """Return the size of the largest Concat of constants; each may double the one before."""
-    sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
-    sizes |= {name: math.prod(t.dims) for name, t in constant_nodes(graph.node).items()}
+    constants = by_name(graph.initializer) | constant_nodes(graph.node)
+    sizes = {name: math.prod(tensor.dims) for name, tensor in constants.items()}
     largest = 0
     for node in graph.node:
-        if node.op_type == "Concat" and all(name in sizes for name in node.input):
+        if node.op_type == "Concat" and sizes.keys() >= set(node.input):
             size = sum(sizes[name] for name in node.input)
             sizes[node.output[0]] = size
             largest = max(largest, size)
@@ -432,12 +433,12 @@ def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
         return None
     light = copy_without_initializers(model, names_of(large_tensors))
     for tensor in large_tensors:
-        light.graph.initializer.add(name=tensor.name, dims=tensor.dims, data_type=_FLOAT)
+        light.graph.initializer.add(name=tensor.name, dims=tensor.dims, data_type=FLOAT)
     return light
 
 
 def _is_large_weight(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_type == _FLOAT and math.prod(tensor.dims) > _MAX_SMALL_WEIGHT
+    return tensor.data_type == FLOAT and math.prod(tensor.dims) > _MAX_SMALL_WEIGHT
 
 
 def _check_runs(model: onnx.ModelProto) -> None:

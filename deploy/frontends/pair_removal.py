@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from deploy.errors import ModelError
 from deploy.frontends import checks
@@ -28,6 +28,7 @@ from deploy.graph.edit import (
     claim_name,
     copy_message,
     drop_initializer_inputs,
+    make_node,
     name_nodes,
     rebuild,
     rename_reads,
@@ -36,6 +37,7 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import (
     Graph,
+    Nodes,
     all_nodes,
     all_reads,
     attributes,
@@ -47,7 +49,6 @@ from deploy.graph.index import (
 from deploy.graph.placement import CUTS, MOVES, WEIGHTED
 from deploy.graph.plan import cannot_be_negative
 
-Nodes = list["onnx.NodeProto"]
 _OLDEST_OPSET = 11  # since this opset the limits of Clip are inputs
 _ON_CODES = MOVES | CUTS | {"MaxPool"}
 _ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # not negative for such inputs
@@ -182,7 +183,9 @@ class _Stripper:
     def __init__(
         self, model: onnx.ModelProto, int8_layers: Collection[str], *, keep_rounding: bool
     ) -> None:
-        self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
+        self.graph = model.graph
+        self.index = Graph(model)
+        self.keep_rounding = keep_rounding
         self.int8_names = self._find_int8_names(int8_layers)
         self.float_read_pairs = 0
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
@@ -273,7 +276,7 @@ class _Stripper:
                 self.renamed[source] = output
         elif is_output:
             name = f"{dequantizer.name}/float"
-            return [helper.make_node("Identity", [source], [output], name=name)]
+            return [make_node("Identity", [source], output, name)]
         return []
 
     def _add_grid(self, tensor: str, node: onnx.NodeProto) -> None:
@@ -310,7 +313,7 @@ class _Stripper:
             if len(nodes) < len(steps) - 1:
                 output = claim_name(f"{end}/{op_type}", self.names)
             inputs = [start, *constants]
-            nodes.append(helper.make_node(op_type, inputs, [output], name=f"{name}/{op_type}"))
+            nodes.append(make_node(op_type, inputs, output, f"{name}/{op_type}"))
             start = output
         return nodes
 

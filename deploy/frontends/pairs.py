@@ -28,7 +28,14 @@ from onnx import helper
 from calibrators.scales import Scale
 from deploy.errors import ModelError
 from deploy.frontends.checks import to_array
-from deploy.graph.index import Graph, all_nodes, attributes, channel_axis, optional_input
+from deploy.graph.index import (
+    Graph,
+    all_nodes,
+    attributes,
+    channel_axis,
+    group_count,
+    optional_input,
+)
 from deploy.graph.placement import CUTS, MOVES, keeps_range
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
@@ -173,7 +180,7 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
         raise UnfitError("its weight has no scale by output channel")
     if node.op_type != "ConvTranspose":
         return grid, grid.scale.copy()
-    return grid, np.tile(grid.scale, max(int(attributes(node).get("group", 1)), 1))
+    return grid, np.tile(grid.scale, max(group_count(node), 1))
 
 
 def _find_dequantizer(

@@ -30,6 +30,7 @@ from deploy.graph.edit import (
 from deploy.graph.index import (
     ONNX_DOMAINS,
     Graph,
+    Nodes,
     all_nodes,
     all_outputs,
     all_reads,
@@ -165,8 +166,8 @@ def cut_unknown_nodes(
     cut_indices = _find_downstream(model.graph.node)
     _add_constant_nodes(graph, cut_indices)
 
-    cut_nodes: list[onnx.NodeProto] = []
-    remaining_nodes: list[onnx.NodeProto] = []
+    cut_nodes: Nodes = []
+    remaining_nodes: Nodes = []
     for index, node in enumerate(model.graph.node):
         nodes = cut_nodes if index in cut_indices else remaining_nodes
         nodes.append(node)

@@ -53,7 +53,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.rounding import ConvWindow
-from deploy.graph.index import Graph, attributes, optional_input
+from deploy.graph.index import FLOAT, Graph, attributes, optional_input
 from deploy.graph.placement import MOVES, WEIGHTED
 
 Bounds = tuple[float, float]
@@ -70,7 +70,6 @@ VALUE_MOVES = frozenset(
 )
 _SILU_FLOOR = -10.0  # of u in t * Sigmoid(u)
 _GELU_FLOOR = -4.0 / math.sqrt(2)  # of u in t * (1 + Erf(u))
-_FLOAT = 1  # onnx.TensorProto
 _MAX_FLOAT16 = 65504 / 8  # largest float16, with a margin for values that calibration did not see
 _MAX_VANISHING = 2.0**-25  # float16 rounds this and less to 0
 _GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # may keep a Log or divisor above 0
@@ -116,6 +115,7 @@ class _Propagation:
         self._add_bounds(graph.inputs)
 
     def _add_bounds(self, tensors: list[str]) -> None:
+        """Set the bounds of tensors; those of everything downstream are set already."""
         for tensor in filter(None, tensors):
             readers = self.graph.readers.get(tensor, [])
             bounds = _union(self._needed_by(node, tensor) for node in readers)
@@ -403,7 +403,7 @@ def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
 def _max_magnitude(graph: Graph, name: str) -> float:
     """Return the largest |x| of a float constant; 0 for any other tensor."""
     constant = graph.initializers.get(name)
-    if constant is None or constant.data_type != _FLOAT:
+    if constant is None or constant.data_type != FLOAT:
         return 0.0
     return float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
 

@@ -16,7 +16,7 @@ Wherever readers of a tensor matter, subgraphs are searched too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deploy.errors import ModelError
 from deploy.graph.index import (
     ONNX_DOMAINS,
+    Nodes,
     all_graphs,
     all_nodes,
     all_outputs,
@@ -111,9 +112,7 @@ def extract_output(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
     return extract_nodes(model, nodes, needed, inputs=inputs, outputs=[output])
 
 
-def _find_needed(
-    graph: onnx.GraphProto, outputs: set[str]
-) -> tuple[list[onnx.NodeProto], set[str]]:
+def _find_needed(graph: onnx.GraphProto, outputs: set[str]) -> tuple[Nodes, set[str]]:
     """Return the nodes that some tensors are computed by, in order, and all tensors needed."""
     needed = set(outputs)
     nodes = []
@@ -184,6 +183,15 @@ def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     del graph.value_info[:]
 
 
+def make_node(
+    op_type: str, inputs: Sequence[str], output: str, name: str = "", **attributes: Any
+) -> onnx.NodeProto:
+    """Return a node with one output."""
+    from onnx import helper
+
+    return helper.make_node(op_type, inputs, [output], name, **attributes)
+
+
 def set_input(node: onnx.NodeProto, index: int, name: str) -> None:
     """Set one input of a node, whose inputs before it may be left out."""
     while len(node.input) <= index:
@@ -234,8 +242,8 @@ def rename_reads(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -
 
 def rename_tensors(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -> None:
     """Rename the tensors that nodes read, in subgraphs too, and those that they produce."""
-    rename_reads(nodes := list(nodes), new_name)
     for node in nodes:
+        rename_reads([node], new_name)
         for position, name in enumerate(node.output):
             node.output[position] = new_name.get(name, name)
 
@@ -367,7 +375,7 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
     """
     pending_tensors = all_outputs(graph.node)
     pending_nodes = list(graph.node)
-    order: list[onnx.NodeProto] = []
+    order: Nodes = []
     while pending_nodes:
         later_nodes = []
         for node in pending_nodes:
@@ -480,13 +488,11 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
 
 
 def _rename_all(graph: onnx.GraphProto, new_name: Mapping[str, str]) -> None:
-    """Rename the nodes and tensors of one graph, without its subgraphs."""
-    for node in graph.node:
-        node.name = new_name.get(node.name, node.name)
-        for names in (node.input, node.output):
-            names[:] = [new_name.get(name, name) for name in names]
-    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        value.name = new_name.get(value.name, value.name)
+    """Rename the nodes and tensors of one graph."""
+    rename_tensors(graph.node, new_name)
+    values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
+    for item in (*graph.node, *values):
+        item.name = new_name.get(item.name, item.name)
 
 
 def tensor_names(*graphs: onnx.GraphProto) -> set[str]:

@@ -36,9 +36,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import onnx
-from onnx import helper
 
-from deploy.graph.index import GATE, ONNX_DOMAINS, Graph, attributes, by_name, optional_input
+from deploy.graph.edit import make_node
+from deploy.graph.index import GATE, ONNX_DOMAINS, Graph, Nodes, attributes, by_name, optional_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
     return tuple(gates)
 
 
-def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> list[onnx.NodeProto]:
+def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> Nodes:
     """Return the nodes with each gate replaced by one `GATE` node, in place of its last node.
 
     Of two gates with the same last node, a product of both, the second one is replaced.
@@ -106,7 +106,7 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> li
         if node.name in gate_by_end:
             gate = gate_by_end[node.name]
             inputs = list(dict.fromkeys([gate.source, gate.factor]))
-            collapsed.append(helper.make_node(GATE, inputs, [gate.output], name=gate.name))
+            collapsed.append(make_node(GATE, inputs, gate.output, gate.name))
         elif node.name not in inner_nodes:
             collapsed.append(node)
     return collapsed

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 
-_FLOAT = 1  # onnx.TensorProto.FLOAT
+FLOAT = 1  # onnx.TensorProto.FLOAT
 _BODIES = (5, 10)  # onnx.AttributeProto.GRAPH and GRAPHS
 # operators whose further inputs are weights, shapes or limits
 _ONE_DATA_INPUT = frozenset(
@@ -50,6 +50,8 @@ _TAILS = frozenset({"Relu", "Clip"})
 ONNX_DOMAINS = ("", "ai.onnx")  # two names of the default operator set
 GATE = "Gate"  # type of the node that replaces the nodes of a gate in a collapsed graph
 PADDED_SUFFIX = "/wide"  # suffix of a tensor's copy with zero channels appended
+Nodes = list["onnx.NodeProto"]
+Shape = tuple[int | str | None, ...]  # sizes, names of symbolic ones, None for unknown ones
 NamedNodes = Sequence[tuple[str, str]]  # (name, type) of every node or module
 TYPE, FILE = "op:", "@"
 
@@ -175,8 +177,8 @@ def runtime_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     return [value for value in graph.input if value.name not in constants]
 
 
-def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
-    """Sizes of a tensor: ints, names of symbolic ones, None if unknown; None for unknown rank."""
+def dims(value: onnx.ValueInfoProto) -> Shape | None:
+    """Sizes of a tensor; None for unknown rank."""
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         return None
@@ -222,7 +224,7 @@ class Graph:
         self.inputs = [value.name for value in runtime_inputs(graph)]
         self.outputs = names_of(graph.output)
         self.producer = map_producers(self.nodes)
-        self.readers: dict[str, list[onnx.NodeProto]] = {}
+        self.readers: dict[str, Nodes] = {}
         self.captured: set[str] = set()
         for node in self.nodes:
             for name in dict.fromkeys(filter(None, node.input)):
@@ -241,7 +243,7 @@ class Graph:
         return dtypes
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int | str | None, ...] | None]:
+    def shapes(self) -> dict[str, Shape | None]:
         """Tensor -> sizes as in `dims`, of the tensors that the model declares."""
         return {name: dims(value) for name, value in self._declared.items()}
 
@@ -291,8 +293,8 @@ class Graph:
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32; True if its type is unknown."""
         if tensor in self.initializers:
-            return bool(self.initializers[tensor].data_type == _FLOAT)
-        return bool(self.dtypes.get(tensor, _FLOAT) == _FLOAT)
+            return bool(self.initializers[tensor].data_type == FLOAT)
+        return bool(self.dtypes.get(tensor, FLOAT) == FLOAT)
 
     def data_inputs(self, node: onnx.NodeProto) -> list[str]:
         """Activation inputs of a node, without initializers and shape arguments."""
@@ -371,7 +373,7 @@ class Graph:
             return None
         operands = [name for name in readers[0].input if name != output]
         bias = self.constants.get(operands[0]) if operands else None
-        if bias is None or list(bias.dims) != [columns] or bias.data_type != _FLOAT:
+        if bias is None or list(bias.dims) != [columns] or bias.data_type != FLOAT:
             return None
         return readers[0]
 
@@ -423,6 +425,11 @@ def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProt
 def _captured_by(node: onnx.NodeProto) -> set[str]:
     """Return the tensors that a node reads only inside its subgraphs."""
     return set(iter_reads(node)).difference(node.input) if has_subgraph(node) else set()
+
+
+def group_count(node: onnx.NodeProto) -> int:
+    """Return the groups of a Conv or ConvTranspose."""
+    return int(attributes(node).get("group", 1))
 
 
 def padded_name(name: str, node: str) -> str:

@@ -36,12 +36,21 @@ from deploy.graph.edit import (
     copy_message,
     drop_dead,
     infer_types,
+    make_node,
     name_nodes,
     replace_field,
     replace_nodes,
     set_opset,
 )
-from deploy.graph.index import ONNX_DOMAINS, all_nodes, attributes, opset_of, optional_input
+from deploy.graph.index import (
+    FLOAT,
+    ONNX_DOMAINS,
+    Nodes,
+    all_nodes,
+    attributes,
+    opset_of,
+    optional_input,
+)
 from deploy.graph.opset_forms import (
     OpsetScope,
     change_form,
@@ -50,9 +59,8 @@ from deploy.graph.opset_forms import (
     make_constant_node,
     rewrite_nodes,
 )
-from deploy.graph.rewrite import CannotRewrite, Nodes
+from deploy.graph.rewrite import CannotRewrite
 
-_FLOAT = 1  # onnx.TensorProto
 OLDEST, NEWEST = 13, 25  # opsets whose operator changes are handled here
 # Operator -> opset that changed the meaning of the same node.
 _OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
@@ -72,7 +80,7 @@ class _NodeBuilder:
     def add(self, op_type: str, *inputs: str, **attrs: Any) -> str:
         """Append a node; return the name of its output."""
         name = f"{self.node.output[0]}/{op_type}_{len(self.nodes)}"
-        node = helper.make_node(op_type, inputs, [name], f"{self.node.name}/{name}", **attrs)
+        node = make_node(op_type, inputs, name, f"{self.node.name}/{name}", **attrs)
         self.nodes.append(node)
         return name
 
@@ -127,6 +135,7 @@ def _write_swish(builder: _NodeBuilder) -> None:
 
 
 def _write_gelu(builder: _NodeBuilder) -> None:
+    """Write x * 0.5 * (1 + erf(x / sqrt 2)), or the approximation by tanh."""
     x = builder.source
     if builder.attrs.get("approximate", b"none") == b"tanh":
         cube = builder.add("Mul", builder.add("Mul", x, x), x)
@@ -169,6 +178,7 @@ def _find_norm_axes(builder: _NodeBuilder) -> list[int]:
 
 
 def _divide_by_deviation(builder: _NodeBuilder, centred: str, axes: Sequence[int]) -> str:
+    """Divide a tensor by the root of its mean square and epsilon; return the result's name."""
     squares = builder.add("Pow", centred, builder.scalar(2))
     variance = builder.mean(squares, axes)
     epsilon = builder.scalar(builder.attrs.get("epsilon", 1e-5))
@@ -207,7 +217,7 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
 
 
 def _refuse_half_sums(builder: _NodeBuilder) -> None:
-    if builder.scope.dtype(builder.source) != _FLOAT:
+    if builder.scope.dtype(builder.source) != FLOAT:
         raise CannotRewrite("its sums are of another type than its input")
 
 
@@ -326,6 +336,7 @@ class _Lowering:
         return nodes
 
     def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+        """Return the nodes of a standard node's older form; a form that is the same: the node."""
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)
         old_schema = find_schema(op_type, scope.target_opset)

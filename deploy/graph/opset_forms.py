@@ -25,8 +25,11 @@ import onnx
 from numpy.typing import NDArray
 from onnx import defs, helper, numpy_helper
 
-from deploy.graph.edit import claim_name, drop_attribute, replace_nodes
+from deploy.graph.edit import claim_name, drop_attribute, make_node, replace_nodes
 from deploy.graph.index import (
+    FLOAT,
+    Nodes,
+    Shape,
     attributes,
     by_name,
     constant_nodes,
@@ -36,14 +39,11 @@ from deploy.graph.index import (
 )
 from deploy.graph.rewrite import (
     CannotRewrite,
-    Nodes,
     RewriteRule,
     check_nothing,
     is_op,
     keep_node,
 )
-
-_FLOAT = 1  # onnx.TensorProto
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class OpsetScope:
         tensor_names: names of tensors that exist, and those of new ones.
         constants: name -> tensor.
         dtypes: tensor -> ONNX element type.
-        shapes: tensor -> sizes as in `deploy.graph.index.dims`.
+        shapes: tensor -> its sizes; None for unknown rank.
     """
 
     source_opset: int
@@ -64,7 +64,7 @@ class OpsetScope:
     tensor_names: set[str] = field(default_factory=set)
     constants: Mapping[str, onnx.TensorProto] = field(default_factory=dict)
     dtypes: Mapping[str, int] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int | str | None, ...] | None] = field(default_factory=dict)
+    shapes: Mapping[str, Shape | None] = field(default_factory=dict)
 
     def enter(self, graph: onnx.GraphProto) -> OpsetScope:
         """Return the scope inside a graph: this one plus the graph's own tensors."""
@@ -105,7 +105,7 @@ class OpsetScope:
             raise CannotRewrite(f"the type of {name} is not known")
         return dtype
 
-    def shape(self, name: str) -> tuple[int | str | None, ...]:
+    def shape(self, name: str) -> Shape:
         """Return the sizes of a tensor.
 
         Raises:
@@ -182,6 +182,7 @@ def drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpSc
 
 
 def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
+    """Whether an attribute has the value that it has if a node leaves it out."""
     value = helper.get_attribute_value(attribute)
     if attribute.name == "dilations":
         return set(value) <= {1}
@@ -192,7 +193,7 @@ def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
 def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
     """Return a Constant node whose output `name` holds `values`."""
     tensor = numpy_helper.from_array(np.asarray(values), name)
-    return helper.make_node("Constant", [], [name], f"{name}_Constant", value=tensor)
+    return make_node("Constant", [], name, f"{name}_Constant", value=tensor)
 
 
 def _drop_attribute(node: onnx.NodeProto, _: OpsetScope, *, name: str) -> Nodes:
@@ -323,7 +324,8 @@ def _ratio_scales(
     if not all(isinstance(size, int) and size > 0 for size in shape):
         raise CannotRewrite(f"the sizes of {node.input[0]} are not known")
     sides = np.array(shape, np.float32)
-    scales = scope.values(node.input[3], "sizes").astype(np.float32) / sides
+    requested_sizes = scope.values(node.input[3], "sizes")
+    scales = requested_sizes.astype(np.float32) / sides
     covers_sizes = attributes(node)["keep_aspect_ratio_policy"] == b"not_smaller"
     scale = scales.max() if covers_sizes else scales.min()
     if (np.floor(sides * scale) != np.round(sides * scale)).any():
@@ -361,14 +363,14 @@ def _spread_axes(
     indices = np.arange(len(defaults))
     indices[axes] = len(defaults) + np.arange(len(axes))
     if isinstance(default, str):
-        default_node = helper.make_node("Shape", [default], [all_axes], f"{all_axes}_Shape")
+        default_node = make_node("Shape", [default], all_axes, f"{all_axes}_Shape")
     else:
         default_node = make_constant_node(all_axes, default)
     return [
         default_node,
-        helper.make_node("Concat", [all_axes, some_axes], [joined], f"{joined}_Concat", axis=0),
+        make_node("Concat", [all_axes, some_axes], joined, f"{joined}_Concat", axis=0),
         make_constant_node(order, indices),
-        helper.make_node("Gather", [joined, order], [name], f"{name}_Gather"),
+        make_node("Gather", [joined, order], name, f"{name}_Gather"),
     ]
 
 
@@ -446,7 +448,7 @@ def _attributes_to_inputs(
         if name == "k":  # of TopK: an input of one element, where others are lists or scalars
             values = values.reshape(1)
         if values.dtype.kind == "f":
-            dtype = scope.dtypes.get(node.input[0]) or _FLOAT
+            dtype = scope.dtypes.get(node.input[0]) or FLOAT
             values = values.astype(helper.tensor_dtype_to_np_dtype(dtype))
         node.input.append(scope.new_name(f"{node.output[0]}_{name}"))
         nodes.append(make_constant_node(node.input[-1], values))
@@ -514,10 +516,10 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     softmax = scope.new_name(f"{output}_softmax")
     node.input[0], node.output[0] = rows, softmax
     return [
-        helper.make_node("Shape", [source], [sizes], f"{node.name}_Shape"),
-        helper.make_node("Flatten", [source], [rows], f"{node.name}_Flatten", axis=axis),
+        make_node("Shape", [source], sizes, f"{node.name}_Shape"),
+        make_node("Flatten", [source], rows, f"{node.name}_Flatten", axis=axis),
         node,
-        helper.make_node("Reshape", [softmax, sizes], [output], f"{node.name}_Reshape"),
+        make_node("Reshape", [softmax, sizes], output, f"{node.name}_Reshape"),
     ]
 
 

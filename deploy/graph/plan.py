@@ -25,8 +25,9 @@ from deploy.graph.index import (
     GATE,
     CachedGraph,
     Graph,
-    attributes,
+    Nodes,
     channel_axis,
+    group_count,
     optional_input,
 )
 from deploy.graph.placement import (
@@ -264,6 +265,7 @@ class _Int8Flow:
                 self.read.update(graph.data_inputs(node))
 
     def _add_int8_node(self, node: onnx.NodeProto) -> None:
+        """Add the tensors around a node that runs in int8."""
         graph = self.graph
         self.read.update(graph.data_inputs(node))
         self.produced.add(graph.tail(node))
@@ -386,9 +388,7 @@ def _decide(
     return tuple(decisions)
 
 
-def _place_pairs(
-    graph: Graph, placement: Placement, int8_nodes: list[onnx.NodeProto]
-) -> tuple[QdqPair, ...]:
+def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple[QdqPair, ...]:
     """Return the pairs of a plan, inputs of the model first, then in graph order."""
     tensors = (*graph.inputs, *graph.producer)
     if placement.pairs_everywhere or placement.pairs_on_outputs:
@@ -398,9 +398,7 @@ def _place_pairs(
     return tuple(QdqPair(name, tuple(readers[name])) for name in tensors if name in readers)
 
 
-def _find_paired_tensors(
-    graph: Graph, placement: Placement, int8_nodes: list[onnx.NodeProto]
-) -> set[str]:
+def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) -> set[str]:
     """Return the inputs and outputs of int8 nodes.
 
     ONNX Runtime's int8 kernels of Gemm and MatMul can write float, which loses nothing, so their
@@ -419,7 +417,7 @@ def _find_paired_tensors(
 
 
 def _find_pair_readers(
-    graph: Graph, placement: Placement, int8_nodes: list[onnx.NodeProto]
+    graph: Graph, placement: Placement, int8_nodes: Nodes
 ) -> dict[str, list[str]]:
     """Return tensor with a pair -> the nodes that read the pair."""
     readers: dict[str, list[str]] = {}
@@ -461,7 +459,7 @@ def _scale_axis(node: onnx.NodeProto, rank: int) -> int | None:
     A ConvTranspose with groups has weights [in, out / group, ...], of which one axis cannot name
     the groups; a MatMul of stacked matrices has no channels.
     """
-    has_groups = node.op_type == "ConvTranspose" and attributes(node).get("group", 1) != 1
+    has_groups = node.op_type == "ConvTranspose" and group_count(node) != 1
     is_stacked = node.op_type == "MatMul" and rank != 2
     return None if has_groups or is_stacked else channel_axis(node, rank)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from deploy.graph.index import GATE, ONNX_DOMAINS, Graph, attributes
+from deploy.graph.index import FLOAT, GATE, ONNX_DOMAINS, Graph, attributes, group_count
 from deploy.graph.placement import (
     MOVES,
     Placement,
@@ -27,7 +27,6 @@ from deploy.graph.placement import (
 
 Tile = tuple[int, int]
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
-_FLOAT = onnx.TensorProto.FLOAT
 _MIN_CHANNELS = 24  # output channels with which a first Conv is faster in int8
 # the same over one input channel, also of products: with fewer the int8 kernel, which gathers every
 # window, takes longer (float over int8, windows of 3 to 7: 16 channels 0.51 to 0.84, 32 channels
@@ -189,7 +188,7 @@ def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placemen
     weight = graph.initializers.get(name)
     if weight is None:  # a MatMul may multiply two activations
         return "" if node.op_type == "MatMul" else "its weights are not constant"
-    if weight.data_type != _FLOAT:
+    if weight.data_type != FLOAT:
         return "its weights are not float32"
     if name in graph.outputs:
         return "its weights are an output of the model"
@@ -217,7 +216,7 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     channels = sizes[-2:]
     if node.op_type == "Conv":
         channels = sizes[:2]
-        if not placement.allows_groups and attributes(node).get("group", 1) != 1:
+        if not placement.allows_groups and group_count(node) != 1:
             return f"a Conv with groups has no fast {precision} kernel"
         window_size = math.prod(sizes[2:])
         if 0 < placement.max_window < window_size:

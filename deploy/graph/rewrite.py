@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from deploy.graph.edit import replace_nodes
-from deploy.graph.index import ONNX_DOMAINS
+from deploy.graph.index import ONNX_DOMAINS, Nodes
 
 if TYPE_CHECKING:
     import onnx
 
 Scope = TypeVar("Scope")
-Nodes = list["onnx.NodeProto"]
 
 
 class CannotRewrite(Exception):

@@ -215,6 +215,7 @@ def _read_resize(step: dict[str, object]) -> Preprocess:
 
 
 def _add_normalization(preprocess: Preprocess, step: dict[str, object]) -> Preprocess:
+    """Return the preprocessing with the scale, mean and std of a NormalizeImage."""
     if step.get("is_scale", True) is True:
         preprocess = replace(preprocess, scale=1 / 255)
     if step.get("norm_type", "mean_std") == "none":

@@ -137,13 +137,10 @@ class OnnxRuntime:
         self, decisions: tuple[Decision, ...], dynamic_nodes: tuple[str, ...]
     ) -> tuple[Decision, ...]:
         """Return the decisions, with those of the dynamic MatMuls quantized."""
-        if not dynamic_nodes:
-            return decisions
         precision = self.placement.grid.name
-        chosen = frozenset(dynamic_nodes)
         updated = []
         for decision in decisions:
-            if decision.node in chosen:
+            if decision.node in dynamic_nodes:
                 decision = replace(decision, precision=precision, reason="")
             updated.append(decision)
         return tuple(updated)
@@ -214,10 +211,9 @@ class OnnxRuntime:
             grid = signed_grid(self.weight_bits)
             fits_pairs = self.placement.fits_pairs
             model = write_dynamic(model, dynamic_nodes, grid, fits_pairs=fits_pairs)
-        shifted = {gate.source for gate in plan.bias_shifts.values()}  # they have no pair
-        pair_ranges = {
-            name: ranges.scales[name] for name in plan.activations if name not in shifted
-        }
+        pair_ranges = {name: ranges.scales[name] for name in plan.activations}
+        for gate in plan.bias_shifts.values():
+            pair_ranges.pop(gate.source, None)  # it has no pair
         decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
         return _PairedModel(model, decisions, pair_ranges, analysis, plan)
 
@@ -371,11 +367,13 @@ class _PairedModel:
         from deploy.targets.onnxruntime.rewrites import apply_rewrites
 
         int8_gates = () if self.plan is None else self.plan.gates
+        float_gates = [gate for gate in self.analysis.gates if gate not in int8_gates]
+        float_nodes = {decision.node for decision in self.decisions if not decision.quantized}
         kernel_kind = cpu_kind() if cpu == "this" else cpu
         context = RewriteContext(
             float_graph=self.analysis.graph,
-            float_nodes=frozenset(d.node for d in self.decisions if not d.quantized),
-            float_gates=tuple(gate for gate in self.analysis.gates if gate not in int8_gates),
+            float_nodes=frozenset(float_nodes),
+            float_gates=tuple(float_gates),
             has_given_pairs=self.plan is None,
             kernels=KERNELS.get(kernel_kind, KERNELS["avx2"]),
         )
