@@ -217,7 +217,7 @@ class _AffineFolder:
             return False
         for part, (weight, bias) in zip(joined.parts, weights_and_biases, strict=True):
             self._store(part.layer, weight, bias, f"{node.output[0]}_bias")
-        self._rename(joined, node.output[0])
+        self._rename(joined, node.output[0])  # the producers make other tensors now
         for layer_node in joined.nodes:
             self.producers |= dict.fromkeys(layer_node.output, layer_node)
         return True
@@ -319,7 +319,10 @@ class _AffineFolder:
         set_input(layer, index, name)
 
     def _rename(self, joined: JoinedLayers, last_output: str) -> None:
-        """Give the last node's output the folded node's name, and tensors before it new names."""
+        """Give the last node's output the folded node's name, and tensors before it new names.
+
+        These hold other values than the tensors of the same name in the user's model.
+        """
         for node, reader, index in joined.links():
             if node.output[0] not in self.new_names:  # else from an earlier call
                 name = claim_name(f"{node.output[0]}_folded", self.names)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -244,10 +245,17 @@ def check_valid(model: onnx.ModelProto) -> None:
     for value in (*checked.graph.input, *checked.graph.output):
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.shape.SetInParent()
-    try:
+    with refuse_errors("the model must be valid ONNX"):
         onnx.checker.check_model(checked)
-    # The checker is C++ behind a binding: its error type depends on what is broken.
+
+
+@contextmanager
+def refuse_errors(rule: str) -> Iterator[None]:
+    """Turn any error of ONNX into a `ModelError` that the model breaks a rule.
+
+    ONNX is C++ behind a binding: the class of an error depends on what is broken.
+    """
+    try:
+        yield
     except Exception as error:
-        raise ModelError(
-            f"the model must be valid ONNX, got: {first_line(error)}; export it again"
-        ) from error
+        raise ModelError(f"{rule}, got: {first_line(error)}; export it again") from error

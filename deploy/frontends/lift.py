@@ -36,7 +36,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from deploy.errors import ModelError
+from deploy.errors import ModelError, counted
 from deploy.frontends.checks import is_quantized_node, to_array
 from deploy.frontends.onnx_reader import MESSAGE_LIMIT
 from deploy.frontends.plugins import CutOffNodes
@@ -320,8 +320,7 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     model.graph.initializer.extend(weights)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])
     retain_named(model.graph.input, count_reads(model.graph))  # it may still list a weight
-    noun = "weight" if len(weights) == 1 else "weights"
-    return f"Converted {len(weights)} {noun} from stored integers to float."
+    return f"Converted {counted(len(weights), 'weight')} from stored integers to float."
 
 
 def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 from onnx import inliner
 
-from deploy.errors import BackendError, ModelError, first_line
+from deploy.errors import BackendError, ModelError, counted, first_line
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
@@ -253,12 +253,8 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
             function = functions.get((node.domain, node.op_type))
             if function is not None:
                 _write_default_attributes(node, function)
-    try:
+    with checks.refuse_errors("the model's functions must be valid ONNX"):
         inlined = inliner.inline_local_functions(model)
-    except Exception as error:  # C++ behind a binding, without an error class
-        raise ModelError(
-            f"the model's functions must be valid ONNX, got: {first_line(error)}; export it again"
-        ) from error
     return inlined, _note("Inlined {}.", len(model.functions), "function")
 
 
@@ -363,13 +359,9 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     file_values = list(map(copy_message, model.graph.value_info))
     del model.graph.value_info[:]
     light_model = _without_values(model)
-    try:
+    with checks.refuse_errors("shapes of the model must fit together"):
         propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
         inferred = infer_types(light_model or model, data_prop=propagates_values)
-    except Exception as error:  # C++ behind a binding, without an error class
-        raise ModelError(
-            f"shapes of the model must fit together, got: {first_line(error)}; export it again"
-        ) from error
     if light_model is not None:
         replace_field(model.graph.output, inferred.graph.output)
         model.graph.value_info.extend(inferred.graph.value_info)
@@ -475,6 +467,4 @@ def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
 
 def _note(sentence: str, count: int, noun: str) -> str:
     """Return a sentence with "1 node" or "2 nodes" in place of {}; "" for a count of 0."""
-    if count == 0:
-        return ""
-    return sentence.format(f"1 {noun}" if count == 1 else f"{count} {noun}s")
+    return sentence.format(counted(count, noun)) if count else ""

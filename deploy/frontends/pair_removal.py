@@ -244,7 +244,8 @@ class _Stripper:
 
     def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:
         """Return a pair's replacement: nothing, its rounding, or an Identity that keeps a name."""
-        index, output = self.index, dequantizer.output[0]
+        index = self.index
+        output = dequantizer.output[0]
         quantizer = index.producer[dequantizer.input[0]]
         source = self.float_of.get(quantizer.input[0], quantizer.input[0])
         is_output = output in index.outputs
@@ -254,6 +255,7 @@ class _Stripper:
             if reader.name in self.int8_names and reader.input[0] == output:
                 int8_readers.append(reader)
 
+        # what else reads the pair computes in float, and may need its rounding or its limits
         steps: dict[str, tuple[float, ...]] = {}
         if is_output or output in index.captured or len(int8_readers) < len(readers):
             self.float_read_pairs += 1
@@ -271,6 +273,7 @@ class _Stripper:
         self._add_grid(source, dequantizer)
         if not is_output:
             self.float_of[output] = source
+        # an output keeps its name, and a tensor gets the name back that went to its pair
         if self._can_be_renamed(source):
             if is_output or source == f"{output}/float":
                 self.renamed[source] = output

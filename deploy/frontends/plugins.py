@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from deploy.errors import ExportError, ModelError
+from deploy.errors import ExportError, ModelError, counted
 from deploy.frontends.checks import check_valid
 from deploy.graph.edit import (
     copy_message,
@@ -88,11 +88,10 @@ class CutOffNodes:
 
     def note(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""
-        nodes = "1 node" if len(self.nodes) == 1 else f"{len(self.nodes)} nodes"
         return (
             f"Cut before {self.first_unknown_text}, which onnxruntime does not know: calibrated and"
-            f" evaluated on {', '.join(outputs)}; {nodes} from there on kept as in the"
-            " file, for TensorRT and Ascend."
+            f" evaluated on {', '.join(outputs)}; {counted(len(self.nodes), 'node')} from there on"
+            " kept as in the file, for TensorRT and Ascend."
         )
 
     def append_to(self, model: onnx.ModelProto) -> onnx.ModelProto:

@@ -169,7 +169,7 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
         return None
     longer = replace(gate, nodes=(*gate.nodes, product.name), output=product.output[0])
     scalar = graph.scalar_operand(gate.output, product)
-    if scalar is not None and scalar > 0:
+    if scalar is not None and scalar > 0:  # a negative gain would turn the clip around
         if product.op_type == "Mul":
             return replace(longer, gain=gate.gain * scalar)
         if product.input[0] == gate.output:

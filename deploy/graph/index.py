@@ -263,6 +263,7 @@ class Graph:
             if node.op_type in _MOVING and is_captured:
                 sources.add(node.input[0])
             elif has_subgraph(node):
+                # what an inlined branch captures: an If in this node, or this node's own branch
                 _, *inner_nodes = nested_nodes(node)
                 has_nested_subgraph = any(map(has_subgraph, inner_nodes))
                 if has_nested_subgraph or (inner_nodes and is_captured):

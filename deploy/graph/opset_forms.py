@@ -305,13 +305,13 @@ def complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
     # the other axes keep their size, or have the scale 1
     if len(node.input) > 3:
-        nodes += _spread_axes(node, 3, axes, node.input[0], scope)
+        nodes += _complete_input(node, 3, axes, node.input[0], scope)
     else:
-        nodes += _spread_axes(node, 2, axes, np.ones(rank, np.float32), scope)
+        nodes += _complete_input(node, 2, axes, np.ones(rank, np.float32), scope)
     if node.input[1]:  # the region: from 0 to 1 along the other axes
         scope.values(node.input[1], "region")
         ends = np.repeat([0, 1], rank).astype(np.float32)
-        nodes += _spread_axes(node, 1, axes + [rank + axis for axis in axes], ends, scope)
+        nodes += _complete_input(node, 1, axes + [rank + axis for axis in axes], ends, scope)
     drop_attribute(node, "axes")
     drop_attribute(node, "keep_aspect_ratio_policy")
     return [*nodes, node]
@@ -333,44 +333,49 @@ def _ratio_scales(
     return np.full(len(shape), scale)
 
 
-def _spread_axes(
+def _complete_input(
     node: onnx.NodeProto,
     index: int,
     axes: list[int],
     default: str | NDArray[Any],
     scope: OpsetScope,
 ) -> Nodes:
-    """Make a node's input `index`, of some `axes`, one of all axes; return the nodes that do it.
+    """Give a node's input values of all axes in place of those of some; return the nodes for it.
 
-    `default`: values of all axes, or a tensor of which they are the sizes.
+    Args:
+        node: changes in place.
+        index: of the input, which has a value for each of `axes`.
+        axes: counted from the front.
+        default: the values of all axes, or a tensor whose sizes they are.
+        scope: around the node.
     """
-    name = scope.new_name(f"{node.output[0]}_axes")
-    some_axes = node.input[index]
+    axis_values = node.input[index]
+    completed = node.input[index] = scope.new_name(f"{node.output[0]}_axes")
     defaults = list(scope.shape(default)) if isinstance(default, str) else default.tolist()
-    node.input[index] = name
-    if some_axes in scope.constants:
-        some_values = scope.values(some_axes, "values")
+    if axis_values in scope.constants:
+        constants = scope.values(axis_values, "values")
         values = list(defaults)
-        for axis, value in zip(axes, some_values.tolist(), strict=True):
+        for axis, value in zip(axes, constants.tolist(), strict=True):
             values[axis] = value
         if all(isinstance(value, int | float) for value in values):
-            return [make_constant_node(name, np.array(values, some_values.dtype))]
+            return [make_constant_node(completed, np.array(values, constants.dtype))]
 
-    # join the defaults and the values of some axes, and gather those of each axis
-    all_axes = scope.new_name(f"{name}_whole")
-    joined = scope.new_name(f"{name}_both")
-    order = scope.new_name(f"{name}_order")
+    # join the defaults and the values of some axes, and gather the one of each axis
+    default_values = scope.new_name(f"{completed}_whole")
+    joined_values = scope.new_name(f"{completed}_both")
+    order = scope.new_name(f"{completed}_order")
     indices = np.arange(len(defaults))
     indices[axes] = len(defaults) + np.arange(len(axes))
     if isinstance(default, str):
-        default_node = make_node("Shape", [default], all_axes, f"{all_axes}_Shape")
+        default_node = make_node("Shape", [default], default_values, f"{default_values}_Shape")
     else:
-        default_node = make_constant_node(all_axes, default)
+        default_node = make_constant_node(default_values, default)
+    operands = [default_values, axis_values]
     return [
         default_node,
-        make_node("Concat", [all_axes, some_axes], joined, f"{joined}_Concat", axis=0),
+        make_node("Concat", operands, joined_values, f"{joined_values}_Concat", axis=0),
         make_constant_node(order, indices),
-        make_node("Gather", [joined, order], name, f"{name}_Gather"),
+        make_node("Gather", [joined_values, order], completed, f"{completed}_Gather"),
     ]
 
 
@@ -473,22 +478,26 @@ def _attributes_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     rounding = "floor"
     if node.op_type == "Resize" and node.input[1] in scope.constants:
         scales = scope.values(node.input[1], "scales").astype(np.float64)
-        if not (scales > 0).all():
-            raise CannotRewrite("a scale is not above 0")
-        steps = 1 / scales
-        shrinking_steps = steps[steps > 1]
-        enlarges = (steps < 1).any()
-        if shrinking_steps.size and not enlarges:
-            rounding = "ceil"
-        is_nearest = attrs.get("mode", b"nearest") == b"nearest"
-        if is_nearest and enlarges and (shrinking_steps != np.round(shrinking_steps)).any():
-            raise CannotRewrite("it shrinks one axis and enlarges another")
-
+        rounding = _find_rounding(scales, attrs.get("mode", b"nearest"))
     node.op_type = "Resize"
     node.input.insert(1, "")
     _set_attribute(node, "coordinate_transformation_mode", "asymmetric")
     _set_attribute(node, "nearest_mode", rounding)
     return [*nodes, node]
+
+
+def _find_rounding(scales: NDArray[np.float64], mode: bytes) -> str:
+    """Return the `nearest_mode` of a Resize-10 with these scales."""
+    if not (scales > 0).all():
+        raise CannotRewrite("a scale is not above 0")
+    steps = 1 / scales  # from one output position to the next, in pixels of the input
+    shrinking_steps = steps[steps > 1]
+    enlarges = (steps < 1).any()
+    # positions at whole pixels are the same with both ways to round
+    needs_ceil = (shrinking_steps != np.round(shrinking_steps)).any()
+    if mode == b"nearest" and enlarges and needs_ceil:
+        raise CannotRewrite("it shrinks one axis and enlarges another")
+    return "ceil" if shrinking_steps.size and not enlarges else "floor"
 
 
 def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:

@@ -282,7 +282,7 @@ class _Int8Flow:
         if placement.float_after_concat and reads_float_concat(graph, node, self.produced):
             return f"it reads a Concat whose inputs are not all {placement.precision_name}"
         if node.op_type in placement.heavy:
-            return ""
+            return ""  # it gains enough to quantize its inputs itself
         if placement.pairs_on_outputs:
             has_int8_inputs = self.produced.issuperset(graph.data_inputs(node))
         else:

@@ -166,6 +166,7 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     if weight is None or None in constants:
         return None
     conv = region.convs.setdefault(node.name, _RegionConv(node))
+    # a depthwise Conv passes the width on; any other one ends the region on this side
     out_channels, in_channels = weight.dims[:2]
     if group_count(node) == out_channels == region.channels and in_channels == 1:
         conv.is_depthwise = True
@@ -252,7 +253,8 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
     """Append the channels to everything in a region."""
     added = region.added_channels
     for conv in region.convs.values():
-        node, axes = conv.node, list(_weight_axes(conv))
+        node = conv.node
+        axes = list(_weight_axes(conv))
         append_zero_channels(model, graph, node, WEIGHT, axes, added)
         if BIAS in constant_positions(node) and 0 in axes:
             append_zero_channels(model, graph, node, BIAS, [0], added)

@@ -192,6 +192,7 @@ class _QdqWriter:
         source, target = name, f"{name}/dequantized"
         producer = self.producer.get(name)
         if pair.consumers is None and producer is not None:
+            # all readers read the pair, so that it gets the tensor's name
             source, target = f"{name}/float", name
             producer.output[list(producer.output).index(name)] = source
         else:
@@ -211,7 +212,8 @@ class _QdqWriter:
         """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so."""
         if target.node not in self.plan.gemm_bias_adds:
             return
-        node, add = self.nodes[target.node], self.nodes[self.plan.gemm_bias_adds[target.node]]
+        node = self.nodes[target.node]
+        add = self.nodes[self.plan.gemm_bias_adds[target.node]]
         node.op_type = "Gemm"
         node.input.append(str(target.bias))
         node.output[0] = add.output[0]
@@ -348,7 +350,8 @@ class _QdqWriter:
 
     def _shifted_source(self, gate: Gate) -> str:
         """Rename a gate's source, which now includes the shift, and drop its pair."""
-        producer, name = self.producer[gate.source], f"{gate.source}/shifted"
+        producer = self.producer[gate.source]
+        name = f"{gate.source}/shifted"
         del self.following_nodes[producer.output[0]]
         producer.output[0] = name
         return name

@@ -127,7 +127,8 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     nodes = [make_node("GlobalAveragePool", [source], pooled, name)]
     for reader in scope.graph.readers.get(output, ()):
         if reader.op_type == "QuantizeLinear":
-            params, dequantized = reader.input[1:], f"{pooled}/read"
+            params = reader.input[1:]
+            dequantized = f"{pooled}/read"
             nodes += make_pair(pooled, dequantized, pooled, params, params)
             pooled = dequantized
             break
@@ -182,15 +183,16 @@ def _why_not_flat(node: onnx.NodeProto, scope: RewriteScope) -> str:
 def _write_flat_softmax(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Return the nodes in place of one Softmax."""
     source, output, name = node.input[0], node.output[0], node.name
-    sizes, flat, result = f"{output}/sizes", f"{output}/in_a_row", f"{output}/of_a_row"
+    sizes = f"{output}/sizes"
+    flat, flat_result = f"{output}/in_a_row", f"{output}/of_a_row"
     axis, _ = _softmax_axis(node, scope)
     flat_sizes = np.array([0] * (axis + 1) + [-1], np.int64)  # 0 keeps a size
     flat_shape = scope.add_constant(f"{output}/shape_in_a_row", flat_sizes)
     return [
         make_node("Shape", [source], sizes, f"{name}/sizes"),
         make_node("Reshape", [source, flat_shape], flat, f"{name}/in_a_row"),
-        make_node(node.op_type, [flat], result, name, axis=axis),
-        make_node("Reshape", [result, sizes], output, f"{name}/as_it_was"),
+        make_node(node.op_type, [flat], flat_result, name, axis=axis),
+        make_node("Reshape", [flat_result, sizes], output, f"{name}/as_it_was"),
     ]
 
 
@@ -237,9 +239,10 @@ def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
 def _copy_first_input(node: onnx.NodeProto, _: RewriteScope) -> Nodes:
     """Return the Sum that copies the first input, and the node that reads the copy."""
     position = _first_data_input(node)
-    source, copy = node.input[position], f"{node.output[0]}/apart"
+    copy = f"{node.output[0]}/apart"
+    sum_node = make_node("Sum", [node.input[position]], copy, f"{node.name}/apart")
     node.input[position] = copy
-    return [make_node("Sum", [source], copy, f"{node.name}/apart"), node]
+    return [sum_node, node]
 
 
 _KEEP_APART = RewriteRule(

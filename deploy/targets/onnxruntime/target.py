@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from deploy.errors import ConfigError, ExportError
+from deploy.errors import ConfigError, ExportError, counted
 from deploy.files import atomic
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import check_options, option
@@ -249,7 +249,8 @@ class OnnxRuntime:
         from deploy.targets.stored_weights import read_stored_weights
 
         paired = self._write_pairs(request)
-        decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
+        decisions = paired.decisions
+        weights = read_stored_weights(paired.model, on_cpus=True)
         pair_notes = self._pair_notes(request, paired.model, decisions)
         model = paired.engine(request.cpu)  # rewrites that model itself
         if request.subject.loaded.was_float16:
@@ -305,13 +306,12 @@ class OnnxRuntime:
         count = sum(weight.saturates for weight in weights)
         if count:
             this_cpu = ", of which this is one," if cpu_kind() == "avx2" else ""
-            layers = "layer" if count == 1 else "layers"
             reason = "weights are kept as the given model has them"
             if self.full_weights:
                 reason = "--full-weights lets weights take all of int8"
             notes.append(
                 f"x86 CPUs without VNNI{this_cpu} add two products in 16 bits and can saturate in"
-                f" {count} {layers} of the int8 model, since {reason}"
+                f" {counted(count, 'layer')} of the int8 model, since {reason}"
             )
         return notes
 

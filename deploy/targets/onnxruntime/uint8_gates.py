@@ -81,9 +81,11 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
         The parameters of x, and the steps from the zero point of x + shift to that of x.
     """
     below, above = zero * float(scale), (255 - zero) * float(scale)  # parts of the range
-    min_scale = (above + max(below, shift)) / 255
+    min_scale = (above + max(below, shift)) / 255  # of a range that reaches down to -shift
     steps = int(shift / min_scale)
-    if not zero or steps < _MIN_SHIFT_STEPS or shift / steps > float(scale) * _MAX_WIDENING:
+    if zero == 0 or steps < _MIN_SHIFT_STEPS:
+        return ShiftedParams(scale, zero)
+    if shift / steps > float(scale) * _MAX_WIDENING:
         return ShiftedParams(scale, zero)
     widened_scale = np.float32(shift / steps)
     new_zero = int(np.rint(below / float(widened_scale)))
@@ -150,7 +152,8 @@ class GateWriter:
 
         Q saturates where the Clip does, and DQ multiplies by the gain.
         """
-        name, step = f"{gate.name}/gate", gate.top / 255
+        name = f"{gate.name}/gate"
+        step = gate.top / 255
         clip_params = self._parameters(f"{name}/written", step, 0)
         gain_params = self._parameters(f"{name}/read", step * gate.gain, 0)
         nodes: Nodes = []
