@@ -32,10 +32,10 @@ from deploy.report.report_rows import MAX_STRIPS, weight_rows
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read_stored_weights
 from deploy.targets.tensorrt.cache_qdq import to_qdq
 from deploy.tasks.boxes import BoxDetection
-from deploy.tasks.classes import Classes
 from deploy.tasks.detections import Detections, scale_to_pixels
 from deploy.tasks.evaluation_task import MOST, ClassExample, ExampleSelection
 from deploy.tasks.slices import OutputSlice, split_output
+from deploy.tasks.vectors import Classes
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_node, run_net
 from tests.outputs import softmax

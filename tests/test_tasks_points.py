@@ -211,14 +211,12 @@ def test_what_else_is_told_of_a_sample_must_be_told_alike():
     assert part.label == "y - its mean"
 
 
-@pytest.mark.parametrize(("raw", "unit"), [(False, SIDE), (True, SIDE), (False, 1)])
-def test_points_count_where_there_is_an_object(raw, unit):
+@pytest.mark.parametrize("unit", [SIDE, 1])
+def test_points_count_where_there_is_an_object(unit):
     def outputs(last=0.1):
         shares = [*[0.9, 0.1] * 3, 0.9, last]
         far = 0.2 * unit  # where points lie without an object is of no use
-        return [
-            flagged(n, p, raw=raw, unit=unit, moved=far * (n % 2)) for n, p in enumerate(shares)
-        ]
+        return [flagged(n, p, unit=unit, moved=far * (n % 2)) for n, p in enumerate(shares)]
 
     alone = outputs()
     _, same = figure(alone, alone, PICTURE)
@@ -231,8 +229,6 @@ def test_points_count_where_there_is_an_object(raw, unit):
     assert np.allclose(form.usual[part].reshape(1, -1), mean, atol=1e-6 * unit)
     told = form.told(alone[1], {}, alone[1])["y"]
     assert np.allclose(told, 0.1 * (alone[1]["y"] - mean), atol=1e-6 * unit)
-    once = derive_form(alone[:7], inputs=[fed(PICTURE)] * 7).task  # of few logits none is a flag
-    assert (once.presence is None) == raw
 
 
 @pytest.mark.parametrize(

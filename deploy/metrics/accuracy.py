@@ -21,10 +21,10 @@ from deploy.metrics.output_errors import (
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, derive_form
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.tasks import Metric, TaskFigure
-from deploy.tasks.classes import Classes
 from deploy.tasks.evaluation_task import Example, ThresholdTally
 from deploy.tasks.rows import AlikeOutputs, Top1, batch_length, split_batch
 from deploy.tasks.slices import form_samples
+from deploy.tasks.vectors import Classes
 from deploy.tensors import Array, HasOutputs, TensorSpec
 
 # fields of `Accuracy` that JSON leaves out

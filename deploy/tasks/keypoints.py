@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.tasks.classes import are_switches
 from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tasks.rows import (
     Floats,
@@ -136,6 +135,16 @@ class Points(EvaluationTask):
     tally_type = _PointTally
 
 
+def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
+    """Return the key points of an output that the user or the file says to hold such."""
+    value = samples.outputs[0][name]
+    numbers = value.shape[1] if is_turned(value.shape) else value.shape[-1]
+    if numbers not in _NUMBERS:
+        numbers = 2
+    is_divisible = value.ndim in (2, 3, 4) and value.size % numbers == 0
+    return Points({name: numbers}, (), value.size // numbers) if is_divisible else None
+
+
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Recognise outputs of points in the input's picture."""
     sizes = [size for inputs in samples.inputs if (size := image_size(inputs)) is not None]
@@ -189,9 +198,7 @@ def _find_flags(first_samples: FirstSamples) -> tuple[OutputSlice, ...]:
         samples = first_samples.arrays(name)
         if not all(map(is_floating, samples)):
             continue
-        if len(samples) >= _MIN_LOGIT_SAMPLES and are_switches(samples, raw=True):
-            flags.append(OutputSlice(output=name, activation="sigmoid"))
-        elif all(map(_is_share, samples)):
+        if all(map(_is_share, samples)):
             flags.append(OutputSlice(output=name))
     return tuple(flags)
 

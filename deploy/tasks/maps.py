@@ -138,6 +138,14 @@ def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
     return None
 
 
+def fit_segmentation(name: str, samples: FirstSamples) -> Pixels | None:
+    """Return the pixels of an output that the user or the file says to hold scores of classes."""
+    shape = samples.outputs[0][name].shape
+    if len(shape) != 4:
+        return None
+    return Pixels(name, min(shape[1], shape[3]), last=shape[3] < shape[1])
+
+
 def to_channels_first(value: Array) -> Array:
     """Return [1, H, W, C] as [1, C, H, W]; other shapes stay unchanged."""
     return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
@@ -285,6 +293,11 @@ class MaskMaps(EvaluationTask):
         return f"{', '.join(self.outputs)}: {kind} of 0 to 1"
 
 
+def fit_masks(name: str, samples: FirstSamples) -> MaskMaps | None:
+    """Return the masks of an output that the user or the file says to hold such."""
+    return MaskMaps((name,)) if samples.outputs[0][name].ndim == 4 else None
+
+
 def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
     """Recognise outputs of masks, all of one shape."""
     sizes = [image_size(inputs) for inputs in first_samples.inputs]
@@ -371,6 +384,14 @@ class HeatMaps(EvaluationTask):
     name = "heat maps"
     reads = "{0.count} heat maps"
     tally_type = _HeatTally
+
+
+def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
+    """Return the heat maps of an output that the user or the file says to hold such."""
+    shape = samples.outputs[0][name].shape
+    if len(shape) != 4:
+        return None
+    return HeatMaps(name, min(shape[1], shape[3]), last=shape[3] < shape[1])
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
