@@ -272,10 +272,10 @@ def publish_build(
 
 def model_part(loaded: LoadedModel) -> ModelPart:
     """Return the float model's part of a report."""
-    imports = loaded.model.opset_import
+    version_by_domain = {item.domain: item.version for item in loaded.model.opset_import}
     return ModelPart(
         path=str(loaded.source or loaded.name),
-        opset=next((item.version for item in imports if item.domain in ("", "ai.onnx")), None),
+        opset=version_by_domain.get("", version_by_domain.get("ai.onnx")),
         nodes=len(loaded.model.graph.node),
         inputs=tuple(_describe(spec) for spec in loaded.inputs),
         outputs=tuple(_describe(spec) for spec in loaded.outputs),
@@ -330,10 +330,11 @@ def engine_rows(
     for engine in figures.engines[1:]:
         row = replace(engine, path=_final_path(engine.path, stage))
         row = _with_examples(row, figures, classes)
-        result = result_by_target.get(row.target)
-        if result is not None and row.target not in figures.failures and not row.baseline:
+        is_judged = row.target in result_by_target and row.target not in figures.failures
+        if is_judged and not row.baseline:
             row = model.with_speed(figures.engines, row)
-            is_quantized = any(decision.quantized for decision in result.decisions)
+            decisions = result_by_target[row.target].decisions
+            is_quantized = any(decision.quantized for decision in decisions)
             judgement = _judge_engine(row, figures.engines, partial(judge, int8=is_quantized))
             row = replace(row, verdict=judgement)
         rows.append(row)
@@ -356,15 +357,16 @@ def _judge_engine(
         missing_rival = "a float engine on its device" if row.on_device else "FP32"
         return judge(accuracy=row.accuracy, speed=None, rival=missing_rival)
     rival = rivals[0]
-    judge = partial(
-        judge,
+    smaller = None
+    if rival.size_bytes and row.size_bytes:
+        smaller = rival.size_bytes / row.size_bytes
+    return judge(
         accuracy=row.accuracy,
         speed=row.speed,
+        smaller=smaller,
         rival="FP32" if rival.reference else rival.label,
+        device_kind="device" if row.on_device else "CPU",
     )
-    if rival.size_bytes and row.size_bytes:
-        judge = partial(judge, smaller=rival.size_bytes / row.size_bytes)
-    return judge(device_kind="device" if row.on_device else "CPU")
 
 
 def _calibration_part(
