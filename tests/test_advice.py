@@ -177,7 +177,8 @@ def test_steps_for_a_doubtful_engine_never_repeat():
 
     own["split_number"] = 3
     report = follow_up(detector("doubtful", **own, has_method=True), report)
-    assert first_step(report) == f"without the line of method in o/calib8.toml: {BUILD}"
+    line = "without the line of method in o/calib8.toml"
+    assert first_step(report) == f"{line}: {BUILD} --effort 1"
 
     report = follow_up(detector("doubtful", **own), report)
     assert first_step(report) == f"{BUILD} --prefer accuracy --effort 2 --repair all"

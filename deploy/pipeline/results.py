@@ -1,6 +1,7 @@
 """Gather everything a build found into a `Report`, and write its files."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -52,6 +53,7 @@ from deploy.tuning.tune import PlannedTarget
 from deploy.version import __version__
 
 _MAX_NAMES = 3  # tensors named for each reason
+_COUNT = re.compile(r"\d+ of \d+ \w+")
 _CLEAR_LOSS = 0.01  # of the task, by which one build of the same verdict is worse than another
 
 
@@ -457,7 +459,8 @@ def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:
     """Yield rows of the front."""
     for split in plan.front:
         figures = {field.name: getattr(split, field.name) for field in fields(SplitRow)}
-        yield SplitRow(**figures)
+        count = _COUNT.match(split.figure)  # "27 of 28 boxes" of a sentence
+        yield SplitRow(**{**figures, "figure": count[0] if count else split.figure})
 
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:

@@ -337,7 +337,8 @@ def _rebuild_steps(
         if effort == 0:
             yield f"{build} --effort 1"
         if request.has_method:
-            yield f"without the line of method in {shlex.quote(options)}: {build}"
+            line = f"without the line of method in {shlex.quote(options)}"
+            yield f"{line}: {build} --effort {max(effort, 1)}"
         if EFFORT not in request.followed:
             yield f"{build} --prefer accuracy --effort {max(effort, 2)} --repair all"
         if request.is_module:
