@@ -15,12 +15,12 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.errors import ExportError, ModelError, QuantizedError, first_line
 from deploy.graph.edit import copy_message
 from deploy.graph.index import all_nodes, by_name, opset_of
+from deploy.graph.placement import WEIGHTED
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 OLDEST_OPSET = 7
-WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _ASCEND_OPERATORS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")

@@ -34,6 +34,7 @@ from deploy.graph.index import (
     attributes,
     by_name,
     count_reads,
+    declared_values,
     dims,
     has_subgraph,
     iter_reads,
@@ -289,7 +290,7 @@ def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
 def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the main graph's tensors whose shape is completely known."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    for value in (*graph.input, *graph.value_info, *graph.output):
+    for value in declared_values(graph):
         shape = dims(value)
         if shape is not None and all(isinstance(size, int) and size >= 0 for size in shape):
             shapes[value.name] = shape

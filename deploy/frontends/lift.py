@@ -102,19 +102,16 @@ def lift_opset(
     opset = opset_of(model)
     if opset >= TARGET_OPSET:
         return cut_off, None
-    cut_off_model = onnx.ModelProto()
-    if cut_off is not None:
+    if cut_off is None:
+        _lift((model,), TARGET_OPSET)
+    else:
+        cut_off_model = onnx.ModelProto(opset_import=cut_off.opsets)
         cut_off_model.graph.node.extend(cut_off.nodes)
         cut_off_model.graph.initializer.extend(cut_off.constants)
         cut_off_model.graph.output.extend(cut_off.outputs)
-        cut_off_model.opset_import.extend(cut_off.opsets)
-    _lift((model, cut_off_model), TARGET_OPSET)
-    if cut_off is not None:
-        cut_off = replace(
-            cut_off,
-            nodes=tuple(cut_off_model.graph.node),
-            opsets=tuple(cut_off_model.opset_import),
-        )
+        _lift((model, cut_off_model), TARGET_OPSET)
+        nodes, opsets = tuple(cut_off_model.graph.node), tuple(cut_off_model.opset_import)
+        cut_off = replace(cut_off, nodes=nodes, opsets=opsets)
     return cut_off, f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
 
 
@@ -304,18 +301,19 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     Raises:
         ModelError: a constant's bytes do not fit its shape and type.
     """
-    quantized = [node for node in all_nodes(model.graph) if is_quantized_node(node)]
+    quantized = list(filter(is_quantized_node, all_nodes(model.graph)))
     if not quantized or any(node.op_type != _DEQUANTIZE for node in quantized):
         return None
     drop_initializer_inputs(model.graph)
     graph = Graph(model)
-    main_nodes = {id(node) for node in graph.nodes}
     weights = []
-    for node in quantized:
-        values = dequantize_constant(node, graph) if id(node) in main_nodes else None
+    for node in filter(is_quantized_node, graph.nodes):
+        values = dequantize_constant(node, graph)
         if values is None or node.output[0] in graph.outputs:
             return None
         weights.append(numpy_helper.from_array(values, node.output[0]))
+    if len(weights) < len(quantized):  # the others are in subgraphs
+        return None
 
     model.graph.initializer.extend(weights)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])

@@ -48,6 +48,7 @@ from deploy.graph.index import (
     all_outputs,
     by_name,
     constant_nodes,
+    declared_values,
     has_subgraph,
     names_of,
 )
@@ -223,7 +224,7 @@ def _clear_negative_sizes(graph: onnx.GraphProto) -> None:
     A size of 0 is valid.
     """
     for body in all_graphs(graph):
-        for value in (*body.input, *body.output, *body.value_info):
+        for value in declared_values(body):
             for dim in value.type.tensor_type.shape.dim:
                 if dim.dim_value < 0:
                     dim.ClearField("dim_value")

@@ -36,13 +36,12 @@ from deploy.frontends.pairs import (
     weight_grid,
 )
 from deploy.graph.edit import copy_message
-from deploy.graph.index import Graph, all_nodes, by_name
+from deploy.graph.index import TAILS, Graph, all_nodes, by_name
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
 
 _METHOD = "trained"
 _CONTRIB = "com.microsoft"
-_TAILS = frozenset({"Relu", "Clip"})
 
 
 def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
@@ -193,7 +192,7 @@ def _read_layers(
     written_nodes = frozenset(node.name for node in index.nodes if _has_output_pair(node, index))
     node_by_name = by_name(index.nodes)
     for node in graph.nodes:
-        if node.op_type in _TAILS:
+        if node.op_type in TAILS:
             head = graph.producer.get(node.input[0])
             has_int8_head = head is not None and head.name not in float_reasons
             if head is not None and has_int8_head and graph.tail(head) == node.output[0]:

@@ -355,17 +355,17 @@ def find_float16_overflows(
         largest: tensor -> largest |x| observed, of the tensors for which it is known.
         int8_nodes: names of the nodes that run in int8.
     """
-    reasons: dict[str, str] = {}
+    reasons = dict.fromkeys((node.name for node in graph.nodes), "")  # in graph order
     for node in graph.nodes:
-        reason = float16_overflow(graph, node, largest) if node.op_type != "Constant" else ""
-        if not reason:
+        if node.op_type == "Constant":
             continue
-        reasons.setdefault(node.name, reason)
+        reason = float16_overflow(graph, node, largest)
+        affected_nodes = [node]
         if reason.endswith(_VANISHED) and node.op_type != "Div":
-            for reader in graph.readers.get(node.output[0], ()):
-                reasons.setdefault(reader.name, reason)
-    float32_nodes = reasons.keys() - int8_nodes
-    return {node.name: reasons[node.name] for node in graph.nodes if node.name in float32_nodes}
+            affected_nodes += graph.readers.get(node.output[0], ())
+        for affected_node in affected_nodes:
+            reasons[affected_node.name] = reasons[affected_node.name] or reason
+    return {name: reason for name, reason in reasons.items() if reason and name not in int8_nodes}
 
 
 def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:

@@ -31,6 +31,7 @@ from deploy.graph.index import (
     all_outputs,
     by_name,
     count_reads,
+    declared_values,
     iter_reads,
     names_of,
     runtime_inputs,
@@ -490,8 +491,7 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
 def _rename_all(graph: onnx.GraphProto, new_name: Mapping[str, str]) -> None:
     """Rename the nodes and tensors of one graph."""
     rename_tensors(graph.node, new_name)
-    values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
-    for item in (*graph.node, *values):
+    for item in (*graph.node, *graph.initializer, *declared_values(graph)):
         item.name = new_name.get(item.name, item.name)
 
 

@@ -46,7 +46,7 @@ _ONE_DATA_INPUT = frozenset(
 )
 # ONNX Runtime's optimizer moves a DequantizeLinear past these
 _MOVING = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
-_TAILS = frozenset({"Relu", "Clip"})
+TAILS = frozenset({"Relu", "Clip"})  # are fused into the node before them
 ONNX_DOMAINS = ("", "ai.onnx")  # two names of the default operator set
 GATE = "Gate"  # type of the node that replaces the nodes of a gate in a collapsed graph
 PADDED_SUFFIX = "/wide"  # suffix of a tensor's copy with zero channels appended
@@ -177,6 +177,11 @@ def runtime_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     return [value for value in graph.input if value.name not in constants]
 
 
+def declared_values(graph: onnx.GraphProto) -> tuple[onnx.ValueInfoProto, ...]:
+    """Return the inputs, the inner tensors with a declared type, and the outputs of a graph."""
+    return (*graph.input, *graph.value_info, *graph.output)
+
+
 def dims(value: onnx.ValueInfoProto) -> Shape | None:
     """Sizes of a tensor; None for unknown rank."""
     tensor = value.type.tensor_type
@@ -230,7 +235,7 @@ class Graph:
             for name in dict.fromkeys(filter(None, node.input)):
                 self.readers.setdefault(name, []).append(node)
             self.captured |= _captured_by(node)
-        self._declared = by_name((*graph.input, *graph.value_info, *graph.output))
+        self._declared = by_name(declared_values(graph))
 
     @cached_property
     def dtypes(self) -> dict[str, int]:
@@ -358,7 +363,7 @@ class Graph:
         reader = self.only_reader(output)
         if reader is None or node.op_type == GATE:
             return output
-        if reader.op_type in _TAILS and reader.input[0] == output and self.clips_at_zero(reader):
+        if reader.op_type in TAILS and reader.input[0] == output and self.clips_at_zero(reader):
             return str(reader.output[0])
         if node.op_type == "MatMul" and reader.op_type == "Add":
             operands = [name for name in reader.input if name != output]

@@ -33,6 +33,7 @@ from deploy.graph.index import (
     attributes,
     by_name,
     constant_nodes,
+    declared_values,
     dims,
     optional_input,
     subgraphs,
@@ -70,7 +71,7 @@ class OpsetScope:
         """Return the scope inside a graph: this one plus the graph's own tensors."""
         constants = by_name(graph.initializer) | constant_nodes(graph.node)
         dtypes, shapes = dict(self.dtypes), dict(self.shapes)
-        for value in (*graph.input, *graph.value_info, *graph.output):
+        for value in declared_values(graph):
             dtypes[value.name] = value.type.tensor_type.elem_type
             shapes[value.name] = dims(value)
         for name, tensor in constants.items():
@@ -217,6 +218,11 @@ def _refuse(reason: str) -> Callable[[onnx.NodeProto, OpsetScope], str]:
     return lambda node, scope: reason
 
 
+def _refuse_values(name: str, *values: object, reason: str) -> Callable[..., str]:
+    """Return a check that fails for nodes whose attribute has one of these values."""
+    return lambda node, scope: reason if attributes(node).get(name) in values else ""
+
+
 # Older forms
 
 
@@ -253,10 +259,6 @@ def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     return [make_constant_node(name, np.array(sizes, np.int64)), node]
 
 
-def _check_wrap(node: onnx.NodeProto, _: OpsetScope) -> str:
-    return "it wraps around" if attributes(node).get("mode") == b"wrap" else ""
-
-
 def _pad_all_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Pad: pads of all axes in place of those of some."""
     if not optional_input(node, 3):
@@ -270,11 +272,6 @@ def _pad_all_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     node.input[1] = name
     del node.input[3:]
     return [make_constant_node(name, pads.ravel()), node]
-
-
-def _check_symmetric(node: onnx.NodeProto, _: OpsetScope) -> str:
-    mode = attributes(node).get("coordinate_transformation_mode")
-    return "it resizes by half_pixel_symmetric" if mode == b"half_pixel_symmetric" else ""
 
 
 def complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -387,11 +384,6 @@ def _check_empty_sizes(node: onnx.NodeProto, scope: OpsetScope) -> str:
     return ""
 
 
-def _check_reduction(node: onnx.NodeProto, _: OpsetScope) -> str:
-    takes_extreme = attributes(node).get("reduction") in (b"max", b"min")
-    return "its reduction is max or min" if takes_extreme else ""
-
-
 def _check_image(node: onnx.NodeProto, scope: OpsetScope) -> str:
     is_image = len(scope.shape(node.input[0])) == 4
     return "" if is_image else f"{node.input[0]} is not an image"
@@ -418,7 +410,7 @@ _NEW_MODES = {b"bilinear": b"linear", b"bicubic": b"cubic"}
 # By operator, the newest opset first; a rewrite returns the node itself last
 DOWNGRADES = (
     _change(20, "GridSample", check=_check_image, rewrite=partial(_rename_modes, names=_OLD_MODES)),
-    _change(19, "Pad", check=_check_wrap),
+    _change(19, "Pad", check=_refuse_values("mode", b"wrap", reason="it wraps around")),
     _change(18, "Pad", rewrite=_pad_all_axes),
     _change(18, *_REDUCE_WITH_AXES, rewrite=_inputs_to_axes),
     _change(
@@ -427,9 +419,22 @@ DOWNGRADES = (
         check=_check_empty_sizes,
         rewrite=partial(_drop_attribute, name="allowzero"),
     ),
-    _change(19, "Resize", check=_check_symmetric),
+    _change(
+        19,
+        "Resize",
+        check=_refuse_values(
+            "coordinate_transformation_mode",
+            b"half_pixel_symmetric",
+            reason="it resizes by half_pixel_symmetric",
+        ),
+    ),
     _change(18, "Resize", rewrite=complete_resize),
-    _change(18, "ScatterElements", "ScatterND", check=_check_reduction),
+    _change(
+        18,
+        "ScatterElements",
+        "ScatterND",
+        check=_refuse_values("reduction", b"max", b"min", reason="its reduction is max or min"),
+    ),
     _change(18, "Split", rewrite=_add_split_sizes),
 )
 
@@ -532,11 +537,6 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     ]
 
 
-def _check_spatial(node: onnx.NodeProto, _: OpsetScope) -> str:
-    """BatchNormalization: before opset 9 it could have a mean for each position."""
-    return "" if attributes(node).get("spatial", 1) else "it has spatial=0"
-
-
 def _check_statistics(node: onnx.NodeProto, _: OpsetScope) -> str:
     """BatchNormalization: before opset 14 with outputs of training."""
     return "its statistics are read" if len(node.output) > 1 else ""
@@ -572,10 +572,10 @@ def _to_inputs(*names: str) -> Rewrite:
 
 # Every new form or meaning up to opset 22; of one operator the oldest opset first
 UPGRADES = (
-    _change(
+    _change(  # before, it could have a mean for each position
         9,
         "BatchNormalization",
-        check=_check_spatial,
+        check=_refuse_values("spatial", 0, reason="it has spatial=0"),
         rewrite=partial(_drop_attribute, name="spatial"),
     ),
     _change(14, "BatchNormalization", check=_check_statistics),

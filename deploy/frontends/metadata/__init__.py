@@ -6,6 +6,7 @@ says so, and the run continues.
 
 import ast
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import onnx
@@ -82,16 +83,12 @@ def read_declaration(model: onnx.ModelProto, path: Path | None = None) -> Declar
 
     A file that cannot be read declares nothing: the outputs are then recognised by their form.
     """
-    folder = None if path is None else path.parent
-    beside = ModelMetadata(properties={}, folder=folder)
-    names = [huggingface.TIMM_FILE]
-    if folder is not None and folder.name == "onnx":  # of optimum and transformers.js
-        names.append(f"../{huggingface.TIMM_FILE}")
-    try:
-        text = beside.read_sibling(*names)
-        config = {} if text is None else parse_object(text, huggingface.TIMM_FILE)
-    except ConfigError:
-        config = {}
+    metadata = ModelMetadata(properties={}, folder=path.parent if path is not None else None)
+    config = {}
+    with suppress(ConfigError):
+        text = metadata.read_exported(huggingface.TIMM_FILE)
+        if text is not None:
+            config = parse_object(text, huggingface.TIMM_FILE)
     return declare(model, config, len(read_class_names(model)))
 
 

@@ -143,10 +143,7 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
     Raises:
         ConfigError: unsupported preprocessing, or invalid values.
     """
-    names = [FILE]
-    if metadata.folder is not None and metadata.folder.absolute().name == "onnx":
-        names.append(f"../{FILE}")
-    text = metadata.read_sibling(*names)
+    text = metadata.read_exported(FILE)
     if text is None:
         return None
     data = parse_object(text, FILE)

@@ -44,19 +44,28 @@ class ModelMetadata:
             raise ConfigError(f"its {key} must have at most {LONGEST:,} characters, got more")
         return value
 
-    def read_sibling(self, *names: str) -> str | None:
-        """Return the text of the first existing file of these names in the folder; else None.
+    def read_sibling(self, name: str) -> str | None:
+        """Return the text of a file in the folder; None if there is none.
 
         Raises:
             ConfigError: the file is too large, or not text.
         """
-        if self.folder is None:
+        if self.folder is None or not os.path.isfile(self.folder / name):
             return None
-        for name in names:
-            path = self.folder / name
-            if os.path.isfile(path):
-                return read_text(path, what="text", error=ConfigError, max_bytes=_LARGEST)
-        return None
+        path = self.folder / name
+        return read_text(path, what="text", error=ConfigError, max_bytes=_LARGEST)
+
+    def read_exported(self, name: str) -> str | None:
+        """Return the text of a file in the folder, or in the one above a folder `onnx`.
+
+        optimum and transformers.js put models into such a folder.
+
+        Raises:
+            ConfigError: the file is too large, or not text.
+        """
+        text = self.read_sibling(name)
+        is_below = self.folder is not None and self.folder.absolute().name == "onnx"
+        return self.read_sibling(f"../{name}") if text is None and is_below else text
 
 
 class StoredPreprocess(NamedTuple):

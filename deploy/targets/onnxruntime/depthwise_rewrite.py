@@ -15,7 +15,6 @@ Source: ONNX operators Conv-11, QuantizeLinear-13 and DequantizeLinear-13.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import onnx
@@ -61,14 +60,12 @@ class _RegionConv:
     Attributes:
         node: the Conv.
         is_depthwise: whether it has the region's channels as groups.
-        widens_input: whether its input, and its weight for it, gets wider.
-        widens_output: whether its output gets wider.
+        axes: axes of its weight that get longer: 0 for its output, 1 for its input.
     """
 
     node: onnx.NodeProto
     is_depthwise: bool = False
-    widens_input: bool = False
-    widens_output: bool = False
+    axes: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -170,15 +167,16 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     out_channels, in_channels = weight.dims[:2]
     if group_count(node) == out_channels == region.channels and in_channels == 1:
         conv.is_depthwise = True
+        conv.axes.add(0)
         return [node.input[0], node.output[0]]
     if group_count(node) != 1 or tensor not in (node.input[0], node.output[0]):
         return None
     if tensor == node.input[0]:
-        conv.widens_input = True
+        conv.axes.add(1)
         if in_channels != region.channels:
             return None
     if tensor == node.output[0]:
-        conv.widens_output = True
+        conv.axes.add(0)
         if out_channels != region.channels:
             return None
     return []
@@ -235,9 +233,8 @@ def _pays(graph: Graph, context: RewriteContext, region: _Region) -> bool:
             if is_int8:
                 gain += products * region.channels * extra_time
         else:
-            end_count = [conv.widens_input, conv.widens_output].count(True)
             product_time = kernels.int8 if is_int8 else kernels.float32
-            cost += end_count * added_products * product_time
+            cost += len(conv.axes) * added_products * product_time
     return gain > _MIN_GAIN * cost
 
 
@@ -254,9 +251,8 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
     added = region.added_channels
     for conv in region.convs.values():
         node = conv.node
-        axes = list(_weight_axes(conv))
-        append_zero_channels(model, graph, node, WEIGHT, axes, added)
-        if BIAS in constant_positions(node) and 0 in axes:
+        append_zero_channels(model, graph, node, WEIGHT, conv.axes, added)
+        if BIAS in constant_positions(node) and 0 in conv.axes:
             append_zero_channels(model, graph, node, BIAS, [0], added)
         if conv.is_depthwise:
             by_name(node.attribute)["group"].i = region.channels + added
@@ -265,11 +261,3 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
     outdated = [value for value in model.graph.value_info if value.name in new_names]
     for value in outdated:
         model.graph.value_info.remove(value)
-
-
-def _weight_axes(conv: _RegionConv) -> Iterator[int]:
-    """Yield the axes of a Conv's weight that get longer: 0 outputs, 1 inputs."""
-    if conv.is_depthwise or conv.widens_output:
-        yield 0
-    if conv.widens_input:
-        yield 1

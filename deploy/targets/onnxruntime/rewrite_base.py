@@ -142,18 +142,16 @@ class ReplacementNodes:
         `channels`: size to append; None if the sizes are complete.
         """
         order_name = self.constant("order", order)
-        factors_name = self.constant("times", factors)
+        operands = [f"{self.name}/ordered", self.constant("times", factors)]
         nodes = [
             self.make("Shape", [source], "sizes"),
             self.make("Gather", [f"{self.name}/sizes", order_name], "ordered"),
         ]
-        operands = [f"{self.name}/ordered", factors_name]
         if channels is None:
             return [*nodes, self.make("Mul", operands, "shape")]
-        channels_name = self.constant("channels", [channels])
-        larger = self.make("Mul", operands, "larger")
-        shape = self.make("Concat", [f"{self.name}/larger", channels_name], "shape", axis=0)
-        return [*nodes, larger, shape]
+        sizes = [f"{self.name}/larger", self.constant("channels", [channels])]
+        nodes.append(self.make("Mul", operands, "larger"))
+        return [*nodes, self.make("Concat", sizes, "shape", axis=0)]
 
 
 def replaced_nodes(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from deploy.graph.edit import copy_message, drop_dead, make_node, replace_nodes
 from deploy.graph.index import Graph, Nodes, Shape
@@ -125,18 +125,13 @@ class _TiledLayer(ReplacementNodes):
         dequantize = self.graph.producer[self.node.input[position]]
         constant_name = _CONSTANT_NAMES[position]
         names = []
-        has_channel_scales = False
         suffixes = ("quantized", "scale", "zero_point")
         for name, suffix in zip(dequantize.input, suffixes, strict=True):
             array = numpy_helper.to_array(self.graph.initializers[name])
             names.append(self.constant(f"{constant_name}/{suffix}", tiled(array, self.tile)))
-            if suffix == "scale":
-                has_channel_scales = array.ndim > 0
         output = f"{self.name}/{constant_name}"
-        node = make_node("DequantizeLinear", names, output, f"{output}/DQ")
-        if has_channel_scales:
-            node.attribute.append(helper.make_attribute("axis", 0))
-        return node
+        axis = 0 if self.graph.initializers[dequantize.input[1]].dims else None
+        return make_node("DequantizeLinear", names, output, f"{output}/DQ", axis=axis)
 
     def write_moves(self, quantize: onnx.NodeProto, sizes: Shape) -> Nodes:
         """Return the nodes after the QuantizeLinear, which makes tiles from now on.
