@@ -378,23 +378,27 @@ def _calibration_part(
     methods_of_files = {result.method for result in results if result.method}
     if methods_of_files and method not in methods_of_files:
         method = ""  # all targets have searches of their own
-    is_timed = not calibration.reused and calibration.loaded.qdq is None
+    has_pairs = calibration.loaded.qdq is not None
+    seconds = None
+    if not calibration.reused and not has_pairs:
+        seconds = calibration.seconds
     observed_now = set(calibration.observed_now)
-    counts = Counter(
-        (observation.variant.key, observation.statistic.key, observation not in observed_now)
-        for observation in calibration.observations
-    )
+    counts = Counter[tuple[str, str, bool]]()  # (variant, statistic, reused) -> number of tensors
+    for observation in calibration.observations:
+        is_reused = observation not in observed_now
+        counts[observation.variant.key, observation.statistic.key, is_reused] += 1
+    groups = [
+        GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
+        for (variant, statistic, is_reused), count in counts.items()
+    ]
     return CalibrationPart(
         method=method,
         reused=calibration.reused,
         reason=calibration.reason,
-        seconds=calibration.seconds if is_timed else None,
+        seconds=seconds,
         cache=str(calibration.cache) if calibration.cache else None,
-        groups=tuple(
-            GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
-            for (variant, statistic, is_reused), count in counts.items()
-        ),
-        by_model=calibration.loaded.qdq is not None,
+        groups=tuple(groups),
+        by_model=has_pairs,
         agreement=calibration.agreement,
     )
 
