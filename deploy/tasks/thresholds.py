@@ -67,3 +67,22 @@ MAX_POINT_ORDER = 0.5  # correlation of an embedding's numbers with those 1 to 3
 MAX_MEAN_SHARE = 0.25  # mean of an embedding's numbers, in standard deviations
 MAX_SIDE_RATIO = 1.6  # largest number to one side of 0, relative to the other side
 MAX_NORMAL_PEAK = 1.5  # largest number of an embedding, relative to that of normal numbers
+
+# --- key points ---
+MIN_POINTS, MAX_POINTS = 4, 600  # points of an output: a quadrangle, a mesh of a face
+MIN_FLAT_POINTS = 8  # points of a flat output, whose order must show
+MIN_POINT_STEP_ORDER = 0.6  # correlation of coordinates with those of the point before
+MIN_ORDER_LEAD = 0.2  # the same of known numbers per point, above that of any neighbours
+MAX_ORDER_LOSS = 0.1  # loss of correlation that is accepted for fewer numbers per point
+MEAN_COORDINATE = 0.15, 0.85  # range of the mean coordinate, relative to the picture's side
+COORDINATE_SPREAD = 0.01, 0.5  # range of a sample's deviation, relative to the picture's side
+MAX_POINT_OUTSIDE = 0.5  # distance of a point to the picture, relative to its side
+MAX_RELATIVE_COORDINATE = 1.5  # larger ones are in pixels
+MAX_END_DISTANCE = 0.02  # values as near to 0 or 1 are probabilities
+MAX_END_SHARE = 0.25  # share of relative coordinates that are as near
+MIN_VISIBLE = 0.2  # confidence of a point that is present
+MIN_DECIDED_VISIBILITY = 0.75  # share of visibilities below 0.1 or above 0.9
+MAX_POINT_DISTANCE = 0.03  # of matching points, relative to the extent of a sample's points
+MAX_STEPS_PER_PIXEL = 4  # of SimCC's columns and rows
+MIN_SIMCC_PEAK = 0.25  # peak of a point that is present, relative to the sample's highest
+MAX_SIMCC_PIXELS = 2  # distance of matching points
