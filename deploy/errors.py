@@ -77,6 +77,11 @@ def list_first(texts: Sequence[str], max_count: int) -> str:
     return text
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 node", "2 nodes"."""
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line with text of an error's message, at most 300 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

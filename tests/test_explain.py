@@ -13,8 +13,6 @@ from click.testing import CliRunner
 from deploy.analysis.explain_build import ChannelSums, explain
 from deploy.cli import cli
 from deploy.errors import Calib8Error
-from deploy.method import NO_CHOICES
-from deploy.pipeline.results import split_rows
 from deploy.tuning import plan_file
 from tests.models import make_model, run_command, save_fixed_batch, save_net
 
@@ -184,63 +182,24 @@ def test_reason_kind_follows_from_its_text(reason, expected):
     assert math.isfinite(plan_file.reason_sqnr_db(reason)) == (expected == plan_file.NOISE)
 
 
-SPLIT = {
-    "number": 2.0,  # as a plan file is read
-    "float_layers": 8.0,
-    "layers": 40.0,
-    "time": 0.7,
-    "size": 0.3,
-    "sqnr_db": 20.0,
-    "taken": True,
-}
-
-
-def test_front_of_a_plan_becomes_rows():
-    plan = plan_file.TargetPlan(choices=NO_CHOICES, front=(SPLIT,))
-    (row,) = split_rows(plan)
-    assert (row.number, row.float_layers, row.layers, row.taken) == (2, 8, 40, True)
-    assert (row.is_timed, row.figure, row.level) == (False, "", "")
-
-
-@pytest.mark.parametrize("broken", [{"number": "two"}, {"number": math.inf}, {}])
-def test_broken_split_of_a_plan_is_left_out(broken):
-    edited = {**SPLIT, **broken} if broken else {"number": 1.0}
-    plan = plan_file.TargetPlan(choices=NO_CHOICES, front=(edited, SPLIT))
-    assert [row.number for row in split_rows(plan)] == [2]
-
-
-TRIED = (
-    {"what": "all in int8, mse", "sqnr_db": 20.04, "time": 0.9},
-    {"what": "3 of 9 layers in float", "sqnr_db": 30.0, "time": 0.8},
-    {"what": "3 of 9 layers in float", "sqnr_db": 35.0, "time": 0.7},
-    {"what": "timed: 3 of 9 layers in float", "sqnr_db": 34.96, "time": 0.75},
-)
-
-
-@pytest.mark.parametrize(
-    ("settled", "position"),
-    [
-        ("all in int8, mse: 20.0 dB in y[0:4]", 0),
-        ("3 of 9 layers in float: 30.0 dB", 1),  # equal words, another method
-        ("3 of 9 layers in float: 35.0 dB in y", 3),  # timed, so not the predicted one
-        ("all in int8: 20.0 dB", None),
-        ("float", None),
-        ("", None),
-        ("all in int8, mse: ?", None),
-    ],
-)
-def test_chosen_trial_is_found_by_figure(settled, position):
-    plan = plan_file.TargetPlan(choices=NO_CHOICES, settled=settled, tried=TRIED)
-    assert plan.taken == position
+def test_built_split_is_marked_in_report(searched_build):
+    plan = plan_file.read_plan(searched_build / "calib8/small_cnn.plan.toml")
+    for target in report_of(searched_build)["targets"]:
+        front = target["search"]["front"]
+        (built,) = (split for split in front if split["taken"])
+        (planned,) = (split for split in plan.targets[target["name"]].front if split.taken)
+        assert built["number"] == planned.number
 
 
 def test_choice_comes_from_plan_without_report(changed_copy):
     (target, _) = explained_targets(changed_copy(lambda report: target_row(report).pop("search")))
     assert target["settled"]
+    assert target["front"]
 
 
 def test_explain_lists_the_front(changed_copy):
-    front = [SPLIT | {"number": number, "taken": number == 2} for number in (1, 2)]
+    split = {"layers": 40, "float_layers": 8, "time": 0.7, "size": 0.3, "sqnr_db": 20.0}
+    front = [split | {"number": number, "taken": number == 2} for number in (1, 2)]
     out = changed_copy(lambda report: target_row(report)["search"].update(front=front))
     text = explain_text(out, "--target", "onnxruntime")
     assert "--split 1" in text and "--split 2" in text and "8 of 40" in text

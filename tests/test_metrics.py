@@ -598,18 +598,14 @@ def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
     ],
 )
 def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, level):
-    outcome = judge(compared(change, error))
-    assert outcome.level == level
-    assert ("what the model changes of x in y" in outcome.text) == (level != GOOD)
+    assert judge(compared(change, error)).level == level
 
 
 def test_an_engine_that_gives_its_input_back_is_not_good():
     exact = compared(0.03, 0.0)
     assert judge(exact).level == GOOD
-    assert not exact.doubts
     identity = compared(0.03, None)
-    (doubt,) = identity.doubts
-    assert doubt.startswith("0.0 dB are left")
+    assert "0.0 dB in the worst part, y - x" in judge(identity).text
     assert judge(identity).level == DOUBTFUL
 
 
@@ -628,8 +624,8 @@ def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
     assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judge(small_change).text
     assert compared(0.5, 0.03).worst.label == "y"
     assert compared(1e-6, 0.03).worst.label == "y"  # rounding alone
-    assert not compared(0.03, 0.03, shape=(1, 3, 256)).doubts  # a state, or of another shape
-    assert not compared(0.03, 0.03, cut=1).doubts
+    # a state, or of another shape
+    assert compared(0.03, 0.03, shape=(1, 3, 256)).worst.label == "y"
 
 
 def one_node(op="Relu", dtype=TensorProto.FLOAT):

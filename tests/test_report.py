@@ -361,46 +361,46 @@ def test_float_model_ships_where_int8_is_not_worth_it(level):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "speed", "has_search", "message"),
+    ("verdict", "speed", "effort", "message"),
     [
-        (Verdict("good", ()), (1.5, 1.4, 1.6), True, "bench m.onnx --against m.onnx --threads 1"),
+        (Verdict("good", ()), (1.5, 1.4, 1.6), 1, "bench m.onnx --against m.onnx --threads 1"),
         (
             Verdict("good", ()),
             (1.5, 0.9, 2),
-            True,
+            1,
             "on a quiet machine: calib8 bench m.onnx --against m.onnx",
         ),
         (
             Verdict("keep FP32", ()),
             (0.9, 0.8, 1),
-            True,
+            1,
             "on the CPU that will run it: calib8 bench",
         ),
         (
             Verdict("unusable", ()),
             (2, 2, 2),
-            False,
+            0,
             "calib8 build --config o/calib8.toml --effort 1",
         ),
         (
             Verdict("doubtful", ()),
             (2, 2, 2),
-            True,
+            1,
             "calib8.toml --prefer accuracy --effort 2 --repair all",
         ),
-        (Verdict("unusable", (), gated=True), (2, 2, 2), True, "calib8 explain o"),
-        (Verdict("unusable", ("the float model is wrong",)), (2, 2, 2), True, ""),
+        (Verdict("unusable", (), gated=True), (2, 2, 2), 1, "calib8 explain o"),
+        (Verdict("unusable", ("the float model is wrong",)), (2, 2, 2), 1, ""),
     ],
 )
-def test_every_verdict_has_a_next_step(verdict, speed, has_search, message):
+def test_every_verdict_has_a_next_step(verdict, speed, effort, message):
     report = full_report("m.onnx")
     (target,), (fp32, int8) = report.targets, report.engines
     ratio, low, high = speed
     row = dataclasses.replace(int8, verdict=verdict, speed=SpeedUp(ratio=ratio, low=low, high=high))
     paths = {"report": "o/report.html", "options": "o/calib8.toml"}
     files = tuple(parts.FileRow(role=role, path=path) for role, path in paths.items())
-    target = target if has_search else dataclasses.replace(target, search=None)
-    report = dataclasses.replace(report, targets=(target,), engines=(fp32, row), files=files)
+    request = parts.RequestPart(effort={target.name: effort})
+    report = dataclasses.replace(report, engines=(fp32, row), files=files, request=request)
     (step,) = [*next_steps(report)] or [""]
     assert message in step
     assert bool(message) == bool(step)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_documented_efforts_match_the_search():
-    page = (ROOT / "docs" / "accuracy.md").read_text("utf-8")
+    page = (ROOT / "docs" / "search.md").read_text("utf-8")
     for number, effort in EFFORTS.items():
         row = f"{effort.samples} | {effort.alone} | {effort.whole} |"
         assert re.search(rf"^\| {number}( \(default\))? \| {re.escape(row)}", page, re.MULTILINE)

@@ -13,9 +13,8 @@ from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
 from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
 from deploy.tasks import Metric
-from deploy.tasks.embeddings import are_features, of_unit_length
 from deploy.tasks.evaluation_task import TaskFigure
-from deploy.tasks.labels import Labels
+from deploy.tasks.vectors import Labels, are_features, has_unit_length
 from deploy.tensors import TensorSpec
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.probe import find_ranked_scores
@@ -76,7 +75,7 @@ def test_logits_are_classes_and_other_vectors_are_not():
         ((1, 100, 1), 1, "steps"),
         ((1, 100, 1), 3, "steps"),
         ((1, 100), 3, "steps"),
-        ((1, 100), 1, "classes"),
+        ((1, 100), 1, "steps"),
     ],
 )
 def test_steps_of_a_film_that_are_near_1_are_no_classes(form, on, task):
@@ -206,7 +205,7 @@ def test_features_of_a_picture_are_embeddings_and_scores_of_a_thousand_are_class
     ],
 )
 def test_a_vector_of_length_one_is_not_of_a_few_numbers(vector, unit):
-    assert of_unit_length(vector) == unit
+    assert has_unit_length(vector) == unit
 
 
 @pytest.mark.parametrize(
@@ -219,11 +218,11 @@ def test_a_vector_of_length_one_is_not_of_a_few_numbers(vector, unit):
         (64, -0.375, 2, True),
         (64, -0.376, 2, False),
         (64, 0, 1.02, True),
-        (64, 0, 1.01, False),
+        (64, 0, 1.0, False),
     ],
 )
 def test_features_are_many_none_far_below_zero_and_some_above_one(size, least, most, features):
-    rows = [np.linspace(least, high, size)[None] for high in (most, most + 1)]
+    rows = np.stack([np.linspace(least, high, size) for high in (most, most + 1)])
     assert are_features(rows) == features
 
 

@@ -58,6 +58,25 @@ def calibrated(model, batches, *, method=None, **options):
     return prepared
 
 
+class StackedChunks(nn.Module):
+    """Reads all outputs of a chunk at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.last = nn.Conv2d(4, 4, 1)
+        self.leaf = nn.Flatten()
+
+    def forward(self, x):
+        chunks = torch.chunk(torch.relu(self.first(x)), 2, 1)
+        return self.leaf(self.last(torch.stack(chunks).sum(0)))
+
+
+def test_chunks_that_are_stacked_are_prepared():
+    prepared = prepare(StackedChunks().eval(), [torch.randn(2, 3, 8, 8)], leaves=["leaf"])
+    assert [name for name, _, _ in scale_table(prepared)] == ["sum_1", "last"]
+
+
 def grid_of(quant):
     """Scale and zero point as plain numbers."""
     return float(quant.scale), int(quant.zero_point)

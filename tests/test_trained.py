@@ -8,6 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import calib8
 from deploy.frontends import load_float_or_qdq
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
@@ -272,8 +273,6 @@ def test_output_is_verified_explained_and_reported(build_model, qdq_models, run,
 
 
 def test_python_builds_model_in_memory(qdq_models, images_file, tmp_path):
-    import calib8
-
     model = onnx.load(qdq_models["onnxruntime"])
     before = model.SerializeToString(deterministic=True)
     report = calib8.build(model, np.load(images_file)[:2, None], out=tmp_path / "out", duration_s=0)
@@ -302,6 +301,11 @@ def test_options_of_a_calibration_are_refused(refusal, qdq_models, arguments):
     message = refusal(qdq_models["onnxruntime"], *arguments)
     assert arguments[0] in message
     assert "is quantized already" in message
+
+
+def test_repairs_may_be_none(qdq_models, images_file, tmp_path):
+    options = {"out": tmp_path / "out", "duration_s": 0}
+    calib8.build(qdq_models["onnxruntime"], str(images_file), repairs="none", **options)
 
 
 def test_a_calibrators_script_is_refused(refusal, qdq_models, tmp_path):

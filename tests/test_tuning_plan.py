@@ -468,6 +468,10 @@ def row(turning=1.0, **units):
     )
 
 
+def test_nodes_of_units_are_in_model_order():
+    assert ROW.nodes(frozenset("cab")) == ("a", "b", "c")
+
+
 def test_split_price_counts_borders_once():
     prices = row()
     assert prices.total(ROW, frozenset()) == 5 + 3 + 2  # in and out

@@ -342,32 +342,37 @@ def test_noise_is_relative_to_signal_shares():
     assert probe.Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
 
 
+def constant_outputs(*values):
+    return [{"y": np.full((1, 4), value, np.float32)} for value in values]
+
+
 def test_half_loud_sample_counts_fully():
-    outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
+    outputs = constant_outputs(9.0, 9.0, 0.0, 0.0)
     form = derive_form(outputs)
-    mean_power = slice_signals.mean_powers(form, outputs)  # that of 4.5
-    assert slice_signals.signal_shares(form, outputs, mean_power) == pytest.approx([0.5])
-    assert slice_signals.signal_shares(form, outputs[:2], mean_power) == pytest.approx([1.0])
-    assert slice_signals.signal_shares(form, outputs[2:], mean_power) == [1.0]
-    assert slice_signals.signal_shares(form, outputs[:1], [0.0]) == [1.0]
+    powers = slice_signals.slice_powers(form, outputs)
+    mean_power = slice_signals.mean_powers(powers)  # that of 4.5
+    assert slice_signals.signal_shares(powers, mean_power) == pytest.approx([0.5])
+    assert slice_signals.signal_shares(powers[:2], mean_power) == pytest.approx([1.0])
+    assert slice_signals.signal_shares(powers[2:], mean_power) == [1.0]
+    assert slice_signals.signal_shares(powers[:1], np.zeros(1)) == [1.0]
     for level, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
-        outputs_of_one = [{"y": np.full((1, 4), level, np.float32)}]
-        assert slice_signals.signal_shares(form, outputs_of_one, mean_power) == pytest.approx(
-            [share]
-        )
+        quiet_powers = slice_signals.slice_powers(form, constant_outputs(level))
+        assert slice_signals.signal_shares(quiet_powers, mean_power) == pytest.approx([share])
 
 
 def test_quiet_sample_is_measured_against_mean():
-    loud, silent = (np.full((1, 4), value, np.float32) for value in (8.0, 0.02))
-    form = derive_form([{"y": loud}, {"y": silent}])
-    (mean_power,) = slice_signals.mean_powers(form, [{"y": loud}, {"y": silent}])
+    loud, silent = outputs = constant_outputs(8.0, 0.02)
+    form = derive_form(outputs)
+    powers = slice_signals.slice_powers(form, outputs)
+    mean_power = slice_signals.mean_powers(powers)
     assert mean_power == pytest.approx(4 * 4.01**2)  # of the mean amplitude
-    (quiet,) = slice_signals.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [mean_power])
+    loud_power, silent_power = np.maximum(powers, mean_power)
+    (quiet,) = slice_signals.noise_powers(form, silent, {"y": 2 * silent["y"]}, silent_power)
     assert quiet < 1e-4  # 0.04 for 0.02 is nothing where 8 is said elsewhere
-    (loud_noise,) = slice_signals.noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [mean_power])
+    (loud_noise,) = slice_signals.noise_powers(form, loud, {"y": 1.5 * loud["y"]}, loud_power)
     assert loud_noise == pytest.approx(0.25)
-    (absolute_noise,) = slice_signals.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
-    assert absolute_noise == pytest.approx(1.0)
+    (noise_alone,) = slice_signals.noise_powers(form, silent, {"y": 2 * silent["y"]}, powers[1])
+    assert noise_alone == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("power, by_noise", [(1e-12, False), (1e-3, True)])

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import onnx
-from onnx.external_data_helper import uses_external_data
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
@@ -51,7 +51,7 @@ from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.inspector import throughput
-from deploy.tasks import judge_of
+from deploy.tasks import Metric, judge_of
 from deploy.tensors import Session, TensorSpec
 from deploy.terminal import phase, timed_phase, with_progress
 
@@ -139,20 +139,14 @@ def bench(
         metadata_preprocess = _find_metadata_preprocess(engines.values())
         feed = dataset.open(input_specs, metadata_preprocess=metadata_preprocess)
         make_inputs = partial(_take_images, feed)
-        if len(sessions) == 2:
-            from deploy.pipeline.evaluate import compare_sessions  # imports much else
-
-            reference, candidate = sessions.values()
-            accuracy = compare_sessions(reference, candidate, feed, metric)
-            _, candidate_label = sessions
-            accuracies = {candidate_label: accuracy}
+        accuracies = _compare_outputs(sessions, feed, metric)
         notes = preprocessing_notes(feed)
 
     sizes: list[int | None] = [*sorted(set(batches))] or [None]
-    latencies = {
-        batch: _measure_batch(sessions, make_inputs(batch), batch, warmup_ms, duration_s)
-        for batch in sizes
-    }
+    latencies = {}
+    for batch in sizes:
+        inputs = make_inputs(batch)
+        latencies[batch] = _measure_batch(sessions, inputs, batch, warmup_ms, duration_s)
     inputs = make_inputs(sizes[0])  # of the smallest batch, which the other figures are of
     latency_by_label = latencies[sizes[0]]
     kernels: dict[str, tuple[KernelTime, ...]] = {}
@@ -185,6 +179,19 @@ def bench(
         machine=replace(this_machine(), devices=find_devices(sessions)),
         notes=notes,
     )
+
+
+def _compare_outputs(
+    sessions: Mapping[str, Session], feed: Feed, metric: Metric
+) -> dict[str, Accuracy]:
+    """Return the accuracy of the second of two sessions by its label; {} for a single one."""
+    if len(sessions) < 2:
+        return {}
+    from deploy.pipeline.evaluate import compare_sessions  # imports much else
+
+    _, candidate_label = sessions
+    reference, candidate = sessions.values()
+    return {candidate_label: compare_sessions(reference, candidate, feed, metric)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,16 +241,18 @@ def _list_sources(
         raise ConfigError(f"--against needs another model than the engine, got {engine} twice")
     else:
         paths = {str(against): against, str(engine): engine}
-    return {
-        label: _EngineSource(path, _find_target(path, targets)) for label, path in paths.items()
-    }
+    sources = {}
+    for label, path in paths.items():
+        sources[label] = _EngineSource(path, _find_target(path, targets))
+    return sources
 
 
 def _find_target(path: Path, targets: Sequence[Target]) -> Target:
     """Return the target of this suffix; ONNX Runtime for any other, which reports what is wrong."""
-    for name, kind in TARGETS.items():
-        if path.suffix in kind.engines:
-            return next((target for target in targets if target.name == name), kind())
+    default_targets = (target_class() for target_class in TARGETS.values())
+    for target in (*targets, *default_targets):
+        if path.suffix in target.engines:
+            return target
     return OnnxRuntime()
 
 
@@ -396,8 +405,9 @@ def _time_kernels(
     duration_s: float,
 ) -> dict[str, tuple[KernelTime, ...]]:
     """Return the kernels of each engine, the slowest first."""
-    return {
-        label: time_kernels(
+    kernels = {}
+    for label, engine in engines.items():
+        kernels[label] = time_kernels(
             engine.path,
             engine.session,
             inputs,
@@ -405,8 +415,7 @@ def _time_kernels(
             duration_ms=1e3 * duration_s,
             p50_ms=latency[label].run_time.p50,
         )
-        for label, engine in engines.items()
-    }
+    return kernels
 
 
 def _stream_notes(
@@ -424,9 +433,10 @@ def _stream_notes(
     sessions = [engine.open(threads=stream_threads) for _ in range(stream_count)]
     with timed_phase("streams", warmup_ms / 1000 + duration_s):
         rate = throughput(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)
-    is_on_device = isinstance(sessions[0], ReportsLayers)
-    share = "" if is_on_device else f", {figures.count(stream_threads, 'thread')} each"
-    yield f"{stream_count} streams at once{share}: {rate:,.0f} inferences a second"
+    streams = f"{stream_count} streams at once"
+    if not isinstance(sessions[0], ReportsLayers):  # on the CPU
+        streams += f", {figures.count(stream_threads, 'thread')} each"
+    yield f"{streams}: {rate:,.0f} inferences a second"
 
 
 def model_size(path: Path) -> int:
@@ -443,14 +453,8 @@ def model_size(path: Path) -> int:
         model = onnx.load_model_from_string(data)
     except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
         return total
-    external_names = {
-        entry.value
-        for tensor in model.graph.initializer
-        if uses_external_data(tensor)
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    for name in external_names:
+    external_tensors = filter(uses_external_data, model.graph.initializer)
+    for name in {ExternalDataInfo(tensor).location for tensor in external_tensors}:
         file = path.parent / name
         if file.is_file():
             total += int(file.stat().st_size)

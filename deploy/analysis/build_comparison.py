@@ -104,7 +104,9 @@ def report(*folders: Path | str) -> Report | BuildComparison:
         ConfigError: no folder, or one without a report that can be read.
     """
     builds = [read_stored_build(folder) for folder in folders]
-    return builds[0].report if len(builds) == 1 else compare_builds(builds)
+    if len(builds) == 1:
+        return builds[0].report
+    return compare_builds(builds)
 
 
 def compare_builds(builds: Sequence[StoredBuild]) -> BuildComparison:
@@ -140,8 +142,9 @@ def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
         verdict=engine.verdict,
         size_bytes=engine.size_bytes,
         task=_describe_task(engine),
-        effort="" if build.options is None else build.options.get("effort", _DEFAULT_EFFORT),
     )
+    if build.options is not None:
+        summary = replace(summary, effort=build.options.get("effort", _DEFAULT_EFFORT))
     if engine.latency is not None:
         summary = replace(summary, p50_ms=engine.latency.latency.p50)
     rivals = model.find_rivals(build.report.engines, engine)
@@ -170,7 +173,9 @@ def _describe_task(engine: EngineRow) -> str:
         return f"mAP {figures.percent(accuracy.precision.candidate)}"
     if accuracy.top1_candidate is not None:
         return f"top-1 {figures.percent(accuracy.top1_candidate)}"
-    return "" if accuracy.task is None else f"{accuracy.task.figure} {accuracy.task.count}"
+    if accuracy.task is not None:
+        return f"{accuracy.task.figure} {accuracy.task.count}"
+    return ""
 
 
 def _differences(builds: Sequence[StoredBuild]) -> Iterator[SettingDifference]:
@@ -203,10 +208,13 @@ def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
 
 
 def _notes(builds: Sequence[StoredBuild]) -> Iterator[str]:
-    machines = set()
+    machines: set[object] = set()
     for build in builds:
         machine = build.report.machine
-        machines.add((machine.cpu, machine.cores, machine.devices) if machine else None)
+        if machine is None:
+            machines.add(None)
+        else:
+            machines.add((machine.cpu, machine.cores, machine.devices))
     if len(machines) > 1:
         yield "they were measured on different machines: compare speed-ups, not milliseconds"
     digests = {build.report.feed.digest for build in builds if build.report.feed}
@@ -298,7 +306,9 @@ def _reasons(builds: BuildComparison) -> Iterator[str]:
     for engine in builds.engines:
         reason = engine.error
         if not reason:
-            reason = engine.verdict.text if engine.verdict else "nothing was measured"
+            reason = "nothing was measured"
+            if engine.verdict:
+                reason = engine.verdict.text
         yield f"{_engine_name(engine)}: {reason}"
 
 

@@ -21,15 +21,12 @@ from deploy.analysis.explanation import (
 from deploy.errors import CacheError, ConfigError
 from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
-from deploy.files.reading import convert, read_json
 from deploy.method import NO_CHOICES
-from deploy.metrics.levels import LEVELS
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.pipeline.results import split_rows
-from deploy.report import Report
-from deploy.report.model import SCHEMA
-from deploy.report.parts import EngineRow, NodeRow, TargetPart
+from deploy.report.documents import Report, read_report
+from deploy.report.parts import EngineRow, NodeRow, TargetPart, TensorRow
 from deploy.report.tables import PLAN
 from deploy.terminal import join_visible
 from deploy.tuning.plan_file import (
@@ -45,10 +42,7 @@ from deploy.tuning.plan_file import (
 )
 from deploy.tuning.repairs import REPAIRS
 
-_MAX_REPORT_BYTES = 1 << 30  # a report has a row for every tensor
-_MAX_FILE_SIZE = 1 << 63  # bytes of a file
 _MAX_TEXT = 60  # characters of a value in a message, and of an option's value
-_WAY_OUT = "build again with this calib8"
 _CHANGED = "was changed after it was written"
 _KIND_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
 
@@ -153,41 +147,7 @@ def read_stored_build(folder: Path | str) -> StoredBuild:
             f" {PAGES[0]}; build first, or name the folder that --out named"
         )
     options = _read_options(path.with_name(SETTINGS))
-    return StoredBuild(name=str(folder), path=path, report=_read_report(path), options=options)
-
-
-def _read_report(path: Path) -> Report:
-    what = "the report of a build, as calib8 wrote it"
-    document = read_json(path, what=what, error=ConfigError, max_bytes=_MAX_REPORT_BYTES)
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA:
-        raise _refusal(path, f"a report must be of schema {SCHEMA}", repr(schema))
-    report = convert(
-        document,
-        Report,
-        rule=f"{path} must be {what}",
-        error=ConfigError,
-        way_out=_WAY_OUT,
-        strict=False,  # numbers may be "inf" or "nan"
-    )
-    sizes = [engine.size_bytes for engine in report.engines]
-    sizes += [file.size_bytes for file in report.written]
-    for size in sizes:
-        if abs(size or 0) >= _MAX_FILE_SIZE:
-            raise _refusal(path, "size_bytes of a report must be a number of 64 bits", repr(size))
-    for engine in report.engines:
-        if engine.latency is not None:
-            p50 = engine.latency.latency.p50
-            if not 0 < p50 < math.inf:
-                raise _refusal(path, "latencies must be over 0", str(p50))
-        if engine.verdict is not None and engine.verdict.level not in LEVELS:
-            rule = f"a verdict must be one of {', '.join(LEVELS)}"
-            raise _refusal(path, rule, repr(engine.verdict.level))
-    return report
-
-
-def _refusal(path: Path, rule: str, value: str) -> ConfigError:
-    return ConfigError(f"{rule}, got {value[:_MAX_TEXT]} in {path}; {_WAY_OUT}")
+    return StoredBuild(name=str(folder), path=path, report=read_report(path), options=options)
 
 
 def _read_options(path: Path) -> dict[str, str] | None:
@@ -202,8 +162,12 @@ def _read_options(path: Path) -> dict[str, str] | None:
 
 
 def _format_option(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    text = str(value)
+    if len(text) > _MAX_TEXT:
+        return f"{text[:_MAX_TEXT]}..."
+    return text
 
 
 def read_explanation(folder: Path) -> Explanation:
@@ -216,26 +180,30 @@ def read_explanation(folder: Path) -> Explanation:
     """
     build = read_stored_build(folder)
     report = build.report
-    plan, plan_path = PlanFile(), None
-    written_plans = [file.path for file in report.files if file.role == PLAN]
-    if written_plans:
-        plan_path = path_in_build(written_plans[0], build.path)
-        if os.path.isfile(plan_path):
-            plan = read_plan(plan_path)
-        else:
-            plan_path = None
-    engines = {e.target: e for e in report.engines if not e.is_float}
+    plan, plan_path = _read_plan(build)
+    engines = {engine.target: engine for engine in report.engines if not engine.is_float}
+    targets = []
+    for target in report.targets:
+        targets.append(_explain_target(target, engines.get(target.name), plan, report.notes))
     return Explanation(
         title=report.title,
         report=str(build.path),
-        plan=str(plan_path) if plan_path else None,
+        plan=plan_path,
         model=report.model.path if report.model else "",
         preprocess=report.feed.preprocess if report.feed else {},
-        targets=tuple(
-            _explain_target(target, engines.get(target.name), plan, report.notes)
-            for target in report.targets
-        ),
+        targets=tuple(targets),
     )
+
+
+def _read_plan(build: StoredBuild) -> tuple[PlanFile, str | None]:
+    """Return a build's plan and its path; an empty plan and None without one."""
+    for file in build.report.files:
+        if file.role == PLAN:
+            path = path_in_build(file.path, build.path)
+            if os.path.isfile(path):
+                return read_plan(path), str(path)
+            break
+    return PlanFile(), None
 
 
 def path_in_build(written: str, report: Path) -> Path:
@@ -243,14 +211,19 @@ def path_in_build(written: str, report: Path) -> Path:
 
     Another build may be at the path in the report by now.
     """
-    record = report.parent / RECORDS / Path(written).name
-    return record if os.path.isfile(record) else report.parent / Path(written).name
+    name = Path(written).name
+    record = report.parent / RECORDS / name
+    if os.path.isfile(record):
+        return record
+    return report.parent / name
 
 
 def path_near_report(written: str, report: Path) -> Path:
     """Return the path of a file outside the build: as in the report, or in the report's folder."""
     path = Path(written)
-    return path if os.path.exists(path) else report.parent / path.name
+    if os.path.exists(path):
+        return path
+    return report.parent / path.name
 
 
 def _explain_target(
@@ -261,17 +234,6 @@ def _explain_target(
         settled, front = target.search.settled, target.search.front
     else:
         settled, front = target_plan.settled, tuple(split_rows(target_plan))
-    clipped = [
-        ClippedRange(
-            tensor=row.name,
-            share=row.clipped,
-            seen=(row.observed_min, row.observed_max),
-            kept=(row.lo, row.hi),
-        )
-        for row in target.tensors
-        if row.clipped is not None and row.clipped > 0
-    ]
-    clipped.sort(key=lambda row: -row.share)
     explanation = TargetExplanation(
         name=target.name,
         error=target.error,
@@ -282,7 +244,7 @@ def _explain_target(
         settled=settled,
         front=front,
         methods={tensor: method.label for tensor, method in target_plan.choices.methods.items()},
-        clipped=tuple(clipped),
+        clipped=_clipped_ranges(target.tensors),
         runnable=target.runnable or None,
     )
     if engine is None:
@@ -303,6 +265,21 @@ def _explain_target(
     return explanation
 
 
+def _clipped_ranges(tensors: Iterable[TensorRow]) -> tuple[ClippedRange, ...]:
+    """Return the ranges that clip values, the largest share first."""
+    clipped = []
+    for row in tensors:
+        if row.clipped is not None and row.clipped > 0:
+            clipped_range = ClippedRange(
+                tensor=row.name,
+                share=row.clipped,
+                seen=(row.observed_min, row.observed_max),
+                kept=(row.lo, row.hi),
+            )
+            clipped.append(clipped_range)
+    return tuple(sorted(clipped, key=lambda entry: -entry.share))
+
+
 def _is_repair_note(note: str) -> bool:
     return any(f"{repair.title}: " in note for repair in REPAIRS.values())
 
@@ -314,14 +291,13 @@ def _sort_by_sqnr(
     accuracies = []
     for row in rows:
         name = row.label if isinstance(row, SliceAccuracy) else row.name
-        accuracies.append(
-            TensorAccuracy(
-                name=name,
-                sqnr_db=row.sqnr_db,
-                cosine_mean=row.cosine_mean,
-                cosine_min=row.cosine_min,
-            )
+        accuracy = TensorAccuracy(
+            name=name,
+            sqnr_db=row.sqnr_db,
+            cosine_mean=row.cosine_mean,
+            cosine_min=row.cosine_min,
         )
+        accuracies.append(accuracy)
     return tuple(sorted(accuracies, key=lambda accuracy: sqnr_sort_key(accuracy.sqnr_db)))
 
 
@@ -337,9 +313,12 @@ def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
     """
     groups: dict[tuple[str, str], list[NodeRow]] = {}
     for node in nodes:
-        if not node.quantized:
-            has_unit = reason_kind(node.reason) in (NOISE, TIME)  # the reason belongs to one unit
-            groups.setdefault((node.reason, "" if has_unit else node.op), []).append(node)
+        if node.quantized:
+            continue
+        key = (node.reason, node.op)
+        if reason_kind(node.reason) in (NOISE, TIME):  # the reason belongs to one unit
+            key = (node.reason, "")
+        groups.setdefault(key, []).append(node)
 
     def sort_key(key: tuple[str, str]) -> tuple[int, float]:
         reason, _ = key

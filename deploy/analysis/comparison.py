@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorShapeProto
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
@@ -23,7 +23,9 @@ from deploy.feed.samples import Feed
 from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_file import read_source
+from deploy.frontends.pairs import DQ, Q
 from deploy.graph.edit import copy_with_outputs, extract_output
+from deploy.graph.index import Graph, runtime_inputs
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import pair_tensors_by_name
 from deploy.metrics.output_errors import OutputAccuracy
@@ -174,22 +176,29 @@ def _measure_pairs(
     each sample.
     """
     comparison: TensorComparison | None = None
+    float_pairs: dict[str, str] = {}
     for number, (sample, first_tensors, second_tensors) in enumerate(runs):
         if number == 0:
-            pairs = {
-                first_name: second_name
-                for first_name, second_name in pairs.items()
-                if first_name in first_tensors
-                and second_name in second_tensors  # sequences and maps are in neither
-                and np.issubdtype(first_tensors[first_name].dtype, np.floating)
-            }
-            comparison = TensorComparison(pairs) if pairs else None
+            float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
+            if float_pairs:
+                comparison = TensorComparison(float_pairs)
         if comparison is not None:
             comparison.add(sample, first_tensors, second_tensors)
     if comparison is None:
         return {}
-    accuracies = zip(pairs, comparison.result(), strict=True)
+    accuracies = zip(float_pairs, comparison.result(), strict=True)
     return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
+
+
+def _select_float_pairs(
+    pairs: Mapping[str, str], first_tensors: Tensors, second_tensors: Tensors
+) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of float tensors that a run gave; it gives no sequences and no maps."""
+    for first_name, second_name in pairs.items():
+        if first_name not in first_tensors or second_name not in second_tensors:
+            continue
+        if np.issubdtype(first_tensors[first_name].dtype, np.floating):
+            yield first_name, second_name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,8 +251,10 @@ class _CutModels:
 
     def try_fixed_shapes(self, outputs: Mapping[str, str]) -> None:
         """Add a note on the effect of fixing the model's open dimensions, if it has any."""
-        shapes = (value.type.tensor_type.shape for value in self.second_model.graph.input)
-        if all(dim.HasField("dim_value") for shape in shapes for dim in shape.dim):
+        dimensions: list[TensorShapeProto.Dimension] = []
+        for value in self.second_model.graph.input:
+            dimensions += value.type.tensor_type.shape.dim
+        if all(dimension.HasField("dim_value") for dimension in dimensions):
             return
         try:
             accuracies = self._compare(
@@ -316,9 +327,13 @@ def _compare_cut_models(
     every: bool,
 ) -> tuple[AccuracyByTensor, list[str]]:
     """Return the accuracy by cut models, and notes on tensors that could not be compared."""
-    output_names = _output_names(first_model)
-    inner_names = [name for name in pairs if name not in output_names]
-    outputs = {name: pairs[name] for name in pairs if name in output_names}
+    outputs: dict[str, str] = {}
+    inner_names = []
+    for name in pairs:
+        if name in _output_names(first_model):
+            outputs[name] = pairs[name]
+        else:
+            inner_names.append(name)
     with tempfile.TemporaryDirectory() as work_folder:
         folder = Path(work_folder)
         cut_models = _CutModels(
@@ -434,11 +449,10 @@ def compare(
         )
     else:
         accuracies = _compare_tapped_models(first_model, second_model, pairs, feed, threads)
-    node_by_output = {name: node for node in first_model.graph.node for name in node.output}
-    differences = {
-        name: _make_difference(name, node_by_output, accuracy)
-        for name, accuracy in accuracies.items()
-    }
+    producers = Graph(first_model).producer
+    differences = {}
+    for name, accuracy in accuracies.items():
+        differences[name] = _make_difference(name, producers, accuracy)
     return ModelComparison(
         first=f"{_describe(first)} in onnxruntime",
         second=f"{_describe(first if second is None else second)} in {runtime}",
@@ -471,7 +485,9 @@ def _describe(model: object) -> str:
     """Return a model's path, the name of its graph, or its class."""
     if isinstance(model, ModelProto):
         return model.graph.name
-    return str(model) if isinstance(model, str | Path) else type(model).__name__
+    if isinstance(model, str | Path):
+        return str(model)
+    return type(model).__name__
 
 
 def _pair_tensors(
@@ -526,9 +542,7 @@ def _make_difference(
     node = node_by_output.get(tensor)
     if node is None:  # an output that is an input or a weight
         return TensorDifference(tensor=tensor, node=tensor, operator="input", accuracy=accuracy)
-    while (
-        node.op_type in ("DequantizeLinear", "QuantizeLinear") and node.input[0] in node_by_output
-    ):
+    while node.op_type in (Q, DQ) and node.input[0] in node_by_output:
         node = node_by_output[node.input[0]]
     return TensorDifference(tensor=tensor, node=node.name, operator=node.op_type, accuracy=accuracy)
 
@@ -545,9 +559,7 @@ def _refuse_other_inputs(first_model: ModelProto, second_model: ModelProto) -> N
 
 def _describe_inputs(model: ModelProto) -> set[str]:
     """Return name and type of the inputs without those that are weights, as in old models."""
-    weights = {tensor.name for tensor in model.graph.initializer}
-    return {
-        f"{value.name} ({type_name(value.type.tensor_type.elem_type)})"
-        for value in model.graph.input
-        if value.name not in weights
-    }
+    descriptions = set()
+    for value in runtime_inputs(model.graph):
+        descriptions.add(f"{value.name} ({type_name(value.type.tensor_type.elem_type)})")
+    return descriptions

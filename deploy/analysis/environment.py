@@ -49,14 +49,15 @@ def _check_installation() -> Iterator[EnvironmentCheck]:
     yield EnvironmentCheck("calib8", True, f"{__version__}, {system}")
 
     has_kernel = kernel() is not None
-    hint = "" if has_kernel else "; faster if it is installed with a C compiler"
-    yield EnvironmentCheck("counting", has_kernel, describe_kernel() + hint)
+    details = describe_kernel()
+    if not has_kernel:
+        details += "; faster if it is installed with a C compiler"
+    yield EnvironmentCheck("counting", has_kernel, details)
 
-    packages = [
-        f"{name} {package_version}"
-        for name, package_version in machine.versions.items()
-        if name not in ("calib8", "python")
-    ]
+    packages = []
+    for name, package_version in machine.versions.items():
+        if name not in ("calib8", "python"):
+            packages.append(f"{name} {package_version}")
     yield EnvironmentCheck("packages", True, ", ".join(packages))
 
     cpu = f"{machine.cpu}, {machine.cores} cores"

@@ -122,20 +122,21 @@ class Experiment:
             if channel == SHOWN:
                 yield f"and {count(len(low) - SHOWN, 'channel')} more"
                 return
-            label = "" if self.quantized.axis is None else f"channel {channel}: "
-            yield (
-                f"{label}scale {scale:.9g}, zero point {zero_point}, {self.dtype}"
+            text = (
+                f"scale {scale:.9g}, zero point {zero_point}, {self.dtype}"
                 f" ({self.scale_source}): stores {lowest:.6g} to {highest:.6g}"
             )
+            if self.quantized.axis is not None:
+                text = f"channel {channel}: {text}"
+            yield text
 
     def _table(self) -> Iterator[str]:
         arrays = (self.values, self.quantized.stored, self.quantized.dequantize(), self.error)
         columns = [array.reshape(-1)[:SHOWN] for array in arrays]
-        rows = [
-            (f"{value:.6g}", str(integer), f"{dequantized:.6g}", f"{error:.3g}")
-            for value, integer, dequantized, error in zip(*columns, strict=True)
-        ]
-        yield from align_columns((_HEADS, *rows), ())
+        rows = [_HEADS]
+        for value, integer, dequantized, error in zip(*columns, strict=True):
+            rows.append((f"{value:.6g}", str(integer), f"{dequantized:.6g}", f"{error:.3g}"))
+        yield from align_columns(rows, ())
         if self.values.size > SHOWN:
             yield f"and {count(self.values.size - SHOWN, 'value')} more"
 
@@ -163,10 +164,11 @@ def quantize(
         ConfigError: a method with scales, zero points without, or a dtype that does not fit.
         CalibrationError: values without a range, or as in `calibrators.grids`.
     """
-    chosen = Method.of(method) if isinstance(method, str) else method
-    if scales is not None and chosen is not None:
+    if isinstance(method, str):
+        method = Method.of(method)
+    if scales is not None and method is not None:
         raise ConfigError(
-            f"a scale is given or searched, got --scale and --method {chosen.label}; leave one out"
+            f"a scale is given or searched, got --scale and --method {method.label}; leave one out"
         )
     if scales is None and zero_points is not None:
         raise ConfigError(
@@ -177,7 +179,7 @@ def quantize(
     except (ValueError, TypeError) as error:
         raise ConfigError(f"values are an array of finite real numbers, got: {error}") from error
     if scales is None:
-        return _quantize_by_search(real_values, chosen or Method.of(), axis=axis, dtype=dtype)
+        return _quantize_by_search(real_values, method or Method.of(), axis=axis, dtype=dtype)
     if zero_points is None:
         zero_points = [0] * len(scales)
     quantized = _quantize_by_scales(real_values, scales, zero_points, axis=axis, dtype=dtype)

@@ -98,11 +98,12 @@ def _run_images(
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(output_names, candidate, runnable)
 
+    def run_reference(sample: Sample) -> Outputs:
+        return _select(reference_session.run(sample), output_names)
+
     (first_sample,) = feed.first_samples(1)
-    first_outputs = _select(reference_session.run(first_sample), output_names)
-    sample_count = form_samples(first_sample, first_outputs)
-    samples = feed.first_samples(sample_count)
-    outputs = [_select(reference_session.run(sample), output_names) for sample in samples]
+    samples = feed.first_samples(form_samples(first_sample, run_reference(first_sample)))
+    outputs = list(map(run_reference, samples))
     metric = Metric(None, task=task, declared=loaded.declaration)
     worst_images = _WorstImages(derive_form(outputs, inputs=samples, metric=metric))
     channel_sums = {name: ChannelSums() for name in pairs}
@@ -111,15 +112,10 @@ def _run_images(
         return sample, reference_session.run(sample), candidate_session.run(sample)
 
     def add_batch(_number: int, batch: tuple[Outputs, Outputs, Outputs]) -> None:
-        batch_inputs, batch_reference, batch_result = batch
+        batch_inputs, _, _ = batch
         length = batch_length(batch_inputs)
-        rows = zip(
-            split_batch(batch_inputs, length),
-            split_batch(batch_reference, length),
-            split_batch(batch_result, length),
-            strict=True,
-        )
-        for inputs, reference, result in rows:
+        rows = [split_batch(arrays, length) for arrays in batch]
+        for inputs, reference, result in zip(*rows, strict=True):
             if worst_images.count >= feed.count:
                 break  # the last fixed batch is filled up with the first image
             worst_images.add(
@@ -138,9 +134,10 @@ def _run_images(
     for name, sums in channel_sums.items():
         channels += sums.worst(name)
     notes: tuple[str, ...] = ()
-    if not pairs:
-        reason = "the two models share no" if layers else "the report has no"
-        notes = (f"channels are not shown: {reason} inner tensor",)
+    if not layers:
+        notes = ("channels are not shown: the report has no inner tensor",)
+    elif not pairs:
+        notes = ("channels are not shown: the two models share no inner tensor",)
     return ImageResults(
         samples=worst_images.count,
         images=tuple(worst_images.name_images(feed.names)),
@@ -210,17 +207,16 @@ class _WorstImages:
         )
         sqnr_db_of_slice = db_by_slice.get(worst_slice, math.nan)
 
-        figure = None
+        rank, task = math.inf, ""
         if self.form.task is not None:
             tally = self.form.task.tally()
             tally.add(inputs, reference, candidate)
             figure = tally.result()
-        rank = math.inf
+            if figure is not None:
+                task = figure.count
+                rank = math.inf if math.isnan(figure.value) else figure.value
         if db_by_slice:
             rank = sqnr_sort_key(sqnr_db_of_slice)
-        elif figure is not None and not math.isnan(figure.value):
-            rank = figure.value
-        task = figure.count if figure is not None else ""
         return rank, ImageLoss(name="", part=worst_slice, sqnr_db=sqnr_db_of_slice, task=task)
 
 
@@ -256,11 +252,13 @@ class ChannelSums:
         for channel, (signal, noise) in enumerate(self.sums.T.tolist()):
             if signal <= min_signal:  # false for NaN
                 continue
-            share = noise / total_noise if total_noise else 0.0
-            decibels = sqnr_db(signal, noise)
-            losses.append(
-                ChannelLoss(tensor=tensor, channel=channel, sqnr_db=decibels, noise=share)
+            loss = ChannelLoss(
+                tensor=tensor,
+                channel=channel,
+                sqnr_db=sqnr_db(signal, noise),
+                noise=noise / total_noise if total_noise else 0.0,
             )
+            losses.append(loss)
         losses.sort(key=lambda loss: sqnr_sort_key(loss.sqnr_db))
         yield from losses[:_MAX_CHANNELS]
 
@@ -312,9 +310,9 @@ def explain(
             note = "no file of it can be run in ONNX Runtime"
             results = ImageResults(samples=0, notes=(note,))
         else:
-            layers = [layer.name for layer in target_explanation.layers]
-            if _has_rescaled_channels(target_explanation):
-                layers = []
+            layers = []
+            if not _has_rescaled_channels(target_explanation):
+                layers = [layer.name for layer in target_explanation.layers]
             with phase(target_explanation.name):
                 results = _run_images(
                     loaded,

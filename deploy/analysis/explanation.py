@@ -233,10 +233,10 @@ def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[s
 def _accuracy_lines(
     label: str, name_head: str, tensors: Sequence[TensorAccuracy], max_rows: int | None
 ) -> Iterator[str]:
-    rows = [
-        [tensor.name, figures.decibels(tensor.sqnr_db), figures.cosine(tensor.cosine_mean)]
-        for tensor in tensors
-    ]
+    rows = []
+    for tensor in tensors:
+        cosine = figures.cosine(tensor.cosine_mean)
+        rows.append([tensor.name, figures.decibels(tensor.sqnr_db), cosine])
     yield from _table(label, [name_head, "SQNR", "cosine"], rows, max_rows)
 
 
@@ -252,7 +252,10 @@ def _float_node_lines(target: TargetExplanation, max_rows: int | None) -> Iterat
 
 
 def _describe_group(group: FloatNodeGroup, max_rows: int | None) -> str:
-    names = list_first(group.nodes, len(group.nodes) if max_rows is None else _MAX_NAMES)
+    max_names = _MAX_NAMES
+    if max_rows is None:  # everything is asked for
+        max_names = len(group.nodes)
+    names = list_first(group.nodes, max_names)
     return f"{', '.join(group.operators)} {names}: {group.reason or 'no reason given'}"
 
 
@@ -268,15 +271,10 @@ def _search_lines(target: TargetExplanation) -> Iterator[str]:
 
 
 def _clipping_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
-    rows = [
-        [
-            clipped.tensor,
-            figures.percent(clipped.share),
-            _describe_range(clipped.kept),
-            _describe_range(clipped.seen),
-        ]
-        for clipped in target.clipped
-    ]
+    rows = []
+    for clipped in target.clipped:
+        ranges = [_describe_range(clipped.kept), _describe_range(clipped.seen)]
+        rows.append([clipped.tensor, figures.percent(clipped.share), *ranges])
     yield from _table("Clipped", ["tensor", "values", "range kept", "range seen"], rows, max_rows)
 
 
@@ -286,21 +284,15 @@ def _describe_range(ends: tuple[float, float]) -> str:
 
 
 def _image_lines(results: ImageResults) -> Iterator[str]:
-    image_rows = [
-        [image.name, figures.decibels(image.sqnr_db), image.part, image.task]
-        for image in results.images
-    ]
+    image_rows = []
+    for image in results.images:
+        image_rows.append([image.name, figures.decibels(image.sqnr_db), image.part, image.task])
     heads = [f"image, the worst of {results.samples}", "SQNR", "in", "as FP32"]
     yield from _table("Images", heads, image_rows, None)
-    channel_rows = [
-        [
-            channel.tensor,
-            figures.decibels(channel.sqnr_db),
-            figures.percent(channel.noise),
-            str(channel.channel),
-        ]
-        for channel in results.channels
-    ]
+    channel_rows = []
+    for channel in results.channels:
+        losses = [figures.decibels(channel.sqnr_db), figures.percent(channel.noise)]
+        channel_rows.append([channel.tensor, *losses, str(channel.channel)])
     heads = ["inner tensor", "SQNR", "of its noise", "channel"]
     yield from _table("Channels", heads, channel_rows, None)
     yield from entries("", results.notes)

@@ -60,9 +60,10 @@ class Inspection:
         return {"schema": "calib8-inspection/1", **asdict(self)}
 
     def _head(self) -> Iterator[str]:
-        counts = Counter(_precision(node) for node in self.nodes)
-        shares = ", ".join(f"{count} {precision}" for precision, count in counts.most_common())
-        yield f"{self.model}: {len(self.nodes)} nodes on {self.target}, {shares or 'none'}"
+        counts = Counter(map(_precision, self.nodes))
+        shares = [f"{count} {precision}" for precision, count in counts.most_common()]
+        text = ", ".join(shares) or "none"
+        yield f"{self.model}: {len(self.nodes)} nodes on {self.target}, {text}"
         for spec in (*self.inputs, *self.outputs):
             yield f"  {spec.name} {spec.dtype} {list(spec.shape)}"
         for note in self.notes:
@@ -74,12 +75,16 @@ class Inspection:
             yield f"  {_precision(node):5} {node.op:20} {node.name}  {node.reason}".rstrip()
 
     def _node_groups(self) -> Iterator[str]:
-        counts = Counter(
-            (not node.quantized, _precision(node), node.op, node.reason) for node in self.nodes
-        )
+        counts: Counter[tuple[bool, str, str, str]] = Counter()
+        for node in self.nodes:
+            counts[not node.quantized, _precision(node), node.op, node.reason] += 1
+        # quantized nodes first, the most frequent kinds before the others
         groups = sorted(counts.items(), key=lambda group: (group[0][0], -group[1]))
         for (_, precision, op, reason), count in groups[:_MAX_ROWS]:
-            yield f"  {precision:6} {count:4} {op}" + (f": {reason}" if reason else "")
+            line = f"  {precision:6} {count:4} {op}"
+            if reason:
+                line += f": {reason}"
+            yield line
         if len(groups) > _MAX_ROWS:
             hidden_count = sum(count for _, count in groups[_MAX_ROWS:])
             yield f"  and {hidden_count} nodes of other kinds"

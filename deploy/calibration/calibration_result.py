@@ -131,9 +131,12 @@ class CalibrationResult:
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; a range is [lowest, highest] in real units."""
         range_set = self.range_set
-        observation_counts = {
-            name: len(observations) for name, observations in self.observations_by_target.items()
-        }
+        observation_counts = {}
+        for target, observations in self.observations_by_target.items():
+            observation_counts[target] = len(observations)
+        ranges = {}
+        for tensor, scale in range_set.scales.items():
+            ranges[tensor] = [float(scale.lo), float(scale.hi)]
         return {
             "schema": "calib8-calibration/1",
             "cache": None if self.cache is None else str(self.cache),
@@ -144,7 +147,7 @@ class CalibrationResult:
             "seconds": self.seconds,
             "targets": observation_counts,
             "failed": dict(self.failures),
-            "ranges": {n: [float(s.lo), float(s.hi)] for n, s in range_set.scales.items()},
+            "ranges": ranges,
             "without_range": dict(range_set.reasons),
             "agreement": None if self.agreement is None else self.agreement.to_json(),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
@@ -154,9 +157,9 @@ class CalibrationResult:
     @property
     def cost(self) -> str:
         """Work as text: "decoded 8 images, ran 8 inferences of the model folded"."""
-        runs = [
-            f"{count} inferences of the model {variant}" for variant, count in self.runs.items()
-        ]
+        runs = []
+        for variant, count in self.runs.items():
+            runs.append(f"{count} inferences of the model {variant}")
         return f"decoded {self.feed.decodes} images, ran {', '.join(runs) or 'no inference'}"
 
 

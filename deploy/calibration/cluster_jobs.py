@@ -110,7 +110,9 @@ class Cluster:
 
 def as_cluster(scheduler: str | Cluster | None) -> Cluster | None:
     """Return a cluster from the address of a scheduler, or the cluster itself."""
-    return Cluster(address=scheduler) if isinstance(scheduler, str) else scheduler
+    if isinstance(scheduler, str):
+        return Cluster(address=scheduler)
+    return scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +191,12 @@ def make_job(
         for variant in dict.fromkeys(o.variant for o in observations):
             model = variant.make(ObservedStatistics())
             models[variant.key] = bytes(model.SerializeToString(deterministic=True))
-    specs = [
-        ObservationSpec(
+    specs = []
+    for o in observations:
+        spec = ObservationSpec(
             variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, layer=o.layer
         )
-        for o in observations
-    ]
+        specs.append(spec)
     kind = str(feed.settings["kind"])
     return ClusterJob(
         key=f"calib8-{uuid.uuid4().hex}",
@@ -295,11 +297,10 @@ def observe_piece(
 
 def describe_version_differences(client: Versions, here: Versions) -> str:
     """Return which programs differ from the client's, and what to do; "" for none."""
-    differences = [
-        f"{name} {here.get(name)} ({version} at the client)"
-        for name, version in client.items()
-        if here.get(name) != version
-    ]
+    differences = []
+    for name, version in client.items():
+        if here.get(name) != version:
+            differences.append(f"{name} {here.get(name)} ({version} at the client)")
     if not differences:
         return ""
     return f"has {', '.join(differences)}; install the client's versions there"
@@ -341,12 +342,13 @@ def _make_observations(job: ClusterJob) -> list[Observation]:
         models = {FOLDED: _load_model(job.model_path, job.model_digest)}
     else:
         models = {key: onnx.load_model_from_string(data) for key, data in job.models.items()}
-    # the model of a variant needs no observations here
-    variants = {key: Variant(key, partial(_return_model, model)) for key, model in models.items()}
-    return [
-        Observation(variants[spec.variant], spec.tensor, spec.statistic, spec.layer)
-        for spec in job.observations
-    ]
+    observations = []
+    for spec in job.observations:
+        # the model of a variant needs no observations here
+        make_model = partial(_return_model, models[spec.variant])
+        variant = Variant(spec.variant, make_model)
+        observations.append(Observation(variant, spec.tensor, spec.statistic, spec.layer))
+    return observations
 
 
 def _return_model(model: onnx.ModelProto, _: ObservedStatistics) -> onnx.ModelProto:

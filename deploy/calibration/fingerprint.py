@@ -50,15 +50,9 @@ _NOUN_BY_PART = {
 _MADE_FROM = ("model", "images", "order", "preprocess", "decoder")
 _MADE_BY = ("program", "rule", "method", "numbers", "versions")
 _LIBRARY = "library"  # field of the decoder's name; the other fields describe its pixels
-_SCHEMA_4_PARTS = (
-    "images",
-    "method",
-    "model",
-    "order",
-    "preprocess",
-    "rule",
-    "versions",
-)  # up to schema 4
+_DIGEST_LENGTH = 64  # of a sha256 in hex
+_MAX_SHOWN_LENGTH = 40  # of a value that a message shows
+_SCHEMA_4_PARTS = {"images", "method", "model", "order", "preprocess", "rule", "versions"}
 _MAX_UNPACKED_BYTES = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
 EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time of archive members, so that equal data is equal bytes
 # Increment one when a change of code gives other numbers for the same model and images.
@@ -133,34 +127,39 @@ class Fingerprint:
         for part, noun in _NOUN_BY_PART.items():
             before = getattr(old, part)
             now = getattr(self, part)
-            if _EQUALITY_BY_PART.get(part, operator.eq)(before, now):
+            is_equal = _EQUALITY_BY_PART.get(part, operator.eq)
+            if is_equal(before, now):
                 continue
+            changes[part] = f"{noun} changed"
             detail = _difference(before, now)
             if part == "model":
                 detail = "its external data" if _is_same_file(before, now) else ""
-            changes[part] = f"{noun} changed ({detail})" if detail else f"{noun} changed"
+            if detail:
+                changes[part] += f" ({detail})"
         return changes
 
     @property
     def by(self) -> str:
         """Its program and method: "calib8 0.1.0 by mse", "TensorRT 8.6.1 by MinMaxCalibration"."""
         version = self.versions.get(self.program.lower(), "")
-        return " ".join(word for word in (self.program, str(version), "by", self.method) if word)
+        return " ".join(filter(None, (self.program, str(version), "by", self.method)))
 
 
 def _half(data: object, name: str) -> dict[str, Any]:
-    half = data.get(name) if isinstance(data, dict) else None
-    return half if isinstance(half, dict) else {}
+    """Return a half of the JSON; {} if it is missing or of another type."""
+    if isinstance(data, dict) and isinstance(data.get(name), dict):
+        half: dict[str, Any] = data[name]
+        return half
+    return {}
 
 
 def _convert_schema_4(data: object) -> dict[str, Any]:
     """Return the parts of schema 4, which had no halves; {} for other data."""
-    if not isinstance(data, dict) or set(data) != set(_SCHEMA_4_PARTS):
+    if not isinstance(data, dict) or data.keys() != _SCHEMA_4_PARTS:
         return {}
     versions, model = data["versions"], data["model"]
     if not isinstance(versions, dict) or not isinstance(model, str):
         return {}
-    parts = {key: data[key] for key in ("images", "order", "preprocess", "rule", "method")}
     numbers, decoder, programs = {}, {}, {}
     for name, version in versions.items():
         if name in ("frontend", "searches", "statistics"):
@@ -171,8 +170,14 @@ def _convert_schema_4(data: object) -> dict[str, Any]:
             decoder[_LIBRARY] = f"OpenCV {version}"
         else:
             programs[name] = version
-    parts |= {"program": CALIB8, "numbers": numbers, "versions": programs}
-    return {**parts, "model": {"graph": model}, "decoder": decoder}
+    return {
+        **data,
+        "model": {"graph": model},
+        "decoder": decoder,
+        "program": CALIB8,
+        "numbers": numbers,
+        "versions": programs,
+    }
 
 
 def _is_same_file(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
@@ -202,16 +207,20 @@ _EQUALITY_BY_PART = {"model": _is_same_model, "decoder": _is_same_decoder}
 def _difference(before: object, now: object) -> str:
     """Return the fields that differ with their values; long values, as digests, are omitted."""
     if isinstance(before, str) and isinstance(now, str):
-        return "" if len(before) == 64 else f"{before} -> {now}"
+        if len(before) == _DIGEST_LENGTH:
+            return ""
+        return f"{before} -> {now}"
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
         return ""
     changes = []
     for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key), now.get(key)
-        if old == new:
+        old, new = str(before.get(key)), str(now.get(key))
+        if before.get(key) == now.get(key):
             continue
-        is_short = len(str(old)) <= 40 and len(str(new)) <= 40
-        changes.append(f"{key} {old} -> {new}" if is_short else key)
+        if max(len(old), len(new)) <= _MAX_SHOWN_LENGTH:
+            changes.append(f"{key} {old} -> {new}")
+        else:
+            changes.append(key)
     return ", ".join(changes)
 
 

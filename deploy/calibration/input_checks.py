@@ -46,7 +46,8 @@ _SCALING_OPS = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub",
 _MOVING_OPS = frozenset({"Reshape", "Slice", "SpaceToDepth", "Unsqueeze"})  # YOLOX slices rows
 _LAYER_OPS = frozenset({"BatchNormalization", "Conv", "Gemm"})
 _EXTERNAL = onnx.TensorProto.EXTERNAL
-_PRESET_NAMES = ("unit", "minus-one-to-one", "imagenet", "raw")  # these differ in mean or std
+# these differ in mean or std
+_PRESETS = [PRESETS[name] for name in ("unit", "minus-one-to-one", "imagenet", "raw")]
 
 # Thresholds
 MAX_NODES_BEFORE_LAYER = 16  # a longer way is no preprocessing inside the model
@@ -120,12 +121,10 @@ def find_first_layer(model: onnx.ModelProto, input_name: str) -> FirstLayer | No
 
 def _keeps_content(graph: Graph, node: onnx.NodeProto, inputs: list[str]) -> bool:
     """Whether a node only scales, shifts or moves the values of its `inputs` from the image."""
+    parameters = set(filter(None, node.input)).difference(inputs)
     if node.op_type == "Concat":
-        return all(tensor in inputs for tensor in node.input)
-    if len(inputs) != 1:
-        return False
-    parameters = [tensor for tensor in node.input if tensor and tensor not in inputs]
-    if not all(tensor in graph.constants for tensor in parameters):
+        return not parameters
+    if len(inputs) != 1 or not parameters <= graph.constants.keys():
         return False
     if node.op_type in _MOVING_OPS:
         return node.input[0] in inputs
@@ -161,14 +160,13 @@ class _InputPath:
 
     def _is_only_reader(self, layer: onnx.NodeProto) -> bool:
         """Whether nothing but the path and its layer reads the tensors of the path."""
-        readers = [*self.nodes, layer]
-        return all(self._is_read_only_by(readers, tensor) for tensor in self.tensors)
-
-    def _is_read_only_by(self, nodes: list[onnx.NodeProto], tensor: str) -> bool:
-        if tensor in self.graph.outputs or tensor in self.graph.captured:
-            return False
-        node_ids = {id(node) for node in nodes}
-        return all(id(reader) in node_ids for reader in self.graph.readers.get(tensor, []))
+        reader_ids = {id(node) for node in (*self.nodes, layer)}
+        for tensor in self.tensors:
+            if tensor in self.graph.outputs or tensor in self.graph.captured:
+                return False
+            if not reader_ids.issuperset(map(id, self.graph.readers.get(tensor, []))):
+                return False
+        return True
 
     def _read_norm(self, tensor: str, norm: onnx.NodeProto) -> FirstLayer | None:
         mean = self._read_constant(norm.input[3])
@@ -226,13 +224,19 @@ def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
 def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
     """Yield a doubt if too few samples are different, or if all of `samples` hardly differ."""
     different = feed.count - feed.duplicate_count
-    mostly_copies = feed.duplicate_count >= different
-    if different < MIN_DIFFERENT_SAMPLES * (2 if mostly_copies else 1):
+    min_different = MIN_DIFFERENT_SAMPLES
+    if feed.duplicate_count >= different:  # most are copies
+        min_different *= 2
+    if different < min_different:
         yield (
             "too few different calibration samples for ranges that hold for others"
             f" ({different} of {feed.count}); calibrate with more"
         )
-    elif len(samples) > 1 and all(_are_nearly_equal(samples[0], other) for other in samples[1:]):
+        return
+    for sample in samples[1:]:
+        if not _are_nearly_equal(samples[0], sample):
+            return
+    if len(samples) > 1:
         yield f"{len(samples)} samples that were looked at hardly differ; calibrate with others"
 
 
@@ -274,7 +278,9 @@ def check_input_samples(
 
     for name in inputs:
         values = [sample[name] for sample in samples]
-        warning = _check_pixels(values, preprocess) if name in images else ""
+        warning = ""
+        if name in images:
+            warning = _check_pixels(values, preprocess)
         if not warning and name not in constant_inputs:
             warning = _check_layer(model, name, values, preprocess)
         if warning:
@@ -284,11 +290,11 @@ def check_input_samples(
 
 def _inputs_with_values(samples: Samples) -> list[str]:
     """Return the inputs to check; scalars, and inputs that are empty in a sample, show nothing."""
-    return [name for name in samples[0] if _has_values(samples, name)] if samples else []
-
-
-def _has_values(samples: Samples, name: str) -> bool:
-    return samples[0][name].size > 1 and all(sample[name].size for sample in samples)
+    inputs = []
+    for name, value in samples[0].items() if samples else ():
+        if value.size > 1 and all(sample[name].size for sample in samples):
+            inputs.append(name)
+    return inputs
 
 
 def _is_image(samples: Samples, name: str) -> bool:
@@ -300,23 +306,30 @@ def _is_initial_state(samples: Samples, name: str) -> bool:
     if not _is_constant_input(samples, name):
         return False
     size = samples[0][name].size
-    larger = [other for other, value in samples[0].items() if value.size > size]
-    return not all(_is_constant_input(samples, other) for other in larger)
+    for other, value in samples[0].items():
+        if value.size > size and not _is_constant_input(samples, other):
+            return True
+    return False
 
 
 def _have_no_content(samples: Samples, inputs: list[str], constant_inputs: list[str]) -> bool:
     """Whether every input is constant, or a mask of the first one that is."""
     tokens = samples[0][constant_inputs[0]]
-    others = [name for name in inputs if name not in constant_inputs]
-    return all(_is_mask(samples, name, tokens) for name in others)
+    for name in inputs:
+        if name not in constant_inputs and not _is_mask(samples, name, tokens):
+            return False
+    return True
 
 
 def _is_mask(samples: Samples, name: str, tokens: Array) -> bool:
     """Whether an input says by 0 and 1 which `tokens` count."""
-    values = [sample[name] for sample in samples]
-    if values[0].shape != tokens.shape or tokens.dtype.kind not in "iu":
+    if samples[0][name].shape != tokens.shape or tokens.dtype.kind not in "iu":
         return False
-    return all(value.dtype.kind in "iub" and {*np.unique(value)} <= {0, 1} for value in values)
+    for sample in samples:
+        value = sample[name]
+        if value.dtype.kind not in "iub" or not np.isin(value, (0, 1)).all():
+            return False
+    return True
 
 
 def _is_constant_input(samples: Samples, name: str) -> bool:
@@ -371,8 +384,10 @@ def _check_layer(
         return ""
     if not warning:
         return ""
-    remedy = "--preprocess, --scale, --mean and --std" if preprocess else "how the arrays were made"
-    return f"{warning} ({layer.node or layer.tensor}); check {remedy}"
+    warning += f" ({layer.node or layer.tensor}); check "
+    if preprocess:
+        return f"{warning}--preprocess, --scale, --mean and --std"
+    return f"{warning}how the arrays were made"
 
 
 def _compare_with_layer(
@@ -414,8 +429,9 @@ def _compare_with_training(
 
     live = _live_channels(training)
     deviation = np.sqrt(training.variance[live])
-    offset = float(np.median(np.abs(data.mean - training.mean)[live] / deviation))
-    spread = float(np.median(np.sqrt(data.variance[live]) / deviation))
+    offsets = np.abs(data.mean - training.mean)[live] / deviation
+    spreads = np.sqrt(data.variance[live]) / deviation
+    offset, spread = float(np.median(offsets)), float(np.median(spreads))
     has_same_unit = MIN_UNIT_RATIO < spread < MAX_UNIT_RATIO and offset < MAX_UNIT_RATIO
     if has_same_unit or not np.isfinite(offset + spread):
         return ""
@@ -469,19 +485,15 @@ def _normalize_by_presets(
 
     `source`: how the images are normalized now; None for arrays that no preset gives.
     """
-    if source is None or not all(np.issubdtype(array.dtype, np.floating) for array in values):
+    if source is None or not all(array.dtype.kind == "f" for array in values):
         return
-    for preset in _presets():
+    for preset in _PRESETS:
         if {len(preset.mean), len(preset.std)} <= {1, source.channels}:
             description = (
                 f"pixels / 255 with mean {_format_pixels(preset.mean, preset.scale)} and std"
                 f" {_format_pixels(preset.std, preset.scale)}"
             )
             yield description, (_renormalize(array, source, preset) for array in values)
-
-
-def _presets() -> Iterator[Preprocess]:
-    return (PRESETS[name] for name in _PRESET_NAMES)
 
 
 def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
@@ -491,7 +503,7 @@ def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
         return None
     low, high = _extremes(values)
     color = "rgb" if _has_color(values[0]) else "grey"
-    for preset in _presets():
+    for preset in _PRESETS:
         if color == "grey" and len(preset.mean) != 1:
             continue
         limits = []

@@ -85,7 +85,9 @@ class Observation:
     def lead(self) -> Observation | None:
         """Observation of the first samples that this one needs before it starts, or None."""
         lead = self.statistic.lead
-        return None if lead is None else Observation(self.variant, self.tensor, lead, self.layer)
+        if lead is None:
+            return None
+        return Observation(self.variant, self.tensor, lead, self.layer)
 
 
 class ObservedStatistics(dict[Key, Recorder]):
@@ -109,6 +111,14 @@ def unique_observations(
 ) -> tuple[Observation, ...]:
     """Return the observations of all targets without duplicates."""
     return tuple(dict.fromkeys(chain.from_iterable(observations_by_target.values())))
+
+
+def group_by_variant(observations: Iterable[Observation]) -> dict[Variant, list[Observation]]:
+    """Return variant -> its observations, both in order of first use."""
+    observations_by_variant: dict[Variant, list[Observation]] = {}
+    for observation in observations:
+        observations_by_variant.setdefault(observation.variant, []).append(observation)
+    return observations_by_variant
 
 
 def order_dependent_keys(observations: Iterable[Observation]) -> list[str]:
@@ -159,7 +169,9 @@ def _concatenate(samples: list[Mapping[str, Array]], name: str) -> Array:
             f"TensorRT calibrates on batches of one shape, got samples of {shapes[0]} and"
             f" {shapes[1]}; give all images one size, or a batch of 1"
         )
-    return arrays[0] if len(arrays) == 1 or arrays[0].ndim == 0 else np.concatenate(arrays)
+    if len(arrays) == 1 or arrays[0].ndim == 0:
+        return arrays[0]
+    return np.concatenate(arrays)
 
 
 def count_in_full_batches(samples: int, samples_a_batch: int, *, filled: int = 0) -> int:
@@ -225,7 +237,9 @@ class CalibrationSubject:
     def identities(self) -> Mapping[str, str]:
         """Identities for a fingerprint; only "graph" after a repair, which no file holds."""
         identities = self.loaded.identities
-        return {"graph": identities["graph"]} if self.repairs else identities
+        if self.repairs:
+            return {"graph": identities["graph"]}
+        return identities
 
     @property
     def source(self) -> Path | None:
@@ -269,7 +283,9 @@ class CalibrationSubject:
         if not isinstance(self.user_model, str | Path):
             return self.user_model
         path = Path(self.user_model)
-        return read_graph(path, self.loaded) if path.suffix.lower() == ".onnx" else None
+        if path.suffix.lower() != ".onnx":
+            return None
+        return read_graph(path, self.loaded)
 
     @property
     def statistic(self) -> HistogramOf:

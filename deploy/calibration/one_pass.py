@@ -130,8 +130,9 @@ class _PassState:
     def _make_recorders(self, observations: Iterable[Observation]) -> _Recorders:
         recorders = {}
         for observation in observations:
-            lead = observation.lead
-            lead_recorder = None if lead is None else self._observed.recorder(lead)
+            lead_recorder = None
+            if observation.lead is not None:
+                lead_recorder = self._observed.recorder(observation.lead)
             recorders[observation] = observation.statistic.recorder(lead_recorder)
         return recorders
 
@@ -168,11 +169,10 @@ class _PassState:
 
     def has_open_batch(self, number: int) -> bool:
         """Whether a recorder that takes several samples at once has some, but not all of them."""
-        return any(
-            number % recorder.samples_per_batch
-            for recorder in self._ordered.values()
-            if isinstance(recorder, BatchRecorder)
-        )
+        for recorder in self._ordered.values():
+            if isinstance(recorder, BatchRecorder) and number % recorder.samples_per_batch:
+                return True
+        return False
 
     def copy_statistics(self) -> ObservedStatistics:
         """Return a copy of all statistics; no other thread may record meanwhile."""
@@ -405,10 +405,12 @@ def schedule_observations(
     """Return the schedule of `observe` for the observations that are not in `observed`."""
     missing = observed.missing(with_needs(observations, observed))
     required: list[Observation] = []
+    leads: list[Observation] = []
     for observation in missing:
         required += observation.variant.needs
-    required += [o.lead for o in missing if o.lead is not None]
-    early = observed.missing(with_needs(required, observed))
+        if observation.lead is not None:
+            leads.append(observation.lead)
+    early = observed.missing(with_needs([*required, *leads], observed))
     return ObservationSchedule(
         missing=missing,
         early=early,
@@ -429,8 +431,9 @@ def _observe_early(
     with phase("what it is made from"):
         while remaining:
             ready = [o for o in remaining if not observed.missing(o.variant.needs)]
-            # ordered statistics need no merge; the others here cannot be merged
-            usable_threads = threads if all(o.statistic.ordered for o in ready) else 1
+            usable_threads = threads
+            if not all(o.statistic.ordered for o in ready):
+                usable_threads = 1  # the others here cannot be merged, as threads require
             new = observe(ready, samples, observed=observed, threads=usable_threads, runs=runs)
             observed = observed.merged_with(new)
             remaining = list(observed.missing(remaining))
@@ -484,9 +487,10 @@ def _count_values(observations: Iterable[Observation], model: onnx.ModelProto) -
     shapes = Graph(model).shapes
     value_counts = {}
     for observation in observations:
-        shape = shapes.get(observation.tensor) or (1,)
-        sizes = [size for size in shape[1:] if isinstance(size, int) and size > 0]
-        batch = shape[0] if isinstance(shape[0], int) else 1
-        if len(sizes) == len(shape) - 1 and batch > 0:
-            value_counts[observation.tensor] = batch * prod(sizes)
+        batch, *sizes = shapes.get(observation.tensor) or (1,)
+        if not isinstance(batch, int):  # a batch that is open
+            batch = 1
+        known_sizes = [size for size in (batch, *sizes) if isinstance(size, int) and size > 0]
+        if len(known_sizes) == 1 + len(sizes):
+            value_counts[observation.tensor] = prod(known_sizes)
     return value_counts

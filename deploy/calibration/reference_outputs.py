@@ -58,7 +58,9 @@ class ReferenceOutputs:
     @property
     def outputs(self) -> Sequence[TensorSpec]:
         """Specs of the outputs; those of a stored sample, if there is one."""
-        return self._specs if self._specs is not None else self._open_session().outputs
+        if self._specs is None:
+            return self._open_session().outputs
+        return self._specs
 
     def add(self, key: int, values: Mapping[str, Array]) -> None:
         """Store a sample's outputs.
@@ -67,11 +69,16 @@ class ReferenceOutputs:
         """
         if key not in self._stored_keys:
             return
-        outputs = {name: values[name] for name in self._names if name in values}
-        is_numeric = all(value.dtype.kind in _NUMERIC_KINDS for value in outputs.values())
-        if is_numeric and len(outputs) == len(self._names):
-            self._specs = [TensorSpec(n, str(v.dtype), v.shape) for n, v in outputs.items()]
-            self._cache.add(key, outputs)
+        outputs: dict[str, Array] = {}
+        specs = []
+        for name in self._names:
+            value = values.get(name)
+            if value is None or value.dtype.kind not in _NUMERIC_KINDS:
+                return
+            outputs[name] = value
+            specs.append(TensorSpec(name, str(value.dtype), value.shape))
+        self._specs = specs
+        self._cache.add(key, outputs)
 
     def __contains__(self, key: object) -> bool:
         """Whether a sample's outputs are stored."""
@@ -138,15 +145,14 @@ def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -
     It is run again only if it draws random numbers or has operators that ONNX does not define; at
     most on 8 samples, until one differs.
     """
-    nodes = all_nodes(model.graph)
-    if not any(node.op_type in RANDOM or node.domain not in ("", "ai.onnx") for node in nodes):
+    if not any(map(_may_draw_numbers, all_nodes(model.graph))):
         return ""
     outputs = evaluation_set.outputs
     for sample, stored in evaluation_set.samples_with_outputs(_REPEATED_SAMPLES):
         # the first run may draw what the session that calibrated drew
         outputs.recompute(sample)
         repeated = outputs.recompute(sample)
-        differing = [name for name in stored if not outputs_match({name: stored[name]}, repeated)]
+        differing = [name for name in stored if not _is_repeated(name, stored, repeated)]
         if differing:
             return (
                 f"the float model itself gives another {', '.join(differing)} at each run: it draws"
@@ -155,17 +161,22 @@ def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -
     return ""
 
 
+def _may_draw_numbers(node: onnx.NodeProto) -> bool:
+    return node.op_type in RANDOM or node.domain not in ("", "ai.onnx")
+
+
 def outputs_match(outputs: Mapping[str, Array], repeated: Mapping[str, Array]) -> bool:
     """Whether two outputs of a sample are equal up to float rounding."""
-    return all(name in repeated and _match(x, repeated[name]) for name, x in outputs.items())
+    return all(_is_repeated(name, outputs, repeated) for name in outputs)
 
 
-def _match(x: Array, y: Array) -> bool:
-    if x.shape != y.shape:
+def _is_repeated(name: str, outputs: Mapping[str, Array], repeated: Mapping[str, Array]) -> bool:
+    value = outputs[name]
+    if name not in repeated or value.shape != repeated[name].shape:
         return False
-    if x.dtype.kind != "f":
+    if value.dtype.kind != "f":
         return True
-    signal = x.astype(np.float64)
+    signal = value.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        noise = np.nan_to_num(signal - y.astype(np.float64))
+        noise = np.nan_to_num(signal - repeated[name].astype(np.float64))
     return float((noise * noise).sum()) <= _MAX_NOISE_SHARE * float((signal * signal).sum())

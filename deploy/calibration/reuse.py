@@ -80,7 +80,9 @@ def as_policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
     """Return the policy of a cache path; for None, one that stores nothing."""
     if isinstance(cache, CachePolicy):
         return cache
-    return CachePolicy(path=None if cache is None else Path(cache))
+    if cache is None:
+        return CachePolicy()
+    return CachePolicy(path=Path(cache))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,8 @@ def _decide(
 ) -> CacheDecision:
     try:
         stored = _load_cache(policy, until)
-        fingerprint = make_fingerprint(None if until is None else stored.count)
+        count = None if until is None else stored.count
+        fingerprint = make_fingerprint(count)
         return _match_cache(stored, fingerprint, observations, until)
     except CacheError as misfit:
         missing = with_needs(observations)
@@ -223,9 +226,12 @@ def _match_cache(
 ) -> CacheDecision:
     """Return what the cache holds and lacks; raise CacheError if it was made from other inputs."""
     changes = fingerprint.changes_since(stored.fingerprint)
-    invalidating = changes.keys() - _SEARCH_PARTS - _PARTIAL_PARTS
+    invalidating = []
+    for part, clause in changes.items():
+        if part not in _SEARCH_PARTS | _PARTIAL_PARTS:
+            invalidating.append(clause)
     if invalidating:
-        raise CacheError("; ".join(changes[part] for part in changes if part in invalidating))
+        raise CacheError("; ".join(invalidating))
 
     usable: Iterable[Observation] = with_needs(observations)
     if "order" in changes:
@@ -253,11 +259,12 @@ def _describe_match(
         return f"{changes['order']}, and {reordered} observations go by it"
     if missing:
         kinds = list(dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing))
-        unlisted = len(kinds) - _MAX_LISTED
-        more = f" and {unlisted} more kinds" if unlisted > 0 else ""
+        listed_kinds = "; ".join(kinds[:_MAX_LISTED])
+        if len(kinds) > _MAX_LISTED:
+            listed_kinds += f" and {len(kinds) - _MAX_LISTED} more kinds"
         return (
             f"{stored.path.name} lacks {len(missing)} observations that these targets and this"
-            f" method need ({'; '.join(kinds[:_MAX_LISTED])}{more})"
+            f" method need ({listed_kinds})"
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"
@@ -266,14 +273,14 @@ def _describe_match(
 
 def _describe_programs(stored: Fingerprint, current: Fingerprint) -> str:
     """Return which programs made the cache, as a clause, if they are other versions; else ""."""
-    stored_versions = {**stored.versions, "decoder": stored.decoder.get("library")}
     current_versions = {**current.versions, "decoder": current.decoder.get("library")}
-    differing = [
-        f"{name} {version}"
-        for name, version in stored_versions.items()
-        if version not in (None, current_versions.get(name))
-    ]
-    return f"; it was made with {', '.join(differing)}" if differing else ""
+    other_programs = []
+    for name, version in (*stored.versions.items(), ("decoder", stored.decoder.get("library"))):
+        if version not in (None, current_versions.get(name)):
+            other_programs.append(f"{name} {version}")
+    if not other_programs:
+        return ""
+    return f"; it was made with {', '.join(other_programs)}"
 
 
 def update_cache(
@@ -350,8 +357,7 @@ def _add_older_observations(
 
 def _write(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
     """Stage the three files with the build's files, or publish them at once."""
-    staged_path = None if stage is None else stage.staged_path(path)
-    if staged_path is not None:
+    if stage is not None and (staged_path := stage.staged_path(path)) is not None:
         write(staged_path)
         return
     with stage_files(path.parent) as new_stage:
@@ -366,10 +372,10 @@ def _select_retained(keys: Iterable[Key], observed: ObservedStatistics) -> list[
     configurations.
     """
     unobserved = [key for key in keys if key not in observed]
-    variants = list(dict.fromkeys(key[0] for key in unobserved))
-    if FOLDED in variants:
-        variants.remove(FOLDED)
-    retained = {FOLDED, *variants[-_MAX_VARIANTS:], *(key[0] for key in observed)}
+    variants = dict.fromkeys(variant for variant, _, _ in unobserved)
+    variants.pop(FOLDED, None)
+    retained = {FOLDED, *list(variants)[-_MAX_VARIANTS:]}
+    retained.update(variant for variant, _, _ in observed)
     return [key for key in unobserved if key[0] in retained]
 
 
@@ -385,12 +391,14 @@ def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
         tensors += node.output
     observations = subject.histogram_observations(tensors)
     range_set = ranges.find(o for o in observations if o.key in ranges.observed)
-    is_minmax = all(scale.method == "minmax" for scale in range_set.scales.values())
+    algorithm = trt_cache.ENTROPY2
+    if all(scale.method == "minmax" for scale in range_set.scales.values()):
+        algorithm = trt_cache.MINMAX
     scales = range_set.symmetric or _observed_scales(ranges.observed)
     cache = trt_cache.from_scales(
         {name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)},
         version=subject.trt_version or DEFAULT_TRT_VERSION,
-        algorithm=trt_cache.MINMAX if is_minmax else trt_cache.ENTROPY2,
+        algorithm=algorithm,
     )
     return trt_cache.dump(cache)
 

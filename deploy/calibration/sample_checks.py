@@ -58,7 +58,9 @@ class Outlier:
 
 def largest_magnitude(value: NDArray[np.floating]) -> float:
     """Return the largest |x| of an array of any shape, in real units; 0 if it is empty."""
-    return max(float(value.max()), -float(value.min())) if value.size else 0.0
+    if not value.size:
+        return 0.0
+    return max(float(value.max()), -float(value.min()))
 
 
 class Peaks:
@@ -152,22 +154,23 @@ def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> 
         descriptions.append((-worst.ratio, digests, text))
 
     count = len(descriptions)
-    listed = [text for _, _, text in sorted(descriptions)[:_MAX_LISTED]]
-    more = f"; and {count - _MAX_LISTED} more" if count > _MAX_LISTED else ""
-    stand, it = ("stands", "it") if count == 1 else ("stand", "them")
+    clauses = [text for _, _, text in sorted(descriptions)[:_MAX_LISTED]]
+    if count > _MAX_LISTED:
+        clauses.append(f"and {count - _MAX_LISTED} more")
+    verb, pronoun = ("stands", "it") if count == 1 else ("stand", "them")
     return (
-        f"{count} of the calibration samples {stand} far above the others, which costs the"
-        f" others int8 steps: {'; '.join(listed)}{more}; check {it}, or leave {it} out"
+        f"{count} of the calibration samples {verb} far above the others, which costs the others"
+        f" int8 steps: {'; '.join(clauses)}; check {pronoun}, or leave {pronoun} out"
     )
 
 
 def _describe_worst(worst: Outlier, tensor_count: int) -> str:
     """Return the worst of the outliers of one sample, as a clause."""
-    more = ""
+    text = f"whose largest |x| in {worst.tensor!r} is {worst.ratio:,.0f} times the others'"
     if tensor_count > 1:
         plural = "s" if tensor_count > 2 else ""
-        more = f" (and far off in {tensor_count - 1} other tensor{plural})"
-    return f"whose largest |x| in {worst.tensor!r} is {worst.ratio:,.0f} times the others'{more}"
+        text += f" (and far off in {tensor_count - 1} other tensor{plural})"
+    return text
 
 
 def _sample_name(digests: tuple[str, ...], names: Mapping[str, str]) -> str:
@@ -240,17 +243,16 @@ class HalvesAgreement:
         verb = "differs" if count == 1 else "differ"
         sentence = (
             f"{count or 'none'} of {self.tensors} ranges {verb} by {_percent(self.within)} or more"
-            f" between the halves of {self.samples} samples{self._list_differences()}"
+            f" between the halves of {self.samples} samples"
         )
+        if self.differences:
+            clauses = [f"{name} by {_percent(share)}" for name, share in self.differences.items()]
+            sentence += f": {list_first(clauses, _MAX_LISTED)}"
         if self.stopped:
-            return f"{sentence}; enough twice in a row, so no more were looked at"
-        return sentence if self.is_enough else f"{sentence}; calibrate with more images"
-
-    def _list_differences(self) -> str:
-        if not self.differences:
-            return ""
-        listed = [f"{name} by {_percent(share)}" for name, share in self.differences.items()]
-        return f": {list_first(listed, _MAX_LISTED)}"
+            sentence += "; enough twice in a row, so no more were looked at"
+        elif not self.is_enough:
+            sentence += "; calibrate with more images"
+        return sentence
 
 
 def _percent(share: float) -> str:

@@ -24,7 +24,7 @@ from deploy.calibration.observation import (
     Key,
     Observation,
     ObservedStatistics,
-    Variant,
+    group_by_variant,
     order_dependent_keys,
 )
 from deploy.calibration.ranges import Ranges
@@ -128,12 +128,9 @@ class StabilityMonitor:
 
     def _search(self, observed: ObservedStatistics) -> ScaleByKey:
         ranges = self._make_ranges(observed)
-        by_variant: dict[Variant, list[Observation]] = {}
-        for observation in self._observations:
-            if observation.key in observed:
-                by_variant.setdefault(observation.variant, []).append(observation)
+        usable = [o for o in self._observations if o.key in observed]
         scale_by_key = {}
-        for observations in by_variant.values():
+        for observations in group_by_variant(usable).values():
             scales = ranges.find(observations).scales
             for observation in observations:
                 if observation.tensor in scales:

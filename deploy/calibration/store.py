@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from calibrators.errors import CalibrationError
-from calibrators.statistics import Arrays
+from calibrators.statistics import Arrays, Recorder
 from deploy.calibration.fingerprint import Fingerprint, open_archive, pack_arrays, unpack_arrays
 from deploy.calibration.observation import Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Outlier, StabilityRule
@@ -85,21 +85,26 @@ class StoredStatistics:
         """
         stored_keys = set(self.keys)
         statistics = {o.key: o.statistic for o in observations if o.key in stored_keys}
-        return ObservedStatistics(
-            self._read(statistics, lambda key, arrays: statistics[key].restore(arrays))
-        )
+
+        def restore(key: Key, arrays: Arrays) -> Recorder:
+            return statistics[key].restore(arrays)
+
+        return ObservedStatistics(self._read(statistics, restore))
 
     def read_arrays(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
         """Return the arrays of some observations, to be written to another cache."""
         return self._read(keys, lambda _, arrays: arrays)
 
     def _read(self, keys: Iterable[Key], make: Callable[[Key, Arrays], T]) -> dict[Key, T]:
+        values = {}
         indices = {key: index for index, key in enumerate(self.keys)}
         try:
             with open_archive(self.packed, self.archive) as archive:
-                return {key: make(key, unpack_arrays(archive, indices[key])) for key in keys}
+                for key in keys:
+                    values[key] = make(key, unpack_arrays(archive, indices[key]))
         except BROKEN as error:
             raise CacheError(f"{self.archive} does not hold statistics: {error}") from error
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +128,9 @@ class StoredCalibration(StoredStatistics):
     def count(self) -> int:
         """Number of images; 0 if the cache does not say."""
         count = self.fingerprint.images.get("count")
-        return count if isinstance(count, int) else 0
+        if not isinstance(count, int):
+            return 0
+        return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +187,8 @@ def save_calibration(
     `retained`: arrays of further observations, from the previous cache.
     """
     arrays = dict(retained or {})
-    arrays |= {key: recorder.to_arrays() for key, recorder in calibration.observed.items()}
+    for key, recorder in calibration.observed.items():
+        arrays[key] = recorder.to_arrays()
     keys = [key for key in _sort_by_use(arrays, calibration) if arrays[key]]
     tensors = {(variant, tensor) for variant, tensor, _ in keys}
     outliers = [o for o in calibration.outliers if (o.variant, o.tensor) in tensors]
@@ -234,7 +242,8 @@ def _is_intact(data: bytes, document: Mapping[str, Any]) -> bool:
     digest = str(document["sha256"]["this"])
     if document["schema"] < SCHEMA:
         # schemas up to 4: sha256 of the JSON without this digest
-        digests = {name: value for name, value in document["sha256"].items() if name != "this"}
+        digests = dict(document["sha256"])
+        del digests["this"]
         content = json.dumps({**document, "sha256": digests}, sort_keys=True)
         return digest == sha256(content.encode())
     seal = _seal(digest)

@@ -48,7 +48,12 @@ from onnx import TensorProto, ValueInfoProto, helper
 from calibrators.errors import CalibrationError
 from calibrators.histogram import ArrayRefused, Histogram, HistogramGroup, LocatedArrays
 from calibrators.statistics import HistogramOf, Recorder
-from deploy.calibration.observation import FOLDED, Observation, ObservedStatistics
+from deploy.calibration.observation import (
+    FOLDED,
+    Observation,
+    ObservedStatistics,
+    group_by_variant,
+)
 from deploy.calibration.sample_checks import Peaks, largest_magnitude
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample
@@ -117,8 +122,9 @@ def expose_blocked(graph: onnx.GraphProto, tensors: Collection[str]) -> dict[str
     replace_nodes(graph, (node for node in graph.node if node.output[0] not in blocked))
     outputs = []
     for output in graph.output:
-        name = output.name
-        outputs.append(ValueInfoProto(name=blocked[name]) if name in blocked else output)
+        if output.name in blocked:
+            output = ValueInfoProto(name=blocked[output.name])
+        outputs.append(output)
     replace_field(graph.output, outputs)
     return blocked
 
@@ -205,9 +211,14 @@ class Tap:
 
         `in_any_order`: tensors whose values may come in any order; graph outputs never do.
         """
+        self.inputs: list[str] = []
+        self._computed: list[str] = []
         model_inputs = {value.name for value in model.graph.input}
-        self.inputs = [name for name in tensors if name in model_inputs]
-        self._computed = [name for name in tensors if name not in model_inputs]
+        for name in tensors:
+            if name in model_inputs:
+                self.inputs.append(name)
+            else:
+                self._computed.append(name)
         self.session, self.blocked = _open_tapped(model, self._computed, in_any_order)
 
     def output_of(self, tensor: str) -> str:
@@ -263,9 +274,10 @@ class TapReader:
 
         if located is None or not self._session.reuses_buffers:
             located = LocatedArrays(self._array(name, sample, values) for name in self._tensors)
-            self._moving = [
-                index for index, name in enumerate(self._tensors) if self._is_moving(name, values)
-            ]
+            self._moving = []
+            for index, name in enumerate(self._tensors):
+                if self._is_moving(name, values):
+                    self._moving.append(index)
         else:
             for index in self._moving:
                 located.put(index, self._array(self._tensors[index], sample, values))
@@ -333,15 +345,13 @@ class VariantRunner:
         if peaks is None:
             return waiting
 
-        # the histogram of a counted tensor knows its largest |x|
-        amax_by_tensor = dict(
-            zip((o.tensor for o in self.counted), recorders.latest_peaks(), strict=True)
-        )
+        counted_tensors = set()
+        for observation, amax in zip(self.counted, recorders.latest_peaks(), strict=True):
+            counted_tensors.add(observation.tensor)
+            peaks.add((self.key, observation.tensor), number, amax)
         for name, value in values.items():
-            if name not in amax_by_tensor:
-                amax_by_tensor[name] = largest_magnitude(value)
-        for name, amax in amax_by_tensor.items():
-            peaks.add((self.key, name), number, amax)
+            if name not in counted_tensors:  # else its histogram knows its largest |x|
+                peaks.add((self.key, name), number, largest_magnitude(value))
         return waiting
 
 
@@ -349,10 +359,14 @@ class VariantRecorders:
     """The recorders of a variant's tensors in one slice of the pass."""
 
     def __init__(self, runner: VariantRunner, recorders: Mapping[Observation, Recorder]) -> None:
-        histograms = [recorders[o] for o in runner.counted]
         self._counted = runner.counted
         self._uncounted = [(o, recorders.get(o)) for o in runner.uncounted]
-        self._histograms = HistogramGroup([h for h in histograms if isinstance(h, Histogram)])
+        histograms = []
+        for observation in runner.counted:
+            histogram = recorders[observation]
+            assert isinstance(histogram, Histogram), observation.statistic.key
+            histograms.append(histogram)
+        self._histograms = HistogramGroup(histograms)
 
     def count(self, number: int, located: LocatedArrays) -> None:
         """Record the tensors whose histograms count all samples."""
@@ -388,13 +402,18 @@ def make_runners(
     """
     histogram = HistogramOf()
     runners = []
-    for variant in dict.fromkeys(o.variant for o in observations):
-        variant_observations = [o for o in observations if o.variant == variant]
+    for variant, variant_observations in group_by_variant(observations).items():
         tensors = list(dict.fromkeys(o.tensor for o in variant_observations))
-        ordered = {o.tensor for o in variant_observations if o.statistic.ordered}
-        unordered = [name for name in tensors if name not in ordered]
-        counted = [o for o in variant_observations if o.statistic == histogram]
-        uncounted = [o for o in variant_observations if o.statistic != histogram]
+        unordered = set(tensors)
+        counted: list[Observation] = []
+        uncounted: list[Observation] = []
+        for observation in variant_observations:
+            if observation.statistic.ordered:
+                unordered.discard(observation.tensor)
+            if observation.statistic == histogram:
+                counted.append(observation)
+            else:
+                uncounted.append(observation)
         runner = VariantRunner(
             key=variant.key,
             tap=Tap(variant.make(observed), tensors, in_any_order=unordered),

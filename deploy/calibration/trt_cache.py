@@ -57,7 +57,9 @@ def likely_origin(data: bytes) -> str:
     for magic, clause in _CLAUSE_BY_MAGIC.items():
         if data.startswith(magic):
             return clause
-    return _binary_origin(data) if _UNPRINTABLE.search(data[:4096]) else _text_origin(data)
+    if _UNPRINTABLE.search(data[:4096]):
+        return _binary_origin(data)
+    return _text_origin(data)
 
 
 def _binary_origin(data: bytes) -> str:
@@ -129,7 +131,9 @@ class Entry:
             return "negative"
         if np.isinf(self.scale):
             return "inf"
-        return "zero" if self.bits == 0 else None
+        if self.bits == 0:
+            return "zero"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,9 @@ class Header:
     @property
     def version(self) -> str | None:
         """The label as "X.Y.Z", or None in the legacy form."""
-        return None if self.label is None else label_to_version(self.label)
+        if self.label is None:
+            return None
+        return label_to_version(self.label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,7 @@ def version_label(version: str) -> int:
     match = _VERSION.fullmatch(version.strip())
     if match is None:
         raise CacheError(f"a TensorRT version reads X.Y.Z, such as 8.5.3, got {version!r}")
-    major, minor, patch = (int(part) for part in match.groups())
+    major, minor, patch = map(int, match.groups())
     if major < 10 and minor > 9:
         raise CacheError(f"TensorRT below 10 has one-digit minor versions, got {version!r}")
     base = 1000 if major < 10 else 10000
@@ -284,12 +290,10 @@ def relabel(
     if header.label is None and algorithm is None:
         version_label(version)
         return cache
-    new_header = _make_header(
-        version,
-        algorithm or header.algorithm,
-        _DEFAULT_QUANTILE if header.quantile is None else header.quantile,
-        1.0 if header.cutoff is None else header.cutoff,
-    )
+    quantile, cutoff = header.quantile, header.cutoff
+    if quantile is None or cutoff is None:  # it was not in the legacy form
+        quantile, cutoff = _DEFAULT_QUANTILE, 1.0
+    new_header = _make_header(version, algorithm or header.algorithm, quantile, cutoff)
     return replace(cache, header=replace(new_header, end=header.end))
 
 

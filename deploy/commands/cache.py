@@ -74,7 +74,8 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     """Compare two caches, largest change first; exit code 1 if they differ."""
     from deploy.targets.tensorrt import cache_tools
 
-    first_cache, second_cache = cache_tools.read_cache(first), cache_tools.read_cache(second)
+    first_cache = cache_tools.read_cache(first)
+    second_cache = cache_tools.read_cache(second)
     differences = cache_tools.compare_caches(first_cache, second_cache)
     first_header, second_header = first_cache.header.text, second_cache.header.text
     if first_header != second_header:
@@ -88,7 +89,8 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
         say(f"{_scale_text(item.first)}  {_scale_text(item.second)} {ratio}  {item.name}")
     if len(differences) > limit > 0:
         say(f"... and {len(differences) - limit} more (--limit 0 prints all)")
-    context.exit(1 if differences or first_header != second_header else 0)
+    if differences or first_header != second_header:
+        context.exit(1)
 
 
 def _scale_text(scale: SupportsFloat | None) -> str:
@@ -169,16 +171,21 @@ def check(
     if model is None:
         base.refuse_without("--model", base.given_flags("parser", "verbose"))
     read = cache_tools.read_cache(path)
-    match = _match_model(read, model, parser) if model is not None else None
+    match = None
+    if model is not None:
+        match = _match_model(read, model, parser)
     findings = cache_tools.check_cache(read, version=trt_version, algorithm=algorithm, match=match)
+
     say(_header_text(read))
     for finding in findings:
-        say(f"{'WRONG' if finding.harmful else 'note '}  {finding.text}")
+        mark = "WRONG" if finding.harmful else "note "
+        say(f"{mark}  {finding.text}")
     if match is not None and verbose:
         _print_match(match)
-    harmful = any(finding.harmful for finding in findings)
-    say("not fit as it is" if harmful else "ok")
-    context.exit(1 if harmful else 0)
+    if any(finding.harmful for finding in findings):
+        say("not fit as it is")
+        context.exit(1)
+    say("ok")
 
 
 @cache.command("to-qdq", short_help="Convert a cache to a Q/DQ model for TensorRT 10, 11 and CPUs.")

@@ -69,12 +69,15 @@ def trace(
     from deploy.fx.trace import find_function, submodule
     from deploy.fx.trace import trace as trace_module
 
-    if not shapes and not sample:
+    has_inputs = bool(shapes or sample)
+    if not has_inputs:
         base.refuse_without("--input or --sample", base.given_flags("device"))
     module = torch_model(model, weights, device)
-    part = submodule(module, only) if only else module
-    inputs = torch_inputs(part, shapes, sample) if shapes or sample else None
-    graph_module = trace_module(part, leaves=leaves, wrap=[find_function(name) for name in wraps])
+    if only:
+        module = submodule(module, only)
+    inputs = torch_inputs(module, shapes, sample) if has_inputs else None
+    functions = [find_function(name) for name in wraps]
+    graph_module = trace_module(module, leaves=leaves, wrap=functions)
     for change in replaced:
         op, equals, function = change.partition("=")
         if not equals:

@@ -163,9 +163,10 @@ def _open_subfolders(
             )
     items = []
     for stem in stems:
-        items.append(
-            {name: path_by_stem[stem] for name, path_by_stem in path_by_input_and_stem.items()}
-        )
+        path_by_input = {}
+        for input_name, path_by_stem in path_by_input_and_stem.items():
+            path_by_input[input_name] = path_by_stem[stem]
+        items.append(path_by_input)
     return _open_items(items, stems, specs, title, skip_bad=skip_bad)
 
 
@@ -250,7 +251,8 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
     Raises:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
     """
-    suffix, is_compressed = path.suffix.lower(), False
+    suffix = path.suffix.lower()
+    is_compressed = False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
@@ -315,7 +317,8 @@ def _load_raw(path: Path, specs: Specs) -> Array:
 
     refuse_irregular(path, what="a file of values", error=FeedError)
     dtype = np.dtype(spec.dtype).newbyteorder("<")
-    sample_bytes, file_bytes = prod(sample_shape) * dtype.itemsize, path.stat().st_size
+    sample_bytes = prod(sample_shape) * dtype.itemsize
+    file_bytes = path.stat().st_size
     if not file_bytes or file_bytes % sample_bytes:
         raise FeedError(
             f"{name} must hold complete samples of the input {describe(spec)},"

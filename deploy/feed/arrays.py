@@ -100,8 +100,9 @@ def as_array(value: object, item_name: str) -> Array:
     """
     kind = type(value).__name__
     try:
-        tensor = value.detach().cpu() if hasattr(value, "detach") else value
-        array: Array = np.asarray(tensor)
+        if hasattr(value, "detach"):  # a torch tensor, perhaps of a GPU
+            value = value.detach().cpu()
+        array: Array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FeedError(f"{item_name} must be an array, got {kind}: {error}") from error
     if array.dtype.kind not in "fiub":
@@ -121,17 +122,18 @@ def _is_nested_numbers(value: Sequence[Any]) -> bool:
 
 def _shape(value: object) -> tuple[int, ...] | None:
     shape = getattr(value, "shape", None)
-    return None if shape is None else tuple(shape)
+    if shape is None:
+        return None
+    return tuple(shape)
 
 
 def arrays_by_input(arrays: dict[str, Array], specs: Specs, item_name: str) -> Item:
     """Return arrays by input name; a single array belongs to the only input, whatever its name."""
     input_names = [spec.name for spec in specs]
     if len(input_names) == 1 and len(arrays) == 1:
-        (array,) = arrays.values()
-        return {input_names[0]: array}
+        return dict(zip(input_names, arrays.values(), strict=True))
     if set(arrays) != set(input_names):
-        got = sorted(arrays) if "" not in arrays else "one array"
+        got = "one array" if "" in arrays else sorted(arrays)
         raise FeedError(
             f"{item_name} must hold exactly the inputs {input_names}, got {got};"
             " write numpy.savez with one array per input"
@@ -181,8 +183,10 @@ class ArraySource:
         if batch == 1:
             return 1
         first_item = self.items[0]
-        is_stacked = any(first_item[spec.name].ndim > len(spec.shape) for spec in self.specs)
-        return 1 if is_stacked else batch
+        for spec in self.specs:
+            if first_item[spec.name].ndim > len(spec.shape):  # stacked, with their own batch
+                return 1
+        return batch
 
     def sample_name(self, index: int) -> str:
         """Return the sample's name for messages."""
@@ -190,8 +194,10 @@ class ArraySource:
             return f"sample {index} of {self.name}"
         item_index, row = self._locate(index)
         item_name = self.item_names[item_index]
-        has_one_sample = self.item_ends[item_index] - index + row == 1
-        return item_name if has_one_sample else f"sample {row} of {item_name}"
+        sample_count = self.item_ends[item_index] - index + row
+        if sample_count == 1:
+            return item_name
+        return f"sample {row} of {item_name}"
 
     def title(self, index: int) -> str:
         """Return the sample's name for messages, in the middle of a sentence."""
@@ -215,7 +221,9 @@ class ArraySource:
 
         def decode() -> Item:
             _refuse_non_finite(sample, self.sample_name(index))
-            return sample if self.convert is None else self.convert(sample)
+            if self.convert is None:
+                return sample
+            return self.convert(sample)
 
         return RawSample(sample_digest(sample), decode)
 
@@ -260,7 +268,8 @@ def open_iterable(
     ignored_names: dict[str, None] = {}
     notes: dict[str, None] = {}
     max_samples = None if has_end else limit
-    total, is_cut = 0, False
+    total = 0
+    is_cut = False
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         arrays, unmatched_names = match_inputs(value, specs, item_name)
@@ -286,15 +295,16 @@ def open_iterable(
     if ignored_names:
         all_notes.append(f"left out of the items, as no input has it: {', '.join(ignored_names)}")
     if not is_in_memory:
-        count = f"the first {total}" if is_cut else f"{total}"
+        count = f"{'the first ' if is_cut else ''}{total}"
         all_notes.append(f"{name} was read once into a temporary file ({count} samples)")
     return ArraySource(specs, items, tuple(item_ends), name, notes=tuple(all_notes))
 
 
 def _with_batch(array: Array, spec: TensorSpec) -> Array:
     """Add the batch dimension to a single sample that lacks it."""
-    lacks_batch = bool(spec.shape) and array.ndim == len(spec.shape) - 1
-    return array[None] if lacks_batch else array
+    if spec.shape and array.ndim == len(spec.shape) - 1:
+        return array[None]
+    return array
 
 
 def fixed_batch(specs: Specs) -> int:
@@ -304,8 +314,10 @@ def fixed_batch(specs: Specs) -> int:
     """
     batches: set[int | str | None] = set()
     for spec in specs:
-        if len(spec.shape) > 1:
-            batches.add(1 if _is_image_shape(spec.shape) else spec.shape[0])
+        if _is_image_shape(spec.shape):
+            batches.add(1)
+        elif len(spec.shape) > 1:
+            batches.add(spec.shape[0])
     if len(batches) != 1:
         return 1
     (batch,) = batches
@@ -348,11 +360,13 @@ def has_batch_dimension(spec: TensorSpec, specs: Specs) -> bool:
 def _check_array(array: Array, spec: TensorSpec, specs: Specs, item_name: str) -> None:
     got = f"{array.dtype} {list(array.shape)}"
     if not _is_convertible(array.dtype, np.dtype(spec.dtype)):
-        hint = "; pixels of 0..255 must be preprocessed first" if array.dtype == np.uint8 else ""
-        raise FeedError(
+        message = (
             f"{item_name} must have the dtype of the input {describe(spec)}, got {got};"
-            f" convert it with .astype('{spec.dtype}'){hint}"
+            f" convert it with .astype('{spec.dtype}')"
         )
+        if array.dtype == np.uint8:
+            message += "; pixels of 0..255 must be preprocessed first"
+        raise FeedError(message)
 
     expected_shape = list(spec.shape)
     sizes = array.shape

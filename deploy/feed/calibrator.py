@@ -89,10 +89,13 @@ class CalibratorBatches:
         return item
 
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
+        got = type(pointer).__name__
+        window = None
         address = _address(pointer)
-        window = None if address is None else self._memory.find_window(address)
+        if address is not None:
+            got = f"address {address:#x}"
+            window = self._memory.find_window(address)
         if address is None or window is None:
-            got = f"address {address:#x}" if address is not None else type(pointer).__name__
             raise FeedError(
                 f"get_batch of {self._script} must give addresses of memory that was allocated by"
                 f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
@@ -105,9 +108,8 @@ class CalibratorBatches:
         sample_bytes = dtype.itemsize * prod(sample_shape)
         count = self._sample_count(spec, window, rows, sample_bytes, has_batch=has_batch)
         data = self._memory.read(address, count * sample_bytes).view(dtype)
-        return data.reshape((count, *sample_shape) if has_batch else sample_shape).astype(
-            spec.dtype, copy=False
-        )
+        shape = (count, *sample_shape) if has_batch else sample_shape
+        return data.reshape(shape).astype(spec.dtype, copy=False)
 
     def _sample_shape(
         self, spec: TensorSpec, window: AddressWindow, *, has_batch: bool
@@ -130,21 +132,22 @@ class CalibratorBatches:
 
     def _dtype(self, spec: TensorSpec, window: AddressWindow, value_count: int) -> str:
         """Return the dtype of the bytes: the input's, or int32 for int64, as TensorRT copies it."""
-        allowed = (spec.dtype, "int32") if spec.dtype == "int64" else (spec.dtype,)
         if spec.dtype not in _NUMBER_DTYPES:
             raise FeedError(
                 f"a calibrator hands over plain numbers, got the input {describe(spec)}; feed"
                 " arrays by --images"
             )
-        if window.dtype is not None and window.dtype not in allowed:
+        is_int64 = spec.dtype == "int64"
+        if window.dtype is None:
+            if is_int64 and window.used_bytes == 4 * value_count:
+                return "int32"
+            return spec.dtype
+        if window.dtype != spec.dtype and not (is_int64 and window.dtype == "int32"):
             raise FeedError(
                 f"get_batch of {self._script} must copy the dtype of the input {describe(spec)},"
                 f" got {window.dtype} in {self.title}; convert it with .astype('{spec.dtype}')"
             )
-        if window.dtype is not None or len(allowed) == 1:
-            return window.dtype or spec.dtype
-        size = window.room if window.copied is None else window.copied
-        return "int32" if size == 4 * value_count else spec.dtype
+        return window.dtype
 
     def _sample_count(
         self,
@@ -157,7 +160,7 @@ class CalibratorBatches:
     ) -> int:
         """Return the number of samples, of `sample_bytes` bytes each, at the address."""
         is_copied = window.copied is not None
-        got_bytes = window.room if window.copied is None else window.copied
+        got_bytes = window.used_bytes
         expected_bytes = rows * sample_bytes
         # an allocation may be larger than the batch, since nothing tells how much of it is used
         if got_bytes == expected_bytes or (not is_copied and got_bytes > expected_bytes):
@@ -238,10 +241,12 @@ class CalibratorScript:
                 )
         self.batch = self._batch_size()
         algorithm = self._call_method("get_algorithm")
-        self.algorithm = (
-            _ALGORITHM_NAMES.get(algorithm) if isinstance(algorithm, CalibrationAlgoType) else None
-        )
-        self.quantile = self._quantile() if self.algorithm == "legacy" else None
+        self.algorithm: str | None = None
+        if isinstance(algorithm, CalibrationAlgoType):
+            self.algorithm = _ALGORITHM_NAMES.get(algorithm)
+        self.quantile: float | None = None
+        if self.algorithm == "legacy":
+            self.quantile = self._quantile()
         self.cache = self._read_cache()
 
     def __str__(self) -> str:
@@ -277,7 +282,9 @@ class CalibratorScript:
     def _call_method(self, name: str) -> Any:
         """Return what a method says; None without it."""
         method = self._attribute(name)
-        return None if method is None else self._call(method)
+        if method is None:
+            return None
+        return self._call(method)
 
     def _batch_size(self) -> int:
         size = self._call(self._calibrator.get_batch_size)
@@ -301,19 +308,25 @@ class CalibratorScript:
 
     def _read_cache(self) -> bytes | None:
         value = self._call_method("read_calibration_cache")
-        return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else None
+        if not isinstance(value, bytes | bytearray | memoryview):
+            return None
+        return bytes(value)
 
     def _next_item(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
         self._stand_ins.memory.start_batch()
-        pointers = self._call(self._get_pointers, [spec.name for spec in specs])
-        is_sequence = isinstance(pointers, list | tuple | np.ndarray)
-        if pointers is None or (is_sequence and not len(pointers)):
+        input_names = [spec.name for spec in specs]
+        pointers = self._call(self._get_pointers, input_names)
+        if pointers is None:
             return None
-        if not is_sequence or len(pointers) != len(specs):
-            got = len(pointers) if is_sequence else type(pointers).__name__
+        got: object = type(pointers).__name__
+        if isinstance(pointers, list | tuple | np.ndarray):
+            got = len(pointers)
+        if got == 0:
+            return None
+        if got != len(specs):
             raise FeedError(
-                f"get_batch of {self} must give one address for each of"
-                f" {[spec.name for spec in specs]}, got {got} in {batches.title}"
+                f"get_batch of {self} must give one address for each of {input_names},"
+                f" got {got} in {batches.title}"
             )
         return batches.item(list(pointers))
 

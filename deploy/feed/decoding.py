@@ -81,7 +81,7 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
             f"{title} is damaged ({len(data)} bytes), its decoder says: {damage_warnings[0]}"
         )
     if pixels is None or not pixels.size:
-        reason = ": ".join(("damaged or of an unknown format", *warnings[-1:]))
+        reason = ": ".join(["damaged or of an unknown format", *warnings[-1:]])
         raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {reason})")
     with_channels: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
     return with_channels
@@ -236,8 +236,8 @@ class _StderrCapture:
         if not self._active_threads:
             self._stderr.value = self._original_stream
         size = os.fstat(self._descriptor).st_size
-        count = min(size - size_before, _MAX_OUTPUT_BYTES)
-        output = os.pread(self._descriptor, count, size_before) if count > 0 else b""
+        count = min(max(size - size_before, 0), _MAX_OUTPUT_BYTES)
+        output = os.pread(self._descriptor, count, size_before)
         if not self._active_threads and size:
             os.ftruncate(self._descriptor, 0)
         self._changed.notify_all()
@@ -271,7 +271,9 @@ def _stderr_capture() -> _StderrCapture | None:
         library.setvbuf(ctypes.c_void_p(stream), None, _UNBUFFERED, ctypes.c_size_t(0))
     except (OSError, ValueError, AttributeError):
         return None
-    return _StderrCapture(stderr, stream, descriptor) if stream else None
+    if not stream:
+        return None
+    return _StderrCapture(stderr, stream, descriptor)
 
 
 def _open_unnamed_file() -> int:

@@ -142,7 +142,8 @@ class SourceOpener:
 
     def _open_images_in_memory(self, source: FeedSource) -> Feed:
         """Open a Python object whose items are images to be preprocessed."""
-        resolved, dtype = self._resolve_preprocess(), self.specs[0].dtype
+        resolved = self._resolve_preprocess()
+        dtype = self.specs[0].dtype
         items, has_end = iterate_items(source)
         images = preprocess_items(items, resolved.preprocess)
         arrays = (image.astype(dtype, copy=False) for image in images)
@@ -197,7 +198,9 @@ class SourceOpener:
         batch = fixed_batch(self.specs)
         if isinstance(source, ArraySource):
             batch, notes = source.batch, source.notes
+        preprocess, origin = None, ""
         if resolved is not None:
+            preprocess, origin = resolved.preprocess, resolved.origin
             notes += resolved.notes
         chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
         share = None
@@ -212,10 +215,10 @@ class SourceOpener:
             chosen,
             kind=kind,
             batch=batch,
-            preprocess=None if resolved is None else resolved.preprocess,
+            preprocess=preprocess,
             skip_bad=self.skip_bad,
             notes=(*notes, *choice_notes),
-            origin="" if resolved is None else resolved.origin,
+            origin=origin,
             share=share,
         )
 
@@ -350,7 +353,9 @@ def _resolve_source_files(source: FeedSource) -> SourceFiles | None:
     if isinstance(source, str | os.PathLike):
         add_input_file(Path(source))
         return resolve_files(Path(source))
-    return resolve_path_list(source) if isinstance(source, list | tuple) else None
+    if isinstance(source, list | tuple):
+        return resolve_path_list(source)
+    return None
 
 
 def describe_preprocessing(feed: Feed) -> str:
@@ -358,7 +363,9 @@ def describe_preprocessing(feed: Feed) -> str:
     if feed.preprocess is None:
         return ""
     description = describe_preprocess(feed.preprocess)
-    return f"{description}; from {feed.origin}" if feed.origin else description
+    if feed.origin:
+        description += f"; from {feed.origin}"
+    return description
 
 
 def preprocessing_notes(feed: Feed) -> tuple[str, ...]:

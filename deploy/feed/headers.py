@@ -76,9 +76,10 @@ def _has_zero_hole(data: bytes) -> bool:
             if not is_sequential or _HOLE not in coded or b"\xff\xda" in coded:
                 return False
             component_count = min(body[0], (len(body) - 1) // 2)
-            tables = [selector & 15 for selector in body[2 : 2 + 2 * component_count : 2]]
-            symbols = [zero_symbol_by_table.get(table, _END_OF_BLOCK) for table in tables]
-            return any(symbol != _END_OF_BLOCK for symbol in symbols)
+            for selector in body[2 : 2 + 2 * component_count : 2]:
+                if zero_symbol_by_table.get(selector & 15, _END_OF_BLOCK) != _END_OF_BLOCK:
+                    return True
+            return False
     return False
 
 
@@ -111,7 +112,9 @@ def read_image_size(data: bytes) -> WidthHeight | None:
         for magic, read_size in _SIZE_READERS:
             if data.startswith(magic):
                 return read_size(data)
-        return _read_box_size(data) if data[4:8] == b"ftyp" else None
+        if data[4:8] == b"ftyp":
+            return _read_box_size(data)
+        return None
     except (struct.error, IndexError):  # cut short: the decoder will report it
         return None
 
@@ -129,14 +132,18 @@ def read_bit_depth(data: bytes) -> int:
     if header is None or data[1:2] in b"14":  # bitmaps state no largest value
         return 8
     maximum = _PNM_MAXIMUM.match(data[header.end() : header.end() + _MAX_PNM_HEADER])
-    return 16 if maximum and int(maximum[1]) > 255 else 8
+    if maximum and int(maximum[1]) > 255:
+        return 16
+    return 8
 
 
 def is_rotated(data: bytes) -> bool | None:
     """Return whether decoding swaps width and height; None if these bytes leave it open."""
     if not data.startswith(b"\xff\xd8"):
-        may_be_rotated = any(word in data for word in (b"Exif", b"eXIf", b"EXIF"))
-        return None if may_be_rotated or data.startswith((b"II", b"MM")) else False
+        has_exif = any(word in data for word in (b"Exif", b"eXIf", b"EXIF"))
+        if has_exif or data.startswith((b"II", b"MM")):
+            return None
+        return False
     for marker, _, body in jpeg_segments(data):
         if marker == _APP1 and body.startswith(b"Exif\0\0"):
             try:
@@ -230,7 +237,9 @@ def _read_tiff_tags(data: bytes) -> dict[int, int]:
 
 def _read_pnm_size(data: bytes) -> WidthHeight | None:
     match = _PNM.match(data[:_MAX_PNM_HEADER])
-    return (int(match[1]), int(match[2])) if match else None
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])
 
 
 def _read_box_size(data: bytes) -> WidthHeight | None:

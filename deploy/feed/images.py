@@ -26,7 +26,11 @@ _SOURCE_KINDS = "a folder of images, a UTF-8 list of them, an image, an .npy or 
 def printable_name(name: str) -> str:
     """Return a file name for a message: one line, printable whatever its bytes."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return "".join(map(_printable_character, text))
+
+
+def _printable_character(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]
 
 
 def summarize_names(names: Sequence[str], max_names: int = 5) -> str:

@@ -162,15 +162,20 @@ def preprocess_items(items: Iterable[Any], preprocess: Preprocess) -> Iterator[A
                 f" {array.dtype} {list(array.shape)}; leave the preprocessing out if the arrays"
                 " are ready to be fed"
             )
-        for image in array if array.ndim == 4 else [array]:
+        images = array if array.ndim == 4 else [array]
+        for image in images:
             yield preprocess_image(to_opencv_channels(image, preprocess, title), preprocess)
 
 
 def _image_of_item(item: Any) -> object:
+    """Return the image of an (image, label) pair, or the only image of a mapping."""
+    if isinstance(item, tuple) and item:
+        return item[0]
     if isinstance(item, Mapping):
         images = [value for value in item.values() if np.ndim(value) >= 2]
-        return images[0] if len(images) == 1 else item
-    return item[0] if isinstance(item, tuple) and item else item
+        if len(images) == 1:
+            return images[0]
+    return item
 
 
 def to_opencv_channels(image: Array, preprocess: Preprocess, title: str) -> Array:
@@ -191,6 +196,8 @@ def to_opencv_channels(image: Array, preprocess: Preprocess, title: str) -> Arra
         )
     if preprocess.channels == 1 and not is_grey:
         image = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)[:, :, None]
+    elif preprocess.channels == 3 and is_grey:
+        image = np.repeat(image, 3, axis=2)
     elif preprocess.channels == 3:
-        image = np.repeat(image, 3, axis=2) if is_grey else image[:, :, ::-1]
+        image = image[:, :, ::-1]
     return np.ascontiguousarray(image)

@@ -72,7 +72,9 @@ def resolve_preprocess(
 
     options = _options(requested)
     if model_preprocess is None or metadata_preprocess is None:
-        base = apply_user_options(default_preprocess(spec), options) if options else None
+        base = None
+        if options:
+            base = apply_user_options(default_preprocess(spec), options)
         preprocess, completion_notes = complete_preprocess(base, spec)
         return ResolvedPreprocess(preprocess, notes=(*notes, *completion_notes))
 
@@ -124,7 +126,8 @@ def _difference_note(
     preprocess: Preprocess, model_preprocess: Preprocess, source: str
 ) -> tuple[str, ...]:
     """Return a note if the user's preprocessing gives other values than the model's."""
-    form, model_form = _normal_form(preprocess), _normal_form(model_preprocess)
+    form = _normal_form(preprocess)
+    model_form = _normal_form(model_preprocess)
     differences = []
     for name, value in model_form.items():
         if form.get(name) != value:
@@ -152,11 +155,10 @@ def _normal_form(preprocess: Preprocess) -> dict[str, object]:
 
 def _input_values(pixel: int, preprocess: Preprocess) -> tuple[float, ...]:
     """Return what a pixel becomes, per channel."""
-    means, stds = _per_channel(preprocess.mean), _per_channel(preprocess.std)
-    return tuple(
-        round((pixel * preprocess.scale - mean) / std, 3)
-        for mean, std in zip(means, stds, strict=True)
-    )
+    values = []
+    for mean, std in zip(_per_channel(preprocess.mean), _per_channel(preprocess.std), strict=True):
+        values.append(round((pixel * preprocess.scale - mean) / std, 3))
+    return tuple(values)
 
 
 def _per_channel(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -164,10 +166,13 @@ def _per_channel(values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _format(value: object) -> str:
-    if isinstance(value, tuple):
-        is_uniform = len(set(value)) == 1
-        return " ".join(map(_format, value[:1] if is_uniform else value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if not isinstance(value, tuple):
+        return str(value)
+    if len(set(value)) == 1:  # the same in all channels
+        value = value[:1]
+    return " ".join(map(_format, value))
 
 
 def join_words(words: Sequence[str]) -> str:

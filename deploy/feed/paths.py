@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -115,33 +115,34 @@ def _read_coco_files(path: Path) -> FileList:
     """Return the image files of COCO annotations: in the folder `images` beside them, if there."""
     data = read_json(path, what="COCO annotations", error=FeedError)
     rows = data.get("images") if isinstance(data, dict) else None
-    if not isinstance(rows, list):
-        rows = []
-    values = [row.get("file_name") for row in rows if isinstance(row, dict)]
-    names = [value for value in values if _is_file_name(value)]
-    if not names or len(names) < len(values):
+    names: list[Any] = []
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict):
+            names.append(row.get("file_name"))
+    if not names or not all(map(_is_file_name, names)):
         raise FeedError(
             f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
             " `file_name`, got others; give a folder or a list file"
         )
-    image_folder = path.parent / "images"
-    folder = image_folder if (image_folder / names[0]).exists() else path.parent
+    folder = path.parent
+    if (folder / "images" / names[0]).exists():
+        folder = folder / "images"
     return FileList(folder, names)
 
 
-def _is_file_name(value: object) -> TypeGuard[str]:
+def _is_file_name(value: object) -> bool:
     return isinstance(value, str) and value != "" and "\0" not in value
 
 
 def _resolve_folder(folder: Path) -> SourceFiles:
-    names = walk_files(
-        folder, lambda name: is_image(name) or is_array_file(name) or is_unsupported_image(name)
-    )
-    images = [name for name in names if is_image(name)]
-    unsupported_images = [name for name in names if is_unsupported_image(name)]
-    arrays = [
-        name for name in names if is_array_file(name) and not _is_statistics_of_cache(folder / name)
-    ]
+    images, unsupported_images, arrays = [], [], []
+    for name in walk_files(folder, _is_image_or_arrays):
+        if is_image(name):
+            images.append(name)
+        elif is_unsupported_image(name):
+            unsupported_images.append(name)
+        elif is_array_file(name) and not _is_statistics_of_cache(folder / name):
+            arrays.append(name)
     if not images and not arrays:
         got = "none; give another folder or a list file"
         if unsupported_images:
@@ -163,6 +164,10 @@ def _resolve_folder(folder: Path) -> SourceFiles:
         folder,
         tuple(notes),
     )
+
+
+def _is_image_or_arrays(name: str) -> bool:
+    return is_image(name) or is_unsupported_image(name) or is_array_file(name)
 
 
 def _is_statistics_of_cache(path: Path) -> bool:
@@ -193,8 +198,10 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
     Raises:
         FeedError: the source is no folder, a file is in no subfolder, or there is only one.
     """
-    # the first folder of each name, empty without one
-    subfolders = [file.name.rpartition("/")[0].partition("/")[0] for file in files.files]
+    subfolders = []  # the first folder of each name, empty without one
+    for file in files.files:
+        folder, separator, _ = file.name.partition("/")
+        subfolders.append(folder if separator else "")
     classes = sorted(set(subfolders))
     if files.folder is None or "" in classes or len(classes) < 2:
         raise FeedError(
@@ -204,7 +211,8 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
         )
     label_by_class = {name: label for label, name in enumerate(classes)}
     names = (file.name for file in files.files)
-    labelled_files = FileList(files.folder, names, map(label_by_class.__getitem__, subfolders))
+    labels = map(label_by_class.__getitem__, subfolders)
+    labelled_files = FileList(files.folder, names, labels)
     note = f"labels by folder: {len(classes)} classes, 0 is {printable_name(classes[0])}"
     return replace(files, files=labelled_files, notes=(*files.notes, note))
 
@@ -284,7 +292,9 @@ def with_same_format(raw: RawFiles, path: str) -> RawFiles | str:
         files = resolve_files(Path(path)).files
     except FeedError:  # opening the path will report the error
         return path
-    return replace(raw, path=path) if all(is_raw_file(file.path) for file in files) else path
+    if not all(is_raw_file(file.path) for file in files):
+        return path
+    return replace(raw, path=path)
 
 
 def refuse_files_with_header(files: SourceFiles) -> None:

@@ -30,6 +30,7 @@ the same decoder if it gives the same pixels.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -56,22 +57,19 @@ def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
     cropped, (top, left) = resize_to_input(pixels, preprocess)
     if preprocess.color == "rgb":
         cropped = cropped[:, :, ::-1]
-    height, width = cropped.shape[:2]
-    is_nchw = preprocess.layout != "nhwc"
-    region = (slice(top, top + height), slice(left, left + width))
-    if (height, width) == preprocess.box:
-        shape = (
-            (preprocess.channels, height, width)
-            if is_nchw
-            else (height, width, preprocess.channels)
-        )
-        values = np.empty((1, *shape), np.float32)
+    if preprocess.layout == "nhwc":
+        values = np.empty((1, *preprocess.box, preprocess.channels), np.float32)
+        channels_first = values[0].transpose(2, 0, 1)  # a view
     else:
-        values = _border(preprocess, is_nchw)
-    target = values[0][(slice(None), *region)] if is_nchw else values[0][region]
-    source = cropped.transpose(2, 0, 1) if is_nchw else cropped
-    np.multiply(source, np.float32(preprocess.scale), out=target, dtype=np.float32)
-    _normalise(target, preprocess, is_nchw)
+        values = np.empty((1, preprocess.channels, *preprocess.box), np.float32)
+        channels_first = values[0]
+
+    height, width = cropped.shape[:2]
+    if (height, width) != preprocess.box:
+        channels_first[:] = _per_channel(preprocess.pad)
+        _scale_and_normalise(channels_first, preprocess, out=channels_first)
+    image_region = channels_first[:, top : top + height, left : left + width]
+    _scale_and_normalise(cropped.transpose(2, 0, 1), preprocess, out=image_region)
     return values
 
 
@@ -106,40 +104,29 @@ def _resize(pixels: Array, size: Size, preprocess: Preprocess) -> Array:
     if (height, width) == size:
         return pixels
     cv2 = opencv()
-    enlarges = size[0] > height or size[1] > width
-    kind = "linear" if preprocess.interpolation == "area" and enlarges else preprocess.interpolation
-    flag = {
+    flag_by_interpolation = {
         "nearest": cv2.INTER_NEAREST,
         "linear": cv2.INTER_LINEAR,
         "cubic": cv2.INTER_CUBIC,
         "area": cv2.INTER_AREA,
         "lanczos": cv2.INTER_LANCZOS4,
-    }[kind]
+    }
+    flag = flag_by_interpolation[preprocess.interpolation]
+    if flag == cv2.INTER_AREA and (size[0] > height or size[1] > width):
+        flag = cv2.INTER_LINEAR
     resized: Array = cv2.resize(pixels, (size[1], size[0]), interpolation=flag)
     return resized.reshape(size[0], size[1], pixels.shape[2])
 
 
-def _border(preprocess: Preprocess, is_nchw: bool) -> Array:
-    shape = (
-        (preprocess.channels, *preprocess.box)
-        if is_nchw
-        else (*preprocess.box, preprocess.channels)
-    )
-    values = np.empty((1, *shape), np.float32)
-    values[0] = _per_channel(preprocess.pad, is_nchw)
-    np.multiply(values, np.float32(preprocess.scale), out=values)
-    _normalise(values[0], preprocess, is_nchw)
-    return values
+def _scale_and_normalise(pixels: Array, preprocess: Preprocess, *, out: Array) -> None:
+    """Write ((pixels * scale) - mean) / std into `out`; both are [C, h, w]."""
+    np.multiply(pixels, np.float32(preprocess.scale), out=out, dtype=np.float32)
+    np.subtract(out, _per_channel(preprocess.mean), out=out)
+    np.divide(out, _per_channel(preprocess.std), out=out)
 
 
-def _normalise(target: Array, preprocess: Preprocess, is_nchw: bool) -> None:
-    np.subtract(target, _per_channel(preprocess.mean, is_nchw), out=target)
-    np.divide(target, _per_channel(preprocess.std, is_nchw), out=target)
-
-
-def _per_channel(values: tuple[float, ...], is_nchw: bool) -> Array:
-    array = np.asarray(values, np.float32)
-    return array.reshape(-1, 1, 1) if is_nchw else array
+def _per_channel(values: tuple[float, ...]) -> Array:
+    return np.asarray(values, np.float32).reshape(-1, 1, 1)
 
 
 PREVIEW_SIDE = 160  # pixels: longer side of a preview
@@ -170,19 +157,26 @@ def input_to_image(values: Array, preprocess: Preprocess | None) -> Array | None
     if preprocess.deep:  # perhaps of 16 bits
         pixels *= 255 / max(255, pixels.max())
     rgb = _to_rgb(pixels)
-    return rgb[:, :, ::-1] if preprocess.color == "bgr" else rgb
+    if preprocess.color == "bgr":
+        rgb = rgb[:, :, ::-1]
+    return rgb
 
 
 def _to_rgb(pixels: Array) -> Array:
     """Round and clip floats [H, W, C] to uint8 [H, W, 3]."""
-    rounded = np.clip(np.rint(np.nan_to_num(pixels)), 0, 255).astype(np.uint8)
-    return np.repeat(rounded, 3, axis=2) if rounded.shape[2] == 1 else rounded
+    rounded: Array = np.clip(np.rint(np.nan_to_num(pixels)), 0, 255).astype(np.uint8)
+    if rounded.shape[2] == 1:
+        rounded = np.repeat(rounded, 3, axis=2)
+    return rounded
 
 
 def find_image(sample: Mapping[str, Array], preprocess: Preprocess | None) -> Array | None:
     """Return the sample's first input that is an image, as `input_to_image`; None without one."""
-    images = (input_to_image(values, preprocess) for values in sample.values())
-    return next((image for image in images if image is not None), None)
+    for values in sample.values():
+        image = input_to_image(values, preprocess)
+        if image is not None:
+            return image
+    return None
 
 
 def shrink_image(image: Array, side: int = PREVIEW_SIDE) -> Array:
@@ -221,9 +215,9 @@ def layout_of(values: Array) -> str | None:
 
 def _stretch_contrast(values: Array) -> Array:
     finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    if high <= low:
+    if not finite.size or finite.min() == finite.max():
         return np.full(values.shape, 127.0)
+    low, high = float(finite.min()), float(finite.max())
     return np.asarray((values - low) * (255 / (high - low)))
 
 
@@ -248,11 +242,9 @@ def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[in
         return resized, (-((resized[0] - height) // 2), -((resized[1] - width) // 2))
     if preprocess.resize == "letterbox":
         fitted = letterbox_size(size, preprocess.box)
-        margins = (height - fitted[0], width - fitted[1])
-        return fitted, (margins[0] // 2, margins[1] // 2) if preprocess.anchor == "centre" else (
-            0,
-            0,
-        )
+        if preprocess.anchor == "centre":
+            return fitted, ((height - fitted[0]) // 2, (width - fitted[1]) // 2)
+        return fitted, (0, 0)
     if preprocess.resize == "fit-height":
         return (height, min(width, -(-height * size[1] // size[0]))), (0, 0)
     return preprocess.box, (0, 0)
@@ -282,13 +274,11 @@ def decoder_digests() -> dict[str, str]:
     """
     digest_by_format = {}
     for format_name, digits in _TEST_IMAGES.items():
-        try:
-            digest_by_format[format_name] = _digest(
-                decode_image(bytes.fromhex(digits), format_name, grey=False)
-            )
-        except FeedError:
-            continue
-    return {**digest_by_format, "resize": _digest(*map(_resized_pattern, _RESIZE_CASES))}
+        with suppress(FeedError):
+            pixels = decode_image(bytes.fromhex(digits), format_name, grey=False)
+            digest_by_format[format_name] = _digest(pixels)
+    digest_by_format["resize"] = _digest(*map(_resized_pattern, _RESIZE_CASES))
+    return digest_by_format
 
 
 def _resized_pattern(case: tuple[str, tuple[int, int]]) -> Array:
@@ -300,7 +290,7 @@ def _resized_pattern(case: tuple[str, tuple[int, int]]) -> Array:
 
 
 def _digest(*arrays: Array) -> str:
-    tagged = (
-        f"{array.shape[-3]}x{array.shape[-2]} ".encode() + array.tobytes() for array in arrays
-    )
-    return sha256(b"".join(tagged))[:_DIGEST_DIGITS]
+    data = b""
+    for array in arrays:
+        data += f"{array.shape[-3]}x{array.shape[-2]} ".encode() + array.tobytes()
+    return sha256(data)[:_DIGEST_DIGITS]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,10 @@ class Preprocess:
         _check_side("multiple", self.multiple)
         if self.short_side is not None:
             _check_side("short_side", self.short_side)
-        object.__setattr__(self, "scale", _check_number("scale", self.scale))
+        scales = _check_numbers("scale", self.scale)
+        if isinstance(self.scale, Sequence):
+            raise ConfigError(f"scale must be one number, got {self.scale!r}")
+        object.__setattr__(self, "scale", scales[0])
         for name in ("mean", "std", "pad"):
             object.__setattr__(self, name, _check_numbers(name, getattr(self, name)))
             self._check_channels(name)
@@ -192,7 +195,9 @@ def apply_user_options(base: Preprocess, options: Mapping[str, object]) -> Prepr
 
 def default_preprocess(spec: TensorSpec) -> Preprocess:
     """Return the default preprocessing: an integer input gets the pixels unchanged."""
-    return Preprocess(scale=1.0) if spec.dtype in INTEGER_DTYPES else Preprocess()
+    if spec.dtype in INTEGER_DTYPES:
+        return Preprocess(scale=1.0)
+    return Preprocess()
 
 
 def complete_preprocess(
@@ -204,17 +209,23 @@ def complete_preprocess(
         FeedError: the input is no image, or contradicts `requested`.
         ConfigError: a side depends on the image, but the resize does not allow that.
     """
-    unresolved = requested if requested is not None else default_preprocess(spec)
+    unresolved = default_preprocess(spec) if requested is None else requested
     if len(spec.shape) != 4:
         raise FeedError(
             f"images need an input of 4 dimensions, got {describe(spec)};"
             " feed this model arrays from an .npy or .npz file"
         )
-    is_channels_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
-    layout = unresolved.layout or ("nhwc" if is_channels_last else "nchw")
-    axes = (1, 2, 3) if layout == "nchw" else (3, 1, 2)
-    channels, height, width = (spec.shape[axis] for axis in axes)
-    color = unresolved.color or ("grey" if channels == 1 else "rgb")
+    layout = unresolved.layout
+    if layout is None:
+        is_channels_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
+        layout = "nhwc" if is_channels_last else "nchw"
+    if layout == "nchw":
+        _, channels, height, width = spec.shape
+    else:
+        _, height, width, channels = spec.shape
+    color = unresolved.color
+    if color is None:
+        color = "grey" if channels == 1 else "rgb"
     if isinstance(channels, int) and channels != COLORS[color]:
         if channels in COLORS.values():
             remedy = "give another color or layout, or feed arrays from an .npy file"
@@ -238,10 +249,9 @@ def complete_preprocess(
     _check_mean(resolved)
     if requested is not None:
         return resolved, ()
-    is_integer = spec.dtype in INTEGER_DTYPES
-    values = (
-        f"pixels as they are, for {spec.dtype} (preset 'raw')" if is_integer else _UNIT_DESCRIPTION
-    )
+    values = _UNIT_DESCRIPTION
+    if spec.dtype in INTEGER_DTYPES:
+        values = f"pixels as they are, for {spec.dtype} (preset 'raw')"
     return resolved, (
         f"no preprocessing was given: {color} images stretched to {format_size(size)}, {values}",
     )
@@ -284,7 +294,11 @@ def with_image_size(
 
 def format_size(size: Sides) -> str:
     """Return `HxW`, with * for a side that depends on the image."""
-    return "x".join("*" if side is None else str(side) for side in size)
+    return "x".join(_format_side(side, "*") for side in size)
+
+
+def _format_side(side: int | str | None, if_open: str) -> str:
+    return if_open if side is None else str(side)
 
 
 def _round_to_multiple(numerator: int, denominator: int, preprocess: Preprocess) -> int:
@@ -299,7 +313,7 @@ def _round_to_multiple(numerator: int, denominator: int, preprocess: Preprocess)
 
 def describe(spec: TensorSpec) -> str:
     """Return 'name' dtype [dims] of an input, for messages."""
-    dims = ", ".join("?" if d is None else str(d) for d in spec.shape)
+    dims = ", ".join(_format_side(side, "?") for side in spec.shape)
     return f"{spec.name!r} {spec.dtype} [{dims}]"
 
 
@@ -327,8 +341,9 @@ def _check_open_sides(preprocess: Preprocess) -> None:
 def _check_mean(preprocess: Preprocess) -> None:
     """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
     scale = preprocess.scale
-    has_16_bits = preprocess.deep and (scale == 1 or scale < 0.5 / 255)
-    max_value = (65535 if has_16_bits else 255) * scale
+    max_value = 255 * scale
+    if preprocess.deep and (scale == 1 or scale < 0.5 / 255):  # pixels of 16 bits
+        max_value = 65535 * scale
     if max(preprocess.mean) > max_value * (1 + 1e-6):
         mean = ",".join(f"{value:.6g}" for value in preprocess.mean)
         scaled_mean = ",".join(f"{value * scale:.4g}" for value in preprocess.mean)
@@ -367,18 +382,24 @@ def _resolve_size(
 
 
 def _examples(model_sides: tuple[int | str | None, int | str | None]) -> str:
-    height, width = (side if isinstance(side, int) else None for side in model_sides)
+    """Return a size for all images, and one for sizes that depend on the image."""
+    height, width = map(_fixed_side, model_sides)
     example = format_size((height or 224, width or 224))
     if height is None and width is None:
         return f"{example}, or 224x* or native"
     return f"{example}, or {format_size((height, width))}"
 
 
+def _fixed_side(side: int | str | None) -> int | None:
+    return side if isinstance(side, int) else None
+
+
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        suggestion = did_you_mean(str(value), allowed)
-        hint = f"; {suggestion}" if suggestion else ""
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+        message = f"{name} must be one of {', '.join(allowed)}, got {value!r}"
+        if suggestion := did_you_mean(str(value), allowed):
+            message += f"; {suggestion}"
+        raise ConfigError(message)
 
 
 def _check_side(name: str, value: object) -> int:
@@ -399,20 +420,13 @@ def _check_size(name: str, value: Any, *, may_be_open: bool = False) -> Any:
     return tuple(value)
 
 
-def _check_number(name: str, value: Any) -> float:
-    numbers = _check_numbers(name, value)
-    if isinstance(value, list | tuple):
-        raise ConfigError(f"{name} must be one number, got {value!r}")
-    return numbers[0]
-
-
 def _check_numbers(name: str, values: Any) -> tuple[float, ...]:
-    items = list(values) if isinstance(values, list | tuple) else [values]
+    items = values if isinstance(values, list | tuple) else [values]
     for value in items:
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or abs(value) > 1e30:
             raise ConfigError(f"{name} must be finite numbers, got {values!r}")
-    return tuple(float(v) for v in items)
+    return tuple(map(float, items))
 
 
 _IMAGENET = Preprocess(color="rgb", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -459,12 +473,19 @@ def find_preset(name: str) -> Preprocess:
 
 def describe_preprocess(preprocess: Preprocess) -> str:
     """Describe preprocessing in one line, for the top of a report; a preset's name comes first."""
-    presets = [name for name, preset in PRESETS.items() if _equals_preset(preset, preprocess)]
-    title = f"{presets[0]}: " if presets else ""
-    size = format_size(preprocess.size) if preprocess.size else ""
+    title = ""
+    for name, preset in PRESETS.items():
+        if _equals_preset(preset, preprocess):
+            title = f"{name}: "
+            break
+    size = ""
+    if preprocess.size:
+        size = format_size(preprocess.size)
     if preprocess.multiple > 1:
         size += f" in multiples of {preprocess.multiple}"
-    factor = f"/ {1 / preprocess.scale:g}" if preprocess.scale != 1 else "as they are"
+    factor = "as they are"
+    if preprocess.scale != 1:
+        factor = f"/ {1 / preprocess.scale:g}"
     return (
         f"{title}{preprocess.color} {size}, {preprocess.resize} ({preprocess.interpolation}),"
         f" pixels {factor}, mean {_join_numbers(preprocess.mean)},"

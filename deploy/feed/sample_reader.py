@@ -148,8 +148,12 @@ class SampleReader:
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
-        indices = (index for index in chosen.good_indices() if only is None or index in only)
-        threads = worker_threads() if isinstance(self._source, ImageSource) else 1
+        indices = chosen.good_indices()
+        if only is not None:
+            indices = (index for index in indices if index in only)
+        threads = 1
+        if isinstance(self._source, ImageSource):
+            threads = worker_threads()
         for index, result in prefetch(indices, self._fetch, threads=threads):
             try:
                 yield index, self.read(index, result)
@@ -233,7 +237,7 @@ def iterate_batches(
 
     if group:  # fill up the last batch with the first samples, again and again if there are few
         fillers = islice(cycle(chosen.good_indices()), batch - len(group))
-        yield _concatenate(group + [reader.read(index) for index in fillers])
+        yield _concatenate([*group, *map(reader.read, fillers)])
 
 
 def last_batch_note(count: int, batch: int) -> str:
@@ -241,13 +245,15 @@ def last_batch_note(count: int, batch: int) -> str:
     filler_count = -count % batch
     if not filler_count:
         return ""
-    if filler_count <= count:
-        fillers = f"first {filler_count} samples" if filler_count > 1 else "first sample"
-        repetition = "again"
+    if count == 1:
+        fillers = "only sample again and again"
+    elif filler_count > count:
+        fillers = f"{count} samples that there are again and again"
+    elif filler_count == 1:
+        fillers = "first sample again"
     else:
-        fillers = f"{count} samples that there are" if count > 1 else "only sample"
-        repetition = "again and again"
-    return f"the model's batch is {batch}: the last one was filled with the {fillers} {repetition}"
+        fillers = f"first {filler_count} samples again"
+    return f"the model's batch is {batch}: the last one was filled with the {fillers}"
 
 
 def refuse_batches(batch: int) -> None:
@@ -274,5 +280,7 @@ def _concatenate(samples: list[Sample]) -> Sample:
                 f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r};"
                 " export the model with an open batch, or give all one size"
             )
-        batch[name] = np.concatenate(arrays) if first_array.shape else first_array
+        batch[name] = first_array
+        if first_array.shape:
+            batch[name] = np.concatenate(arrays)
     return batch

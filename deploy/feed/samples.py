@@ -89,7 +89,9 @@ class Feed:
     @property
     def unpadded_count(self) -> int | None:
         """Number of images, if the last batch may repeat some to be full; else None."""
-        return self.count if self.batch > 1 else None
+        if self.batch == 1:
+            return None
+        return self.count
 
     @property
     def entry_count(self) -> int:
@@ -99,7 +101,7 @@ class Feed:
     @property
     def padded_sample_count(self) -> int:
         """Number of samples at the end that repeat images to fill the model's batch."""
-        return 1 if self.count % self.batch else 0
+        return int(self.count % self.batch > 0)
 
     @property
     def decodes(self) -> int:
@@ -109,8 +111,9 @@ class Feed:
     @property
     def has_fixed_size(self) -> bool:
         """Whether all samples are known to have one shape before they are read, as images are."""
-        size = None if self.preprocess is None else self.preprocess.size
-        return size is not None and None not in size
+        if self.preprocess is None or self.preprocess.size is None:
+            return False
+        return None not in self.preprocess.size
 
     @property
     def is_sequential(self) -> bool:
@@ -193,12 +196,14 @@ class Feed:
 
     def _duplicate_note(self) -> str:
         """Return a note on duplicate images; rows and frames are often equal, so none for them."""
-        count = self.duplicate_count if isinstance(self._source, ImageSource) else 0
-        if not count:
+        if not isinstance(self._source, ImageSource):
             return ""
-        predicate = (
-            "is a copy of another and counts" if count == 1 else "are copies of others and count"
-        )
+        count = self.duplicate_count
+        if count == 0:
+            return ""
+        predicate = "are copies of others and count"
+        if count == 1:
+            predicate = "is a copy of another and counts"
         return f"{count} of the {self.count} images {predicate} once more"
 
     @property
@@ -258,13 +263,15 @@ class Feed:
         self._reader.hash_unread(indices)
 
         digests = self._reader.digests
-        ordered = digests.combined(indices)
-        unordered = digests.combined(indices, by_size=True) if self.batch == 1 else ordered
+        ordered_digest = digests.combined(indices)
+        digest = ordered_digest
+        if self.batch == 1:
+            digest = digests.combined(indices, by_size=True)
         return {
             **self.settings,
             "count": len(indices),
-            "sha256": unordered,
-            "ordered_sha256": ordered,
+            "sha256": digest,
+            "ordered_sha256": ordered_digest,
         }
 
     # --- Parts of the feed, for shards, clusters and interrupted runs
@@ -458,7 +465,9 @@ class Feed:
 
     def sample_key(self, number: int) -> int:
         """Return the key of the n-th sample, from 1, of a pass over `samples` that reached it."""
-        return number - 1 if self.batch > 1 else self._chosen.good_index(number)
+        if self.batch > 1:
+            return number - 1
+        return self._chosen.good_index(number)
 
     def cache_samples(self, spread: int, previews: int = 0) -> None:
         """Cache samples on disk as they are read.

@@ -228,14 +228,18 @@ def to_choice(limit: Limit) -> Choice:
     Raises:
         ConfigError: see `Choice`.
     """
-    return limit if isinstance(limit, Choice) else Choice(limit=limit)
+    if isinstance(limit, Choice):
+        return limit
+    return Choice(limit=limit)
+
+
+_ORDINAL_ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
 def _ordinal(number: int) -> str:
     if number % 100 in (11, 12, 13):
         return f"{number}th"
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
+    return f"{number}{_ORDINAL_ENDINGS.get(number % 10, 'th')}"
 
 
 class ChosenSamples:
@@ -250,7 +254,8 @@ class ChosenSamples:
     def __init__(
         self, indices: Sequence[int], share: Share | None, skipped: Mapping[int, str]
     ) -> None:
-        self.indices = self._last_pass = _compact(indices)
+        self.indices = _compact(indices)
+        self._last_pass = self.indices
         self.skipped = dict(skipped)
         self.share = share
 
@@ -274,7 +279,9 @@ class ChosenSamples:
         return zip(self._all_positions(), self.indices, strict=True)
 
     def _all_positions(self) -> range:
-        return range(len(self.indices)) if self.share is None else self.share.positions
+        if self.share is None:
+            return range(len(self.indices))
+        return self.share.positions
 
     @property
     def positions(self) -> Sequence[int]:
@@ -292,12 +299,11 @@ class ChosenSamples:
 
     def skipped_among(self, count: int) -> dict[int, str]:
         """Return `skipped_by_position` of the first `count` samples only."""
-        first_samples = islice(self.iterate_positions(), count)
-        return {
-            position: self.skipped[index]
-            for position, index in first_samples
-            if index in self.skipped
-        }
+        reason_by_position = {}
+        for position, index in islice(self.iterate_positions(), count):
+            if index in self.skipped:
+                reason_by_position[position] = self.skipped[index]
+        return reason_by_position
 
     def skip_positions(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples at these positions of the complete list."""
@@ -338,7 +344,9 @@ class ChosenSamples:
 
 def _compact(indices: Iterable[int]) -> Sequence[int]:
     """Store indices in 8 bytes each."""
-    return indices if isinstance(indices, range) else array("q", indices)
+    if isinstance(indices, range):
+        return indices
+    return array("q", indices)
 
 
 FIRST_CHECK = 8  # samples before the first check
@@ -346,4 +354,6 @@ FIRST_CHECK = 8  # samples before the first check
 
 def next_check(drawn: int) -> int:
     """Return the number of samples at the next check: 8, 16, 32 and so on."""
-    return 2 * drawn if drawn else FIRST_CHECK
+    if not drawn:
+        return FIRST_CHECK
+    return 2 * drawn

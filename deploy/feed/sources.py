@@ -134,11 +134,13 @@ class VideoSource:
                     if was_read:
                         self._next_frame += 1
         if pixels is None or pixels.dtype != np.uint8:
-            reason = f", its decoder says: {lines[-1]}" if lines else ""
-            raise FeedError(
+            message = (
                 f"{self.title(index)} cannot be decoded, though the file claims {self._count}"
-                f" frames{reason}"
+                " frames"
             )
+            if lines:
+                message += f", its decoder says: {lines[-1]}"
+            raise FeedError(message)
         return pixels
 
 
@@ -170,7 +172,9 @@ def decoded_size(file: ImageFile) -> Size | None:
     except (OSError, ValueError, FeedError):
         return None  # reading the sample will report the error
     width, height = size
-    return (width, height) if is_rotated else (height, width)
+    if is_rotated:
+        return width, height
+    return height, width
 
 
 @dataclass(frozen=True)

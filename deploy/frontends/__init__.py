@@ -57,16 +57,15 @@ def is_quantized(path: Path) -> bool:
         model = parse_model(model_bytes(path), str(path))
         restore_float_weights(model)
         check_float(model)
-    except QuantizedError:
-        return True
-    except ModelError:
-        return False
+    except ModelError as error:
+        return isinstance(error, QuantizedError)
     return False
 
 
 def _kind(source: str | Path | onnx.ModelProto) -> str:
     if not isinstance(source, str | Path):
         return ".onnx"
-    path, colon, _ = str(source).rpartition(":")
-    torch = (colon and path.endswith(".py")) or is_torch_spec(source)
-    return ".py" if torch else Path(source).suffix.lower()
+    path, _, _ = str(source).rpartition(":")  # "" without a colon
+    if path.endswith(".py") or is_torch_spec(source):
+        return ".py"
+    return Path(source).suffix.lower()

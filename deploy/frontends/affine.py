@@ -30,8 +30,17 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from deploy.frontends.checks import to_array
-from deploy.graph.edit import claim_name, replace_nodes, unique_name
-from deploy.graph.index import attributes, count_reads
+from deploy.graph.edit import claim_name, replace_nodes, set_input, unique_name
+from deploy.graph.index import (
+    ONNX_DOMAINS,
+    Nodes,
+    attributes,
+    by_name,
+    count_reads,
+    group_count,
+    map_producers,
+    optional_input,
+)
 
 MOVES = frozenset({"Squeeze", "Transpose", "Unsqueeze"})
 
@@ -78,7 +87,9 @@ class JoinedLayers:
     @property
     def nodes(self) -> tuple[onnx.NodeProto, ...]:
         """All nodes; the last one produces the tensor."""
-        nodes = [node for part in self.parts for node in (part.layer, *part.moves)]
+        nodes: Nodes = []
+        for part in self.parts:
+            nodes += (part.layer, *part.moves)
         if self.concat is not None:
             nodes.append(self.concat)
         return tuple(nodes)
@@ -101,43 +112,11 @@ class JoinedLayers:
         common_axis = axes.pop()
         if axes or common_axis is None:
             return None
-        if self.concat is not None:
-            axis, rank = common_axis
-            if attributes(self.concat).get("axis") not in (axis, axis - rank):
-                return None
+        axis, rank = common_axis
+        concat_axis = None if self.concat is None else attributes(self.concat).get("axis")
+        if concat_axis not in (None, axis, axis - rank):
+            return None
         return common_axis
-
-
-def find_source_layers(
-    tensor: str,
-    producers: Mapping[str, onnx.NodeProto],
-    read_counts: Mapping[str, int],
-    op_types: Sequence[str],
-) -> JoinedLayers | None:
-    """Return the layers, of these types, that produce a tensor: one, or all inputs of a Concat.
-
-    Each of them, and of the moves after it, must have a single reader.
-    """
-    concat = producers.get(tensor)
-    sources = [tensor]
-    if concat is not None and concat.op_type == "Concat":
-        if read_counts[tensor] != 1:
-            return None
-        sources = list(concat.input)
-    else:
-        concat = None
-
-    parts = []
-    for source in sources:
-        moves: list[onnx.NodeProto] = []
-        node = producers.get(source)
-        while node is not None and node.op_type in MOVES and read_counts[node.output[0]] == 1:
-            moves.insert(0, node)
-            node = producers.get(node.input[0])
-        if node is None or node.op_type not in op_types or read_counts[node.output[0]] != 1:
-            return None
-        parts.append(MovedLayer(node, tuple(moves)))
-    return JoinedLayers(tuple(parts), concat) if parts else None
 
 
 def _axes_after(
@@ -169,17 +148,17 @@ def _axes_after(
 def _read_axes(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> list[int] | None:
     """Return the axes of a Squeeze or Unsqueeze, an attribute before opset 13."""
     if len(node.input) < 2:
-        axes = attributes(node).get("axes")
-        return None if axes is None else list(axes)
+        axes: list[int] | None = attributes(node).get("axes")
+        return axes
     if node.input[1] not in constants:
         return None
-    return [int(axis) for axis in to_array(constants[node.input[1]]).reshape(-1)]
+    return list(map(int, to_array(constants[node.input[1]]).reshape(-1)))
 
 
 if TYPE_CHECKING:
     Affine = tuple[NDArray[np.float64], NDArray[np.float64]]  # [C] scale, [C] shift
 
-_INTO = ("Conv", "ConvTranspose", "Gemm")
+_LAYERS = ("Conv", "ConvTranspose", "Gemm")
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 NORM = "BatchNormalization"
 
@@ -194,88 +173,163 @@ def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Co
         graph: with unique node names if `excluded` is given.
         excluded: names of nodes that are not folded.
     """
-    weights = {tensor.name: tensor for tensor in graph.initializer}
-    read_counts = count_reads(graph)
-    producers = {name: node for node in graph.node for name in node.output if name}
-    remaining: list[onnx.NodeProto] = []
+    folder = _AffineFolder(graph)
+    remaining: Nodes = []
     folded: Counter[str] = Counter()
-    names = {*weights, *read_counts, *producers}
-    new_names = set[str]()
     for node in graph.node:
-        source = "" if node.name in excluded else _varying_input(node, weights)
-        joined = find_source_layers(source, producers, read_counts, _INTO)
-        if joined is None or not _fold(graph, weights, read_counts, joined, node):
+        if node.name not in excluded and folder.fold(node):
+            folded[node.op_type] += 1
+        else:
             remaining.append(node)
-            continue
-        folded[node.op_type] += 1
-        _rename(joined, node.output[0], read_counts, names, new_names)
-        for layer_node in joined.nodes:
-            producers |= dict.fromkeys(layer_node.output, layer_node)
     if folded:
         replace_nodes(graph, remaining)
     return folded
 
 
-def _varying_input(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> str:
-    """Return the tensor that an affine node scales and shifts; "" for any other node."""
-    if node.domain not in ("", "ai.onnx"):
-        return ""
-    if node.op_type == NORM:
-        return str(node.input[0])
-    if node.op_type not in _ARITHMETIC or len(node.input) != 2:
-        return ""
-    first, second = (str(name) for name in node.input)
-    if second in weights:
-        return first
-    return second if first in weights and node.op_type in ("Mul", "Add") else ""
+class _AffineFolder:
+    """Folds nodes into the layers of one graph, which change in place.
 
+    Attributes:
+        weights: name -> initializer.
+        read_counts: tensor -> number of reads.
+        producers: tensor -> the node that makes it.
+        names: names of all tensors.
+        new_names: names given here to tensors whose values changed.
+    """
 
-def _fold(
-    graph: onnx.GraphProto,
-    weights: dict[str, onnx.TensorProto],
-    read_counts: dict[str, int],
-    joined: JoinedLayers,
-    node: onnx.NodeProto,
-) -> bool:
-    """Fold a node into one or several layers if that is exact; return whether it was folded."""
-    layers = [part.layer for part in joined.parts]
-    arrays, biases = [], []
-    for layer in layers:
-        weight = _float_constant(weights, layer.input[1])
-        bias = _float_constant(weights, layer.input[2]) if _has_bias(layer) else None
-        if weight is None or (bias is None and _has_bias(layer)):
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.graph = graph
+        self.weights: dict[str, onnx.TensorProto] = by_name(graph.initializer)
+        self.read_counts = count_reads(graph)
+        self.producers = map_producers(graph.node)
+        self.names = {*self.weights, *self.read_counts, *self.producers}
+        self.new_names: set[str] = set()
+
+    def fold(self, node: onnx.NodeProto) -> bool:
+        """Fold a node into one or several layers if that is exact; return whether it was folded."""
+        joined = self._find_layers(self._varying_input(node))
+        if joined is None:
             return False
-        arrays.append(weight)
-        biases.append(bias)
-
-    # A negative variance or a huge gamma gives NaN or Inf: the layers then stay unchanged.
-    with np.errstate(all="ignore"):
-        channel_axis = joined.axis([array.ndim for array in arrays], weights)
-        channels = [_count_channels(*pair) for pair in zip(layers, arrays, strict=True)]
-        if channel_axis is None or not all(channels):
+        # A negative variance or a huge gamma gives NaN or Inf: the layers then stay unchanged.
+        with np.errstate(all="ignore"):
+            weights_and_biases = self._fold_layers(joined, node)
+        if weights_and_biases is None:
             return False
-        affine = _read_affine(node, weights, sum(channels), *channel_axis)
+        for part, (weight, bias) in zip(joined.parts, weights_and_biases, strict=True):
+            self._store(part.layer, weight, bias, f"{node.output[0]}_bias")
+        self._rename(joined, node.output[0])  # the producers make other tensors now
+        for layer_node in joined.nodes:
+            self.producers |= dict.fromkeys(layer_node.output, layer_node)
+        return True
+
+    def _varying_input(self, node: onnx.NodeProto) -> str:
+        """Return the tensor that an affine node scales and shifts; "" for any other node."""
+        if node.domain not in ONNX_DOMAINS:
+            return ""
+        if node.op_type == NORM:
+            return str(node.input[0])
+        if node.op_type not in _ARITHMETIC or len(node.input) != 2:
+            return ""
+        left, right = node.input
+        if right in self.weights:
+            return str(left)
+        is_commutative = node.op_type in ("Mul", "Add")
+        return str(right) if is_commutative and left in self.weights else ""
+
+    def _find_layers(self, tensor: str) -> JoinedLayers | None:
+        """Return the layers that produce a tensor: one, or all inputs of a Concat.
+
+        Each of them, and of the moves after it, must have a single reader.
+        """
+        sources = [tensor]
+        concat = self.producers.get(tensor)
+        if concat is not None and concat.op_type == "Concat":
+            if self.read_counts[tensor] != 1:
+                return None
+            sources = list(concat.input)
+        else:
+            concat = None
+
+        parts = []
+        for source in sources:
+            moves: Nodes = []
+            node = self.producers.get(source)
+            while node is not None and node.op_type in MOVES:
+                if self.read_counts[node.output[0]] != 1:
+                    return None
+                moves.insert(0, node)
+                node = self.producers.get(node.input[0])
+            if node is None or node.op_type not in _LAYERS or self.read_counts[node.output[0]] != 1:
+                return None
+            parts.append(MovedLayer(node, tuple(moves)))
+        return JoinedLayers(tuple(parts), concat) if parts else None
+
+    def _fold_layers(
+        self, joined: JoinedLayers, node: onnx.NodeProto
+    ) -> list[tuple[NDArray[Any], NDArray[Any]]] | None:
+        """Return the new weight and bias of each layer; None if a node cannot be folded."""
+        layers = [part.layer for part in joined.parts]
+        weights, biases, channel_counts = [], [], []
+        for layer in layers:
+            weight = _float_constant(self.weights, layer.input[1])
+            bias_name = optional_input(layer, 2)
+            bias = _float_constant(self.weights, bias_name)
+            if weight is None or (bias is None and bias_name):
+                return None
+            weights.append(weight)
+            biases.append(bias)
+            channel_counts.append(_count_channels(layer, weight))
+        channel_axis = joined.axis([weight.ndim for weight in weights], self.weights)
+        if channel_axis is None or not all(channel_counts):
+            return None
+
+        affine = _read_affine(node, self.weights, sum(channel_counts), *channel_axis)
         if affine is None:
-            return False
-        splits = np.cumsum(channels)[:-1]
+            return None
+        splits = np.cumsum(channel_counts)[:-1]
         scales, shifts = (np.split(values, splits) for values in affine)
         folded = []
-        for arguments in zip(layers, arrays, biases, scales, shifts, strict=True):
+        for arguments in zip(layers, weights, biases, scales, shifts, strict=True):
             weight_and_bias = _fold_layer(*arguments)
             if weight_and_bias is None:
-                return False
+                return None
             folded.append(weight_and_bias)
+        return folded
 
-    for layer, (weight, bias) in zip(layers, folded, strict=True):
-        _set_constant(graph, weights, read_counts, layer, 1, weight, layer.input[1])
-        bias_name = unique_name(f"{node.output[0]}_bias", weights)
-        if _has_bias(layer):
-            bias_name = layer.input[2]
-        _set_constant(graph, weights, read_counts, layer, 2, bias, bias_name)
+    def _store(
+        self, layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any], new_bias: str
+    ) -> None:
+        """Give a layer its weight and bias; `new_bias` is the bias's name if it had none."""
+        self._set_constant(layer, 1, weight, layer.input[1])
+        bias_name = optional_input(layer, 2) or unique_name(new_bias, self.weights)
+        self._set_constant(layer, 2, bias, bias_name)
         for attribute in layer.attribute:
             if attribute.name == "beta":  # of a Gemm: the new bias includes it
                 attribute.f = 1.0
-    return True
+
+    def _set_constant(
+        self, layer: onnx.NodeProto, index: int, array: NDArray[Any], name: str
+    ) -> None:
+        """Set an input of a layer to `array`; a tensor with other readers keeps its values."""
+        if self.read_counts[name] != 1 or name not in self.weights:
+            name = unique_name(name, {*self.weights, *self.read_counts})
+            self.weights[name] = self.graph.initializer.add()
+        self.weights[name].CopyFrom(numpy_helper.from_array(array, name))
+        self.read_counts[name] = 1
+        set_input(layer, index, name)
+
+    def _rename(self, joined: JoinedLayers, last_output: str) -> None:
+        """Give the last node's output the folded node's name, and tensors before it new names.
+
+        These hold other values than the tensors of the same name in the user's model.
+        """
+        for node, reader, index in joined.links():
+            if node.output[0] not in self.new_names:  # else from an earlier call
+                name = claim_name(f"{node.output[0]}_folded", self.names)
+                self.read_counts[name] = 1
+                self.new_names.add(name)
+                node.output[0] = reader.input[index] = name
+        joined.nodes[-1].output[0] = last_output
 
 
 def _fold_layer(
@@ -295,42 +349,25 @@ def _fold_layer(
     return (new_weight, new_bias) if is_finite else None
 
 
-def _rename(
-    joined: JoinedLayers,
-    last_output: str,
-    read_counts: dict[str, int],
-    names: set[str],
-    new_names: set[str],
-) -> None:
-    """Give the last node's output the folded node's name, and tensors before it new names.
-
-    New names are added to `read_counts` and `names`; those in `new_names`, from earlier calls,
-    stay.
-    """
-    for node, reader, index in joined.links():
-        if node.output[0] not in new_names:
-            name = claim_name(f"{node.output[0]}_folded", names)
-            read_counts[name] = 1
-            new_names.add(name)
-            node.output[0] = reader.input[index] = name
-    joined.nodes[-1].output[0] = last_output
-
-
 def _read_affine(
     node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int, axis: int, rank: int
 ) -> Affine | None:
     """Return scale and shift per channel of a tensor of `rank` with channels on `axis`."""
     if node.op_type == NORM:
         return _read_norm(node, weights, channels) if axis == 1 else None
-    array = _float_constant(weights, next(n for n in reversed(node.input) if n in weights))
+    operand = next(name for name in reversed(node.input) if name in weights)
+    array = _float_constant(weights, operand)
     if array is None:
         return None
     values = _broadcast_to_channels(array.astype(np.float64), channels, axis, rank)
     if values is None:
         return None
-    if node.op_type in ("Mul", "Div"):
-        return (values if node.op_type == "Mul" else 1 / values), np.zeros(channels)
-    return np.ones(channels), (values if node.op_type == "Add" else -values)
+    ones, zeros = np.ones(channels), np.zeros(channels)
+    if node.op_type == "Mul":
+        return values, zeros
+    if node.op_type == "Div":
+        return 1 / values, zeros
+    return ones, values if node.op_type == "Add" else -values
 
 
 def _broadcast_to_channels(
@@ -370,11 +407,12 @@ def _count_channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
     attrs = attributes(layer)
     if weight.ndim < 2:
         return 0
-    if layer.op_type == "ConvTranspose":  # [I, O/group, ...]
-        group = int(attrs.get("group", 1))
-        return 0 if group < 1 or weight.shape[0] % group else int(weight.shape[1]) * group
-    is_k_by_n = layer.op_type == "Gemm" and not attrs.get("transB", 0)
-    return int(weight.shape[1 if is_k_by_n else 0])
+    if layer.op_type == "Conv":  # [O, I/group, ...]
+        return len(weight)
+    if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
+        return int(weight.shape[0 if attrs.get("transB", 0) else 1])
+    group = group_count(layer)  # ConvTranspose: [I, O/group, ...]
+    return 0 if group < 1 or len(weight) % group else int(weight.shape[1]) * group
 
 
 def _float_constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[Any] | None:
@@ -385,23 +423,20 @@ def _float_constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[
     return array if array.dtype in (np.float32, np.float64) else None
 
 
-def _has_bias(layer: onnx.NodeProto) -> bool:
-    return len(layer.input) > 2 and bool(layer.input[2])
-
-
 def _scale_weight(
     layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the weight scaled per output channel; `scale` [C_out] is that of `_count_channels`."""
     attrs = attributes(layer)
+    window = [1] * (weight.ndim - 2)  # the scale is the same for all values of a window
     if layer.op_type == "Conv":  # [O, I/group, ...]
-        return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+        return weight * scale.reshape(-1, 1, *window)
     if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
         return weight * (scale[:, None] if attrs.get("transB", 0) else scale)
-    group = attrs.get("group", 1)  # ConvTranspose: [I, O/group, ...], channel = group first
-    grouped = weight.reshape(group, -1, *weight.shape[1:])
-    by_group = scale.reshape(group, 1, -1, *[1] * (weight.ndim - 2))
-    return np.asarray(grouped * by_group, np.float64).reshape(weight.shape)
+    group = group_count(layer)  # ConvTranspose: [I, O/group, ...], channel = group first
+    grouped_weight = weight.reshape(group, -1, *weight.shape[1:])
+    grouped_scale = scale.reshape(group, 1, -1, *window)
+    return (grouped_weight * grouped_scale).reshape(weight.shape)
 
 
 def _scale_bias(
@@ -420,23 +455,3 @@ def _scale_bias(
         elif bias.ndim == 2 and bias.shape[0] == 1:
             bias = bias.reshape(-1)
     return bias * scale + shift if bias.shape == shift.shape else None
-
-
-def _set_constant(
-    graph: onnx.GraphProto,
-    weights: dict[str, onnx.TensorProto],
-    read_counts: dict[str, int],
-    layer: onnx.NodeProto,
-    index: int,
-    array: NDArray[Any],
-    name: str,
-) -> None:
-    """Set an input of the layer to `array`; a tensor with other readers keeps its values."""
-    if read_counts[name] != 1 or name not in weights:
-        name = unique_name(name, {*weights, *read_counts})
-        weights[name] = graph.initializer.add()
-    weights[name].CopyFrom(numpy_helper.from_array(array, name))
-    read_counts[name] = 1
-    while len(layer.input) <= index:
-        layer.input.append("")
-    layer.input[index] = name

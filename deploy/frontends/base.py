@@ -18,8 +18,10 @@ meanwhile.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -70,15 +72,19 @@ class QdqCalibration:
     @property
     def grid_text(self) -> str:
         """The grids of the activations as text: "int8 with zero point 0"."""
-        texts = {_describe_grid(grid) for grids in self.grids.values() for grid in grids}
-        return " and ".join(sorted(texts))
+        return " and ".join(sorted(set(map(_describe_grid, self._activation_grids))))
+
+    @property
+    def _activation_grids(self) -> Iterator[PairGrid]:
+        """The grids of all pairs on activations."""
+        return chain.from_iterable(self.grids.values())
 
     def all_pairs_are(self, dtype: str, *, symmetric: bool = False) -> bool:
         """Return whether all activation pairs have this dtype (and zero point 0 if `symmetric`)."""
-        grids = [grid for tensor_grids in self.grids.values() for grid in tensor_grids]
-        if symmetric and any(grid.zero.any() for grid in grids):
-            return False
-        return all(grid.dtype == dtype for grid in grids)
+        for grid in self._activation_grids:
+            if grid.dtype != dtype or (symmetric and grid.zero.any()):
+                return False
+        return True
 
 
 def _describe_grid(grid: PairGrid) -> str:
@@ -221,10 +227,9 @@ def model_digest(model: onnx.ModelProto) -> str:
     tree: list[object] = [sorted(opsets), _graph(model.graph)]
     for function in model.functions:
         tree.append([function.domain, function.name, list(function.input), list(function.output)])
-        tree.append([_node(node) for node in function.node])
+        tree.append(list(map(_node, function.node)))
         if function.attribute_proto:  # values of attributes that a call leaves out
-            defaults = sorted(function.attribute_proto, key=lambda attribute: attribute.name)
-            tree.append(_attributes(defaults))
+            tree.append(_attributes(function.attribute_proto))
     state = hashlib.sha256()
     _hash_tree(state, tree)
     return state.hexdigest()
@@ -243,13 +248,13 @@ def _hash_tree(state: hashlib._Hash, item: object) -> None:
 
 
 def _graph(graph: onnx.GraphProto) -> list[object]:
-    weights = sorted(graph.initializer, key=lambda tensor: tensor.name)
+    weights = sorted(graph.initializer, key=attrgetter("name"))
     return [
-        [_value(v) for v in runtime_inputs(graph)],
-        [_value(v) for v in graph.output],
-        [_node(node) for node in graph.node],
-        [_tensor(tensor) for tensor in weights],
-        [t.SerializeToString(deterministic=True) for t in graph.sparse_initializer],
+        list(map(_value, runtime_inputs(graph))),
+        list(map(_value, graph.output)),
+        list(map(_node, graph.node)),
+        list(map(_tensor, weights)),
+        [tensor.SerializeToString(deterministic=True) for tensor in graph.sparse_initializer],
     ]
 
 
@@ -258,20 +263,20 @@ def _value(value: onnx.ValueInfoProto) -> list[object]:
 
 
 def _node(node: onnx.NodeProto) -> list[object]:
-    attributes = sorted(node.attribute, key=lambda attribute: attribute.name)
+    domain = "" if node.domain == "ai.onnx" else node.domain
     return [
         node.op_type,
-        "" if node.domain == "ai.onnx" else node.domain,
+        domain,
         list(node.input),
         list(node.output),
-        _attributes(attributes),
+        _attributes(node.attribute),
     ]
 
 
 def _attributes(attributes: Iterable[onnx.AttributeProto]) -> list[object]:
-    """Return the names and values of attributes, in turn."""
+    """Return the names and values of attributes, in turn, sorted by name."""
     items: list[object] = []
-    for attribute in attributes:
+    for attribute in sorted(attributes, key=attrgetter("name")):
         items += [attribute.name, _attribute_value(attribute)]
     return items
 
@@ -280,11 +285,11 @@ def _attribute_value(attribute: onnx.AttributeProto) -> object:
     if attribute.HasField("t"):
         return _tensor(attribute.t)
     if attribute.tensors:
-        return [_tensor(tensor) for tensor in attribute.tensors]
+        return list(map(_tensor, attribute.tensors))
     if attribute.HasField("g"):
         return _graph(attribute.g)
     if attribute.graphs:
-        return [_graph(graph) for graph in attribute.graphs]
+        return list(map(_graph, attribute.graphs))
     undocumented = type(attribute).FromString(attribute.SerializeToString())
     undocumented.doc_string = ""
     return undocumented.SerializeToString(deterministic=True)
@@ -292,5 +297,7 @@ def _attribute_value(attribute: onnx.AttributeProto) -> object:
 
 def _tensor(tensor: onnx.TensorProto) -> list[object]:
     array = to_array(tensor)
-    data = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
+    data = array.tobytes()
+    if array.dtype == object:  # text, whose array holds addresses
+        data = repr(array.tolist()).encode()
     return [tensor.name, tensor.data_type, list(tensor.dims), data]

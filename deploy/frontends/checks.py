@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError, QuantizedError, first_line
 from deploy.graph.edit import copy_message
-from deploy.graph.index import all_nodes, opset_of
+from deploy.graph.index import all_nodes, by_name, opset_of
+from deploy.graph.placement import WEIGHTED
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 OLDEST_OPSET = 7
-WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _ASCEND_OPERATORS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
@@ -97,6 +98,11 @@ def find_optimized_nodes(model: onnx.ModelProto) -> str:
         is_fused = node.domain == "com.microsoft" and node.op_type in _OPTIMIZED
         if is_fused or node.domain.startswith(_OPTIMIZED_DOMAINS):
             counts[node.op_type] += 1
+    return list_counts(counts)
+
+
+def list_counts(counts: Mapping[str, int]) -> str:
+    """Return operators with their numbers as text: "2 Conv, 1 Relu"."""
     return ", ".join(f"{count} {op_type}" for op_type, count in sorted(counts.items()))
 
 
@@ -105,7 +111,8 @@ def check_optimized(model: onnx.ModelProto) -> str | None:
     optimized = find_optimized_nodes(model)
     if not optimized:
         return None
-    if not any(n.op_type in WEIGHTED and not n.domain for n in all_nodes(model.graph)):
+    nodes = all_nodes(model.graph)
+    if not any(node.op_type in WEIGHTED and not node.domain for node in nodes):
         raise ModelError(
             f"the model must be as it was exported, got one that ONNX Runtime optimized"
             f" ({optimized}), which leaves no node that can be int8; give the model as exported"
@@ -157,22 +164,22 @@ def check_ends(model: onnx.ModelProto) -> None:
 
 
 def _may_be_numbers(value: onnx.ValueInfoProto) -> bool:
+    """Whether a value is a tensor of numbers, or of unknown type."""
     kind = value.type.WhichOneof("value")
-    return kind is None or (
-        kind == "tensor_type" and value.type.tensor_type.elem_type != TensorProto.STRING
-    )
+    is_text = value.type.tensor_type.elem_type == TensorProto.STRING
+    return kind in (None, "tensor_type") and not is_text
 
 
 def check_precision(model: onnx.ModelProto) -> None:
     """Refuse bfloat16 inputs and weights, which ONNX Runtime does not run on the CPU."""
     for value in model.graph.input:
         _refuse_bfloat16(f"input '{value.name}'", type_name(value.type.tensor_type.elem_type))
-    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    tensors = by_name(model.graph.initializer)
     for node in model.graph.node:
         if node.op_type in WEIGHTED:
             for name in node.input:
-                if name in types:
-                    _refuse_bfloat16(f"weight '{name}'", type_name(types[name]))
+                if name in tensors:
+                    _refuse_bfloat16(f"weight '{name}'", type_name(tensors[name].data_type))
 
 
 def _refuse_bfloat16(tensor: str, dtype: str) -> None:
@@ -195,7 +202,10 @@ def type_name(elem_type: int) -> str:
 
 def check_weights(model: onnx.ModelProto) -> None:
     """Refuse NaN in any constant, and infinity in the weights of a Conv, Gemm or MatMul."""
-    weights = {n for node in model.graph.node if node.op_type in WEIGHTED for n in node.input}
+    weights: set[str] = set()
+    for node in model.graph.node:
+        if node.op_type in WEIGHTED:
+            weights.update(node.input)
     for tensor in model.graph.initializer:
         array = to_array(tensor)
         if array.dtype.kind != "f":
@@ -235,10 +245,17 @@ def check_valid(model: onnx.ModelProto) -> None:
     for value in (*checked.graph.input, *checked.graph.output):
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.shape.SetInParent()
-    try:
+    with refuse_errors("the model must be valid ONNX"):
         onnx.checker.check_model(checked)
-    # The checker is C++ behind a binding: its error type depends on what is broken.
+
+
+@contextmanager
+def refuse_errors(rule: str) -> Iterator[None]:
+    """Turn any error of ONNX into a `ModelError` that the model breaks a rule.
+
+    ONNX is C++ behind a binding: the class of an error depends on what is broken.
+    """
+    try:
+        yield
     except Exception as error:
-        raise ModelError(
-            f"the model must be valid ONNX, got: {first_line(error)}; export it again"
-        ) from error
+        raise ModelError(f"{rule}, got: {first_line(error)}; export it again") from error

@@ -27,18 +27,24 @@ from deploy.errors import ModelError, first_line
 from deploy.frontends.checks import to_array
 from deploy.graph.edit import bypass, copy_message, copy_tensor, drop_initializers, replace_nodes
 from deploy.graph.index import (
+    ONNX_DOMAINS,
     RANDOM,
+    Nodes,
     all_graphs,
     attributes,
+    by_name,
     count_reads,
-    has_no_subgraph,
+    declared_values,
+    dims,
+    has_subgraph,
     iter_reads,
+    names_of,
+    optional_input,
 )
 from deploy.graph.placement import WEIGHTED
-from deploy.graph.rewrite import CannotRewrite, Nodes, RewriteRule, apply_rule
+from deploy.graph.rewrite import CannotRewrite, RewriteRule, apply_rule
 from deploy.runtimes.ort import OrtSession
 
-_DEFAULT = ("", "ai.onnx")
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
 _MAX_RESULT = 1 << 20  # elements
 _MAX_DENSE = 1 << 22  # elements of a sparse constant of few values
@@ -61,7 +67,7 @@ class _FoldingScope:
     model: onnx.ModelProto
     constants: dict[str, onnx.TensorProto]
     shapes: Mapping[str, tuple[int, ...]]
-    outputs: frozenset[str]
+    outputs: set[str]
     folded: dict[str, onnx.NodeProto]
 
 
@@ -75,16 +81,18 @@ def fold_constants(model: onnx.ModelProto, folded: dict[str, onnx.NodeProto]) ->
     graph = model.graph
     scope = _FoldingScope(
         model=model,
-        constants={tensor.name: tensor for tensor in graph.initializer},
+        constants=by_name(graph.initializer),
         shapes=static_shapes(graph),
-        outputs=frozenset(value.name for value in graph.output),
+        outputs=names_of(graph.output),
         folded=folded,
     )
     return apply_rule(graph, _FOLD_CONSTANT, scope)
 
 
 def _can_be_constant(node: onnx.NodeProto) -> bool:
-    return node.domain in _DEFAULT and node.op_type not in RANDOM and has_no_subgraph(node)
+    """Whether equal inputs always give a node equal results."""
+    is_random = node.op_type in RANDOM
+    return node.domain in ONNX_DOMAINS and not is_random and not has_subgraph(node)
 
 
 def _check_constant(node: onnx.NodeProto, scope: _FoldingScope) -> str:
@@ -106,19 +114,24 @@ def _fold_node(node: onnx.NodeProto, scope: _FoldingScope) -> Nodes:
     if node.op_type == "Constant":
         tensors = [_read_constant(node)]
     elif node.op_type == "Shape":
-        shape, attrs = scope.shapes[node.input[0]], attributes(node)
-        sizes = shape[attrs.get("start", 0) : attrs.get("end", len(shape))]
-        tensors = [numpy_helper.from_array(np.array(sizes, np.int64), node.output[0])]
+        tensors = [_read_shape(node, scope.shapes[node.input[0]])]
     else:
         inputs = [scope.constants[name] for name in dict.fromkeys(iter_reads(node))]
         tensors = _evaluate(scope.model, node, inputs)
-    scope.constants.update({tensor.name: tensor for tensor in tensors})
+    scope.constants.update(by_name(tensors))
     scope.model.graph.initializer.extend(tensors)
     scope.folded.update(dict.fromkeys(node.output, copy_message(node)))
     return []
 
 
 _FOLD_CONSTANT = RewriteRule(pattern=_can_be_constant, check=_check_constant, rewrite=_fold_node)
+
+
+def _read_shape(node: onnx.NodeProto, shape: tuple[int, ...]) -> onnx.TensorProto:
+    """Return the output of a Shape node whose input has this shape."""
+    attrs = attributes(node)
+    sizes = shape[attrs.get("start", 0) : attrs.get("end")]
+    return numpy_helper.from_array(np.array(sizes, np.int64), node.output[0])
 
 
 def _read_constant(node: onnx.NodeProto) -> onnx.TensorProto:
@@ -142,7 +155,7 @@ def _evaluate(
     model: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
 ) -> list[onnx.TensorProto]:
     """Run one node on constant inputs in ONNX Runtime."""
-    names = [name for name in node.output if name]
+    names = list(filter(None, node.output))
     single_node_model = helper.make_model(
         helper.make_graph([copy_message(node)], "constant", [], [], inputs),
         opset_imports=list(model.opset_import),
@@ -150,10 +163,7 @@ def _evaluate(
     )
     try:
         inferred = shape_inference.infer_shapes(single_node_model, data_prop=True)
-        shapes = static_shapes(inferred.graph)
-        # products of Python integers: a malicious shape must not overflow
-        max_size = max(_MAX_RESULT, *(math.prod(tensor.dims) for tensor in inputs))
-        is_small = all(name in shapes and math.prod(shapes[name]) <= max_size for name in names)
+        is_small = _has_small_results(names, static_shapes(inferred.graph), inputs)
         if is_small:
             outputs = [helper.make_empty_tensor_value_info(name) for name in names]
             single_node_model.graph.output.extend(outputs)
@@ -164,6 +174,17 @@ def _evaluate(
     if not is_small:
         raise CannotRewrite("its result is large, or of unknown size")
     return [numpy_helper.from_array(arrays[name], name) for name in names]
+
+
+def _has_small_results(
+    names: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    inputs: Collection[onnx.TensorProto],
+) -> bool:
+    """Whether the tensors of these names have known shapes, and a size worth storing."""
+    # products of Python integers: a malicious shape must not overflow
+    max_size = max(_MAX_RESULT, *(math.prod(tensor.dims) for tensor in inputs))
+    return all(name in shapes and math.prod(shapes[name]) <= max_size for name in names)
 
 
 def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -> int:
@@ -196,8 +217,8 @@ def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -
             available.remove(name)
 
     if restored:
-        nodes_back = [folded[name] for name in folded if name in restored]
-        replace_nodes(graph, [*nodes_back, *graph.node])
+        restored_nodes = [node for name, node in folded.items() if name in restored]
+        replace_nodes(graph, [*restored_nodes, *graph.node])
         drop_initializers(graph, restored)
     return len(restored)
 
@@ -245,7 +266,9 @@ def write_dense(graph: onnx.GraphProto) -> int:
 
 
 def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
-    shape, values, indices = tuple(sparse.dims), to_array(sparse.values), to_array(sparse.indices)
+    """Return the dense form of a sparse constant."""
+    shape = tuple(sparse.dims)
+    values, indices = to_array(sparse.values), to_array(sparse.indices)
     size = math.prod(shape) if min(shape, default=1) >= 0 else -1
     max_size = max(_MAX_DENSE, _MAX_ELEMENTS_PER_VALUE * values.size)
     try:
@@ -266,14 +289,11 @@ def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
 
 def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the main graph's tensors whose shape is completely known."""
-    shapes: dict[str, tuple[int, ...]] = {t.name: tuple(t.dims) for t in graph.initializer}
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        tensor = value.type.tensor_type
-        dims = tensor.shape.dim
-        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-            shape = tuple(dim.dim_value for dim in dims)
-            if min(shape, default=0) >= 0:
-                shapes[value.name] = shape
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for value in declared_values(graph):
+        shape = dims(value)
+        if shape is not None and all(isinstance(size, int) and size >= 0 for size in shape):
+            shapes[value.name] = shape
     return shapes
 
 
@@ -284,10 +304,11 @@ def remove_identity(graph: onnx.GraphProto) -> int:
 
 
 def _is_identity(node: onnx.NodeProto, counts: Mapping[str, int]) -> bool:
-    if node.domain not in _DEFAULT or not node.input or not node.output[0]:
+    """Whether a node is an Identity, or a Dropout in inference mode whose mask is not read."""
+    if node.domain not in ONNX_DOMAINS or not node.input or not node.output[0]:
         return False
-    if node.op_type == "Dropout":
-        # inputs: data, ratio, training_mode; with the third it may be in training mode
-        may_train = len(node.input) > 2 and node.input[2]
-        return not may_train and not any(counts[mask] for mask in node.output[1:])
-    return node.op_type == "Identity"
+    if node.op_type != "Dropout":
+        return node.op_type == "Identity"
+    # with its third input, training_mode, it may be in training mode
+    masks_are_read = any(counts[mask] for mask in node.output[1:])
+    return not masks_are_read and not optional_input(node, 2)

@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
-from deploy.errors import ModelError
+from deploy.errors import ModelError, counted
 from deploy.frontends.checks import is_quantized_node, to_array
 from deploy.frontends.onnx_reader import MESSAGE_LIMIT
 from deploy.frontends.plugins import CutOffNodes
@@ -44,21 +44,26 @@ from deploy.graph.edit import (
     bypass,
     copy_message,
     drop_initializer_inputs,
+    make_node,
     rebuild,
     rename_tensors,
-    replace_field,
     replace_nodes,
+    retain_named,
     set_opset,
     tensor_names,
     unique_name,
 )
 from deploy.graph.index import (
+    FLOAT,
     Graph,
+    Nodes,
     all_graphs,
     all_nodes,
+    all_outputs,
     all_tensors,
     attributes,
-    find_read_tensors,
+    count_reads,
+    names_of,
     opset_of,
 )
 from deploy.graph.opset_forms import (
@@ -68,7 +73,7 @@ from deploy.graph.opset_forms import (
     find_upgrades,
     rewrite_nodes,
 )
-from deploy.graph.rewrite import CannotRewrite, Nodes
+from deploy.graph.rewrite import CannotRewrite
 
 TARGET_OPSET = 13
 _TRAINED = ("BatchNormalization", "Dropout")  # outputs from the second on count in training alone
@@ -97,14 +102,14 @@ def lift_opset(
     opset = opset_of(model)
     if opset >= TARGET_OPSET:
         return cut_off, None
-    cut_off_model = onnx.ModelProto()
-    if cut_off is not None:
+    if cut_off is None:
+        _lift((model,), TARGET_OPSET)
+    else:
+        cut_off_model = onnx.ModelProto(opset_import=cut_off.opsets)
         cut_off_model.graph.node.extend(cut_off.nodes)
         cut_off_model.graph.initializer.extend(cut_off.constants)
         cut_off_model.graph.output.extend(cut_off.outputs)
-        cut_off_model.opset_import.extend(cut_off.opsets)
-    _lift((model, cut_off_model), TARGET_OPSET)
-    if cut_off is not None:
+        _lift((model, cut_off_model), TARGET_OPSET)
         nodes, opsets = tuple(cut_off_model.graph.node), tuple(cut_off_model.opset_import)
         cut_off = replace(cut_off, nodes=nodes, opsets=opsets)
     return cut_off, f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
@@ -121,9 +126,11 @@ def raise_opset(model: onnx.ModelProto, opset: int) -> None:
 
 def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
     """Bring the parts of one model to `opset`; no new tensor has a name that one of them holds."""
-    graphs = [graph for part in parts for graph in all_graphs(part.graph)]
-    names = {name for graph in graphs for name in tensor_names(graph)}
-    read_tensors = {name for graph in graphs for name in find_read_tensors(graph)}
+    graphs: list[onnx.GraphProto] = []
+    for part in parts:
+        graphs += all_graphs(part.graph)
+    names = tensor_names(*graphs)
+    read_tensors = set[str]().union(*map(count_reads, graphs))
     for part in parts:
         scope = OpsetScope(opset_of(part), opset, names)
         rewrite_nodes(part.graph, scope, partial(_lift_node, read_tensors=read_tensors))
@@ -131,6 +138,7 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
 
 
 def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: Collection[str]) -> Nodes:
+    """Return the nodes of a node's newer form."""
     changes = find_upgrades(node, scope.source_opset, scope.target_opset)
     if not changes:
         return [node]
@@ -154,11 +162,10 @@ def complete_resizes(model: onnx.ModelProto) -> str | None:
     ONNX Runtime 1.32 transposes the input of such a node beside int8 layers, and not its sizes
     (onnxruntime#28788). A Resize whose sizes cannot be computed stays.
     """
-    resizes = [node for node in all_nodes(model.graph) if node.op_type == "Resize"]
-    if not resizes:
+    if all(node.op_type != "Resize" for node in all_nodes(model.graph)):
         return None
     opset = opset_of(model)
-    names = {name for body in all_graphs(model.graph) for name in tensor_names(body)}
+    names = tensor_names(*all_graphs(model.graph))
     completed: list[str] = []
     scope = OpsetScope(opset, opset, names)
     rewrite_nodes(model.graph, scope, partial(_complete_resize_node, completed=completed))
@@ -168,6 +175,7 @@ def complete_resizes(model: onnx.ModelProto) -> str | None:
 def _complete_resize_node(
     node: onnx.NodeProto, scope: OpsetScope, *, completed: list[str]
 ) -> Nodes:
+    """Return the nodes of a completed Resize, whose name `completed` gets, or the node itself."""
     if node.op_type != "Resize" or node.domain:
         return [node]
     try:
@@ -180,7 +188,7 @@ def _complete_resize_node(
     return nodes
 
 
-_FLOAT, _HALF = 1, 10  # onnx.TensorProto
+_HALF = 10  # onnx.TensorProto.FLOAT16
 _TYPE_ATTRIBUTES = {"to", "dtype"}  # they hold an element type
 _END = "float16 end"  # doc_string of the casts to float16 outputs, also in the written files
 
@@ -192,7 +200,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
         ModelError: the weights would not fit into one protobuf message any more.
     """
     graph = model.graph
-    half_ends = [value.name for value in (*graph.input, *graph.output) if _is_half(value)]
+    half_ends = list(filter(_is_half, (*graph.input, *graph.output)))
     half_attributes = list(_half_type_attributes(graph))
     half_tensors = [tensor for tensor in all_tensors(graph) if tensor.data_type == _HALF]
     if not (half_ends or half_attributes or half_tensors):
@@ -206,7 +214,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
             " more: build parts of the model"
         )
     for attribute in half_attributes:
-        attribute.i = _FLOAT
+        attribute.i = FLOAT
     for tensor in half_tensors:
         values = to_array(tensor).astype(np.float32)
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
@@ -215,7 +223,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
         if body is not graph:
             inner_values += [*body.input, *body.output]
         for value in filter(_is_half, inner_values):
-            value.type.tensor_type.elem_type = _FLOAT
+            value.type.tensor_type.elem_type = FLOAT
     _insert_casts(graph)
 
     note = (
@@ -223,8 +231,9 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     )
     if not half_ends:
         return f"{note}."
+    names = ", ".join(value.name for value in half_ends)
     verb = "is" if len(half_ends) == 1 else "are"
-    return f"{note}; {', '.join(half_ends)} {verb} float16 as before."
+    return f"{note}; {names} {verb} float16 as before."
 
 
 def _half_type_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProto]:
@@ -247,26 +256,28 @@ def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
     """
 
     def keeps_type(node: onnx.NodeProto) -> bool:
-        dtype = types.get(node.input[0]) if node.op_type == "Cast" else None
-        return bool(dtype) and attributes(node).get("to") == dtype
+        if node.op_type != "Cast" or not types.get(node.input[0]):
+            return False
+        return bool(attributes(node).get("to") == types[node.input[0]])
 
     return bypass(graph, keeps_type)
 
 
 def _insert_casts(graph: onnx.GraphProto) -> None:
     """Cast float16 inputs to float32, and the float32 results of float16 outputs back."""
-    names = {name for node in graph.node for name in (*node.input, *node.output)}
-    names |= {value.name for value in graph.input}
-    produced = {name for node in graph.node for name in node.output}
+    produced = all_outputs(graph.node)
+    names = produced | names_of(graph.input)
+    for node in graph.node:
+        names.update(node.input)
     new_name: dict[str, str] = {}
     input_casts, output_casts = [], []
     for value in filter(_is_half, graph.input):
         inner = new_name[value.name] = unique_name(f"{value.name}_float32", names)
-        input_casts.append(helper.make_node("Cast", [value.name], [inner], inner, to=_FLOAT))
+        input_casts.append(make_node("Cast", [value.name], inner, inner, to=FLOAT))
     for value in filter(_is_half, graph.output):
         if value.name in produced:
             inner = new_name[value.name] = unique_name(f"{value.name}_float32", names)
-            cast = helper.make_node("Cast", [inner], [value.name], value.name, _END, to=_HALF)
+            cast = make_node("Cast", [inner], value.name, value.name, doc_string=_END, to=_HALF)
             output_casts.append(cast)
     nodes = list(graph.node)
     rename_tensors(nodes, new_name)
@@ -274,6 +285,7 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
 
 
 def _is_half(value: onnx.ValueInfoProto) -> bool:
+    """Whether a value is a float16 tensor."""
     return bool(value.type.tensor_type.elem_type == _HALF)
 
 
@@ -289,48 +301,47 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     Raises:
         ModelError: a constant's bytes do not fit its shape and type.
     """
-    quantized = [node for node in all_nodes(model.graph) if is_quantized_node(node)]
+    quantized = list(filter(is_quantized_node, all_nodes(model.graph)))
     if not quantized or any(node.op_type != _DEQUANTIZE for node in quantized):
         return None
     drop_initializer_inputs(model.graph)
     graph = Graph(model)
-    main_nodes = {id(node) for node in graph.nodes}
     weights = []
-    for node in quantized:
-        values = dequantize_constant(node, graph) if id(node) in main_nodes else None
+    for node in filter(is_quantized_node, graph.nodes):
+        values = dequantize_constant(node, graph)
         if values is None or node.output[0] in graph.outputs:
             return None
         weights.append(numpy_helper.from_array(values, node.output[0]))
+    if len(weights) < len(quantized):  # the others are in subgraphs
+        return None
 
     model.graph.initializer.extend(weights)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])
-    read_tensors = find_read_tensors(model.graph)  # a weight may still be listed as an input
-    inputs = [value for value in model.graph.input if value.name in read_tensors]
-    replace_field(model.graph.input, inputs)
-    noun = "weight" if len(weights) == 1 else "weights"
-    return f"Converted {len(weights)} {noun} from stored integers to float."
+    retain_named(model.graph.input, count_reads(model.graph))  # it may still list a weight
+    return f"Converted {counted(len(weights), 'weight')} from stored integers to float."
 
 
 def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
     """Return the values of a DequantizeLinear on constant integers; None for any other."""
-    names = [name for name in node.input if name]
-    if not 2 <= len(names) <= 3 or any(name not in graph.constants for name in names):
+    names = list(filter(None, node.input))
+    if not 2 <= len(names) <= 3 or not graph.constants.keys() >= set(names):
         return None
-    codes, scale, *zero_points = (to_array(graph.constants[name]) for name in names)
-    if "int" not in codes.dtype.name or not np.issubdtype(scale.dtype, np.floating):
+    codes, scales, *zero_points = (to_array(graph.constants[name]) for name in names)
+    if "int" not in codes.dtype.name or not np.issubdtype(scales.dtype, np.floating):
         return None
 
     attrs = attributes(node)
     axis, block_size = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
-    grid = []
-    for values in (scale, *zero_points):
-        broadcast = _broadcast(values, codes.shape, axis, block_size)
-        if broadcast is None:
+    steps = codes.astype(np.int64)
+    for values in zero_points:
+        zero_point = _broadcast(values, codes.shape, axis, block_size)
+        if zero_point is None:
             return None
-        grid.append(broadcast)
-    zero_point = grid[1].astype(np.int64) if zero_points else 0
-    offsets = (codes.astype(np.int64) - zero_point).astype(np.float32)
-    return np.asarray(offsets * grid[0].astype(np.float32), scale.dtype)
+        steps -= zero_point.astype(np.int64)
+    scale = _broadcast(scales, codes.shape, axis, block_size)
+    if scale is None:
+        return None
+    return np.asarray(steps.astype(np.float32) * scale.astype(np.float32), scales.dtype)
 
 
 def _broadcast(

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 from onnx import inliner
 
-from deploy.errors import BackendError, ModelError, first_line
+from deploy.errors import BackendError, ModelError, counted, first_line
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
@@ -40,11 +40,17 @@ from deploy.graph.edit import (
     sort_nodes,
 )
 from deploy.graph.index import (
+    FLOAT,
+    ONNX_DOMAINS,
     Graph,
     all_graphs,
     all_nodes,
+    all_outputs,
+    by_name,
     constant_nodes,
-    has_no_subgraph,
+    declared_values,
+    has_subgraph,
+    names_of,
 )
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
@@ -54,7 +60,6 @@ _MAX_NODES = 50_000  # after inlining; a kilobyte of functions can stand for bil
 _MAX_JOINED = 1 << 16  # elements of a Concat of constants whose values are propagated
 _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
 _FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
-_FLOAT = 1  # onnx.TensorProto.FLOAT
 _MAX_SMALL_WEIGHT = 1 << 12  # elements of a weight that shape inference may copy
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
@@ -69,18 +74,14 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         path, model, stamp = read_source(source)
         checks.check_fields(model)
         digest = model_digest(model)
-        metadata_preprocess, classes = (
-            read_metadata_preprocess(model, path),
-            read_class_names(model),
-        )
+        metadata_preprocess = read_metadata_preprocess(model, path)
+        classes = read_class_names(model)
         integer_weights_note = restore_float_weights(model)
         _check(model)
-        names = [node.name for node in model.graph.node if node.name]
-        shared_names = len(names) - len(set(names))
+        shared_names = _count_shared_names(model.graph)
         fed_weights = _count_fed_weights(model)
-        model, notes, was_float16, cut_off = _clean(model, fold_batchnorm)
-        if renamed := rename_added(model.graph):
-            notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
+        model, cleaning_notes, was_float16, cut_off = _clean(model, fold_batchnorm)
+        renamed = rename_added(model.graph)
         checks.check_valid(model)
         checks.check_precision(model)
         checks.check_weights(model)
@@ -88,18 +89,21 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     except ModelError as error:  # names in a broken model may hold line breaks and worse
         raise type(error)(_escape_unprintable(str(error))) from error.__cause__
 
-    if integer_weights_note:
-        notes.insert(0, integer_weights_note)
-    if shared_names:
-        notes.insert(0, f"Renamed {_count(shared_names, 'node')} whose name another node has.")
+    notes = [
+        _note("Renamed {} whose name another node has.", shared_names, "node"),
+        integer_weights_note,
+        *cleaning_notes,
+    ]
+    if renamed:
+        notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
     return LoadedModel(
         model=model,
         source=path,
         name=path.stem if path else model.graph.name or "model",
         digest=digest,
-        notes=tuple(notes),
-        inputs=tuple(_spec(value) for value in model.graph.input),
-        outputs=tuple(_spec(value) for value in model.graph.output),
+        notes=tuple(note for note in notes if note),
+        inputs=tuple(map(_spec, model.graph.input)),
+        outputs=tuple(map(_spec, model.graph.output)),
         was_float16=was_float16,
         has_shared_names=shared_names > 0,
         fed_weights=fed_weights,
@@ -113,7 +117,12 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
 
 
 def _escape_unprintable(text: str) -> str:
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    """Return a text with line breaks and other unprintable characters as escapes."""
+    chars = list(text)
+    for index, char in enumerate(chars):
+        if not char.isprintable():
+            chars[index] = ascii(char)[1:-1]
+    return "".join(chars)
 
 
 def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -129,8 +138,13 @@ def _count_fed_weights(model: onnx.ModelProto) -> int:
     """Count the weights that are also inputs and may be fed; none in IR 3, although all are."""
     if model.ir_version < _FEEDS_WEIGHTS:
         return 0
-    weights = {tensor.name for tensor in model.graph.initializer}
-    return len(weights & {value.name for value in model.graph.input})
+    return len(names_of(model.graph.initializer) & names_of(model.graph.input))
+
+
+def _count_shared_names(graph: onnx.GraphProto) -> int:
+    """Count the nodes whose name an earlier node has."""
+    names = [node.name for node in graph.node if node.name]
+    return len(names) - len(set(names))
 
 
 def read_source(
@@ -166,14 +180,17 @@ def _clean(
 ) -> tuple[onnx.ModelProto, list[str], bool, CutOffNodes | None]:
     """Return the cleaned model, notes, whether it was float16, and the part cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
-    notes = [checks.check_optimized(model), _free_inputs(model.graph)]
+    freed_note = "Removed {} from the list of inputs; they are constants now."
+    notes = [
+        checks.check_optimized(model),
+        _note(freed_note, drop_initializer_inputs(model.graph), "weight"),
+    ]
     _clear_negative_sizes(model.graph)
     if model.functions:
-        model, note = inline_functions(model)
-        notes.append(note)
+        model, inlining_note = inline_functions(model)
+        notes.append(inlining_note)
         checks.check_float(model)
-    if sparse_count := write_dense(model.graph):
-        notes.append(f"Wrote {_count(sparse_count, 'sparse constant')} densely.")
+    notes.append(_note("Wrote {} densely.", write_dense(model.graph), "sparse constant"))
     checks.check_ends(model)
 
     cut_off = cut_unknown_nodes(model, infer_shapes)
@@ -207,18 +224,10 @@ def _clear_negative_sizes(graph: onnx.GraphProto) -> None:
     A size of 0 is valid.
     """
     for body in all_graphs(graph):
-        for value in (*body.input, *body.output, *body.value_info):
+        for value in declared_values(body):
             for dim in value.type.tensor_type.shape.dim:
                 if dim.dim_value < 0:
                     dim.ClearField("dim_value")
-
-
-def _free_inputs(graph: onnx.GraphProto) -> str | None:
-    """Remove initializers from the list of inputs, where IR 3 required them."""
-    removed = drop_initializer_inputs(graph)
-    if not removed:
-        return None
-    return f"Removed {_count(removed, 'weight')} from the list of inputs; they are constants now."
 
 
 def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
@@ -227,7 +236,6 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     Raises:
         ModelError: the functions are not valid.
     """
-    count = len(model.functions)
     functions = {(function.domain, function.name): function for function in model.functions}
     try:
         node_count = _count_inlined(all_nodes(model.graph), functions, {})
@@ -246,17 +254,13 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
             function = functions.get((node.domain, node.op_type))
             if function is not None:
                 _write_default_attributes(node, function)
-    try:
+    with checks.refuse_errors("the model's functions must be valid ONNX"):
         inlined = inliner.inline_local_functions(model)
-    except Exception as error:  # C++ behind a binding, without an error class
-        raise ModelError(
-            f"the model's functions must be valid ONNX, got: {first_line(error)}; export it again"
-        ) from error
-    return inlined, f"Inlined {_count(count, 'function')}."
+    return inlined, _note("Inlined {}.", len(model.functions), "function")
 
 
 def _write_default_attributes(call: onnx.NodeProto, function: onnx.FunctionProto) -> None:
-    names = {attribute.name for attribute in call.attribute}
+    names = names_of(call.attribute)
     for default in function.attribute_proto:
         if default.name not in names:
             call.attribute.add().CopyFrom(default)
@@ -286,76 +290,64 @@ def _count_inlined(
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """Return the model with its constants folded and idle nodes removed, and notes."""
-    constants = identities = casts = 0
+    identities = constants = casts = 0
     folded_nodes: dict[str, onnx.NodeProto] = {}
     model = infer_shapes(model)
     for _ in range(_ROUNDS):
-        counts = (
-            remove_identity(model.graph),
-            fold_constants(model, folded_nodes),
-            drop_casts(model.graph, Graph(model).dtypes),
-        )
-        if not any(counts):
+        old_counts = (identities, constants, casts)
+        identities += remove_identity(model.graph)
+        constants += fold_constants(model, folded_nodes)
+        casts += drop_casts(model.graph, Graph(model).dtypes)
+        if (identities, constants, casts) == old_counts:
             break
-        identities, constants = identities + counts[0], constants + counts[1]
-        casts += counts[2]
         model = infer_shapes(model)
     unfolded = unfold_large(model.graph, folded_nodes)
-    constants -= unfolded
     dead = drop_dead(model.graph)
-
-    notes = []
-    if constants:
-        notes.append(f"Folded {_count(constants, 'constant node')}.")
-    if unfolded:
-        nodes = _count(unfolded, "constant node")
-        notes.append(f"Kept {nodes}, whose stored results would be larger.")
-    if identities:
-        notes.append(f"Removed {_count(identities, 'Identity or Dropout node')}.")
-    if casts:
-        notes.append(f"Removed {_count(casts, 'cast')} to the type that the tensor has.")
-    if dead:
-        notes.append(f"Removed {_count(dead, 'node')} that no output needs.")
-    return model, notes
+    return model, [
+        _note("Folded {}.", constants - unfolded, "constant node"),
+        _note("Kept {}, whose stored results would be larger.", unfolded, "constant node"),
+        _note("Removed {}.", identities, "Identity or Dropout node"),
+        _note("Removed {} to the type that the tensor has.", casts, "cast"),
+        _note("Removed {} that no output needs.", dead, "node"),
+    ]
 
 
 def _fold_norms(graph: onnx.GraphProto) -> list[str]:
+    """Fold norms and other affine nodes into the layers before them, in place; return notes."""
     folded = fold_affine(graph)
     drop_dead(graph)
-    notes = [
-        f"Folded {_count(number, f'{op_type} node')} into the layer before."
-        for op_type, number in sorted(folded.items())
-    ]
+    notes = []
+    for op_type, number in sorted(folded.items()):
+        notes.append(_note("Folded {} into the layer before.", number, f"{op_type} node"))
     norm_count = sum(node.op_type == NORM for node in graph.node)
-    if norm_count:
-        notes.append(
-            f"Left {_count(norm_count, f'{NORM} node')} in float: no Conv, ConvTranspose or Gemm"
-            " before that has constant weights and no other reader."
-        )
-    return notes
+    unfolded_note = (
+        "Left {} in float: no Conv, ConvTranspose or Gemm before that has constant weights and no"
+        " other reader."
+    )
+    return [*notes, _note(unfolded_note, norm_count, f"{NORM} node")]
 
 
 def _float_notes(model: onnx.ModelProto) -> list[str]:
     """Return notes on nodes that the graph analysis skips."""
-    counts_by_reason: dict[str, Counter[str]] = {
-        "with all nodes inside": Counter(),
-        "recurrent": Counter(),
-        "not of the standard operator set": Counter(),
-    }
+    nesting: Counter[str] = Counter()
+    recurrent: Counter[str] = Counter()
+    custom: Counter[str] = Counter()
     for node in model.graph.node:
-        if not has_no_subgraph(node):
-            counts_by_reason["with all nodes inside"][node.op_type] += 1
+        if has_subgraph(node):
+            nesting[node.op_type] += 1
         if node.op_type in _RECURRENT:
-            counts_by_reason["recurrent"][node.op_type] += 1
-        if node.domain not in ("", "ai.onnx"):
-            op_type = f"{node.domain}.{node.op_type}"
-            counts_by_reason["not of the standard operator set"][op_type] += 1
+            recurrent[node.op_type] += 1
+        if node.domain not in ONNX_DOMAINS:
+            custom[f"{node.domain}.{node.op_type}"] += 1
 
     notes = []
-    for reason, counts in counts_by_reason.items():
+    for counts, reason in (
+        (nesting, "with all nodes inside"),
+        (recurrent, "recurrent"),
+        (custom, "not of the standard operator set"),
+    ):
         if counts:
-            types = ", ".join(f"{count} {op_type}" for op_type, count in sorted(counts.items()))
-            notes.append(f"Left in float: {types} ({reason}).")
+            notes.append(f"Left in float: {checks.list_counts(counts)} ({reason}).")
     return notes
 
 
@@ -365,24 +357,20 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ModelError: the shapes contradict each other.
     """
-    file_values = [copy_message(value) for value in model.graph.value_info]
+    file_values = list(map(copy_message, model.graph.value_info))
     del model.graph.value_info[:]
-    light = _without_values(model)
-    try:
+    light_model = _without_values(model)
+    with checks.refuse_errors("shapes of the model must fit together"):
         propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
-        inferred = infer_types(light or model, data_prop=propagates_values)
-    except Exception as error:  # C++ behind a binding, without an error class
-        raise ModelError(
-            f"shapes of the model must fit together, got: {first_line(error)}; export it again"
-        ) from error
-    if light is not None:
-        light_inferred, inferred = inferred, model
-        replace_field(model.graph.output, light_inferred.graph.output)
-        model.graph.value_info.extend(light_inferred.graph.value_info)
-    missing = {name for node in inferred.graph.node for name in node.output}
-    missing -= {value.name for value in inferred.graph.output}
-    missing -= {value.name for value in inferred.graph.value_info}
-    inferred.graph.value_info.extend(value for value in file_values if value.name in missing)
+        inferred = infer_types(light_model or model, data_prop=propagates_values)
+    if light_model is not None:
+        replace_field(model.graph.output, inferred.graph.output)
+        model.graph.value_info.extend(inferred.graph.value_info)
+        inferred = model
+
+    graph = inferred.graph
+    missing = all_outputs(graph.node) - names_of((*graph.output, *graph.value_info))
+    graph.value_info.extend(value for value in file_values if value.name in missing)
     return inferred
 
 
@@ -415,11 +403,11 @@ def _agrees(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bo
 
 def _largest_joined(graph: onnx.GraphProto) -> int:
     """Return the size of the largest Concat of constants; each may double the one before."""
-    sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
-    sizes |= {name: math.prod(t.dims) for name, t in constant_nodes(graph.node).items()}
+    constants = by_name(graph.initializer) | constant_nodes(graph.node)
+    sizes = {name: math.prod(tensor.dims) for name, tensor in constants.items()}
     largest = 0
     for node in graph.node:
-        if node.op_type == "Concat" and all(name in sizes for name in node.input):
+        if node.op_type == "Concat" and sizes.keys() >= set(node.input):
             size = sum(sizes[name] for name in node.input)
             sizes[node.output[0]] = size
             largest = max(largest, size)
@@ -433,20 +421,21 @@ def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
     Inference also fills in subgraphs, so a model with subgraphs is used as it is.
     """
     graph = model.graph
-    large_tensors = [
-        tensor
-        for tensor in graph.initializer
-        if tensor.data_type == _FLOAT and math.prod(tensor.dims) > _MAX_SMALL_WEIGHT
-    ]
-    if not large_tensors or not all(map(has_no_subgraph, graph.node)):
+    large_tensors = list(filter(_is_large_weight, graph.initializer))
+    if not large_tensors or any(map(has_subgraph, graph.node)):
         return None
-    light = copy_without_initializers(model, {tensor.name for tensor in large_tensors})
+    light = copy_without_initializers(model, names_of(large_tensors))
     for tensor in large_tensors:
-        light.graph.initializer.add(name=tensor.name, dims=tensor.dims, data_type=_FLOAT)
+        light.graph.initializer.add(name=tensor.name, dims=tensor.dims, data_type=FLOAT)
     return light
 
 
+def _is_large_weight(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_type == FLOAT and math.prod(tensor.dims) > _MAX_SMALL_WEIGHT
+
+
 def _check_runs(model: onnx.ModelProto) -> None:
+    """Refuse a model that ONNX Runtime does not load."""
     try:
         OrtSession.open(model, threads=1, optimize=False)
     except BackendError as error:
@@ -460,20 +449,23 @@ def _check_runs(model: onnx.ModelProto) -> None:
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    """Return an input or output; its dtype is "sequence" or such if it is no tensor."""
     tensor_type = value.type.tensor_type
     kind = value.type.WhichOneof("value") or "tensor_type"
-    if kind == "tensor_type":
+    dtype = kind.removesuffix("_type")
+    if dtype == "tensor":
         dtype = checks.type_name(tensor_type.elem_type)
-    else:
-        dtype = kind.removesuffix("_type")
     return TensorSpec(value.name, dtype, tuple(map(_dimension, tensor_type.shape.dim)))
 
 
 def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    if dim.HasField("dim_param"):  # Paddle writes "?" for any unknown dimension
+    """Return a size, the name of a symbolic one, or None for an unknown one."""
+    if dim.HasField("dim_param"):
+        # Paddle writes "?" for any unknown dimension
         return dim.dim_param if dim.dim_param not in ("", "?") else None
     return dim.dim_value if dim.dim_value > 0 else None
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _note(sentence: str, count: int, noun: str) -> str:
+    """Return a sentence with "1 node" or "2 nodes" in place of {}; "" for a count of 0."""
+    return sentence.format(counted(count, noun)) if count else ""

@@ -128,11 +128,9 @@ def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
             yield message
         return
     for field, value in message.ListFields():
-        if field.message_type is None:
-            continue
-        messages = value if hasattr(value, "append") else [value]
-        for inner in messages:
-            yield from _external_tensors(inner)
+        if field.message_type is not None:
+            for inner in value if hasattr(value, "append") else [value]:
+                yield from _external_tensors(inner)
 
 
 def _read_external(model: onnx.ModelProto, path: Path) -> str:
@@ -145,10 +143,9 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
         ModelError: they are over 2 GB, which is told before any is read.
     """
     tensors = list(_external_tensors(model))
-    entries = [{pair.key: pair.value for pair in tensor.external_data} for tensor in tensors]
     total = model.ByteSize()
-    for tensor, entry in zip(tensors, entries, strict=True):
-        _, _, length = _find_slice(path, tensor.name, entry)
+    for tensor in tensors:
+        _, _, length = _find_slice(path, tensor)
         total += length
     if total > MESSAGE_LIMIT:
         raise ModelError(
@@ -156,13 +153,13 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
             " writes a model as one protobuf message, which holds no more: build parts of the model"
         )
     pieces: dict[tuple[bytes, int, int], bytes] = {}
-    for tensor, entry in zip(tensors, entries, strict=True):
-        file, offset, length = _find_slice(path, tensor.name, entry)  # may have changed meanwhile
+    for tensor in tensors:
+        file, offset, length = _find_slice(path, tensor)  # may have changed meanwhile
         with _open_external(file, tensor.name) as stream:
             stream.seek(offset)
             data = stream.read(length)
-        key = (entry["location"].encode(), offset, len(data))
-        pieces[key] = hashlib.sha256(data).digest()
+        location = _external_entries(tensor)["location"].encode()
+        pieces[location, offset, len(data)] = hashlib.sha256(data).digest()
         tensor.raw_data = data
         del tensor.external_data[:]
         tensor.data_location = onnx.TensorProto.DEFAULT
@@ -183,16 +180,24 @@ def _open_external(file: Path, name: str) -> AbstractContextManager[IO[bytes]]:
     return open_regular_file(file, what=what, error=ModelError)
 
 
-def _find_slice(path: Path, name: str, entry: dict[str, str]) -> tuple[Path, int, int]:
+def _external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
+    """Return the entries that say where a tensor's external data is."""
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
     """Return (file, offset, length) of one tensor's external data."""
-    location = entry.get("location", "")
+    name, entries = tensor.name, _external_entries(tensor)
+    location = entries.get("location", "")
     try:
-        offset, length = int(entry.get("offset", 0)), int(entry.get("length", -1))
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
     except ValueError:
         offset, length = -1, -1
     folder = Path(os.path.realpath(path.parent))
-    # Links are resolved first: a link out of the folder would escape it like "..".
-    file = Path(os.path.realpath(folder / location)) if "\0" not in location else folder
+    file = folder
+    if "\0" not in location:
+        # links are resolved first: a link out of the folder would escape it like ".."
+        file = Path(os.path.realpath(folder / location))
     if not location or Path(location).is_absolute() or folder not in file.parents:
         raise ModelError(
             f"external data of '{name}' must lie in the model's folder, got {location!a}; "
@@ -200,7 +205,8 @@ def _find_slice(path: Path, name: str, entry: dict[str, str]) -> tuple[Path, int
         )
     with _open_external(file, name) as stream:
         size = os.fstat(stream.fileno()).st_size
-    length = size - offset if length < 0 else length
+    if length < 0:  # up to the end
+        length = size - offset
     if offset < 0 or length < 0 or offset + length > size:
         raise ModelError(
             f"external data of '{name}' must lie within its file, got bytes {offset} to "

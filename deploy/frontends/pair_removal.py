@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from deploy.errors import ModelError
 from deploy.frontends import checks
@@ -28,19 +28,29 @@ from deploy.graph.edit import (
     claim_name,
     copy_message,
     drop_initializer_inputs,
+    make_node,
     name_nodes,
     rebuild,
     rename_reads,
     rename_tensors,
     tensor_names,
 )
-from deploy.graph.index import Graph, all_nodes, attributes, iter_reads, opset_of
-from deploy.graph.placement import CUTS, MOVES, POOLS, WEIGHTED
+from deploy.graph.index import (
+    Graph,
+    Nodes,
+    all_nodes,
+    all_reads,
+    attributes,
+    iter_reads,
+    names_of,
+    opset_of,
+    optional_input,
+)
+from deploy.graph.placement import CUTS, MOVES, WEIGHTED
+from deploy.graph.plan import cannot_be_negative
 
-Nodes = list["onnx.NodeProto"]
 _OLDEST_OPSET = 11  # since this opset the limits of Clip are inputs
 _ON_CODES = MOVES | CUTS | {"MaxPool"}
-_POSITIVE = frozenset({"Relu", "Sigmoid", "Softmax", "HardSigmoid"})
 _ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # not negative for such inputs
 
 
@@ -95,15 +105,17 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         x --> Q --> Transpose --> DQ     becomes     x --> Transpose --> Q --> DQ
     """
     index = Graph(model)
-    names = set(tensor_names(model.graph))
+    names = tensor_names(model.graph)
     quantizers = {node.output[0]: node for node in index.nodes if node.op_type == Q}
     nodes: Nodes = []
     replaced_codes: set[str] = set()
     for node in index.nodes:
         nodes.append(node)
-        quantizer = quantizers.get(node.input[0]) if node.op_type in _ON_CODES else None
-        grid = find_pair_grid(quantizer, index) if quantizer is not None else None
-        if quantizer is None or grid is None or not grid.is_per_tensor:
+        if node.op_type not in _ON_CODES or node.input[0] not in quantizers:
+            continue
+        quantizer = quantizers[node.input[0]]
+        grid = find_pair_grid(quantizer, index)
+        if grid is None or not grid.is_per_tensor:
             continue
         if node.op_type == "Pad" and not _pad_with_zeros(node, grid, index):
             continue
@@ -118,7 +130,7 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         nodes.append(moved_quantizer)
     if not replaced_codes:
         return
-    unread = replaced_codes.difference(index.outputs, *map(iter_reads, nodes))
+    unread = replaced_codes.difference(index.outputs, all_reads(nodes))
     rebuild(model.graph, [node for node in nodes if unread.isdisjoint(node.output)])
 
 
@@ -126,11 +138,11 @@ def _pad_with_zeros(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
     """Let a Pad of codes pad float values with 0; return False if its value is no 0."""
     if attributes(pad).get("mode", b"constant") != b"constant":
         return True
-    has_value = any(pad.input[2:3])
-    code = index.scalar(pad.input[2]) if has_value else 0
+    value = optional_input(pad, 2)
+    code = index.scalar(value) if value else 0
     if code != grid.zero.item():
         return False
-    if has_value:
+    if value:
         pad.input[2] = ""
     return True
 
@@ -152,18 +164,16 @@ def remove_pairs(
     stripper = _Stripper(float_model, int8_layers, keep_rounding=keep_rounding)
     stripper.run()
     fold_constants(float_model, {})
-    pair_nodes = (node for node in all_nodes(float_model.graph) if node.op_type in (Q, DQ))
-    remaining = next(pair_nodes, None)
-    if remaining is not None:
-        raise ModelError(
-            "QuantizeLinear and DequantizeLinear of ONNX's own domain must form pairs on float"
-            f" tensors of the main graph, got {remaining.op_type} {remaining.name!r}; export the"
-            " model in that form, with float inputs and outputs"
-        )
-    grids = {
-        stripper.renamed.get(tensor, tensor): tuple(tensor_grids)
-        for tensor, tensor_grids in stripper.grids.items()
-    }
+    for node in all_nodes(float_model.graph):
+        if node.op_type in (Q, DQ):
+            raise ModelError(
+                "QuantizeLinear and DequantizeLinear of ONNX's own domain must form pairs on float"
+                f" tensors of the main graph, got {node.op_type} {node.name!r}; export the"
+                " model in that form, with float inputs and outputs"
+            )
+    grids = {}
+    for tensor, tensor_grids in stripper.grids.items():
+        grids[stripper.renamed.get(tensor, tensor)] = tuple(tensor_grids)
     return StrippedModel(float_model, stripper.float_read_pairs, grids)
 
 
@@ -173,7 +183,9 @@ class _Stripper:
     def __init__(
         self, model: onnx.ModelProto, int8_layers: Collection[str], *, keep_rounding: bool
     ) -> None:
-        self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
+        self.graph = model.graph
+        self.index = Graph(model)
+        self.keep_rounding = keep_rounding
         self.int8_names = self._find_int8_names(int8_layers)
         self.float_read_pairs = 0
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
@@ -181,12 +193,12 @@ class _Stripper:
         self.positive: set[str] = set()  # tensors that cannot be negative
         self.float_of: dict[str, str] = {}  # output of a pair -> tensor that its readers now read
         self.renamed: dict[str, str] = {}  # tensor -> its new name
-        self.names = set(tensor_names(model.graph))
+        self.names = tensor_names(model.graph)
 
     def _find_int8_names(self, int8_layers: Collection[str]) -> set[str]:
         """Return the int8 layers, and the nodes that pass values on to these only."""
         index = self.index
-        names = {node.name for node in index.nodes if node.name in int8_layers}
+        names = names_of(index.nodes).intersection(int8_layers)
         for node in reversed(index.nodes):
             if node.op_type not in VALUE_KEEPING:
                 continue
@@ -230,18 +242,24 @@ class _Stripper:
                 if name in computed and self.index.only_reader(name) is not None:
                     self.renamed[name] = claim_name(f"{node.name}.{role}", self.names)
 
-    def _replace_pair(self, node: onnx.NodeProto) -> Nodes:
+    def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:
         """Return a pair's replacement: nothing, its rounding, or an Identity that keeps a name."""
-        quantized_tensor, output = self.index.producer[node.input[0]].input[0], node.output[0]
-        source = self.float_of.get(quantized_tensor, quantized_tensor)
-        is_output = output in self.index.outputs
-        readers = self.index.readers.get(output, [])
-        int8_readers = [n for n in readers if n.name in self.int8_names and n.input[0] == output]
-        is_captured = output in self.index.captured
+        index = self.index
+        output = dequantizer.output[0]
+        quantizer = index.producer[dequantizer.input[0]]
+        source = self.float_of.get(quantizer.input[0], quantizer.input[0])
+        is_output = output in index.outputs
+        readers = index.readers.get(output, [])
+        int8_readers = []
+        for reader in readers:
+            if reader.name in self.int8_names and reader.input[0] == output:
+                int8_readers.append(reader)
+
+        # what else reads the pair computes in float, and may need its rounding or its limits
         steps: dict[str, tuple[float, ...]] = {}
-        if is_output or is_captured or len(int8_readers) < len(readers):
+        if is_output or output in index.captured or len(int8_readers) < len(readers):
             self.float_read_pairs += 1
-            steps = self._float_steps(node, source)
+            steps = self._float_steps(dequantizer, source)
         if steps:
             for reader in int8_readers:
                 reader.input[0] = source
@@ -249,20 +267,23 @@ class _Stripper:
             if not is_output:
                 end = claim_name(f"{source}/{'-'.join(steps).lower()}", self.names)
             self.float_of[output] = end
-            self._add_grid(end, node)
-            return self._make_steps(source, end, steps, node.name)
-        self._add_grid(source, node)
-        if is_output and not self._can_be_renamed(source):
-            return [helper.make_node("Identity", [source], [output], name=f"{node.name}/float")]
-        if is_output:
-            self.renamed[source] = output
-        else:
+            self._add_grid(end, dequantizer)
+            return self._make_steps(source, end, steps, dequantizer.name)
+
+        self._add_grid(source, dequantizer)
+        if not is_output:
             self.float_of[output] = source
-            if source == f"{output}/float" and self._can_be_renamed(source):
+        # an output keeps its name, and a tensor gets the name back that went to its pair
+        if self._can_be_renamed(source):
+            if is_output or source == f"{output}/float":
                 self.renamed[source] = output
+        elif is_output:
+            name = f"{dequantizer.name}/float"
+            return [make_node("Identity", [source], output, name)]
         return []
 
     def _add_grid(self, tensor: str, node: onnx.NodeProto) -> None:
+        """Add the grid of a pair to those of a float tensor, if it is constant."""
         grid = find_pair_grid(node, self.index)
         if grid is not None:
             self.grids.setdefault(tensor, []).append(grid)
@@ -275,14 +296,13 @@ class _Stripper:
                 "a pair read by float operators must have one constant scale and integer codes,"
                 f" got another on {source!r}; export the model in that form"
             )
-        scale, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
+        scale, zero = grid.scale.item(), grid.zero.item()
         low, high = grid.min_code - zero, grid.max_code - zero
         replaces_clip = low == 0 and source not in self.positive
         if low == 0:
             self.positive.add(node.output[0])
         if self.keep_rounding:
-            codes = (float(low), float(high))
-            return {"Div": (scale,), "Round": (), "Clip": codes, "Mul": (scale,)}
+            return {"Div": (scale,), "Round": (), "Clip": (low, high), "Mul": (scale,)}
         return {"Clip": (0.0, scale * high)} if replaces_clip else {}
 
     def _make_steps(
@@ -296,18 +316,16 @@ class _Stripper:
             if len(nodes) < len(steps) - 1:
                 output = claim_name(f"{end}/{op_type}", self.names)
             inputs = [start, *constants]
-            nodes.append(helper.make_node(op_type, inputs, [output], name=f"{name}/{op_type}"))
+            nodes.append(make_node(op_type, inputs, output, f"{name}/{op_type}"))
             start = output
         return nodes
 
     def _can_be_renamed(self, source: str) -> bool:
         """Return whether a tensor may take the name of an output."""
-        return (
-            source in self.index.producer
-            and source not in self.index.outputs
-            and source not in self.renamed
-            and source not in self.index.captured
-        )
+        index = self.index
+        if source in index.outputs or source in index.captured:
+            return False
+        return source in index.producer and source not in self.renamed
 
     def _add_constant(self, preferred: str, value: float) -> str:
         name = claim_name(preferred, self.names)
@@ -315,20 +333,17 @@ class _Stripper:
         return name
 
     def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
-        if node.op_type in _POSITIVE:
-            return True
-        if node.op_type == "Clip":
-            return self.index.clips_at_zero(node)
-        if node.op_type in MOVES | POOLS:
-            return node.input[0] in self.positive
-        return node.op_type in _ADDING and self.positive.issuperset(self.index.data_inputs(node))
+        if node.op_type in _ADDING:
+            return self.positive.issuperset(self.index.data_inputs(node))
+        return cannot_be_negative(self.index, node, self.positive)
 
     def _refuse_integers(self, node: onnx.NodeProto) -> None:
         """Refuse quantized tensors that anything but a DequantizeLinear reads."""
         output = node.output[0]
-        readers = [n.op_type for n in self.index.readers.get(output, []) if n.op_type != DQ]
+        readers = [reader.op_type for reader in self.index.readers.get(output, [])]
         if output in self.index.outputs:
             readers.append("the user, as an output")
+        readers = [reader for reader in readers if reader != DQ]
         if readers:
             raise ModelError(
                 "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, but"

@@ -16,7 +16,7 @@ MaxPool of quantized values equals the quantized MaxPool, so either side may hav
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,14 @@ from onnx import helper
 from calibrators.scales import Scale
 from deploy.errors import ModelError
 from deploy.frontends.checks import to_array
-from deploy.graph.index import Graph, all_nodes, attributes, channel_axis
+from deploy.graph.index import (
+    Graph,
+    all_nodes,
+    attributes,
+    channel_axis,
+    group_count,
+    optional_input,
+)
 from deploy.graph.placement import CUTS, MOVES, keeps_range
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
@@ -66,7 +73,8 @@ class PairGrid:
         scale: float32, above 0.
         zero: zero points as int64, in the range of `dtype`.
         dtype: the stored type, such as "uint8".
-        least, most: smallest and largest code.
+        min_code: smallest integer of `dtype`.
+        max_code: largest integer of `dtype`.
     """
 
     scale: NDArray[np.float32]
@@ -88,7 +96,7 @@ class PairGrid:
     @property
     def int8_zero(self) -> NDArray[np.int64]:
         """The zero points for int8 codes, of an 8-bit grid."""
-        return self.zero - (_HALF if self.dtype == "uint8" else 0)
+        return self.zero - _HALF if self.dtype == "uint8" else self.zero
 
     def equals(self, other: PairGrid) -> bool:
         """Return whether another grid has bit-identical scales and the same zero points."""
@@ -111,16 +119,14 @@ def read_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
     Raises:
         UnfitError: it is computed, not above 0 and finite, or not of an integer type.
     """
-    if len(node.input) < 2 or node.input[1] not in index.constants:
+    constant = index.constants.get(optional_input(node, 1))
+    if constant is None:
         raise UnfitError("its scale is computed")
-    scale = to_array(index.constants[node.input[1]]).astype(np.float32)
+    scale = to_array(constant).astype(np.float32)
     if not (np.isfinite(scale) & (scale > 0)).all() or not scale.size:
         raise UnfitError("a scale is not above 0 and finite")
     zero = _zero_points(node, index, scale)
-    limits = _code_limits(zero.dtype)
-    if limits is None:
-        raise UnfitError(f"it is quantized to {zero.dtype}")
-    return PairGrid(scale, zero.astype(np.int64), str(zero.dtype), *limits)
+    return PairGrid(scale, zero.astype(np.int64), str(zero.dtype), *_code_limits(zero.dtype))
 
 
 def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> PairGrid:
@@ -129,11 +135,11 @@ def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> Pair
     Raises:
         UnfitError: the input has no pair with a single scale.
     """
-    dequantizer, _ = _find_source(node.input[input_index], index, VALUE_KEEPING)
-    if dequantizer is None or dequantizer.op_type != DQ:
+    dequantizer, _ = _find_dequantizer(node.input[input_index], index, VALUE_KEEPING)
+    if dequantizer is None:
         raise UnfitError("no QuantizeLinear and DequantizeLinear stand on its input")
-    quantizer = index.producer.get(dequantizer.input[0])
-    if quantizer is None or quantizer.op_type != Q:
+    quantizer = index.find_producer(dequantizer.input[0], Q)
+    if quantizer is None:
         raise UnfitError("its input is no activation")
     grid = read_pair_grid(dequantizer, index)
     if not grid.is_per_tensor:
@@ -149,64 +155,77 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     Raises:
         UnfitError: the weight is not quantized, or not in a supported form.
     """
-    dequantizer, permutation = _find_source(node.input[1], index, frozenset({"Cast", "Transpose"}))
-    if dequantizer is None or dequantizer.op_type != DQ:
+    dequantizer, permutation = _find_dequantizer(node.input[1], index, {"Cast", "Transpose"})
+    if dequantizer is None:
         raise UnfitError("its weight is not quantized")
     source = dequantizer.input[0]
-    quantizer = index.producer.get(source)
-    if quantizer is not None and quantizer.op_type == Q:
+    quantizer = index.find_producer(source, Q)
+    if quantizer is not None:
         source = quantizer.input[0]
     if source not in index.constants:
         raise UnfitError("its weight is computed")
     grid = read_pair_grid(dequantizer, index)
     if grid.scale.size == 1:
         return grid, grid.scale.reshape(1)
+
     dims = list(index.constants[source].dims)
-    axis = int(attributes(dequantizer).get("axis", 1)) % max(len(dims), 1)
-    if grid.scale.ndim != 1 or axis >= len(dims) or dims[axis] != grid.scale.size:
+    rank = len(dims)
+    axis = int(attributes(dequantizer).get("axis", 1)) % max(rank, 1)
+    if grid.scale.ndim != 1 or axis >= rank or dims[axis] != grid.scale.size:
         raise UnfitError("its weight has several scales a channel")
-    if permutation and sorted(permutation) != list(range(len(dims))):
+    permutation = permutation or list(range(rank))
+    if sorted(permutation) != list(range(rank)):
         raise UnfitError("its weight is turned in a way that does not fit it")
-    layer_axis = permutation.index(axis) if permutation else axis
-    if layer_axis != channel_axis(node, len(dims)):
+    if permutation.index(axis) != channel_axis(node, rank):
         raise UnfitError("its weight has no scale by output channel")
     if node.op_type != "ConvTranspose":
         return grid, grid.scale.copy()
-    return grid, np.tile(grid.scale, max(int(attributes(node).get("group", 1)), 1))
+    return grid, np.tile(grid.scale, max(group_count(node), 1))
 
 
-def _find_source(
-    tensor: str, index: Graph, passing: frozenset[str]
-) -> tuple[onnx.NodeProto | None, tuple[int, ...]]:
-    """Return the node that produces a tensor, before `passing` nodes, and their permutation."""
-    permutation: tuple[int, ...] = ()
+def _find_dequantizer(
+    tensor: str, index: Graph, passing: Collection[str]
+) -> tuple[onnx.NodeProto | None, list[int]]:
+    """Return the DequantizeLinear upstream of `passing` nodes, and how these transpose its output.
+
+    None if there is none, or several nodes transpose; an empty permutation if none does.
+    """
+    permutation: list[int] = []
     node = index.producer.get(tensor)
     while node is not None and node.op_type in passing:
         if node.op_type == "Transpose":
             if permutation:
-                return None, ()
-            permutation = tuple(attributes(node).get("perm", (1, 0)))
+                return None, []
+            permutation = attributes(node).get("perm", [1, 0])
         node = index.producer.get(node.input[0])
+    if node is None or node.op_type != DQ:
+        return None, []
     return node, permutation
 
 
-def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int] | None:
+def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return the smallest and largest integer of a type."""
     match = re.fullmatch(r"(u?)int(\d+)", str(dtype))  # numpy knows no int4, ml_dtypes does
     if match is None:
-        return None
-    bits = int(match[2])
-    return (0, 2**bits - 1) if match[1] else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        raise UnfitError(f"it is quantized to {dtype}")
+    count = 2 ** int(match[2])
+    if match[1]:
+        return 0, count - 1
+    return -count // 2, count // 2 - 1
 
 
 def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
-    if len(node.input) > 2 and node.input[2]:
-        if node.input[2] not in index.constants:
+    """Return the zero points of a pair's node, in their stored type; zeros if it has none."""
+    name = optional_input(node, 2)
+    if name:
+        if name not in index.constants:
             raise UnfitError("its zero point is computed")
-        return to_array(index.constants[node.input[2]])
+        return to_array(index.constants[name])
     if node.op_type == DQ:
-        codes, quantizer = index.constants.get(node.input[0]), index.producer.get(node.input[0])
+        codes = index.constants.get(node.input[0])
         if codes is not None:
             return np.zeros(scale.shape, to_array(codes).dtype)
+        quantizer = index.producer.get(node.input[0])
         if quantizer is not None:
             return _zero_points(quantizer, index, scale)
     elem_type = attributes(node).get("output_dtype", 0) or 2  # onnx's default is uint8
@@ -220,13 +239,14 @@ _RANGE_KEEPING = MOVES | CUTS | {"MaxPool", "Resize", "Cast"}
 def spread_ranges(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:
     """Return the ranges, extended to tensors that are connected by value-keeping nodes."""
     extended = dict(scales)
-    moves = [n for n in graph.nodes if n.op_type in _RANGE_KEEPING and n.input and n.output]
-    moves = [node for node in moves if keeps_range(graph, node)]
-    for node in reversed(moves):
-        source, output = node.input[0], node.output[0]
-        if output in extended and source not in extended and graph.only_reader(source) is not None:
-            extended[source] = extended[output]
-    for node in moves:
-        if node.input[0] in extended:
-            extended.setdefault(node.output[0], extended[node.input[0]])
+    moves = []
+    for node in graph.nodes:
+        if node.op_type in _RANGE_KEEPING and keeps_range(graph, node):
+            moves.append((node.input[0], node.output[0]))
+    for source, output in reversed(moves):
+        if output in extended and graph.only_reader(source) is not None:
+            extended.setdefault(source, extended[output])
+    for source, output in moves:
+        if source in extended:
+            extended.setdefault(output, extended[source])
     return extended

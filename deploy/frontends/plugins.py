@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from deploy.errors import ExportError, ModelError
+from deploy.errors import ExportError, ModelError, counted
 from deploy.frontends.checks import check_valid
 from deploy.graph.edit import (
     copy_message,
@@ -23,16 +23,28 @@ from deploy.graph.edit import (
     rename_reads,
     replace_field,
     replace_nodes,
+    retain_named,
     sort_nodes,
     unique_name,
 )
-from deploy.graph.index import Graph, all_nodes, iter_reads, nested_nodes, opset_of, subgraphs
+from deploy.graph.index import (
+    ONNX_DOMAINS,
+    Graph,
+    Nodes,
+    all_nodes,
+    all_outputs,
+    all_reads,
+    by_name,
+    iter_reads,
+    names_of,
+    nested_nodes,
+    opset_of,
+)
 from deploy.graph.lowering import is_standard
 from deploy.graph.opset_forms import find_upgrades
 from deploy.graph.plan import FLOAT32, Decision
 
-_ONNX = ("", "ai.onnx")
-_KNOWN = (*_ONNX, "ai.onnx.ml", "com.microsoft")
+_KNOWN_DOMAINS = (*ONNX_DOMAINS, "ai.onnx.ml", "com.microsoft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +88,10 @@ class CutOffNodes:
 
     def note(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""
-        nodes = "1 node" if len(self.nodes) == 1 else f"{len(self.nodes)} nodes"
         return (
             f"Cut before {self.first_unknown_text}, which onnxruntime does not know: calibrated and"
-            f" evaluated on {', '.join(outputs)}; {nodes} from there on kept as in the"
-            " file, for TensorRT and Ascend."
+            f" evaluated on {', '.join(outputs)}; {counted(len(self.nodes), 'node')} from there on"
+            " kept as in the file, for TensorRT and Ascend."
         )
 
     def append_to(self, model: onnx.ModelProto) -> onnx.ModelProto:
@@ -94,9 +105,10 @@ class CutOffNodes:
         graph = complete.graph
         nodes = [copy_message(node) for node in self.nodes]
         # the nodes' constants, under another name if one was changed in `graph`
-        initializers = {tensor.name: tensor for tensor in graph.initializer}
-        names = set(initializers)
-        names.update(name for node in graph.node for name in (*node.input, *node.output))
+        initializers = by_name(graph.initializer)
+        names = initializers.keys() | all_outputs(graph.node)
+        for node in graph.node:
+            names.update(node.input)
         for tensor in self.constants:
             if initializers.get(tensor.name) == tensor:
                 continue
@@ -106,28 +118,29 @@ class CutOffNodes:
                 rename_reads(nodes, {tensor.name: constant.name})
             graph.initializer.append(constant)
 
-        declared = {value.name: copy_message(value) for value in (*graph.input, *graph.output)}
+        declared = by_name(map(copy_message, (*graph.input, *graph.output)))
         replace_nodes(graph, [*graph.node, *nodes])
         replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
         replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
         domains = {entry.domain for entry in complete.opset_import}
-        complete.opset_import.extend(o for o in self.opsets if o.domain not in domains)
+        for entry in self.opsets:
+            if entry.domain not in domains:
+                complete.opset_import.append(entry)
         return complete
 
     def _refuse_opset(self, opset: int) -> None:
-        versions = [entry.version for entry in self.opsets if entry.domain in _ONNX]
-        own_opset = max(versions, default=0)
+        """Refuse an opset in which a cut-off node has another form."""
+        source_opset = opset_of(onnx.ModelProto(opset_import=self.opsets))
         changed_types: set[str] = set()
         for node in self.nodes:
             for inner in nested_nodes(node):
-                if not inner.domain and find_upgrades(inner, own_opset, opset):
+                if not inner.domain and find_upgrades(inner, source_opset, opset):
                     changed_types.add(inner.op_type)
         if changed_types:
-            op_types = ", ".join(sorted(changed_types))
             raise ExportError(
                 f"nodes after {self.first_unknown.op_type}, which ONNX Runtime does not know, are"
-                f" kept unchanged, got {op_types} of opset {own_opset}, which opset {opset}"
-                f" has in another form; export the model with opset {opset}"
+                f" kept unchanged, got {', '.join(sorted(changed_types))} of opset {source_opset},"
+                f" which opset {opset} has in another form; export the model with opset {opset}"
             )
 
 
@@ -143,30 +156,30 @@ def cut_unknown_nodes(
     Raises:
         ModelError: no node is left before them.
     """
-    unknown_nodes = [node for node in model.graph.node if is_unknown_node(node)]
+    unknown_nodes = list(filter(is_unknown_node, model.graph.node))
     if not unknown_nodes:
         return None
-    # shape inference needs the domains that the file forgot to import
-    domains = {entry.domain for entry in model.opset_import} | set(_KNOWN)
-    for node in unknown_nodes:
-        if node.domain not in domains:
-            model.opset_import.append(helper.make_opsetid(node.domain, 1))
-            domains.add(node.domain)
+    _import_domains(model, unknown_nodes)
     sort_nodes(model.graph)
     graph = Graph(infer(model))
     cut_indices = _find_downstream(model.graph.node)
     _add_constant_nodes(graph, cut_indices)
 
-    nodes = list(enumerate(model.graph.node))
-    cut_nodes = [node for index, node in nodes if index in cut_indices]
-    remaining_nodes = [node for index, node in nodes if index not in cut_indices]
-    read_tensors = dict.fromkeys(name for node in cut_nodes for name in iter_reads(node))
-    constant_names = [name for name in read_tensors if name in graph.constants]
-    varying_names = [name for name in read_tensors if name not in graph.constants]
+    cut_nodes: Nodes = []
+    remaining_nodes: Nodes = []
+    for index, node in enumerate(model.graph.node):
+        nodes = cut_nodes if index in cut_indices else remaining_nodes
+        nodes.append(node)
+    constants, varying_names = [], []
+    for name in dict.fromkeys(all_reads(cut_nodes)):
+        if name in graph.constants:
+            constants.append(copy_tensor(graph.constants[name], name))
+        else:
+            varying_names.append(name)
     cut_off = CutOffNodes(
         nodes=tuple(map(copy_message, cut_nodes)),
-        first_unknown=copy_message(next(node for node in cut_nodes if is_unknown_node(node))),
-        constants=tuple(copy_tensor(graph.constants[name], name) for name in constant_names),
+        first_unknown=copy_message(next(filter(is_unknown_node, cut_nodes))),
+        constants=tuple(constants),
         inputs=tuple(map(copy_message, model.graph.input)),
         outputs=tuple(map(copy_message, model.graph.output)),
         opsets=tuple(map(copy_message, model.opset_import)),
@@ -179,6 +192,15 @@ def cut_unknown_nodes(
             " standard ONNX operators"
         )
     return cut_off
+
+
+def _import_domains(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Import the domains of nodes that the file forgot, which shape inference needs."""
+    domains = {entry.domain for entry in model.opset_import}.union(_KNOWN_DOMAINS)
+    for node in nodes:
+        if node.domain not in domains:
+            model.opset_import.append(helper.make_opsetid(node.domain, 1))
+            domains.add(node.domain)
 
 
 def _find_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
@@ -198,8 +220,7 @@ def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
     for node in graph.nodes:
         if constants.issuperset(iter_reads(node)):
             constants.update(node.output)
-    cut_reads = {name for index in cut_indices for name in iter_reads(graph.nodes[index])}
-    cut_reads.difference_update(graph.constants)  # these are stored with the nodes
+    cut_reads: set[str] = set()  # without the constants, which are stored with the nodes
     remaining_reads = set(graph.outputs)
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
@@ -207,7 +228,7 @@ def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
         is_read_by_cut_only = is_read_by_cut and remaining_reads.isdisjoint(node.output)
         if index in cut_indices or (is_read_by_cut_only and constants.issuperset(node.output)):
             cut_indices.add(index)
-            cut_reads.update(name for name in iter_reads(node) if name not in graph.constants)
+            cut_reads.update(set(iter_reads(node)).difference(graph.constants))
         else:
             remaining_reads.update(iter_reads(node))
 
@@ -220,32 +241,32 @@ def _reduce_to(
 ) -> None:
     """Reduce a model to `nodes`; add those of `cut_reads` that they produce to the outputs."""
     graph = model.graph
-    produced = {name for node in nodes for name in node.output if name}
-    outputs = [value for value in graph.output if value.name in produced]
-    output_names = {value.name for value in outputs}
+    produced = all_outputs(nodes)
+    retain_named(graph.output, produced)
+    outputs = names_of(graph.output)
     for name in cut_reads:
-        if name in produced and name not in output_names:
+        if name in produced and name not in outputs:
             dtype, shape = index.dtypes.get(name, 0), index.shapes.get(name)
-            outputs.append(helper.make_tensor_value_info(name, dtype, shape))
+            graph.output.append(helper.make_tensor_value_info(name, dtype, shape))
     replace_nodes(graph, nodes)
-    replace_field(graph.output, outputs)
     drop_dead(graph)
-    read_tensors = {name for node in graph.node for name in iter_reads(node)}
-    replace_field(graph.input, [value for value in graph.input if value.name in read_tensors])
-    replace_field(graph.value_info, [value for value in graph.value_info if value.name in produced])
-    domains = {node.domain for node in all_nodes(graph)} | {"", "ai.onnx"}
-    replace_field(
-        model.opset_import, [entry for entry in model.opset_import if entry.domain in domains]
-    )
+    retain_named(graph.input, set(all_reads(graph.node)))
+    retain_named(graph.value_info, produced)
+    domains = {node.domain for node in all_nodes(graph)}.union(ONNX_DOMAINS)
+    imports = [entry for entry in model.opset_import if entry.domain in domains]
+    replace_field(model.opset_import, imports)
 
 
 def is_unknown_node(node: onnx.NodeProto) -> bool:
     """Return whether ONNX Runtime does not know a node, or a node in its subgraphs."""
-    if node.domain in _ONNX and not is_standard(node):
-        return True
-    if node.domain not in _KNOWN and not node.domain.startswith("com.microsoft"):
-        return True
-    return any(is_unknown_node(inner) for body in subgraphs(node) for inner in body.node)
+    for inner in nested_nodes(node):
+        if inner.domain in ONNX_DOMAINS:
+            is_known = is_standard(inner)
+        else:
+            is_known = inner.domain == "ai.onnx.ml" or inner.domain.startswith("com.microsoft")
+        if not is_known:
+            return True
+    return False
 
 
 def check_part_valid(model: onnx.ModelProto) -> None:
@@ -255,7 +276,7 @@ def check_part_valid(model: onnx.ModelProto) -> None:
         ModelError: the model is not valid.
     """
     checked = copy_message(model)
-    unknown_nodes = [node for node in checked.graph.node if is_unknown_node(node)]
+    unknown_nodes = list(filter(is_unknown_node, checked.graph.node))
     for node in unknown_nodes:
         node.domain = "strange"
     if unknown_nodes:

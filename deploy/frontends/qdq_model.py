@@ -36,13 +36,12 @@ from deploy.frontends.pairs import (
     weight_grid,
 )
 from deploy.graph.edit import copy_message
-from deploy.graph.index import Graph, all_nodes
+from deploy.graph.index import TAILS, Graph, all_nodes, by_name
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
 
 _METHOD = "trained"
 _CONTRIB = "com.microsoft"
-_TAILS = frozenset({"Relu", "Clip"})
 
 
 def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
@@ -82,9 +81,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
 def _count_ambiguous(grids: Mapping[str, tuple[PairGrid, ...]]) -> int:
     """Return the number of tensors whose pairs differ."""
     count = 0
-    for tensor_grids in grids.values():
-        different = {(g.scale.tobytes(), g.zero.tobytes(), g.dtype) for g in tensor_grids}
-        if len(different) > 1:
+    for grid, *more_grids in grids.values():
+        if not all(map(grid.equals, more_grids)):
             count += 1
     return count
 
@@ -107,41 +105,40 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
             if node.input and constants.issuperset(filter(None, node.input)):
                 constants.update(node.output)
             continue
-        grid = _read_grid(node, index)
-        if node.input[0] in constants:
-            constants.update(node.output)
-            if grid.dtype not in ("int8", "uint8", "int32"):
-                raise _refused(node, f"it is quantized to {grid.dtype}")
-            yield grid
-            continue
-        if not grid.is_per_tensor:
-            raise _refused(node, "it has a scale a channel")
-        if not grid.is_8_bit:
-            raise _refused(node, f"it is quantized to {grid.dtype}")
-        quantizer = index.producer.get(node.input[0])
-        if node.op_type == Q:
-            readers = index.readers.get(node.output[0], [])
-            if not any(reader.op_type == DQ for reader in readers):
-                raise _refused(node, "no DequantizeLinear reads it")
-        elif quantizer is None or quantizer.op_type != Q:
-            raise _refused(node, "no QuantizeLinear stands before it")
-        elif not _read_grid(quantizer, index).equals(grid):
-            raise _refused(node, "the QuantizeLinear before it has another scale or zero point")
+        try:
+            grid = read_pair_grid(node, index)
+            if node.input[0] in constants:
+                constants.update(node.output)
+                if grid.dtype not in ("int8", "uint8", "int32"):
+                    raise UnfitError(f"it is quantized to {grid.dtype}")
+                yield grid
+            else:
+                _check_activation_pair(node, grid, index)
+        except UnfitError as error:
+            raise ModelError(
+                "activations of a Q/DQ model must form pairs of one constant scale in int8 or"
+                " uint8, and its weights must be int8 or uint8 with constant scales, got"
+                f" {node.op_type} '{node.name}': {error}; quantize it again in that form, or give"
+                " the float model"
+            ) from error
 
 
-def _read_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
-    try:
-        return read_pair_grid(node, index)
-    except UnfitError as error:
-        raise _refused(node, str(error)) from error
-
-
-def _refused(node: onnx.NodeProto, reason: str) -> ModelError:
-    return ModelError(
-        "activations of a Q/DQ model must form pairs of one constant scale in int8 or uint8, and"
-        f" its weights must be int8 or uint8 with constant scales, got {node.op_type}"
-        f" '{node.name}': {reason}; quantize it again in that form, or give the float model"
-    )
+def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:
+    """Refuse a node of a pair on an activation without an equal partner, or of another grid."""
+    if not grid.is_per_tensor:
+        raise UnfitError("it has a scale a channel")
+    if not grid.is_8_bit:
+        raise UnfitError(f"it is quantized to {grid.dtype}")
+    if node.op_type == Q:
+        readers = index.readers.get(node.output[0], [])
+        if not any(reader.op_type == DQ for reader in readers):
+            raise UnfitError("no DequantizeLinear reads it")
+        return
+    quantizer = index.find_producer(node.input[0], Q)
+    if quantizer is None:
+        raise UnfitError("no QuantizeLinear stands before it")
+    if not read_pair_grid(quantizer, index).equals(grid):
+        raise UnfitError("the QuantizeLinear before it has another scale or zero point")
 
 
 def _read_pairs(
@@ -152,13 +149,16 @@ def _read_pairs(
     grids: Mapping[str, tuple[PairGrid, ...]],
     constant_grids: tuple[PairGrid, ...],
 ) -> QdqCalibration:
-    graph, positive_tensors = Graph(plain), never_negative(plain)
-    tensors = {*graph.inputs, *graph.producer}
-    grids = {tensor: grids[tensor] for tensor in grids if tensor in tensors}
+    """Return the data of a model's pairs; `plain` is the model without them, once cleaned."""
+    graph = Graph(plain)
+    positive_tensors = never_negative(plain)
     scales = {}
+    remaining_grids = {}  # without those of tensors that cleaning removed
     for tensor, tensor_grids in grids.items():
-        ranges = [_make_range(grid, tensor in positive_tensors) for grid in tensor_grids]
-        scales[tensor] = max(ranges, key=lambda range_: range_.hi - range_.lo)
+        if tensor in graph.producer or tensor in graph.inputs:
+            ranges = [_make_range(grid, tensor in positive_tensors) for grid in tensor_grids]
+            scales[tensor] = max(ranges, key=lambda scale: scale.hi - scale.lo)
+            remaining_grids[tensor] = tensor_grids
     weight_scales, float_reasons, nodes_with_output_pair = _read_layers(index, graph)
     return QdqCalibration(
         model=model,
@@ -167,14 +167,14 @@ def _read_pairs(
         weight_scales=weight_scales,
         float_reasons=float_reasons,
         nodes_with_output_pair=nodes_with_output_pair,
-        grids=grids,
+        grids=remaining_grids,
         constant_grids=constant_grids,
     )
 
 
 def _make_range(grid: PairGrid, is_positive: bool) -> Scale:
     """Return a grid's range, from which an affine or a symmetric 8-bit grid is restored exactly."""
-    step, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
+    step, zero = grid.scale.item(), grid.zero.item()
     lo, hi = (grid.min_code - zero) * step, (grid.max_code - zero) * step
     symmetric = not grid.int8_zero.any()
     amax = hi if symmetric else max(-lo, hi)
@@ -190,12 +190,13 @@ def _read_layers(
     weight_scales: dict[str, NDArray[np.float32]] = {}
     float_reasons: dict[str, str] = {}
     written_nodes = frozenset(node.name for node in index.nodes if _has_output_pair(node, index))
-    node_by_name = {node.name: node for node in index.nodes}
+    node_by_name = by_name(index.nodes)
     for node in graph.nodes:
-        head = graph.producer.get(node.input[0]) if node.op_type in _TAILS else None
-        has_int8_head = head is not None and head.name not in float_reasons
-        if head is not None and has_int8_head and graph.tail(head) == node.output[0]:
-            continue  # the Relu or Clip after a node that runs in int8
+        if node.op_type in TAILS:
+            head = graph.producer.get(node.input[0])
+            has_int8_head = head is not None and head.name not in float_reasons
+            if head is not None and has_int8_head and graph.tail(head) == node.output[0]:
+                continue  # it is part of a node that runs in int8
         qdq_node = node_by_name.get(node.name)
         try:
             if qdq_node is None:  # a Clip inserted for a pair
@@ -230,8 +231,7 @@ def _check_pairs_around(node: onnx.NodeProto, index: Graph, written_nodes: froze
     if not data_inputs:
         raise UnfitError("all its inputs are constant")
     for tensor in data_inputs:
-        producer = index.producer.get(tensor)
-        if producer is None or producer.op_type != DQ:
+        if index.find_producer(tensor, DQ) is None:
             raise UnfitError("no pair stands on what it reads")
     if node.name not in written_nodes:
         raise UnfitError("no pair stands on what it makes")
@@ -241,8 +241,8 @@ def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
     """Return whether a pair follows a node, or the Relu or Clip that reads it."""
     if not node.output or node.op_type in (Q, DQ):
         return False
-    ends = (node.output[0], index.tail(node))
-    return any(n.op_type == Q for end in ends for n in index.readers.get(end, []))
+    readers = [*index.readers.get(node.output[0], []), *index.readers.get(index.tail(node), [])]
+    return any(reader.op_type == Q for reader in readers)
 
 
 def _make_notes(qdq: QdqCalibration, ambiguous_count: int) -> Iterator[str]:

@@ -30,8 +30,9 @@ def is_torch_spec(source: object) -> bool:
 def is_torch_module(source: object) -> TypeGuard[nn.Module]:
     """Return whether `source` is a module or an exported program; torch is not imported."""
     torch = sys.modules.get("torch")
-    kinds = () if torch is None else (torch.nn.Module, torch.export.ExportedProgram)
-    return isinstance(source, kinds)
+    if torch is None:
+        return False
+    return isinstance(source, torch.nn.Module | torch.export.ExportedProgram)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -42,7 +43,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """
     if not _SHAPE.fullmatch(text):
         raise ConfigError(f"an input shape is like 1x3x224x224, got {text!r}")
-    return tuple(int(size) for size in text.split("x"))
+    return tuple(map(int, text.split("x")))
 
 
 class InputRequest(NamedTuple):
@@ -62,12 +63,12 @@ def parse_input(text: str) -> InputRequest:
     name, equals, shape_and_dtype = text.rpartition("=")
     shape, colon, dtype = shape_and_dtype.partition(":")
     if (equals and not name) or (colon and dtype not in DTYPES):
-        suggestion = did_you_mean(dtype, DTYPES)
-        suggestion = f"; {suggestion}" if suggestion else ""
-        raise ConfigError(
+        message = (
             "an input is like 1x3x224x224, 1x128:int64 or mask=1x128, of a dtype of"
-            f" {', '.join(DTYPES)}, got {text!r}{suggestion}"
+            f" {', '.join(DTYPES)}, got {text!r}"
         )
+        suggestion = did_you_mean(dtype, DTYPES)
+        raise ConfigError(f"{message}; {suggestion}" if suggestion else message)
     return InputRequest(parse_shape(shape), dtype or None, name or None)
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from deploy.errors import FeedError, ModelError, first_line
 from deploy.fx.capture_errors import explain_capture_failure
+from deploy.fx.comparison import largest_magnitude
 from deploy.fx.device import device_of, fixed_seed, quiet
 from deploy.fx.lift import input_placeholders, lift_program
 from deploy.fx.model_inputs import (
@@ -47,7 +48,7 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
         FeedError: the loader's first item does not hold the inputs of the model's forward.
     """
     if isinstance(batch, tuple | list):
-        return tuple(torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in batch)
+        return tuple(map(_array_to_tensor, batch))
     if model is None or isinstance(batch, torch.Tensor | Mapping):
         return (batch,)
 
@@ -62,6 +63,10 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
             f" got a loader of {', '.join(names)}; give them as a list of tensors"
         )
     return tuple(tensors[names.index(name)] for name in ordered)
+
+
+def _array_to_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def select_arguments(batch: Any, model: nn.Module) -> tuple[Any, ...]:
@@ -134,14 +139,11 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
 def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
     """Raise `ModelError` if `captured` gives other outputs than `model`."""
     references = tensor_leaves(run_model(model, inputs))
-    for value, reference in zip(
-        tensor_leaves(run_model(captured, inputs)), references, strict=True
-    ):
-        finite = reference.double().nan_to_num(0.0, 0.0, 0.0)
-        max_difference = CAPTURE_TOLERANCE * float(finite.abs().max()) if finite.numel() else 0.0
-        if not torch.allclose(
-            value.double(), reference.double(), 0.0, max_difference, equal_nan=True
-        ):
+    outputs = tensor_leaves(run_model(captured, inputs))
+    for output, reference in zip(outputs, references, strict=True):
+        exact = reference.double()
+        max_difference = CAPTURE_TOLERANCE * largest_magnitude(exact)
+        if not torch.allclose(output.double(), exact, 0.0, max_difference, equal_nan=True):
             raise ModelError(
                 f"a captured model must compute what {type(model).__name__} does, and does not:"
                 " its forward keeps something from one call to the next, or changes its input"
@@ -159,11 +161,13 @@ def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
             return model(*copy.deepcopy(list(inputs)))
     except Exception as error:  # torch.export accepts some models that do not run
         shapes = [tuple(tensor.shape) for tensor in tensor_leaves(inputs)]
-        line = user_code_line(error)
-        raise ModelError(
+        message = (
             f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
-            f" {first_line(error)}" + (f" at {line}" if line else "")
-        ) from error
+            f" {first_line(error)}"
+        )
+        if line := user_code_line(error):
+            message += f" at {line}"
+        raise ModelError(message) from error
 
 
 def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -216,7 +220,9 @@ def has_batch(leaf: Any) -> bool:
 
 def repeat_single_sample(leaf: Any) -> Any:
     """Repeat a batch of 1, which torch.export would take for a constant."""
-    return torch.cat([leaf, leaf]) if has_batch(leaf) and leaf.shape[0] == 1 else leaf
+    if has_batch(leaf) and len(leaf) == 1:
+        return torch.cat([leaf, leaf])
+    return leaf
 
 
 def _has_dynamic_batch(program: Any, inputs: Sequence[Any], repeated: Any) -> bool:

@@ -17,13 +17,15 @@ def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
     """Return one sentence on a failure: module, file and line, torch's message, and a remedy."""
     cause = root_cause(error)
     name = innermost_module(error, model) or innermost_module(cause, model)
-    module = type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
-    line = failing_line(cause) or failing_line(error)
+    description = type(model.get_submodule(name)).__name__
+    if name:
+        description += f" ({name})"
+    if line := failing_line(cause) or failing_line(error):
+        description += f" at {line}"
     message = " ".join(str(cause).split()).partition(" (unhinted")[0][:160]
     return (
-        f"torch.export must be able to follow the model, and cannot follow {module}"
-        + (f" at {line}" if line else "")
-        + f" ({type(cause).__name__}: {message}); {_remedy(cause, name)}"
+        f"torch.export must be able to follow the model, and cannot follow {description}"
+        f" ({type(cause).__name__}: {message}); {_remedy(cause, name)}"
     )
 
 
@@ -58,9 +60,11 @@ def failing_line(error: BaseException) -> str:
 
 def _remedy(error: BaseException, name: str) -> str:
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error).lower():
-        leaf = f"; profile can keep that module as one node with --leaf {name}" if name else ""
-        return (
+        remedy = (
             "replace `if`, `while` and .item() on the values of tensors by torch.where or"
-            f" arithmetic{leaf}"
+            " arithmetic"
         )
+        if name:
+            remedy += f"; profile can keep that module as one node with --leaf {name}"
+        return remedy
     return "it must run in eval mode for inputs of the shapes given, by tensor operations alone"

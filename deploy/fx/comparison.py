@@ -59,9 +59,11 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
         return [output]
     if isinstance(output, dict):
         output = list(output.values())
+    tensors = []
     if isinstance(output, list | tuple):
-        return [tensor for item in output for tensor in tensors_of(item)]
-    return []
+        for item in output:
+            tensors += tensors_of(item)
+    return tensors
 
 
 def wait_for_device() -> None:
@@ -104,7 +106,8 @@ def largest_difference(first: Any, second: Any) -> float:
     """
     differences = [torch.zeros(1, dtype=torch.float64)]
     for first_tensor, second_tensor in zip(tensors_of(first), tensors_of(second), strict=True):
-        a, b = first_tensor.detach().cpu().double(), second_tensor.detach().cpu().double()
+        a = first_tensor.detach().cpu().double()
+        b = second_tensor.detach().cpu().double()
         is_equal = (a == b) | (a.isnan() & b.isnan())
         differences.append((a - b).abs()[~is_equal])
     return float(torch.cat(differences).max())
@@ -138,7 +141,12 @@ def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
 
 def floats_to_float64(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the inputs with floating-point tensors in float64."""
-    return [x.double() if x.is_floating_point() else x for x in inputs]
+    converted = []
+    for tensor in inputs:
+        if tensor.is_floating_point():
+            tensor = tensor.double()
+        converted.append(tensor)
+    return converted
 
 
 def _is_same_in_float64(

@@ -29,11 +29,12 @@ from torch.nn import functional
 
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
-from deploy.fx.capture import as_inputs, select_arguments
+from deploy.fx.capture import as_inputs, has_batch, select_arguments, tensor_leaves
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
 from deploy.fx.fuse import called_module, called_once
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
+from deploy.fx.operations import arguments_by_name
 from deploy.fx.plain_copy import replace_submodule
 from deploy.fx.range_search import DEFAULT_SEARCH, ActivationSearch, ScaleAndZero, widest_range
 from deploy.graph.bounds import RangeLimits
@@ -75,22 +76,18 @@ def insert_call(graph_module: fx.GraphModule, tensor: fx.Node, module: str) -> f
     """Insert a call of a module right after the tensor that it reads."""
     position = tensor
     if tensor.op == "placeholder":  # all placeholders must come first
-        position = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1]
+        position = graph_module.graph.find_nodes(op="placeholder")[-1]
     with graph_module.graph.inserting_after(position):
         return graph_module.graph.call_module(module, (tensor,))
 
 
 def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
     """Return the smallest reach that contains all; None if one is None or there are none."""
-    bounded = []
-    for reach in reaches:
-        if reach is None:
-            return None
-        bounded.append(reach)
-    if not bounded:
+    limits: list[Any] = list(reaches)
+    if not limits or None in limits:
         return None
-    floors, ceilings, followed = zip(*bounded, strict=True)
-    return RangeLimits(min(floors), max(ceilings), max(followed))
+    floors, ceilings, extrapolation_limits = zip(*limits, strict=True)
+    return RangeLimits(min(floors), max(ceilings), max(extrapolation_limits))
 
 
 _PADDING = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # ZeroPad is a ConstantPad
@@ -136,15 +133,17 @@ def _convert_module(module: nn.Module, name: str, custom: CustomClasses) -> nn.M
     """Return the quantized form of a module; None if it stays."""
     quantized_class: Any = custom.get(type(module))
     if quantized_class is not None:
-        build = getattr(quantized_class, "from_observed", None) or quantized_class.from_float
+        has_observers = hasattr(quantized_class, "from_observed")
+        build = quantized_class.from_observed if has_observers else quantized_class.from_float
         return build(module).eval()
     if isinstance(module, FakeQuant):
         scale, zero_point = module.scale_and_zero()
         return FixedQuant(module.grid, module.name, scale, zero_point)
     if not isinstance(module, QatLayer):
         return None
-    is_quantized = isinstance(module.weight_quant, WeightQuant)
-    return IntLayer(module, name) if is_quantized else folded_layer(module)
+    if isinstance(module.weight_quant, WeightQuant):
+        return IntLayer(module, name)
+    return folded_layer(module)
 
 
 def _remove_monitors(graph_module: fx.GraphModule) -> None:
@@ -171,8 +170,7 @@ def _round_biases(graph_module: fx.GraphModule) -> None:
 
 def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     if node.target is functional.pad:
-        options = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False))
-        options |= node.kwargs
+        options = arguments_by_name(node, ("input", "pad", "mode", "value"))
         return options.get("mode", "constant") == "constant" and not options.get("value")
     module: Any = called_module(graph_module, node)
     return isinstance(module, _PADDING) and not module.value
@@ -220,11 +218,11 @@ def record_statistics(
             "a method that sees samples one by one needs a model that runs for a batch of 1,"
             f" got: {first_line(error)}; take another method"
         ) from error
-    return _record_pass(
-        model,
-        chain(lead_samples, samples),
-        lambda module: statistic.recorder(lead_recorders.get(module)),
-    )
+
+    def create_recorder(module: nn.Module) -> Recorder:
+        return statistic.recorder(lead_recorders.get(module))
+
+    return _record_pass(model, chain(lead_samples, samples), create_recorder)
 
 
 def _record_pass(
@@ -275,14 +273,14 @@ def _record(
 def _samples(batch: Any) -> Iterator[tuple[Any, ...]]:
     """Split a batch into batches of 1."""
     inputs = as_inputs(batch)
-    sizes: list[int] = []
-    map_tensors(inputs, lambda tensor: sizes.extend(tensor.shape[:1]))
-    for index in range(sizes[0] if sizes else 1):
+    batched = filter(has_batch, tensor_leaves(inputs))
+    sizes = [len(tensor) for tensor in batched] or [1]
+    for index in range(sizes[0]):
         yield map_tensors(inputs, partial(_sample, index))
 
 
 def _sample(index: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[index : index + 1] if tensor.ndim else tensor
+    return tensor[index : index + 1] if has_batch(tensor) else tensor
 
 
 def _in_full_batches(samples: Iterable[Any], size: int) -> Iterator[Any]:

@@ -47,8 +47,9 @@ def refuse_meta(device: torch.device, what: str) -> None:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter or buffer; the CPU if it has none."""
-    tensors = (*model.parameters(), *model.buffers())
-    return tensors[0].device if tensors else CPU
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return CPU
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
@@ -64,8 +65,9 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, tuple | list):
         items = [map_tensors(item, change) for item in value]
-        # a named tuple takes its fields one by one
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
+            return type(value)(*items)
+        return type(value)(items)
     return value
 
 
@@ -81,9 +83,11 @@ class DeviceAdapter(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Return the model's outputs on the device of the first tensor input."""
-        devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
         output = self.model(*move_tensors(inputs, device_of(self.model)))
-        return move_tensors(output, devices[0]) if devices else output
+        for value in inputs:
+            if isinstance(value, torch.Tensor):
+                return move_tensors(output, value.device)
+        return output
 
 
 @contextmanager
@@ -107,7 +111,9 @@ class _ThreadStderr:
         self._silenced, self._stream = threading.get_ident(), sys.stderr
 
     def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._silenced else self._stream.write(text)
+        if threading.get_ident() == self._silenced:
+            return len(text)
+        return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -120,9 +126,12 @@ def random_state() -> State:
     """Return the random state of torch (CPU and every GPU), numpy and Python."""
     version, python_words, gauss = random.getstate()
     name, key, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (a user's own)
+    gpu_states = []
+    if torch.cuda.is_available():
+        gpu_states = torch.cuda.get_rng_state_all()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": gpu_states,
         "numpy": [
             str(name),
             torch.from_numpy(np.array(key, np.int64)),
@@ -149,8 +158,8 @@ def restore_random_state(saved: State) -> None:
         KeyError, TypeError, ValueError, RuntimeError: `saved` is not such a state.
     """
     torch.set_rng_state(saved["torch"])
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device, gpu_state in enumerate(saved["cuda"][:gpus]):
+    gpu_states = saved["cuda"][: torch.cuda.device_count()]
+    for device, gpu_state in enumerate(gpu_states):
         torch.cuda.set_rng_state(gpu_state, device)
     name, key, position, has_gauss, cached = saved["numpy"]
     numpy_words = key.numpy().astype(np.uint32)

@@ -90,8 +90,10 @@ class Distiller:
                     f"student and teacher must give equal shapes, got {tuple(student.shape)} and"
                     f" {tuple(teacher.shape)}; choose other layers"
                 )
-            loss_of = logit_loss if student.dim() == 2 else channel_wise_loss
-            total = total + loss_of(student, teacher)
+            if student.dim() == 2:
+                total = total + logit_loss(student, teacher)
+            else:
+                total = total + channel_wise_loss(student, teacher)
         return total
 
     def close(self) -> None:
@@ -114,10 +116,9 @@ class Distiller:
 
 def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str, str]]:
     """Return the student's last quantized convolution that the teacher has too, as a pair."""
-    teacher_names = {name for name, _ in teacher.named_modules()}
-    pairs = []
-    for name, module in student.named_modules():
+    teacher_modules = dict(teacher.named_modules())
+    for name, module in reversed(list(student.named_modules())):
         is_convolution = isinstance(module, QatLayer) and isinstance(module.layer, CONVS)
-        if is_convolution and name in teacher_names:
-            pairs.append((name, name))
-    return pairs[-1:]
+        if is_convolution and name in teacher_modules:
+            return [(name, name)]
+    return []

@@ -72,11 +72,15 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     outputs = [value.name for value in model.graph.output]
     if len(paths) != len(outputs) or len({*outputs}) != len(outputs):
         return  # a tensor that is returned twice has one name
-    used_names = {value.name for value in model.graph.input} | {*outputs}
+    used_names = {value.name for value in (*model.graph.input, *model.graph.output)}
     new_names: dict[str, str] = {}
-    for name, path in zip(outputs, paths, strict=True):
+    for output, path in zip(outputs, paths, strict=True):
         if any(isinstance(key, pytree.MappingKey | pytree.GetAttrKey) for key in path):
-            new_names[name] = _unique_name("_".join(map(_key_name, path)), used_names)
+            name = "_".join(map(_key_name, path))
+            while name in used_names:
+                name += "_out"
+            used_names.add(name)
+            new_names[output] = name
     _rename_outputs(model.graph, new_names)
 
 
@@ -97,21 +101,19 @@ def _tensor_paths(program: ExportedProgram) -> list[Sequence[Any]]:
 def _key_name(key: Any) -> str:
     if isinstance(key, pytree.MappingKey):
         return str(key.key)
-    return str(key.name if isinstance(key, pytree.GetAttrKey) else key.idx)
-
-
-def _unique_name(name: str, used_names: set[str]) -> str:
-    while name in used_names:
-        name += "_out"
-    used_names.add(name)
-    return name
+    if isinstance(key, pytree.GetAttrKey):
+        return key.name
+    return str(key.idx)
 
 
 def _rename_outputs(graph: onnx.GraphProto, new_names: dict[str, str]) -> None:
     """Rename outputs; inner values whose name is needed get "_inner"."""
-    values = {name for node in graph.node for name in node.output}
-    displaced = (values - {*new_names}) & {*new_names.values()}
-    rename_values(graph, {**new_names, **{name: f"{name}_inner" for name in displaced}})
+    displaced_names = {}
+    for node in graph.node:
+        for name in node.output:
+            if name not in new_names and name in new_names.values():
+                displaced_names[name] = f"{name}_inner"
+    rename_values(graph, new_names | displaced_names)
 
 
 def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
@@ -156,7 +158,7 @@ def to_onnx(
     if dynamic_batch:
         copies = [repeat_single_sample(tensor) for tensor in copies]
         batch = torch.export.Dim("batch")
-        shapes = tuple({0: batch} for _ in copies)
+        shapes = ({0: batch},) * len(copies)
     try:
         program = run_exporter(_exportable_copy(model), tuple(copies), shapes, opset)
     except Exception as error:  # torch.export and the exporter share no error class
@@ -239,16 +241,19 @@ class ExportAgreement:
         return None if self.depends_on_input else CONSTANT_OUTPUT
 
     def __str__(self) -> str:
-        codes = f", {self.codes:.2f} steps of the last scale" if self.codes is not None else ""
-        sizes = f" in batches of {' and '.join(map(str, self.batches))}" if self.batches else ""
-        warning = f"; {self.warning}" if self.warning else ""
-        is_dense = self.rows not in (0, self.samples)
-        rows = f" of {self.rows} positions in the last output" if is_dense else ""
-        return (
-            f"onnxruntime against torch on {self.samples} samples{sizes}: same arg-max"
-            f" {100 * self.argmax:.2f}%{rows}, largest difference {self.max_difference:.3g}{codes}"
-            f" (largest output {self.max_output:.3g}){warning}"
-        )
+        text = f"onnxruntime against torch on {self.samples} samples"
+        if self.batches:
+            text += f" in batches of {' and '.join(map(str, self.batches))}"
+        text += f": same arg-max {100 * self.argmax:.2f}%"
+        if self.rows not in (0, self.samples):
+            text += f" of {self.rows} positions in the last output"
+        text += f", largest difference {self.max_difference:.3g}"
+        if self.codes is not None:
+            text += f", {self.codes:.2f} steps of the last scale"
+        text += f" (largest output {self.max_output:.3g})"
+        if self.warning:
+            text += f"; {self.warning}"
+        return text
 
 
 def compare_with_torch(
@@ -273,9 +278,10 @@ def compare_with_torch(
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
     input_names = [spec.name for spec in session.inputs]
     max_difference = max_output = 0.0
-    same_rows = rows = samples = output_count = 0
+    samples = output_count = 0
+    same_argmax: list[NDArray[np.bool_]] = []
     varies_between_samples: list[bool] = []
-    varies_in_sample: list[bool] = []
+    varies_in_sample: list[bool] = []  # all that shows with batches of one sample
     for batch in batches:
         arrays = [tensor.detach().cpu().numpy() for tensor in batch]
         onnx_arrays = session.run(dict(zip(input_names, arrays, strict=True))).values()
@@ -287,25 +293,29 @@ def compare_with_torch(
         max_output = max(max_output, largest_magnitude(torch_outputs))
 
         batch_size = len(batch[0]) if batch[0].ndim else 1
-        varies = varies_between_samples if batch_size > 1 else varies_in_sample
-        varies += map(_varies, torch_outputs)
-        is_same = _same_argmax(torch_outputs[-1].cpu().numpy(), onnx_outputs[-1].numpy())
-        same_rows += int(is_same.sum())
-        rows += len(is_same)
+        if batch_size > 1:
+            varies_between_samples += map(_varies, torch_outputs)
+        else:
+            varies_in_sample += map(_varies, torch_outputs)
+        last_output = torch_outputs[-1].cpu().numpy()
+        same_argmax.append(_same_argmax(last_output, onnx_outputs[-1].numpy()))
         samples += batch_size
         output_count = len(torch_outputs)
 
+    codes = None
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
-    step = float(quantizers[-1].scale) if quantizers else 0.0
+    if quantizers and output_count == 1:
+        codes = max_difference / float(quantizers[-1].scale)
+    rows = np.concatenate(same_argmax)
     return ExportAgreement(
         samples=samples,
         max_difference=max_difference,
         max_output=max_output,
-        argmax=same_rows / max(rows, 1),
-        codes=max_difference / step if step and output_count == 1 else None,
+        argmax=int(rows.sum()) / max(len(rows), 1),
+        codes=codes,
         batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
         depends_on_input=any(varies_between_samples or varies_in_sample),
-        rows=rows,
+        rows=len(rows),
     )
 
 
@@ -365,7 +375,11 @@ def _has_dynamic_batch(exported: onnx.ModelProto) -> bool:
 def with_more_samples(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Append samples to a batch, to a size other than the 2 with which torch.export ran."""
     count = 2 if len(inputs[0]) == 1 else 1
-    return tuple(torch.cat([x, x[:1].flip(-1).expand(count, *x.shape[1:])]) for x in inputs)
+    larger = []
+    for tensor in inputs:
+        new_sample = tensor[:1].flip(-1)
+        larger.append(torch.cat([tensor, *[new_sample] * count]))
+    return tuple(larger)
 
 
 def _float32_error(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
@@ -381,9 +395,9 @@ def _float32_error(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
 
 def _varies(output: torch.Tensor) -> bool:
     """Return whether an output varies between samples; for one sample, between values."""
-    if output.ndim and len(output) > 1:
-        return bool((output != output[:1]).any())
-    return bool((output != output.reshape(-1)[:1]).any())
+    if not output.ndim or len(output) == 1:
+        output = output.reshape(-1)
+    return bool((output != output[:1]).any())
 
 
 def _exportable_copy(model: nn.Module) -> nn.Module:
@@ -396,27 +410,28 @@ def _exportable_copy(model: nn.Module) -> nn.Module:
 
 
 def _tensors_only(returned: Any) -> Any:
-    return pytree.tree_map(lambda x: x if isinstance(x, torch.Tensor) else None, returned)
+    def none_unless_tensor(leaf: Any) -> torch.Tensor | None:
+        return leaf if isinstance(leaf, torch.Tensor) else None
+
+    return pytree.tree_map(none_unless_tensor, returned)
 
 
 def explain_export_failure(error: Exception, dynamic_batch: bool) -> str:
     """Return one sentence on why torch.export or the exporter failed, with the user's line."""
     cause = root_cause(error)
     kind = type(cause).__name__
-    line = failing_line(cause) or failing_line(error)
-    location = f" at {line}" if line else ""
-    remedy = "rewrite what depends on data"
-    if dynamic_batch and "DataDependent" not in kind:
-        remedy = f"{FIXED_BATCH}, or {remedy}"
-
     message = first_line(cause)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if lines and lines[0].endswith(":"):  # a heading: the second line too
         message = " ".join(lines[:2])
-    return (
-        f"torch.export must be able to follow the model, got {kind}: {message[:300]}{location};"
-        f" {remedy}"
-    )
+
+    text = f"torch.export must be able to follow the model, got {kind}: {message[:300]}"
+    if line := failing_line(cause) or failing_line(error):
+        text += f" at {line}"
+    text += "; "
+    if dynamic_batch and "DataDependent" not in kind:
+        text += f"{FIXED_BATCH}, or "
+    return f"{text}rewrite what depends on data"
 
 
 def _same_argmax(expected: NDArray[Any], output: NDArray[Any]) -> NDArray[np.bool_]:

@@ -204,7 +204,7 @@ def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | Non
 
 def called_once(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether no other node calls the module of `node`."""
-    return len(_calls(graph_module, node)) == 1
+    return len(calls_of_module(graph_module, node)) == 1
 
 
 def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
@@ -246,7 +246,7 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     return None
 
 
-def _calls(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[fx.Node]:
+def calls_of_module(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[fx.Node]:
     """Return all calls of the module that a node calls."""
     module = called_module(graph_module, layer_call)
     return [n for n in graph_module.graph.nodes if called_module(graph_module, n) is module]
@@ -254,7 +254,7 @@ def _calls(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[fx.Node]:
 
 def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
     """Return the norm calls after all calls of a layer, if all call this norm; else []."""
-    calls = _calls(graph_module, path_to_layer(graph_module, norm)[-1])
+    calls = calls_of_module(graph_module, path_to_layer(graph_module, norm)[-1])
     if len(calls) == 1:
         return [norm]
     norms = [n for n in _norms(graph_module) if path_to_layer(graph_module, n)[-1] in calls]
@@ -412,7 +412,7 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
 
     name = str(layer_call.target)
     relus: set[fx.Node] = set()
-    for call in _calls(graph_module, layer_call):
+    for call in calls_of_module(graph_module, layer_call):
         readers = list(call.users)
         is_only_reader = len(readers) == 1 and is_relu(graph_module, readers[0])
         if not is_only_reader or str(call.target) != name:  # a shared module has several names

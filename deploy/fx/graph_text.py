@@ -10,21 +10,17 @@ from torch._ops import OpOverload
 from deploy.terminal import join_visible
 
 COLUMNS = ("opcode", "name", "target", "args", "kwargs")
-
-
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-
-
 _PACKAGES = {"_operator": "operator", "torch._C._nn": "torch.nn.functional", None: "torch"}
 
 
 def format_graph(graph_module: fx.GraphModule) -> str:
     """Format the graph, one line per node: opcode, name, target, args, kwargs."""
-    rows = [
-        (node.op, node.name, target_name(node.target), _text(node.args), _text(node.kwargs))
-        for node in graph_module.graph.nodes
-    ]
-    return format_columns([COLUMNS, *rows])
+    rows: list[Sequence[str]] = [COLUMNS]
+    for node in graph_module.graph.nodes:
+        texts = (target_name(node.target), _text(node.args), _text(node.kwargs))
+        rows.append((node.op, node.name, *texts))
+    return format_columns(rows)
 
 
 def graph_source(graph_module: fx.GraphModule) -> str:
@@ -63,7 +59,8 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in value.items()) + "}"
+        entries = [f"{key}: {_text(item)}" for key, item in value.items()]
+        return "{" + ", ".join(entries) + "}"
     if isinstance(value, slice):
         return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
     if callable(value) and hasattr(value, "__name__"):

@@ -122,7 +122,8 @@ def input_placeholders(program: ExportedProgram) -> list[fx.Node]:
         *signature.inputs_to_buffers,
         *signature.inputs_to_lifted_tensor_constants,
     }
-    return [node for node in _placeholders(program.graph) if node.name not in state]
+    placeholders = program.graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if node.name not in state]
 
 
 class _Lifter:
@@ -157,13 +158,15 @@ class _Lifter:
 
     def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
         """Add the calls; those of one layer become one `call_module`."""
-        functions = (node for node in nodes if node.op == "call_function")
-        calls = [node for node in functions if _aten_name(node.target) not in _CHECKS]
+        calls = list(filter(_is_computation, nodes))
         for layer_call, group in groupby(calls, self._layer_call_of):
             call_nodes = list(group)
-            if layer_call is None or not self._add_layer(layer_call.partition("@")[0], call_nodes):
-                for node in call_nodes:
-                    self._add_node(node)
+            if layer_call is not None:
+                layer_name, _, _ = layer_call.partition("@")
+                if self._add_layer(layer_name, call_nodes):
+                    continue
+            for node in call_nodes:
+                self._add_node(node)
 
     def add_outputs(self) -> None:
         values = fx.node.map_arg(self.program.graph.output_node().args[0], self._value)
@@ -239,17 +242,20 @@ class _Lifter:
 
     def _attribute_of(self, node: fx.Node) -> Any:
         """Return the parameter or buffer of a placeholder, None for any other node."""
-        name = self._name_by_placeholder.get(node.name) if node.op == "placeholder" else None
-        return None if name is None else tensor_of(self.model, name)
+        if node.op != "placeholder" or node.name not in self._name_by_placeholder:
+            return None
+        return tensor_of(self.model, self._name_by_placeholder[node.name])
 
     def _add_node(self, node: fx.Node) -> None:
         if getattr(node.target, "__name__", "") in _REGIONS:
             self._add_region(node)
             return
-        args: Any = node.args
-        if node.target is operator.getitem and isinstance(self._value(args[0]), tuple):
-            self.lifted[node] = self._value(args[0])[args[1]]
-            return
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            values = self._value(source)
+            if isinstance(values, tuple):  # the outputs of a region
+                self.lifted[node] = values[node.args[1]]
+                return
         if node.target is torch.ops.aten.item.default:
             constant = self._constant_value(node)
             if constant is not None:
@@ -260,9 +266,8 @@ class _Lifter:
 
     def _constant_value(self, node: fx.Node) -> Any:
         """Return the value of a node computed only from the model's constants, or None."""
-        if node.op == "placeholder":
-            name = self._constant_by_placeholder.get(node.name)
-            return None if name is None else self.program.constants[name]
+        if node.op == "placeholder" and node.name in self._constant_by_placeholder:
+            return self.program.constants[self._constant_by_placeholder[node.name]]
         if node.op != "call_function" or not node.all_input_nodes:
             return None
         value_by_source = {}
@@ -288,8 +293,11 @@ class _Lifter:
         while not _is_attribute(args[0]):  # options of the region
             args.pop(0)
         region = getattr(self.program.graph_module, str(args[0].target))
-        for placeholder, value in zip(_placeholders(region.graph), args[1:], strict=True):
-            self.lifted[placeholder] = self._value(value) if isinstance(value, fx.Node) else value
+        placeholders = region.graph.find_nodes(op="placeholder")
+        for placeholder, value in zip(placeholders, args[1:], strict=True):
+            if isinstance(value, fx.Node):
+                value = self._value(value)
+            self.lifted[placeholder] = value
         self.add_nodes(region.graph.nodes)
         self.lifted[node] = tuple(map(self._value, region.graph.output_node().args[0]))
 
@@ -304,8 +312,8 @@ def is_layer(module: nn.Module) -> bool:
     return not any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
+def _is_computation(node: fx.Node) -> bool:
+    return node.op == "call_function" and _aten_name(node.target) not in _CHECKS
 
 
 def _is_tensor(node: fx.Node) -> bool:

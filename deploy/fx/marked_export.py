@@ -9,6 +9,7 @@ So the name of a tensor gives its node; a tensor without such a name is inside a
 """
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,7 +113,7 @@ def _replace_opaque_calls(marked: fx.GraphModule, is_opaque: Callable[[fx.Node],
 
 def _insert_markers(marked: fx.GraphModule) -> None:
     """Insert a marker after each float tensor; its readers read the marker's output."""
-    placeholders = [node for node in marked.graph.nodes if node.op == "placeholder"]
+    placeholders = marked.graph.find_nodes(op="placeholder")
     for node in list(marked.graph.nodes):
         if node.op in ("output", "get_attr") or not is_float(node):
             continue
@@ -128,7 +129,7 @@ def _insert_markers(marked: fx.GraphModule) -> None:
 def _to_float_on_cpu(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
+    tensor = torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf.cpu()
     if tensor.is_floating_point():
         tensor = tensor.float()
     return repeat_single_sample(tensor)
@@ -154,9 +155,10 @@ class OpaqueStandIn(nn.Module):
         def expand_total(meta: Any) -> Any:
             if not isinstance(meta, TensorMetadata) or not meta.shape:
                 return total
-            follows_batch = meta.shape[0] == self.batch_size
-            size = tensors[0].shape[0] if follows_batch else meta.shape[0]
-            return torch.cumsum(total.expand(size, *meta.shape[1:]), -1).to(meta.dtype)
+            size, *sizes = meta.shape
+            if size == self.batch_size:
+                size = tensors[0].shape[0]
+            return torch.cumsum(total.expand(size, *sizes), -1).to(meta.dtype)
 
         return pytree.tree_map(expand_total, self.outputs, is_leaf=_is_tensor_metadata)
 
@@ -225,7 +227,10 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node.target not in (torch.chunk, torch.split):
             continue
-        item_by_index = {user.args[1]: user for user in node.users}
+        item_by_index: dict[Any, fx.Node] = {}
+        for user in node.users:
+            if user.target is operator.getitem:  # a cat may read all outputs at once
+                item_by_index[user.args[1]] = user
         for reader in graph.readers.get(f"{NODE_PREFIX}{node.args[0].name}", []):
             if reader.op_type != "Split":
                 continue

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from deploy.fx.comparison import check_same_outputs, tensors_of
 from deploy.fx.convert import calibrate, convert, scale_table, set_phase
 from deploy.fx.graph_text import format_columns
-from deploy.fx.prepare import MODES, prepare, prepare_only
+from deploy.fx.prepare import MODES, prepare_part
 from deploy.fx.range_search import ActivationSearch, search_for
 from deploy.metrics.output_errors import sqnr_db
 from deploy.targets import Target
@@ -73,10 +73,7 @@ def quantize_model(
         options: as for `prepare`.
     """
     options |= {"target": target, "mode": mode}
-    if only is None:
-        prepared: nn.Module = prepare(model, inputs, **options)
-    else:
-        prepared = prepare_only(model, only, inputs, **options)
+    prepared = prepare_part(model, only, inputs, **options)
     if mode != "dynamic":  # dynamic quantizers are always on
         check_same_outputs(model, prepared, inputs, "tracing and folding BatchNorm")
     if mode == "static":

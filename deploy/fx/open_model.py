@@ -94,10 +94,13 @@ def _export_checked(
     A float export is checked; the warning says that this proves nothing. The graph's name, which is
     that of the files of `build`, is the class in snake case.
     """
-    is_float = not _is_converted(model)
-    fused = fuse_for_export(model, inputs) if is_float else model
-    exported = to_onnx(fused, inputs, opset=opset, dynamic_batch=dynamic_batch)
-    warning = check_float_export(exported, model, inputs).warning if is_float else None
+    warning = None
+    if _is_converted(model):
+        exported = to_onnx(model, inputs, opset=opset, dynamic_batch=dynamic_batch)
+    else:
+        fused = fuse_for_export(model, inputs)
+        exported = to_onnx(fused, inputs, opset=opset, dynamic_batch=dynamic_batch)
+        warning = check_float_export(exported, model, inputs).warning
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(model).__name__)
     exported.graph.name = words.lower().strip("_") or "model"
     return exported, warning
@@ -250,7 +253,7 @@ def open_torch(
 def _load_model(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
     loaded = load_onnx(exported, True)
     origin = f"Exported by torch from {source} and checked against it."
-    sentences = (f"{note[0].upper()}{note[1:]}." for note in notes if note)
+    sentences = [f"{note[0].upper()}{note[1:]}." for note in notes if note]
     return replace(loaded, exported=exported, notes=(origin, *sentences, *loaded.notes))
 
 
@@ -282,15 +285,16 @@ def write_fused(
         return sentence
     batch = torch.export.Dim("batch")
     repeated = tuple(map(repeat_single_sample, inputs))
-    shapes = tuple({0: batch} for _ in repeated)
+    shapes = ({0: batch},) * len(repeated)
     try:
         with quiet():
             program = torch.export.export(fused, repeated, dynamic_shapes=shapes)
     except Exception as error:  # torch.export has no error class of its own
-        line = user_code_line(error)
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        if line := user_code_line(error):
+            cause += f" at {line}"
         raise ModelError(
-            f"torch.export must be able to follow the model, got {type(error).__name__}:"
-            f" {first_line(error)}" + (f" at {line}" if line else "") + "; write .onnx with a"
+            f"torch.export must be able to follow the model, got {cause}; write .onnx with a"
             " batch that the model does not fix, or rewrite what depends on data"
         ) from error
     for node in program.graph.nodes:

@@ -48,8 +48,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
             setattr(module, name, value)
 
     for name, module in list(copied.named_modules()):
-        unwrapped = unwrap(module, name) if name else module
-        if unwrapped is not module:
+        if name and (unwrapped := unwrap(module, name)) is not module:
             replace_submodule(copied, name, unwrapped)
     for module in copied.modules():
         module._compiled_call_impl = None
@@ -89,12 +88,18 @@ def _wrapped_model(model: Any) -> nn.Module | None:
     if isinstance(model, _PARALLEL_WRAPPERS):
         return model.module
     # by class name, because importing the compiler takes seconds
-    return model._orig_mod if type(model).__name__ == "OptimizedModule" else None
+    if type(model).__name__ == "OptimizedModule":
+        compiled: nn.Module = model._orig_mod
+        return compiled
+    return None
 
 
 def _computed_tensors(module: nn.Module) -> list[str]:
-    parametrized: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
-    return [*parametrized, *(_tensor_name(hook) for hook in _weight_hooks(module))]
+    names = list(map(_tensor_name, _weight_hooks(module)))
+    if parametrize.is_parametrized(module):
+        parametrizations: Any = module.parametrizations
+        names = [*parametrizations, *names]
+    return names
 
 
 def _weight_hooks(module: nn.Module) -> list[Any]:
@@ -102,8 +107,9 @@ def _weight_hooks(module: nn.Module) -> list[Any]:
 
 
 def _tensor_name(hook: Any) -> str:
-    name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
-    return str(name)
+    if isinstance(hook, BasePruningMethod):
+        return str(hook._tensor_name)
+    return str(hook.name)
 
 
 def _compute_once(module: nn.Module) -> None:
@@ -161,4 +167,6 @@ def refuse_nan(model: nn.Module) -> None:
 
 def _kind_and_hint(model: object) -> str:
     kind = type(model).__name__
-    return f"{kind}; {_EXPORTED}" if kind == "ExportedProgram" else kind
+    if kind == "ExportedProgram":
+        kind += f"; {_EXPORTED}"
+    return kind

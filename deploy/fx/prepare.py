@@ -40,6 +40,7 @@ from deploy.fx.fuse import (
     UNFOLDED_NORMS,
     called_module,
     called_once,
+    calls_of_module,
     fold_batch_norms,
     fold_frozen,
     layers_to_modules,
@@ -56,7 +57,7 @@ from deploy.fx.int8_layers import (
 )
 from deploy.fx.lift import is_layer
 from deploy.fx.norms import is_norm
-from deploy.fx.operations import propagate_shapes, refresh
+from deploy.fx.operations import arguments_by_name, propagate_shapes, refresh
 from deploy.fx.plain_copy import plain_copy, replace_submodule
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
@@ -98,9 +99,7 @@ def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
     layer: Any = module.layer if isinstance(module, QatLayer) else module
     if not isinstance(layer, CONVS) or layer.padding_mode == "zeros":
         return
-    for call in graph_module.graph.nodes:
-        if called_module(graph_module, call) is not module:
-            continue
+    for call in calls_of_module(graph_module, node):
         with graph_module.graph.inserting_before(call):
             padded = graph_module.graph.call_function(
                 functional.pad,
@@ -120,11 +119,7 @@ def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
 
 def _replace_call(node: fx.Node, function: Callable[..., Any]) -> None:
     """Replace a call by the operations of `function`, which takes the same arguments."""
-    tracer = GraphAppendingTracer(node.graph)
-
-    def to_proxy(source: fx.Node) -> Any:
-        return fx.Proxy(source, tracer)
-
+    to_proxy = partial(fx.Proxy, tracer=GraphAppendingTracer(node.graph))
     options = {key: value for key, value in node.kwargs.items() if key != "inplace"}
     with node.graph.inserting_before(node):
         args, kwargs = fx.node.map_arg((node.args, options), to_proxy)
@@ -135,19 +130,18 @@ def _replace_call(node: fx.Node, function: Callable[..., Any]) -> None:
     node.graph.erase_node(node)
 
 
-def _silu(x: Any, inplace: bool = False) -> Any:
+def _silu(x: Any, inplace: bool = False) -> Any:  # the functional form has a second argument
     return x * torch.sigmoid(x)
 
 
 def _is_decomposable(attention: fx.Node) -> bool:
     """Return whether an attention has known shapes, no dropout and no grouped queries."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
-    arguments: dict[str, Any] = {**dict(zip(names, attention.args, strict=False))}
-    arguments |= attention.kwargs
+    arguments = arguments_by_name(attention, names)
     if arguments.get("dropout_p") or arguments.get("enable_gqa"):
         return False
-    query_shape, key_shape = _shape(arguments["query"]), _shape(arguments["key"])
-    return isinstance(query_shape, torch.Size) and isinstance(key_shape, torch.Size)
+    shapes = (_shape(arguments["query"]), _shape(arguments["key"]))
+    return all(isinstance(shape, torch.Size) for shape in shapes)
 
 
 def _attention(
@@ -252,7 +246,12 @@ def prepare(
     custom = custom or {}
     inputs = as_inputs(inputs, model)
     opaque = [*leaves, *custom]
-    graph_module = _graph_for_norms(model, inputs, opaque, norms)
+    graph_module = graph_of(model, inputs, leaves=opaque)
+    if norms == "fold":
+        graph_module = fold_batch_norms(graph_module)[0]
+    else:
+        layers_to_modules(graph_module)
+        fold_frozen(graph_module)
     _check_skip(graph_module, skip)
     if norms == "train":
         _merge_norms(graph_module, bits, skip)
@@ -298,6 +297,15 @@ def _is_opaque(
     return not is_quantizable and not is_norm(module)
 
 
+def prepare_part(
+    model: nn.Module, only: str | None, inputs: Sequence[torch.Tensor], **options: Any
+) -> nn.Module:
+    """Return a copy of `model` prepared: only its submodule `only`, or all of it if None."""
+    if only is None:
+        return prepare(model, inputs, **options)
+    return prepare_only(model, only, inputs, **options)
+
+
 def prepare_only(
     model: nn.Module, name: str, inputs: Sequence[torch.Tensor], **options: Any
 ) -> nn.Module:
@@ -339,21 +347,9 @@ def _check_options(mode: str, norms: str, momentum: float, bits: int) -> None:
     grid_with_bits(INT8, bits)
 
 
-def _graph_for_norms(
-    model: nn.Module, inputs: Sequence[Any], leaves: list[Any], norms: str
-) -> fx.GraphModule:
-    """Return a graph with its norms folded, or as modules to be trained."""
-    graph_module = graph_of(model, inputs, leaves=leaves)
-    if norms == "fold":
-        return fold_batch_norms(graph_module)[0]
-    layers_to_modules(graph_module)
-    fold_frozen(graph_module)
-    return graph_module
-
-
 def _check_skip(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
-    layers = [name for name, _ in find_weighted_layers(graph_module)]
-    missing = sorted(set(skip) - set(layers))
+    layers = dict(find_weighted_layers(graph_module))
+    missing = sorted(set(skip) - layers.keys())
     if missing:
         raise ConfigError(
             f"a layer to leave in float must be a Conv or Linear of the model, got"
@@ -455,39 +451,39 @@ def _wrap_weights(
 ) -> None:
     """Insert weight quantizers; a layer that stays float but was merged with its norm has none."""
     kinds = (nn.Linear,) if linear_only else WEIGHTED
-    calls = [node for node in graph_module.graph.nodes if node.op == "call_module"]
+    calls = graph_module.graph.find_nodes(op="call_module")
     for name in dict.fromkeys(str(node.target) for node in calls):
         module: Any = graph_module.get_submodule(name)
-        merged = module if isinstance(module, QatLayer) else None
+        is_merged = isinstance(module, QatLayer)
         if name not in placement.weights:
-            if merged is not None:
-                merged.weight_quant = nn.Identity()
+            if is_merged:
+                module.weight_quant = nn.Identity()
             continue
-        if merged is None and not isinstance(module, kinds):
+        if not is_merged and not isinstance(module, kinds):
             continue
 
-        layer = module if merged is None else merged.layer
+        layer = module.layer if is_merged else module
         axis = channel_axis(layer, placement.weights[name])
         quantizer = weight_quantizer(layer, axis, bits, fits_pairs=placement.fits_pairs)
-        if merged is None:
-            replace_submodule(graph_module, name, QatLayer(layer, quantizer))
+        if is_merged:
+            module.weight_quant = quantizer
         else:
-            merged.weight_quant = quantizer
+            replace_submodule(graph_module, name, QatLayer(layer, quantizer))
 
 
 def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:
     """Merge each BatchNorm with the layer before it, to train them as one."""
     reason_by_norm: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
-        norm = called_module(graph_module, node)
-        if norm is None or not is_norm(norm):
+        norm: Any = called_module(graph_module, node)
+        if not is_norm(norm):
             continue
         layer: Any = node.args[0]
         module = called_module(graph_module, layer)
+        is_adjacent = isinstance(module, FOLDABLE) and called_once(graph_module, layer)
         reason = reason_not_foldable(graph_module, node)
-        if reason is None:
-            is_adjacent = isinstance(module, FOLDABLE) and called_once(graph_module, layer)
-            reason = None if is_adjacent else NORM_NOT_ADJACENT
+        if reason is None and not is_adjacent:
+            reason = NORM_NOT_ADJACENT
         if reason is not None:
             reason_by_norm[str(node.target)] = reason
         elif module is not None and str(layer.target) not in skip:

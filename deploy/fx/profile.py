@@ -213,8 +213,11 @@ def _count_parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
             value = tensor_of(graph_module, node.target)
             if isinstance(value, nn.Parameter):
                 parameters.append(value)
-        counts[node] = sum(p.numel() for p in parameters if id(p) not in counted)
-        counted |= {id(parameter) for parameter in parameters}
+        counts[node] = 0
+        for parameter in parameters:
+            if id(parameter) not in counted:
+                counts[node] += parameter.numel()
+                counted.add(id(parameter))
     return counts
 
 
@@ -222,9 +225,12 @@ def owner_of(node: fx.Node) -> str:
     """Return the name of the module that a node calls or was traced in, "" for the model."""
     if node.op == "call_module":
         return str(node.target)
-    stack = node.meta.get("nn_module_stack") or {}
-    path = str([*stack.values()][-1][0]) if stack else ""
-    return _CALL_NUMBER.sub("", path.removeprefix("L['self']").lstrip("."))
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    innermost_path, _ = list(stack.values())[-1]
+    path = str(innermost_path).removeprefix("L['self']").lstrip(".")
+    return _CALL_NUMBER.sub("", path)
 
 
 def _row(node: NodeCost) -> tuple[str, ...]:

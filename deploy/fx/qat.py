@@ -31,7 +31,7 @@ from deploy.fx.distill import Distiller
 from deploy.fx.fakequant import FakeQuant
 from deploy.fx.int8_layers import QatLayer
 from deploy.fx.plain_copy import computed_weights, plain_copy
-from deploy.fx.prepare import prepare, prepare_only
+from deploy.fx.prepare import prepare_part
 from deploy.fx.qat_checkpoint import load_checkpoint, save_checkpoint, training_fingerprint
 from deploy.fx.range_search import resolve_target, search_for
 from deploy.fx.task import RANGES, order_inputs
@@ -141,7 +141,9 @@ def train(
     if score_before is not None:
         report(f"before training (PTQ, {bits} bits): {score_before:.4f}")
 
-    scales = learn_scales(prepared) if task.ranges == "learned" else {}
+    scales: Scales = {}
+    if task.ranges == "learned":
+        scales = learn_scales(prepared)
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
     initial_rates = [group["lr"] for group in optimizer.param_groups]
     fingerprints = training_fingerprint(  # without the data
@@ -149,17 +151,7 @@ def train(
         prepared,
         optimizer,
         teacher=task.teacher,
-        settings={
-            "target": (target.name, changed_options(target)),
-            "number of bits": bits,
-            "number of epochs": task.epochs,
-            "handling of norms": task.norms,
-            "kind of ranges": task.ranges,
-            "method of ranges": search.label,
-            "distillation": (list(task.distil), task.distil_weight),
-            "limit of gradients": task.clip_gradient,
-            "precision": task.amp,
-        },
+        settings=_training_settings(task, target, bits, search.label),
     )
     first_epoch = 0
     losses: list[float] = []
@@ -193,6 +185,21 @@ def train(
     return TrainingResult(prepared.cpu(), converted.cpu(), tuple(losses), score_before, score_after)
 
 
+def _training_settings(task: Task, target: Target, bits: int, search_label: str) -> dict[str, Any]:
+    """Return the settings on which a training depends, in the words of a message about them."""
+    return {
+        "target": (target.name, changed_options(target)),
+        "number of bits": bits,
+        "number of epochs": task.epochs,
+        "handling of norms": task.norms,
+        "kind of ranges": task.ranges,
+        "method of ranges": search_label,
+        "distillation": (list(task.distil), task.distil_weight),
+        "limit of gradients": task.clip_gradient,
+        "precision": task.amp,
+    }
+
+
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
     """Return the inputs of the first batches of epoch 0 on the CPU.
 
@@ -207,10 +214,12 @@ def _move_task(task: Task, device: torch.device | None) -> Task:
     `device`: None for that of the model, which is not copied then.
     """
     inputs = move_tensors(list(task.inputs), device or device_of(task.model))
-    if device is None:
-        return replace(task, inputs=inputs)
-    teacher = None if task.teacher is None else plain_copy(task.teacher).to(device)
-    return replace(task, model=plain_copy(task.model).to(device), teacher=teacher, inputs=inputs)
+    moved = replace(task, inputs=inputs)
+    if device is not None:
+        moved.model = plain_copy(task.model).to(device)
+        if task.teacher is not None:
+            moved.teacher = plain_copy(task.teacher).to(device)
+    return moved
 
 
 def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
@@ -231,10 +240,7 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
         "share": task.share,
         "custom": task.custom,
     }
-    if task.only is None:
-        prepared: nn.Module = prepare(model, task.inputs, **options)
-    else:
-        prepared = prepare_only(model, task.only, task.inputs, **options)
+    prepared = prepare_part(model, task.only, task.inputs, **options)
     if not task.custom:  # observed classes of the user's may compute anything
         check_same_outputs(model, prepared, task.inputs, "tracing and folding BatchNorm")
     return prepared

@@ -103,7 +103,8 @@ def load_checkpoint(
 def _refuse_other_training(path: Path, fingerprints: Fingerprints, stored: Any) -> None:
     if stored == fingerprints:
         return
-    stored = stored if isinstance(stored, dict) else {}
+    if not isinstance(stored, dict):
+        stored = {}
     changed = [name for name, value in fingerprints.items() if stored.get(name) != value]
     raise CacheError(
         f"{path} must be of this training, and is of another {', '.join(changed) or 'one'};"

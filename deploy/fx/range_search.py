@@ -68,13 +68,12 @@ class MethodSearch:
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return scale_on_grid(0.0, 0.0, grid)
+        if not self.bounded:
+            reach = None
         if grid.symmetric:
-            search = self.method.search(symmetric=grid)
-        else:
-            search = self.method.search(affine=grid)
-        clip = search_scale(recorder, search, reach if self.bounded else None)
-        if grid.symmetric:
+            clip = search_scale(recorder, self.method.search(symmetric=grid), reach)
             return scale_on_grid(-clip.amax, clip.amax, grid)
+        clip = search_scale(recorder, self.method.search(affine=grid), reach)
         return scale_on_grid(clip.lo, clip.hi, grid)
 
 
@@ -133,9 +132,11 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
     target = resolve_target(target)
     if method is None:
         return IfmrSearch() if target.own_method else DEFAULT_SEARCH
-    requested = Method.from_label(method) if isinstance(method, str) else method
-    as_tensorrt = target.name == "tensorrt" and requested.name in UNFOLDED_METHODS
-    return MethodSearch(requested, bounded=not as_tensorrt)
+    if isinstance(method, str):
+        method = Method.from_label(method)
+    # TensorRT's own methods do not know where readers saturate
+    as_tensorrt = target.name == "tensorrt" and method.name in UNFOLDED_METHODS
+    return MethodSearch(method, bounded=not as_tensorrt)
 
 
 def widest_range(params: Sequence[ScaleAndZero], grid: Grid) -> ScaleAndZero:

@@ -23,7 +23,7 @@ from deploy.fx.convert import Sources
 from deploy.fx.fuse import called_module
 from deploy.fx.int8_layers import WEIGHTED, QatLayer
 from deploy.fx.marked_export import NODE_PREFIX, ExportedGraph, export_named, is_float
-from deploy.graph.bounds import find_range_limits
+from deploy.graph.bounds import RangeLimits, find_range_limits
 from deploy.graph.index import Graph
 from deploy.graph.plan import FLOAT_BY_USER, Plan
 from deploy.targets import Target
@@ -106,9 +106,10 @@ def place_quantizers(
         )
     exported = export_named(graph_module, inputs, is_opaque=is_opaque)
     mapper = _PlanMapper(graph_module, exported)
-    reason_by_float_node = {
-        node: FLOAT_BY_USER for node in exported.graph_nodes if mapper.has_layer(node, skip)
-    }
+    reason_by_float_node: dict[str, str] = {}
+    for onnx_node in exported.graph_nodes:
+        if not set(skip).isdisjoint(mapper.find_layers(onnx_node)):
+            reason_by_float_node[onnx_node] = FLOAT_BY_USER
     for _ in range(_MAX_PLANS):  # until every node in int8 has a tensor or layer in the graph
         plan = target.plan(exported.model, reason_by_float_node)
         unmapped = dict(mapper.find_unmapped(plan))
@@ -137,10 +138,6 @@ class _PlanMapper:
     def find_layers(self, onnx_node: str) -> Iterator[str]:
         """Yield the names of the layers whose weights an ONNX node uses."""
         return self._layers_of(self.exported.graph_nodes[onnx_node])
-
-    def has_layer(self, onnx_node: str, names: Sequence[str]) -> bool:
-        """Return whether an ONNX node uses the weights of one of the named layers."""
-        return any(name in names for name in self.find_layers(onnx_node))
 
     def _layers_of(self, nodes: Iterable[fx.Node]) -> Iterator[str]:
         """Yield the layers of graph nodes, upstream of nodes that are no layer.
@@ -201,13 +198,19 @@ class _PlanMapper:
                 node = self.exported.nodes_of(pair.tensor)[0]
                 sites[node] = QuantizationSite(node, None, group)
                 continue
-            for consumer in pair.consumers:
-                for graph_node in self.exported.graph_nodes[consumer]:
-                    for node, reader in self._find_edges(pair.tensor, graph_node):
-                        site = sites.setdefault(node, QuantizationSite(node, set(), group))
-                        if site.readers is not None:
-                            site.readers.add(reader)
+            for node, reader in self._edges_to_consumers(pair.tensor, pair.consumers):
+                site = sites.setdefault(node, QuantizationSite(node, set(), group))
+                if site.readers is not None:
+                    site.readers.add(reader)
         return tuple(sites[node] for node in self.graph_module.graph.nodes if node in sites)
+
+    def _edges_to_consumers(
+        self, tensor: str, consumers: Iterable[str]
+    ) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield (node, reader) where the graph nodes of ONNX nodes read an ONNX tensor."""
+        for consumer in consumers:
+            for graph_node in self.exported.graph_nodes[consumer]:
+                yield from self._find_edges(tensor, graph_node)
 
     def _find_edges(self, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Yield (node, reader) where a graph node reads an ONNX tensor.
@@ -223,7 +226,10 @@ class _PlanMapper:
             if source not in tensors:
                 upstream_edges = list(self._find_edges(tensor, source))
                 is_shared = is_float(source) and len(source.users) > 1
-                yield from [(source, reader)] if upstream_edges and is_shared else upstream_edges
+                if upstream_edges and is_shared:
+                    yield source, reader
+                else:
+                    yield from upstream_edges
             elif tensors[source] == tensor:
                 same_tensor = [n for n in source.all_input_nodes if tensors.get(n) == tensor]
                 if same_tensor and len(source.users) == 1:
@@ -254,20 +260,16 @@ def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> di
 
 def _find_sources(
     exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]
-) -> dict[str, Sources]:
+) -> Mapping[str, Sources]:
     """Return group -> (node, reach) of the tensors that determine its range, as in `build`."""
     reach_by_tensor = find_range_limits(exported.model)
-    tensors_by_group: dict[str, dict[str, None]] = {}
+    sources: dict[str, list[tuple[fx.Node, RangeLimits | None]]] = {}
     for tensor, group in groups.items():
         owner = plan.scale_owners.get(tensor, tensor)
-        source_tensors = dict.fromkeys(plan.range_sources.get(owner, (owner,)))
-        tensors_by_group.setdefault(group, {}).update(source_tensors)
-
-    sources: dict[str, Sources] = {}
-    for group, tensors in tensors_by_group.items():
-        reached_nodes = []
-        for tensor in tensors:
-            for node in exported.nodes_of(tensor)[:1]:  # a tensor may have no node
-                reached_nodes.append((node, reach_by_tensor.get(tensor)))
-        sources[group] = reached_nodes
+        group_sources = sources.setdefault(group, [])
+        for source_tensor in plan.range_sources.get(owner, (owner,)):
+            for node in exported.nodes_of(source_tensor)[:1]:  # a tensor may have no node
+                source = (node, reach_by_tensor.get(source_tensor))
+                if source not in group_sources:
+                    group_sources.append(source)
     return sources

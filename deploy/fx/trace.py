@@ -16,7 +16,7 @@ import copy
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from shlex import quote
@@ -86,10 +86,10 @@ def _recording(function: Function) -> Function:
     def record(*args: Any, **kwargs: Any) -> Any:
         leaves: list[Any] = []
         fx.node.map_aggregate((args, kwargs), leaves.append)
-        proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
-        if proxy is None:
-            return function(*args, **kwargs)
-        return proxy.tracer.create_proxy("call_function", function, args, kwargs)
+        for leaf in leaves:
+            if isinstance(leaf, fx.Proxy):
+                return leaf.tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
 
     return record
 
@@ -146,9 +146,9 @@ class LeafTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is a chosen leaf, or one of torch.fx's (torch.nn modules)."""
-        return self._is_chosen(m, module_qualified_name) or bool(
-            super().is_leaf_module(m, module_qualified_name)
-        )
+        if self._is_chosen(m, module_qualified_name):
+            return True
+        return bool(super().is_leaf_module(m, module_qualified_name))
 
     def _is_chosen(self, m: nn.Module, name: str) -> bool:
         is_named = name in self.texts or type(m).__name__ in self.texts
@@ -160,8 +160,12 @@ class LeafTracer(fx.Tracer):
         self.path.append((name, type(m).__name__))
         if has_hooks(m) and self.is_leaf_module(m, name) and not self._is_chosen(m, name):
             self.unhooked.add(name)
-            call = super().call_module
-            with replace_forward(m, lambda *a, **k: call(m, forward, a, k)):
+            record_call = super().call_module
+
+            def record_forward(*args: Any, **kwargs: Any) -> Any:
+                return record_call(m, forward, args, kwargs)
+
+            with replace_forward(m, record_forward):
                 result = forward(*args, **kwargs)
         else:
             result = super().call_module(m, forward, args, kwargs)
@@ -186,16 +190,7 @@ def trace(
     model = unwrap(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
     texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
-    present = set()
-    for name, module in model.named_modules():
-        present |= {name, type(module).__name__}
-        present |= {kind.__name__ for kind in classes if isinstance(module, kind)}
-    missing = sorted((texts | {kind.__name__ for kind in classes}) - present)
-    if missing:
-        raise ConfigError(
-            f"a leaf must name a module or a class of the model, got {', '.join(missing)};"
-            f" its modules: {', '.join(sorted(name for name, _ in model.named_modules() if name))}"
-        )
+    _check_leaves(model, texts, classes)
     tracer = LeafTracer(texts, classes)
     try:
         with global_wrap(*wrap):
@@ -203,13 +198,29 @@ def trace(
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    for name in sorted(tracer.unhooked):  # hooks that are nodes now; copies share the parameters
+    # the hooks are nodes now: copies without them, which share the parameters
+    for name in sorted(tracer.unhooked):
         copied = copy.copy(graph_module.get_submodule(name))
         for hook in _HOOKS:
             setattr(copied, hook, OrderedDict())
         replace_submodule(graph_module, name, copied)
     graph_module.graph.lint()
     return graph_module
+
+
+def _check_leaves(model: nn.Module, texts: Iterable[str], classes: tuple[type, ...]) -> None:
+    """Raise `ConfigError` if a leaf matches nothing in the model."""
+    modules = dict(model.named_modules())
+    missing = set(texts)
+    missing.difference_update(modules, (type(module).__name__ for module in modules.values()))
+    for kind in classes:
+        if not any(isinstance(module, kind) for module in modules.values()):
+            missing.add(kind.__name__)
+    if missing:
+        raise ConfigError(
+            f"a leaf must name a module or a class of the model, got {', '.join(sorted(missing))};"
+            f" its modules: {', '.join(sorted(filter(None, modules)))}"
+        )
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
@@ -222,7 +233,9 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
-    name, kind = tracer.path[-1] if tracer.path else ("", type(model).__name__)
+    name, kind = "", type(model).__name__
+    if tracer.path:
+        name, kind = tracer.path[-1]
     line = failing_line(error) or "an unknown line"
     remedies = []
     if name:
@@ -231,10 +244,11 @@ def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
     remedies.append(_rewrite_hint(str(error)))
     if "iterated" in str(error):
         remedies.append("fuse with --input, profile, export and qat follow it by torch.export")
+    numbered_remedies = [f"({number}) {remedy}" for number, remedy in enumerate(remedies, 1)]
     return (
         f"a traced model's control flow and shapes must not depend on data, but {kind}"
-        f" ({name or 'the model itself'}) does at {line} ({_reason(error)}). Ways out: "
-        + "; ".join(f"({i}) {remedy}" for i, remedy in enumerate(remedies, 1))
+        f" ({name or 'the model itself'}) does at {line} ({_reason(error)}). Ways out:"
+        f" {'; '.join(numbered_remedies)}"
     )
 
 

@@ -53,7 +53,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.rounding import ConvWindow
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import FLOAT, Graph, attributes, optional_input
 from deploy.graph.placement import MOVES, WEIGHTED
 
 Bounds = tuple[float, float]
@@ -70,7 +70,6 @@ VALUE_MOVES = frozenset(
 )
 _SILU_FLOOR = -10.0  # of u in t * Sigmoid(u)
 _GELU_FLOOR = -4.0 / math.sqrt(2)  # of u in t * (1 + Erf(u))
-_FLOAT = 1  # onnx.TensorProto
 _MAX_FLOAT16 = 65504 / 8  # largest float16, with a margin for values that calibration did not see
 _MAX_VANISHING = 2.0**-25  # float16 rounds this and less to 0
 _GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # may keep a Log or divisor above 0
@@ -84,12 +83,12 @@ def find_bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
     Args:
         model: a cleaned model, its nodes in execution order.
     """
-    bounds_by_tensor = _Propagation(Graph(model)).bounds
-    return {
-        name: (floor, ceiling)
-        for name, (floor, ceiling) in bounds_by_tensor.items()
-        if floor < ceiling and (floor, ceiling) != _UNBOUNDED
-    }
+    limiting_bounds = {}
+    for name, bounds in _Propagation(Graph(model)).bounds.items():
+        floor, ceiling = bounds
+        if floor < ceiling and bounds != _UNBOUNDED:
+            limiting_bounds[name] = bounds
+    return limiting_bounds
 
 
 def _union(needs: Iterable[Bounds]) -> Bounds:
@@ -105,7 +104,7 @@ class _Propagation:
     """Propagates the bounds of every tensor, from the last node to the first.
 
     Attributes:
-        bounds: tensor that is read -> the loosest bounds that any of its readers needs.
+        bounds: tensor -> the loosest bounds that any of its readers needs.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -116,39 +115,30 @@ class _Propagation:
         self._add_bounds(graph.inputs)
 
     def _add_bounds(self, tensors: list[str]) -> None:
-        for tensor in tensors:
-            readers = self.graph.readers.get(tensor)
-            if readers is None:
-                continue
-            if self._escapes(tensor):
-                self.bounds[tensor] = _UNBOUNDED
-            else:
-                self.bounds[tensor] = _union(self._needed_by(node, tensor) for node in readers)
-
-    def _escapes(self, tensor: str) -> bool:
-        """Whether a tensor is read outside of the main graph's nodes."""
-        return tensor in self.graph.outputs or tensor in self.graph.captured
+        """Set the bounds of tensors; those of everything downstream are set already."""
+        for tensor in filter(None, tensors):
+            readers = self.graph.readers.get(tensor, [])
+            bounds = _union(self._needed_by(node, tensor) for node in readers)
+            if tensor in self.graph.outputs or tensor in self.graph.captured:
+                bounds = _UNBOUNDED  # somebody reads it beside the nodes of the main graph
+            self.bounds[tensor] = bounds
 
     def _output_bounds(self, node: onnx.NodeProto) -> Bounds:
         """Return the bounds that the readers of a node's outputs need."""
-        needs = []
-        for name in filter(None, node.output):
-            unread_bounds = _UNBOUNDED if self._escapes(name) else _UNREAD
-            needs.append(self.bounds.get(name, unread_bounds))
-        return _union(needs)
+        return _union(self.bounds[name] for name in node.output if name)
 
     def _needed_by(self, node: onnx.NodeProto, tensor: str) -> Bounds:
         """Return the bounds of `tensor` that one of its readers needs."""
         op_type = node.op_type
-        if op_type == "Concat" or (op_type in VALUE_MOVES and node.input[0] == tensor):
+        if tensor in _moved_inputs(node):
             return self._output_bounds(node)
-        if op_type in ("Add", "Sub", "Mul", "Div"):
-            bounds = self._invert_arithmetic(node, tensor)
-            if bounds is not None:
-                return bounds
-            return self._gated_bounds(node, tensor) if op_type == "Mul" else _UNBOUNDED
-        if op_type in _SMOOTH:
-            return _UNBOUNDED if self._is_amplified(node) else _SMOOTH[op_type]
+        bounds = self._invert_arithmetic(node, tensor)
+        if bounds is not None:
+            return bounds
+        if op_type == "Mul":
+            return self._gated_bounds(node, tensor)
+        if op_type in _SMOOTH and not self._is_amplified(node):
+            return _SMOOTH[op_type]
         if op_type in _FLOORS:
             return _FLOORS[op_type], math.inf
         if op_type == "Relu":
@@ -157,12 +147,15 @@ class _Propagation:
 
     def _invert_arithmetic(self, node: onnx.NodeProto, tensor: str) -> Bounds | None:
         """Return the bounds that an Add, Sub, Mul or Div with a scalar needs; None for others."""
-        scalar = self._scalar_operand(tensor, node)
         op_type = node.op_type
-        if scalar is None or (op_type in ("Sub", "Div") and node.input[0] != tensor):
+        if op_type not in ("Add", "Sub", "Mul", "Div"):
             return None
-        if op_type in ("Mul", "Div") and scalar == 0:
+        scalar = self._scalar_operand(tensor, node)
+        if scalar is None or (scalar == 0 and op_type in ("Mul", "Div")):
             return None
+        if op_type in ("Sub", "Div") and node.input[0] != tensor:
+            return None
+
         low, high = self._output_bounds(node)
         if op_type == "Add":
             low, high = low - scalar, high - scalar
@@ -172,7 +165,9 @@ class _Propagation:
             low, high = low / scalar, high / scalar
         else:
             low, high = low * scalar, high * scalar
-        return (high, low) if high < low else (low, high)
+        if high < low:  # a negative factor
+            low, high = high, low
+        return low, high
 
     def _clip_bounds(self, node: onnx.NodeProto) -> Bounds | None:
         """Return the bounds of a HardSigmoid or Clip; None for any other node."""
@@ -180,10 +175,11 @@ class _Propagation:
             attrs = attributes(node)
             alpha, beta = attrs.get("alpha", 0.2), attrs.get("beta", 0.5)
             return (-beta / alpha, (1 - beta) / alpha) if alpha > 0 else None
-        if node.op_type == "Clip":
-            low, high = (self.graph.scalar(name) for name in [*node.input, "", ""][1:3])
-            return (-math.inf if low is None else low, math.inf if high is None else high)
-        return None
+        if node.op_type != "Clip":
+            return None
+        low = self.graph.scalar(optional_input(node, 1))
+        high = self.graph.scalar(optional_input(node, 2))
+        return (-math.inf if low is None else low, math.inf if high is None else high)
 
     def _is_amplified(self, node: onnx.NodeProto) -> bool:
         """Whether a reader of a node's outputs, through moves too, amplifies small differences."""
@@ -192,11 +188,12 @@ class _Propagation:
             for reader in self.graph.readers.get(tensor, []):
                 if self._amplifies(reader, tensor):
                     return True
-                if reader.op_type in VALUE_MOVES or reader.op_type == "Concat":
+                if _moved_inputs(reader):
                     tensors += [name for name in reader.output if name not in tensors]
         return False
 
     def _amplifies(self, node: onnx.NodeProto, tensor: str) -> bool:
+        """Whether a reader of a tensor is a Log, a square root or a division by it."""
         if node.op_type == "Pow":
             power = self._scalar_operand(tensor, node)
             return power is None or power < 1
@@ -211,20 +208,21 @@ class _Propagation:
         if gate is None:
             return _UNBOUNDED
         if gate.op_type == "Sigmoid":
-            return self._floor_of(tensor, str(gate.input[0]), _SILU_FLOOR)
-        if gate.op_type == "Add" and (erf := self._find_erf(gate)) is not None:
-            return self._floor_of(tensor, str(erf.input[0]), _GELU_FLOOR)
+            return self._floor_of(tensor, gate.input[0], _SILU_FLOOR)
+        if gate.op_type == "Add":
+            erf = self._find_erf(gate)
+            return _UNBOUNDED if erf is None else self._floor_of(tensor, erf.input[0], _GELU_FLOOR)
         bounds = self._clip_bounds(gate)
         if bounds is None or (gate.op_type == "Clip" and bounds[0] != 0.0):
             return _UNBOUNDED
-        return self._floor_of(tensor, str(gate.input[0]), bounds[0])
+        return self._floor_of(tensor, gate.input[0], bounds[0])
 
     def _find_erf(self, gate: onnx.NodeProto) -> onnx.NodeProto | None:
         """Return the Erf node of 1 + Erf(u)."""
         for name in gate.input:
-            node = self.graph.producer.get(name)
-            if node is not None and node.op_type == "Erf":
-                return node if self._scalar_operand(name, gate) == 1.0 else None
+            erf = self.graph.find_producer(name, "Erf")
+            if erf is not None:
+                return erf if self._scalar_operand(name, gate) == 1.0 else None
         return None
 
     def _floor_of(self, tensor: str, gate_input: str, gate_floor: float) -> Bounds:
@@ -260,6 +258,7 @@ class _Propagation:
         return tensor, 1.0, 0.0
 
     def _scalar_operand(self, tensor: str, node: onnx.NodeProto) -> float | None:
+        """Return the scalar operand of a node on a tensor, whatever its rank; None without one."""
         operands = [name for name in node.input if name != tensor]
         return self.graph.scalar(operands[0]) if len(operands) == 1 else None
 
@@ -304,7 +303,7 @@ def _find_logits(graph: Graph) -> list[str]:
         if node.op_type != "Sigmoid" or node.output[0] in layer_sources:
             continue
         if _is_score(graph, node):
-            logits.append(str(node.input[0]))
+            logits.append(node.input[0])
     for name in logits:  # grows during the loop
         sources = _moved_inputs(graph.producer.get(name))
         logits += [source for source in sources if source not in logits]
@@ -313,20 +312,23 @@ def _find_logits(graph: Graph) -> list[str]:
 
 def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
     """Whether only outputs of Sigmoids are multiplied by a Sigmoid's output, moved or not."""
-    names = [str(sigmoid.output[0])]
-    for name in names:  # grows during the loop
-        for reader in graph.readers.get(name, []):
-            if name in _moved_inputs(reader):
-                names += reader.output
+    scores = [sigmoid.output[0]]
+    for score in scores:  # grows during the loop
+        for reader in graph.readers.get(score, []):
+            if score in _moved_inputs(reader):
+                scores += reader.output
             elif reader.op_type == "Mul":
-                factors = [n for n in reader.input if n != name and n not in graph.constants]
-                if not all(_is_made_by_sigmoid(graph, factor) for factor in factors):
+                factors = [name for name in reader.input if name != score]
+                if not all(_is_constant_or_score(graph, factor) for factor in factors):
                     return False
     return True
 
 
-def _is_made_by_sigmoid(graph: Graph, name: str) -> bool:
-    node = graph.producer.get(name)
+def _is_constant_or_score(graph: Graph, factor: str) -> bool:
+    """Whether a factor is constant or the output of a Sigmoid, moved or not."""
+    if factor in graph.constants:
+        return True
+    node = graph.producer.get(factor)
     while node is not None and node.op_type != "Sigmoid" and len(_moved_inputs(node)) == 1:
         node = graph.producer.get(_moved_inputs(node)[0])
     return node is not None and node.op_type == "Sigmoid"
@@ -337,8 +339,8 @@ def _moved_inputs(node: onnx.NodeProto | None) -> list[str]:
     if node is None:
         return []
     if node.op_type == "Concat":
-        return list(map(str, node.input))
-    return [str(node.input[0])] if node.op_type in VALUE_MOVES else []
+        return list(node.input)
+    return [node.input[0]] if node.op_type in VALUE_MOVES else []
 
 
 def find_float16_overflows(
@@ -353,17 +355,17 @@ def find_float16_overflows(
         largest: tensor -> largest |x| observed, of the tensors for which it is known.
         int8_nodes: names of the nodes that run in int8.
     """
-    reasons: dict[str, str] = {}
+    reasons = dict.fromkeys((node.name for node in graph.nodes), "")  # in graph order
     for node in graph.nodes:
-        reason = float16_overflow(graph, node, largest) if node.op_type != "Constant" else ""
-        if not reason:
+        if node.op_type == "Constant":
             continue
-        reasons.setdefault(node.name, reason)
+        reason = float16_overflow(graph, node, largest)
+        affected_nodes = [node]
         if reason.endswith(_VANISHED) and node.op_type != "Div":
-            for reader in graph.readers.get(node.output[0], ()):
-                reasons.setdefault(reader.name, reason)
-    float32_nodes = reasons.keys() - int8_nodes
-    return {node.name: reasons[node.name] for node in graph.nodes if node.name in float32_nodes}
+            affected_nodes += graph.readers.get(node.output[0], ())
+        for affected_node in affected_nodes:
+            reasons[affected_node.name] = reasons[affected_node.name] or reason
+    return {name: reason for name, reason in reasons.items() if reason and name not in int8_nodes}
 
 
 def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
@@ -384,15 +386,13 @@ def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
 
 def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
     """Return a note on the constant that vanishes, found back through Div and moves; else ""."""
-    while node.op_type == "Div" or node.op_type in _PASSING:
-        source = node.input[1] if node.op_type == "Div" else node.input[0]
-        producer = graph.producer.get(source)
-        if producer is None:
-            return ""
-        node = producer
-    if node.op_type not in _GUARDS:
+    guard: onnx.NodeProto | None = node
+    while guard is not None and (guard.op_type == "Div" or guard.op_type in _PASSING):
+        is_divisor = guard.op_type == "Div"
+        guard = graph.producer.get(guard.input[1 if is_divisor else 0])
+    if guard is None or guard.op_type not in _GUARDS:
         return ""
-    for name in node.input:
+    for name in guard.input:
         magnitude = _max_magnitude(graph, name)
         if 0 < magnitude <= _MAX_VANISHING:
             constant = f"{_float_name(name)}, {magnitude:.3g}"
@@ -403,7 +403,7 @@ def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
 def _max_magnitude(graph: Graph, name: str) -> float:
     """Return the largest |x| of a float constant; 0 for any other tensor."""
     constant = graph.initializers.get(name)
-    if constant is None or constant.data_type != _FLOAT:
+    if constant is None or constant.data_type != FLOAT:
         return 0.0
     return float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
 
@@ -424,17 +424,13 @@ def make_window(
         transposed: for a ConvTranspose, without auto_pad and output_shape.
     """
     rank = len(kernel)
-
-    def integers(name: str, default: list[int]) -> tuple[int, ...]:
-        return tuple(int(value) for value in attrs.get(name, default))
-
     return ConvWindow(
-        kernel=tuple(int(k) for k in kernel),
-        strides=integers("strides", [1] * rank),
-        dilations=integers("dilations", [1] * rank),
-        pads=integers("pads", [0] * 2 * rank),
+        kernel=tuple(kernel),
+        strides=tuple(attrs.get("strides", [1] * rank)),
+        dilations=tuple(attrs.get("dilations", [1] * rank)),
+        pads=tuple(attrs.get("pads", [0] * 2 * rank)),
         auto_pad=attrs.get("auto_pad", b"NOTSET").decode(),
-        group=int(attrs.get("group", 1)),
+        group=attrs.get("group", 1),
         transposed=transposed,
-        output_padding=integers("output_padding", []),
+        output_padding=tuple(attrs.get("output_padding", ())),
     )

@@ -16,7 +16,7 @@ Wherever readers of a tensor matter, subgraphs are searched too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate
@@ -24,11 +24,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import ModelError
 from deploy.graph.index import (
+    ONNX_DOMAINS,
+    Nodes,
     all_graphs,
     all_nodes,
-    find_read_tensors,
-    has_no_subgraph,
+    all_outputs,
+    by_name,
+    count_reads,
+    declared_values,
     iter_reads,
+    names_of,
+    runtime_inputs,
     subgraphs,
 )
 
@@ -87,7 +93,7 @@ def copy_with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.Mode
     from onnx import ValueInfoProto
 
     tapped = copy_message(model)
-    output_names = {output.name for output in tapped.graph.output}
+    output_names = names_of(tapped.graph.output)
     for name in names:
         if name not in output_names:
             tapped.graph.output.append(ValueInfoProto(name=name))
@@ -100,21 +106,22 @@ def extract_output(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
     from onnx import ValueInfoProto
 
     graph = model.graph
-    needed = {tensor}
+    nodes, needed = _find_needed(graph, {tensor})
+    unread = names_of(graph.initializer) - needed
+    inputs = [value for value in graph.input if value.name not in unread]
+    output = by_name(graph.output).get(tensor, ValueInfoProto(name=tensor))
+    return extract_nodes(model, nodes, needed, inputs=inputs, outputs=[output])
+
+
+def _find_needed(graph: onnx.GraphProto, outputs: set[str]) -> tuple[Nodes, set[str]]:
+    """Return the nodes that some tensors are computed by, in order, and all tensors needed."""
+    needed = set(outputs)
     nodes = []
     for node in reversed(graph.node):
-        if any(name in needed for name in node.output):
+        if not needed.isdisjoint(node.output):
             needed.update(iter_reads(node))
             nodes.append(node)
-    unread = {t.name for t in graph.initializer} - needed
-    outputs = [value for value in graph.output if value.name == tensor]
-    return extract_nodes(
-        model,
-        reversed(nodes),
-        needed,
-        inputs=[value for value in graph.input if value.name not in unread],
-        outputs=outputs or [ValueInfoProto(name=tensor)],
-    )
+    return nodes[::-1], needed
 
 
 def extract_nodes(
@@ -146,6 +153,11 @@ def replace_field(repeated: Any, values: Iterable[Any]) -> None:
     repeated.extend(copies)
 
 
+def retain_named(repeated: Any, names: Collection[str]) -> None:
+    """Remove the elements of a repeated field whose names are not among `names`."""
+    replace_field(repeated, [value for value in repeated if value.name in names])
+
+
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     """Set the nodes of a graph, in this order; its own are moved, others are copied."""
     new_nodes, graph_nodes = list(nodes), list(graph.node)
@@ -172,6 +184,29 @@ def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     del graph.value_info[:]
 
 
+def make_node(
+    op_type: str, inputs: Sequence[str], output: str, name: str = "", **attributes: Any
+) -> onnx.NodeProto:
+    """Return a node with one output."""
+    from onnx import helper
+
+    return helper.make_node(op_type, inputs, [output], name, **attributes)
+
+
+def set_input(node: onnx.NodeProto, index: int, name: str) -> None:
+    """Set one input of a node, whose inputs before it may be left out."""
+    while len(node.input) <= index:
+        node.input.append("")
+    node.input[index] = name
+
+
+def drop_attribute(node: onnx.NodeProto, name: str) -> None:
+    """Remove an attribute of a node, if it has it."""
+    for attribute in list(node.attribute):
+        if attribute.name == name:
+            node.attribute.remove(attribute)
+
+
 def update_tensors(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
     """Overwrite tensors of a repeated field by name; append those of `new` that it lacks.
 
@@ -187,8 +222,7 @@ def update_tensors(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> int:
     """Remove initializers from the graph inputs (IR 3 lists them there); return their number."""
-    constants = {tensor.name for tensor in graph.initializer}
-    inputs = [value for value in graph.input if value.name not in constants]
+    inputs = runtime_inputs(graph)
     removed_count = len(graph.input) - len(inputs)
     if removed_count:
         replace_field(graph.input, inputs)
@@ -209,8 +243,8 @@ def rename_reads(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -
 
 def rename_tensors(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -> None:
     """Rename the tensors that nodes read, in subgraphs too, and those that they produce."""
-    rename_reads(nodes := list(nodes), new_name)
     for node in nodes:
+        rename_reads([node], new_name)
         for position, name in enumerate(node.output):
             node.output[position] = new_name.get(name, name)
 
@@ -221,7 +255,7 @@ def bypass(graph: onnx.GraphProto, passes: Callable[[onnx.NodeProto], bool]) -> 
     Their readers read their input instead. A node that produces a graph output stays, as the
     output's name must stay.
     """
-    outputs = {value.name for value in graph.output}
+    outputs = names_of(graph.output)
     new_name: dict[str, str] = {}
     remaining = []
     for node in graph.node:
@@ -294,41 +328,37 @@ def empty_default_domain(model: onnx.ModelProto) -> None:
             if node.domain == "ai.onnx":
                 node.domain = ""
     for part in (model, *model.functions):
-        defaults = [entry for entry in part.opset_import if entry.domain in ("", "ai.onnx")]
+        imports = part.opset_import
+        defaults = [entry for entry in imports if entry.domain in ONNX_DOMAINS]
         if any(entry.domain for entry in defaults):
-            defaults[0].version = max(entry.version for entry in defaults)
+            version = max(entry.version for entry in defaults)
+            custom = [entry for entry in imports if entry not in defaults]
+            defaults[0].version = version
             defaults[0].domain = ""
-            custom = [entry for entry in part.opset_import if entry not in defaults]
-            replace_field(part.opset_import, [defaults[0], *custom])
+            replace_field(imports, [defaults[0], *custom])
 
 
 def set_opset(model: onnx.ModelProto, version: int) -> None:
     """Set the imported version of the default operator set."""
     for entry in model.opset_import:
-        if entry.domain in ("", "ai.onnx"):
+        if entry.domain in ONNX_DOMAINS:
             entry.version = version
 
 
 def drop_dead(graph: onnx.GraphProto) -> int:
     """Remove nodes that no output needs, then unread constants; return the number of nodes."""
-    needed = {value.name for value in graph.output}
-    alive = []
-    for node in reversed(graph.node):
-        if any(name in needed for name in node.output):
-            needed.update(node.input if has_no_subgraph(node) else iter_reads(node))
-            needed.discard("")
-            alive.append(node)
-    dropped = len(graph.node) - len(alive)
-    if dropped:
-        replace_nodes(graph, reversed(alive))
+    needed_nodes, _ = _find_needed(graph, names_of(graph.output))
+    dropped_count = len(graph.node) - len(needed_nodes)
+    if dropped_count:
+        replace_nodes(graph, needed_nodes)
     drop_unread(graph)
-    return dropped
+    return dropped_count
 
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove initializers that no node reads and that are no graph output."""
-    constants = {tensor.name for tensor in graph.initializer}
-    drop_initializers(graph, constants - find_read_tensors(graph))
+    constants = names_of(graph.initializer)
+    drop_initializers(graph, constants.difference(count_reads(graph)))
 
 
 def drop_initializers(graph: onnx.GraphProto, names: Collection[str]) -> None:
@@ -344,9 +374,9 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
     Raises:
         ModelError: the graph has a cycle.
     """
-    pending_tensors = {name for node in graph.node for name in node.output if name}
+    pending_tensors = all_outputs(graph.node)
     pending_nodes = list(graph.node)
-    order: list[onnx.NodeProto] = []
+    order: Nodes = []
     while pending_nodes:
         later_nodes = []
         for node in pending_nodes:
@@ -391,7 +421,7 @@ def name_nodes_by_index(graph: onnx.GraphProto) -> int:
 
     A node without a name, or with a duplicate one, becomes '<op>_<index>'.
     """
-    names = {node.name for node in graph.node if node.name}
+    names = names_of(graph.node)
     earlier_names = {""}
     new_count = 0
     for index, node in enumerate(graph.node):
@@ -431,10 +461,11 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
         ModelError: both are inputs or outputs.
     """
     bodies = list(all_graphs(graph))
-    names = {name for body in bodies for name in tensor_names(body)}
-    names |= {node.name for body in bodies for node in body.node}
+    names = tensor_names(*bodies)
+    for body in bodies:
+        names |= names_of(body.node)
     names.discard("")
-    ends = {value.name for value in (*graph.input, *graph.output)}
+    ends = names_of((*graph.input, *graph.output))
     stems = set(names)
     for name in names - ends:  # calib8 cuts these off, whatever stands before them
         stems |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
@@ -458,21 +489,18 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
 
 
 def _rename_all(graph: onnx.GraphProto, new_name: Mapping[str, str]) -> None:
-    """Rename the nodes and tensors of one graph, without its subgraphs."""
-    for node in graph.node:
-        node.name = new_name.get(node.name, node.name)
-        for names in (node.input, node.output):
-            names[:] = [new_name.get(name, name) for name in names]
-    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        value.name = new_name.get(value.name, value.name)
+    """Rename the nodes and tensors of one graph."""
+    rename_tensors(graph.node, new_name)
+    for item in (*graph.node, *graph.initializer, *declared_values(graph)):
+        item.name = new_name.get(item.name, item.name)
 
 
-def tensor_names(graph: onnx.GraphProto) -> Iterable[str]:
-    """Yield the inputs, the constants and what the nodes of one graph make."""
-    for value in (*graph.input, *graph.initializer):
-        yield value.name
-    for node in graph.node:
-        yield from node.output
+def tensor_names(*graphs: onnx.GraphProto) -> set[str]:
+    """Return the inputs and constants of graphs and what their own nodes make."""
+    names: set[str] = set()
+    for graph in graphs:
+        names |= names_of((*graph.input, *graph.initializer)) | all_outputs(graph.node)
+    return names
 
 
 def _find_stem(name: str, stems: Collection[str]) -> str | None:
@@ -481,11 +509,13 @@ def _find_stem(name: str, stems: Collection[str]) -> str | None:
         if stem not in stems:
             continue
         words = re.split("[/.]", name[len(stem) + 1 :].rstrip("0123456789"))
-        unknown_words = [word for word in words if word not in ADDED]
-        are_joining = (word in _JOINING_WORDS or word.isdigit() for word in unknown_words)
-        if len(unknown_words) < len(words) and all(are_joining):
+        if not ADDED.isdisjoint(words) and all(map(_can_be_added, words)):
             return stem
     return None
+
+
+def _can_be_added(word: str) -> bool:
+    return word in ADDED or word in _JOINING_WORDS or word.isdigit()
 
 
 def unique_name(preferred: str, names: Collection[str]) -> str:

@@ -36,9 +36,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import onnx
-from onnx import helper
 
-from deploy.graph.index import GATE, Graph, attributes
+from deploy.graph.edit import make_node
+from deploy.graph.index import GATE, ONNX_DOMAINS, Graph, Nodes, attributes, by_name, optional_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,28 +80,33 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
     """Return every gate whose inner tensors no other node reads, in graph order."""
     gates = []
     for node in graph.nodes:
-        longer = _match_hard_sigmoid(graph, node)
+        gate = _match_hard_sigmoid(graph, node)
+        if gate is None:
+            continue
+        longer = _append_product(graph, gate)
         while longer is not None:
             gate = longer
             longer = _append_product(graph, gate)
-            if longer is None and gate.factor:
-                gates.append(_append_offset(graph, gate))
+        if gate.factor:
+            gates.append(_append_offset(graph, gate))
     return tuple(gates)
 
 
-def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> list[onnx.NodeProto]:
+def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> Nodes:
     """Return the nodes with each gate replaced by one `GATE` node, in place of its last node.
 
     Of two gates with the same last node, a product of both, the second one is replaced.
     """
-    gate_by_end = {gate.name: gate for gate in gates}
-    inner_nodes = {name for gate in gate_by_end.values() for name in gate.nodes[:-1]}
+    gate_by_end: dict[str, Gate] = by_name(gates)
+    inner_nodes: set[str] = set()
+    for gate in gate_by_end.values():
+        inner_nodes.update(gate.nodes[:-1])
     collapsed = []
     for node in nodes:
-        gate = gate_by_end.get(node.name)
-        if gate is not None:
+        if node.name in gate_by_end:
+            gate = gate_by_end[node.name]
             inputs = list(dict.fromkeys([gate.source, gate.factor]))
-            collapsed.append(helper.make_node(GATE, inputs, [gate.output], name=gate.name))
+            collapsed.append(make_node(GATE, inputs, gate.output, gate.name))
         elif node.name not in inner_nodes:
             collapsed.append(node)
     return collapsed
@@ -109,7 +114,7 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> li
 
 def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
     """Return the gate that starts at a node, up to its clip; a HardSwish is a complete gate."""
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in ONNX_DOMAINS:
         return None
     if node.op_type == "Add":
         return _match_add_clip(graph, node)
@@ -118,8 +123,8 @@ def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
 
     gate = Gate(
         nodes=(node.name,),
-        source=str(node.input[0]),
-        output=str(node.output[0]),
+        source=node.input[0],
+        output=node.output[0],
         shift=3.0,
         top=6.0,
         gain=1 / 6,
@@ -139,19 +144,19 @@ def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
     No gate starts at an Add of 0, an Add that another node reads too, or a Clip whose lower bound
     is not 0 or whose upper bound is not a positive constant.
     """
-    source = next((str(name) for name in add.input if name not in graph.initializers), "")
+    source = next((name for name in add.input if name not in graph.initializers), "")
     shift = graph.scalar_operand(source, add)
-    clip = graph.only_reader(add.output[0])
-    if shift is None or shift == 0 or clip is None or clip.op_type != "Clip":
+    clip = graph.only_reader(add.output[0], "Clip")
+    if shift is None or shift == 0 or clip is None:
         return None
     if clip.input[0] != add.output[0] or not graph.clips_at_zero(clip):
         return None
 
-    top = graph.scalar(clip.input[2]) if len(clip.input) > 2 else None
+    top = graph.scalar(optional_input(clip, 2))
     if top is None or top <= 0:
         return None
-    output = str(clip.output[0])
-    return Gate(nodes=(add.name, clip.name), source=source, output=output, shift=shift, top=top)
+    nodes = (add.name, clip.name)
+    return Gate(nodes=nodes, source=source, output=clip.output[0], shift=shift, top=top)
 
 
 def _append_product(graph: Graph, gate: Gate) -> Gate | None:
@@ -159,32 +164,30 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
 
     A positive scalar changes the gain, and one varying tensor is the factor.
     """
-    product = graph.only_reader(gate.output)
-    if product is None or product.op_type not in ("Mul", "Div"):
+    product = graph.only_reader(gate.output, "Mul", "Div")
+    if product is None:
         return None
-    if gate.output not in product.input:
-        return None
-
-    longer = replace(gate, nodes=(*gate.nodes, product.name), output=str(product.output[0]))
-    is_mul = product.op_type == "Mul"
-    dividend, divisor = (str(name) for name in product.input)
+    longer = replace(gate, nodes=(*gate.nodes, product.name), output=product.output[0])
     scalar = graph.scalar_operand(gate.output, product)
-    if scalar is not None and scalar > 0 and (is_mul or dividend == gate.output):
-        return replace(longer, gain=gate.gain * scalar if is_mul else gate.gain / scalar)
+    if scalar is not None and scalar > 0:  # a negative gain would turn the clip around
+        if product.op_type == "Mul":
+            return replace(longer, gain=gate.gain * scalar)
+        if product.input[0] == gate.output:
+            return replace(longer, gain=gate.gain / scalar)
 
-    factor = divisor if dividend == gate.output else dividend
-    if not is_mul or gate.factor or factor == gate.output or factor in graph.initializers:
+    factors = [name for name in product.input if name != gate.output]
+    if product.op_type != "Mul" or gate.factor or not factors or factors[0] in graph.initializers:
         return None
-    return replace(longer, factor=factor)
+    return replace(longer, factor=factors[0])
 
 
 def _append_offset(graph: Graph, gate: Gate) -> Gate:
     """Extend a gate by a following Add of a scalar, unless a Relu or Clip follows that."""
-    add = graph.only_reader(gate.output)
-    if add is None or add.op_type != "Add" or graph.tail(add) != add.output[0]:
+    add = graph.only_reader(gate.output, "Add")
+    if add is None or graph.tail(add) != add.output[0]:
         return gate
     offset = graph.scalar_operand(gate.output, add)
     if offset is None:
         return gate
     nodes = (*gate.nodes, add.name)
-    return replace(gate, nodes=nodes, output=str(add.output[0]), offset=offset)
+    return replace(gate, nodes=nodes, output=add.output[0], offset=offset)

@@ -20,9 +20,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,21 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 
-_FLOAT = 1  # onnx.TensorProto.FLOAT
+FLOAT = 1  # onnx.TensorProto.FLOAT
 _BODIES = (5, 10)  # onnx.AttributeProto.GRAPH and GRAPHS
-_DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1, "Reshape": 1}
+# operators whose further inputs are weights, shapes or limits
+_ONE_DATA_INPUT = frozenset(
+    {"Conv", "ConvTranspose", "Gemm", "Resize", "Clip", "Reshape"}
+    | {"Squeeze", "Unsqueeze", "Split", "Slice", "Pad"}
+)
 # ONNX Runtime's optimizer moves a DequantizeLinear past these
 _MOVING = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
-_TAILS = frozenset({"Relu", "Clip"})
+TAILS = frozenset({"Relu", "Clip"})  # are fused into the node before them
+ONNX_DOMAINS = ("", "ai.onnx")  # two names of the default operator set
 GATE = "Gate"  # type of the node that replaces the nodes of a gate in a collapsed graph
 PADDED_SUFFIX = "/wide"  # suffix of a tensor's copy with zero channels appended
+Nodes = list["onnx.NodeProto"]
+Shape = tuple[int | str | None, ...]  # sizes, names of symbolic ones, None for unknown ones
 NamedNodes = Sequence[tuple[str, str]]  # (name, type) of every node or module
 TYPE, FILE = "op:", "@"
 
@@ -59,6 +67,21 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     }
 
 
+def optional_input(node: onnx.NodeProto, index: int) -> str:
+    """Return the tensor at one input of a node; "" if the node leaves it out."""
+    return str(node.input[index]) if index < len(node.input) else ""
+
+
+def names_of(items: Iterable[Any]) -> set[str]:
+    """Return the names of tensors, values or nodes."""
+    return {item.name for item in items}
+
+
+def by_name(items: Iterable[Any]) -> dict[str, Any]:
+    """Name -> tensor, value or node."""
+    return {item.name: item for item in items}
+
+
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """Yield the bodies of an If, Loop or Scan, in attribute order."""
     for attribute in node.attribute:
@@ -68,9 +91,9 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
-def has_no_subgraph(node: onnx.NodeProto) -> bool:
-    """Whether a node has no subgraph, so that it reads only its inputs."""
-    return all(attribute.type not in _BODIES for attribute in node.attribute)
+def has_subgraph(node: onnx.NodeProto) -> bool:
+    """Whether a node has a subgraph, which may read more than the node's inputs."""
+    return any(attribute.type in _BODIES for attribute in node.attribute)
 
 
 def nested_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
@@ -117,44 +140,50 @@ def all_tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.Te
 
 def opset_of(model: onnx.ModelProto) -> int:
     """Return the version of the default operator set; 0 if the model does not import it."""
-    imports = model.opset_import
-    return max((entry.version for entry in imports if entry.domain in ("", "ai.onnx")), default=0)
+    imports = [entry for entry in model.opset_import if entry.domain in ONNX_DOMAINS]
+    return max((entry.version for entry in imports), default=0)
 
 
 def iter_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yield every tensor that a node reads, including those that its subgraphs capture."""
     yield from filter(None, node.input)
     for body in subgraphs(node):
-        inner_names = {name for inner in body.node for name in inner.output}
-        inner_names.update(value.name for value in (*body.input, *body.initializer))
-        for inner in body.node:
-            yield from (name for name in iter_reads(inner) if name not in inner_names)
-        yield from (value.name for value in body.output if value.name not in inner_names)
+        inner_names = all_outputs(body.node) | names_of((*body.input, *body.initializer))
+        outputs = (value.name for value in body.output)
+        for name in chain(all_reads(body.node), outputs):
+            if name not in inner_names:
+                yield name
+
+
+def all_reads(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """Yield every tensor that nodes read, in their subgraphs too, once for each read."""
+    return chain.from_iterable(map(iter_reads, nodes))
+
+
+def all_outputs(nodes: Iterable[onnx.NodeProto]) -> set[str]:
+    """Return the tensors that nodes make."""
+    return {name for node in nodes for name in node.output if name}
 
 
 def count_reads(graph: onnx.GraphProto) -> Counter[str]:
     """Tensor name -> number of reads; being a graph output counts as one."""
-    count = Counter(name for node in graph.node for name in iter_reads(node))
-    count.update(value.name for value in graph.output)
-    return count
-
-
-def find_read_tensors(graph: onnx.GraphProto) -> set[str]:
-    """Return every tensor that is read or is a graph output: the keys of `count_reads`."""
-    names = {value.name for value in graph.output}
-    for node in graph.node:
-        names.update(node.input if has_no_subgraph(node) else iter_reads(node))
-    return names
+    outputs = (value.name for value in graph.output)
+    return Counter(chain(all_reads(graph.node), outputs))
 
 
 def runtime_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the graph inputs that are not initializers."""
-    constants = {tensor.name for tensor in graph.initializer}
+    constants = names_of(graph.initializer)
     return [value for value in graph.input if value.name not in constants]
 
 
-def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
-    """Sizes of a tensor: ints, names of symbolic ones, None if unknown; None for unknown rank."""
+def declared_values(graph: onnx.GraphProto) -> tuple[onnx.ValueInfoProto, ...]:
+    """Return the inputs, the inner tensors with a declared type, and the outputs of a graph."""
+    return (*graph.input, *graph.value_info, *graph.output)
+
+
+def dims(value: onnx.ValueInfoProto) -> Shape | None:
+    """Sizes of a tensor; None for unknown rank."""
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         return None
@@ -195,33 +224,33 @@ class Graph:
         """Index a model, with `nodes` in place of its own if given."""
         graph = model.graph
         self.nodes = list(graph.node if nodes is None else nodes)
-        self.initializers = {t.name: t for t in graph.initializer}
+        self.initializers: dict[str, onnx.TensorProto] = by_name(graph.initializer)
         self.constants = {**self.initializers, **constant_nodes(self.nodes)}
         self.inputs = [value.name for value in runtime_inputs(graph)]
-        self.outputs = {o.name for o in graph.output}
-        self.producer = {name: n for n in self.nodes for name in n.output if name}
-        self.readers: dict[str, list[onnx.NodeProto]] = {}
+        self.outputs = names_of(graph.output)
+        self.producer = map_producers(self.nodes)
+        self.readers: dict[str, Nodes] = {}
         self.captured: set[str] = set()
         for node in self.nodes:
             for name in dict.fromkeys(filter(None, node.input)):
                 self.readers.setdefault(name, []).append(node)
-            if not has_no_subgraph(node):
-                self.captured |= set(iter_reads(node)) - set(node.input)
-        declared = [*graph.input, *graph.value_info, *graph.output]
-        self._declared = {v.name: v for v in declared}
+            self.captured |= _captured_by(node)
+        self._declared = by_name(declared_values(graph))
 
     @cached_property
     def dtypes(self) -> dict[str, int]:
         """Value -> ONNX element type, of those that the model declares; -1 if it is no tensor."""
-        return {
-            name: -1 if v.type.WhichOneof("value") in _NO_TENSORS else v.type.tensor_type.elem_type
-            for name, v in self._declared.items()
-        }
+        dtypes = {}
+        for name, value in self._declared.items():
+            dtypes[name] = value.type.tensor_type.elem_type
+            if value.type.WhichOneof("value") in _NO_TENSORS:
+                dtypes[name] = -1
+        return dtypes
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int | str | None, ...] | None]:
+    def shapes(self) -> dict[str, Shape | None]:
         """Tensor -> sizes as in `dims`, of the tensors that the model declares."""
-        return {name: dims(v) for name, v in self._declared.items()}
+        return {name: dims(value) for name, value in self._declared.items()}
 
     @cached_property
     def captured_through_moves(self) -> frozenset[str]:
@@ -232,17 +261,18 @@ class Graph:
         """
         sources: set[str] = set()
         if not self.captured:
-            return frozenset(sources)
+            return frozenset()
         inner_reads = set(self.captured)
         for node in reversed(self.nodes):
-            is_reached = not inner_reads.isdisjoint(node.output)
-            if node.op_type in _MOVING and is_reached:
-                sources.add(str(node.input[0]))
-            elif not has_no_subgraph(node):
-                inner_nodes = [inner for body in subgraphs(node) for inner in all_nodes(body)]
-                has_nested_subgraph = not all(map(has_no_subgraph, inner_nodes))
-                if has_nested_subgraph or (inner_nodes and is_reached):
-                    sources |= set(iter_reads(node)) - set(node.input)
+            is_captured = not inner_reads.isdisjoint(node.output)
+            if node.op_type in _MOVING and is_captured:
+                sources.add(node.input[0])
+            elif has_subgraph(node):
+                # what an inlined branch captures: an If in this node, or this node's own branch
+                _, *inner_nodes = nested_nodes(node)
+                has_nested_subgraph = any(map(has_subgraph, inner_nodes))
+                if has_nested_subgraph or (inner_nodes and is_captured):
+                    sources |= _captured_by(node)
             inner_reads |= sources
         return frozenset(sources)
 
@@ -269,21 +299,40 @@ class Graph:
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32; True if its type is unknown."""
         if tensor in self.initializers:
-            return bool(self.initializers[tensor].data_type == _FLOAT)
-        return bool(self.dtypes.get(tensor, _FLOAT) == _FLOAT)
+            return bool(self.initializers[tensor].data_type == FLOAT)
+        return bool(self.dtypes.get(tensor, FLOAT) == FLOAT)
 
     def data_inputs(self, node: onnx.NodeProto) -> list[str]:
         """Activation inputs of a node, without initializers and shape arguments."""
-        names = list(node.input)[: _DATA_INPUTS.get(node.op_type, len(node.input))]
-        if node.op_type in {"Squeeze", "Unsqueeze", "Split", "Slice", "Pad"}:
-            names = names[:1]
+        names = node.input[:1] if node.op_type in _ONE_DATA_INPUT else node.input
         return [name for name in names if name and name not in self.initializers]
 
-    def only_reader(self, tensor: str) -> onnx.NodeProto | None:
-        """Return the only reader of a tensor; None if others, a subgraph or an output use it."""
+    def only_reader(self, tensor: str, *op_types: str) -> onnx.NodeProto | None:
+        """Return the node that alone uses a tensor; None if an output or a subgraph uses it too.
+
+        With `op_types`, None also for a node of another type.
+        """
+        if tensor in self.outputs or tensor in self.captured:
+            return None
         readers = self.readers.get(tensor, [])
-        used_elsewhere = tensor in self.outputs or tensor in self.captured
-        return readers[0] if len(readers) == 1 and not used_elsewhere else None
+        if len(readers) != 1 or (op_types and readers[0].op_type not in op_types):
+            return None
+        return readers[0]
+
+    def find_producer(self, tensor: str, *op_types: str) -> onnx.NodeProto | None:
+        """Return the node that makes a tensor, if it has one of these types."""
+        node = self.producer.get(tensor)
+        return node if node is not None and node.op_type in op_types else None
+
+    def trace_back(self, tensor: str, op_types: Collection[str]) -> onnx.NodeProto | None:
+        """Return the node that makes a tensor, upstream of nodes of these types; None if none does.
+
+        The path leads through the first input of each node.
+        """
+        node = self.producer.get(tensor)
+        while node is not None and node.op_type in op_types:
+            node = self.producer.get(node.input[0])
+        return node
 
     def scalar(self, tensor: str) -> float | None:
         """Return the value of a one-element initializer; None for any other tensor."""
@@ -302,11 +351,11 @@ class Graph:
         operands = [name for name in node.input if name != tensor]
         if len(node.input) != 2 or len(operands) != 1:
             return None
-        value = self.scalar(operands[0])
-        if value is None:
+        constant = self.initializers.get(operands[0])
+        rank = max(1, len(self.shapes.get(tensor) or ()))
+        if constant is None or len(constant.dims) > rank:
             return None
-        rank = len(self.initializers[operands[0]].dims)
-        return value if rank <= max(1, len(self.shapes.get(tensor) or ())) else None
+        return self.scalar(operands[0])
 
     def tail(self, node: onnx.NodeProto) -> str:
         """Return the output of a node, or of the Relu, Clip or bias Add fused into it."""
@@ -314,7 +363,7 @@ class Graph:
         reader = self.only_reader(output)
         if reader is None or node.op_type == GATE:
             return output
-        if reader.op_type in _TAILS and reader.input[0] == output and self.clips_at_zero(reader):
+        if reader.op_type in TAILS and reader.input[0] == output and self.clips_at_zero(reader):
             return str(reader.output[0])
         if node.op_type == "MatMul" and reader.op_type == "Add":
             operands = [name for name in reader.input if name != output]
@@ -324,20 +373,19 @@ class Graph:
 
     def bias_add(self, node: onnx.NodeProto, columns: int) -> onnx.NodeProto | None:
         """Return the Add after a MatMul that adds a constant float32 bias, [columns], or None."""
-        output = str(node.output[0])
+        output = node.output[0]
         readers = self.readers.get(output, [])
         if len(readers) != 1 or readers[0].op_type != "Add" or output in self.outputs:
             return None
-        bias = self.constants.get(next((name for name in readers[0].input if name != output), ""))
-        if bias is None or list(bias.dims) != [columns] or bias.data_type != _FLOAT:
+        operands = [name for name in readers[0].input if name != output]
+        bias = self.constants.get(operands[0]) if operands else None
+        if bias is None or list(bias.dims) != [columns] or bias.data_type != FLOAT:
             return None
         return readers[0]
 
     def clips_at_zero(self, node: onnx.NodeProto) -> bool:
         """Whether a node is a Relu, or a Clip with the constant lower bound 0."""
-        if node.op_type == "Relu":
-            return True
-        return len(node.input) > 1 and self.scalar(node.input[1]) == 0.0
+        return node.op_type == "Relu" or self.scalar(optional_input(node, 1)) == 0.0
 
 
 class CachedGraph(Graph):
@@ -364,15 +412,30 @@ class CachedGraph(Graph):
         return self._tails[id(node)][1]
 
 
+def map_producers(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.NodeProto]:
+    """Tensor -> the node that makes it."""
+    return {name: node for node in nodes for name in node.output if name}
+
+
 def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProto]:
     """Output of each Constant node -> its tensor, without those given as numbers or strings."""
-    return {
-        node.output[0]: attribute.t
-        for node in nodes
-        if node.op_type == "Constant" and node.output
-        for attribute in node.attribute
-        if attribute.name == "value"
-    }
+    tensor_by_output = {}
+    for node in nodes:
+        if node.op_type == "Constant" and node.output:
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    tensor_by_output[node.output[0]] = attribute.t
+    return tensor_by_output
+
+
+def _captured_by(node: onnx.NodeProto) -> set[str]:
+    """Return the tensors that a node reads only inside its subgraphs."""
+    return set(iter_reads(node)).difference(node.input) if has_subgraph(node) else set()
+
+
+def group_count(node: onnx.NodeProto) -> int:
+    """Return the groups of a Conv or ConvTranspose."""
+    return int(attributes(node).get("group", 1))
 
 
 def padded_name(name: str, node: str) -> str:
@@ -425,30 +488,32 @@ def match_patterns(nodes: NamedNodes, patterns: Iterable[str]) -> tuple[str, ...
     Raises:
         ConfigError: a pattern matches nothing, or its file cannot be read.
     """
-    names = dict.fromkeys(name for name, _ in nodes)
+    names = dict(nodes)
     chosen: set[str] = set()
     for pattern in patterns:
+        lines = [pattern]
         if pattern.startswith(FILE) and pattern not in names:
             lines = _read_patterns(Path(pattern.removeprefix(FILE)))
-        else:
-            lines = [pattern]
         for line in lines:
-            chosen |= {line} if line in names else _match(nodes, line)
+            if line in names:
+                chosen.add(line)
+            else:
+                chosen |= _match(nodes, line)
     return tuple(name for name in names if name in chosen)
 
 
 def _match(nodes: NamedNodes, pattern: str) -> set[str]:
     """Return the names of the nodes that match one pattern for names or types."""
-    if pattern.startswith(TYPE):
-        op_type = pattern.removeprefix(TYPE)
-        matches = {name for name, kind in nodes if fnmatchcase(kind, op_type)}
-        candidates = [TYPE + kind for _, kind in nodes]
-    else:
-        candidates = [name for name, _ in nodes]
-        matches = {name for name in candidates if fnmatchcase(name, pattern)}
+    matches = set()
+    candidates: dict[str, None] = {}  # names or types, each once
+    for name, op_type in nodes:
+        candidate = TYPE + op_type if pattern.startswith(TYPE) else name
+        candidates[candidate] = None
+        if fnmatchcase(candidate, pattern):
+            matches.add(name)
     if not matches:
         help_text = "`calib8 inspect --all` lists names and types"
-        hint = did_you_mean(pattern, list(dict.fromkeys(candidates)), help_text)
+        hint = did_you_mean(pattern, list(candidates), help_text)
         raise ConfigError(f"nodes to keep in float must be in the model, got {pattern!r}; {hint}")
     return matches
 

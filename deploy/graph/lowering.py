@@ -36,12 +36,21 @@ from deploy.graph.edit import (
     copy_message,
     drop_dead,
     infer_types,
+    make_node,
     name_nodes,
     replace_field,
     replace_nodes,
     set_opset,
 )
-from deploy.graph.index import all_nodes, attributes, opset_of
+from deploy.graph.index import (
+    FLOAT,
+    ONNX_DOMAINS,
+    Nodes,
+    all_nodes,
+    attributes,
+    opset_of,
+    optional_input,
+)
 from deploy.graph.opset_forms import (
     OpsetScope,
     change_form,
@@ -50,11 +59,9 @@ from deploy.graph.opset_forms import (
     make_constant_node,
     rewrite_nodes,
 )
-from deploy.graph.rewrite import CannotRewrite, Nodes
+from deploy.graph.rewrite import CannotRewrite
 
-_FLOAT = 1  # onnx.TensorProto
 OLDEST, NEWEST = 13, 25  # opsets whose operator changes are handled here
-_DEFAULT = ("", "ai.onnx")
 # Operator -> opset that changed the meaning of the same node.
 _OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
 
@@ -73,7 +80,7 @@ class _NodeBuilder:
     def add(self, op_type: str, *inputs: str, **attrs: Any) -> str:
         """Append a node; return the name of its output."""
         name = f"{self.node.output[0]}/{op_type}_{len(self.nodes)}"
-        node = helper.make_node(op_type, inputs, [name], f"{self.node.name}/{name}", **attrs)
+        node = make_node(op_type, inputs, name, f"{self.node.name}/{name}", **attrs)
         self.nodes.append(node)
         return name
 
@@ -120,13 +127,15 @@ def _write_mish(builder: _NodeBuilder) -> None:
 
 
 def _write_swish(builder: _NodeBuilder) -> None:
-    scaled, alpha = builder.source, builder.attrs.get("alpha", 1.0)
+    scaled = builder.source
+    alpha = builder.attrs.get("alpha", 1.0)
     if alpha != 1.0:
         scaled = builder.add("Mul", builder.source, builder.scalar(alpha))
     builder.add("Mul", builder.source, builder.add("Sigmoid", scaled))
 
 
 def _write_gelu(builder: _NodeBuilder) -> None:
+    """Write x * 0.5 * (1 + erf(x / sqrt 2)), or the approximation by tanh."""
     x = builder.source
     if builder.attrs.get("approximate", b"none") == b"tanh":
         cube = builder.add("Mul", builder.add("Mul", x, x), x)
@@ -169,6 +178,7 @@ def _find_norm_axes(builder: _NodeBuilder) -> list[int]:
 
 
 def _divide_by_deviation(builder: _NodeBuilder, centred: str, axes: Sequence[int]) -> str:
+    """Divide a tensor by the root of its mean square and epsilon; return the result's name."""
     squares = builder.add("Pow", centred, builder.scalar(2))
     variance = builder.mean(squares, axes)
     epsilon = builder.scalar(builder.attrs.get("epsilon", 1e-5))
@@ -179,8 +189,9 @@ def _divide_by_deviation(builder: _NodeBuilder, centred: str, axes: Sequence[int
 def _write_scale_and_bias(builder: _NodeBuilder, name: str) -> None:
     """Multiply by the scale and add the bias, if there is one."""
     scaled = builder.add("Mul", name, builder.node.input[1])
-    if len(builder.node.input) > 2 and builder.node.input[2]:
-        builder.add("Add", scaled, builder.node.input[2])
+    bias = optional_input(builder.node, 2)
+    if bias:
+        builder.add("Add", scaled, bias)
 
 
 def _write_group_norm(builder: _NodeBuilder) -> None:
@@ -206,7 +217,7 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
 
 
 def _refuse_half_sums(builder: _NodeBuilder) -> None:
-    if builder.scope.dtype(builder.source) != _FLOAT:
+    if builder.scope.dtype(builder.source) != FLOAT:
         raise CannotRewrite("its sums are of another type than its input")
 
 
@@ -254,8 +265,8 @@ def lower_opset(
         ExportError: a node cannot be converted; names it and says why.
     """
     source_opset = opset_of(model)
-    standard_nodes = (node for node in all_nodes(model.graph) if node.domain in _DEFAULT)
-    if source_opset <= opset and all(node.op_type not in decomposed for node in standard_nodes):
+    op_types = {node.op_type for node in all_nodes(model.graph) if node.domain in ONNX_DOMAINS}
+    if source_opset <= opset and op_types.isdisjoint(decomposed):
         return LoweredModel(model, {})
     target_opset = min(source_opset, opset)
     if not OLDEST <= target_opset <= source_opset <= NEWEST:
@@ -278,14 +289,12 @@ def _write_functions(
     model: onnx.ModelProto, opset: int, decomposed: Collection[str]
 ) -> onnx.ModelProto:
     """Return the model with the functions that ONNX has for operators new since `opset`."""
-    source_opset = opset_of(model)
-    new_operators: set[str] = set()
-    for node in all_nodes(model.graph):
-        op_type = node.op_type
-        if op_type in _WRITERS or not is_standard(node) or not find_schema(op_type, source_opset):
-            continue
-        if op_type in decomposed or find_schema(op_type, opset) is None:
-            new_operators.add(op_type)
+    op_types = {node.op_type for node in all_nodes(model.graph) if is_standard(node)}
+    new_operators = []
+    for op_type in sorted(op_types.difference(_WRITERS)):
+        is_unwanted = op_type in decomposed or find_schema(op_type, opset) is None
+        if is_unwanted and find_schema(op_type, opset_of(model)) is not None:
+            new_operators.append(("", op_type))
     if not new_operators:
         return model
 
@@ -293,9 +302,8 @@ def _write_functions(
     for tensor in typed.graph.initializer:  # the inliner asks for types of constants too
         value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         typed.graph.value_info.append(value)
-    functions = [("", op_type) for op_type in sorted(new_operators)]
     try:
-        inlined = inliner.inline_selected_functions(typed, functions, False, True)
+        inlined = inliner.inline_selected_functions(typed, new_operators, False, True)
     except Exception:  # onnx before 1.20, or a type that is not known; then the node is refused
         return model
     drop_dead(inlined.graph)
@@ -328,6 +336,7 @@ class _Lowering:
         return nodes
 
     def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+        """Return the nodes of a standard node's older form; a form that is the same: the node."""
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)
         old_schema = find_schema(op_type, scope.target_opset)
@@ -351,7 +360,7 @@ class _Lowering:
 
 def is_standard(node: onnx.NodeProto) -> bool:
     """Whether ONNX has the operator in any opset."""
-    return node.domain in _DEFAULT and bool(defs.has(node.op_type))
+    return node.domain in ONNX_DOMAINS and bool(defs.has(node.op_type))
 
 
 def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
@@ -364,7 +373,7 @@ def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
 
 def _find_ir_version(model: onnx.ModelProto) -> int:
     """Return the lowest IR version that allows the opsets of the model's standard domains."""
-    standard_domains = (*_DEFAULT, "ai.onnx.ml")
+    standard_domains = (*ONNX_DOMAINS, "ai.onnx.ml")
     imports = [entry for entry in model.opset_import if entry.domain in standard_domains]
     return int(helper.find_min_ir_version_for(imports))
 

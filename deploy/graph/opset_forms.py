@@ -25,11 +25,26 @@ import onnx
 from numpy.typing import NDArray
 from onnx import defs, helper, numpy_helper
 
-from deploy.graph.edit import claim_name, replace_nodes
-from deploy.graph.index import attributes, constant_nodes, dims, subgraphs
-from deploy.graph.rewrite import CannotRewrite, Nodes, RewriteRule, is_op
-
-_FLOAT = 1  # onnx.TensorProto
+from deploy.graph.edit import claim_name, drop_attribute, make_node, replace_nodes
+from deploy.graph.index import (
+    FLOAT,
+    Nodes,
+    Shape,
+    attributes,
+    by_name,
+    constant_nodes,
+    declared_values,
+    dims,
+    optional_input,
+    subgraphs,
+)
+from deploy.graph.rewrite import (
+    CannotRewrite,
+    RewriteRule,
+    check_nothing,
+    is_op,
+    keep_node,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +57,7 @@ class OpsetScope:
         tensor_names: names of tensors that exist, and those of new ones.
         constants: name -> tensor.
         dtypes: tensor -> ONNX element type.
-        shapes: tensor -> sizes as in `deploy.graph.index.dims`.
+        shapes: tensor -> its sizes; None for unknown rank.
     """
 
     source_opset: int
@@ -50,21 +65,21 @@ class OpsetScope:
     tensor_names: set[str] = field(default_factory=set)
     constants: Mapping[str, onnx.TensorProto] = field(default_factory=dict)
     dtypes: Mapping[str, int] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int | str | None, ...] | None] = field(default_factory=dict)
+    shapes: Mapping[str, Shape | None] = field(default_factory=dict)
 
     def enter(self, graph: onnx.GraphProto) -> OpsetScope:
         """Return the scope inside a graph: this one plus the graph's own tensors."""
-        constants = {tensor.name: tensor for tensor in graph.initializer}
-        constants |= constant_nodes(graph.node)
+        constants = by_name(graph.initializer) | constant_nodes(graph.node)
         dtypes, shapes = dict(self.dtypes), dict(self.shapes)
-        for value in (*graph.input, *graph.value_info, *graph.output):
+        for value in declared_values(graph):
             dtypes[value.name] = value.type.tensor_type.elem_type
             shapes[value.name] = dims(value)
         for name, tensor in constants.items():
             dtypes[name] = tensor.data_type
             shapes[name] = tuple(tensor.dims)
-        constants = {**self.constants, **constants}
-        return replace(self, constants=constants, dtypes=dtypes, shapes=shapes)
+        return replace(
+            self, constants={**self.constants, **constants}, dtypes=dtypes, shapes=shapes
+        )
 
     def new_name(self, preferred: str) -> str:
         """Return a name for a new tensor that no other tensor has."""
@@ -91,7 +106,7 @@ class OpsetScope:
             raise CannotRewrite(f"the type of {name} is not known")
         return dtype
 
-    def shape(self, name: str) -> tuple[int | str | None, ...]:
+    def shape(self, name: str) -> Shape:
         """Return the sizes of a tensor.
 
         Raises:
@@ -168,6 +183,7 @@ def drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpSc
 
 
 def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
+    """Whether an attribute has the value that it has if a node leaves it out."""
     value = helper.get_attribute_value(attribute)
     if attribute.name == "dilations":
         return set(value) <= {1}
@@ -178,13 +194,11 @@ def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
 def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
     """Return a Constant node whose output `name` holds `values`."""
     tensor = numpy_helper.from_array(np.asarray(values), name)
-    return helper.make_node("Constant", [], [name], f"{name}_Constant", value=tensor)
+    return make_node("Constant", [], name, f"{name}_Constant", value=tensor)
 
 
 def _drop_attribute(node: onnx.NodeProto, _: OpsetScope, *, name: str) -> Nodes:
-    for attribute in list(node.attribute):
-        if attribute.name == name:
-            node.attribute.remove(attribute)
+    drop_attribute(node, name)
     return [node]
 
 
@@ -204,17 +218,23 @@ def _refuse(reason: str) -> Callable[[onnx.NodeProto, OpsetScope], str]:
     return lambda node, scope: reason
 
 
+def _refuse_values(name: str, *values: object, reason: str) -> Callable[..., str]:
+    """Return a check that fails for nodes whose attribute has one of these values."""
+    return lambda node, scope: reason if attributes(node).get(name) in values else ""
+
+
 # Older forms
 
 
 def _inputs_to_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Reduce: axes as an attribute; without any, and noop_with_empty_axes, it is an Identity."""
-    has_axes = len(node.input) > 1 and node.input[1]
-    axes = scope.values(node.input[1], "axes").tolist() if has_axes else []
+    axes = []
+    if optional_input(node, 1):
+        axes = scope.values(node.input[1], "axes").tolist()
     if not axes and attributes(node).get("noop_with_empty_axes", 0):
         return [helper.make_node("Identity", node.input[:1], node.output, node.name)]
     del node.input[1:]
-    _drop_attribute(node, scope, name="noop_with_empty_axes")
+    drop_attribute(node, "noop_with_empty_axes")
     if axes:
         _set_attribute(node, "axes", axes)
     return [node]
@@ -224,7 +244,7 @@ def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Split: sizes of unequal slices as an input, in place of their number."""
     attrs = attributes(node)
     count = attrs.get("num_outputs")
-    _drop_attribute(node, scope, name="num_outputs")
+    drop_attribute(node, "num_outputs")
     if count is None:
         return [node]
     size = scope.shape(node.input[0])[attrs.get("axis", 0)]
@@ -232,34 +252,26 @@ def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         raise CannotRewrite(f"the size of {node.input[0]} along its axis is not known")
     if size % count == 0:
         return [node]
-    step = -(-size // count)
+    step = -(-size // count)  # all slices but the last have the size rounded up
     sizes = [step] * (count - 1) + [size - step * (count - 1)]
     name = f"{node.output[0]}/split"
     node.input.append(name)
     return [make_constant_node(name, np.array(sizes, np.int64)), node]
 
 
-def _check_wrap(node: onnx.NodeProto, _: OpsetScope) -> str:
-    return "it wraps around" if attributes(node).get("mode") == b"wrap" else ""
-
-
 def _pad_all_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Pad: pads of all axes in place of those of some."""
-    if len(node.input) < 4 or not node.input[3]:
+    if not optional_input(node, 3):
         return [node]
     rank = len(scope.shape(node.input[0]))
-    some_pads, axes = scope.values(node.input[1], "pads"), scope.values(node.input[3], "axes")
+    some_pads = scope.values(node.input[1], "pads")
+    axes = scope.values(node.input[3], "axes")
     pads = np.zeros((2, rank), np.int64)
     pads[:, axes] = some_pads.reshape(2, -1)
     name = f"{node.output[0]}/pads"
     node.input[1] = name
     del node.input[3:]
     return [make_constant_node(name, pads.ravel()), node]
-
-
-def _check_symmetric(node: onnx.NodeProto, _: OpsetScope) -> str:
-    mode = attributes(node).get("coordinate_transformation_mode")
-    return "it resizes by half_pixel_symmetric" if mode == b"half_pixel_symmetric" else ""
 
 
 def complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -272,8 +284,8 @@ def complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
             unknown.
     """
     attrs = attributes(node)
-    by_size = len(node.input) > 3 and node.input[3] != ""
-    keeps_ratio = by_size and attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
+    has_sizes = optional_input(node, 3) != ""
+    keeps_ratio = has_sizes and attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
     if "axes" not in attrs and not keeps_ratio:
         return [node]
 
@@ -289,15 +301,16 @@ def complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         node.input.append(name)
 
     # the other axes keep their size, or have the scale 1
-    index = len(node.input) - 1
-    default = str(node.input[0]) if index == 3 else np.ones(rank, np.float32)
-    nodes += _spread_axes(node, index, axes, default, scope)
+    if len(node.input) > 3:
+        nodes += _complete_input(node, 3, axes, node.input[0], scope)
+    else:
+        nodes += _complete_input(node, 2, axes, np.ones(rank, np.float32), scope)
     if node.input[1]:  # the region: from 0 to 1 along the other axes
         scope.values(node.input[1], "region")
         ends = np.repeat([0, 1], rank).astype(np.float32)
-        nodes += _spread_axes(node, 1, axes + [rank + axis for axis in axes], ends, scope)
-    _drop_attribute(node, scope, name="axes")
-    _drop_attribute(node, scope, name="keep_aspect_ratio_policy")
+        nodes += _complete_input(node, 1, axes + [rank + axis for axis in axes], ends, scope)
+    drop_attribute(node, "axes")
+    drop_attribute(node, "keep_aspect_ratio_policy")
     return [*nodes, node]
 
 
@@ -308,7 +321,8 @@ def _ratio_scales(
     if not all(isinstance(size, int) and size > 0 for size in shape):
         raise CannotRewrite(f"the sizes of {node.input[0]} are not known")
     sides = np.array(shape, np.float32)
-    scales = scope.values(node.input[3], "sizes").astype(np.float32) / sides
+    requested_sizes = scope.values(node.input[3], "sizes")
+    scales = requested_sizes.astype(np.float32) / sides
     covers_sizes = attributes(node)["keep_aspect_ratio_policy"] == b"not_smaller"
     scale = scales.max() if covers_sizes else scales.min()
     if (np.floor(sides * scale) != np.round(sides * scale)).any():
@@ -316,43 +330,49 @@ def _ratio_scales(
     return np.full(len(shape), scale)
 
 
-def _spread_axes(
+def _complete_input(
     node: onnx.NodeProto,
     index: int,
     axes: list[int],
     default: str | NDArray[Any],
     scope: OpsetScope,
 ) -> Nodes:
-    """Make a node's input `index`, of some `axes`, one of all axes; return the nodes that do it.
+    """Give a node's input values of all axes in place of those of some; return the nodes for it.
 
-    `default`: values of all axes, or a tensor of which they are the sizes.
+    Args:
+        node: changes in place.
+        index: of the input, which has a value for each of `axes`.
+        axes: counted from the front.
+        default: the values of all axes, or a tensor whose sizes they are.
+        scope: around the node.
     """
-    name, some_axes = scope.new_name(f"{node.output[0]}_axes"), str(node.input[index])
-    defaults = scope.shape(default) if isinstance(default, str) else default.tolist()
-    node.input[index] = name
-    if some_axes in scope.constants:
-        some_values = scope.values(some_axes, "values")
+    axis_values = node.input[index]
+    completed = node.input[index] = scope.new_name(f"{node.output[0]}_axes")
+    defaults = list(scope.shape(default)) if isinstance(default, str) else default.tolist()
+    if axis_values in scope.constants:
+        constants = scope.values(axis_values, "values")
         values = list(defaults)
-        for axis, value in zip(axes, some_values.tolist(), strict=True):
+        for axis, value in zip(axes, constants.tolist(), strict=True):
             values[axis] = value
         if all(isinstance(value, int | float) for value in values):
-            return [make_constant_node(name, np.array(values, some_values.dtype))]
+            return [make_constant_node(completed, np.array(values, constants.dtype))]
 
-    # join the defaults and the values of some axes, and gather those of each axis
-    all_axes, joined, order = (
-        scope.new_name(f"{name}_{end}") for end in ("whole", "both", "order")
-    )
+    # join the defaults and the values of some axes, and gather the one of each axis
+    default_values = scope.new_name(f"{completed}_whole")
+    joined_values = scope.new_name(f"{completed}_both")
+    order = scope.new_name(f"{completed}_order")
     indices = np.arange(len(defaults))
     indices[axes] = len(defaults) + np.arange(len(axes))
     if isinstance(default, str):
-        default_node = helper.make_node("Shape", [default], [all_axes], f"{all_axes}_Shape")
+        default_node = make_node("Shape", [default], default_values, f"{default_values}_Shape")
     else:
-        default_node = make_constant_node(all_axes, default)
+        default_node = make_constant_node(default_values, default)
+    operands = [default_values, axis_values]
     return [
         default_node,
-        helper.make_node("Concat", [all_axes, some_axes], [joined], f"{joined}_Concat", axis=0),
+        make_node("Concat", operands, joined_values, f"{joined_values}_Concat", axis=0),
         make_constant_node(order, indices),
-        helper.make_node("Gather", [joined, order], [name], f"{name}_Gather"),
+        make_node("Gather", [joined_values, order], completed, f"{completed}_Gather"),
     ]
 
 
@@ -364,17 +384,23 @@ def _check_empty_sizes(node: onnx.NodeProto, scope: OpsetScope) -> str:
     return ""
 
 
-def _check_reduction(node: onnx.NodeProto, _: OpsetScope) -> str:
-    takes_extreme = attributes(node).get("reduction") in (b"max", b"min")
-    return "its reduction is max or min" if takes_extreme else ""
-
-
 def _check_image(node: onnx.NodeProto, scope: OpsetScope) -> str:
     is_image = len(scope.shape(node.input[0])) == 4
     return "" if is_image else f"{node.input[0]} is not an image"
 
 
-_REDUCE_WITH_AXES = is_op(  # ReduceSum changed in opset 13 already
+Check = Callable[[onnx.NodeProto, OpsetScope], str]
+Rewrite = Callable[[onnx.NodeProto, OpsetScope], Nodes]
+
+
+def _change(
+    opset: int, *op_types: str, check: Check = check_nothing, rewrite: Rewrite = keep_node
+) -> OpsetChange:
+    """Return the rule for operators that an opset changed."""
+    return OpsetChange(pattern=is_op(*op_types), opset=opset, check=check, rewrite=rewrite)
+
+
+_REDUCE_WITH_AXES = (  # ReduceSum changed in opset 13 already
     *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean"),
     *("ReduceMin", "ReduceProd", "ReduceSumSquare"),
 )
@@ -383,25 +409,33 @@ _NEW_MODES = {b"bilinear": b"linear", b"bicubic": b"cubic"}
 
 # By operator, the newest opset first; a rewrite returns the node itself last
 DOWNGRADES = (
-    OpsetChange(
-        pattern=is_op("GridSample"),
-        opset=20,
-        check=_check_image,
-        rewrite=partial(_rename_modes, names=_OLD_MODES),
-    ),
-    OpsetChange(pattern=is_op("Pad"), opset=19, check=_check_wrap),
-    OpsetChange(pattern=is_op("Pad"), opset=18, rewrite=_pad_all_axes),
-    OpsetChange(pattern=_REDUCE_WITH_AXES, opset=18, rewrite=_inputs_to_axes),
-    OpsetChange(
-        pattern=is_op("Reshape"),
-        opset=14,
+    _change(20, "GridSample", check=_check_image, rewrite=partial(_rename_modes, names=_OLD_MODES)),
+    _change(19, "Pad", check=_refuse_values("mode", b"wrap", reason="it wraps around")),
+    _change(18, "Pad", rewrite=_pad_all_axes),
+    _change(18, *_REDUCE_WITH_AXES, rewrite=_inputs_to_axes),
+    _change(
+        14,
+        "Reshape",
         check=_check_empty_sizes,
         rewrite=partial(_drop_attribute, name="allowzero"),
     ),
-    OpsetChange(pattern=is_op("Resize"), opset=19, check=_check_symmetric),
-    OpsetChange(pattern=is_op("Resize"), opset=18, rewrite=complete_resize),
-    OpsetChange(pattern=is_op("ScatterElements", "ScatterND"), opset=18, check=_check_reduction),
-    OpsetChange(pattern=is_op("Split"), opset=18, rewrite=_add_split_sizes),
+    _change(
+        19,
+        "Resize",
+        check=_refuse_values(
+            "coordinate_transformation_mode",
+            b"half_pixel_symmetric",
+            reason="it resizes by half_pixel_symmetric",
+        ),
+    ),
+    _change(18, "Resize", rewrite=complete_resize),
+    _change(
+        18,
+        "ScatterElements",
+        "ScatterND",
+        check=_refuse_values("reduction", b"max", b"min", reason="its reduction is max or min"),
+    ),
+    _change(18, "Split", rewrite=_add_split_sizes),
 )
 
 
@@ -416,13 +450,15 @@ def _attributes_to_inputs(
     nodes: Nodes = []
     del node.input[1:]
     for name in names:
-        _drop_attribute(node, scope, name=name)
+        drop_attribute(node, name)
         if name not in attrs:
             node.input.append("")
             continue
-        values = np.array([attrs[name]] if name == "k" else attrs[name])
+        values = np.array(attrs[name])
+        if name == "k":  # of TopK: an input of one element, where others are lists or scalars
+            values = values.reshape(1)
         if values.dtype.kind == "f":
-            dtype = scope.dtypes.get(node.input[0]) or _FLOAT
+            dtype = scope.dtypes.get(node.input[0]) or FLOAT
             values = values.astype(helper.tensor_dtype_to_np_dtype(dtype))
         node.input.append(scope.new_name(f"{node.output[0]}_{name}"))
         nodes.append(make_constant_node(node.input[-1], values))
@@ -442,26 +478,31 @@ def _attributes_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     if "scales" in attrs:  # Upsample-7
         node.input.append(scope.new_name(f"{node.output[0]}_scales"))
         nodes.append(make_constant_node(node.input[1], np.array(attrs["scales"], np.float32)))
-        _drop_attribute(node, scope, name="scales")
+        drop_attribute(node, "scales")
 
     rounding = "floor"
     if node.op_type == "Resize" and node.input[1] in scope.constants:
         scales = scope.values(node.input[1], "scales").astype(np.float64)
-        if not (scales > 0).all():
-            raise CannotRewrite("a scale is not above 0")
-        steps = 1 / scales
-        shrinking_steps, enlarges = steps[steps > 1], (steps < 1).any()
-        if shrinking_steps.size and not enlarges:
-            rounding = "ceil"
-        is_nearest = attrs.get("mode", b"nearest") == b"nearest"
-        if is_nearest and enlarges and (shrinking_steps != np.round(shrinking_steps)).any():
-            raise CannotRewrite("it shrinks one axis and enlarges another")
-
+        rounding = _find_rounding(scales, attrs.get("mode", b"nearest"))
     node.op_type = "Resize"
     node.input.insert(1, "")
     _set_attribute(node, "coordinate_transformation_mode", "asymmetric")
     _set_attribute(node, "nearest_mode", rounding)
     return [*nodes, node]
+
+
+def _find_rounding(scales: NDArray[np.float64], mode: bytes) -> str:
+    """Return the `nearest_mode` of a Resize-10 with these scales."""
+    if not (scales > 0).all():
+        raise CannotRewrite("a scale is not above 0")
+    steps = 1 / scales  # from one output position to the next, in pixels of the input
+    shrinking_steps = steps[steps > 1]
+    enlarges = (steps < 1).any()
+    # positions at whole pixels are the same with both ways to round
+    needs_ceil = (shrinking_steps != np.round(shrinking_steps)).any()
+    if mode == b"nearest" and enlarges and needs_ceil:
+        raise CannotRewrite("it shrinks one axis and enlarges another")
+    return "ceil" if shrinking_steps.size and not enlarges else "floor"
 
 
 def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -471,34 +512,29 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     a matrix and the output gets its shape again.
     """
     axis = attributes(node).get("axis", 1)
-    source, output = str(node.input[0]), str(node.output[0])
+    source, output = node.input[0], node.output[0]
     shape = scope.shapes.get(source)
     if shape is not None and -len(shape) <= axis < len(shape):
         is_one_axis = all(size == 1 for size in shape[axis % len(shape) + 1 :])
     else:
         is_one_axis = axis == -1
-    _drop_attribute(node, scope, name="axis")
+    drop_attribute(node, "axis")
     _set_attribute(node, "axis", axis if is_one_axis else -1)
     if is_one_axis:
         return [node]
     if axis < 0 and shape is None:
         raise CannotRewrite(f"the shape of {source} is not known")
 
-    rows, sizes, softmax = (
-        scope.new_name(f"{output}_{end}") for end in ("rows", "dims", "softmax")
-    )
+    rows = scope.new_name(f"{output}_rows")
+    sizes = scope.new_name(f"{output}_dims")
+    softmax = scope.new_name(f"{output}_softmax")
     node.input[0], node.output[0] = rows, softmax
     return [
-        helper.make_node("Shape", [source], [sizes], f"{node.name}_Shape"),
-        helper.make_node("Flatten", [source], [rows], f"{node.name}_Flatten", axis=axis),
+        make_node("Shape", [source], sizes, f"{node.name}_Shape"),
+        make_node("Flatten", [source], rows, f"{node.name}_Flatten", axis=axis),
         node,
-        helper.make_node("Reshape", [softmax, sizes], [output], f"{node.name}_Reshape"),
+        make_node("Reshape", [softmax, sizes], output, f"{node.name}_Reshape"),
     ]
-
-
-def _check_spatial(node: onnx.NodeProto, _: OpsetScope) -> str:
-    """BatchNormalization: before opset 9 it could have a mean for each position."""
-    return "" if attributes(node).get("spatial", 1) else "it has spatial=0"
 
 
 def _check_statistics(node: onnx.NodeProto, _: OpsetScope) -> str:
@@ -529,48 +565,37 @@ def _set_old_positions(node: onnx.NodeProto, _: OpsetScope) -> Nodes:
     return [node]
 
 
-def _moved(pattern: Callable[[onnx.NodeProto], bool], opset: int, *names: str) -> OpsetChange:
-    """Return the change that makes these attributes constant inputs."""
-    rewrite = partial(_attributes_to_inputs, names=names)
-    return OpsetChange(pattern=pattern, opset=opset, rewrite=rewrite)
+def _to_inputs(*names: str) -> Rewrite:
+    """Return the rewrite that makes these attributes constant inputs."""
+    return partial(_attributes_to_inputs, names=names)
 
 
 # Every new form or meaning up to opset 22; of one operator the oldest opset first
 UPGRADES = (
-    OpsetChange(
-        pattern=is_op("BatchNormalization"),
-        opset=9,
-        check=_check_spatial,
+    _change(  # before, it could have a mean for each position
+        9,
+        "BatchNormalization",
+        check=_refuse_values("spatial", 0, reason="it has spatial=0"),
         rewrite=partial(_drop_attribute, name="spatial"),
     ),
-    OpsetChange(pattern=is_op("BatchNormalization"), opset=14, check=_check_statistics),
-    _moved(is_op("Clip"), 11, "min", "max"),
-    OpsetChange(pattern=is_op("DFT"), opset=20, check=_refuse("its axis is an input there")),
-    OpsetChange(
-        pattern=is_op("Dropout"),  # its ratio counts in training alone
-        opset=12,
-        check=_check_mask,
-        rewrite=partial(_drop_attribute, name="ratio"),
-    ),
-    OpsetChange(
-        pattern=is_op("GridSample"), opset=20, rewrite=partial(_rename_modes, names=_NEW_MODES)
-    ),
-    OpsetChange(
-        pattern=is_op("GroupNormalization"), opset=21, check=_refuse("its scale is one a group")
-    ),
-    OpsetChange(
-        pattern=is_op("Hardmax", "LogSoftmax", "Softmax"), opset=13, rewrite=_softmax_over_axis
-    ),
-    _moved(is_op("Pad"), 11, "pads", "value"),
-    _moved(is_op("ReduceSum", "Squeeze", "Unsqueeze"), 13, "axes"),
-    _moved(_REDUCE_WITH_AXES, 18, "axes"),
-    OpsetChange(pattern=is_op("Resize"), opset=11, rewrite=_attributes_to_resize),
-    OpsetChange(pattern=is_op("RoiAlign"), opset=16, rewrite=_set_old_positions),
-    OpsetChange(pattern=is_op("Scan"), opset=9, check=_refuse("it scans a batch of sequences")),
-    OpsetChange(pattern=is_op("Scatter"), opset=11, rewrite=_rename_scatter),
-    _moved(is_op("Slice"), 10, "starts", "ends", "axes"),
-    _moved(is_op("Split"), 13, "split"),
-    OpsetChange(pattern=is_op("Split"), opset=18, rewrite=_add_split_count),
-    _moved(is_op("TopK"), 10, "k"),
-    OpsetChange(pattern=is_op("Upsample"), opset=10, rewrite=_attributes_to_resize),
+    _change(14, "BatchNormalization", check=_check_statistics),
+    _change(11, "Clip", rewrite=_to_inputs("min", "max")),
+    _change(20, "DFT", check=_refuse("its axis is an input there")),
+    # the ratio of Dropout counts in training alone
+    _change(12, "Dropout", check=_check_mask, rewrite=partial(_drop_attribute, name="ratio")),
+    _change(20, "GridSample", rewrite=partial(_rename_modes, names=_NEW_MODES)),
+    _change(21, "GroupNormalization", check=_refuse("its scale is one a group")),
+    _change(13, "Hardmax", "LogSoftmax", "Softmax", rewrite=_softmax_over_axis),
+    _change(11, "Pad", rewrite=_to_inputs("pads", "value")),
+    _change(13, "ReduceSum", "Squeeze", "Unsqueeze", rewrite=_to_inputs("axes")),
+    _change(18, *_REDUCE_WITH_AXES, rewrite=_to_inputs("axes")),
+    _change(11, "Resize", rewrite=_attributes_to_resize),
+    _change(16, "RoiAlign", rewrite=_set_old_positions),
+    _change(9, "Scan", check=_refuse("it scans a batch of sequences")),
+    _change(11, "Scatter", rewrite=_rename_scatter),
+    _change(10, "Slice", rewrite=_to_inputs("starts", "ends", "axes")),
+    _change(13, "Split", rewrite=_to_inputs("split")),
+    _change(18, "Split", rewrite=_add_split_count),
+    _change(10, "TopK", rewrite=_to_inputs("k")),
+    _change(10, "Upsample", rewrite=_attributes_to_resize),
 )

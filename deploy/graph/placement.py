@@ -21,7 +21,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.grids import FP8, INT8, UINT8, Grid
-from deploy.graph.index import GATE, Graph, attributes
+from deploy.graph.index import GATE, Graph, attributes, names_of, optional_input
 
 MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 CUTS = frozenset({"Pad", "Slice"})
@@ -181,8 +181,9 @@ ASCEND = Placement(
 def is_global_mean(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a ReduceMean is a GlobalAveragePool of an image, as torch exports it."""
     axes = attributes(node).get("axes")
-    if axes is None and len(node.input) > 1 and node.input[1] in graph.initializers:
-        axes = numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()
+    axes_tensor = graph.initializers.get(optional_input(node, 1))
+    if axes is None and axes_tensor is not None:
+        axes = numpy_helper.to_array(axes_tensor).tolist()
     rank = len(graph.shapes.get(node.input[0]) or ())
     if not axes or rank < 4:
         return False
@@ -191,9 +192,8 @@ def is_global_mean(graph: Graph, node: onnx.NodeProto) -> bool:
 
 def has_constant_operand(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a node adds a constant to a tensor or multiplies a tensor by a constant."""
-    if node.op_type not in {"Add", "Mul"}:
-        return False
-    return any(name in graph.initializers for name in node.input)
+    is_pointwise = node.op_type in {"Add", "Mul"}
+    return is_pointwise and any(name in graph.initializers for name in node.input)
 
 
 def keeps_range(graph: Graph, node: onnx.NodeProto) -> bool:
@@ -224,23 +224,21 @@ def pads_nonzero(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a Pad adds a constant that is not 0 or is unknown."""
     if attributes(node).get("mode", b"constant") != b"constant":
         return False
-    has_value = len(node.input) > 2 and bool(node.input[2])
-    return has_value and graph.scalar(node.input[2]) != 0
+    value = optional_input(node, 2)
+    return value != "" and graph.scalar(value) != 0
 
 
 def find_bias_add(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    """Return the Add after a 2-D MatMul that is a Gemm's bias: one constant per column."""
-    add = graph.only_reader(node.output[0])
-    if node.op_type != "MatMul" or add is None or add.op_type != "Add":
-        return None
-    if len(graph.shapes.get(node.output[0]) or ()) != 2:
-        return None
+    """Return the Add after a MatMul, if both are a Gemm: 2-D, and one constant per column."""
+    add = graph.only_reader(node.output[0], "Add")
     weight = graph.initializers.get(node.input[1])
-    bias = next((graph.initializers[n] for n in add.input if n in graph.initializers), None)
-    if weight is None or bias is None or bias.data_type != weight.data_type:
+    if add is None or weight is None or len(graph.shapes.get(node.output[0]) or ()) != 2:
+        return None
+    constants = [graph.initializers[name] for name in add.input if name in graph.initializers]
+    if not constants or constants[0].data_type != weight.data_type:
         return None
     columns = weight.dims[-1]
-    return add if list(bias.dims) in ([columns], [1, columns]) else None
+    return add if list(constants[0].dims) in ([columns], [1, columns]) else None
 
 
 def reads_int8(
@@ -251,7 +249,8 @@ def reads_int8(
     A fused Add is computed inside a heavy node, which reads the skip branch in int8 whatever
     made it.
     """
-    inputs, skip_branches = graph.data_inputs(node), int8_inputs(graph, node, heavy)
+    inputs = graph.data_inputs(node)
+    skip_branches = int8_inputs(graph, node, heavy)
     fused_inputs = [name for name in inputs if name not in skip_branches]
     return all(name in int8_tensors for name in fused_inputs or inputs)
 
@@ -263,9 +262,7 @@ def reads_float_concat(graph: Graph, node: onnx.NodeProto, int8_tensors: Collect
     each input that no int8 kernel writes (NVIDIA/TensorRT issue 4366).
     """
     for name in graph.data_inputs(node):
-        producer = graph.producer.get(name)
-        while producer is not None and producer.op_type in MOVES | CUTS | {"MaxPool"}:
-            producer = graph.producer.get(producer.input[0])
+        producer = graph.trace_back(name, MOVES | CUTS | {"MaxPool"})
         if producer is not None and producer.op_type == "Concat":
             return not all(part in int8_tensors for part in graph.data_inputs(producer))
     return False
@@ -291,8 +288,7 @@ def add_concat_readers(graph: Graph, readers: dict[str, list[str]]) -> None:
         output = node.output[0]
         if node.op_type != "Concat" or output not in readers or output in graph.outputs:
             continue
-        all_readers = {reader.name for reader in graph.readers.get(output, [])}
-        if all_readers != set(readers[output]):
+        if names_of(graph.readers.get(output, [])) != set(readers[output]):
             continue
         for name in node.input:
             if name in readers:

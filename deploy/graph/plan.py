@@ -13,7 +13,7 @@ into it, so the scale is that of the tail's output::
 A Hard-Swish, in any of its forms, counts as one node (see `deploy.graph.gates`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,7 +21,15 @@ import onnx
 
 from calibrators.grids import FP8, INT8, UINT8
 from deploy.graph.gates import Gate, collapse_gates, find_gates
-from deploy.graph.index import GATE, CachedGraph, Graph, attributes, channel_axis
+from deploy.graph.index import (
+    GATE,
+    CachedGraph,
+    Graph,
+    Nodes,
+    channel_axis,
+    group_count,
+    optional_input,
+)
 from deploy.graph.placement import (
     MOVES,
     POOLS,
@@ -176,11 +184,12 @@ def analyse(
         analysis = ModelAnalysis(model)
     gates = analysis.gates if GATE in placement.glue else ()
     graph = analysis.collapsed if gates else analysis.graph
-    gate_by_node = {name: gate.name for gate in gates for name in gate.nodes}
-    requested_reasons = {
-        gate_by_node.get(name, name): reason
-        for name, reason in reasons_by_node(float_nodes).items()
-    }
+    gate_by_node: dict[str, str] = {}  # node of a gate -> the node that stands for the gate
+    for gate in gates:
+        gate_by_node |= dict.fromkeys(gate.nodes, gate.name)
+    requested_reasons = {}
+    for name, reason in reasons_by_node(float_nodes).items():
+        requested_reasons[gate_by_node.get(name, name)] = reason
     float_reasons = _find_float_reasons(graph, placement, requested_reasons, float_tensors or {})
 
     int8_nodes = [node for node in graph.nodes if not float_reasons[node.name]]
@@ -188,17 +197,20 @@ def analyse(
     pairs = _place_pairs(graph, placement, int8_nodes)
     gemm_biases = _find_gemm_biases(graph, placement, int8_nodes, requested_reasons)
     weights = _find_weights(graph, placement, int8_nodes, gemm_biases)
-    scalar_nodes = int8_nodes if placement.quantizes_scalars else []
+    decisions = _decide(
+        model.graph.node, graph, placement, float_reasons, gate_by_node, gemm_biases
+    )
+    int8_scalars = []
+    if placement.quantizes_scalars:
+        int8_scalars = [node.name for node in int8_nodes if has_constant_operand(graph, node)]
     return Plan(
         placement=placement,
-        decisions=_decide(
-            model.graph.node, graph, placement, float_reasons, gate_by_node, gemm_biases
-        ),
+        decisions=decisions,
         pairs=pairs,
         gates=int8_gates,
         bias_shifts=_find_bias_shifts(analysis.graph, placement, weights, int8_gates),
         gemm_bias_adds={name: add.name for name, add in gemm_biases.items()},
-        int8_scalars=tuple(n.name for n in scalar_nodes if has_constant_operand(graph, n)),
+        int8_scalars=tuple(int8_scalars),
         int8_pads=tuple(node.name for node in int8_nodes if node.op_type == "Pad"),
         weights=weights,
         scale_owners=_find_scale_owners(graph, placement, pairs),
@@ -212,10 +224,10 @@ def _find_float_reasons(
     float_tensors: Mapping[str, str],
 ) -> dict[str, str]:
     """Return node -> why it stays float; "" if it runs in int8."""
-    reasons = {
-        node.name: find_refusal(graph, node, placement, requested_reasons, float_tensors)
-        for node in graph.nodes
-    }
+    reasons = {}
+    for node in graph.nodes:
+        refusal = find_refusal(graph, node, placement, requested_reasons, float_tensors)
+        reasons[node.name] = refusal
     # refuse nodes that gain nothing in int8; refusing one node can strand another
     has_changed = not placement.pairs_everywhere
     while has_changed:
@@ -224,7 +236,7 @@ def _find_float_reasons(
         for node in graph.nodes:
             if not reasons[node.name]:
                 reasons[node.name] = flow.find_stranded_reason(node)
-                has_changed = has_changed or bool(reasons[node.name])
+                has_changed = has_changed or reasons[node.name] != ""
     return reasons
 
 
@@ -246,13 +258,14 @@ class _Int8Flow:
                 self._add_int8_node(node)
         passing_nodes = [node for node in graph.nodes if _passes_int8(graph, placement, node)]
         for node in passing_nodes:
-            if all(name in self.produced for name in graph.data_inputs(node)):
+            if self.produced.issuperset(graph.data_inputs(node)):
                 self.produced.update(node.output)
         for node in reversed(passing_nodes):
             if not self.read.isdisjoint(node.output):
                 self.read.update(graph.data_inputs(node))
 
     def _add_int8_node(self, node: onnx.NodeProto) -> None:
+        """Add the tensors around a node that runs in int8."""
         graph = self.graph
         self.read.update(graph.data_inputs(node))
         self.produced.add(graph.tail(node))
@@ -269,9 +282,9 @@ class _Int8Flow:
         if placement.float_after_concat and reads_float_concat(graph, node, self.produced):
             return f"it reads a Concat whose inputs are not all {placement.precision_name}"
         if node.op_type in placement.heavy:
-            return ""
+            return ""  # it gains enough to quantize its inputs itself
         if placement.pairs_on_outputs:
-            has_int8_inputs = all(name in self.produced for name in graph.data_inputs(node))
+            has_int8_inputs = self.produced.issuperset(graph.data_inputs(node))
         else:
             has_int8_inputs = reads_int8(graph, node, self.produced, placement.heavy)
             if has_int8_inputs and has_float_sibling(graph, node, self.reasons):
@@ -285,10 +298,9 @@ class _Int8Flow:
 
 def _passes_int8(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether a node passes int8 on while it stays float; an Add of a constant does too."""
-    if node.op_type in placement.passes_int8:
-        return True
-    is_shift = node.op_type == "Add" and has_constant_operand(graph, node)
-    return is_shift and bool(placement.passes_int8)
+    if node.op_type == "Add" and placement.passes_int8:
+        return has_constant_operand(graph, node)
+    return node.op_type in placement.passes_int8
 
 
 def _find_bias_shifts(
@@ -303,15 +315,15 @@ def _find_bias_shifts(
     """
     if not placement.quantizes_bias:
         return {}
-    weight_by_node = {weight.node: weight for weight in weights}
+    bias_by_node = {weight.node: weight.bias for weight in weights}
     shifts = {}
     for gate in int8_gates:
-        conv = graph.producer.get(gate.source)
-        if conv is None or conv.op_type != "Conv" or conv.name not in weight_by_node:
+        conv = graph.find_producer(gate.source, "Conv")
+        if conv is None or conv.name not in bias_by_node:
             continue
         if graph.only_reader(gate.source) is None or gate.source == gate.factor:
             continue
-        bias = weight_by_node[conv.name].bias
+        bias = bias_by_node[conv.name]
         if bias is None or bias in graph.initializers:
             shifts[conv.name] = gate
     return shifts
@@ -330,10 +342,10 @@ def _find_gemm_biases(
     every input (a net of three such layers: 9.6 times slower than FP32).
     """
     biases: dict[str, onnx.NodeProto] = {}
-    if not placement.fuses_gemm_bias:
-        return biases
     for node in int8_nodes:
-        add = find_bias_add(graph, node) if node.op_type == "MatMul" else None
+        if node.op_type != "MatMul" or not placement.fuses_gemm_bias:
+            continue
+        add = find_bias_add(graph, node)
         if add is None or add.name in requested_reasons:
             continue
         if not is_scalar_glue(graph, placement, add):
@@ -357,13 +369,12 @@ def _decide(
     gemm_biases: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
     """Return one decision per node; tails follow their head, nodes of a gate decide as one."""
-    head_by_tail = {
-        graph.tail(node): node.name
-        for node in graph.nodes
-        if node.op_type in placement.heavy_or_glue
-    }
+    head_by_tail = {}  # output of a tail -> the node that it is fused into
+    for node in graph.nodes:
+        if node.op_type in placement.heavy_or_glue:
+            head_by_tail[graph.tail(node)] = node.name
     for name, add in gemm_biases.items():
-        head_by_tail |= {str(add.output[0]): name, graph.tail(add): name}
+        head_by_tail |= {add.output[0]: name, graph.tail(add): name}
 
     decisions = []
     for node in nodes:
@@ -377,31 +388,28 @@ def _decide(
     return tuple(decisions)
 
 
-def _place_pairs(
-    graph: Graph, placement: Placement, int8_nodes: list[onnx.NodeProto]
-) -> tuple[QdqPair, ...]:
+def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple[QdqPair, ...]:
     """Return the pairs of a plan, inputs of the model first, then in graph order."""
-    tensors = [*graph.inputs, *(name for node in graph.nodes for name in node.output)]
-    if placement.pairs_everywhere:
-        paired = {name for node in int8_nodes for name in graph.data_inputs(node)}
-        paired |= {node.output[0] for node in int8_nodes}
-    elif placement.pairs_on_outputs:
-        paired = _find_paired_tensors(graph, int8_nodes)
-    else:
-        readers = _find_pair_readers(graph, placement, int8_nodes)
-        return tuple(QdqPair(name, tuple(readers[name])) for name in tensors if name in readers)
-    return tuple(QdqPair(name, None) for name in tensors if name in paired)
+    tensors = (*graph.inputs, *graph.producer)
+    if placement.pairs_everywhere or placement.pairs_on_outputs:
+        paired = _find_paired_tensors(graph, placement, int8_nodes)
+        return tuple(QdqPair(name, None) for name in tensors if name in paired)
+    readers = _find_pair_readers(graph, placement, int8_nodes)
+    return tuple(QdqPair(name, tuple(readers[name])) for name in tensors if name in readers)
 
 
-def _find_paired_tensors(graph: Graph, int8_nodes: list[onnx.NodeProto]) -> set[str]:
+def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) -> set[str]:
     """Return the inputs and outputs of int8 nodes.
 
-    The int8 kernels of Gemm and MatMul can write float, which loses nothing, so their output has a
-    pair only for an int8 node that reads it.
+    ONNX Runtime's int8 kernels of Gemm and MatMul can write float, which loses nothing, so their
+    output has a pair only for an int8 node that reads it.
     """
-    paired = {name for node in int8_nodes for name in graph.data_inputs(node)}
+    paired: set[str] = set()
     for node in int8_nodes:
-        if node.op_type == "Split":
+        paired.update(graph.data_inputs(node))
+        if placement.pairs_everywhere:
+            paired.add(node.output[0])
+        elif node.op_type == "Split":
             paired.update(node.output)
         elif node.op_type not in {"Gemm", "MatMul"}:
             paired.add(graph.tail(node))
@@ -409,7 +417,7 @@ def _find_paired_tensors(graph: Graph, int8_nodes: list[onnx.NodeProto]) -> set[
 
 
 def _find_pair_readers(
-    graph: Graph, placement: Placement, int8_nodes: list[onnx.NodeProto]
+    graph: Graph, placement: Placement, int8_nodes: Nodes
 ) -> dict[str, list[str]]:
     """Return tensor with a pair -> the nodes that read the pair."""
     readers: dict[str, list[str]] = {}
@@ -417,8 +425,8 @@ def _find_pair_readers(
         for name in int8_inputs(graph, node, placement.heavy):
             readers.setdefault(name, []).append(node.name)
         if node.op_type in placement.separates_tail:
-            tail_nodes = graph.readers.get(node.output[0], [])
-            readers.setdefault(node.output[0], []).extend(tail.name for tail in tail_nodes)
+            for tail in graph.readers.get(node.output[0], []):
+                readers.setdefault(node.output[0], []).append(tail.name)
     add_concat_readers(graph, readers)
     return readers
 
@@ -434,13 +442,14 @@ def _find_weights(
     for node in int8_nodes:
         if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:
             continue
-        bias = str(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+        bias = optional_input(node, 2) or None
         if node.name in gemm_biases:
-            add = gemm_biases[node.name]
-            bias = next(str(name) for name in add.input if name in graph.initializers)
-        rank = len(graph.initializers[node.input[1]].dims)
-        axis = None if node.op_type in placement.per_tensor else _scale_axis(node, rank)
-        weights.append(WeightTarget(str(node.input[1]), node.name, axis, bias))
+            operands = gemm_biases[node.name].input
+            bias = next(name for name in operands if name in graph.initializers)
+        axis = None
+        if node.op_type not in placement.per_tensor:
+            axis = _scale_axis(node, len(graph.initializers[node.input[1]].dims))
+        weights.append(WeightTarget(node.input[1], node.name, axis, bias))
     return tuple(weights)
 
 
@@ -450,7 +459,7 @@ def _scale_axis(node: onnx.NodeProto, rank: int) -> int | None:
     A ConvTranspose with groups has weights [in, out / group, ...], of which one axis cannot name
     the groups; a MatMul of stacked matrices has no channels.
     """
-    has_groups = node.op_type == "ConvTranspose" and attributes(node).get("group", 1) != 1
+    has_groups = node.op_type == "ConvTranspose" and group_count(node) != 1
     is_stacked = node.op_type == "MatMul" and rank != 2
     return None if has_groups or is_stacked else channel_axis(node, rank)
 
@@ -472,12 +481,15 @@ def never_negative(model: onnx.ModelProto) -> frozenset[str]:
     graph = Graph(model)
     names: set[str] = set()
     for node in graph.nodes:
-        if node.op_type in MOVES | POOLS:
-            is_positive = node.input[0] in names
-        elif node.op_type == "Clip":
-            is_positive = graph.clips_at_zero(node)
-        else:
-            is_positive = node.op_type in {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}
-        if is_positive:
+        if cannot_be_negative(graph, node, names):
             names.update(node.output)
     return frozenset(names)
+
+
+def cannot_be_negative(graph: Graph, node: onnx.NodeProto, positive: Collection[str]) -> bool:
+    """Whether a node's output cannot be negative, given that the `positive` tensors cannot."""
+    if node.op_type in MOVES | POOLS:
+        return node.input[0] in positive
+    if node.op_type == "Clip":
+        return graph.clips_at_zero(node)
+    return node.op_type in {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}

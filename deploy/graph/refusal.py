@@ -9,10 +9,11 @@ pixels. It is then a Conv 1x1 that makes the pixels of the tile as channels, and
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import onnx
 
-from deploy.graph.index import GATE, Graph, attributes
+from deploy.graph.index import FLOAT, GATE, ONNX_DOMAINS, Graph, attributes, group_count
 from deploy.graph.placement import (
     MOVES,
     Placement,
@@ -26,7 +27,6 @@ from deploy.graph.placement import (
 
 Tile = tuple[int, int]
 _ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
-_FLOAT = onnx.TensorProto.FLOAT
 _MIN_CHANNELS = 24  # output channels with which a first Conv is faster in int8
 # the same over one input channel, also of products: with fewer the int8 kernel, which gathers every
 # window, takes longer (float over int8, windows of 3 to 7: 16 channels 0.51 to 0.84, 32 channels
@@ -54,15 +54,18 @@ def tile_shape(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
         return None
     attrs = attributes(node)
     rows, columns = sizes[2:]
-    if list(attrs.get("strides", [1, 1])) != [rows, columns] or rows == columns == 1:
+    if attrs.get("strides", [1, 1]) != [rows, columns] or rows == columns == 1:
         return None
-    if any((*attrs.get("pads", ()), *attrs.get("output_padding", ()))):
+    if any(attrs.get("pads", ())) or any(attrs.get("output_padding", ())):
         return None
     if "output_shape" in attrs or attrs.get("auto_pad", b"NOTSET") != b"NOTSET":
         return None
-    if attrs.get("group", 1) != 1 or any(step != 1 for step in attrs.get("dilations", ())):
-        return None
-    return int(rows), int(columns)
+    return None if _has_groups_or_gaps(attrs) else (rows, columns)
+
+
+def _has_groups_or_gaps(attrs: Mapping[str, Any]) -> bool:
+    """Whether a ConvTranspose has groups or dilations, by its attributes."""
+    return attrs.get("group", 1) != 1 or any(step != 1 for step in attrs.get("dilations", ()))
 
 
 def find_refusal(
@@ -81,7 +84,7 @@ def find_refusal(
         requested_reasons: nodes to keep in float -> why.
         float_tensors: tensors without a scale -> why.
     """
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in ONNX_DOMAINS:
         return f"custom domain {node.domain}"
     if node.op_type not in placement.heavy_or_glue:
         return f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
@@ -98,15 +101,18 @@ def find_refusal(
 
 def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     """Return why a heavy node's weights, or its position at the input, speak against int8."""
-    if node.op_type in placement.heavy and (reason := _find_weight_refusal(graph, node, placement)):
-        return reason
+    if node.op_type in placement.heavy:
+        reason = _find_weight_refusal(graph, node, placement)
+        if reason:
+            return reason
     if node.op_type != "Conv" or not _reads_model_input(graph, node):
         return ""
 
     channels, input_channels, *window = graph.initializers[node.input[1]].dims
     products = math.prod(window) * input_channels
     is_thin = products < placement.min_products and not _makes_many_values(graph, node)
-    if placement.min_products > 0 and input_channels == 1 and len(window) > 1:
+    reads_grey_picture = input_channels == 1 and len(window) > 1
+    if placement.min_products > 0 and reads_grey_picture:
         is_thin = is_thin or max(channels, products) < _MIN_CHANNELS_OF_GREY
     if is_thin and not _is_pooled(graph, placement, node):
         return f"the first Conv has only {products} products a value, and is faster in float"
@@ -115,18 +121,22 @@ def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement
 
 def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     """Return why an operator with these attributes and constants has no int8 kernel."""
+    reason = ""
     if placement.pairs_everywhere:
-        if reason := _find_dla_refusal(graph, node):
-            return reason
+        reason = _find_dla_refusal(graph, node)
     elif has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
-        return "one of its operands is constant"
-    if node.op_type == "Pad" and (reason := _find_pad_refusal(graph, node)):
+        reason = "one of its operands is constant"
+    if reason:
         return reason
-    if node.op_type == "ReduceMean" and not is_global_mean(graph, node):
-        return "it is the mean over other axes than a picture's"
-    if placement.checks_kernels and (reason := _find_kernel_refusal(node)):
-        return f"{reason} on {placement.name}"
-    return ""
+    if node.op_type == "Pad":
+        reason = _find_pad_refusal(graph, node)
+    elif node.op_type == "ReduceMean" and not is_global_mean(graph, node):
+        reason = "it is the mean over other axes than a picture's"
+    elif placement.checks_kernels:
+        reason = _find_kernel_refusal(node)
+        if reason:
+            reason += f" on {placement.name}"
+    return reason
 
 
 def _find_tensor_refusal(
@@ -152,7 +162,8 @@ def _find_tensor_refusal(
 
 def _find_dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     """Return why DLA does not run a node, whatever its sizes; "" if it may."""
-    attrs, data_inputs = attributes(node), graph.data_inputs(node)
+    attrs = attributes(node)
+    data_inputs = graph.data_inputs(node)
     if node.op_type == "MatMul" and len(data_inputs) > 1:
         return "DLA multiplies by constant matrices only"
     if node.op_type not in MOVES | {"Gemm", "MatMul"}:
@@ -163,26 +174,24 @@ def _find_dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
         return "DLA concatenates channels only"
     if node.op_type == "Resize" and resize_mode(node) == "cubic":
         return "DLA has no cubic Resize"
-    if node.op_type == "ConvTranspose":
-        has_gaps = any(step != 1 for step in attrs.get("dilations", ()))
-        if attrs.get("group", 1) != 1 or has_gaps or any(attrs.get("pads", ())):
-            return "DLA runs a ConvTranspose without groups, dilations and pads only"
+    is_plain = not _has_groups_or_gaps(attrs) and not any(attrs.get("pads", ()))
+    if node.op_type == "ConvTranspose" and not is_plain:
+        return "DLA runs a ConvTranspose without groups, dilations and pads only"
     return ""
 
 
 def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    weights = list(node.input[1:2])
-    if node.op_type == "MatMul":  # of two activations, or of one and a constant
-        weights = [name for name in node.input if name in graph.initializers]
-        if weights and weights != [node.input[1]]:
-            return "its constant is the first factor"
-    for name in weights:
-        if name not in graph.initializers:
-            return "its weights are not constant"
-        if graph.initializers[name].data_type != _FLOAT:
-            return "its weights are not float32"
-        if name in graph.outputs:
-            return "its weights are an output of the model"
+    """Return why a heavy node's weight cannot be stored in int8, or gains nothing."""
+    if node.op_type == "MatMul" and node.input[0] in graph.initializers:
+        return "its constant is the first factor"
+    name = node.input[1]
+    weight = graph.initializers.get(name)
+    if weight is None:  # a MatMul may multiply two activations
+        return "" if node.op_type == "MatMul" else "its weights are not constant"
+    if weight.data_type != FLOAT:
+        return "its weights are not float32"
+    if name in graph.outputs:
+        return "its weights are an output of the model"
     if node.op_type == "Gemm":
         attrs = attributes(node)
         is_scaled = attrs.get("alpha", 1.0) != 1.0 or attrs.get("beta", 1.0) != 1.0
@@ -196,7 +205,8 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     weight = graph.initializers.get(node.input[1])
     if weight is None:
         return ""
-    sizes, precision = list(weight.dims), placement.precision_name
+    sizes = list(weight.dims)
+    precision = placement.precision_name
     if placement.requires_tiles and node.op_type == "ConvTranspose":
         if any(name and name not in graph.initializers for name in node.input[2:]):
             return "its bias is not constant"
@@ -206,7 +216,7 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     channels = sizes[-2:]
     if node.op_type == "Conv":
         channels = sizes[:2]
-        if not placement.allows_groups and attributes(node).get("group", 1) != 1:
+        if not placement.allows_groups and group_count(node) != 1:
             return f"a Conv with groups has no fast {precision} kernel"
         window_size = math.prod(sizes[2:])
         if 0 < placement.max_window < window_size:
@@ -240,8 +250,8 @@ def _find_kernel_refusal(node: onnx.NodeProto) -> str:
     An interpolating Resize is computed in float between its pairs; for the average, see
     `deploy.targets.onnxruntime.rewrites`.
     """
-    if node.op_type == "Resize" and (mode := resize_mode(node)) != "nearest":
-        return f"a Resize by {mode} is not run in int8"
+    if node.op_type == "Resize" and resize_mode(node) != "nearest":
+        return f"a Resize by {resize_mode(node)} is not run in int8"
     if averages_beyond_padding(node) and any(attributes(node).get("pads", [])):
         return "an average with ceil_mode and count_include_pad gives other values in int8"
     return ""
@@ -249,10 +259,8 @@ def _find_kernel_refusal(node: onnx.NodeProto) -> str:
 
 def _reads_model_input(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a node reads an input of the model, possibly through a Cast."""
-    tensor = str(node.input[0])
-    producer = graph.producer.get(tensor)
-    if producer is not None and producer.op_type == "Cast":
-        tensor = str(producer.input[0])
+    cast = graph.find_producer(node.input[0], "Cast")
+    tensor = node.input[0] if cast is None else cast.input[0]
     return tensor in graph.inputs
 
 
@@ -283,7 +291,7 @@ def _is_pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool
         for reader in graph.readers.get(tensor, []):
             if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
                 pool_readers = graph.readers.get(reader.output[0], [])
-                return any(n.op_type in placement.heavy_or_glue for n in pool_readers)
+                return any(node.op_type in placement.heavy_or_glue for node in pool_readers)
             if reader.op_type in _ACTIVATIONS and reader.output[0] not in activations:
                 activations.append(graph.tail(reader))
     return False

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from deploy.graph.edit import replace_nodes
+from deploy.graph.index import ONNX_DOMAINS, Nodes
 
 if TYPE_CHECKING:
     import onnx
 
 Scope = TypeVar("Scope")
-Nodes = list["onnx.NodeProto"]
 
 
 class CannotRewrite(Exception):
@@ -42,7 +42,7 @@ class CannotRewrite(Exception):
 
 def is_op(*op_types: str) -> Callable[[onnx.NodeProto], bool]:
     """Return the pattern of ONNX's own operators of these types."""
-    return lambda node: node.op_type in op_types and node.domain in ("", "ai.onnx")
+    return lambda node: node.op_type in op_types and node.domain in ONNX_DOMAINS
 
 
 def keep_node(node: onnx.NodeProto, _: Any) -> Nodes:

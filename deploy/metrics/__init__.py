@@ -1,6 +1,13 @@
-"""Latency and accuracy of sessions: arithmetic on values, no files.
+"""Latency and accuracy of sessions, measured on arrays in memory.
 
-`accuracy.Comparison` compares two sessions' outputs in flat memory, `latency` times sessions,
-`levels` holds the limits of the verdict, and `tasks` recognises what outputs are for. Sessions are
-those of `deploy.tensors`; nothing here knows a runtime or a target.
+::
+
+    two sessions --> accuracy     errors of outputs, figure of the task --> levels: good, doubtful
+                 --> latency      interleaved runs --> speed-up
+    one session  --> kernels      time of each kernel or layer
+    two models   --> layerwise    pairs of inner tensors
+
+`precision` is the mean average precision against annotated boxes, `bench_inputs` makes inputs for
+latency runs. Sessions are those of `deploy.tensors`; only `kernels` knows a runtime, and no module
+a target.
 """

@@ -13,7 +13,6 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
 from deploy.metrics.output_errors import (
-    InputChanges,
     OutputAccuracy,
     RunningError,
     plain_json,
@@ -21,14 +20,14 @@ from deploy.metrics.output_errors import (
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, derive_form
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.tasks import Metric, TaskFigure
-from deploy.tasks.classes import Classes
 from deploy.tasks.evaluation_task import Example, ThresholdTally
 from deploy.tasks.rows import AlikeOutputs, Top1, batch_length, split_batch
 from deploy.tasks.slices import form_samples
+from deploy.tasks.vectors import Classes
 from deploy.tensors import Array, HasOutputs, TensorSpec
 
 # fields of `Accuracy` that JSON leaves out
-_NOT_WRITTEN = ("alike", "doubts", "silent", "carried", "labels_above", "labels_below")
+_NOT_WRITTEN = ("alike", "silent", "carried", "labels_above", "labels_below")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,6 @@ class Accuracy:
             labels it is None for regression values, for outputs ranked by TopK and for tasks other
             than classification.
         problems: sentences on NaN, Inf and differing shapes; empty if there are none.
-        doubts: sentences on outputs that repeat an input and have lost the change made to it.
         classes: number of classes of the classification output. An output of class numbers without
             scores counts the distinct ones seen, labels included.
         favourite: share of the samples that the reference gives to its most frequent class.
@@ -67,7 +65,6 @@ class Accuracy:
     top1_candidate: float | None = None
     top1_agreement: float | None = None
     problems: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
     classes: int | None = None
     favourite: float | None = None
     labels_above: float | None = None
@@ -129,7 +126,7 @@ class Comparison:
         self._top1 = Top1(top1_labels)
         several = len(self._names) > 1 and top1_labels is not None
         self._heads = {name: Top1(top1_labels, name) for name in self._names if several}
-        self._changes, self._alike = InputChanges(), AlikeOutputs()
+        self._alike = AlikeOutputs()
         self._truth = OutputTally(form, metric=metric, labels=classes, objects=objects)
 
     def add(
@@ -164,7 +161,6 @@ class Comparison:
         self._top1.add(left, right, batch, at_once=not self._heads)
         for head in self._heads.values():
             head.add(left, right, batch, at_once=False)
-        self._changes.add(inputs, left, right)
         self._alike.add(left, batch)
         self._truth.add(inputs, left, right, batch)
 
@@ -214,7 +210,6 @@ class Comparison:
             alike=self._alike.alike,
             carried=form.carried,
             problems=tuple(_problems(outputs, self._top1.samples, lists)),
-            doubts=tuple(self._changes.lost()),
         )
 
 

@@ -100,7 +100,6 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple
     if lost is not None:
         yield lost.level, lost.words
     else:
-        yield from ((DOUBTFUL, doubt) for doubt in accuracy.doubts)
         yield from _silent(accuracy)
     worst, uncovered = accuracy.worst, _worst_uncovered(accuracy)
     if uncovered is not None:

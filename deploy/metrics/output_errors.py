@@ -11,7 +11,7 @@ whose shape differs, has NaN for SQNR, cosine and error.
 Two kinds of outputs have a good SQNR even if the candidate computes nothing.
 
 An image filter's output (denoising, watermark, super resolution) is its input, perhaps resized,
-plus a small change. Returning the input x would have a good SQNR, so the change is measured too::
+plus a small change. Returning the input x would have a good SQNR, so the change is measured::
 
     input given back, dB     10 log10(sum r^2 / sum (r - x)^2)          if good, then
     left of the change, dB   10 log10(sum (r - x)^2 / sum (r - c)^2)
@@ -29,8 +29,9 @@ that hardly vary come from a network that is not trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -207,111 +208,89 @@ def plain_json(value: object) -> object:
 
 
 _PICTURE = 4  # dimensions of a picture
-_FACTORS = [(k, 0) for k in range(2, 17)]  # (scale, remainder) of super resolution
-
-
-def resize_input(value: Array, fed: Array) -> Array | None:
-    """Return the input resized to the output; None if the scale is not an integer of 2 to 16."""
-    floating = all(np.issubdtype(one.dtype, np.floating) for one in (value, fed))
-    axes = _larger(value.shape, fed.shape) if floating else None
-    return None if axes is None else _bicubic(fed, value.shape, channels_last=axes == (1, 2))
-
-
-def _larger(value: tuple[int, ...], fed: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return the axes of height and width, if both are scaled by the same integer."""
-    if len(value) != len(fed) or len(value) != _PICTURE or 0 in fed:
-        return None
-    for axes in ((2, 3), (1, 2)):
-        others = [value[k] == fed[k] for k in range(_PICTURE) if k not in axes]
-        factors = {divmod(value[k], fed[k]) for k in axes}
-        if all(others) and len(factors) == 1 and next(iter(factors)) in _FACTORS:
-            return axes
-    return None
-
-
-def _bicubic(fed: Array, shape: tuple[int, ...], *, channels_last: bool) -> Array:
-    """Resize every channel by bicubic interpolation."""
-    channels_first = np.moveaxis(fed, 3, 1) if channels_last else fed
-    height, width = shape[1:3] if channels_last else shape[2:]
-    planes = channels_first.reshape(-1, *channels_first.shape[2:]).astype(np.float64)
-    scaled = [cv2.resize(one, (width, height), interpolation=cv2.INTER_CUBIC) for one in planes]
-    planes = np.stack(scaled).reshape(*channels_first.shape[:2], height, width)
-    return np.moveaxis(planes, 1, 3) if channels_last else planes
-
-
+_MAX_SCALE = 16  # of super resolution
 GIVEN_BACK_DB = 15.0  # SQNR of the bare input or mean from which it would be judged good
 ROUNDING_DB = 60.0  # from here on the change is only rounding
 LEFT_DB = 5.0  # SQNR of the change below which it is mostly noise
+_RESIZES = {
+    "nearest": cv2.INTER_NEAREST,
+    "linear": cv2.INTER_LINEAR,
+    "cubic": cv2.INTER_CUBIC,
+}
 
 
-@dataclass(slots=True)
-class InputChanges:
-    """Running sums of outputs with the shape of an input, or a multiple of its size.
+class RepeatedInput(NamedTuple):
+    """The input that an output repeats with a small change.
 
     Attributes:
-        sums: (output, input) -> sums of squares of the output, of its change and of the noise.
-        apart: pairs whose shapes did not match in some sample.
-        larger: pairs whose output is larger than the input.
+        name: name of the input.
+        resize: interpolation that makes it as large as the output, of `_RESIZES`; "" if it is.
     """
 
-    sums: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    apart: set[tuple[str, str]] = field(default_factory=set)
-    larger: set[tuple[str, str]] = field(default_factory=set)
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one batch."""
-        for name, left in reference.items():
-            for source, fed in inputs.items():
-                shown = fed if _alike(left, fed) else resize_input(left, fed)
-                if shown is not None and candidate[name].shape == left.shape:
-                    self._count((name, source), shown, left, candidate[name])
-                    if shown is not fed:
-                        self.larger.add((name, source))
-                else:
-                    self.apart.add((name, source))
-
-    def _count(self, pair: tuple[str, str], fed: Array, left: Array, right: Array) -> None:
-        signal = left.astype(np.float64)
-        terms = (signal, signal - fed, signal - right)
-        before = self.sums.get(pair, [0.0, 0.0, 0.0])
-        self.sums[pair] = [a + float(np.vdot(b, b)) for a, b in zip(before, terms, strict=True)]
-
-    def lost(self) -> Iterator[str]:
-        """Yield a sentence on each output that has lost nearly all of its change."""
-        for (name, source), (signal, change, noise) in self.sums.items():
-            if (name, source) in self.apart or not np.isfinite(signal + change + noise):
-                continue
-            given_back, left = sqnr_db(signal, change), sqnr_db(change, noise)
-            if change > 0 and given_back >= GIVEN_BACK_DB and left < LEFT_DB:
-                how = "resized" if (name, source) in self.larger else "given back as it is"
-                yield (
-                    f"{left:.1f} dB are left of what the model changes of {source} in {name}:"
-                    f" {source} itself, {how}, would have {given_back:.1f} dB"
-                )
+    name: str
+    resize: str = ""
 
 
-def find_repeated_input(samples: Sequence[Array], fed: Sequence[Outputs]) -> str:
-    """Return the input that an output repeats with a small change in all samples; else ""."""
-    for name in fed[0] if fed else ():
-        pairs = [(one, inputs[name]) for one, inputs in zip(samples, fed, strict=False)]
-        if all(_alike(*pair) for pair in pairs):
-            signal, change = (
-                sum(float(np.square(one, dtype=np.float64).sum()) for one in values)
-                for values in ([one for one, _ in pairs], [subtract_input(*pair) for pair in pairs])
-            )
-            if change > 0 and GIVEN_BACK_DB <= sqnr_db(signal, change) <= ROUNDING_DB:
-                return name
-    return ""
+def find_repeated_input(
+    samples: Sequence[Array], inputs: Sequence[Outputs]
+) -> RepeatedInput | None:
+    """Return the input that an output repeats with a small change in all samples; or None.
+
+    Of several interpolations the one that leaves the smallest change is returned.
+    """
+    best_db, best = 0.0, None
+    for name in inputs[0] if inputs else ():
+        for resize in ("", *_RESIZES):
+            db = _given_back_db(samples, [sample[name] for sample in inputs], resize)
+            if db > best_db:
+                best_db, best = db, RepeatedInput(name, resize)
+    return best if GIVEN_BACK_DB <= best_db <= ROUNDING_DB else None
 
 
-def subtract_input(value: Array, fed: Array) -> Array:
+def _given_back_db(samples: Sequence[Array], sources: Sequence[Array], resize: str) -> float:
+    """Return the SQNR in dB that the bare input would have as output; 0 where it does not fit."""
+    signal = change = 0.0
+    for value, source in zip(samples, sources, strict=False):
+        if value.ndim < _PICTURE or not np.issubdtype(source.dtype, np.floating):
+            return 0.0
+        if not np.issubdtype(value.dtype, np.floating):
+            return 0.0
+        enlarged = enlarge_input(source, value.shape, resize)
+        if enlarged is None:
+            return 0.0
+        signal += float(np.square(value, dtype=np.float64).sum())
+        change += float(np.square(np.subtract(value, enlarged, dtype=np.float64)).sum())
+    return sqnr_db(signal, change) if change > 0 else 0.0
+
+
+def subtract_input(value: Array, source: Array, resize: str = "") -> Array:
     """Subtract the input from an output; an output of another shape is returned unchanged."""
-    return np.subtract(value, fed, dtype=np.float32) if value.shape == fed.shape else value
+    enlarged = enlarge_input(source, value.shape, resize)
+    return value if enlarged is None else np.subtract(value, enlarged, dtype=np.float32)
 
 
-def _alike(value: Array, fed: Array) -> bool:
-    floating = all(np.issubdtype(one.dtype, np.floating) for one in (value, fed))
-    return floating and value.ndim >= _PICTURE and value.shape == fed.shape
+def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array | None:
+    """Return the input as large as an output; None if no whole scale up to 16 makes it so."""
+    if not resize:
+        return source if source.shape == shape else None
+    if len(shape) != _PICTURE or source.ndim != _PICTURE or not source.size:
+        return None
+    channels_last = source.shape[3] == shape[3] and source.shape[1] != shape[1]
+    height_axis = 1 if channels_last else 2
+    scale, remainder = divmod(shape[height_axis], source.shape[height_axis])
+    scaled = [*source.shape]
+    scaled[height_axis] *= scale
+    scaled[height_axis + 1] *= scale
+    if remainder or not 2 <= scale <= _MAX_SCALE or tuple(scaled) != shape:
+        return None
+
+    channels_first = np.moveaxis(source, 3, 1) if channels_last else source
+    height, width = shape[height_axis : height_axis + 2]
+    planes = []
+    for plane in channels_first.reshape(-1, *channels_first.shape[2:]).astype(np.float64):
+        planes.append(cv2.resize(plane, (width, height), interpolation=_RESIZES[resize]))
+    enlarged = np.stack(planes).reshape(*channels_first.shape[:2], height, width)
+    return np.moveaxis(enlarged, 1, 3) if channels_last else enlarged
 
 
 USUAL = "its mean"

@@ -76,7 +76,7 @@ class OutputForm:
             if part in self.usual:
                 subtract_usual(part.of(value), self.usual[part])
             elif part.less:
-                measured[part.output] = subtract_input(value, inputs[part.less])
+                measured[part.output] = subtract_input(value, inputs[part.less], part.resize)
             if part.at:
                 part.weight(value, reference)
         return {**outputs, **measured}
@@ -211,9 +211,9 @@ def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
     if name not in seen.every:
         return (OutputSlice(output=name),)
     samples = seen.arrays(name)
-    fed = find_repeated_input(samples, seen.inputs)
-    if fed:
-        return (OutputSlice(output=name, less=fed),)
+    source = find_repeated_input(samples, seen.inputs)
+    if source is not None:
+        return (OutputSlice(output=name, less=source.name, resize=source.resize),)
     if not np.issubdtype(samples[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
     return split_output(name, samples)

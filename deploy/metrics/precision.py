@@ -22,6 +22,7 @@ from deploy.tasks.boxes import Decoder
 from deploy.tasks.detections import (
     NOTHING,
     Detections,
+    box_intersections,
     box_ious,
     scale_to_pixels,
     suppress_overlaps,
@@ -246,11 +247,8 @@ def _find_outcomes(
 
 def _shares_inside(boxes: Floats, crowds: Floats) -> Floats:
     """Return the share of each box's area that lies in each crowd, [boxes, crowds]."""
-    low = np.maximum(boxes[:, None, :2], crowds[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], crowds[None, :, 2:])
-    shared = np.clip(high - low, 0, None).prod(axis=2)
     areas = np.clip(boxes[:, 2:] - boxes[:, :2], 0, None).prod(axis=1)[:, None]
-    return np.asarray(shared / np.maximum(areas, 1e-12))
+    return np.asarray(box_intersections(boxes, crowds) / np.maximum(areas, 1e-12))
 
 
 def _average_precision(outcomes: NDArray[np.int8], object_count: int) -> float:

@@ -9,8 +9,9 @@ layout (hicann/amct, common/auto_calibration).
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from deploy.calibration.calibration_result import CalibrationResult
@@ -148,37 +149,42 @@ def auto_calibrate(
             threads=threads,
         )
         plan, _, layers, _ = target.quantize(request)
-        searches_by_layer = target.records(request)
-
-        def find_nearest_searches() -> dict[str, str]:
-            samples = list(feed.spread_samples(_SEARCH_SAMPLES))
-            return find_best_searches(
-                plan.model, plan.graph, searches_by_layer, samples, threads=threads
-            )
+        records_by_search = target.records(request)
 
         ranking: list[tuple[str, float]] = []
         if strategy == BINARY:
             with phase("ranking the layers"):
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
                 ranking = rank_layers(plan.model, layers, samples, threads=threads)
+        # a layer with an index stands for an input of a node, not for a node
+        uncounted = [name for name, layer in plan.layers.items() if layer.input_index is not None]
         budget_search = BudgetSearch(
             target=target,
             request=request,
             evaluation=evaluation,
             max_loss=max_loss,
             layers=tuple(plan.layers),
-            uncounted=[
-                name for name, layer in plan.layers.items() if layer.input_index is not None
-            ],
-            searches=searches_by_layer,
-            everywhere=[name for name in searches_by_layer if not is_balanced(name)],
-            nearest=find_nearest_searches,
+            uncounted=uncounted,
+            searches=records_by_search,
+            everywhere=[name for name in records_by_search if not is_balanced(name)],
+            nearest=partial(_find_nearest_searches, plan, records_by_search, feed, threads),
             say=say,
             ranking=ranking,
         )
         result = _write_files(target, budget_search, budget_search.run(), plan)
         publish_build(build_origin(calibration, [target], None), stage, replaceable=())
     return replace(result, paths=tuple(map(stage.published_path, result.paths)))
+
+
+def _find_nearest_searches(
+    plan: RecordPlan,
+    records_by_search: Mapping[str, Mapping[str, LayerRecord]],
+    feed: Feed,
+    threads: int,
+) -> dict[str, str]:
+    """Return the search of each layer whose outputs are nearest to float on a few samples."""
+    samples = list(feed.spread_samples(_SEARCH_SAMPLES))
+    return find_best_searches(plan.model, plan.graph, records_by_search, samples, threads=threads)
 
 
 def _write_files(

@@ -44,6 +44,7 @@ from deploy.pipeline.measure import Figures, list_engines, measure_engines
 from deploy.pipeline.results import build_origin, publish_build, write_report
 from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets, with_log
 from deploy.report import Report
+from deploy.report.parts import RequestPart
 from deploy.report.verdict import Gates
 from deploy.targets import Target, make_targets
 from deploy.targets.base import BuildResult
@@ -201,6 +202,7 @@ def build_with(
             plan_path=plan_path,
             gates=options.gates,
             has_settings=options.settings is not None,
+            request=_request_part(build),
         )
         if options.settings is not None:
             atomic.write_text(stage.temporary_folder / manifest.SETTINGS, options.settings)
@@ -208,6 +210,20 @@ def build_with(
         origin = build_origin(calibration, options.targets, build.outside_cache)
         publish_build(origin, stage, replaceable=replaceable)
     return report
+
+
+def _request_part(build: PreparedBuild) -> RequestPart:
+    """Return what the user asked for, as far as the next step depends on it."""
+    options = build.options
+    tuning = options.tuning
+    return RequestPart(
+        effort={target.name: tuning.for_target(target).level for target in options.targets},
+        prefer=tuning.prefer,
+        repairs=tuple(build.repairs),
+        has_method=options.calibration.method is not None,
+        has_evaluation=build.evaluation is not None,
+        is_module=build.loaded.exported is not None,
+    )
 
 
 def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:

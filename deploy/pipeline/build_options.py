@@ -363,7 +363,6 @@ def _refuse_evaluation_options(options: BuildOptions) -> None:
 def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
     """Return the user's flags that only the calibration of a float model reads."""
     calibration, tuning = options.calibration, options.tuning
-    repairs = tuple(options.repairs or ())
     is_given_by_flag = {
         "--calibrator-script": isinstance(images, CalibratorScript),
         "--method": calibration.method is not None,
@@ -375,7 +374,7 @@ def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
         "--effort": tuning.level not in (0, DEFAULT_EFFORT),
         "--plan": tuning.plan is not None,
         "--until-stable": calibration.until_stable is not None,
-        "--repair": bool(repairs) and repairs != ("none",),
+        "--repair": bool(parse_repairs(options.repairs or ())),
         "--scheduler": calibration.scheduler is not None,
         "--resume": calibration.resume,
     }

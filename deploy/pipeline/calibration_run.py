@@ -353,21 +353,18 @@ def calibrate_run(
     evaluation_set = run.evaluation_set
     if run.stability_rule is not None:
         evaluation_set = _end_feed(run, decision)
-    ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
-    agreement = run.stability_monitor.end(len(feed)) if decision.missing else None
+    agreement = None
     notes = list(pass_result.notes)
-    if run.stability_rule and decision.missing and agreement is None:
-        notes.append(f"whether samples are enough is told from 16 on: there were {len(feed)}")
+    if decision.missing:
+        agreement = run.stability_monitor.end(len(feed))
+        if run.stability_rule and agreement is None:
+            notes.append(f"whether samples are enough is told from 16 on: there were {len(feed)}")
+
+    ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
     cache_text = _make_cache_text(run, ranges, targets)
     if cache_text is not None:
         notes += cache_text.notes
-
-    # a calibration without a build stores no outputs of the float model to check
-    random_outputs, warning = "", ""
-    if run.evaluation_count:
-        random_outputs = find_random_outputs(subject.model, evaluation_set)
-        warning = random_outputs or check_cleaned_model(subject, evaluation_set)
-
+    warning, has_random_outputs = _check_float_model(run, evaluation_set)
     threshold = _find_score_threshold(run, evaluation_set, is_observed=bool(decision.missing))
     calibration = _make_calibration(run, decision, pass_result, threshold)
     text = cache_text.text if cache_text else None
@@ -383,11 +380,25 @@ def calibrate_run(
         agreement=agreement,
         notes=tuple(notes),
         warnings=(warning,) if warning else (),
-        has_random_outputs=bool(random_outputs),
+        has_random_outputs=has_random_outputs,
         score_threshold=threshold,
         outliers=calibration.outliers,
         checkpoint=checkpoint,
     )
+
+
+def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tuple[str, bool]:
+    """Return a warning of the float model, and whether it gives other outputs at each run.
+
+    The warning is "" for a sound model, and for a calibration without a build, which stores no
+    outputs to check.
+    """
+    if not run.evaluation_count:
+        return "", False
+    model = run.subject.model
+    if random_outputs := find_random_outputs(model, evaluation_set):
+        return random_outputs, True
+    return check_cleaned_model(run.subject, evaluation_set), False
 
 
 def _find_score_threshold(

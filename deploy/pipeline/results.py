@@ -1,8 +1,10 @@
 """Gather everything a build found into a `Report`, and write its files."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import feed_versions
-from deploy.errors import list_first
+from deploy.errors import CacheError, ConfigError, list_first
 from deploy.feed.feed import describe_preprocessing
 from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
@@ -18,15 +20,19 @@ from deploy.files.manifest import sha256
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.machine import this_machine
+from deploy.metrics.levels import measure_loss
 from deploy.pipeline.measure import Figures
 from deploy.report import Report, model, to_html, to_json, to_markdown
+from deploy.report.documents import read_report
 from deploy.report.parts import (
     CalibrationPart,
+    EarlierPart,
     EngineRow,
     FeedPart,
     FileRow,
     GroupRow,
     ModelPart,
+    RequestPart,
     SearchPart,
     SplitRow,
     TargetPart,
@@ -35,6 +41,7 @@ from deploy.report.parts import (
 )
 from deploy.report.previews import box_rows, class_rows, pictures_part
 from deploy.report.report_rows import clip_rows, weight_rows
+from deploy.report.screen import EFFORT, IMAGES, rank_of, split_name
 from deploy.report.tables import OPTIONS, PLAN, REPORT
 from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.targets import TARGETS, Target
@@ -46,6 +53,8 @@ from deploy.tuning.tune import PlannedTarget
 from deploy.version import __version__
 
 _MAX_NAMES = 3  # tensors named for each reason
+_COUNT = re.compile(r"\d+ of \d+ \w+")
+_CLEAR_LOSS = 0.01  # of the task, by which one build of the same verdict is worse than another
 
 
 @phase("report")
@@ -59,6 +68,7 @@ def write_report(
     plan_path: Path | None,
     gates: Gates,
     has_settings: bool,
+    request: RequestPart,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html.
 
@@ -71,6 +81,7 @@ def write_report(
         plan_path: the plan file; None without one.
         gates: demands on the engines.
         has_settings: whether the options of the command are written too.
+        request: what the user asked for.
     """
     loaded, feed = calibration.loaded, calibration.feed
     files = {}
@@ -111,11 +122,97 @@ def write_report(
             reference_runs=figures.reference_runs,
             engine_runs=dict(figures.engine_runs),
         ),
+        request=request,
         alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
         notes=(*calibration.resumed, *feed.notes, *calibration.repairs, *figures.notes),
     )
+    report = follow_up(report, _earlier_report(stage.folder, loaded.digest))
     write_pages(report, stage)
     return report
+
+
+def _earlier_report(folder: Path, model_digest: str) -> Report | None:
+    """Return the report of the build of the same model that is in a folder; None without."""
+    with suppress(CacheError, ConfigError, KeyError, TypeError):
+        if manifest.read_manifest(folder).made_from["model"]["sha256"] == model_digest:
+            return read_report(folder / manifest.PAGES[0], rewritable=True)
+    return None
+
+
+def follow_up(report: Report, earlier: Report | None) -> Report:
+    """Return the report with the steps followed so far, and what the build before it had better.
+
+    `earlier`: report of the build of the same model that was in the folder before; None without.
+    """
+    request = report.request or RequestPart()
+    followed = list(earlier.request.followed) if earlier and earlier.request else []
+    if earlier and _sample_count(report) > _sample_count(earlier):
+        followed.append(IMAGES)
+    if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
+        followed.append(EFFORT)
+    for target in report.targets:
+        if taken := target.built_split:
+            followed.append(split_name(target, taken))
+    request = replace(request, followed=tuple(dict.fromkeys(followed)))
+    better = tuple(_better_engines(report, earlier)) if earlier else ()
+    return replace(report, request=request, earlier=better)
+
+
+def _sample_count(report: Report) -> int:
+    """Return the number of samples that calibrated and that engines were judged on, together."""
+    judged = max((e.accuracy.samples for e in report.engines if e.accuracy), default=0)
+    return judged + (report.feed.samples if report.feed else 0)
+
+
+def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
+    """Yield the engines of an earlier build that were better than those of this one."""
+    former_by_target = {e.target: e for e in earlier.engines if not e.is_float}
+    for engine in report.engines:
+        former, target = former_by_target.get(engine.target), report.target_of(engine)
+        former_target = earlier.target_of(former) if former else None
+        if not (former and former.verdict and former_target and target):
+            continue
+        taken, former_taken = target.built_split, former_target.built_split
+        is_faster = taken and former_taken and taken.time < former_taken.time
+        flags = _flags_of(earlier, former_taken, report, target)
+        if flags and not is_faster and _is_worse(engine, former):
+            number = f" (its --split {former_taken.number})" if former_taken else ""
+            text = f"{former.verdict.text}{number}"
+            yield EarlierPart(target=target.name, text=text, flags=flags)
+
+
+def _flags_of(
+    earlier: Report, former_taken: SplitRow | None, report: Report, target: TargetPart
+) -> str:
+    """Return the options that build a target as an earlier build did; "" if this one did too."""
+    if former_taken and target.search:
+        for split in target.search.front:  # of the same search, or one that found this split too
+            former_split = replace(split, number=former_taken.number, taken=not split.taken)
+            if former_split == former_taken:
+                return f"--split {split.number}"
+    request = earlier.request
+    if request is None or request == replace(report.request or request, followed=request.followed):
+        return ""
+    effort, repairs = request.effort.get(target.name, 0), ",".join(request.repairs)
+    return f"--effort {effort} --prefer {request.prefer} --repair {repairs or 'none'}"
+
+
+def _is_worse(engine: EngineRow, former: EngineRow) -> bool:
+    """Whether an engine is worse than an earlier one that was judged on equal samples."""
+    judged, former_judged = _judgement(engine), _judgement(former)
+    if judged[:2] != former_judged[:2]:
+        return False
+    rank, former_rank, loss, former_loss = judged[2], former_judged[2], judged[3], former_judged[3]
+    return rank > former_rank or (rank == former_rank and loss > former_loss + _CLEAR_LOSS)
+
+
+def _judgement(engine: EngineRow) -> tuple[int, int, int, float]:
+    """Return (samples, boxes in them, rank of the verdict, loss); all are 0 if not judged."""
+    if engine.verdict is None or engine.accuracy is None:
+        return 0, 0, 0, 0.0
+    loss = measure_loss(engine.accuracy, None)
+    counts = engine.accuracy.samples, (loss and loss.found) or 0
+    return *counts, rank_of(engine.verdict.level), loss.share if loss else 0.0
 
 
 def write_pages(report: Report, stage: Stage) -> None:
@@ -177,10 +274,10 @@ def publish_build(
 
 def model_part(loaded: LoadedModel) -> ModelPart:
     """Return the float model's part of a report."""
-    imports = loaded.model.opset_import
+    version_by_domain = {item.domain: item.version for item in loaded.model.opset_import}
     return ModelPart(
         path=str(loaded.source or loaded.name),
-        opset=next((item.version for item in imports if item.domain in ("", "ai.onnx")), None),
+        opset=version_by_domain.get("", version_by_domain.get("ai.onnx")),
         nodes=len(loaded.model.graph.node),
         inputs=tuple(_describe(spec) for spec in loaded.inputs),
         outputs=tuple(_describe(spec) for spec in loaded.outputs),
@@ -235,10 +332,11 @@ def engine_rows(
     for engine in figures.engines[1:]:
         row = replace(engine, path=_final_path(engine.path, stage))
         row = _with_examples(row, figures, classes)
-        result = result_by_target.get(row.target)
-        if result is not None and row.target not in figures.failures and not row.baseline:
+        is_judged = row.target in result_by_target and row.target not in figures.failures
+        if is_judged and not row.baseline:
             row = model.with_speed(figures.engines, row)
-            is_quantized = any(decision.quantized for decision in result.decisions)
+            decisions = result_by_target[row.target].decisions
+            is_quantized = any(decision.quantized for decision in decisions)
             judgement = _judge_engine(row, figures.engines, partial(judge, int8=is_quantized))
             row = replace(row, verdict=judgement)
         rows.append(row)
@@ -261,15 +359,16 @@ def _judge_engine(
         missing_rival = "a float engine on its device" if row.on_device else "FP32"
         return judge(accuracy=row.accuracy, speed=None, rival=missing_rival)
     rival = rivals[0]
-    judge = partial(
-        judge,
+    smaller = None
+    if rival.size_bytes and row.size_bytes:
+        smaller = rival.size_bytes / row.size_bytes
+    return judge(
         accuracy=row.accuracy,
         speed=row.speed,
+        smaller=smaller,
         rival="FP32" if rival.reference else rival.label,
+        device_kind="device" if row.on_device else "CPU",
     )
-    if rival.size_bytes and row.size_bytes:
-        judge = partial(judge, smaller=rival.size_bytes / row.size_bytes)
-    return judge(device_kind="device" if row.on_device else "CPU")
 
 
 def _calibration_part(
@@ -279,23 +378,27 @@ def _calibration_part(
     methods_of_files = {result.method for result in results if result.method}
     if methods_of_files and method not in methods_of_files:
         method = ""  # all targets have searches of their own
-    is_timed = not calibration.reused and calibration.loaded.qdq is None
+    has_pairs = calibration.loaded.qdq is not None
+    seconds = None
+    if not calibration.reused and not has_pairs:
+        seconds = calibration.seconds
     observed_now = set(calibration.observed_now)
-    counts = Counter(
-        (observation.variant.key, observation.statistic.key, observation not in observed_now)
-        for observation in calibration.observations
-    )
+    counts = Counter[tuple[str, str, bool]]()  # (variant, statistic, reused) -> number of tensors
+    for observation in calibration.observations:
+        is_reused = observation not in observed_now
+        counts[observation.variant.key, observation.statistic.key, is_reused] += 1
+    groups = [
+        GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
+        for (variant, statistic, is_reused), count in counts.items()
+    ]
     return CalibrationPart(
         method=method,
         reused=calibration.reused,
         reason=calibration.reason,
-        seconds=calibration.seconds if is_timed else None,
+        seconds=seconds,
         cache=str(calibration.cache) if calibration.cache else None,
-        groups=tuple(
-            GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
-            for (variant, statistic, is_reused), count in counts.items()
-        ),
-        by_model=calibration.loaded.qdq is not None,
+        groups=tuple(groups),
+        by_model=has_pairs,
         agreement=calibration.agreement,
     )
 
@@ -360,7 +463,8 @@ def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:
     """Yield rows of the front."""
     for split in plan.front:
         figures = {field.name: getattr(split, field.name) for field in fields(SplitRow)}
-        yield SplitRow(**figures)
+        count = _COUNT.match(split.figure)  # "27 of 28 boxes" of a sentence
+        yield SplitRow(**{**figures, "figure": count[0] if count else split.figure})
 
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:

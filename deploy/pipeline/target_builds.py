@@ -60,8 +60,9 @@ def search_targets(
     earlier_plan = find_plan(path, tuning, calibration.loaded.digest)
     request = _make_request(targets, calibration, stage, threads, tuning.cpu)
     plans = {}
-    buildable = [target for target in targets if target.name not in calibration.failures]
-    for target in buildable:
+    for target in targets:
+        if target.name in calibration.failures:
+            continue
         try:
             with phase(target.name):
                 plans[target.name] = plan_target(

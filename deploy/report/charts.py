@@ -25,8 +25,8 @@ Histograms of the worst tensors and their clip ranges::
 Front of a search, time across and SQNR of the worst output slice up::
 
     exact                    FP32    the float model, at time 1
-    40 dB          4--5---'          a number is a split that --split builds
-    20 dB  1--(3)-'                  larger: the split that was built
+    40 dB          4  5              a number is a split that --split builds
+    20 dB  1  (3)                    larger: the split that was built
          ---0.7---0.8---0.9---1-
 
 Weights by channel::
@@ -41,7 +41,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import pairwise
 from string import ascii_uppercase
 from typing import NamedTuple
 
@@ -396,9 +395,9 @@ def _histogram_text(row: TensorRow, part: HistogramPart) -> str:
     )
 
 
-_FRONT_TOP, _FRONT_WORST = 30, _FLOOR - 20  # y of the float model, and of the least SQNR
+_FRONT_TOP, _FRONT_WORST = 30, _FLOOR - 16  # y of the float model, and of the least SQNR
 _FRONT_BEST = _FRONT_TOP + 30  # y of the largest finite SQNR
-_NUMBER_OFFSETS = -10, 20  # px from a point to its number, in turn above and below
+_FRONT_MARGIN = 0.05  # of time, beside the fastest and the slowest split
 
 
 def front_figure(front: Sequence[SplitRow]) -> str:
@@ -408,27 +407,24 @@ def front_figure(front: Sequence[SplitRow]) -> str:
         return ""
 
     times = [1.0, *(split.time for split in splits)]
-    margin = 0.08 * (max(times) - min(times)) or 0.1
-    lo, hi = min(times) - margin, max(times) + margin
+    lo, hi = min(times) - _FRONT_MARGIN, max(times) + _FRONT_MARGIN
+    body = _floor_line(0, "100%", _FLOOR)
+    for value, label in _ticks(lo, hi):
+        body += _text("tick", _percent(value, lo, hi), str(_FLOOR + 15), label)
+
     finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
-    y_axis = _sqnr_axis(min(finite_db), max(finite_db))
+    worst_db, best_db = min(finite_db), max(*finite_db, min(finite_db) + 1)
+    axis = _Axis(worst_db, best_db, start=_FRONT_WORST, length=_FRONT_BEST - _FRONT_WORST)
+    for value, label in _ticks(worst_db, best_db):
+        y = f"{axis.x(value):.1f}"
+        body += f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+        body += _text("", "0", y, f"{label} dB")
 
-    body = _front_grid(lo, hi, y_axis)
-    points = [(_percent(split.time, lo, hi), _sqnr_y(split.sqnr_db, y_axis)) for split in splits]
-    for (x1, y1), (x2, y2) in pairwise(points):
-        body += f'<line class="grid" x1="{x1}" y1="{y1:.1f}" x2="{x2}" y2="{y2:.1f}"/>'
-    for index, (split, (x, y)) in enumerate(zip(splits, points, strict=True)):
-        radius, kind = (7, "kept") if split.taken else (4, "tried")
-        body += (
-            f'<circle class="{kind}" cx="{x}" cy="{y:.1f}" r="{radius}">'
-            f"<title>{escape(_split_text(split))}</title></circle>"
-        )
-        number_y = f"{y + _NUMBER_OFFSETS[index % 2]:.1f}"
-        body += _text("tick name c1" if split.taken else "tick", x, number_y, str(split.number))
-
-    float_x = _percent(1.0, lo, hi)
-    body += f'<circle class="time" cx="{float_x}" cy="{_FRONT_TOP}" r="4"/>'
-    body += _text("tick", float_x, str(_FRONT_TOP - 10), "FP32")
+    body += _front_point("time", _percent(1.0, lo, hi), _FRONT_TOP, "FP32")
+    for split in splits:
+        y_px = axis.x(split.sqnr_db) if math.isfinite(split.sqnr_db) else _FRONT_TOP
+        kind = "kept" if split.taken else "tried"
+        body += _front_point(kind, _percent(split.time, lo, hi), y_px, str(split.number))
     body += _text("end", "100%", str(_HEIGHT - 3), "time, FP32 = 1")
     return (
         f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
@@ -436,41 +432,10 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     )
 
 
-def _sqnr_axis(worst_db: float, best_db: float) -> _Axis:
-    """Return an upright axis from the least to the largest finite SQNR."""
-    if best_db - worst_db < 1:
-        best_db = worst_db + 1
-    return _Axis(worst_db, best_db, start=_FRONT_WORST, length=_FRONT_BEST - _FRONT_WORST)
-
-
-def _sqnr_y(sqnr_db: float, axis: _Axis) -> float:
-    """Return the y of an SQNR; an exact split is level with the float model."""
-    return axis.x(sqnr_db) if math.isfinite(sqnr_db) else _FRONT_TOP
-
-
-def _front_grid(lo: float, hi: float, y_axis: _Axis) -> str:
-    """Draw the floor with ticks of time, and lines of SQNR with their labels."""
-    body = _floor_line(0, "100%", _FLOOR)
-    for value, label in _ticks(lo, hi):
-        body += _text("tick", _percent(value, lo, hi), str(_FLOOR + 15), label)
-    for value, label in _ticks(y_axis.lo, y_axis.hi):
-        y = f"{y_axis.x(value):.1f}"
-        body += f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
-        body += _text("", "0", y, f"{label} dB")
-    return body
-
-
-def _split_text(split: SplitRow) -> str:
-    """Describe a split in a sentence."""
-    texts = [
-        f"{split.float_layers} of {split.layers} layers in float",
-        f"time {split.time:.2f}",
-        figures.decibels(split.sqnr_db),
-        split.figure,
-        split.level,
-        "built" if split.taken else "",
-    ]
-    return f"--split {split.number}: {', '.join(filter(None, texts))}"
+def _front_point(kind: str, x: str, y: float, name: str) -> str:
+    radius = 7 if kind == "kept" else 4
+    circle = f'<circle class="{kind}" cx="{x}" cy="{y:.1f}" r="{radius}"/>'
+    return circle + _text("tick name", x, f"{y - 10:.1f}", name)
 
 
 _SWEEP_WIDTH, _SWEEP_HEIGHT = 480, 240

@@ -4,10 +4,15 @@ Both texts are made of the same `Section`s. The page's main results are open and
 speed, size, accuracy, worst layers. The rest is folded under headings.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
+from deploy.errors import ConfigError
+from deploy.files.reading import convert, read_json
+from deploy.metrics.levels import LEVELS
 from deploy.report import figures, model, tables
 from deploy.report.blocks import (
     Bullets,
@@ -25,6 +30,10 @@ from deploy.report.parts import EngineRow
 from deploy.report.screen import to_screen
 from deploy.report.sections import SECTIONS
 
+_MAX_REPORT_BYTES = 1 << 30  # a report has a row for every tensor
+_MAX_FILE_SIZE = 1 << 63  # bytes of a file
+_MAX_TEXT = 60  # characters of a value in a message
+_WAY_OUT = "build again with this calib8"
 # The frame isolates the page's style from the notebook's.
 _FRAME = (
     '<iframe srcdoc="{page}" title="{title}" sandbox="" width="100%" height="720"'
@@ -159,6 +168,8 @@ class Report(Findings):
         files: files written for no single target.
         seconds: step -> its duration.
         work: cost of the run in inferences and decoded images.
+        request: what the user asked for.
+        earlier: engines of the build before this one in the same folder that were better.
         alerts: notes that need an action.
         notes: all other notes.
     """
@@ -175,3 +186,44 @@ class Report(Findings):
             return _FRAME.format(page=escape(to_html(self)), title=escape(self.title))
         except Exception:  # as above
             return f"<pre>{escape(repr(self))}</pre>"
+
+
+def read_report(path: Path, *, rewritable: bool = False) -> Report:
+    """Read a report.json; `rewritable`: this run may write it anew.
+
+    Raises:
+        ConfigError: it cannot be read, or is broken, or of another version.
+    """
+    what = "the report of a build, as calib8 wrote it"
+    document = read_json(
+        path, what=what, error=ConfigError, max_bytes=_MAX_REPORT_BYTES, rewritable=rewritable
+    )
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != model.SCHEMA:
+        raise _refusal(path, f"a report must be of schema {model.SCHEMA}", repr(schema))
+    report = convert(
+        document,
+        Report,
+        rule=f"{path} must be {what}",
+        error=ConfigError,
+        way_out=_WAY_OUT,
+        strict=False,  # numbers may be "inf" or "nan"
+    )
+    sizes = [engine.size_bytes for engine in report.engines]
+    sizes += [file.size_bytes for file in report.written]
+    for size in sizes:
+        if abs(size or 0) >= _MAX_FILE_SIZE:
+            raise _refusal(path, "size_bytes of a report must be a number of 64 bits", repr(size))
+    for engine in report.engines:
+        if engine.latency is not None:
+            p50 = engine.latency.latency.p50
+            if not 0 < p50 < math.inf:
+                raise _refusal(path, "latencies must be over 0", str(p50))
+        if engine.verdict is not None and engine.verdict.level not in LEVELS:
+            rule = f"a verdict must be one of {', '.join(LEVELS)}"
+            raise _refusal(path, rule, repr(engine.verdict.level))
+    return report
+
+
+def _refusal(path: Path, rule: str, value: str) -> ConfigError:
+    return ConfigError(f"{rule}, got {value[:_MAX_TEXT]} in {path}; {_WAY_OUT}")

@@ -15,10 +15,12 @@ from deploy.metrics.latency import speed_up
 from deploy.metrics.levels import UNUSABLE
 from deploy.report.parts import (
     CalibrationPart,
+    EarlierPart,
     EngineRow,
     FeedPart,
     FileRow,
     ModelPart,
+    RequestPart,
     TargetPart,
     WorkPart,
 )
@@ -75,6 +77,8 @@ class Findings:
     files: tuple[FileRow, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     work: WorkPart | None = None
+    request: RequestPart | None = None
+    earlier: tuple[EarlierPart, ...] = ()
     alerts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

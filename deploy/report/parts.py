@@ -328,6 +328,44 @@ class FileRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPart:
+    """What the user asked for, as far as the next step depends on it.
+
+    Attributes:
+        effort: target -> effort of its search, 0 to 3.
+        prefer: "speed", "accuracy" or "size".
+        repairs: names of the repairs that were tried.
+        has_method: whether the user set the calibration method.
+        has_evaluation: whether evaluation images were given.
+        is_module: whether the model came from PyTorch.
+        followed: names of next steps that builds of this model in the same folder have followed.
+    """
+
+    effort: Mapping[str, int] = field(default_factory=dict)
+    prefer: str = "speed"
+    repairs: tuple[str, ...] = ()
+    has_method: bool = False
+    has_evaluation: bool = False
+    is_module: bool = False
+    followed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierPart:
+    """A better engine that the build before this one had put into the same folder.
+
+    Attributes:
+        target: name of its target.
+        text: its verdict, and the number of its split in its front.
+        flags: options of `calib8 build` that build it again.
+    """
+
+    target: str
+    text: str
+    flags: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRow:
     """One split of the front: no other that was tried is both as fast and as near to FP32.
 
@@ -410,6 +448,12 @@ class TargetPart:
     alerts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     error: str = ""
+
+    @property
+    def built_split(self) -> SplitRow | None:
+        """The split of its front that was built; None without a front."""
+        front = self.search.front if self.search else ()
+        return next((split for split in front if split.taken and split.time > 0), None)
 
     @property
     def options_text(self) -> str:

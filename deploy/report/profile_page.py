@@ -198,9 +198,9 @@ def _sections(profile: GraphProfile) -> Iterator[Section]:
     if picture := tree_map(_module_tiles(profile.nodes, ()), "Time by module"):
         drawing = Drawing(f"<figure>{picture}{_LEGEND}</figure>")
         yield Section("Time by module", (drawing,), folded=False)
-    slowest_first = sorted(profile.nodes, key=lambda node: -node.seconds)
-    rows = list(map(_node_row, slowest_first))
-    yield Section("Nodes, slowest first", (Table(_HEADS, rows),), len(rows))
+    nodes = sorted(profile.nodes, key=lambda node: -node.seconds)
+    table = Table(_HEADS, list(map(_node_row, nodes)))
+    yield Section("Nodes, slowest first", (table,), len(nodes))
 
 
 _LEGEND = (

@@ -3,20 +3,36 @@
 The screen of a build has what a user decides by: verdict, speed, size, task, what the images were
 taken for, the files to ship, warnings that need an action, and the next command. All else is on the
 page and in the Markdown text, which `-v` prints in its place.
+
+The front of a search in one line::
+
+    about 1.19x FP32 (estimated); 1.36x with 27 of 28 boxes: --split 3
+          what was built                another split, its price, how to build it
+
+The next step, the first that applies and was not followed yet::
+
+    worse than the build before it   -> that build again
+    doubtful or unusable, too few    -> more images, then other images to judge by
+                          otherwise  -> a split of a better level -> a search -> without the user's
+                                        method -> more effort and repairs, once -> training with
+                                        int8 (PyTorch) -> the float model
+    else                             -> measure it, or run it
 """
 
+import math
 import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
-from deploy.metrics.levels import DOUBTFUL, FLOAT, UNUSABLE
+from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.latency import MIN_GAIN
+from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.report import figures
 from deploy.report.charts import sweep_table
 from deploy.report.figures import engine_layers_text
-from deploy.report.front import speed_texts
-from deploy.report.model import Findings
-from deploy.report.parts import EngineRow, FileRow, TargetPart
+from deploy.report.model import Findings, find_rivals
+from deploy.report.parts import EngineRow, FileRow, RequestPart, SplitRow, TargetPart
 from deploy.report.tables import (
     KERNEL_HEADS,
     OPTIONS,
@@ -93,7 +109,6 @@ def labelled_table(
 _MAX_NOTES = 8
 _MAX_ALERTS = 3
 _MAX_KERNELS = 10
-_MORE_EFFORT = " --prefer accuracy --effort 2 --repair all"
 
 
 def to_screen(report: Findings) -> str:
@@ -134,9 +149,6 @@ def _verdicts(report: Findings) -> Iterator[str]:
 _SHORT = ("Size", "Latency p50", "CPU time p50")  # lines of the table of one screen
 _TASKS = ("Top-1", "mAP .50:.95")
 _WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
-# role of a script -> where it is to be run
-_DEVICE_SCRIPTS = {"script of trtexec": "on the GPU machine", "atc command": "where atc is"}
-_PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
 
 
 def _short_table(report: Findings) -> Iterator[str]:
@@ -167,9 +179,10 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _failures(report)
 
     yield from entries("Ship", dict.fromkeys(_shipped_files(report)))
-    yield from entries("Warning", (*_lost_layers(report), *report.all_alerts)[:_MAX_ALERTS])
+    warnings = (*earlier_texts(report), *_lost_layers(report), *report.all_alerts)
+    yield from entries("Warning", warnings[:_MAX_ALERTS])
     notes = figures.count(len(report.warnings), "note")
-    if page := _path_of(report.files, REPORT):
+    if page := path_of(report.files, REPORT):
         yield from entry("Report", f"{page}  (all figures and {notes}; -v prints it)")
     yield from entries("Next", dict.fromkeys(next_steps(report)))
 
@@ -187,11 +200,13 @@ def _shipped_files(report: Findings) -> Iterator[str]:
 
 
 def _int8_nodes(report: Findings) -> Iterator[str]:
-    """Yield how many nodes of each target are int8."""
+    """Yield how many layers of each target are int8; nodes where no search counted layers."""
     texts = []
     for target in built_targets(report):
         name = f"{target.name} " if len(report.targets) > 1 else ""
-        texts.append(name + coverage(target))
+        split = target.built_split
+        layers = f"{split.layers - split.float_layers} of {split.layers} layers" if split else ""
+        texts.append(name + (layers or coverage(target)))
     if texts:
         yield from entry("In int8", ", ".join(texts))
 
@@ -203,42 +218,183 @@ def _lost_layers(report: Findings) -> Iterator[str]:
             yield f"{engine.label} runs {engine_layers_text(engine.ran)}"
 
 
-def next_steps(report: Findings) -> Iterator[str]:
-    """Yield one command for each engine of a build: what to do about its verdict."""
+# by accuracy alone, the best first
+_RANKS = {GOOD: 0, FLOAT: 0, DOUBTFUL: 1, UNUSABLE: 2}
+_UNKNOWN_RANK = 3  # of a split that was not judged
+_MIN_FASTER = 1.08  # speed over the built split's from which a noisier split is worth knowing
+_MIN_QUIETER_DB = 3.0  # SQNR over the built split's from which a split is worth its price
+_MAX_SLOWER = 1.08  # time over the built split's that this SQNR may cost
+
+
+def find_alternative(front: Sequence[SplitRow], taken: SplitRow) -> SplitRow | None:
+    """Return the split that is most worth knowing beside the one that was built.
+
+    In this order: one of a better level that still wins time; a clearly faster one of the same
+    level or the next; one with clearly more SQNR for little time.
+    """
+    rank = rank_of(taken.level)
+    max_rank = min(rank + 1, _RANKS[DOUBTFUL])
+    better, faster, quieter = [], [], []
+    for split in front:
+        if not 0 < split.time * MIN_GAIN <= 1:
+            continue
+        if rank_of(split.level) < rank:
+            better.append(split)
+        if split.time * _MIN_FASTER <= taken.time and rank_of(split.level) <= max_rank:
+            faster.append(split)
+        is_clear = split.sqnr_db >= taken.sqnr_db + _MIN_QUIETER_DB
+        if is_clear and split.time <= taken.time * _MAX_SLOWER:
+            quieter.append(split)
+    return min(better or faster or quieter, key=_rank_and_time, default=None)
+
+
+def rank_of(level: str) -> int:
+    """Return the rank of a level by accuracy alone, 0 for the best."""
+    return _RANKS.get(level, _UNKNOWN_RANK)
+
+
+def _rank_and_time(split: SplitRow) -> tuple[int, float]:
+    return rank_of(split.level), split.time
+
+
+def speed_texts(report: Findings) -> Iterator[str]:
+    """Yield a line for each target whose front tells a speed that the table does not."""
+    engine_by_target = {e.target: e for e in report.engines if not e.is_float}
     for target in report.targets:
-        for file in target.files:
-            if file.role in _DEVICE_SCRIPTS:
-                yield f"{_DEVICE_SCRIPTS[file.role]}: sh {shlex.quote(file.path)}"
+        taken, engine = target.built_split, engine_by_target.get(target.name)
+        if taken is None or target.search is None:
+            continue
+
+        ratio, text = 1 / taken.time, "about {} FP32 (estimated)"
+        speed = engine.speed if engine else None
+        if engine is not None and speed is not None:
+            rivals = find_rivals(report.engines, engine)
+            ratio, text = speed.ratio, f"{{}} {rivals[0].label if rivals else 'FP32'}"
+        text = text.format(figures.ratio(ratio))
+
+        other = find_alternative(target.search.front, taken)
+        if other is not None:
+            other_ratio = figures.ratio(ratio * taken.time / other.time)
+            level = f" ({other.level})" if other.level != taken.level else ""
+            text += f"; {other_ratio} with {_price(other)}{level}: --split {other.number}"
+        if other is not None or speed is None:
+            yield f"{target.name}: {text}" if len(report.targets) > 1 else text
+
+
+def _price(split: SplitRow) -> str:
+    """Return what a split keeps: the task's figure, or its SQNR."""
+    return split.figure or figures.decibels(split.sqnr_db)
+
+
+# role of a script -> where it is to be run
+_DEVICE_SCRIPTS = {"script of trtexec": "on the GPU machine", "atc command": "where atc is"}
+_PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
+_MIN_THINGS = 40  # boxes, texts or points of the float model that are enough to judge by
+_MIN_SAMPLES = 20  # samples that are enough to judge by, where nothing in them is counted
+IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
+
+
+def next_steps(report: Findings) -> Iterator[str]:
+    """Yield what to do: one step for each engine, then the scripts for the devices."""
+    level_by_target = {e.target: e.verdict.level for e in report.engines if e.verdict}
     for engine in report.engines:
-        built_target = report.target_of(engine)
-        if built_target and engine.verdict and not engine.verdict.blames_float:
-            yield from _next_step(report, engine, built_target, engine.verdict)
+        target, verdict = report.target_of(engine), engine.verdict
+        if target is None or verdict is None:
+            continue
+        if not verdict.blames_float:
+            steps = [*_rebuild_steps(report, engine, target, verdict)]
+            yield from (steps or [*_use_steps(report, engine, target)])[:1]
+    for target in report.targets:
+        is_unusable = level_by_target.get(target.name) == UNUSABLE
+        for file in target.files:
+            if file.role in _DEVICE_SCRIPTS and not is_unusable:
+                yield f"{_DEVICE_SCRIPTS[file.role]}: sh {shlex.quote(file.path)}"
 
 
-def _next_step(
+def _rebuild_steps(
     report: Findings, engine: EngineRow, target: TargetPart, verdict: Verdict
 ) -> Iterator[str]:
-    """Yield the command for one engine, if there is any."""
-    options, page = _path_of(report.files, OPTIONS), _path_of(report.files, REPORT)
-    program = _path_of(target.files, _PROGRAM)
-    bench = _bench_command(report, engine)
-    is_lossy = verdict.level in (DOUBTFUL, UNUSABLE)
-    if is_lossy and options and not verdict.gated:
-        more_effort = " --effort 1" if target.search is None else _MORE_EFFORT
-        yield f"calib8 build --config {shlex.quote(options)}{more_effort}"
-    elif is_lossy and page:
+    """Yield what to build in place of an engine, or to do instead, the first step first."""
+    options, page = path_of(report.files, OPTIONS), path_of(report.files, REPORT)
+    build = f"calib8 build --config {shlex.quote(options)}"
+    if len(report.targets) > 1:
+        build += f" --target {target.name}"
+    if options:
+        for earlier in report.earlier:
+            if earlier.target == target.name:
+                yield f"as before: {build} {earlier.flags}"
+    if verdict.level not in (DOUBTFUL, UNUSABLE):
+        return
+
+    request = report.request or RequestPart()
+    if options and not verdict.gated and engine.accuracy is not None:
+        yield from _image_steps(engine.accuracy, request, build)
+    if options and (split := _better_split(target, verdict, request)):
+        speed = figures.ratio(1 / split.time)
+        yield f"for {_price(split)} at about {speed}: {build} --split {split.number}"
+    if options and not verdict.gated:
+        effort = request.effort.get(target.name, 0)
+        if effort == 0:
+            yield f"{build} --effort 1"
+        if request.has_method:
+            line = f"without the line of method in {shlex.quote(options)}"
+            yield f"{line}: {build} --effort {max(effort, 1)}"
+        if EFFORT not in request.followed:
+            yield f"{build} --prefer accuracy --effort {max(effort, 2)} --repair all"
+        if request.is_module:
+            yield "train it with int8: calib8.torch.qat or `calib8 qat`"
+        if report.model:
+            yield f"use the float model: {report.model.path}"
+    if page:
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
-    elif verdict.level == FLOAT and bench:
+
+
+def _image_steps(accuracy: Accuracy, request: RequestPart, build: str) -> Iterator[str]:
+    """Yield the steps for too few samples, or too few boxes in them, to judge by."""
+    count = accuracy.task.found if accuracy.task else None
+    needed = _MIN_SAMPLES
+    if count is not None:
+        needed = math.ceil(accuracy.samples * _MIN_THINGS / max(count, 1))
+    if needed <= accuracy.samples:
+        return
+
+    if IMAGES not in request.followed:
+        images = figures.count(needed - accuracy.samples, "image")
+        flag = "--eval-images" if request.has_evaluation else "--images"
+        yield f"with about {images} more to judge by: {build} {flag} FOLDER"
+    elif not request.has_evaluation:
+        yield f"with other images to judge by: {build} --eval-images FOLDER"
+
+
+def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) -> SplitRow | None:
+    """Return a slower split of the front whose expected level is better than the engine's."""
+    taken = target.built_split
+    if taken is None or target.search is None:
+        return None
+
+    better = []
+    for split in target.search.front:
+        is_slower = taken.time < split.time <= 1 / MIN_GAIN
+        is_new = split_name(target, split) not in request.followed
+        if is_slower and is_new and rank_of(split.level) < rank_of(verdict.level):
+            better.append(split)
+    return min(better, key=_rank_and_time, default=None)
+
+
+def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Iterator[str]:
+    """Yield how to measure or run an engine, the first step first."""
+    bench = _bench_command(report, engine)
+    if engine.verdict and engine.verdict.level == FLOAT and bench:
         yield f"on the CPU that will run it: {bench}"
-    elif bench and engine.speed and engine.speed.is_noisy:
+    if engine.speed and engine.speed.is_noisy and bench:
         yield f"on a quiet machine: {bench} --duration 30"
-    elif program:
+    if program := path_of(target.files, _PROGRAM):
         yield f"python {shlex.quote(program)} PICTURE"
-    elif bench:
+    if bench:
         yield f"{bench} --threads 1"
 
 
-def _path_of(files: Iterable[FileRow], role: str) -> str:
+def path_of(files: Iterable[FileRow], role: str) -> str:
     """Return the path of the first file of a role; "" without one."""
     return next((file.path for file in files if file.role == role), "")
 
@@ -251,6 +407,17 @@ def _bench_command(report: Findings, engine: EngineRow) -> str:
     if PurePath(report.model.path).suffix:  # else it was in memory, and this is a name
         models = f"{shlex.quote(report.model.path)} --against {models}"
     return f"calib8 bench {models}"
+
+
+def split_name(target: TargetPart, split: SplitRow) -> str:
+    """Return a name of a split that also holds after another search."""
+    return f"{target.name}: {split.float_layers} of {split.layers} layers in float"
+
+
+def earlier_texts(report: Findings) -> Iterator[str]:
+    """Yield a sentence for each engine that came out worse than the build before it."""
+    for earlier in report.earlier:
+        yield f"{earlier.target}: worse than the build before it in this folder, {earlier.text}"
 
 
 def _failures(report: Findings) -> Iterator[str]:

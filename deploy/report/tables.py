@@ -7,13 +7,14 @@ search as text, and kernels: the slowest first, and by kind for several engines.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import TypeVar
 
 from deploy.files.manifest import RECORDS
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
-from deploy.metrics.latency import MIN_RUNS_FOR_P95, Timing
+from deploy.metrics.latency import MIN_RUNS_FOR_P95, Latency
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import figures, model
@@ -34,7 +35,9 @@ Part = TypeVar("Part")
 
 ACCURACY_HEADS = ("SQNR", "cosine", "worst cosine", "max abs error")
 LAYER_HEADS = ("tensor", "SQNR", "cosine")
-_P99_RUNS = 100  # with fewer, p99 is the slowest run
+# figure of the runs -> runs that it needs: with fewer, it is the slowest one
+_MIN_RUNS = {"p50": 0, "p90": 0, "p95": MIN_RUNS_FOR_P95, "p99": 100, "mean": 0}
+_DEVICE_CLOCKS = {"Enqueue": "enqueue", "H2D": "h2d", "GPU compute": "gpu_compute", "D2H": "d2h"}
 
 
 def has_slices(accuracy: Accuracy) -> bool:
@@ -218,30 +221,25 @@ def time_name(engines: Iterable[EngineRow]) -> str:
 
 
 def _latency(report: Findings) -> Iterator[ComparisonLine]:
-    ms = figures.milliseconds
     name = time_name(report.engines)
     parts = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
         sweeps = [engine.sweep or None for engine in report.engines]
         yield _line("Batch", sweeps, lambda sweep: str(sweep[0].batch))
-    yield _line(f"{name} p50", parts, lambda part: ms(part.latency.p50), _speed_text(report))
-    yield _line(f"{name} p90", parts, lambda part: ms(part.latency.p90))
     runs = min((part.queries for part in parts if part), default=0)
-    if runs >= MIN_RUNS_FOR_P95:
-        yield _line(f"{name} p95", parts, lambda part: ms(part.latency.p95))
-    if runs >= _P99_RUNS:
-        yield _line(f"{name} p99", parts, lambda part: ms(part.latency.p99))
-    yield _line(f"{name} mean", parts, lambda part: ms(part.latency.mean))
+    for figure, min_runs in _MIN_RUNS.items():
+        if runs >= min_runs:
+            change = _speed_text(report) if figure == "p50" else ""
+            yield _line(f"{name} {figure}", parts, partial(_time, "latency", figure), change)
     yield _line("Variation", parts, lambda part: f"{part.latency.cv_percent:.3g} %")
-    yield _line("Enqueue", parts, lambda part: _p50(part.enqueue))
-    yield _line("H2D", parts, lambda part: _p50(part.h2d))
-    yield _line("GPU compute", parts, lambda part: _p50(part.gpu_compute))
-    yield _line("D2H", parts, lambda part: _p50(part.d2h))
+    for label, clock in _DEVICE_CLOCKS.items():
+        yield _line(label, parts, partial(_time, clock, "p50"))
     yield _line("Throughput", parts, lambda part: figures.rate(part.throughput_qps))
 
 
-def _p50(timing: Timing | None) -> str:
-    return figures.milliseconds(timing.p50 if timing else None)
+def _time(clock: str, figure: str, latency: Latency) -> str:
+    """Return a figure of one clock of an engine's runs; "-" without that clock."""
+    return figures.milliseconds(getattr(getattr(latency, clock), figure, None))
 
 
 def _speed_text(report: Findings) -> str:

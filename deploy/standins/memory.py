@@ -160,6 +160,11 @@ class AddressWindow:
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes copied; without copies, all up to the end of the allocation."""
+        return self.room if self.copied is None else self.copied
+
 
 @dataclass(slots=True)
 class _Block:

@@ -1,100 +1,71 @@
-"""Recognition of a model's task from its outputs; one module per family of tasks."""
+"""Recognition of a model's task from its outputs; one module per family of tasks.
 
-import math
+What the user sets decides, then what the model's file declares (`declarations`), then the form of
+the values. Thresholds of all forms: `thresholds`.
+"""
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from deploy.errors import ConfigError
-from deploy.tasks import (
-    boxes,
-    classes,
-    embeddings,
-    evaluation_task,
-    keypoints,
-    labels,
-    maps,
-    sequences,
-)
+from deploy.tasks import boxes, evaluation_task, indices, keypoints, maps, sequences, vectors
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
 from deploy.tasks.metric import Function, Metric, metric_of
 from deploy.tasks.rows import is_floating
 
-_MOST_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
+_MAX_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
 NO_TASK = ("none", "values")  # names that leave the task out, so that values are compared
-_VECTORS, _MAPS = (2, 3, 4), (4,)  # numbers of dimensions; of a vector all but the second are 1
 
 
 class TaskRow(NamedTuple):
-    """How a task is recognised, and how it is made where the user sets it.
+    """How a task is recognised, and how it is made where the user or the file says it.
 
-    `finders`: recognise the task from the values; each returns None unless it is certain. `wants`:
-    the outputs that the task needs, as text. `ranks`: numbers of dimensions of an output that may
-    be of the task. `make`: name and shape of a floating-point output, and whether it has values
-    outside 0..1 -> the task; a false value if the shape does not fit.
+    Attributes:
+        wants: the outputs that the task needs, as text.
+        finders: recognise the task from the values; each returns None unless it is certain.
+        fit: output's name and the samples -> the task of this floating-point output in any layout
+            that fits, or None.
     """
 
-    finders: Sequence[Callable[[FirstSamples], EvaluationTask | None]]
     wants: str
-    ranks: Sequence[int] = ()
-    make: Callable[[str, tuple[int, ...], bool], EvaluationTask | bool] = lambda n, s, raw: False
-
-
-def _fit_points(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask | bool:
-    numbers = shape[1] if keypoints.is_turned(shape) else shape[-1]
-    numbers = numbers if 2 <= numbers <= 5 else 2
-    count, left = divmod(math.prod(shape), numbers)
-    return left == 0 and keypoints.Points({name: numbers}, (), count)
-
-
-def _fit_steps(name: str, shape: tuple[int, ...], raw: bool) -> EvaluationTask:
-    if len(shape) == 3 and min(shape[1:]) > 1:
-        return sequences.Steps((name,), (shape[2],), 2)
-    return sequences.Steps((name,), (2,), None, raw)
+    finders: Sequence[Callable[[FirstSamples], EvaluationTask | None]]
+    fit: Callable[[str, FirstSamples], EvaluationTask | None] = lambda name, samples: None
 
 
 # Task, as the user may set it -> its row. Recognisers are tried in this order.
 TASKS: dict[str, TaskRow] = {
-    "boxes": TaskRow([boxes.find_boxes], "[N, A, 4] or wider beside scores [N, A, C]"),
+    "boxes": TaskRow("[N, A, 4] or wider beside scores [N, A, C]", [boxes.find_boxes]),
     "text": TaskRow(
-        [sequences.find_text], "[N, T, C] scores of 11 symbols or more", (3,),
-        lambda n, s, raw: 1 in s[:2] and s[2] > 10 and sequences.Text(n, s[2], 0),
+        "[N, T, C] scores of 11 symbols or more", [sequences.find_text], sequences.fit_text
     ),
     "segmentation": TaskRow(
-        [maps.find_segmentation], "[N, C, H, W] or [N, H, W, C] scores, or class numbers",
-        _MAPS, lambda n, s, raw: maps.Pixels(n, min(s[1], s[3]), last=s[3] < s[1]),
+        "[N, C, H, W] or [N, H, W, C] scores, or class numbers",
+        [maps.find_segmentation],
+        maps.fit_segmentation,
     ),
-    "masks": TaskRow(
-        [maps.find_masks], "maps [N, K, H, W]", _MAPS,
-        lambda n, s, raw: maps.MaskMaps((n,)),
-    ),
-    "heatmaps": TaskRow(
-        [maps.find_heatmaps], "heat maps [N, K, H, W]", _MAPS,
-        lambda n, s, raw: maps.HeatMaps(n, min(s[1], s[3]), last=s[3] < s[1]),
-    ),
+    "masks": TaskRow("maps [N, K, H, W]", [maps.find_masks], maps.fit_masks),
+    "heatmaps": TaskRow("heat maps [N, K, H, W]", [maps.find_heatmaps], maps.fit_heatmaps),
     "keypoints": TaskRow(
-        [keypoints.find_simcc, keypoints.find_keypoints], "points [N, K, 2], [N, 2, K] or [N, K p]",
-        _VECTORS, _fit_points,
+        "points [N, K, 2], [N, 2, K] or [N, K p]",
+        [keypoints.find_simcc, keypoints.find_keypoints],
+        keypoints.fit_keypoints,
     ),
     "labels": TaskRow(
-        [labels.find_labels], "a score a label, [N, C] of 4 or more", _VECTORS,
-        lambda n, s, raw: s[1] == math.prod(s) > 3 and labels.Labels(n, s[1], raw),
+        "a score a label, [N, C] of 4 or more", [vectors.find_labels], vectors.fit_labels
     ),
     "classes": TaskRow(
-        [labels.find_ranked, classes.find_classes],
-        "a score a class, [N, C], or indices of the best classes", _VECTORS,
-        lambda n, s, raw: s[1] == math.prod(s) > 1 and classes.Classes((n,), (s[1],)),
+        "a score a class, [N, C], or indices of the best classes",
+        [indices.find_ranked, vectors.find_classes],
+        vectors.fit_classes,
     ),
-    "embeddings": TaskRow(
-        [embeddings.find_embeddings], "a vector [N, D]", _VECTORS,
-        lambda n, s, raw: s[1] == math.prod(s) > 1 and embeddings.Embeddings(n, s[1]),
-    ),
+    "embeddings": TaskRow("a vector [N, D]", [vectors.find_embeddings], vectors.fit_embeddings),
     "steps": TaskRow(
-        [sequences.find_steps], "[N, T, C] scores, or one a step, [N, T]", (2, 3), _fit_steps
+        "[N, T, C] scores, or one a step, [N, T]", [sequences.find_steps], sequences.fit_steps
     ),
-    "indices": TaskRow([labels.find_integers], "int32 or int64 outputs"),
-}  # fmt: skip
+    "indices": TaskRow("int32 or int64 outputs", [indices.find_integers]),
+}
 
 
 def judge_of(
@@ -120,13 +91,13 @@ def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | No
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
-    if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MOST_OUTPUTS):
+    if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MAX_OUTPUTS):
         return None
     distinct = evaluation_task.drop_outputs(samples, evaluation_task.find_logits(samples))
     declared_task = samples.declared.task
     if task or declared_task in TASKS:
         row = TASKS[task or declared_task]
-        fitting = _recognise(distinct, [row]) or _fitted(row, distinct)
+        fitting = _recognise(distinct, [row]) or _fit(row, distinct)
         if fitting is not None:
             return fitting
         if task:
@@ -139,45 +110,49 @@ def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | No
         return None
 
     rows = [row for name, row in TASKS.items() if name != "indices"]
-    return _recognise(distinct, rows) or labels.find_integers(distinct)
+    return _recognise(distinct, rows) or indices.find_integers(distinct)
 
 
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
     """Return the first task that fits all outputs, or those that are no states."""
-    recognised = _by_best_class(samples, rows)
+    recognised = _try_without_argmax(samples, rows)
     if recognised is None and (states_out := evaluation_task.find_states(samples)):
-        return _by_best_class(evaluation_task.drop_outputs(samples, states_out), rows)
+        return _try_without_argmax(evaluation_task.drop_outputs(samples, states_out), rows)
     return recognised
 
 
-def _fitted(row: TaskRow, samples: FirstSamples) -> EvaluationTask | None:
+def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
+    """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
+    scores_by_argmax = evaluation_task.find_argmax_outputs(samples)
+    choices = [samples]
+    if scores_by_argmax:
+        without_argmax = evaluation_task.drop_outputs(samples, scores_by_argmax)
+        without_scores = evaluation_task.drop_outputs(samples, set(scores_by_argmax.values()))
+        choices = [without_argmax, samples, without_scores]
+    for choice in choices:
+        for row in rows:
+            for find in row.finders:
+                task = find(choice)
+                if task is not None:
+                    return task
+    return None
+
+
+def _fit(row: TaskRow, samples: FirstSamples) -> EvaluationTask | None:
     """Return the task of the largest output that fits; of classes, of all that do."""
     if row is TASKS["boxes"]:
         return boxes.fit_boxes(samples)
-    fitted = []
+    fitting = []
     for name in sorted(samples.names, key=lambda name: -samples.outputs[0][name].size):
-        values = samples.arrays(name)
-        if all(map(is_floating, values)):
-            raw = any(one.min() < 0 or one.max() > 1 for one in values)
-            fits = values[0].ndim in row.ranks and row.make(name, values[0].shape, raw)
-            fitted += [fits] if isinstance(fits, EvaluationTask) else []
-    heads = [task for task in fitted if isinstance(task, classes.Classes)]
+        if all(map(is_floating, samples.arrays(name))):
+            task = row.fit(name, samples)
+            if task is not None:
+                fitting.append(task)
+    heads = [task for task in fitting if isinstance(task, vectors.Classes)]
     if heads:
-        names, counts = zip(*((task.outputs[0], task.counts[0]) for task in heads), strict=True)
-        return classes.Classes(names, counts)
-    return fitted[0] if fitted else None
-
-
-def _by_best_class(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
-    """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
-    best = evaluation_task.find_argmax_outputs(samples)
-    drops = (best, (), set(best.values())) if best else ((),)
-    for dropped in drops:
-        left = evaluation_task.drop_outputs(samples, dropped)
-        for find in (find for row in rows for find in row.finders):
-            if (task := find(left)) is not None:
-                return task
-    return None
+        outputs = [task.outputs[0] for task in heads]
+        return vectors.Classes(tuple(outputs), tuple(task.counts[0] for task in heads))
+    return fitting[0] if fitting else None
 
 
 __all__ = ["TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "judge_of"]

@@ -128,11 +128,16 @@ def detections_by_anchor(scores: Floats) -> Detections:
     return detections_by_score(np.stack([left, zero, left + 1, one], axis=1), scores)
 
 
-def box_ious(left: Floats, right: Floats) -> Floats:
-    """Return the IoU of boxes [n, 4] and [m, 4] as [n, m]; 0 for boxes without area."""
+def box_intersections(left: Floats, right: Floats) -> Floats:
+    """Return the area that boxes [n, 4] and [m, 4] share, as [n, m]."""
     low = np.maximum(left[:, None, :2], right[None, :, :2])
     high = np.minimum(left[:, None, 2:], right[None, :, 2:])
-    shared = np.clip(high - low, 0, None).prod(axis=2)
+    return np.asarray(np.clip(high - low, 0, None).prod(axis=2))
+
+
+def box_ious(left: Floats, right: Floats) -> Floats:
+    """Return the IoU of boxes [n, 4] and [m, 4] as [n, m]; 0 for boxes without area."""
+    shared = box_intersections(left, right)
     areas = [np.clip(b[:, 2:] - b[:, :2], 0, None).prod(axis=1) for b in (left, right)]
     union = areas[0][:, None] + areas[1][None, :] - shared
     return np.asarray(np.divide(shared, union, out=np.zeros_like(shared), where=union > 0))

@@ -27,7 +27,7 @@ from deploy.tasks.evaluation_task import (
     TaskTally,
     ThresholdTally,
 )
-from deploy.tasks.rows import Outputs, are_probabilities, image_size, sums_to_one
+from deploy.tasks.rows import Outputs, are_probabilities, are_shares, image_size, sums_to_one
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
@@ -120,6 +120,8 @@ class Pixels(EvaluationTask):
 def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
     """Recognise the first output that holds a class per pixel."""
     is_single = len(first_samples.names) == 1
+    if _has_detection_map(first_samples):
+        return None  # the classes are those of its objects, and of a background nearly everywhere
     for name in first_samples.names:
         samples = first_samples.arrays(name)
         if all(map(_are_class_numbers, samples)) and _fit_pictures(samples, first_samples.inputs):
@@ -138,6 +140,14 @@ def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
     return None
 
 
+def fit_segmentation(name: str, samples: FirstSamples) -> Pixels | None:
+    """Return the pixels of an output that the user or the file says to hold scores of classes."""
+    shape = samples.outputs[0][name].shape
+    if len(shape) != 4:
+        return None
+    return Pixels(name, min(shape[1], shape[3]), last=shape[3] < shape[1])
+
+
 def to_channels_first(value: Array) -> Array:
     """Return [1, H, W, C] as [1, C, H, W]; other shapes stay unchanged."""
     return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
@@ -151,6 +161,23 @@ def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs], *, is_sing
     if not are_all_probabilities and not _are_logits(samples, inputs):
         return False
     return is_single or _has_several_classes(samples)
+
+
+def _has_detection_map(samples: FirstSamples) -> bool:
+    """Whether one map of probabilities says where objects are, and another how large they are."""
+    maps = {name: samples.arrays(name) for name in samples.names}
+    maps = {name: values for name, values in maps.items() if values[0].ndim == 4}
+    for name, values in maps.items():
+        cell_count = values[0].size
+        if min(values[0].shape[1], values[0].shape[3]) != 1 or not all(map(are_shares, values)):
+            continue
+        if np.median(np.concatenate([value.reshape(-1) for value in values])) > 0.1:
+            continue
+        for other, sizes in maps.items():
+            has_cells = cell_count > 1 and sizes[0].size % cell_count == 0
+            if other != name and has_cells and not all(map(are_shares, sizes)):
+                return True
+    return False
 
 
 def _are_class_numbers(value: Array) -> bool:
@@ -285,6 +312,11 @@ class MaskMaps(EvaluationTask):
         return f"{', '.join(self.outputs)}: {kind} of 0 to 1"
 
 
+def fit_masks(name: str, samples: FirstSamples) -> MaskMaps | None:
+    """Return the masks of an output that the user or the file says to hold such."""
+    return MaskMaps((name,)) if samples.outputs[0][name].ndim == 4 else None
+
+
 def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
     """Recognise outputs of masks, all of one shape."""
     sizes = [image_size(inputs) for inputs in first_samples.inputs]
@@ -371,6 +403,14 @@ class HeatMaps(EvaluationTask):
     name = "heat maps"
     reads = "{0.count} heat maps"
     tally_type = _HeatTally
+
+
+def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
+    """Return the heat maps of an output that the user or the file says to hold such."""
+    shape = samples.outputs[0][name].shape
+    if len(shape) != 4:
+        return None
+    return HeatMaps(name, min(shape[1], shape[3]), last=shape[3] < shape[1])
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:

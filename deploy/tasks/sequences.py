@@ -1,36 +1,25 @@
 """Sequences: a class per step (voice activity, taggers), or text by CTC.
 
-`find_steps`: [N, T, C] or [N, C, T] probabilities or log-probabilities that sum to 1 per step, or
-logits that are confident of their best class, with a mean that hardly changes from step to step.
-Also independent probabilities [N, T], [N, T, 1] or [N, T, C], several outputs [N, T, K] of them,
-such as notes and their onsets, and a single step [N, 1], such as a wake word: all count as classes
-by the side of 0.5, and logits [N, T] or [N, T, 1] by the side of 0. Several outputs may each have a
-class for the same steps, such as the diacritics of a letter.
+`find_steps`: [N, T, C] or [N, C, T] probabilities of a class per step, or their logarithms (raw
+scores are compared by value, unless `--task steps` says what they are). Or independent
+probabilities [N, T], [N, T, 1] or [N, T, K], such as the keys of a piano, and a single one [N, 1],
+such as a wake word: they count by their side of 0.5. Several outputs may each have scores of the
+same steps, such as the diacritics of a letter, or notes and their onsets.
 
 `find_text`: CTC (Graves et al. 2006), a symbol or the blank per step, [N, T, C] or [T, N, C]; of
 pictures also [N, C, T], and of a height of 1, [N, C, 1, T] or [N, T, 1, C]. The blank is the first
-or the last symbol, the most frequent one, and stands between symbols: if it is absent for long, if
-a symbol lasts for more than three steps on average, or if the inputs are token ids or one vector
-per step, these are steps. Texts are decoded greedily: repeats merged, blanks dropped. If blanks
-only follow the last symbol in every sample, each step is the slot of a symbol, as in number plates,
-and repeats stay.
+or the last symbol, and stands between symbols. Texts are decoded greedily: repeats merged, blanks
+dropped. If blanks only follow the last symbol in every sample, each step is the slot of a symbol,
+as in number plates, and repeats stay.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.tasks.classes import (
-    are_decisions,
-    are_heads,
-    are_raw_tracks,
-    are_switches,
-    are_tracks,
-    find_class_axis,
-    to_steps,
-)
+from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import (
     EvaluationTask,
     FirstSamples,
@@ -38,43 +27,45 @@ from deploy.tasks.evaluation_task import (
     TaskTally,
     find_states,
 )
-from deploy.tasks.rows import Outputs, are_probabilities_or_logs, is_floating
+from deploy.tasks.rows import (
+    Outputs,
+    activate,
+    are_probabilities_or_logs,
+    are_shares,
+    is_floating,
+    sums_to_one,
+)
 from deploy.tensors import Array
-
-_USUAL = 0.75  # share of FP32's steps in one class above which only the others are counted
 
 
 @dataclass(slots=True)
 class _StepTally(TaskTally["Steps"]):
-    """Counts steps by class and output: FP32's, both's; and the worst sample."""
+    """Counts steps by class and output: FP32's and equal ones; and the worst sample."""
 
-    worst: float = 1.0
-    own: list[NDArray[np.int64]] = field(init=False)
-    both: list[NDArray[np.int64]] = field(init=False)
+    worst_share: float = 1.0
+    reference_counts: list[NDArray[np.int64]] = field(init=False)
+    equal_counts: list[NDArray[np.int64]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.own = [np.zeros(count, np.int64) for count in self.task.classes]
-        self.both = [np.zeros_like(one) for one in self.own]
+        self.reference_counts = [np.zeros(count, np.int64) for count in self.task.classes]
+        self.equal_counts = [np.zeros(count, np.int64) for count in self.task.classes]
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        counted = [
-            self._add_output(number, reference[name], candidate[name])
-            for number, name in enumerate(self.task.outputs)
-        ]
-        valid, alike = (sum(side) for side in zip(*counted, strict=True))
-        if valid:
-            self.worst = min(self.worst, alike / valid)
-
-    def _add_output(self, number: int, reference: Array, candidate: Array) -> tuple[int, int]:
-        """Return the number of steps of one output with a valid class, and of equal ones."""
-        none = self.task.classes[number]
-        left, right = (step_classes(one, self.task, number) for one in (reference, candidate))
-        right = right if right.shape == left.shape else np.full_like(left, none)
-        valid = left < none
-        alike = valid & (left == right)
-        self.own[number] += np.bincount(left[valid], minlength=none)
-        self.both[number] += np.bincount(left[alike], minlength=none)
-        return int(valid.sum()), int(alike.sum())
+        sample_count = sample_equal = 0
+        for index, name in enumerate(self.task.outputs):
+            no_class = self.task.classes[index]
+            reference_classes = self.task.step_classes(reference[name], no_class)
+            classes = self.task.step_classes(candidate[name], no_class)
+            if classes.shape != reference_classes.shape:
+                classes = np.full_like(reference_classes, no_class)
+            is_valid = reference_classes < no_class
+            is_equal = is_valid & (reference_classes == classes)
+            self.reference_counts[index] += _count(reference_classes[is_valid], no_class)
+            self.equal_counts[index] += _count(reference_classes[is_equal], no_class)
+            sample_count += int(is_valid.sum())
+            sample_equal += int(is_equal.sum())
+        if sample_count:
+            self.worst_share = min(self.worst_share, sample_equal / sample_count)
 
     def result(self) -> TaskFigure | None:
         """Return the share of equal steps.
@@ -83,36 +74,55 @@ class _StepTally(TaskTally["Steps"]):
         have most of them: then only steps that either model gives to another class count. None if
         FP32 gives all of them to one class.
         """
-        total, alike = (sum(int(one.sum()) for one in side) for side in (self.own, self.both))
-        usual = [int(one.argmax()) for one in self.own]
-        rest = total - sum(int(one[k]) for one, k in zip(self.own, usual, strict=True))
-        if not rest:
+        total = sum(int(counts.sum()) for counts in self.reference_counts)
+        equal = sum(int(counts.sum()) for counts in self.equal_counts)
+        usual_classes = [int(counts.argmax()) for counts in self.reference_counts]
+        usual_total = sum(int(counts.max()) for counts in self.reference_counts)
+        if usual_total == total:
             return None
-        words, worst = f"{alike} of {total} {self.task.agreement}", ""
+
+        text = f"{equal} of {total} {self.task.agreement}"
+        name, share, count = "steps alike", equal / total, f"{equal} of {total}"
+        if usual_total > thresholds.MAX_USUAL_SHARE * total:
+            usual_equal = 0
+            for counts, usual_class in zip(self.equal_counts, usual_classes, strict=True):
+                usual_equal += int(counts[usual_class])
+            others, others_equal = total - usual_equal, equal - usual_equal
+            name, share = "steps alike but the usual", others_equal / others
+            count = f"{others_equal} of {others}"
+            usual = _name_classes(usual_classes)
+            text += f", {count} of those that are not in both models of {usual}"
         if total > self.samples:
-            worst = f", {100 * self.worst:.1f} % in the worst sample"
-        figure, value, count = "steps alike", alike / total, f"{alike} of {total}"
-        if rest < (1 - _USUAL) * total:
-            shared = sum(int(one[k]) for one, k in zip(self.both, usual, strict=True))
-            others, counted = alike - shared, total - shared
-            figure, value, count = (
-                "steps alike but the usual",
-                others / counted,
-                f"{others} of {counted}",
-            )
-            words += f", {count} of those that are not in both models of {_usual(usual)}"
-        return self.figure(figure, value, count, words + worst)
+            text += f", {100 * self.worst_share:.1f} % in the worst sample"
+        return self.figure(name, share, count, text)
+
+
+def _count(classes: NDArray[np.int64], class_count: int) -> NDArray[np.int64]:
+    return np.bincount(classes, minlength=class_count)
+
+
+def _name_classes(classes: Sequence[int]) -> str:
+    """Return the most frequent class, or that of each output, as text."""
+    if len(set(classes)) == 1:
+        return f"the usual class {classes[0]}"
+    return f"their output's usual class, {', '.join(map(str, classes))}"
 
 
 @dataclass(frozen=True, slots=True)
 class Steps(EvaluationTask):
-    """Classes of steps."""
+    """Classes of steps.
+
+    Attributes:
+        outputs: names of the outputs.
+        classes: number of classes of each; 2 for independent probabilities, the sides of 0.5.
+        axis: dimension of the classes, 1 or 2; None for independent probabilities.
+        raw: whether these are logits, before the Sigmoid.
+    """
 
     outputs: tuple[str, ...]
-    # number of classes of each; 2 for independent probabilities, the sides of 0.5
     classes: tuple[int, ...]
-    axis: int | None  # dimension of the classes, 1 or 2; None for independent probabilities
-    raw: bool = False  # whether these are logits, before the Sigmoid
+    axis: int | None
+    raw: bool = False
     name = "steps"
     tally_type = _StepTally
 
@@ -132,130 +142,202 @@ class Steps(EvaluationTask):
             return "steps of FP32's class"
         return "scores on FP32's side of 0" if self.raw else "probabilities on FP32's side of 0.5"
 
+    def step_classes(self, value: Array, class_count: int) -> NDArray[np.int64]:
+        """Return the class of each step; `class_count` for a step of NaN.
+
+        Empty for another form.
+        """
+        if self.axis is None:
+            values = value.reshape(-1)
+            sides = (values > (0 if self.raw else 0.5)).astype(np.int64)
+            return np.where(np.isnan(values), class_count, sides)
+        steps = _to_steps(value, self.axis)
+        if steps is None or steps.shape[1] != class_count:
+            return np.zeros(0, np.int64)
+        best = np.asarray(steps.argmax(axis=1), np.int64)
+        best[np.isnan(steps).any(axis=1)] = class_count
+        return best
+
+
+def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
+    """Return the steps of an output that the user or the file says to hold such."""
+    values = samples.arrays(name)
+    flat_values = np.concatenate([value.reshape(-1) for value in values])
+    raw = not are_shares(flat_values)
+    is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(_is_vector, values))
+    if is_independent or values[0].ndim != 3:
+        return Steps((name,), (2,), None, raw) if values[0].ndim in (1, 2, 3) else None
+    axis = _find_class_axis(values) or 2
+    return Steps((name,), (values[0].shape[axis],), axis)
+
 
 def find_steps(samples: FirstSamples) -> Steps | None:
-    """Recognise one output of steps, or several of the same steps."""
-    floating = [n for n in samples.names if all(map(is_floating, samples.arrays(n)))]
+    """Recognise outputs of steps; others may be states, or numbers of a sample."""
     states = find_states(samples)
-    non_states = [name for name in floating if name not in states]
-    if not samples.of_pictures and are_decisions([samples.arrays(name) for name in floating]):
-        return Steps(tuple(floating), (2,) * len(floating), None)
-    if not samples.of_pictures and are_heads([samples.arrays(name) for name in non_states]):
-        return Steps(
-            tuple(non_states), tuple(samples.arrays(name)[0].shape[2] for name in non_states), 2
-        )
-    for raw in (False, True):
-        switches = tuple(n for n in non_states if are_switches(samples.arrays(n), raw=raw))
-        numbers = tuple(name for name in non_states if name not in switches)
-        others = [one for name in numbers for one in samples.arrays(name)]
-        if switches and all(one.size == max(one.shape, default=1) for one in others):
-            return Steps(switches, (2,) * len(switches), None, raw)
-    tasks = [task for name in floating if (task := _read(name, samples, alone=len(floating) == 1))]
-    if not tasks and (symbols := _find_symbols(samples)):  # runs of one class are too long for text
-        text = symbols[0]
-        if samples.outputs[0][text.output].ndim == 3:
-            return Steps((text.output,), (text.symbols,), 1 if text.first else 2)
-    return None if len(tasks) != 1 or _has_companion(tasks[0], floating, samples) else tasks[0]
+    values_by_name = {}
+    for name in samples.names:
+        values = samples.arrays(name)
+        if name not in states and all(map(is_floating, values)):
+            values_by_name[name] = values
+
+    probabilities = [
+        name for name, values in values_by_name.items() if _are_probabilities(name, values, samples)
+    ]
+    others = [values for name, values in values_by_name.items() if name not in probabilities]
+    if probabilities and all(map(_are_vectors, others)):
+        return Steps(tuple(probabilities), (2,) * len(probabilities), None)
+
+    axes = {name: _find_class_axis(values) for name, values in values_by_name.items()}
+    names = [name for name, axis in axes.items() if axis is not None]
+    if not names or len({axes[name] for name in names}) > 1:
+        return _find_slow_symbols(samples)
+    axis = axes[names[0]]
+    assert axis is not None
+    counts = [value.shape[3 - axis] for value in values_by_name[names[0]]]
+    if any(_have_steps(values_by_name[name], counts) for name in axes if name not in names):
+        return None  # places of what is found at each step
+    if any([value.shape[3 - axis] for value in values_by_name[name]] != counts for name in names):
+        return None
+    classes = tuple(values_by_name[name][0].shape[axis] for name in names)
+    return Steps(tuple(names), classes, axis)
 
 
-def _read(name: str, first_samples: FirstSamples, *, alone: bool) -> Steps | None:
-    samples = first_samples.arrays(name)
-    axis = find_class_axis(samples, raw=alone)
-    if axis is not None:
-        return Steps((name,), (samples[0].shape[axis],), axis)
-    flat = all(max(one.shape, default=0) == one.size for one in samples)
-    # beside a class number for each step it is how sure that one is
-    others = (
-        first_samples.outputs[0][other].size for other in first_samples.names if other != name
-    )
-    alone = alone and samples[0].size not in others
-    tracks = (
-        alone and (flat or not first_samples.of_pictures) and are_tracks(samples)
-    )  # others may be masks
-    raw = alone and not first_samples.of_pictures and are_raw_tracks(samples)
-    return Steps((name,), (2,), None, raw) if tracks or raw else None
-
-
-def _has_companion(task: Steps, names: Sequence[str], samples: FirstSamples) -> bool:
-    """Whether another output has as many steps, such as places of what is found at each."""
-    counts = [step_classes(one, task, 0).size for one in samples.arrays(task.outputs[0])]
-    others = (samples.arrays(name) for name in names if name not in task.outputs)
-    return any(
-        all(one.ndim <= 3 and n in one.shape for one, n in zip(values, counts, strict=True))
-        for values in others
+def _have_steps(samples: Sequence[Array], counts: Sequence[int]) -> bool:
+    """Whether an output has as many steps, in every sample."""
+    return all(
+        value.ndim <= 3 and count in value.shape
+        for value, count in zip(samples, counts, strict=True)
     )
 
 
-def step_classes(value: Array, task: Steps, number: int) -> NDArray[np.int64]:
-    """Return the class of each step of one output; its number of classes for a step of NaN.
+def _are_vectors(samples: Sequence[Array]) -> bool:
+    return all(map(_is_vector, samples))
 
-    Empty for another form.
+
+def _is_vector(value: Array) -> bool:
+    return value.size == max(value.shape, default=1)
+
+
+def _find_slow_symbols(samples: FirstSamples) -> Steps | None:
+    """Return steps with a blank whose symbols last too long for text."""
+    text, _ = _find_symbols(samples) or (None, 0.0)
+    if text is None or samples.outputs[0][text.output].ndim != 3:
+        return None
+    return Steps((text.output,), (text.symbols,), 1 if text.first else 2)
+
+
+def _are_probabilities(name: str, samples: Sequence[Array], first_samples: FirstSamples) -> bool:
+    """Whether an output holds independent probabilities, mostly decided, on both sides of 0.5.
+
+    Of pictures only [N, T] and [N, 1] count: others may be maps. An operator at the end, if known,
+    must be a Sigmoid.
     """
-    none = task.classes[number]
-    if task.axis is None:
-        sides = (value.reshape(-1) > (0 if task.raw else 0.5)).astype(np.int64)
-        return np.where(np.isnan(value.reshape(-1)), none, sides)
-    steps = to_steps(value, task.axis)
-    if steps is None or steps.shape[1] != none:
-        return np.zeros(0, np.int64)
-    best = np.asarray(steps.argmax(axis=1), np.int64)
-    best[np.isnan(steps).any(axis=1)] = none
-    return best
+    if first_samples.declared.ends.get(name, "sigmoid") != "sigmoid":
+        return False
+    rank = min(value.ndim for value in samples)
+    values = np.concatenate([value.reshape(-1) for value in samples])
+    if not are_shares(values) or not values.min() < 0.5 < values.max():
+        return False
+    if all(value.size == 1 for value in samples):
+        has_both_ends = values.min() < 0.1 and values.max() > 0.9
+        is_decided = np.mean((values < 0.1) | (values > 0.9)) >= thresholds.MIN_DECIDED_SHARE
+        return samples[0].ndim > 0 and bool(has_both_ends and is_decided)
+    if any(value.size < thresholds.MIN_TRACK_STEPS for value in samples):
+        return False
+    if first_samples.of_pictures and not _are_vectors(samples):
+        return False
+    if any(all(sums_to_one(value, axis).all() for value in samples) for axis in (0, 1, 2)[:rank]):
+        return False
+    if any(_is_reconstruction(*pair) for pair in zip(samples, first_samples.inputs, strict=True)):
+        return False
+    between = (values > 0.1) & (values < 0.9)
+    if _are_vectors(samples):
+        # beside a class number for each step it is how sure that one is
+        others = [first_samples.outputs[0][other] for other in first_samples.names if other != name]
+        if any(other.size == samples[0].size for other in others):
+            return False
+        return bool(between.mean() < min(thresholds.MAX_BETWEEN_SHARE, np.mean(values >= 0.9)))
+    is_undecided = np.mean((values > 0.3) & (values < 0.7)) >= thresholds.MAX_UNDECIDED_SHARE
+    return not is_undecided and bool(np.mean(values > 0.5) < thresholds.MAX_BETWEEN_SHARE)
 
 
-def _usual(classes: Sequence[int]) -> str:
-    """Return the most frequent class, or that of each output, as text."""
-    if len(set(classes)) == 1:
-        return f"the usual class {classes[0]}"
-    return f"their output's usual class, {', '.join(map(str, classes))}"
+def _is_reconstruction(value: Array, inputs: Outputs) -> bool:
+    """Whether an output has the shape of an input, as an autoencoder's has."""
+    return any(source.shape == value.shape and source.size > 1 for source in inputs.values())
 
 
-_STEPS = 4  # at least
-_SYMBOLS = 11  # at least
-_BLANKS = 0.2  # share of blank steps, at least
-_TOKENS = 4  # token ids of an input, at least
-_AWAY = 16  # mean length of runs without the blank, at most
-_LONGEST = 3  # mean length of runs of one symbol, at most: CTC's symbols are peaks
+def _find_class_axis(samples: Sequence[Array]) -> int | None:
+    """Return the axis of probabilities of classes, 1 or 2; None if neither or both fit."""
+    axes = [axis for axis in (1, 2) if _are_class_probabilities(samples, axis)]
+    return axes[0] if len(axes) == 1 else None
+
+
+def _are_class_probabilities(samples: Sequence[Array], axis: int) -> bool:
+    """Whether all samples are enough steps of probabilities of as many classes along `axis`."""
+    for value in samples:
+        steps = _to_steps(value, axis)
+        if steps is None or len(steps) < thresholds.MIN_STEPS or steps.shape[1] < 2:
+            return False
+        if not are_probabilities_or_logs(steps):
+            return False
+    return len({value.shape[axis] for value in samples}) == 1
+
+
+def _to_steps(value: Array, axis: int) -> Array | None:
+    """Return [1, T, C], [T, 1, C] or [1, C, T] as [T, C]; None for other shapes."""
+    if value.ndim != 3 or not value.size:
+        return None
+    if axis == 1:
+        return value[0].T if value.shape[0] == 1 else None
+    return value.reshape(-1, value.shape[2]) if 1 in value.shape[:2] else None
 
 
 @dataclass(slots=True)
 class _TextTally(TaskTally["Text"]):
     """Counts equal texts, FP32's symbols and edits."""
 
-    alike: int = 0
+    equal: int = 0
     symbols: int = 0
     edits: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        outputs = (one[self.task.output] for one in (reference, candidate))
-        left, right = (_steps(one, first=self.task.first) for one in outputs)
-        reference_text, candidate_text = (
-            [] if one is None else decode_greedily(one, self.task.blank, merged=self.task.merged)
-            for one in (left, right)
-        )
-        self.alike += int(reference_text == candidate_text and right is not None)
+        reference_text = self._decode(reference[self.task.output]) or []
+        text = self._decode(candidate[self.task.output])
+        self.equal += int(text == reference_text)
         self.symbols += len(reference_text)
-        self.edits += edit_distance(reference_text, candidate_text)
+        self.edits += edit_distance(reference_text, text or [])
+
+    def _decode(self, value: Array) -> list[int] | None:
+        """Return the text of one sample; None for another shape."""
+        steps = _to_symbol_steps(value, first=self.task.first)
+        return None if steps is None else self.task.decode(steps)
 
     def result(self) -> TaskFigure | None:
         if not self.symbols:
             return None
-        count = f"{self.alike} of {self.samples}"
+        count = f"{self.equal} of {self.samples}"
         edits = f"{self.edits} edit{'s' * (self.edits != 1)}"
-        words = f"{count} texts as FP32's, {edits} in {self.symbols} symbols"
-        figure = self.figure("texts alike", self.alike / self.samples, count, words)
-        return replace(figure, kept=self.alike, counted=self.samples)
+        text = f"{count} texts as FP32's, {edits} in {self.symbols} symbols"
+        return self.figure("texts alike", self.equal / self.samples, count, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Text(EvaluationTask):
-    """One text per sample."""
+    """One text per sample.
+
+    Attributes:
+        output: name of the output.
+        symbols: number of symbols with the blank.
+        blank: number of the blank.
+        merged: whether repeated symbols are merged.
+        first: whether the scores of a step are the first dimension, not the last.
+    """
 
     output: str
-    symbols: int  # number of symbols with the blank
+    symbols: int
     blank: int
-    merged: bool = True  # whether repeated symbols are merged
-    first: bool = False  # whether the scores of a step are the first dimension, not the last
+    merged: bool = True
+    first: bool = False
     name = "text"
     tally_type = _TextTally
 
@@ -265,42 +347,77 @@ class Text(EvaluationTask):
         slots = "" if self.merged else ", one a slot"
         return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}{slots}"
 
+    def decode(self, steps: Array) -> list[int]:
+        """Return the text of scores [T, C]: the best symbol of each step, blanks dropped."""
+        best = steps.argmax(axis=1)
+        if self.merged:
+            best = best[np.concatenate([[True], best[1:] != best[:-1]])]
+        return [int(symbol) for symbol in best if symbol != self.blank]
+
 
 def find_text(samples: FirstSamples) -> Text | None:
     """Recognise text if the only output is such a sequence."""
-    text, longest = _find_symbols(samples) or (None, 0)
-    return text if longest <= _LONGEST else None
+    text, symbol_steps = _find_symbols(samples) or (None, 0.0)
+    return text if symbol_steps <= thresholds.MAX_SYMBOL_STEPS else None
+
+
+def fit_text(name: str, samples: FirstSamples) -> Text | None:
+    """Return the text of an output that the user or the file says to hold such."""
+    for first in (False, True):
+        steps = [_to_symbol_steps(value, first=first) for value in samples.arrays(name)]
+        tables = [table for table in steps if table is not None]
+        if len(tables) == len(steps) and len({table.shape[1] for table in tables}) == 1:
+            symbol_count = tables[0].shape[1]
+            best = np.concatenate([table.argmax(axis=1) for table in tables])
+            is_last = np.mean(best == symbol_count - 1) > np.mean(best == 0)
+            return Text(name, symbol_count, symbol_count - 1 if is_last else 0, first=first)
+    return None
 
 
 def _find_symbols(samples: FirstSamples) -> tuple[Text, float] | None:
-    """Return the text, and the mean length of runs of one symbol, if steps have a blank."""
+    """Return the text, and the mean number of steps of a symbol, if steps have a blank."""
     if len(samples.names) != 1:
         return None
-    orders = (False, True) if samples.of_pictures else (False,)
-    return next(filter(None, (_read_symbols(samples, first=first) for first in orders)), None)
-
-
-def _read_symbols(samples: FirstSamples, *, first: bool) -> tuple[Text, float] | None:
     (name,) = samples.names
-    steps = [_steps(value, first=first) for value in samples.arrays(name)]
-    valid = [one for one in steps if one is not None]
-    if len(valid) != len(steps) or len({one.shape[1] for one in valid}) != 1:
-        return None
-    if not all(map(are_probabilities_or_logs, valid)) and not all(map(_are_logits, valid)):
-        return None
-    counts = np.bincount(np.concatenate([one.argmax(axis=1) for one in valid]))
-    blank, symbols = int(counts.argmax()), valid[0].shape[1]
-    if blank not in (0, symbols - 1) or counts[blank] < _BLANKS * counts.sum():
-        return None
-    away, longest = _symbol_runs(valid, blank)
-    few = np.count_nonzero(counts) < 2 or away > _AWAY
-    if few or _are_tokens(samples) or _has_input_per_step(valid, samples):
-        return None
-    merged = not all(_ends(one, blank) for one in valid)
-    return Text(name, symbols, blank, merged, first), longest
+    for first in (False, True) if samples.of_pictures else (False,):
+        steps = []
+        for value in samples.arrays(name):
+            sample_steps = _to_symbol_steps(value, first=first)
+            if sample_steps is None:
+                break
+            steps.append(sample_steps)
+        if len(steps) == len(samples.outputs):
+            symbols = _read_symbols(name, steps, samples, first=first)
+            if symbols is not None:
+                return symbols
+    return None
 
 
-def _steps(value: Array, *, first: bool) -> Array | None:
+def _read_symbols(
+    name: str, samples: Sequence[Array], first_samples: FirstSamples, *, first: bool
+) -> tuple[Text, float] | None:
+    symbol_count = samples[0].shape[1]
+    if any(steps.shape[1] != symbol_count for steps in samples):
+        return None
+    are_raw = not all(map(are_probabilities_or_logs, samples))
+    if are_raw and _is_signal(symbol_count, first_samples):
+        return None
+    if are_raw and not all(map(_are_raw_scores, samples)):
+        return None
+    best = [np.asarray(steps.argmax(axis=1), np.int64) for steps in samples]
+    counts = _count(np.concatenate(best), symbol_count)
+    blank = int(counts.argmax())
+    is_rare = counts[blank] < thresholds.MIN_BLANK_SHARE * counts.sum()
+    if blank not in (0, symbol_count - 1) or is_rare or np.count_nonzero(counts) < 2:
+        return None
+    word_steps, symbol_steps = _mean_runs(best, blank)
+    if word_steps > thresholds.MAX_WORD_STEPS or _has_input_per_step(samples, first_samples):
+        return None
+    merged = not all(_ends_with_blanks(classes == blank) for classes in best)
+    return Text(name, symbol_count, blank, merged, first), symbol_steps
+
+
+def _to_symbol_steps(value: Array, *, first: bool) -> Array | None:
     """Return [1, T, C], [T, 1, C] or [1, T, 1, C] as [T, C]; None for other shapes.
 
     `first`: C is before T.
@@ -311,65 +428,71 @@ def _steps(value: Array, *, first: bool) -> Array | None:
     if not is_floating(value):
         return None
     steps = value.reshape(sides).T if first else value.reshape(sides)
-    return steps if len(steps) >= _STEPS and steps.shape[1] >= _SYMBOLS else None
+    is_long = len(steps) >= thresholds.MIN_STEPS and steps.shape[1] >= thresholds.MIN_SYMBOLS
+    return steps if is_long else None
 
 
-def _are_logits(steps: Array) -> bool:
-    """Whether steps may be logits: of both signs, and all of similar magnitude."""
-    sizes = np.abs(steps).max(axis=1)
-    mixed = np.mean(steps < 0, axis=1).min() > 0.1 and (steps.max(axis=1) > 0).all()
-    return bool(mixed and sizes.max() < 8 * sizes.min())
+def _are_raw_scores(steps: Array) -> bool:
+    """Whether steps may be raw scores: of both signs, and sure of their symbol."""
+    has_both_signs = (steps.min(axis=1) < 0).all() and (steps.max(axis=1) > 0).all()
+    confidence = activate(steps.astype(np.float64), "softmax").max(axis=1).mean()
+    return bool(has_both_signs and confidence > thresholds.MIN_SYMBOL_CONFIDENCE)
 
 
-def _symbol_runs(samples: Sequence[Array], blank: int) -> tuple[float, float]:
+def _is_signal(length: int, samples: FirstSamples) -> bool:
+    """Whether an output has the length of an input signal [N, C, L], or a whole part of it."""
+    for value in samples.inputs[0].values():
+        stride, remainder = divmod(value.shape[-1] if value.ndim == 3 else 0, length)
+        if not remainder and 1 <= stride <= thresholds.MAX_SIGNAL_STRIDE:
+            return True
+    return False
+
+
+def _mean_runs(samples: Sequence[NDArray[np.int64]], blank: int) -> tuple[float, float]:
     """Return the mean length of runs of symbols between blanks, and of runs of one symbol."""
-    best = np.concatenate([[blank, *one.argmax(axis=1)] for one in samples])
-    symbol, begins = best[1:] != blank, best[1:] != best[:-1]
-    spans, runs = ((symbol & begins & also).sum() for also in (best[:-1] == blank, True))
-    return symbol.sum() / max(spans, 1), symbol.sum() / max(runs, 1)
-
-
-def _are_tokens(samples: FirstSamples) -> bool:
-    """Whether token ids are an input: CTC reads pictures and sound."""
-    return any(
-        one.dtype in (np.int32, np.int64) and one.ndim <= 3 and one.size >= _TOKENS
-        for fed in samples.inputs
-        for one in fed.values()
-    )
+    best = np.concatenate([np.array([blank, *classes]) for classes in samples])
+    is_symbol, is_change = best[1:] != blank, best[1:] != best[:-1]
+    run_count = int((is_symbol & is_change).sum())
+    word_count = int((is_symbol & (best[:-1] == blank)).sum())
+    symbol_count = int(is_symbol.sum())
+    return symbol_count / max(word_count, 1), symbol_count / max(run_count, 1)
 
 
 def _has_input_per_step(samples: Sequence[Array], first_samples: FirstSamples) -> bool:
-    """Whether there is an input vector per step, or a signal as long as a row of symbols.
+    """Whether there is an input vector per step, or tokens are an input.
 
-    CTC has fewer steps than its input, and no symbol for each of its values.
+    CTC has fewer steps than its input, which is a picture or sound.
     """
-    return all(
-        any(
-            one.ndim == 3 and (one.shape[:2] == (1, len(steps)) or one.shape[2] == steps.shape[1])
-            for one in fed.values()
-        )
-        for steps, fed in zip(samples, first_samples.inputs, strict=True)
-    )
+    if any(map(_is_tokens, _all_inputs(first_samples))):
+        return True
+    for steps, inputs in zip(samples, first_samples.inputs, strict=True):
+        shapes = [value.shape for value in inputs.values() if value.ndim == 3]
+        if not any(shape[:2] == (1, len(steps)) or shape[2] == steps.shape[1] for shape in shapes):
+            return False
+    return True
 
 
-def _ends(steps: Array, blank: int) -> bool:
+def _all_inputs(samples: FirstSamples) -> Iterator[Array]:
+    for inputs in samples.inputs:
+        yield from inputs.values()
+
+
+def _is_tokens(value: Array) -> bool:
+    is_whole = value.dtype in (np.int32, np.int64)
+    return is_whole and value.ndim <= 3 and value.size >= thresholds.MIN_TOKENS
+
+
+def _ends_with_blanks(is_blank: NDArray[np.bool_]) -> bool:
     """Whether no symbol follows a blank."""
-    blanks = steps.argmax(axis=1) == blank
-    return bool((blanks[1:] >= blanks[:-1]).all())
+    return bool((is_blank[1:] >= is_blank[:-1]).all())
 
 
-def decode_greedily(steps: Array, blank: int, *, merged: bool = True) -> list[int]:
-    """Decode [T, C] scores greedily: best symbol of each step, repeats merged, blanks dropped."""
-    best = steps.argmax(axis=1)
-    first = np.concatenate([[True], (best[1:] != best[:-1]) | (not merged)])
-    return [int(symbol) for symbol in best[first] if symbol != blank]
-
-
-def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
+def edit_distance(text: Sequence[int], other: Sequence[int]) -> int:
     """Return the Levenshtein distance (Levenshtein 1965)."""
     row = list(range(len(other) + 1))
-    for i, left in enumerate(one, 1):
-        before, row[0] = row[0], i
-        for j, right in enumerate(other, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (left != right))
+    for i, symbol in enumerate(text, 1):
+        diagonal, row[0] = row[0], i
+        for j, other_symbol in enumerate(other, 1):
+            substitution = diagonal + (symbol != other_symbol)
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, substitution)
     return row[-1]

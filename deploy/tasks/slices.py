@@ -60,6 +60,7 @@ class OutputSlice:
     width: int = 0
     # name of the input, or `USUAL` for the mean, that is subtracted from the output first
     less: str = ""
+    resize: str = ""  # interpolation that makes that input as large as the output; "" if it is
     # scores of the same cells. Each cell is weighted by its best score, since values of cells
     # without an object are not used
     at: "OutputSlice | None" = None
@@ -73,6 +74,8 @@ class OutputSlice:
             every = f" of {self.width}" if self.width else ""
             rows = f"[{'..., ' * (self.axis == -1)}{self.start}:{self.stop}{every}]"
         less = f" - {self.less}" if self.less else ""
+        if self.resize:
+            less += " resized"
         where = "" if self.at is None else f" where {self.at.label} is high"
         return f"{self.output}{rows}{less}{where}"
 

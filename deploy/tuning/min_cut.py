@@ -25,6 +25,7 @@ def cheapest_split(
     prices: Mapping[Unit, tuple[float, float]],
     between: Iterable[tuple[Unit, Unit, float]],
     follows: Iterable[tuple[Unit, Unit]] = (),
+    pinned: Iterable[Unit] = (),
 ) -> frozenset[Unit]:
     """Return the units to run in float for the least total price; on a tie a unit runs in int8.
 
@@ -32,6 +33,7 @@ def cheapest_split(
         prices: unit -> (price in int8, price in float), each 0 or more.
         between: (unit, unit, price if one is int8 and the other float).
         follows: (unit, other): the unit must be float where the other is float.
+        pinned: units that must be float.
     """
     index_by_unit = {unit: index for index, unit in enumerate(prices, start=2)}
     network = _FlowNetwork(len(index_by_unit) + 2)
@@ -45,6 +47,8 @@ def cheapest_split(
     unlimited = 1 + sum(max(pair) for pair in prices.values())
     for unit, other in follows:
         network.add_pipe(index_by_unit[unit], index_by_unit[other], unlimited)
+    for unit in pinned:
+        network.add_pipe(index_by_unit[unit], _FLOAT_END, unlimited)
 
     float_side = network.find_float_side()
     return frozenset(unit for unit, index in index_by_unit.items() if index in float_side)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import onnx
 
@@ -55,8 +56,10 @@ class Units:
     layers: tuple[str, ...]
 
     def nodes(self, units: Iterable[str]) -> tuple[str, ...]:
-        """Return all nodes of some units."""
-        return tuple(node for unit in units for node in self.members[unit])
+        """Return all nodes of some units, unit by unit in the model's order."""
+        chosen = set(units)
+        members = [nodes for unit, nodes in self.members.items() if unit in chosen]
+        return tuple(chain.from_iterable(members))
 
     def shared_tensors(self, units: Iterable[str]) -> tuple[str, ...]:
         """Return the tensors that some units make for others or exchange with float nodes."""
@@ -272,15 +275,12 @@ def cheapest_float_units(
 
     `noise`: unit -> its noise in int8, 0 if missing. `pinned`: units that must be float.
     """
-    int8_prices = {
-        unit: int8 + weight * noise.get(unit, 0.0) for unit, (int8, _) in prices.units.items()
-    }
+    pairs = {}
+    for unit, (int8, float32) in prices.units.items():
+        pairs[unit] = int8 + weight * noise.get(unit, 0.0), float32
     for unit, tensor in (*units.inlets, *units.outlets):
-        int8_prices[unit] += prices.conversions[tensor]
-    float_prices = {unit: float32 for unit, (_, float32) in prices.units.items()}
-    unaffordable = 1 + sum(int8_prices.values()) + sum(float_prices.values())
-    int8_prices |= dict.fromkeys(pinned, unaffordable)
-    float_prices |= dict.fromkeys(pinned, 0.0)
+        int8, float32 = pairs[unit]
+        pairs[unit] = int8 + prices.conversions[tensor], float32
 
     between, follows = [], []
     layers = set(units.layers)
@@ -288,8 +288,7 @@ def cheapest_float_units(
         between.append((maker, reader, prices.conversions[tensor]))
         if reader not in layers:
             follows.append((reader, maker))
-    pairs = {unit: (int8, float_prices[unit]) for unit, int8 in int8_prices.items()}
-    return cheapest_split(pairs, between, follows)
+    return cheapest_split(pairs, between, follows, pinned)
 
 
 def count_prices(

@@ -23,7 +23,7 @@ change with noise, until they do, so on a few samples they do not rank the layer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,6 @@ from threading import Lock
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import helper
 
 from deploy.errors import Calib8Error, ConfigError
@@ -43,8 +42,7 @@ from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.runtimes.ort import OrtSession, holds_fp8
 from deploy.targets.base import BuildRequest
 from deploy.tasks import Metric
-from deploy.tasks.rows import Outputs
-from deploy.tensors import Array
+from deploy.tasks.rows import Floats, Outputs
 from deploy.tuning.float_activations import FloatActivations, downstream_model
 from deploy.tuning.slice_signals import (
     apply_temperature,
@@ -52,12 +50,12 @@ from deploy.tuning.slice_signals import (
     mean_powers,
     noise_powers,
     signal_shares,
+    slice_powers,
     strongest_samples,
 )
 
-Powers = NDArray[np.float64]  # [samples]
 # sample, outputs of the float model
-ReferenceSample = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]
+ReferenceSample = tuple[Outputs, Outputs]
 DETECTION_LIST = "what is found"
 _NO_LOSS = 1e-12  # 120 dB: smaller losses count as none
 _MAX_TASK_LOSS = 0.99  # a larger one would not rank the layers
@@ -77,7 +75,7 @@ class Noise:
         accuracy: accuracy on the same samples; None for a sum, or where it was not asked for.
     """
 
-    slice_powers: Mapping[str, Powers]
+    slice_powers: Mapping[str, Floats]
     signal_shares: Mapping[str, float] = field(default_factory=dict)
     accuracy: Accuracy | None = None
 
@@ -134,7 +132,7 @@ class Noise:
         return max(losses, default=0.0)
 
 
-def _mean_loss(powers: Powers) -> float:
+def _mean_loss(powers: Floats) -> float:
     """Return the mean over the samples of 1 - exp(-amplitude)."""
     return float((1 - np.exp(-np.sqrt(powers))).mean())
 
@@ -146,12 +144,15 @@ class _TrialSamples:
     Attributes:
         samples: inputs, with stored inner tensors if there are any, and float outputs.
         slices: the float outputs in the form in which slices are measured.
-        signal_shares: slice -> share of the samples with a signal.
+        powers: power of every slice in every sample, [samples, slices].
+        activations: of the float model, from which isolated trials start; None for other trials,
+            an error if the float model could not be run.
     """
 
     samples: Sequence[ReferenceSample]
     slices: Sequence[Outputs]
-    signal_shares: Mapping[str, float]
+    powers: Floats
+    activations: FloatActivations | Calib8Error | None = None
 
 
 class Prober:
@@ -205,26 +206,22 @@ class Prober:
         self._count_samples = count_samples
         self._noise_by_key: dict[object, Noise | None] = {}
         self._is_stopped = False
-        self._isolated: tuple[FloatActivations, _TrialSamples] | Calib8Error | None = None
+        self._isolated_samples: _TrialSamples | None = None
         inputs, outputs = zip(*samples, strict=True)
         self._form = form or derive_form(outputs, inputs=inputs, metric=metric)
         self._labels = [part.label for part in self._form.parts]
         self._temperatures = find_temperatures(self._form, outputs)
         slices = [self._to_slices(outputs, inputs, outputs) for inputs, outputs in samples]
-        self._mean_powers = mean_powers(self._form, slices)
-        self._samples = self._prepare(samples, slices)
+        powers = slice_powers(self._form, slices)
+        self._usual_powers = mean_powers(powers)
+        self._samples = _TrialSamples(samples, slices, powers)
         self.trial_count = 0
         self.errors: list[Calib8Error] = []
         self.metric_error: ConfigError | None = None
 
-    def noises(self, trials: Iterable[Choices]) -> list[Noise | None]:
+    def noises(self, trials: Sequence[Choices]) -> list[Noise | None]:
         """Return the noise of several trials, run in parallel; None for one that could not run."""
-
-        def measure(choices: Choices) -> Noise:
-            return self._measure(self._open(choices), self._samples, by_task=self._by_task)
-
-        keyed_trials = [(choices_key(choices), choices) for choices in trials]
-        return self._run(keyed_trials, measure, len(self._samples.samples))
+        return self._run(trials, self._samples)
 
     def isolated_noises(
         self, trials: Sequence[Choices], int8_nodes: Sequence[Sequence[str]]
@@ -235,28 +232,25 @@ class Prober:
 
         `trials`: choices that keep everything else in float. `int8_nodes`: those of each trial.
         """
-        if self._isolated is None:
-            self._count_samples(self._isolated_sample_count)
-            try:
-                self._isolated = self._store_activations(int8_nodes)
-            except Calib8Error as error:
-                self._isolated = error
-        keyed_trials = [(("isolated", choices_key(choices)), choices) for choices in trials]
-        measure = partial(self._measure_isolated, self._isolated)
-        return self._run(keyed_trials, measure, self._isolated_sample_count)
+        if self._isolated_samples is None:
+            self._isolated_samples = self._store_activations(int8_nodes)
+        return self._run(trials, self._isolated_samples)
 
-    def _store_activations(
-        self, int8_nodes: Sequence[Sequence[str]]
-    ) -> tuple[FloatActivations, _TrialSamples]:
-        """Run the float model on the samples of isolated trials."""
+    def _store_activations(self, int8_nodes: Sequence[Sequence[str]]) -> _TrialSamples:
+        """Return the samples of isolated trials, with stored values of the float model."""
+        self._count_samples(self._isolated_sample_count)
         indices = self._select_isolated()
         samples = [self._samples.samples[index] for index in indices]
-        activations = FloatActivations(self._request.model, int8_nodes, samples)
+        slices = [self._samples.slices[index] for index in indices]
+        powers = self._samples.powers[indices]
+        try:
+            activations = FloatActivations(self._request.model, int8_nodes, samples)
+        except Calib8Error as error:
+            return _TrialSamples(samples, slices, powers, error)
         extended = []
         for (inputs, outputs), values in zip(samples, activations.values, strict=True):
             extended.append(({**inputs, **values}, outputs))
-        slices = [self._samples.slices[index] for index in indices]
-        return activations, self._prepare(extended, slices)
+        return _TrialSamples(extended, slices, powers, activations)
 
     def _select_isolated(self) -> list[int]:
         """Return the samples of greatest signal; of greatest noise if these lose next to nothing.
@@ -273,58 +267,43 @@ class Prober:
             chosen = sorted(map(int, np.argsort(-powers, kind="stable")[:count]))
         return chosen
 
-    def _prepare(
-        self, samples: Sequence[ReferenceSample], slices: Sequence[Outputs]
-    ) -> _TrialSamples:
-        shares = signal_shares(self._form, slices, self._mean_powers)
-        return _TrialSamples(samples, slices, dict(zip(self._labels, shares, strict=True)))
-
-    def _run(
-        self,
-        keyed_trials: Sequence[tuple[object, Choices]],
-        measure: Callable[[Choices], Noise],
-        sample_count: int,
-    ) -> list[Noise | None]:
+    def _run(self, trials: Sequence[Choices], samples: _TrialSamples) -> list[Noise | None]:
         """Return the noise of trials, each run once."""
-        new = {key: choices for key, choices in keyed_trials if key not in self._noise_by_key}
-        self.trial_count += len(new)
-        self._count_samples(len(new) * sample_count)
+        keys = [(samples.activations is None, choices_key(choices)) for choices in trials]
+        new_trials = dict(zip(keys, trials, strict=True))
+        for key in new_trials.keys() & self._noise_by_key.keys():
+            del new_trials[key]
+        self.trial_count += len(new_trials)
+        self._count_samples(len(new_trials) * len(samples.samples))
         with ThreadPoolExecutor(self._threads) as pool:
             try:
-                results = [*pool.map(partial(self._attempt, measure), new.values())]
+                results = [*pool.map(partial(self._attempt, samples), new_trials.values())]
             except BaseException:  # Ctrl-C reaches only this thread
                 self._is_stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        for key, result in zip(new, results, strict=True):
+        for key, result in zip(new_trials, results, strict=True):
             if isinstance(result, Calib8Error):
                 self.errors.append(result)
             self._noise_by_key[key] = result if isinstance(result, Noise) else None
-        return [self._noise_by_key[key] for key, _ in keyed_trials]
+        return [self._noise_by_key[key] for key in keys]
 
-    def _attempt(
-        self, measure: Callable[[Choices], Noise], choices: Choices
-    ) -> Noise | Calib8Error:
+    def _attempt(self, samples: _TrialSamples, choices: Choices) -> Noise | Calib8Error:
         try:
-            return measure(choices)
+            return self._measure(self._open(choices, samples), samples)
         except Calib8Error as error:
             return error
         finally:
             self._progress()
 
-    def _measure_isolated(
-        self, isolated: tuple[FloatActivations, _TrialSamples] | Calib8Error, choices: Choices
-    ) -> Noise:
-        if isinstance(isolated, Calib8Error):
-            raise isolated
-        activations, samples = isolated
-        return self._measure(self._open(choices, activations), samples, by_task=False)
-
-    def _open(self, choices: Choices, activations: FloatActivations | None = None) -> OrtSession:
+    def _open(self, choices: Choices, samples: _TrialSamples) -> OrtSession:
         """Open a trial model, or its part downstream of stored activations.
 
         protobuf's messages must not be used by several threads, so models are built one at a time.
         """
+        activations = samples.activations
+        if isinstance(activations, Calib8Error):
+            raise activations
         with PROTOBUF:
             model = self._trial(self._request.with_added_choices(choices))
             if activations is not None:
@@ -337,29 +316,36 @@ class Prober:
             data, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
         )
 
-    def _measure(self, session: OrtSession, trial: _TrialSamples, *, by_task: bool) -> Noise:
+    def _measure(self, session: OrtSession, trial: _TrialSamples) -> Noise:
         """Return the noise of a model on samples, which may hold more tensors than it reads."""
         names = [spec.name for spec in session.inputs]
         is_list = not self._form.parts and self._form.task is not None
         comparison = None
-        if by_task or is_list:
+        if is_list or (self._by_task and trial.activations is None):
             reference = StoredOutputs(trial.samples[0][1])
             comparison = Comparison(reference, session, form=self._form, metric=self._metric)
         powers = []
-        for (inputs, outputs), slices in zip(trial.samples, trial.slices, strict=True):
+        signal_powers = np.maximum(trial.powers, self._usual_powers)
+        for (inputs, outputs), slices, signal in zip(
+            trial.samples, trial.slices, signal_powers, strict=True
+        ):
             if self._is_stopped:
                 break
             trial_outputs = session.run({name: inputs[name] for name in names})
             if comparison is not None and not self._add(comparison, inputs, outputs, trial_outputs):
                 comparison = None
             trial_slices = self._to_slices(trial_outputs, inputs, outputs)
-            powers.append(noise_powers(self._form, slices, trial_slices, self._mean_powers))
+            powers.append(noise_powers(self._form, slices, trial_slices, signal))
 
         accuracy = comparison.result() if comparison is not None else None
         if is_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
-        slice_powers = dict(zip(self._labels, np.array(powers).T, strict=True))
-        return Noise(slice_powers, trial.signal_shares, accuracy)
+        shares = signal_shares(trial.powers, self._usual_powers).tolist()
+        return Noise(
+            dict(zip(self._labels, np.array(powers).T, strict=True)),
+            dict(zip(self._labels, shares, strict=True)),
+            accuracy,
+        )
 
     def _to_slices(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs in the form in which slices are measured.
@@ -388,7 +374,7 @@ class Prober:
         return True
 
 
-def _task_power(accuracy: Accuracy | None) -> Powers:
+def _task_power(accuracy: Accuracy | None) -> Floats:
     """Return the power with the loss of the task; that of `_MAX_TASK_LOSS` if the metric failed."""
     loss = 1.0 if accuracy is None else 0.0
     if accuracy is not None and accuracy.task is not None:

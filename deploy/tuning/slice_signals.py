@@ -60,7 +60,9 @@ def slice_signals(form: OutputForm, outputs: Iterable[Outputs]) -> Floats:
 
 def _measure_signal(values: Array, min_probabilities: int) -> tuple[float, float]:
     """Return the sum of squares, and sum p (1 - p) of so many probabilities or more, else NaN."""
-    squares = _finite(sum_of_squares(values))
+    squares = sum_of_squares(values)
+    if not math.isfinite(squares):
+        squares = 0.0
     if values.size < min_probabilities or not _is_one_row(values):
         return squares, np.nan
     return squares, max(float(np.sum(values, dtype=np.float64)) - squares, 0.0)
@@ -95,10 +97,6 @@ def sum_of_squares(values: Array) -> float:
     """Return the sum of squares, finite or not."""
     flat = np.asarray(values, np.float64).reshape(-1)
     return float(np.einsum("i,i->", flat, flat))
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
 
 
 def find_temperatures(form: OutputForm, outputs: Sequence[Outputs]) -> dict[str, tuple[float, int]]:
@@ -137,60 +135,55 @@ def _is_softmax(values: Array, axis: int) -> bool:
     return has_classes and is_floating(values) and are_probabilities(values, axis)
 
 
-def mean_powers(form: OutputForm, outputs: Sequence[Outputs]) -> list[float]:
+def slice_powers(form: OutputForm, outputs: Sequence[Outputs]) -> Floats:
+    """Return the sum of squares of every slice in every sample, [samples, slices]."""
+    rows = []
+    for sample_outputs in outputs:
+        rows.append([sum_of_squares(part.of(sample_outputs[part.output])) for part in form.parts])
+    return np.array(rows)
+
+
+def mean_powers(powers: Floats) -> Floats:
     """Return every slice's power at the mean amplitude of the samples; 0 where it is not finite."""
-    powers = []
-    for part in form.parts:
-        amplitudes = [math.sqrt(power) for power in _slice_powers(part, outputs)]
-        mean = sum(amplitudes) / max(len(amplitudes), 1)
-        powers.append(_finite(mean * mean))
-    return powers
+    mean = sum(np.sqrt(powers)) / len(powers)
+    return np.where(np.isfinite(mean), mean * mean, 0.0)
 
 
-def signal_shares(
-    form: OutputForm, outputs: Sequence[Outputs], usual_powers: Sequence[float]
-) -> list[float]:
+def signal_shares(powers: Floats, usual_powers: Floats) -> Floats:
     """Return every slice's share of the samples with at least half the mean amplitude.
 
     A sample with less counts by its power. A slice without signal in any sample gets 1.
+
+    `powers`: of the slices, [samples, slices]. `usual_powers`: see `mean_powers`.
     """
-    shares = []
-    for part, usual_power in zip(form.parts, usual_powers, strict=True):
-        share = 0.0
-        if usual_power:
-            full_power = _FULL_SIGNAL * usual_power
-            powers = [_finite(power) for power in _slice_powers(part, outputs)]
-            share = sum(min(power / full_power, 1.0) for power in powers) / max(len(powers), 1)
-        shares.append(share or 1.0)
-    return shares
-
-
-def _slice_powers(part: OutputSlice, outputs: Sequence[Outputs]) -> list[float]:
-    return [sum_of_squares(part.of(sample_outputs[part.output])) for sample_outputs in outputs]
+    full_powers = _FULL_SIGNAL * usual_powers
+    finite = np.where(np.isfinite(powers), powers, 0.0)
+    shares = np.ones_like(finite)
+    np.divide(np.minimum(finite, full_powers), full_powers, out=shares, where=full_powers > 0)
+    mean = sum(shares) / len(shares)
+    return np.where(mean > 0, mean, 1.0)
 
 
 def noise_powers(
-    form: OutputForm, reference: Outputs, candidate: Outputs, usual_powers: Sequence[float]
+    form: OutputForm, reference: Outputs, candidate: Outputs, signal_powers: Floats
 ) -> list[float]:
-    """Return the relative noise power of every slice in one sample."""
+    """Return the relative noise power of every slice in one sample.
+
+    `signal_powers`: [slices], of the sample or those of an average one, whichever are more.
+    """
     powers = []
-    for part, usual_power in zip(form.parts, usual_powers, strict=True):
-        reference_slice, slice_ = (part.of(one[part.output]) for one in (reference, candidate))
-        powers.append(_noise_power(reference_slice, slice_, usual_power))
+    for part, signal_power in zip(form.parts, signal_powers, strict=True):
+        expected, actual = part.of(reference[part.output]), part.of(candidate[part.output])
+        powers.append(_noise_power(expected, actual, float(signal_power)))
     return powers
 
 
-def _noise_power(reference: Array, candidate: Array, usual_power: float) -> float:
-    if reference.shape != candidate.shape:
+def _noise_power(expected: Array, actual: Array, signal_power: float) -> float:
+    if expected.shape != actual.shape:
         return _ALL_NOISE
-    signal = np.asarray(reference, np.float64)
-    power, noise = (
-        sum_of_squares(signal),
-        sum_of_squares(signal - np.asarray(candidate, np.float64)),
-    )
-    if not (math.isfinite(power) and math.isfinite(noise)):
+    noise = sum_of_squares(np.asarray(expected, np.float64) - np.asarray(actual, np.float64))
+    if not (math.isfinite(signal_power) and math.isfinite(noise)):
         return _ALL_NOISE
-    scale = max(power, usual_power)
-    if scale == 0:
+    if signal_power == 0:
         return 0.0 if noise == 0 else _ALL_NOISE
-    return min(noise / scale, _ALL_NOISE)
+    return min(noise / signal_power, _ALL_NOISE)

@@ -15,12 +15,12 @@ LeakyRelu fused into a float Conv stays float where nothing after it is int8.
 Models are timed one at a time, since the idle threads of another open session spin and disturb it.
 """
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 
 from deploy.graph.placement import WEIGHTED
@@ -184,8 +184,9 @@ def time_models(
     choice of a split would depend on that. After 15 s two rounds are enough: a search should not
     take much longer than calibrating, also on a machine that is never calm.
     """
-    best, calm_rounds, start = [math.inf] * len(models), 0, time.perf_counter()
     rounds: list[list[float]] = []
+    best, calm_rounds = np.full(len(models), np.inf), 0
+    start = time.perf_counter()
     with phase("timing splits", _MIN_ROUNDS * len(models), "runs", about=True) as step:
         while len(rounds) < _MAX_ROUNDS:
             is_late = time.perf_counter() - start > _PATIENCE_S
@@ -196,16 +197,13 @@ def time_models(
             for model in models:
                 times.append(quickest_ms(model, feeds, threads=threads))
                 step()
-            is_quicker = any(new < _QUICKER * old for new, old in zip(times, best, strict=True))
+            is_quicker = np.any(times < _QUICKER * best)
             calm_rounds = 0 if is_quicker else calm_rounds + 1
-            best = list(map(min, best, times))
+            best = np.minimum(best, times)
             rounds.append(times)
-
-    model_times = []
-    for model_rounds in zip(*rounds, strict=True):
-        halves = min(model_rounds[::2]), min(model_rounds[1::2])
-        model_times.append(ModelTime(min(halves), max(halves) / min(halves) - 1))
-    return model_times
+    halves = [np.min(rounds[first::2], axis=0) for first in (0, 1)]
+    spreads = np.maximum(*halves) / best - 1
+    return list(map(ModelTime, best.tolist(), spreads.tolist()))
 
 
 def quickest_ms(

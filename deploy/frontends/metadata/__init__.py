@@ -6,6 +6,7 @@ says so, and the run continues.
 
 import ast
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import onnx
@@ -41,20 +42,19 @@ def read_metadata_preprocess(
     model: onnx.ModelProto, path: Path | None = None
 ) -> MetadataPreprocess | None:
     """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
-    sources = ModelMetadata(
+    metadata = ModelMetadata(
         properties={entry.key: entry.value[: LONGEST + 1] for entry in model.metadata_props},
-        folder=None if path is None else path.parent,
+        folder=path.parent if path is not None else None,
         shape=_find_input_shape(model),
     )
     for location, writer, read in READERS:
         try:
-            result = read(sources)
+            stored = read(metadata)
         except ConfigError as error:
             return MetadataPreprocess(f"{location} ({writer})", reason=str(error))
-        if result is not None:
-            return MetadataPreprocess(
-                f"{location} ({writer}{result.detail})", preprocess=result.preprocess
-            )
+        if stored is not None:
+            source = f"{location} ({writer}{stored.detail})"
+            return MetadataPreprocess(source, preprocess=stored.preprocess)
     return None
 
 
@@ -71,7 +71,11 @@ def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
         names = dict(enumerate(names))
     if not isinstance(names, dict):
         return {}
-    return {k: v for k, v in names.items() if isinstance(k, int) and isinstance(v, str) and v}
+    name_by_class = {}
+    for index, name in names.items():
+        if isinstance(index, int) and isinstance(name, str) and name:
+            name_by_class[index] = name
+    return name_by_class
 
 
 def read_declaration(model: onnx.ModelProto, path: Path | None = None) -> Declaration:
@@ -79,16 +83,12 @@ def read_declaration(model: onnx.ModelProto, path: Path | None = None) -> Declar
 
     A file that cannot be read declares nothing: the outputs are then recognised by their form.
     """
-    folder = None if path is None else path.parent
-    beside = ModelMetadata(properties={}, folder=folder)
-    names = [huggingface.TIMM_FILE]
-    if folder is not None and folder.name == "onnx":  # of optimum and transformers.js
-        names.append(f"../{huggingface.TIMM_FILE}")
-    try:
-        text = beside.read_sibling(*names)
-        config = {} if text is None else parse_object(text, huggingface.TIMM_FILE)
-    except ConfigError:
-        config = {}
+    metadata = ModelMetadata(properties={}, folder=path.parent if path is not None else None)
+    config = {}
+    with suppress(ConfigError):
+        text = metadata.read_exported(huggingface.TIMM_FILE)
+        if text is not None:
+            config = parse_object(text, huggingface.TIMM_FILE)
     return declare(model, config, len(read_class_names(model)))
 
 
@@ -96,8 +96,10 @@ def _find_input_shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
     """Return the shape of the first input; None for open dimensions."""
     if not model.graph.input:
         return ()
-    dims = model.graph.input[0].type.tensor_type.shape.dim
-    return tuple(dim.dim_value if dim.dim_value > 0 else None for dim in dims)
+    shape: list[int | None] = []
+    for dim in model.graph.input[0].type.tensor_type.shape.dim:
+        shape.append(dim.dim_value if dim.dim_value > 0 else None)
+    return tuple(shape)
 
 
 __all__ = ["READERS", "read_metadata_preprocess"]

@@ -47,19 +47,25 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     """
     keys = {key for key in metadata.properties if not key.startswith("onnx.")}  # ONNX Runtime's
     if metadata.text("author") != "Ultralytics":
-        return StoredPreprocess(find_preset("yolo"), " YOLOv5") if keys == _YOLOV5 else None
+        if keys != _YOLOV5:
+            return None
+        return StoredPreprocess(find_preset("yolo"), " YOLOv5")
+
     size = _size(metadata.text("imgsz"))
+    height, width = size
     preprocess = _task_preprocess(metadata, size)
     color = _color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
-    height, width = size
-    detail = f", imgsz {height}" if height == width else f", imgsz {height}x{width}"
+    detail = f", imgsz {height}"
+    if width != height:
+        detail += f"x{width}"
     if version:
         detail = f" {version}{detail}"
     return StoredPreprocess(replace(preprocess, default_size=size, color=color), detail)
 
 
 def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
+    """Return the preprocessing of a model's task, without size and color."""
     task = metadata.text("task")
     if task in _BOXES:
         letterbox = find_preset("yolo")
@@ -76,7 +82,7 @@ def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
 
 def _size(text: str | None) -> Size:
     """Return (height, width) of "[640, 640]" or "640"."""
-    sides = (640,) if text is None else parse_integers(text, "imgsz")
+    sides = parse_integers("640" if text is None else text, "imgsz")
     if len(sides) > 2:
         raise ConfigError(f"its imgsz must be a height and a width, got {short_text(text)}")
     return sides[0], sides[-1]
@@ -84,11 +90,13 @@ def _size(text: str | None) -> Size:
 
 def _color(text: str | None) -> str:
     """Return the color for a number of channels, which older versions did not write."""
-    kinds = {COLORS["rgb"]: "rgb", COLORS["grey"]: "grey"}
-    channels = 3 if text is None else parse_integers(text, "channels")[0]
-    if channels not in kinds:
-        raise ConfigError(f"its channels must be 1 or 3, got {short_text(text)}")
-    return kinds[channels]
+    if text is None:
+        return "rgb"
+    channels = parse_integers(text, "channels")[0]
+    for color in ("rgb", "grey"):
+        if channels == COLORS[color]:
+            return color
+    raise ConfigError(f"its channels must be 1 or 3, got {short_text(text)}")
 
 
 _PATH = "model_info "
@@ -120,19 +128,20 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
             f"its resize_type must be one of {', '.join(_RESIZES)} and its intensity_mode"
             f" scale_to_unit or none, got {short_text(resize_type)} and {short_text(units)}"
         )
-    return StoredPreprocess(
-        replace(
-            _RESIZES[resize_type],
-            color="rgb" if _is_true(metadata, "reverse_input_channels") else "bgr",
-            scale=_UNITS[units],
-            mean=parse_numbers(values["mean_values"] or "0", "mean_values"),
-            std=parse_numbers(values["scale_values"] or "1", "scale_values"),
-            pad=parse_numbers(metadata.text(f"{_PATH}pad_value") or "0", "pad_value"),
-        )
+    color = "rgb" if _is_true(metadata, "reverse_input_channels") else "bgr"
+    preprocess = replace(
+        _RESIZES[resize_type],
+        color=color,
+        scale=_UNITS[units],
+        mean=parse_numbers(values["mean_values"] or "0", "mean_values"),
+        std=parse_numbers(values["scale_values"] or "1", "scale_values"),
+        pad=parse_numbers(metadata.text(f"{_PATH}pad_value") or "0", "pad_value"),
     )
+    return StoredPreprocess(preprocess)
 
 
 def _is_true(metadata: ModelMetadata, key: str) -> bool:
+    """Whether `model_info` has a flag."""
     return (metadata.text(_PATH + key) or "").lower() in ("true", "yes", "1")
 
 
@@ -184,13 +193,14 @@ def read_paddle(metadata: ModelMetadata) -> StoredPreprocess | None:
         steps[name] = operator
     if "Resize" not in steps or "Permute" not in steps:
         raise ConfigError(f"its steps must resize and permute, got {', '.join(steps) or 'none'}")
-    preprocess = _read_resize(steps["Resize"])
-    if "NormalizeImage" not in steps:
-        return StoredPreprocess(replace(preprocess, scale=1.0))
-    return StoredPreprocess(_add_normalization(preprocess, steps["NormalizeImage"]))
+    preprocess = replace(_read_resize(steps["Resize"]), scale=1.0)
+    if "NormalizeImage" in steps:
+        preprocess = _add_normalization(preprocess, steps["NormalizeImage"])
+    return StoredPreprocess(preprocess)
 
 
 def _read_resize(step: dict[str, object]) -> Preprocess:
+    """Return preprocessing with the size and interpolation of a Resize, which must stretch."""
     size = parse_integers(step.get("target_size"), "target_size")
     interpolation = parse_number(step.get("interp", 1), "interp")
     is_stretched = step.get("keep_ratio", True) is False
@@ -205,15 +215,13 @@ def _read_resize(step: dict[str, object]) -> Preprocess:
 
 
 def _add_normalization(preprocess: Preprocess, step: dict[str, object]) -> Preprocess:
-    scale = 1 / 255 if step.get("is_scale", True) is True else 1.0
+    """Return the preprocessing with the scale, mean and std of a NormalizeImage."""
+    if step.get("is_scale", True) is True:
+        preprocess = replace(preprocess, scale=1 / 255)
     if step.get("norm_type", "mean_std") == "none":
-        return replace(preprocess, scale=scale)
-    return replace(
-        preprocess,
-        scale=scale,
-        mean=parse_numbers(step.get("mean"), "mean"),
-        std=parse_numbers(step.get("std"), "std"),
-    )
+        return preprocess
+    mean = parse_numbers(step.get("mean"), "mean")
+    return replace(preprocess, mean=mean, std=parse_numbers(step.get("std"), "std"))
 
 
 def parse_operators(text: str) -> list[dict[str, object]]:
@@ -258,12 +266,14 @@ def parse_operators(text: str) -> list[dict[str, object]]:
 
 
 def _value(text: str) -> object:
+    """Return a word or number, or a list of them in brackets."""
     if text.startswith("[") and text.endswith("]"):
         return [_word(word.strip()) for word in text[1:-1].split(",")]
     return _word(text)
 
 
 def _word(text: str) -> object:
+    """Return a boolean, a number or a word."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

@@ -50,7 +50,9 @@ def read_timm(metadata: ModelMetadata) -> StoredPreprocess | None:
     if (text := metadata.text(_CFG)) is not None:
         return StoredPreprocess(timm_preprocess(parse_object(text, _CFG)))
     values = {name: metadata.text(name) for name in _NAMES}
-    return StoredPreprocess(timm_preprocess(values)) if values["mean"] and values["std"] else None
+    if not values["mean"] or not values["std"]:
+        return None
+    return StoredPreprocess(timm_preprocess(values))
 
 
 def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
@@ -60,11 +62,14 @@ def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
         ConfigError: see `read_timm`.
     """
     text = metadata.read_sibling(TIMM_FILE)
-    data = {} if text is None or _CFG not in text else parse_object(text, TIMM_FILE)
+    if text is None or _CFG not in text:
+        return None
+    data = parse_object(text, TIMM_FILE)
     if not isinstance(data.get(_CFG), dict):
         return None
-    name = plain_word(data.get("architecture"))
-    return StoredPreprocess(timm_preprocess(data[_CFG]), f", {name}" if name else "")
+    architecture = plain_word(data.get("architecture"))
+    detail = f", {architecture}" if architecture else ""
+    return StoredPreprocess(timm_preprocess(data[_CFG]), detail)
 
 
 def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
@@ -73,13 +78,12 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     Raises:
         ConfigError: see `read_timm`.
     """
-    mean, std = parse_numbers(data.get("mean"), "mean"), parse_numbers(data.get("std"), "std")
+    mean = parse_numbers(data.get("mean"), "mean")
+    std = parse_numbers(data.get("std"), "std")
     if max(map(abs, mean)) > 1 or max(std) > 1:
         raise ConfigError(f"its mean and std must be those of pixels / 255, got {short_text(mean)}")
     depth, side = _channels_and_side(data.get("input_size"))
-    share = _DEFAULT_SHARE
-    if data.get("crop_pct") is not None:
-        share = parse_number(data["crop_pct"], "crop_pct")
+    share = parse_number(data.get("crop_pct"), "crop_pct", default=_DEFAULT_SHARE)
     crop_mode = data.get("crop_mode") or "center"
     interpolation = plain_word(data.get("interpolation") or "bicubic")
     is_squashed = crop_mode == "squash" and share == 1
@@ -93,16 +97,17 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     if side is None and share != _DEFAULT_SHARE:
         raise ConfigError(f"its crop_pct is a share of an input_size, got {share:g} and no size")
     preprocess = Preprocess(
-        resize="stretch" if is_squashed else "short-side",
+        resize="short-side",
         interpolation=INTERPOLATIONS[interpolation],
         color="grey" if depth == 1 else "rgb",
         mean=mean,
         std=std,
     )
-    if side is None:
-        return preprocess
-    short_side = None if is_squashed else math.floor(side / share)
-    return replace(preprocess, default_size=(side, side), short_side=short_side)
+    if is_squashed:
+        preprocess = replace(preprocess, resize="stretch")
+    elif side is not None:
+        preprocess = replace(preprocess, short_side=math.floor(side / share))
+    return preprocess if side is None else replace(preprocess, default_size=(side, side))
 
 
 def _channels_and_side(value: object) -> tuple[int, int | None]:
@@ -138,10 +143,7 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
     Raises:
         ConfigError: unsupported preprocessing, or invalid values.
     """
-    names = [FILE]
-    if metadata.folder is not None and metadata.folder.absolute().name == "onnx":
-        names.append(f"../{FILE}")
-    text = metadata.read_sibling(*names)
+    text = metadata.read_exported(FILE)
     if text is None:
         return None
     data = parse_object(text, FILE)
@@ -149,9 +151,8 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
         return StoredPreprocess(timm_preprocess(data["pretrained_cfg"]))
     if "size" not in data and "image_mean" not in data:
         return None
-    kind = plain_word(data.get("image_processor_type")) or plain_word(
-        data.get("feature_extractor_type")
-    )
+    kind = plain_word(data.get("image_processor_type"))
+    kind = kind or plain_word(data.get("feature_extractor_type"))
     unknown_keys = [key for key, value in data.items() if value and key not in _KNOWN_KEYS]
     if unknown_keys:
         raise ConfigError(f"calib8 does not know its {short_text(unknown_keys[0])}")
@@ -162,40 +163,43 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
 
 
 def _add_arithmetic(preprocess: Preprocess, data: Mapping[str, Any]) -> Preprocess:
+    """Return the preprocessing with the order of channels, scale, mean and std of `data`."""
     is_rescaled = _flag(data, "do_rescale", True)
     is_normalized = _flag(data, "do_normalize", True)
-    factor = data.get("rescale_factor")
-    scale = 1.0
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
     color = "bgr" if _flag(data, "do_flip_channel_order", False) else "rgb"
+    preprocess = replace(preprocess, color=color, scale=1.0, mean=(0.0,), std=(1.0,))
     if is_rescaled:
-        scale = 1 / 255 if factor is None else parse_number(factor, "rescale_factor")
+        scale = parse_number(data.get("rescale_factor"), "rescale_factor", default=1 / 255)
+        preprocess = replace(preprocess, scale=scale)
     if is_normalized:
         mean = parse_numbers(data.get("image_mean"), "image_mean")
         std = parse_numbers(data.get("image_std"), "image_std")
-    return replace(preprocess, color=color, scale=scale, mean=mean, std=std)
+        preprocess = replace(preprocess, mean=mean, std=std)
+    return preprocess
 
 
 def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
+    """Return preprocessing with the size, crop and interpolation of `data`."""
     resample = parse_number(data.get("resample", 2), "resample")
-    size, is_cropped = data.get("size"), _flag(data, "do_center_crop", False)
+    size = data.get("size")
+    is_cropped = _flag(data, "do_center_crop", False)
     if not _flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
         raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
     preprocess = Preprocess(interpolation=_RESAMPLE[int(resample)])
-    sides = size if isinstance(size, dict) else {"height": size, "width": size}
-    if set(sides) == {"height", "width"} and not is_cropped:
-        return replace(preprocess, default_size=_height_width(sides, "size"))
-    if set(sides) == {"shortest_edge"}:
+    sides = _sides(size)
+    if sides.keys() == {"height", "width"} and not is_cropped:
+        return replace(preprocess, default_size=_height_width(size, "size"))
+    if sides.keys() == {"shortest_edge"}:
         short = int(parse_number(sides["shortest_edge"], "shortest_edge"))
         if is_cropped:
             crop = _height_width(data.get("crop_size"), "crop_size")
             return replace(preprocess, resize="short-side", short_side=short, default_size=crop)
         if kind.startswith("ConvNext"):
             return _convnext_resize(preprocess, short, data.get("crop_pct"))
+    crop_text = " and a crop" if is_cropped else ""
     raise ConfigError(
         f"its size must be a height and a width, or a shortest_edge of which the centre is"
-        f" cropped, got {short_text(size)}{' and a crop' if is_cropped else ''}"
+        f" cropped, got {short_text(size)}{crop_text}"
     )
 
 
@@ -203,7 +207,7 @@ def _convnext_resize(preprocess: Preprocess, side: int, crop_pct: object) -> Pre
     """Apply `ConvNextImageProcessor`: stretch to 384 or more; below, crop by a share."""
     if side >= 384:
         return replace(preprocess, default_size=(side, side))
-    share = 224 / 256 if crop_pct is None else parse_number(crop_pct, "crop_pct")
+    share = parse_number(crop_pct, "crop_pct", default=224 / 256)
     if not 0 < share <= 1:
         raise ConfigError(f"its crop_pct must be a share up to 1, got {share:g}")
     short_side, size = int(side / share), (side, side)
@@ -212,11 +216,17 @@ def _convnext_resize(preprocess: Preprocess, side: int, crop_pct: object) -> Pre
 
 def _height_width(value: object, name: str) -> Size:
     """Return (height, width) of a mapping or a single number."""
-    sides = value if isinstance(value, dict) else {"height": value, "width": value}
+    sides = _sides(value)
     return int(parse_number(sides.get("height"), name)), int(parse_number(sides.get("width"), name))
 
 
+def _sides(value: object) -> dict[str, object]:
+    """Return a mapping of sides as it is, or a single number as height and width."""
+    return value if isinstance(value, dict) else {"height": value, "width": value}
+
+
 def _flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a boolean of `data`, which may be missing."""
     value = data.get(name)
     if value is None:
         return default

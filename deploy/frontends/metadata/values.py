@@ -44,19 +44,28 @@ class ModelMetadata:
             raise ConfigError(f"its {key} must have at most {LONGEST:,} characters, got more")
         return value
 
-    def read_sibling(self, *names: str) -> str | None:
-        """Return the text of the first existing file of these names in the folder; else None.
+    def read_sibling(self, name: str) -> str | None:
+        """Return the text of a file in the folder; None if there is none.
 
         Raises:
             ConfigError: the file is too large, or not text.
         """
-        if self.folder is None:
+        if self.folder is None or not os.path.isfile(self.folder / name):
             return None
-        for name in names:
-            path = self.folder / name
-            if os.path.isfile(path):
-                return read_text(path, what="text", error=ConfigError, max_bytes=_LARGEST)
-        return None
+        path = self.folder / name
+        return read_text(path, what="text", error=ConfigError, max_bytes=_LARGEST)
+
+    def read_exported(self, name: str) -> str | None:
+        """Return the text of a file in the folder, or in the one above a folder `onnx`.
+
+        optimum and transformers.js put models into such a folder.
+
+        Raises:
+            ConfigError: the file is too large, or not text.
+        """
+        text = self.read_sibling(name)
+        is_below = self.folder is not None and self.folder.absolute().name == "onnx"
+        return self.read_sibling(f"../{name}") if text is None and is_below else text
 
 
 class StoredPreprocess(NamedTuple):
@@ -91,12 +100,15 @@ def parse_numbers(value: object, name: str) -> tuple[float, ...]:
     """
     if isinstance(value, str):
         value = re.split(r"[,\s]+", value.strip().strip("[]()").strip())
-    items = list(value) if isinstance(value, list | tuple) else [value]
-    finite_numbers = map(_parse_finite, items[: _MAX_VALUES + 1])
-    numbers = tuple(number for number in finite_numbers if number is not None)
+    items = value if isinstance(value, list | tuple) else [value]
+    numbers = []
+    for item in items[: _MAX_VALUES + 1]:
+        number = _parse_finite(item)
+        if number is not None:
+            numbers.append(number)
     if not 1 <= len(items) <= _MAX_VALUES or len(numbers) < len(items):
         raise ConfigError(f"its {name} must be numbers, got {short_text(value)}")
-    return numbers
+    return tuple(numbers)
 
 
 def parse_integers(value: object, name: str) -> tuple[int, ...]:
@@ -111,12 +123,14 @@ def parse_integers(value: object, name: str) -> tuple[int, ...]:
     return tuple(map(int, values))
 
 
-def parse_number(value: object, name: str) -> float:
-    """Return one number.
+def parse_number(value: object, name: str, *, default: float | None = None) -> float:
+    """Return one number; `default`, if there is one, for None.
 
     Raises:
         ConfigError: not a single number.
     """
+    if value is None and default is not None:
+        return default
     values = parse_numbers(value, name)
     if len(values) > 1:
         raise ConfigError(f"its {name} must be one number, got {short_text(value)}")
@@ -125,12 +139,15 @@ def parse_number(value: object, name: str) -> float:
 
 def plain_word(value: object) -> str:
     """Return a version or name if it is plain text, else ""."""
-    return value if isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,32}", value) else ""
+    is_plain = isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,32}", value)
+    return str(value) if is_plain else ""
 
 
 def short_text(value: object) -> str:
     """Return a value for a message: short and printable."""
-    text = ascii(value[: _MAX_VALUES + 1] if isinstance(value, list) else value)
+    if isinstance(value, list):
+        value = value[: _MAX_VALUES + 1]
+    text = ascii(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 

@@ -9,14 +9,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from deploy.graph.index import Graph, attributes, padded_name
+from deploy.graph.index import Graph, optional_input, padded_name
 
 WEIGHT, BIAS = 1, 2  # input positions of a Conv
-
-
-def group_count(node: onnx.NodeProto) -> int:
-    """Return the groups of a Conv."""
-    return int(attributes(node).get("group", 1))
 
 
 def constant_positions(node: onnx.NodeProto) -> list[int]:
@@ -26,10 +21,8 @@ def constant_positions(node: onnx.NodeProto) -> list[int]:
 
 def stored_integers(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.TensorProto | None:
     """Return the integers that a node reads through a DequantizeLinear, or None."""
-    producer = graph.producer.get(node.input[position]) if len(node.input) > position else None
-    if producer is None or producer.op_type != "DequantizeLinear":
-        return None
-    return graph.initializers.get(producer.input[0])
+    dequantize = graph.find_producer(optional_input(node, position), "DequantizeLinear")
+    return None if dequantize is None else graph.initializers.get(dequantize.input[0])
 
 
 def unshared_integers(
@@ -58,37 +51,24 @@ def append_zero_channels(
         axes: axes of the constant that get longer.
         count: number of zeros appended to each axis.
     """
+
+    def pad(name: str, axes: Collection[int], mode: Literal["constant", "edge"]) -> str:
+        """Add a padded copy of a constant; return its name."""
+        values: NDArray[Any] = numpy_helper.to_array(graph.initializers[name])
+        widths = np.zeros((values.ndim, 2), np.int64)  # of what stands before and after each axis
+        widths[list(axes), 1] = count
+        tensor = numpy_helper.from_array(np.pad(values, widths, mode), padded_name(name, node.name))
+        model.graph.initializer.append(tensor)
+        graph.initializers[tensor.name] = tensor
+        return tensor.name
+
     if node.input[position] in graph.initializers:
-        node.input[position] = _pad_constant(
-            model, graph, node, node.input[position], axes, count, "constant"
-        )
+        node.input[position] = pad(node.input[position], axes, "constant")
         return
     dequantize = graph.producer[node.input[position]]
-    dequantize.input[0] = _pad_constant(
-        model, graph, node, dequantize.input[0], axes, count, "constant"
-    )
+    integers, *params = dequantize.input
+    dequantize.input[0] = pad(integers, axes, "constant")
     if 0 in axes:
-        for index, name in enumerate(dequantize.input):
-            if index and math.prod(graph.initializers[name].dims) > 1:  # one for each channel
-                dequantize.input[index] = _pad_constant(
-                    model, graph, node, name, [0], count, "edge"
-                )
-
-
-def _pad_constant(
-    model: onnx.ModelProto,
-    graph: Graph,
-    node: onnx.NodeProto,
-    name: str,
-    axes: Collection[int],
-    count: int,
-    mode: Literal["constant", "edge"],
-) -> str:
-    """Add a padded copy of a constant for a node; return its name."""
-    values: NDArray[Any] = numpy_helper.to_array(graph.initializers[name])
-    widths = np.zeros((values.ndim, 2), np.int64)  # of what stands before and after each axis
-    widths[list(axes), 1] = count
-    tensor = numpy_helper.from_array(np.pad(values, widths, mode), padded_name(name, node.name))
-    model.graph.initializer.append(tensor)
-    graph.initializers[tensor.name] = tensor
-    return tensor.name
+        for index, name in enumerate(params, start=1):
+            if math.prod(graph.initializers[name].dims) > 1:  # one for each channel
+                dequantize.input[index] = pad(name, [0], "edge")

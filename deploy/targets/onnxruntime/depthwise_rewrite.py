@@ -15,20 +15,26 @@ Source: ONNX operators Conv-11, QuantizeLinear-13 and DequantizeLinear-13.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import onnx
 from onnx import numpy_helper
 
 from deploy.graph.edit import drop_unread, rename_tensors
-from deploy.graph.index import PADDED_SUFFIX, Graph, attributes
+from deploy.graph.index import (
+    PADDED_SUFFIX,
+    Graph,
+    Shape,
+    attributes,
+    by_name,
+    group_count,
+    optional_input,
+)
 from deploy.targets.onnxruntime.conv_constants import (
     BIAS,
     WEIGHT,
     append_zero_channels,
     constant_positions,
-    group_count,
     unshared_integers,
 )
 from deploy.targets.onnxruntime.rewrite_base import RewriteContext
@@ -54,14 +60,12 @@ class _RegionConv:
     Attributes:
         node: the Conv.
         is_depthwise: whether it has the region's channels as groups.
-        widens_input: whether its input, and its weight for it, gets wider.
-        widens_output: whether its output gets wider.
+        axes: axes of its weight that get longer: 0 for its output, 1 for its input.
     """
 
     node: onnx.NodeProto
     is_depthwise: bool = False
-    widens_input: bool = False
-    widens_output: bool = False
+    axes: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -86,7 +90,7 @@ class _Region:
 
 def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Give depthwise int8 Convs a multiple of 16 channels where that pays."""
-    candidates = [node for node in model.graph.node if _has_uneven_groups(node)]
+    candidates = list(filter(_has_uneven_groups, model.graph.node))
     if not candidates:
         return
     graph = Graph(model)
@@ -116,9 +120,8 @@ def _has_uneven_groups(node: onnx.NodeProto) -> bool:
 
 def _constant(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.TensorProto | None:
     """Return a Conv's weight or bias, dequantized or float."""
-    float_constant: onnx.TensorProto | None = graph.initializers.get(node.input[position])
-    if float_constant is not None:
-        return float_constant
+    if node.input[position] in graph.initializers:
+        return graph.initializers[node.input[position]]
     return unshared_integers(graph, node, position)
 
 
@@ -129,7 +132,7 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
     mixes channels and is no Conv.
     """
     region = _Region(group_count(depthwise))
-    waiting = [str(depthwise.input[0])]
+    waiting = [depthwise.input[0]]
     while waiting:
         tensor = waiting.pop()
         if tensor in region.tensors:
@@ -160,18 +163,20 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     if weight is None or None in constants:
         return None
     conv = region.convs.setdefault(node.name, _RegionConv(node))
+    # a depthwise Conv passes the width on; any other one ends the region on this side
     out_channels, in_channels = weight.dims[:2]
     if group_count(node) == out_channels == region.channels and in_channels == 1:
         conv.is_depthwise = True
+        conv.axes.add(0)
         return [node.input[0], node.output[0]]
     if group_count(node) != 1 or tensor not in (node.input[0], node.output[0]):
         return None
     if tensor == node.input[0]:
-        conv.widens_input = True
+        conv.axes.add(1)
         if in_channels != region.channels:
             return None
     if tensor == node.output[0]:
-        conv.widens_output = True
+        conv.axes.add(0)
         if out_channels != region.channels:
             return None
     return []
@@ -182,7 +187,7 @@ def _equally_wide_tensors(graph: Graph, node: onnx.NodeProto) -> list[str] | Non
     if node.op_type == "ReduceMean" and _reduces_pixels(graph, node):
         names = [node.input[0], node.output[0]]
     elif node.op_type in _CHANNELWISE and len(node.output) == 1:
-        names = [name for name in (*node.input, *node.output) if name]
+        names = [*filter(None, node.input), *node.output]
     else:
         return None
     tensors = [name for name in names if not _is_scalar(graph, name)]
@@ -193,20 +198,18 @@ def _equally_wide_tensors(graph: Graph, node: onnx.NodeProto) -> list[str] | Non
 
 def _is_scalar(graph: Graph, name: str) -> bool:
     """Whether a tensor is one constant value, dequantized or as it is."""
-    if graph.scalar(name) is not None:
-        return True
-    producer = graph.producer.get(name)
-    if producer is None or producer.op_type != "DequantizeLinear":
-        return False
-    return graph.scalar(producer.input[0]) is not None
+    dequantize = graph.find_producer(name, "DequantizeLinear")
+    stored_name = name if dequantize is None else dequantize.input[0]
+    return graph.scalar(stored_name) is not None
 
 
 def _reduces_pixels(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a ReduceMean leaves every channel, and as many axes."""
     attrs = attributes(node)
-    axes = list(attrs.get("axes", []))
-    if not axes and len(node.input) > 1 and node.input[1] in graph.constants:
-        axes = numpy_helper.to_array(graph.constants[node.input[1]]).tolist()
+    axes = attrs.get("axes", [])
+    axes_tensor = graph.constants.get(optional_input(node, 1))
+    if not axes and axes_tensor is not None:
+        axes = numpy_helper.to_array(axes_tensor).tolist()
     keeps_channels = bool(axes) and (min(axes) > 1 or axes == [-1])
     return keeps_channels and bool(attrs.get("keepdims", 1))
 
@@ -230,12 +233,12 @@ def _pays(graph: Graph, context: RewriteContext, region: _Region) -> bool:
             if is_int8:
                 gain += products * region.channels * extra_time
         else:
-            end_count = [conv.widens_input, conv.widens_output].count(True)
-            cost += end_count * added_products * (kernels.int8 if is_int8 else kernels.float32)
+            product_time = kernels.int8 if is_int8 else kernels.float32
+            cost += len(conv.axes) * added_products * product_time
     return gain > _MIN_GAIN * cost
 
 
-def _pixel_count(shape: tuple[int | str | None, ...] | None) -> int:
+def _pixel_count(shape: Shape | None) -> int:
     """Return the pixels of a map of known size, else 1."""
     if shape is None:
         return 1
@@ -247,23 +250,14 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
     """Append the channels to everything in a region."""
     added = region.added_channels
     for conv in region.convs.values():
-        node, axes = conv.node, list(_weight_axes(conv))
-        append_zero_channels(model, graph, node, WEIGHT, axes, added)
-        if BIAS in constant_positions(node) and 0 in axes:
+        node = conv.node
+        append_zero_channels(model, graph, node, WEIGHT, conv.axes, added)
+        if BIAS in constant_positions(node) and 0 in conv.axes:
             append_zero_channels(model, graph, node, BIAS, [0], added)
         if conv.is_depthwise:
-            (group,) = (attribute for attribute in node.attribute if attribute.name == "group")
-            group.i = region.channels + added
+            by_name(node.attribute)["group"].i = region.channels + added
     new_names = {tensor: f"{tensor}{PADDED_SUFFIX}" for tensor in region.tensors}
     rename_tensors(graph.nodes, new_names)
     outdated = [value for value in model.graph.value_info if value.name in new_names]
     for value in outdated:
         model.graph.value_info.remove(value)
-
-
-def _weight_axes(conv: _RegionConv) -> Iterator[int]:
-    """Yield the axes of a Conv's weight that get longer: 0 outputs, 1 inputs."""
-    if conv.is_depthwise or conv.widens_output:
-        yield 0
-    if conv.widens_input:
-        yield 1

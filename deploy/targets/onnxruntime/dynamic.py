@@ -19,8 +19,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from calibrators.grids import Grid, quantize_weight
-from deploy.graph.edit import copy_message, rebuild
-from deploy.graph.index import Graph
+from deploy.graph.edit import copy_message, make_node, rebuild
+from deploy.graph.index import FLOAT, Graph, Nodes, by_name
 from deploy.targets.stored_weights import (
     StoredWeight,
     compute_weight_scales,
@@ -28,17 +28,16 @@ from deploy.targets.stored_weights import (
     make_stored_weight,
 )
 
-_FLOAT = onnx.TensorProto.FLOAT
-
 
 def find_dynamic_matmuls(model: onnx.ModelProto, float_nodes: Iterable[str]) -> tuple[str, ...]:
     """Return the MatMuls of a float32 tensor and a constant float32 weight [K, N], by name."""
-    graph, excluded = Graph(model), frozenset(float_nodes)
-    return tuple(
-        node.name
-        for node in graph.nodes
-        if node.name not in excluded and _has_constant_weight(graph, node)
-    )
+    graph = Graph(model)
+    excluded = frozenset(float_nodes)
+    names = []
+    for node in graph.nodes:
+        if node.name not in excluded and _has_constant_weight(graph, node):
+            names.append(node.name)
+    return tuple(names)
 
 
 def _has_constant_weight(graph: Graph, node: onnx.NodeProto) -> bool:
@@ -49,7 +48,7 @@ def _has_constant_weight(graph: Graph, node: onnx.NodeProto) -> bool:
     weight = graph.initializers.get(node.input[1])
     if weight is None or weight.name in graph.outputs or source in graph.initializers:
         return False
-    return weight.data_type == _FLOAT and len(weight.dims) == 2 and graph.is_float(source)
+    return weight.data_type == FLOAT and len(weight.dims) == 2 and graph.is_float(source)
 
 
 def write_dynamic(
@@ -67,15 +66,15 @@ def write_dynamic(
         CalibrationError: a weight holds NaN or Inf.
     """
     quantized = copy_message(model)
-    initializers = {tensor.name: tensor for tensor in quantized.graph.initializer}
+    initializers = by_name(quantized.graph.initializer)
     chosen = frozenset(names)
-    nodes: list[onnx.NodeProto] = []
+    nodes: Nodes = []
     written: set[str] = set()  # quantized activations and stored weights
     for node in quantized.graph.node:
         if node.name not in chosen:
             nodes.append(node)
             continue
-        source, weight = str(node.input[0]), str(node.input[1])
+        source, weight = node.input
         if weight not in written:
             fitted_node = node if fits_pairs else None
             stored = _store_weight(initializers[weight], grid, fitted_node)
@@ -121,15 +120,15 @@ def _quantize_node(source: str) -> onnx.NodeProto:
     return helper.make_node("DynamicQuantizeLinear", [source], outputs, name=f"{source}/dynamic/Q")
 
 
-def _product_nodes(node: onnx.NodeProto, source: str, weight: str) -> list[onnx.NodeProto]:
+def _product_nodes(node: onnx.NodeProto, source: str, weight: str) -> Nodes:
     """Return the integer product of a MatMul and its dequantization."""
     activation, stored, name = f"{source}/dynamic", f"{weight}/dynamic", f"{node.name}/dynamic"
     integers = [f"{activation}/quantized", f"{stored}/quantized", f"{activation}/zero_point"]
     scales = [f"{activation}/scale", f"{stored}/scale"]
     scale, total, real = (f"{name}/{suffix}" for suffix in ("scale", "sum", "real"))
     return [
-        helper.make_node("Mul", scales, [scale], name=f"{name}/Scale"),
-        helper.make_node("MatMulInteger", integers, [total], name=f"{name}/Product"),
-        helper.make_node("Cast", [total], [real], name=f"{name}/Cast", to=_FLOAT),
-        helper.make_node("Mul", [real, scale], [node.output[0]], name=node.name),
+        make_node("Mul", scales, scale, f"{name}/Scale"),
+        make_node("MatMulInteger", integers, total, f"{name}/Product"),
+        make_node("Cast", [total], real, f"{name}/Cast", to=FLOAT),
+        make_node("Mul", [real, scale], node.output[0], node.name),
     ]

@@ -16,16 +16,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-from onnx import helper
 
-from deploy.graph.edit import rebuild, set_opset
+from deploy.graph.edit import make_node, rebuild, set_opset
 from deploy.graph.gates import Gate
-from deploy.graph.index import Graph, opset_of
+from deploy.graph.index import Graph, Nodes, by_name, opset_of
 from deploy.targets.onnxruntime.rewrite_base import (
     ReplacementNodes,
     RewriteContext,
     replaced_nodes,
 )
+from deploy.targets.onnxruntime.uint8_gates import map_read_names
 
 _OPSET = 14  # the first with HardSwish; since 13 no operator means another thing
 _REL_TOLERANCE = 1e-6  # constants of a gate that are equal up to float32
@@ -35,8 +35,8 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Write the gates that stay float with fewer operators."""
     if not context.float_gates:
         return
-    node_by_name = {node.name: node for node in model.graph.node}
-    replacements: dict[str, list[onnx.NodeProto]] = {}
+    node_by_name = by_name(model.graph.node)
+    replacements: dict[str, Nodes] = {}
     for gate in context.float_gates:
         gate_nodes = [node_by_name[name] for name in gate.nodes]
         fused_gate = _FusedGate(gate, gate_nodes, _channel_count(context.float_graph, gate))
@@ -67,13 +67,11 @@ class _FusedGate(ReplacementNodes):
     ) -> None:
         super().__init__(gate.name)
         self.gate, self.channels = gate, channels
-        read_name = {
-            name.removesuffix("/dequantized"): name for node in gate_nodes for name in node.input
-        }
+        read_name = map_read_names(gate_nodes)
         self.source, self.factor = read_name[gate.source], read_name[gate.factor]
-        self.output = str(gate_nodes[-1].output[0])
+        self.output = gate_nodes[-1].output[0]
 
-    def write(self) -> list[onnx.NodeProto]:
+    def write(self) -> Nodes:
         """Return the nodes that compute the gate."""
         scale = self.gate.gain * self.gate.top
         if self.gate.offset == 0 and math.isclose(scale, 1.0, rel_tol=_REL_TOLERANCE):
@@ -81,26 +79,26 @@ class _FusedGate(ReplacementNodes):
         product = f"{self.name}/gated"
         return [*self._write_product(product, product), *self._write_affine(product, scale)]
 
-    def _write_product(self, name: str, output: str) -> list[onnx.NodeProto]:
+    def _write_product(self, name: str, output: str) -> Nodes:
         """Return the gate without gain and offset."""
         gate = self.gate
         alpha, beta = 1 / gate.top, gate.shift / gate.top
-        is_hard_swish = math.isclose(alpha, 1 / 6, rel_tol=_REL_TOLERANCE) and math.isclose(
-            beta, 0.5
-        )
+        has_usual_clip = math.isclose(alpha, 1 / 6, rel_tol=_REL_TOLERANCE)
+        is_hard_swish = has_usual_clip and math.isclose(beta, 0.5)
         if is_hard_swish and gate.source == gate.factor:
-            return [helper.make_node("HardSwish", [self.source], [output], name=name)]
+            return [make_node("HardSwish", [self.source], output, name)]
         sigmoid = self.make("HardSigmoid", [self.source], "open", alpha=alpha, beta=beta)
         inputs = [self.factor, sigmoid.output[0]]
-        return [sigmoid, helper.make_node("Mul", inputs, [output], name=name)]
+        return [sigmoid, make_node("Mul", inputs, output, name)]
 
-    def _write_affine(self, product: str, scale: float) -> list[onnx.NodeProto]:
+    def _write_affine(self, product: str, scale: float) -> Nodes:
         """Return the nodes that apply gain and offset to the product."""
-        scale32, offset = np.float32(scale), np.float32(self.gate.offset)
+        scale32 = np.float32(scale)
+        offset = np.float32(self.gate.offset)
         if not self.channels:
             mul = self.make("Mul", [product, self.constant("scale", scale32)], "product")
             inputs = [mul.output[0], self.constant("shift", offset)]
-            return [mul, helper.make_node("Add", inputs, [self.output], name=self.name)]
+            return [mul, make_node("Add", inputs, self.output, self.name)]
         ones = np.ones(self.channels, np.float32)
         inputs = [
             product,
@@ -109,8 +107,5 @@ class _FusedGate(ReplacementNodes):
             self.constant("mean", ones * 0),
             self.constant("variance", ones),
         ]
-        return [
-            helper.make_node(
-                "BatchNormalization", inputs, [self.output], name=self.name, epsilon=0.0
-            )
-        ]
+        op_type = "BatchNormalization"
+        return [make_node(op_type, inputs, self.output, self.name, epsilon=0.0)]

@@ -28,15 +28,16 @@ from onnx import helper, numpy_helper
 from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, signed_grid
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
-from deploy.graph.edit import copy_without_initializers, drop_dead, rebuild
+from deploy.graph.edit import copy_without_initializers, drop_dead, make_node, rebuild, set_input
 from deploy.graph.gates import Gate
-from deploy.graph.index import count_reads
+from deploy.graph.index import Nodes, by_name, count_reads, map_producers
 from deploy.graph.plan import Plan, QdqPair, WeightTarget
 from deploy.targets.onnxruntime.uint8_gates import (
     GateWriter,
     ShiftedParams,
     fit_input_shift,
     fit_output_offset,
+    make_pair,
 )
 from deploy.targets.stored_weights import compute_weight_scales
 
@@ -111,10 +112,12 @@ def write_qdq(
 
 def _replaced_constants(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
     """Return the float weights and biases that have no reader once they are integers."""
-    names = [weight.name for weight in plan.weights]
-    if plan.placement.quantizes_bias:
-        names += [weight.bias for weight in plan.weights if weight.bias is not None]
-    return {name for name, count in Counter(names).items() if count == read_counts[name]}
+    counts: Counter[str] = Counter()  # reads of the layers that store the constant as integers
+    for weight in plan.weights:
+        counts[weight.name] += 1
+        if weight.bias is not None and plan.placement.quantizes_bias:
+            counts[weight.bias] += 1
+    return {name for name, count in counts.items() if count == read_counts[name]}
 
 
 class _QdqWriter:
@@ -150,12 +153,12 @@ class _QdqWriter:
         self.weight_grid = plan.placement.weights
         if weight_bits != self.weight_grid.bits:
             self.weight_grid = signed_grid(weight_bits)
-        self.nodes = {node.name: node for node in self.graph.node}
-        self.initializers = {tensor.name: tensor for tensor in float_model.graph.initializer}
-        self.producer = {name: node for node in self.graph.node for name in node.output if name}
-        self.constant_nodes: list[onnx.NodeProto] = []
-        self.following_nodes: dict[str, list[onnx.NodeProto]] = {}
-        self.replacements: dict[str, list[onnx.NodeProto]] = {}
+        self.nodes: dict[str, onnx.NodeProto] = by_name(self.graph.node)
+        self.initializers: dict[str, onnx.TensorProto] = by_name(float_model.graph.initializer)
+        self.producer = map_producers(self.graph.node)
+        self.constant_nodes: Nodes = []
+        self.following_nodes: dict[str, Nodes] = {}
+        self.replacements: dict[str, Nodes] = {}
         self.gate_writer = GateWriter(self.constant, self.constant_nodes)
         self.gate_offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.clip_shifts = _clip_shifts(plan)
@@ -167,8 +170,8 @@ class _QdqWriter:
         `steps` are those by which a gate writes or reads it shifted.
         """
         owner = self.plan.scale_owners.get(tensor, tensor)
-        scale, zero = self.scales[owner].on(self.plan.placement.grid)
-        scale = self.round_scales(np.asarray(scale, np.float32).reshape(1))[0]
+        exact_scale, zero = self.scales[owner].on(self.plan.placement.grid)
+        scale = self.round_scales(np.array([exact_scale], np.float32))[0]
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
         if owner in self.gate_offsets:
@@ -189,6 +192,7 @@ class _QdqWriter:
         source, target = name, f"{name}/dequantized"
         producer = self.producer.get(name)
         if pair.consumers is None and producer is not None:
+            # all readers read the pair, so that it gets the tensor's name
             source, target = f"{name}/float", name
             producer.output[list(producer.output).index(name)] = source
         else:
@@ -196,23 +200,20 @@ class _QdqWriter:
                 if pair.consumers is None or node.name in pair.consumers:
                     _redirect(node, name, target)
 
-        params = self.quantization(name)
+        shifted_params = self.quantization(name)
         grid = self.plan.placement.grid
-        constants = [
-            self.constant(f"{name}/scale", np.array(params.scale, np.float32)),
-            self.constant(f"{name}/zero_point", np.array(params.zero, grid.dtype), grid),
+        params = [
+            self.constant(f"{name}/scale", np.array(shifted_params.scale, np.float32)),
+            self.constant(f"{name}/zero_point", np.array(shifted_params.zero, grid.dtype), grid),
         ]
-        quantized = f"{name}/quantized"
-        self.following_nodes[source] = [
-            _node("QuantizeLinear", [source, *constants], quantized, f"{name}/Q"),
-            _node("DequantizeLinear", [quantized, *constants], target, f"{name}/DQ"),
-        ]
+        self.following_nodes[source] = make_pair(source, target, name, params, params)
 
     def fuse_gemm(self, target: WeightTarget) -> None:
         """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so."""
         if target.node not in self.plan.gemm_bias_adds:
             return
-        node, add = self.nodes[target.node], self.nodes[self.plan.gemm_bias_adds[target.node]]
+        node = self.nodes[target.node]
+        add = self.nodes[self.plan.gemm_bias_adds[target.node]]
         node.op_type = "Gemm"
         node.input.append(str(target.bias))
         node.output[0] = add.output[0]
@@ -224,13 +225,11 @@ class _QdqWriter:
         gate = self.plan.bias_shifts.get(target.node)
         if gate is None:
             return target
+        bias = np.zeros(self.initializers[target.name].dims[0], np.float32)
         if target.bias is not None:
             bias = numpy_helper.to_array(self.initializers[target.bias])
-        else:
-            bias = np.zeros(self.initializers[target.name].dims[0], np.float32)
         name = self.constant(f"{gate.name}/shifted", bias + np.float32(gate.shift))
-        node = self.nodes[target.node]
-        node.input[:] = [*node.input[:2], name]
+        set_input(self.nodes[target.node], 2, name)
         return replace(target, bias=name)
 
     def write_weight(self, target: WeightTarget) -> None:
@@ -250,12 +249,11 @@ class _QdqWriter:
         trained = self.trained_scales.get(target.node)
         scales = matching_scales(trained, tuple(tensor.dims), target.axis)
         if scales is None:
-            fits = self.plan.placement.fits_pairs
+            fits_pairs = self.plan.placement.fits_pairs
+            fitted_node = node if fits_pairs else None
             scales = self.memoize(
-                (target.name, target.axis, grid, fits),
-                lambda: compute_weight_scales(
-                    tensor, target.axis, grid, fits=node if fits else None
-                ),
+                (target.name, target.axis, grid, fits_pairs),
+                lambda: compute_weight_scales(tensor, target.axis, grid, fits=fitted_node),
             )
         scales = self.round_scales(scales)
         if self._has_integer_bias(target):
@@ -270,6 +268,7 @@ class _QdqWriter:
         key = (target.name, target.axis, is_trained, scales.tobytes())
         if key in self.weights:
             return self.weights[key]
+
         if is_trained:  # a trained weight may use the lowest integer, -128
             array = numpy_helper.to_array(tensor)
             shape = [1] * array.ndim
@@ -284,22 +283,26 @@ class _QdqWriter:
                 ),
             )
         name = target.name
-        if any(stored_name == name for stored_name, *_ in self.weights):  # with other scales
+        stored_names = {stored_name for stored_name, *_ in self.weights}
+        if name in stored_names:  # with other scales
             name = f"{name}/{node.name}"
         self.weights[key] = self._dequantized(name, integers, scales, target.axis, grid)
         return self.weights[key]
 
     def _stored_bias(self, node: onnx.NodeProto, bias: str, weight_scales: Scales32) -> str:
-        array = numpy_helper.to_array(self.initializers[bias]).reshape(-1)
+        """Return the dequantized tensor of a bias, in steps of input scale * weight scale."""
+        values = numpy_helper.to_array(self.initializers[bias]).reshape(-1)
         scales = (weight_scales * self._input_scale(node)).astype(np.float32)
         with np.errstate(divide="ignore", invalid="ignore"):
-            steps = np.rint(array.astype(np.float64) / scales)
-        integers = np.clip(np.nan_to_num(steps), -_INT32_MAX, _INT32_MAX).astype(np.int32)
+            steps = np.rint(values.astype(np.float64) / scales)
+        steps = np.nan_to_num(steps).clip(-_INT32_MAX, _INT32_MAX)
+        integers = steps.astype(np.int32)
         axis = 0 if scales.size > 1 else None
         return self._dequantized(f"{bias}/{node.name}", integers, scales, axis)
 
     def _input_scale(self, node: onnx.NodeProto) -> np.float32:
-        return self.quantization(str(node.input[0]).removesuffix("/dequantized")).scale
+        """Return the scale of a layer's input."""
+        return self.quantization(node.input[0].removesuffix("/dequantized")).scale
 
     def _dequantized(
         self,
@@ -318,9 +321,7 @@ class _QdqWriter:
             self.constant(f"{name}/zero_point", zeros, grid),
         ]
         output = f"{name}/dequantized"
-        node = _node("DequantizeLinear", inputs, output, f"{name}/DQ")
-        if axis is not None:
-            node.attribute.append(helper.make_attribute("axis", axis))
+        node = make_node("DequantizeLinear", inputs, output, f"{name}/DQ", axis=axis)
         self.constant_nodes.append(node)
         return output
 
@@ -328,7 +329,8 @@ class _QdqWriter:
         """Replace the nodes of a gate by int8 ones."""
         nodes = [self.nodes[name] for name in gate.nodes]
         quantize_node = self.following_nodes[nodes[-1].output[0]][0]
-        shifted, source = "", None
+        shifted = ""
+        source = None
         if gate in self.plan.bias_shifts.values():
             shifted = self._shifted_source(gate)
         else:
@@ -348,7 +350,8 @@ class _QdqWriter:
 
     def _shifted_source(self, gate: Gate) -> str:
         """Rename a gate's source, which now includes the shift, and drop its pair."""
-        producer, name = self.producer[gate.source], f"{gate.source}/shifted"
+        producer = self.producer[gate.source]
+        name = f"{gate.source}/shifted"
         del self.following_nodes[producer.output[0]]
         producer.output[0] = name
         return name
@@ -360,11 +363,9 @@ class _QdqWriter:
         """
         node = self.nodes[name]
         quantize_node, dequantize_node = self.following_nodes.pop(node.output[0])
-        tensor = str(node.input[0]).removesuffix("/dequantized")
+        tensor = node.input[0].removesuffix("/dequantized")
         node.input[0], node.output[0] = f"{tensor}/quantized", quantize_node.output[0]
-        while len(node.input) < 3:
-            node.input.append("")
-        node.input[2] = quantize_node.input[2]
+        set_input(node, 2, quantize_node.input[2])
         self.following_nodes[node.output[0]] = [dequantize_node]
 
     def write_numbers(self, name: str) -> None:
@@ -372,8 +373,8 @@ class _QdqWriter:
         node = self.nodes[name]
         for position, source in enumerate(node.input):
             if source in self.initializers:
-                value = numpy_helper.to_array(self.initializers[source]).reshape(-1)[0]
-                node.input[position] = self.gate_writer.number(float(value))
+                value = numpy_helper.to_array(self.initializers[source]).item()
+                node.input[position] = self.gate_writer.number(value)
 
     def finish(self) -> None:
         """Insert all nodes in an order in which each tensor is made before it is read."""
@@ -403,8 +404,8 @@ def _widen_for_bias(
     scales: Scales32, bias: NDArray[np.floating], input_scale: np.float32
 ) -> Scales32:
     """Widen weight scales until the bias fits int32 (for channels of nearly zero weights)."""
-    max_steps = _INT32_MAX - 128
-    min_scales = np.abs(bias.astype(np.float64).reshape(-1)) / (float(input_scale) * max_steps)
+    max_bias = float(input_scale) * (_INT32_MAX - 128)  # for a weight scale of 1
+    min_scales = np.abs(bias.astype(np.float64).reshape(-1)) / max_bias
     if scales.size == 1:
         min_scales = min_scales.max(keepdims=True)
     return np.maximum(scales, min_scales.astype(np.float32)).astype(np.float32)
@@ -429,6 +430,7 @@ def matching_scales(
 
 
 def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
+    """Return a tensor of a type that numpy has."""
     data_type = _RAW_TYPES.get(array.dtype.str)
     if data_type is not None:  # the result of `from_array` in a tenth of the time
         return onnx.TensorProto(
@@ -445,10 +447,7 @@ def _float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
 
 
 def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:
+    """Let a node itself, not its subgraphs, read `target` in place of a tensor."""
     for position, source in enumerate(node.input):
         if source == name:
             node.input[position] = target
-
-
-def _node(op_type: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
-    return onnx.NodeProto(op_type=op_type, input=inputs, output=[output], name=name)

@@ -14,11 +14,12 @@ Source: ONNX operator Resize-13 (coordinate_transformation_mode, nearest_mode).
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
-from deploy.graph.edit import drop_dead, rebuild
-from deploy.graph.index import Graph, attributes
+from deploy.graph.edit import drop_dead, make_node, rebuild
+from deploy.graph.index import Graph, Nodes, Shape, attributes, optional_input
 from deploy.graph.placement import resize_mode
 from deploy.targets.onnxruntime.rewrite_base import (
     ReplacementNodes,
@@ -36,7 +37,7 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
     if not _has_quantized_resize(model):
         return
     graph = Graph(model)
-    replacements: dict[str, list[onnx.NodeProto]] = {}
+    replacements: dict[str, Nodes] = {}
     shapes: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         if node.op_type != "Resize":
@@ -53,7 +54,8 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         replacements[node.name] = copies.write(source, output)
         replacements[graph.readers[node.output[0]][0].name] = []  # the QuantizeLinear
         model.graph.initializer.extend(copies.constants)
-        shapes.append(copies.rows(sizes[1] if isinstance(sizes[1], int) else None))
+        channels = sizes[1] if isinstance(sizes[1], int) else None
+        shapes.append(copies.rows(channels))
     if replacements:
         rebuild(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)  # DequantizeLinears that only the Resize read
@@ -76,7 +78,7 @@ def _repeat_factors(graph: Graph, node: onnx.NodeProto) -> tuple[int, int] | Non
     attrs = attributes(node)
     if resize_mode(node) != "nearest" or attrs.get("axes"):
         return None
-    scales = graph.initializers.get(node.input[2]) if len(node.input) > 2 else None
+    scales = graph.initializers.get(optional_input(node, 2))
     if scales is None or scales.dims != [4]:
         return None
     factors: list[float] = numpy_helper.to_array(scales).tolist()
@@ -100,16 +102,14 @@ def _repeats_pixels(attrs: Mapping[str, bytes], factors: Sequence[float]) -> boo
 
 def _integers_around(graph: Graph, node: onnx.NodeProto) -> tuple[str, str] | None:
     """Return the int8 tensors before and after a node, if their pairs are equal."""
-    dequantize = graph.producer.get(node.input[0])
-    quantize = graph.only_reader(node.output[0])
-    if dequantize is None or dequantize.op_type != "DequantizeLinear":
-        return None
-    if quantize is None or quantize.op_type != "QuantizeLinear":
+    dequantize = graph.find_producer(node.input[0], "DequantizeLinear")
+    quantize = graph.only_reader(node.output[0], "QuantizeLinear")
+    if dequantize is None or quantize is None:
         return None
     grid = _constant_grid(graph, dequantize)
     if grid is None or grid != _constant_grid(graph, quantize):
         return None
-    return str(dequantize.input[0]), str(quantize.output[0])
+    return dequantize.input[0], quantize.output[0]
 
 
 def _constant_grid(graph: Graph, node: onnx.NodeProto) -> list[list[float]] | None:
@@ -125,14 +125,12 @@ def _constant_grid(graph: Graph, node: onnx.NodeProto) -> list[list[float]] | No
 class _PixelCopies(ReplacementNodes):
     """The nodes in place of one Resize, and their constants."""
 
-    def __init__(
-        self, name: str, factors: tuple[int, int], sizes: Sequence[int | str | None]
-    ) -> None:
+    def __init__(self, name: str, factors: tuple[int, int], sizes: Shape) -> None:
         super().__init__(name)
         self.row_factor, self.column_factor = factors
         self.sizes = sizes
 
-    def write(self, source: str, output: str) -> list[onnx.NodeProto]:
+    def write(self, source: str, output: str) -> Nodes:
         """Return the nodes that copy the pixels of an int8 tensor."""
         shape_nodes = self._write_shape(source)
         axes = self.constant("axes", [2, 4])
@@ -143,16 +141,15 @@ class _PixelCopies(ReplacementNodes):
             self.make("Tile", [f"{self.name}/apart", repeats], "repeated"),
             *shape_nodes,
             self.make("Reshape", [f"{self.name}/repeated", f"{self.name}/shape"], "rows"),
-            helper.make_node(
-                "Transpose", [f"{self.name}/rows"], [output], name=self.name, perm=[0, 3, 1, 2]
-            ),
+            make_node("Transpose", [f"{self.name}/rows"], output, self.name, perm=[0, 3, 1, 2]),
         ]
 
-    def _write_shape(self, source: str) -> list[onnx.NodeProto]:
+    def _write_shape(self, source: str) -> Nodes:
         """Return the nodes that compute NAME/shape; none if the sizes are known."""
+        factors = [1, self.row_factor, self.column_factor, 1]
         _, channels, height, width = self.sizes
         if isinstance(channels, int) and isinstance(height, int) and isinstance(width, int):
-            rows, columns = height * self.row_factor, width * self.column_factor
-            self.constant("shape", [-1, rows, columns, channels])
+            shape = np.array([-1, height, width, channels]) * factors
+            self.constant("shape", shape)
             return []
-        return self.scaled_shape(source, [0, 2, 3, 1], [1, self.row_factor, self.column_factor, 1])
+        return self.scaled_shape(source, [0, 2, 3, 1], factors)

@@ -16,8 +16,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from deploy.graph.edit import make_node
 from deploy.graph.gates import Gate
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, Nodes, by_name
 from deploy.graph.rewrite import RewriteRule, apply_rule
 
 
@@ -93,7 +94,7 @@ class RewriteScope:
     @cached_property
     def float_node(self) -> dict[str, onnx.NodeProto]:
         """Name -> node of the float model."""
-        return {node.name: node for node in self.context.float_graph.nodes}
+        return by_name(self.context.float_graph.nodes)
 
     def add_constant(self, name: str, values: NDArray[Any]) -> str:
         """Add an initializer; return its name."""
@@ -120,7 +121,7 @@ class ReplacementNodes:
     ) -> onnx.NodeProto:
         """Return a node with one output; both are called NAME/suffix."""
         name = f"{self.name}/{suffix}"
-        return helper.make_node(op_type, inputs, [name], name=name, **attributes)
+        return make_node(op_type, inputs, name, name, **attributes)
 
     def constant(self, suffix: str, values: Sequence[int] | NDArray[Any] | np.float32) -> str:
         """Add a constant, int64 numbers or an array as it is; return its name, NAME/suffix."""
@@ -135,31 +136,29 @@ class ReplacementNodes:
 
     def scaled_shape(
         self, source: str, order: Sequence[int], factors: Sequence[int], channels: int | None = None
-    ) -> list[onnx.NodeProto]:
+    ) -> Nodes:
         """Return the nodes that compute NAME/shape: sizes of a tensor in this order, multiplied.
 
         `channels`: size to append; None if the sizes are complete.
         """
         order_name = self.constant("order", order)
-        factors_name = self.constant("times", factors)
+        operands = [f"{self.name}/ordered", self.constant("times", factors)]
         nodes = [
             self.make("Shape", [source], "sizes"),
             self.make("Gather", [f"{self.name}/sizes", order_name], "ordered"),
         ]
-        operands = [f"{self.name}/ordered", factors_name]
         if channels is None:
             return [*nodes, self.make("Mul", operands, "shape")]
-        channels_name = self.constant("channels", [channels])
-        larger = self.make("Mul", operands, "larger")
-        shape = self.make("Concat", [f"{self.name}/larger", channels_name], "shape", axis=0)
-        return [*nodes, larger, shape]
+        sizes = [f"{self.name}/larger", self.constant("channels", [channels])]
+        nodes.append(self.make("Mul", operands, "larger"))
+        return [*nodes, self.make("Concat", sizes, "shape", axis=0)]
 
 
 def replaced_nodes(
     model: onnx.ModelProto, replacements: Mapping[str, Sequence[onnx.NodeProto]]
-) -> list[onnx.NodeProto]:
+) -> Nodes:
     """Return the nodes of a model with others in place of those of these names."""
-    nodes: list[onnx.NodeProto] = []
+    nodes: Nodes = []
     for node in model.graph.node:
         nodes += replacements.get(node.name, [node])
     return nodes

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
-from deploy.graph.edit import rebuild, rename_reads, replace_nodes
-from deploy.graph.index import Graph, attributes
+from deploy.graph.edit import drop_attribute, make_node, rebuild, rename_reads, replace_nodes
+from deploy.graph.index import FLOAT, Graph, Nodes, attributes
 from deploy.graph.placement import averages_beyond_padding, is_global_mean
 from deploy.graph.rewrite import RewriteRule, is_op
 from deploy.targets.onnxruntime.depthwise_rewrite import widen_depthwise
@@ -46,6 +46,7 @@ from deploy.targets.onnxruntime.rewrite_base import (
 )
 from deploy.targets.onnxruntime.stem_rewrite import pad_stems
 from deploy.targets.onnxruntime.tile_rewrite import with_tiles
+from deploy.targets.onnxruntime.uint8_gates import make_pair
 
 _MIN_HALF_VALUES = 1 << 10  # values from which a constant is worth storing as float16
 
@@ -80,15 +81,14 @@ def store_halves(graph: onnx.GraphProto) -> None:
     """
     casts = []
     for tensor in graph.initializer:
-        is_float32 = tensor.data_type == onnx.TensorProto.FLOAT
-        if not is_float32 or math.prod(tensor.dims) < _MIN_HALF_VALUES:
+        if tensor.data_type != FLOAT or math.prod(tensor.dims) < _MIN_HALF_VALUES:
             continue
         values = numpy_helper.to_array(tensor)
         with np.errstate(over="ignore", invalid="ignore"):
             halves = values.astype(np.float16)
         if np.array_equal(halves, values):
             name = f"{tensor.name}/half"
-            casts.append(helper.make_node("Cast", [name], [tensor.name], to=1))
+            casts.append(make_node("Cast", [name], tensor.name, to=1))
             tensor.CopyFrom(numpy_helper.from_array(halves, name))
     replace_nodes(graph, [*casts, *graph.node])
 
@@ -118,25 +118,21 @@ def _why_no_pool(node: onnx.NodeProto, scope: RewriteScope) -> str:
     return "" if is_global else "it is no mean over all pixels of each channel"
 
 
-def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Return the nodes in place of one ReduceMean; the pool keeps its name."""
     source, output, name = mean.input[0], mean.output[0], mean.name
     if attributes(mean).get("keepdims", 1):
-        return [helper.make_node("GlobalAveragePool", [source], [output], name=name)]
+        return [make_node("GlobalAveragePool", [source], output, name)]
     pooled = f"{output}/pooled"
-    nodes = [helper.make_node("GlobalAveragePool", [source], [pooled], name=name)]
+    nodes = [make_node("GlobalAveragePool", [source], pooled, name)]
     for reader in scope.graph.readers.get(output, ()):
         if reader.op_type == "QuantizeLinear":
-            integers, dequantized, grid = f"{pooled}/quantized", f"{pooled}/read", reader.input[1:]
-            nodes += [
-                helper.make_node("QuantizeLinear", [pooled, *grid], [integers], f"{pooled}/Q"),
-                helper.make_node(
-                    "DequantizeLinear", [integers, *grid], [dequantized], f"{pooled}/DQ"
-                ),
-            ]
+            params = reader.input[1:]
+            dequantized = f"{pooled}/read"
+            nodes += make_pair(pooled, dequantized, pooled, params, params)
             pooled = dequantized
             break
-    flatten = helper.make_node("Reshape", [pooled, _FLAT_SHAPE], [output], name=f"{name}/flat")
+    flatten = make_node("Reshape", [pooled, _FLAT_SHAPE], output, f"{name}/flat")
     return [*nodes, flatten]
 
 
@@ -152,9 +148,7 @@ def fix_averages(model: onnx.ModelProto, context: RewriteContext) -> None:
     """
     for node in model.graph.node:
         if averages_beyond_padding(node) and not any(attributes(node).get("pads", [])):
-            remaining = [entry for entry in node.attribute if entry.name != "count_include_pad"]
-            del node.attribute[:]
-            node.attribute.extend(remaining)
+            drop_attribute(node, "count_include_pad")
 
 
 def write_softmax(model: onnx.ModelProto, context: RewriteContext) -> None:
@@ -176,7 +170,9 @@ def _softmax_axis(node: onnx.NodeProto, scope: RewriteScope) -> tuple[int, int]:
     if float_softmax is not None:
         rank = len(scope.context.float_graph.shapes.get(float_softmax.output[0]) or ())
     axis = int(attributes(node).get("axis", -1))
-    return axis + rank if axis < 0 else axis, rank
+    if axis < 0:
+        axis += rank
+    return axis, rank
 
 
 def _why_not_flat(node: onnx.NodeProto, scope: RewriteScope) -> str:
@@ -184,20 +180,19 @@ def _why_not_flat(node: onnx.NodeProto, scope: RewriteScope) -> str:
     return "" if 0 <= axis < rank - 2 else "at most one axis follows, or its rank is unknown"
 
 
-def _write_flat_softmax(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+def _write_flat_softmax(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Return the nodes in place of one Softmax."""
     source, output, name = node.input[0], node.output[0], node.name
-    sizes, flat, result = f"{output}/sizes", f"{output}/in_a_row", f"{output}/of_a_row"
+    sizes = f"{output}/sizes"
+    flat, flat_result = f"{output}/in_a_row", f"{output}/of_a_row"
     axis, _ = _softmax_axis(node, scope)
-    same_sizes = [0] * (axis + 1)
-    flat_shape = scope.add_constant(
-        f"{output}/shape_in_a_row", np.array([*same_sizes, -1], np.int64)
-    )
+    flat_sizes = np.array([0] * (axis + 1) + [-1], np.int64)  # 0 keeps a size
+    flat_shape = scope.add_constant(f"{output}/shape_in_a_row", flat_sizes)
     return [
-        helper.make_node("Shape", [source], [sizes], name=f"{name}/sizes"),
-        helper.make_node("Reshape", [source, flat_shape], [flat], name=f"{name}/in_a_row"),
-        helper.make_node(node.op_type, [flat], [result], name=name, axis=axis),
-        helper.make_node("Reshape", [result, sizes], [output], name=f"{name}/as_it_was"),
+        make_node("Shape", [source], sizes, f"{name}/sizes"),
+        make_node("Reshape", [source, flat_shape], flat, f"{name}/in_a_row"),
+        make_node(node.op_type, [flat], flat_result, name, axis=axis),
+        make_node("Reshape", [flat_result, sizes], output, f"{name}/as_it_was"),
     ]
 
 
@@ -241,12 +236,13 @@ def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
     return ""
 
 
-def _copy_first_input(node: onnx.NodeProto, _: RewriteScope) -> list[onnx.NodeProto]:
+def _copy_first_input(node: onnx.NodeProto, _: RewriteScope) -> Nodes:
     """Return the Sum that copies the first input, and the node that reads the copy."""
     position = _first_data_input(node)
-    source, copy = node.input[position], f"{node.output[0]}/apart"
+    copy = f"{node.output[0]}/apart"
+    sum_node = make_node("Sum", [node.input[position]], copy, f"{node.name}/apart")
     node.input[position] = copy
-    return [helper.make_node("Sum", [source], [copy], name=f"{node.name}/apart"), node]
+    return [sum_node, node]
 
 
 _KEEP_APART = RewriteRule(
@@ -263,9 +259,7 @@ def _first_data_input(node: onnx.NodeProto) -> int:
 
 def _is_dequantized(graph: Graph, tensor: str) -> bool:
     """Whether a tensor comes from a DequantizeLinear."""
-    producer = graph.producer.get(tensor)
-    while producer is not None and producer.op_type in _MOVED_PAST:
-        producer = graph.producer.get(producer.input[0])
+    producer = graph.trace_back(tensor, _MOVED_PAST)
     return producer is not None and producer.op_type == "DequantizeLinear"
 
 
@@ -288,13 +282,13 @@ def share_reads(model: onnx.ModelProto, context: RewriteContext) -> None:
     apply_to_model(_SHARE_READS, model, context)
 
 
-def _float_readers(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+def _float_readers(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Return the float nodes that read a DequantizeLinear, but those that only move values."""
-    return [
-        reader
-        for reader in scope.graph.readers.get(node.output[0], ())
-        if reader.name in scope.context.float_nodes and reader.op_type not in _MOVED_PAST
-    ]
+    readers = []
+    for reader in scope.graph.readers.get(node.output[0], ()):
+        if reader.name in scope.context.float_nodes and reader.op_type not in _MOVED_PAST:
+            readers.append(reader)
+    return readers
 
 
 def _why_not_shared(node: onnx.NodeProto, scope: RewriteScope) -> str:
@@ -302,12 +296,12 @@ def _why_not_shared(node: onnx.NodeProto, scope: RewriteScope) -> str:
     return "" if has_several_readers else "at most one float node reads it"
 
 
-def _copy_output(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+def _copy_output(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Return the DequantizeLinear and the Sum that its float readers read instead."""
-    source, copy = node.output[0], f"{node.output[0]}/apart"
-    for reader in _float_readers(node, scope):
-        rename_reads([reader], {source: copy})
-    return [node, helper.make_node("Sum", [source], [copy], name=copy)]
+    source = node.output[0]
+    copy = f"{source}/apart"
+    rename_reads(_float_readers(node, scope), {source: copy})
+    return [node, make_node("Sum", [source], copy, copy)]
 
 
 _SHARE_READS = RewriteRule(
@@ -328,9 +322,9 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
     for node in graph.nodes:
         if node.op_type != "MatMul":
             continue
-        add = graph.only_reader(node.output[0])
+        add = graph.only_reader(node.output[0], "Add")
         rank = len(context.float_graph.shapes.get(node.output[0]) or ())
-        if add is None or add.op_type != "Add" or rank < 3:
+        if add is None or rank < 3:
             continue
         if all(_is_dequantized(graph, name) for name in node.input):
             read_counts.update(name for name in add.input if name in graph.initializers)

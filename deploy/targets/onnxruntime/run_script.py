@@ -60,16 +60,12 @@ def run_program(
         return None
     if preprocess.size is None or None in preprocess.size:
         return None
-    interpolation = f"cv2.INTER_{_INTERPOLATIONS.get(preprocess.interpolation, 'AREA')}"
-    if preprocess.interpolation == "area":  # enlarging by areas would repeat pixels
-        is_enlarged = "rows > picture.shape[0] or columns > picture.shape[1]"
-        interpolation = f"cv2.INTER_LINEAR if {is_enlarged} else {interpolation}"
-
-    position, corner = "top-left", "0, 0"
+    position = "top-left"
     if preprocess.resize == "letterbox":
         position = preprocess.anchor
     elif preprocess.resize == "short-side":
         position = "crop"
+    corner = "0, 0"
     if position != "top-left":
         corner = "(HEIGHT - rows) // 2, (WIDTH - columns) // 2"
 
@@ -83,7 +79,7 @@ def run_program(
         width=preprocess.box[1],
         sizes=_SIZES[preprocess.resize].format(short=preprocess.short),
         flag=flag,
-        kind=interpolation,
+        kind=_interpolation_text(preprocess.interpolation),
         channels=preprocess.channels,
         order="[:, :, ::-1]" if preprocess.color == "rgb" else "",
         pad=list(preprocess.pad),
@@ -96,3 +92,12 @@ def run_program(
         dtype=inputs[0].dtype,
         input=ascii(inputs[0].name),
     )
+
+
+def _interpolation_text(interpolation: str) -> str:
+    """Return the expression for cv2's interpolation."""
+    if interpolation != "area":
+        return f"cv2.INTER_{_INTERPOLATIONS[interpolation]}"
+    # enlarging by areas would repeat pixels
+    is_enlarged = "rows > picture.shape[0] or columns > picture.shape[1]"
+    return f"cv2.INTER_LINEAR if {is_enlarged} else cv2.INTER_AREA"

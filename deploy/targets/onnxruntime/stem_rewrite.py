@@ -17,15 +17,13 @@ import math
 
 import numpy as np
 import onnx
-from onnx import helper
 
-from deploy.graph.edit import drop_dead
-from deploy.graph.index import padded_name
+from deploy.graph.edit import drop_dead, make_node
+from deploy.graph.index import Nodes, group_count, padded_name
 from deploy.graph.rewrite import RewriteRule, is_op
 from deploy.targets.onnxruntime.conv_constants import (
     WEIGHT,
     append_zero_channels,
-    group_count,
     unshared_integers,
 )
 from deploy.targets.onnxruntime.rewrite_base import RewriteContext, RewriteScope, apply_to_model
@@ -62,17 +60,17 @@ def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
     if zero_products > scope.context.kernels.max_zero_products:
         return "the products with zeros cost more than they gain"
 
-    pair = scope.graph.producer.get(node.input[0])
     if unshared_integers(scope.graph, node) is None:
         return "its weight is float, or shared"
-    if pair is None or pair.op_type != "DequantizeLinear":
+    dequantize = scope.graph.find_producer(node.input[0], "DequantizeLinear")
+    if dequantize is None:
         return "its input is float"
-    if any(scope.graph.scalar(name) is None for name in pair.input[1:]):
+    if any(scope.graph.scalar(name) is None for name in dequantize.input[1:]):
         return "its input has no single scale"
     return ""
 
 
-def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto]:
+def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Widen the weight; return Pad, DequantizeLinear and the Conv that reads them."""
     weight = unshared_integers(scope.graph, node)
     assert weight is not None  # by the check
@@ -84,11 +82,10 @@ def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> list[onnx.NodeProto
     pads = np.zeros(2 * rank, np.int64)
     pads[rank + 1] = added  # at the end of the channels
     pads_name = scope.add_constant(f"{padded}/pads", pads)
-    pad = helper.make_node("Pad", [source, pads_name, grid[1]], [padded], name=padded)
+    pad = make_node("Pad", [source, pads_name, grid[1]], padded, padded)
     node.input[0] = f"{padded}/dequantized"
-    dequantize = helper.make_node(
-        "DequantizeLinear", [padded, *grid], [node.input[0]], name=f"{padded}/DQ"
-    )
+    inputs = [padded, *grid]
+    dequantize = make_node("DequantizeLinear", inputs, node.input[0], f"{padded}/DQ")
     return [pad, dequantize, node]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from deploy.errors import ConfigError, ExportError
+from deploy.errors import ConfigError, ExportError, counted
 from deploy.files import atomic
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import check_options, option
@@ -137,13 +137,10 @@ class OnnxRuntime:
         self, decisions: tuple[Decision, ...], dynamic_nodes: tuple[str, ...]
     ) -> tuple[Decision, ...]:
         """Return the decisions, with those of the dynamic MatMuls quantized."""
-        if not dynamic_nodes:
-            return decisions
         precision = self.placement.grid.name
-        chosen = frozenset(dynamic_nodes)
         updated = []
         for decision in decisions:
-            if decision.node in chosen:
+            if decision.node in dynamic_nodes:
                 decision = replace(decision, precision=precision, reason="")
             updated.append(decision)
         return tuple(updated)
@@ -214,10 +211,9 @@ class OnnxRuntime:
             grid = signed_grid(self.weight_bits)
             fits_pairs = self.placement.fits_pairs
             model = write_dynamic(model, dynamic_nodes, grid, fits_pairs=fits_pairs)
-        shifted = {gate.source for gate in plan.bias_shifts.values()}  # they have no pair
-        pair_ranges = {
-            name: ranges.scales[name] for name in plan.activations if name not in shifted
-        }
+        pair_ranges = {name: ranges.scales[name] for name in plan.activations}
+        for gate in plan.bias_shifts.values():
+            pair_ranges.pop(gate.source, None)  # it has no pair
         decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
         return _PairedModel(model, decisions, pair_ranges, analysis, plan)
 
@@ -253,7 +249,8 @@ class OnnxRuntime:
         from deploy.targets.stored_weights import read_stored_weights
 
         paired = self._write_pairs(request)
-        decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
+        decisions = paired.decisions
+        weights = read_stored_weights(paired.model, on_cpus=True)
         pair_notes = self._pair_notes(request, paired.model, decisions)
         model = paired.engine(request.cpu)  # rewrites that model itself
         if request.subject.loaded.was_float16:
@@ -309,13 +306,12 @@ class OnnxRuntime:
         count = sum(weight.saturates for weight in weights)
         if count:
             this_cpu = ", of which this is one," if cpu_kind() == "avx2" else ""
-            layers = "layer" if count == 1 else "layers"
             reason = "weights are kept as the given model has them"
             if self.full_weights:
                 reason = "--full-weights lets weights take all of int8"
             notes.append(
                 f"x86 CPUs without VNNI{this_cpu} add two products in 16 bits and can saturate in"
-                f" {count} {layers} of the int8 model, since {reason}"
+                f" {counted(count, 'layer')} of the int8 model, since {reason}"
             )
         return notes
 
@@ -371,11 +367,13 @@ class _PairedModel:
         from deploy.targets.onnxruntime.rewrites import apply_rewrites
 
         int8_gates = () if self.plan is None else self.plan.gates
+        float_gates = [gate for gate in self.analysis.gates if gate not in int8_gates]
+        float_nodes = {decision.node for decision in self.decisions if not decision.quantized}
         kernel_kind = cpu_kind() if cpu == "this" else cpu
         context = RewriteContext(
             float_graph=self.analysis.graph,
-            float_nodes=frozenset(d.node for d in self.decisions if not d.quantized),
-            float_gates=tuple(gate for gate in self.analysis.gates if gate not in int8_gates),
+            float_nodes=frozenset(float_nodes),
+            float_gates=tuple(float_gates),
             has_given_pairs=self.plan is None,
             kernels=KERNELS.get(kernel_kind, KERNELS["avx2"]),
         )

@@ -12,16 +12,15 @@ The values keep all but their rounding.
 Source: ONNX operators Conv-11, ConvTranspose-11, QuantizeLinear-13 and DequantizeLinear-13.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
-from deploy.graph.edit import copy_message, drop_dead, replace_nodes
-from deploy.graph.index import Graph
+from deploy.graph.edit import copy_message, drop_dead, make_node, replace_nodes
+from deploy.graph.index import Graph, Nodes, Shape
 from deploy.graph.refusal import Tile, tile_shape
 from deploy.targets.onnxruntime.conv_constants import (
     BIAS,
@@ -49,13 +48,15 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
         return model
     model = copy_message(model)
     graph = Graph(model)
-    replacements: dict[str, list[onnx.NodeProto]] = {}
+    replacements: dict[str, Nodes] = {}
     shapes: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         quantize = _find_quantize(graph, node)
         weight = stored_integers(graph, node, WEIGHT)
-        tile = tile_shape(node, weight.dims) if weight is not None else None
-        if quantize is None or weight is None or tile is None:
+        if quantize is None or weight is None:
+            continue
+        tile = tile_shape(node, weight.dims)
+        if tile is None:
             continue
         tiled_layer = _TiledLayer(graph, node, tile, int(weight.dims[1]))
         replacements[node.name] = tiled_layer.write_layer(quantize)
@@ -75,13 +76,11 @@ def _find_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Return the QuantizeLinear after a ConvTranspose and its tail, if all of it is quantized."""
     if node.op_type != "ConvTranspose":
         return None
-    dequantize = graph.producer.get(node.input[0])
-    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+    if graph.find_producer(node.input[0], "DequantizeLinear") is None:
         return None
     if any(stored_integers(graph, node, index) is None for index in constant_positions(node)):
         return None
-    reader = graph.only_reader(graph.tail(node))
-    return reader if reader is not None and reader.op_type == "QuantizeLinear" else None
+    return graph.only_reader(graph.tail(node), "QuantizeLinear")
 
 
 def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:
@@ -93,7 +92,7 @@ def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:
     """
     if array.ndim == 4:
         return array.transpose(2, 3, 1, 0).reshape(-1, len(array), 1, 1)
-    return np.tile(array, tile[0] * tile[1]) if array.ndim else array
+    return array if array.ndim == 0 else np.tile(array, tile[0] * tile[1])
 
 
 class _TiledLayer(ReplacementNodes):
@@ -103,12 +102,12 @@ class _TiledLayer(ReplacementNodes):
         super().__init__(node.name)
         self.graph, self.node, self.tile, self.channels = graph, node, tile, channels
 
-    def write_layer(self, quantize: onnx.NodeProto) -> list[onnx.NodeProto]:
+    def write_layer(self, quantize: onnx.NodeProto) -> Nodes:
         """Return the Conv and its constants; its tail and the QuantizeLinear now read the tiles."""
         constants = [self._write_constant(index) for index in constant_positions(self.node)]
         inputs = [self.node.input[0], *(constant.output[0] for constant in constants)]
         output = self.node.output[0]
-        conv = helper.make_node("Conv", inputs, [f"{output}{TILES}"], name=self.name)
+        conv = make_node("Conv", inputs, f"{output}{TILES}", self.name)
         tail_output = quantize.input[0]
         self._read_tiles(output)
         if tail_output != output:
@@ -126,22 +125,15 @@ class _TiledLayer(ReplacementNodes):
         dequantize = self.graph.producer[self.node.input[position]]
         constant_name = _CONSTANT_NAMES[position]
         names = []
-        has_channel_scales = False
         suffixes = ("quantized", "scale", "zero_point")
         for name, suffix in zip(dequantize.input, suffixes, strict=True):
             array = numpy_helper.to_array(self.graph.initializers[name])
             names.append(self.constant(f"{constant_name}/{suffix}", tiled(array, self.tile)))
-            if suffix == "scale":
-                has_channel_scales = array.ndim > 0
         output = f"{self.name}/{constant_name}"
-        node = helper.make_node("DequantizeLinear", names, [output], name=f"{output}/DQ")
-        if has_channel_scales:
-            node.attribute.append(helper.make_attribute("axis", 0))
-        return node
+        axis = 0 if self.graph.initializers[dequantize.input[1]].dims else None
+        return make_node("DequantizeLinear", names, output, f"{output}/DQ", axis=axis)
 
-    def write_moves(
-        self, quantize: onnx.NodeProto, sizes: Sequence[int | str | None]
-    ) -> list[onnx.NodeProto]:
+    def write_moves(self, quantize: onnx.NodeProto, sizes: Shape) -> Nodes:
         """Return the nodes after the QuantizeLinear, which makes tiles from now on.
 
         `sizes`: shape of the ConvTranspose's output.
@@ -151,22 +143,17 @@ class _TiledLayer(ReplacementNodes):
         rows, columns = self.tile
         cut_shape = self.constant("apart", [0, 0, 0, rows, columns * self.channels])
         _, _, height, width = sizes
-        shape_nodes: list[onnx.NodeProto] = []
+        shape_nodes: Nodes = []
         if isinstance(height, int) and isinstance(width, int):
             self.constant("shape", [-1, height, width, self.channels])
         else:
             shape_nodes = self.scaled_shape(tiles, [0, 2, 3], [1, rows, columns], self.channels)
+        row_tiles = f"{self.name}/rows"
         return [
             self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1]),
             self.make("Reshape", [f"{self.name}/turned", cut_shape], "cut"),
             self.make("Transpose", [f"{self.name}/cut"], "moved", perm=[0, 1, 3, 2, 4]),
             *shape_nodes,
             self.make("Reshape", [f"{self.name}/moved", f"{self.name}/shape"], "rows"),
-            helper.make_node(
-                "Transpose",
-                [f"{self.name}/rows"],
-                [output],
-                f"{self.name}/whole",
-                perm=[0, 3, 1, 2],
-            ),
+            make_node("Transpose", [row_tiles], output, f"{self.name}/whole", perm=[0, 3, 1, 2]),
         ]

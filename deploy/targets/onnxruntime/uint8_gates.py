@@ -14,17 +14,18 @@ second rounding would.
 Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper
 
 from calibrators.grids import UINT8, affine_params
 from calibrators.scales import Scale
+from deploy.graph.edit import make_node
 from deploy.graph.gates import Gate
+from deploy.graph.index import Nodes
 
 _MIN_SHIFT_STEPS = 3  # with 3 steps or more, the step grows by at most a third
 _MAX_WIDENING = 1 + 1 / _MIN_SHIFT_STEPS
@@ -80,9 +81,11 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
         The parameters of x, and the steps from the zero point of x + shift to that of x.
     """
     below, above = zero * float(scale), (255 - zero) * float(scale)  # parts of the range
-    min_scale = (above + max(below, shift)) / 255
+    min_scale = (above + max(below, shift)) / 255  # of a range that reaches down to -shift
     steps = int(shift / min_scale)
-    if not zero or steps < _MIN_SHIFT_STEPS or shift / steps > float(scale) * _MAX_WIDENING:
+    if zero == 0 or steps < _MIN_SHIFT_STEPS:
+        return ShiftedParams(scale, zero)
+    if shift / steps > float(scale) * _MAX_WIDENING:
         return ShiftedParams(scale, zero)
     widened_scale = np.float32(shift / steps)
     new_zero = int(np.rint(below / float(widened_scale)))
@@ -100,7 +103,7 @@ class GateWriter:
     def __init__(
         self,
         constant: Callable[[str, NDArray[np.generic]], str],
-        constant_nodes: list[onnx.NodeProto],
+        constant_nodes: Nodes,
     ) -> None:
         self.constant = constant
         self.constant_nodes = constant_nodes
@@ -115,7 +118,7 @@ class GateWriter:
                 self.constant(f"{name}/quantized", quantized),
                 *self._parameters(name, abs(value) / 128, 128 - int(quantized)),
             ]
-            self.constant_nodes.append(_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
+            self.constant_nodes.append(make_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
         return self._numbers[value]
 
     def gate(
@@ -127,7 +130,7 @@ class GateWriter:
         *,
         shifted: str = "",
         source: ShiftedParams | None = None,
-    ) -> list[onnx.NodeProto]:
+    ) -> Nodes:
         """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
 
         `nodes`: its float nodes, whose inputs are the outputs of the pairs upstream. `quantize`:
@@ -135,36 +138,32 @@ class GateWriter:
         source + shift if the layer upstream computes it, else "". `source`: parameters of the
         source if its integers are clipped directly, else None.
         """
-        read_name = {
-            name.removesuffix("/dequantized"): name for node in nodes for name in node.input
-        }
+        read_name = map_read_names(nodes)
         if source is not None:
             clip_nodes = self._clip_integers(gate, source)
         else:
             clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted)
         product, offset_nodes = self._add_offset(gate, nodes[-1].output[0], quantize, output_range)
         operands = [read_name[gate.factor], clip_nodes[-1].output[0]]
-        return [*clip_nodes, _node("Mul", operands, product, gate.name), *offset_nodes]
+        return [*clip_nodes, make_node("Mul", operands, product, gate.name), *offset_nodes]
 
-    def _clip_by_pair(self, gate: Gate, source: str, shifted: str) -> list[onnx.NodeProto]:
+    def _clip_by_pair(self, gate: Gate, source: str, shifted: str) -> Nodes:
         """Return the Add of the shift, unless `shifted` has it, and a pair.
 
         Q saturates where the Clip does, and DQ multiplies by the gain.
         """
-        name, step = f"{gate.name}/gate", gate.top / 255
+        name = f"{gate.name}/gate"
+        step = gate.top / 255
         clip_params = self._parameters(f"{name}/written", step, 0)
         gain_params = self._parameters(f"{name}/read", step * gate.gain, 0)
-        nodes: list[onnx.NodeProto] = []
+        nodes: Nodes = []
         if not shifted:
             shifted = f"{name}/shifted"
-            nodes.append(_node("Add", [source, self.number(gate.shift)], shifted, f"{name}/Add"))
-        return [
-            *nodes,
-            _node("QuantizeLinear", [shifted, *clip_params], f"{name}/quantized", f"{name}/Q"),
-            _node("DequantizeLinear", [f"{name}/quantized", *gain_params], name, f"{name}/DQ"),
-        ]
+            operands = [source, self.number(gate.shift)]
+            nodes.append(make_node("Add", operands, shifted, f"{name}/Add"))
+        return nodes + make_pair(shifted, name, name, clip_params, gain_params)
 
-    def _clip_integers(self, gate: Gate, source: ShiftedParams) -> list[onnx.NodeProto]:
+    def _clip_integers(self, gate: Gate, source: ShiftedParams) -> Nodes:
         """Return a Clip of the source's integers, unless it has no effect on 0..255, and a DQ.
 
         DQ adds the shift by its zero point and multiplies by the gain.
@@ -173,21 +172,21 @@ class GateWriter:
         low = source.zero - source.steps
         high = low + round(gate.top / float(source.scale))
         integers = f"{gate.source}/quantized"
-        nodes: list[onnx.NodeProto] = []
+        nodes: Nodes = []
         if low > 0 or high < 255:
             limits = [
                 self.constant(f"{name}/low", np.array(low, np.uint8)),
                 self.constant(f"{name}/high", np.array(min(high, 255), np.uint8)),
             ]
             clipped = f"{name}/quantized"
-            nodes.append(_node("Clip", [integers, *limits], clipped, f"{name}/Clip"))
+            nodes.append(make_node("Clip", [integers, *limits], clipped, f"{name}/Clip"))
             integers = clipped
         params = self._parameters(f"{name}/read", float(source.scale) * gate.gain, low)
-        return [*nodes, _node("DequantizeLinear", [integers, *params], name, f"{name}/DQ")]
+        return [*nodes, make_node("DequantizeLinear", [integers, *params], name, f"{name}/DQ")]
 
     def _add_offset(
         self, gate: Gate, output: str, quantize: onnx.NodeProto, output_range: Scale
-    ) -> tuple[str, list[onnx.NodeProto]]:
+    ) -> tuple[str, Nodes]:
         """Return the output tensor of a gate's Mul, and the nodes that add the offset to it.
 
         There are none if the zero point of `quantize` adds it, else a pair and an int8 Add.
@@ -204,18 +203,40 @@ class GateWriter:
             output_range.lo - gate.offset, output_range.hi - gate.offset
         )
         params = self._parameters(name, float(scale), zero_point)
-        return f"{name}/float", [
-            _node("QuantizeLinear", [f"{name}/float", *params], f"{name}/quantized", f"{name}/Q"),
-            _node("DequantizeLinear", [f"{name}/quantized", *params], name, f"{name}/DQ"),
-            _node("Add", [name, self.number(gate.offset)], output, f"{name}/Add"),
-        ]
+        pair = make_pair(f"{name}/float", name, name, params, params)
+        add = make_node("Add", [name, self.number(gate.offset)], output, f"{name}/Add")
+        return f"{name}/float", [*pair, add]
 
     def _parameters(self, name: str, scale: float, zero: int) -> list[str]:
+        """Add a scale and a zero point; return their names."""
         return [
             self.constant(f"{name}/scale", np.array(scale, np.float32)),
             self.constant(f"{name}/zero_point", np.array(zero, np.uint8)),
         ]
 
 
-def _node(op_type: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
-    return helper.make_node(op_type, inputs, [output], name=name)
+def make_pair(
+    source: str,
+    output: str,
+    name: str,
+    quantize_params: Sequence[str],
+    dequantize_params: Sequence[str],
+) -> Nodes:
+    """Return the Q/DQ pair `name` from one float tensor to another.
+
+    The integers are `name`/quantized; the parameters are names of scale and zero point.
+    """
+    integers = f"{name}/quantized"
+    return [
+        make_node("QuantizeLinear", [source, *quantize_params], integers, f"{name}/Q"),
+        make_node("DequantizeLinear", [integers, *dequantize_params], output, f"{name}/DQ"),
+    ]
+
+
+def map_read_names(nodes: Iterable[onnx.NodeProto]) -> dict[str, str]:
+    """Tensor of the float model -> the tensor that some of these nodes read in its place."""
+    read_names = {}
+    for node in nodes:
+        for name in node.input:
+            read_names[name.removesuffix("/dequantized")] = name
+    return read_names

@@ -17,7 +17,7 @@ from deploy.feed.samples import Feed
 from deploy.metrics.accuracy import Accuracy
 from deploy.targets.base import BuildRequest, Target
 from deploy.targets.onnxruntime.target import OnnxRuntime
-from deploy.tensors import Array
+from deploy.tasks.rows import Outputs
 from deploy.terminal import phase
 from deploy.tuning.repairs import REPAIRS, ROUNDING
 from deploy.tuning.repairs.base import RepairInput, RepairResult, with_new_digest
@@ -26,7 +26,7 @@ from deploy.tuning.repairs.repair_layers import find_weighted_layers
 from deploy.tuning.repairs.sample_runs import SampleComparison, gains, harms, worst_sqnr_db
 
 # a sample and the float model's outputs on it
-EvaluationSample = tuple[Sample, Mapping[str, "Array"]]
+EvaluationSample = tuple[Sample, Outputs]
 
 _SAMPLES = 16  # half of them compute the after-repairs, half evaluate them
 _MIN_SPLIT = 4  # samples; fewer are not split into halves
@@ -116,8 +116,7 @@ def repair_request(
                 result = _no_change(name, target.name, f"not kept, {error}")
             results.append(result)
     if request.model is not original:
-        subject = replace(request.subject, loaded=with_new_digest(request.subject.loaded))
-        request = replace(request, subject=subject)
+        request = replace(request, subject=with_new_digest(request.subject))
     return request, results
 
 
@@ -158,12 +157,14 @@ def _choose(
     comparison = SampleComparison(
         request.subject, inputs, threads=request.threads, reference_outputs=outputs
     )
-    before, after = (
-        {target.name: comparison.accuracy(target.trial(form), int8_kernels=target.runs_here)}
-        for form in (request, candidate)
-    )
+    before = {target.name: _measure_trial(comparison, target, request)}
+    after = {target.name: _measure_trial(comparison, target, candidate)}
     (result,) = _compare(name, before, after, _MIN_GAIN_DB)
     return candidate if result.kept else request, result
+
+
+def _measure_trial(comparison: SampleComparison, target: Target, request: BuildRequest) -> Accuracy:
+    return comparison.accuracy(target.trial(request), int8_kernels=target.runs_here)
 
 
 def _compare(
@@ -253,7 +254,7 @@ def repair_model(
         if any(result.kept for result in comparisons):
             subject, before = candidate, after
     if subject.repairs:
-        subject = replace(subject, loaded=with_new_digest(subject.loaded))
+        subject = with_new_digest(subject)
     return subject, results
 
 
@@ -306,10 +307,8 @@ class _TrialBuilds:
         accuracies, errors = {}, []
         for target in self.targets:
             try:
-                model = target.trial(self._request(target, subject))
-                accuracies[target.name] = self.comparison.accuracy(
-                    model, int8_kernels=target.runs_here
-                )
+                request = self._request(target, subject)
+                accuracies[target.name] = _measure_trial(self.comparison, target, request)
             except Calib8Error as error:
                 errors.append(error)
         if accuracies:

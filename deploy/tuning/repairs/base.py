@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import onnx
 
+from deploy.calibration.observation import CalibrationSubject
 from deploy.feed.parallel import Sample
-from deploy.frontends import LoadedModel
 from deploy.frontends.base import model_digest
 from deploy.targets.base import BuildRequest, Target
 
@@ -72,6 +72,6 @@ def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:
     )
 
 
-def with_new_digest(loaded: LoadedModel) -> LoadedModel:
-    """Return a loaded model whose constants were changed, with a new digest."""
-    return replace(loaded, digest=model_digest(loaded.model))
+def with_new_digest(subject: CalibrationSubject) -> CalibrationSubject:
+    """Return a subject whose model has changed constants, with a new digest of the model."""
+    return replace(subject, loaded=replace(subject.loaded, digest=model_digest(subject.model)))

@@ -11,7 +11,8 @@ The quantization grid of a layer's weight and input is read from the target's in
     fake quant    x -> [Mul] -> Mul -> Round -> Add -> Clip -> Sub -> Conv -> [Add] -> Mul
                     1/factors 1/scale_d                                       scale_d scale_w
 
-so a repair works for any target that writes one of these two forms.
+so a repair works for any target that writes pairs, or constants with the names of Ascend's
+fake-quant model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,7 +49,6 @@ class WeightedLayer:
         bias: initializer of the bias, "" for none.
         bias_array: the bias, [C_out] or one value; 0 where there is none.
         add: name of the bias Add of a MatMul, "" for none.
-        group: groups of a convolution, else 1.
         attributes: attributes of its node.
         is_only_reader: whether no other node reads the weight.
     """
@@ -62,7 +62,6 @@ class WeightedLayer:
     bias: str
     bias_array: NDArray[Any]
     add: str
-    group: int
     attributes: Mapping[str, Any]
     is_only_reader: bool
 
@@ -95,7 +94,8 @@ class WeightedLayer:
     def by_channel(self) -> FloatArray:
         """The weight as [groups, C_out per group, C_in per group, taps]; a view or a copy."""
         rows, columns = self.array.shape[:2]
-        channels = self.array.reshape(self.group, rows // self.group, columns, -1)
+        group = int(self.attributes.get("group", 1))
+        channels = self.array.reshape(group, rows // group, columns, -1)
         return channels.swapaxes(1, 2) if self._has_inputs_first else channels
 
     @property
@@ -181,7 +181,6 @@ def _read_layer(
         bias=bias,
         bias_array=_to_array(graph, bias) if bias else np.zeros(1),
         add="" if add is None else add.name,
-        group=int(node_attributes.get("group", 1)),
         attributes=node_attributes,
         is_only_reader=read_counts[node.input[1]] == 1,
     )
@@ -317,7 +316,6 @@ def _commutes_with_factors(graph: Graph, node: onnx.NodeProto, tensor: str) -> b
 
 
 _MAX_STEP_ERROR = 0.5001  # half a step, plus the error of float32 scales
-_FAKE_QUANT = ("Sub", "Clip", "Add", "Round", "Mul")  # upstream from a layer's input
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -380,11 +378,9 @@ def _read_quantization(
 ) -> LayerQuantization | None:
     """Read a layer's quantization from an int8 model; None if it runs in float or another form."""
     source, weight = (graph.producer.get(name) for name in node.input[:2])
-    if source is None:
-        return None
     if weight is None:
         return _read_fake_quant(graph, node, layer)
-    if weight.op_type == source.op_type == "DequantizeLinear":
+    if source is not None and source.op_type == weight.op_type == "DequantizeLinear":
         return _read_pairs(graph, node, layer, source, weight)
     return None
 
@@ -428,26 +424,20 @@ def _read_pairs(
 def _read_fake_quant(
     graph: Graph, node: onnx.NodeProto, layer: WeightedLayer
 ) -> LayerQuantization | None:
-    """Read the quantization from the nodes that fake-quantize a layer's input and scale its sum."""
-    chain = _find_fake_quant(graph, node)
-    scaling = graph.only_reader(node.output[0])
-    if scaling is not None and scaling.op_type == "Add":
-        scaling = graph.only_reader(scaling.output[0])
-    if chain is None or scaling is None or scaling.op_type != "Mul":
+    """Read the quantization from the constants that a fake-quant model has for a layer."""
+    prefix = node.input[0].removesuffix(".sub.output0")
+    names = [f"{prefix}.{key}.output0" for key in ("scale", "offset", "min_val", "max_val")]
+    names.append(f"{node.name}.fakedequant.dqscale.output0")
+    if not graph.constants.keys() >= set(names):
         return None
+    inverse_scale, zero_point, low, high = (float(_to_array(graph, name)) for name in names[:4])
 
-    _, clip, add, _, mul = chain
-    inverse_scale = float(_to_array(graph, mul.input[1]))
-    scales = _to_array(graph, scaling.input[1]).astype(np.float64).reshape(-1) * inverse_scale
-    if scales.size not in (1, layer.out_channels):
-        return None
     groups, _, _, taps = layer.by_channel.shape
+    scales = _to_array(graph, names[4]).astype(np.float64).reshape(-1) * inverse_scale
     channel_scales = np.broadcast_to(scales, layer.out_channels).reshape(groups, -1, 1, 1)
-
-    factors = None
-    if mul.input[0] == f"{node.name}.mul.output0":  # DMQ divides the input before
-        balancing = graph.producer[mul.input[0]]
-        inverse = np.asarray(_to_array(graph, balancing.input[1]), np.float32).reshape(-1)
+    factors, balance = None, f"{node.name}.tensor_balance_factor.output0"
+    if balance in graph.constants:  # DMQ multiplies the input by it before
+        inverse = np.asarray(_to_array(graph, balance), np.float32).reshape(-1)
         channel_scales = channel_scales * inverse.reshape(groups, 1, -1, 1)
         factors = (np.float32(1) / inverse).repeat(taps).reshape(groups, -1, 1)
 
@@ -456,9 +446,9 @@ def _read_fake_quant(
     return LayerQuantization(
         weight_scale=weight_scale,
         input_scale=1 / inverse_scale,
-        zero_point=int(_to_array(graph, add.input[1])),
-        low=int(_to_array(graph, clip.input[1])),
-        high=int(_to_array(graph, clip.input[2])),
+        zero_point=int(zero_point),
+        low=low,
+        high=high,
         is_nearest=_is_nearest(_to_array(graph, node.input[1]), layer, weight_scale),
         factors=factors,
     )
@@ -470,18 +460,6 @@ def _is_nearest(codes: NDArray[Any], layer: WeightedLayer, scales: Float64Array)
         codes = codes.T
     steps = np.clip(layer.array / scales, INT8.qmin, INT8.qmax)
     return bool(np.abs(steps - codes).max() < _MAX_STEP_ERROR)
-
-
-def _find_fake_quant(graph: Graph, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-    """Return the nodes that fake-quantize a layer's input, last first; None for another form."""
-    chain: list[onnx.NodeProto] = []
-    for op_type in _FAKE_QUANT:
-        maker = graph.producer.get(node.input[0])
-        if maker is None or maker.op_type != op_type:
-            return None
-        chain.append(maker)
-        node = maker
-    return chain
 
 
 def _to_array(graph: Graph, name: str) -> NDArray[Any]:

@@ -1,0 +1,194 @@
+"""Whole numbers: classes that the model has ranked, class numbers, and indices of what it selects.
+
+`find_ranked`: TopK's values and indices, its indices alone, or ArgMax's index. The figure is the
+top-1 agreement; its text says how often FP32's class is among the candidate's best k, and how much
+of the best k is the same. The last of k are near ties, so a set counts a fifth.
+
+`find_integers`: other class numbers and indices, such as those that NonMaxSuppression selects. They
+are equal or not, at the same place or, in lists of varying length, as rows in any order.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from deploy.tasks import thresholds
+from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.rows import Outputs, are_indices, find_indices
+from deploy.tasks.slices import OutputSlice
+from deploy.tensors import Array
+
+_SET_WEIGHT = 5.0  # a wrong share of the best k's set counts as much as a fifth of it in top-1
+_MIN_INDEX_BYTES = 4  # int32 and int64: smaller types are quantized values
+_PADDING = -1  # integers that fill a list up
+
+
+@dataclass(slots=True)
+class _RankedTally(TaskTally["Ranked"]):
+    """Counts samples with equal classes."""
+
+    top1_matches: int = 0
+    top_k_matches: int = 0
+    common_share: float = 0.0  # sum over the samples of the share of FP32's best k
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        reference_classes = reference[self.task.output].reshape(-1).tolist()
+        classes = candidate[self.task.output].reshape(-1).tolist()
+        if not reference_classes or not classes:
+            return
+        self.top1_matches += int(reference_classes[0] == classes[0])
+        self.top_k_matches += int(reference_classes[0] in classes)
+        common = {*reference_classes} & {*classes}
+        self.common_share += len(common) / len(reference_classes)
+
+    def result(self) -> TaskFigure | None:
+        count = self.task.count
+        if count == 1:
+            return self.top1(self.top1_matches, self.samples, "")
+        share = self.common_share / max(self.samples, 1)
+        text = f"{self.top_k_matches} among the best {count}, {100 * share:.1f} % of these the same"
+        figure = self.top1(self.top1_matches, self.samples, text)
+        if figure is None:
+            return None
+        return replace(figure, value=min(figure.value, 1 - (1 - share) / _SET_WEIGHT))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked(EvaluationTask):
+    """Class numbers, the best first.
+
+    Attributes:
+        output: name of the output.
+        count: number of classes of a sample.
+    """
+
+    output: str
+    count: int
+    name = "classes"
+    tally_type = _RankedTally
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """The classes and their scores."""
+        return (self.output, *self.parts)
+
+    @property
+    def form(self) -> str:
+        """How the outputs are interpreted."""
+        best = "the best class" if self.count == 1 else f"the best {self.count} classes"
+        return f"{self.output}: {best}"
+
+
+def find_ranked(samples: FirstSamples) -> Ranked | None:
+    """Recognise TopK's outputs, or one class, with or without its score."""
+    names = samples.names
+    index_outputs = {*names}
+    if len(names) == 2:
+        pairs = {find_indices(outputs, names[0], 1) for outputs in samples.outputs}
+        index_outputs = {name for name in pairs if name is not None}
+    if len(index_outputs) != 1:
+        return None
+    (name,) = index_outputs
+    values = samples.arrays(name)
+    if not all(_is_class(value) or are_indices(value, 1) for value in values):
+        return None
+    parts: dict[str, tuple[OutputSlice, ...]] = {name: ()}
+    for other in names:
+        if other != name:
+            parts[other] = (OutputSlice(output=other),)
+    return Ranked(name, values[0].size, parts=parts)
+
+
+def _is_class(value: Array) -> bool:
+    """Whether it is one integer, [1] or [1, 1], that may be a class."""
+    is_single = value.dtype.kind in "iu" and value.ndim > 0 and value.size == 1
+    return is_single and int(value.reshape(-1)[0]) >= 0
+
+
+@dataclass(slots=True)
+class _IndexTally(TaskTally["Indices"]):
+    """Counts integers: FP32's, the candidate's, both's; those in places also by value."""
+
+    reference_count: int = 0
+    candidate_count: int = 0
+    common_count: int = 0
+    reference_values: Counter[int] = field(default_factory=Counter)
+    common_values: Counter[int] = field(default_factory=Counter)
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        for name, is_list in self.task.outputs.items():
+            left, right = np.atleast_1d(reference[name]), np.atleast_1d(candidate[name])
+            if is_list:
+                common = Counter(map(str, left.tolist())) & Counter(map(str, right.tolist()))
+                self._count(len(left), len(right), common.total())
+                continue
+            is_equal = np.zeros(left.shape, bool)
+            if left.shape == right.shape:
+                is_equal = left == right
+            self._count(left.size, right.size, int(is_equal.sum()))
+            self.reference_values.update(left.ravel().tolist())
+            self.common_values.update(left[is_equal].tolist())
+
+    def _count(self, reference: int, candidate: int, common: int) -> None:
+        self.reference_count += reference
+        self.candidate_count += candidate
+        self.common_count += common
+
+    def result(self) -> TaskFigure | None:
+        """Return the share kept; None if FP32 gives nothing, or one value at every place.
+
+        A value that FP32 gives to most places, such as the background, counts only where the models
+        differ.
+        """
+        ((usual_value, usual_count),) = self.reference_values.most_common(1) or [(0, 0)]
+        if self.reference_count == usual_count:
+            return None
+        left_out, text = 0, ""
+        if usual_count > thresholds.MAX_USUAL_SHARE * self.reference_count:
+            left_out = self.common_values[usual_value]
+            text = f", without {usual_value}, the usual one, where both have it"
+        new = self.candidate_count - self.common_count
+        kept, total = self.common_count - left_out, self.reference_count - left_out
+        return self.figure_of_kept("indices", kept, total, f"kept, {new} new{text}", new)
+
+
+@dataclass(frozen=True, slots=True)
+class Indices(EvaluationTask):
+    """Class numbers, or indices of what is selected.
+
+    Attributes:
+        outputs: output -> whether its rows are in any order.
+    """
+
+    outputs: Mapping[str, bool]
+    name = "indices"
+    reads = "class numbers or indices"
+    tally_type = _IndexTally
+
+
+def find_integers(samples: FirstSamples) -> Indices | None:
+    """Recognise integers from 0 on; beside other outputs they must differ from sample to sample."""
+    whole = [name for name in samples.every if all(map(_are_whole, samples.arrays(name)))]
+    outputs = {}
+    for name in whole:
+        values = samples.arrays(name)
+        varies = len({value.tobytes() for value in values}) > 1
+        if varies or len(whole) == len(samples.every):
+            # [n, 3] as NonMaxSuppression gives image, class and box
+            is_selection = all(_is_selection(value) for value in values)
+            outputs[name] = is_selection or len({value.shape for value in values}) > 1
+    return Indices(outputs, parts=dict.fromkeys(outputs, ())) if outputs else None
+
+
+def _is_selection(value: Array) -> bool:
+    return value.ndim == 2 and value.shape[1] == 3 and len(value) != 1
+
+
+def _are_whole(value: Array) -> bool:
+    """Whether it may hold class numbers or indices."""
+    is_index_type = value.dtype.kind in "iu" and value.dtype.itemsize >= _MIN_INDEX_BYTES
+    if not is_index_type or not value.ndim:
+        return False
+    return not value.size or bool(value.min() >= _PADDING)

@@ -1,0 +1,458 @@
+"""A vector per sample [N, C]: scores of classes, labels, or an embedding.
+
+`find_classes`: probabilities (rows that sum to 1) and their logarithms are certain, also beside
+other numbers, which are compared by value. Raw scores are accepted if the best one stands out as no
+direction of an embedding does; or if there are few, they exceed a Tanh's range, and their mean
+hardly changes from sample to sample. Very few may be angles of a pose: there one must stand off
+from the rest, or move against it. Several outputs of few raw scores each, such as the characters of
+a licence plate, must all be confident of their class.
+
+`find_labels`: independent probabilities, nearly all near 0 or 1, or their raw scores, nearly all
+below 0, whereas those of a Softmax are centred at 0. Some samples must have several above 0.5.
+
+`find_embeddings`: vectors of unit length, which no classifier's scores have, or of numbers
+symmetric about zero, none of which stands out; or a picture's features, means of channels after an
+activation. The vectors of the first 64 samples are stored; each one's nearest neighbour among them
+should be the float model's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.tasks import sequences, thresholds
+from deploy.tasks.evaluation_task import (
+    ClassExample,
+    EvaluationTask,
+    ExampleSelection,
+    FirstSamples,
+    TaskFigure,
+    TaskTally,
+    ThresholdTally,
+)
+from deploy.tasks.rows import (
+    Floats,
+    Outputs,
+    activate,
+    are_ordered,
+    are_probabilities_or_logs,
+    are_shares,
+    are_sorted,
+    correlate,
+    is_floating,
+    sums_to_one,
+    to_shares,
+)
+from deploy.tasks.slices import split_output
+from deploy.tensors import Array
+
+_MIN_DIFFERENCE = 1e-12  # another class is a difference, even if both scores are equal
+_MAX_VECTORS = 64  # vectors stored
+_MIN_NEIGHBOUR_VECTORS = 8  # vectors needed for a nearest-neighbour figure
+
+
+def to_vector(value: Array) -> Floats | None:
+    """Return [1, C], with more dimensions of 1 or none, as [C]; None for other shapes."""
+    if value.ndim < 2 or value.shape[1] < 2 or value.size != value.shape[1]:
+        return None
+    if not np.issubdtype(value.dtype, np.floating):
+        return None
+    return value.reshape(-1).astype(np.float64)
+
+
+def _stack_vectors(samples: Sequence[Array]) -> Floats | None:
+    """Return the vectors of all samples as [samples, C]; None if these are no finite vectors."""
+    rows = [to_vector(value) for value in samples]
+    vectors = [row for row in rows if row is not None]
+    if len(vectors) != len(rows) or len({row.size for row in vectors}) != 1:
+        return None
+    stacked = np.stack(vectors)
+    return stacked if np.isfinite(stacked).all() else None
+
+
+def fit_classes(name: str, samples: FirstSamples) -> "Classes | None":
+    """Return the classes of an output that the user or the file says to hold such."""
+    rows = _stack_vectors(samples.arrays(name))
+    return None if rows is None else Classes((name,), (rows.shape[1],))
+
+
+def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
+    """Return the labels of an output that the user or the file says to hold such."""
+    rows = _stack_vectors(samples.arrays(name))
+    if rows is None or rows.shape[1] < thresholds.MIN_LABELS:
+        return None
+    return Labels(name, rows.shape[1], raw=not are_shares(rows))
+
+
+def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
+    """Return the embeddings of an output that the user or the file says to hold such."""
+    rows = _stack_vectors(samples.arrays(name))
+    return None if rows is None else Embeddings(name, rows.shape[1])
+
+
+@dataclass(slots=True)
+class _ClassTally(TaskTally["Classes"]):
+    """Counts samples with equal classes."""
+
+    compared: int = 0
+    top1_matches: int = 0
+    top5_matches: int = 0
+    examples: ExampleSelection[ClassExample] = field(default_factory=ExampleSelection)
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        for name in self.task.outputs:
+            reference_scores = np.asarray(reference[name], np.float64).reshape(-1)
+            scores = np.asarray(candidate[name], np.float64).reshape(-1)
+            self.compared += 1
+            if reference_scores.shape != scores.shape:
+                continue
+            if not np.isfinite(reference_scores + scores).all():
+                continue
+
+            reference_class = int(reference_scores.argmax())
+            best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
+            if reference_class in best_classes:
+                self.top5_matches += 1
+            if reference_class == best_classes[0]:
+                self.top1_matches += 1
+                continue
+            self._offer_example(name, reference_scores, scores)
+
+    def _offer_example(self, name: str, reference_scores: Array, scores: Array) -> None:
+        """Offer a sample whose class changes; it differs by FP32's margin."""
+        reference_class, changed_class = int(reference_scores.argmax()), int(scores.argmax())
+        example = ClassExample(
+            number=self.samples - 1,
+            output=name,
+            reference=(reference_class, float(reference_scores[reference_class])),
+            candidate=(changed_class, float(scores[changed_class])),
+        )
+        margin = float(reference_scores[reference_class] - reference_scores[changed_class])
+        self.examples.offer(example, differs=max(margin, _MIN_DIFFERENCE), says=0)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Indices of the samples that `shown` may still return."""
+        return self.examples.numbers
+
+    def shown(self) -> tuple[ClassExample, ...]:
+        """Return samples whose class changes, FP32's largest margin first."""
+        return self.examples.result()
+
+    def result(self) -> TaskFigure | None:
+        top5_text = ""
+        if max(self.task.counts) > 10:
+            top5_text = f"{self.top5_matches} among the best five"
+        return self.top1(self.top1_matches, self.compared, top5_text)
+
+
+@dataclass(frozen=True, slots=True)
+class Classes(EvaluationTask):
+    """Classification in one output or several heads.
+
+    Attributes:
+        outputs: names of the outputs.
+        counts: number of classes of each.
+    """
+
+    outputs: tuple[str, ...]
+    counts: tuple[int, ...]
+    name = "classes"
+    tally_type = _ClassTally
+
+    @property
+    def form(self) -> str:
+        """How the outputs are interpreted."""
+        counts = [str(count) for count in dict.fromkeys(self.counts)]
+        return f"{', '.join(self.outputs)}: {' and '.join(counts)} classes"
+
+
+def find_classes(samples: FirstSamples) -> Classes | None:
+    """Recognise outputs of one score vector per sample; with probabilities others may exist."""
+    rows_by_name = {name: _stack_vectors(samples.arrays(name)) for name in samples.names}
+    probabilities, raw_scores = {}, {}
+    for name, rows in rows_by_name.items():
+        if rows is None or are_sorted([*rows]) or are_ordered([*rows]):
+            continue
+        if are_probabilities_or_logs(rows):
+            probabilities[name] = rows
+        elif are_raw_scores(rows, is_single=len(rows_by_name) == 1):
+            raw_scores[name] = rows
+
+    # beside probabilities other vectors may be mere numbers, beside raw scores they may not
+    scores = probabilities or (raw_scores if len(raw_scores) == len(rows_by_name) else {})
+    others = [name for name in samples.names if name not in scores]
+    if not scores or not all(_are_numbers(samples.arrays(name)) for name in others):
+        return None
+    if not samples.of_pictures:
+        may_be_steps = not probabilities and sequences.find_steps(samples) is not None
+        if others or may_be_steps:
+            return None
+    if samples.of_pictures and any(map(are_features, scores.values())):
+        return None
+    return Classes(tuple(scores), tuple(rows.shape[1] for rows in scores.values()))
+
+
+def _are_numbers(samples: Sequence[Array]) -> bool:
+    """Whether each sample has one vector (or scalar) of finite numbers."""
+    return all(
+        value.size == max(value.shape, default=1) and is_floating(value) for value in samples
+    )
+
+
+def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
+    """Whether [N, C] are raw scores of classes; `is_single`: whether of the only output."""
+    if rows.shape[1] >= thresholds.MIN_EMBEDDING_SIZE:
+        return bool(_stand_out(rows).all()) and not all(map(has_unit_length, rows))
+    # a few numbers of one sign may be a position or a size, or a position and a rotation
+    if len(split_output("", [*rows[:, None]])) > 1 or not _are_few_scores(rows):
+        return False
+    confidence = activate(rows, "softmax").max(axis=1).mean()
+    return is_single or bool(confidence > thresholds.MIN_HEAD_CONFIDENCE)
+
+
+def _stand_out(rows: Floats) -> NDArray[np.bool_]:
+    """Return where the best exceeds the expected maximum of normal numbers, and the worst."""
+    mean = rows.mean(axis=1)
+    high, low = rows.max(axis=1) - mean, mean - rows.min(axis=1)
+    is_clear = high > thresholds.MIN_STAND_OUT * _normal_maximum(rows.shape[1]) * rows.std(axis=1)
+    return np.asarray(is_clear & (high > thresholds.MIN_STAND_OUT_SIDE * low))
+
+
+def _normal_maximum(count: int) -> float:
+    """Return the expected maximum of so many normal numbers, in standard deviations."""
+    return math.sqrt(2 * math.log(count))
+
+
+def _are_few_scores(rows: Floats) -> bool:
+    """Whether few scores differ among themselves, not in their mean, and leave [-1, 1]."""
+    if not rows.min() < 0 < rows.max() or np.abs(rows).max() <= thresholds.MAX_TANH:
+        return False
+    drift = rows.mean(axis=1).std() / max(float(rows.std(axis=1).mean()), 1e-30)
+    if drift >= thresholds.MAX_LOGIT_DRIFT:
+        return False
+    if rows.shape[1] > thresholds.MAX_POSE_NUMBERS:
+        return True
+    return _move_against(rows) or _has_clear_best(rows)
+
+
+def _move_against(rows: Floats) -> bool:
+    """Whether some of the numbers fall while others rise, over the samples."""
+    changes = rows - rows.mean(axis=0)
+    independent = float(changes.var(axis=1).mean()) / (rows.shape[1] - 1)
+    return bool(changes.mean(axis=1).var() < thresholds.MAX_COMMON_MOTION * independent)
+
+
+def _has_clear_best(rows: Floats) -> bool:
+    """Whether on average one number stands off from the others, as that of a confident class."""
+    if rows.shape[1] < 3:
+        return False
+    ranked = np.sort(rows, axis=1).mean(axis=0)
+    return bool(ranked[-1] - ranked[-2] > thresholds.MIN_LEAD * (ranked[-2] - ranked[0]))
+
+
+@dataclass(slots=True)
+class _LabelTally(ThresholdTally["Labels"]):
+    """Counts labels above each threshold: FP32's, the candidate's, both's."""
+
+    thresholds = 0.5, 0.3, 0.1
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        reference_shares = self._read(reference[self.task.output])
+        shares = self._read(candidate[self.task.output])
+        for threshold in self.counts:
+            is_on, is_on_too = reference_shares > threshold, shares > threshold
+            common = int((is_on & is_on_too).sum())
+            self.count(threshold, int(is_on.sum()), int(is_on_too.sum()), common)
+
+    def _read(self, value: Array) -> Floats:
+        """Return the probabilities of one sample; none above 0 for another shape."""
+        row = to_vector(value)
+        if row is None or row.size != self.task.count or not np.isfinite(row).all():
+            return np.zeros(self.task.count)
+        return to_shares(row, raw=self.task.raw)
+
+    def result(self) -> TaskFigure | None:
+        return self.share_kept("probability")
+
+
+@dataclass(frozen=True, slots=True)
+class Labels(EvaluationTask):
+    """One probability per label.
+
+    Attributes:
+        output: name of the output.
+        count: number of labels.
+        raw: whether the output holds logits, before the Sigmoid.
+    """
+
+    output: str
+    count: int
+    raw: bool
+    name = "labels"
+    tally_type = _LabelTally
+
+    @property
+    def form(self) -> str:
+        """How the output is interpreted."""
+        scores = "raw scores" if self.raw else "probabilities"
+        return f"{self.output}: {scores} of {self.count} labels, each its own"
+
+
+def find_labels(samples: FirstSamples) -> Labels | None:
+    """Recognise labels if the only output is such a vector."""
+    if len(samples.names) != 1:
+        return None
+    (name,) = samples.names
+    rows = _stack_vectors(samples.arrays(name))
+    if rows is None or rows.shape[1] < thresholds.MIN_LABELS or are_sorted([*rows]):
+        return None
+    if not samples.of_pictures and sequences.find_steps(samples) is not None:
+        return None
+    raw = bool(rows.min() < 0)
+    return Labels(name, rows.shape[1], raw) if _are_labels(rows, raw=raw) else None
+
+
+def _are_labels(rows: Floats, *, raw: bool) -> bool:
+    """Whether [N, C] are independent probabilities, or their raw scores, seldom in between."""
+    shares = to_shares(rows, raw=raw)
+    if not are_shares(shares) or (not raw and sums_to_one(shares).all()):
+        return False
+    if raw:
+        depth = -(rows.mean(axis=1) / np.maximum(rows.std(axis=1), 1e-30)).max()
+        confidence = activate(rows, "softmax").max(axis=1).mean()
+        is_deep = depth >= thresholds.MIN_LOGIT_DEPTH
+        if not is_deep or confidence > thresholds.MAX_LABEL_CONFIDENCE:
+            return False
+    label_counts = np.count_nonzero(shares > 0.5, axis=1)
+    # a classifier's raw scores may well have two above 0 in one sample
+    has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= 2
+    is_between = (shares > 0.1) & (shares < 0.9)
+    is_decided = is_between.mean() < thresholds.MAX_BETWEEN_SHARE
+    return bool(has_several and is_decided and np.mean(shares < 0.1) >= thresholds.MIN_LOW_SHARE)
+
+
+@dataclass(slots=True)
+class _EmbeddingTally(TaskTally["Embeddings"]):
+    """Mean cosine of all samples, and the first vectors."""
+
+    cosines: float = 0.0
+    vectors: list[tuple[Floats, Floats]] = field(default_factory=list)
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        reference_vector = _normalize(reference[self.task.output])
+        vector = _normalize(candidate[self.task.output])
+        if vector.shape != reference_vector.shape or not np.isfinite(vector).all():
+            vector = np.zeros_like(reference_vector)
+        self.cosines += float(reference_vector @ vector)
+        if len(self.vectors) < _MAX_VECTORS:
+            self.vectors.append((reference_vector, vector))
+
+    def result(self) -> TaskFigure | None:
+        if not self.samples:
+            return None
+        cosine = self.cosines / self.samples
+        text = f"mean cosine {cosine:.4f}"
+        vector_count = len(self.vectors)
+        if vector_count < _MIN_NEIGHBOUR_VECTORS:
+            return self.figure("mean cosine", cosine, f"{cosine:.4f}", text)
+
+        references, candidates = zip(*self.vectors, strict=True)
+        reference_neighbours = _find_nearest(np.stack(references))
+        neighbours = _find_nearest(np.stack(candidates))
+        equal = int((reference_neighbours == neighbours).sum())
+        count = f"{equal} of {vector_count}"
+        text = f"{count} nearest neighbours as FP32's, {text}"
+        return self.figure("neighbours alike", equal / vector_count, count, text)
+
+
+def _normalize(value: Array) -> Floats:
+    vector = value.astype(np.float64).reshape(-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return vector / max(float(np.linalg.norm(vector)), 1e-30)
+
+
+def _find_nearest(rows: Floats) -> NDArray[np.int64]:
+    """Return the index of each row's nearest other row by cosine."""
+    cosines = rows @ rows.T
+    np.fill_diagonal(cosines, -np.inf)
+    return np.asarray(cosines.argmax(axis=1), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings(EvaluationTask):
+    """One embedding per sample.
+
+    Attributes:
+        output: name of the output.
+        length: numbers of an embedding.
+    """
+
+    output: str
+    length: int
+    name = "embeddings"
+    reads = "embeddings of {0.length} numbers"
+    tally_type = _EmbeddingTally
+
+
+def find_embeddings(samples: FirstSamples) -> Embeddings | None:
+    """Recognise one output of vectors; other outputs may be vectors of tokens."""
+    outputs = samples.outputs[0]
+    floating = [name for name in samples.names if np.issubdtype(outputs[name].dtype, np.floating)]
+    names = [name for name in floating if outputs[name].ndim != 3]
+    if len(names) != 1:
+        return None
+    (name,) = names
+    length = outputs[name].size
+    if any(outputs[other].shape[2] != length for other in floating if other != name):
+        return None
+    values = samples.arrays(name)
+    if not _are_numbers(values) or {value.size for value in values} != {length}:
+        return None
+    rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
+    if length < thresholds.MIN_EMBEDDING_SIZE or _are_points(rows):
+        return None
+    is_embedding = samples.of_pictures and are_features(rows)
+    is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
+    return Embeddings(name, length) if is_embedding else None
+
+
+def are_features(rows: Floats) -> bool:
+    """Whether [N, D] are means of channels after an activation; a classifier's scores go lower.
+
+    Scores after a ReLU, as SqueezeNet's, do not, but their number is that of the classes.
+    """
+    length = rows.shape[1]
+    is_width = length >= thresholds.MIN_EMBEDDING_SIZE and length % thresholds.FEATURE_FACTOR == 0
+    is_activated = rows.min() >= thresholds.MIN_ACTIVATION
+    exceeds_one = rows.max(axis=1).min() > 1 + thresholds.UNIT_TOLERANCE
+    return bool(is_width and is_activated and exceeds_one)
+
+
+def has_unit_length(vector: Floats) -> bool:
+    """Whether a vector was normalised to L2 length 1, and is not a few probabilities."""
+    deviation = abs(float(np.linalg.norm(vector)) - 1)
+    is_wide = float(np.abs(vector).sum()) > thresholds.MIN_L1_NORM
+    return is_wide and deviation < thresholds.MAX_LENGTH_DEVIATION
+
+
+def _are_points(rows: Floats) -> bool:
+    """Whether numbers correlate with those 1 to 3 before them, as points in order do."""
+    for step in (1, 2, 3):
+        correlations = [correlate(row[step:], row[:-step]) for row in rows]
+        if np.mean(correlations) > thresholds.MAX_POINT_ORDER:
+            return True
+    return False
+
+
+def is_about_zero(vector: Floats) -> bool:
+    """Whether numbers are spread about 0 as normal ones, to both sides alike."""
+    spread = float(vector.std())
+    high, low = float(vector.max()), float(-vector.min())
+    is_centred = abs(float(vector.mean())) < thresholds.MAX_MEAN_SHARE * spread
+    is_symmetric = max(high, low) < thresholds.MAX_SIDE_RATIO * min(high, low)
+    peak = thresholds.MAX_NORMAL_PEAK * _normal_maximum(len(vector)) * spread
+    return is_centred and is_symmetric and max(high, low) < peak
