@@ -285,20 +285,16 @@ class Search:
     def _measure_sensitivity(self, base: Trial) -> None:
         """Measure the noise of the layers with a trial's methods.
 
-        What another target's search measured says which groups to measure here.
+        What another target's search or another method measured says where to begin.
         """
-        layers = [layer for layer in self.units.layers if layer not in self.refused]
-        measure = partial(self._measure_alone, base.choices)
-        if self.prior is not None:
-            measured = self.prior.remeasured(layers, measure, max_trials=self.effort.groups)
-            self.prior = None
-        else:
-            measured = measure_sensitivity(
-                layers,
-                measure,
-                first_groups=self.effort.groups,
-                max_trials=self.effort.alone,
-            )
+        prior = self.sensitivity or self.prior
+        measured = measure_sensitivity(
+            [layer for layer in self.units.layers if layer not in self.refused],
+            partial(self._measure_alone, base.choices),
+            first_groups=self.effort.groups,
+            max_trials=self.effort.alone if prior is None else self.effort.alone // 2,
+            prior=prior,
+        )
         self.sensitivity = measured.fitted(base.in_float, base.noise)
         self._measured_method = self._label(base)
 
@@ -417,6 +413,15 @@ class Search:
             self._measure_sensitivity(winner)
             self._try_splits(winner)
         return is_clipping
+
+    def best_methods(self) -> tuple[Method, ...]:
+        """Return the best method that clips and the best one that does not, all in int8."""
+        best_by_kind: dict[bool, Trial] = {}
+        for trial in sorted(self.trials, key=lambda trial: trial.noise.mean):
+            if trial.in_float == self.refused and not trial.choices.methods:
+                best_by_kind.setdefault(clips(trial.choices.method), trial)
+        methods = [trial.choices.method or self.methods[0] for trial in best_by_kind.values()]
+        return tuple(method for method in methods if method is not None)
 
     def _try_methods(self, base: Trial, methods: Sequence[Method | None]) -> list[Trial]:
         """Try a trial's split with other methods; return what ran."""

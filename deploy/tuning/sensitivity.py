@@ -68,27 +68,14 @@ class Sensitivity:
         factor = min(max(power_ratio, 1 / _MAX_SCALE), _MAX_SCALE)
         return replace(self, scale=self.scale * factor)
 
-    def remeasured(
-        self, layers: Sequence[str], measure: NoiseMeter, *, max_trials: int
-    ) -> Sensitivity:
-        """Return the noise of the layers of another target.
-
-        The noisiest groups and layers that are not known yet are measured; quiet ones are alike.
-        """
-        groups: dict[Group, Noise] = {}
-        for group, noise in self.groups.items():
-            shared = tuple(layer for layer in group if layer in layers)
-            if shared:
-                groups[shared] = noise.scaled(len(shared) / len(group))
-        known_layers = {layer for group in groups for layer in group}
-        unknown_layers = [layer for layer in layers if layer not in known_layers]
-        noisiest = sorted(groups, key=lambda group: -groups[group].worst)[:max_trials]
-        measured_groups = [*noisiest, *split_into_groups(unknown_layers, max_trials)]
-        return Sensitivity({**groups, **_measure_runnable(measured_groups, measure)})
-
 
 def measure_sensitivity(
-    layers: Sequence[str], measure: NoiseMeter, *, first_groups: int, max_trials: int
+    layers: Sequence[str],
+    measure: NoiseMeter,
+    *,
+    first_groups: int,
+    max_trials: int,
+    prior: Sensitivity | None = None,
 ) -> Sensitivity:
     """Find the noisy layers by halving groups.
 
@@ -97,9 +84,11 @@ def measure_sensitivity(
         measure: groups -> noise of each with all else in float; None where it cannot run.
         first_groups: groups to begin with.
         max_trials: groups to measure at most.
+        prior: what another method or target measured; its noisiest groups are the first ones, and
+            the quiet ones are taken as they are.
     """
-    groups = split_into_groups(layers, first_groups)
-    noise_by_group = _measure_runnable(groups, measure)
+    noise_by_group, groups = _groups_of_prior(layers, prior, first_groups)
+    noise_by_group |= _measure_runnable(groups, measure)
     trials = len(groups)
     unsplittable: set[Group] = set()
     while trials + 2 <= max_trials:
@@ -118,6 +107,26 @@ def measure_sensitivity(
     position = {layer: index for index, layer in enumerate(layers)}
     ordered = sorted(noise_by_group, key=lambda group: position[group[0]])
     return Sensitivity({group: noise_by_group[group] for group in ordered})
+
+
+def _groups_of_prior(
+    layers: Sequence[str], prior: Sensitivity | None, first_groups: int
+) -> tuple[dict[Group, Noise], list[Group]]:
+    """Return (the noise that is known, the groups to measure first)."""
+    if prior is None:
+        return {}, split_into_groups(layers, first_groups)
+    noise_by_group: dict[Group, Noise] = {}
+    for group, noise in prior.groups.items():
+        shared = tuple(layer for layer in group if layer in layers)
+        if shared:
+            noise_by_group[shared] = noise.scaled(len(shared) / len(group))
+    known_layers = {layer for group in noise_by_group for layer in group}
+    unknown_layers = [layer for layer in layers if layer not in known_layers]
+    noisiest = sorted(noise_by_group, key=lambda group: -noise_by_group[group].worst)
+    return noise_by_group, [
+        *noisiest[:first_groups],
+        *split_into_groups(unknown_layers, first_groups),
+    ]
 
 
 def split_into_groups(layers: Sequence[str], max_groups: int) -> list[Group]:

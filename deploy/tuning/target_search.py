@@ -111,9 +111,11 @@ class SharedFindings:
         sensitivity: noise of the layers; None until it is measured.
         is_clipping: whether ranges that clip are better on samples that gave none; None until it
             is measured.
+        best_methods: the best method that clips and the best one that does not, all in int8.
     """
 
     sensitivity: Sensitivity | None = None
+    best_methods: tuple[Method, ...] = ()
     is_clipping: bool | None = None
 
 
@@ -145,7 +147,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         units=units,
         prices=_unit_prices(setup, units, timed_samples),
         prober=prober,
-        methods=_methods(setup),
+        methods=_methods(setup, shared.best_methods),
         own_method=_OWN_METHOD,
         precision=quantized_precision(decisions),
         effort=setup.effort,
@@ -172,6 +174,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         choice, is_interrupted = search.best, True
     if shared.sensitivity is None:
         shared.sensitivity = search.sensitivity
+    if not shared.best_methods:
+        shared.best_methods = search.best_methods()
     plan = _target_plan(search, choice, chooser.front(choice))
     return replace(plan, interrupted=is_interrupted), prober.trial_count
 
@@ -282,12 +286,18 @@ def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> on
     return setup.target.trial(setup.request.with_added_choices(choices))
 
 
-def _methods(setup: SearchSetup) -> list[Method | None]:
-    """Return the range methods to choose among."""
+def _methods(setup: SearchSetup, best_methods: Sequence[Method]) -> list[Method | None]:
+    """Return the range methods to choose among.
+
+    `best_methods`: what another target's search found best; empty for the first search.
+    """
     if setup.target.own_method:
         return [None, *map(Method.of, setup.target.alternatives)]
     method = setup.request.ranges.method
-    return [method] if setup.has_fixed_method else [*comparable_methods(method)]
+    if setup.has_fixed_method:
+        return [method]
+    rivals = best_methods or comparable_methods(method)
+    return list(dict.fromkeys((method, *rivals)))
 
 
 def _split_chooser(
