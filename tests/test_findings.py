@@ -222,8 +222,8 @@ def front_split(number, **changed):
 
 def points_of(figure):
     """Return class, x in percent and y of each point that is drawn."""
-    points = re.findall(r'<circle class="(\w+)" cx="([\d.]+)%" cy="([\d.]+)"', figure)
-    return [(kind, float(x), float(y)) for kind, x, y in points]
+    point = r'<svg x="([\d.]+)%" y="([\d.]+)" overflow="visible"><circle class="(\w+)"'
+    return [(kind, float(x), float(y)) for x, y, kind in re.findall(point, figure)]
 
 
 def test_front_is_drawn_from_fast_to_exact():

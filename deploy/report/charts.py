@@ -433,9 +433,10 @@ def front_figure(front: Sequence[SplitRow]) -> str:
 
 
 def _front_point(kind: str, x: str, y: float, name: str) -> str:
+    """Draw a point with its name above on the left, where a front has no other points."""
     radius = 7 if kind == "kept" else 4
-    circle = f'<circle class="{kind}" cx="{x}" cy="{y:.1f}" r="{radius}"/>'
-    return circle + _text("tick name", x, f"{y - 10:.1f}", name)
+    body = f'<circle class="{kind}" r="{radius}"/>{_text("end name", "-6", "-6", name)}'
+    return f'<svg x="{x}" y="{y:.1f}" overflow="visible">{body}</svg>'
 
 
 _SWEEP_WIDTH, _SWEEP_HEIGHT = 480, 240
