@@ -39,7 +39,7 @@ from deploy.frontends.onnx_reader import (
     read_model_and_stamp,
     stamp_of,
 )
-from deploy.frontends.pairs import PairGrid
+from deploy.frontends.pairs import PairGrid, PairGrids
 from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.index import runtime_inputs
 from deploy.tasks.declarations import Declaration
@@ -66,7 +66,7 @@ class QdqCalibration:
     weight_scales: Mapping[str, NDArray[np.float32]]
     float_reasons: Mapping[str, str]
     nodes_with_output_pair: frozenset[str]
-    grids: Mapping[str, tuple[PairGrid, ...]]
+    grids: PairGrids
     constant_grids: tuple[PairGrid, ...]
 
     @property

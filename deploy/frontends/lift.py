@@ -347,7 +347,11 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
 def _broadcast(
     values: NDArray[Any], shape: tuple[int, ...], axis: int, block_size: int
 ) -> NDArray[Any] | None:
-    """Broadcast scales or zero points to the shape of the weights; None if they do not fit."""
+    """Return scales or zero points in a shape that fits the weights; None if there is none.
+
+    They are one value, one for each index of `axis`, or, with a block size, one for each block of
+    values along `axis`, of which the last block may be shorter.
+    """
     if values.size == 1:
         return values.reshape(())
     if not -len(shape) <= axis < len(shape):

@@ -180,22 +180,24 @@ def _clean(
 ) -> tuple[onnx.ModelProto, list[str], bool, CutOffNodes | None]:
     """Return the cleaned model, notes, whether it was float16, and the part cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
+    freed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
     freed_note = "Removed {} from the list of inputs; they are constants now."
-    notes = [
-        checks.check_optimized(model),
-        _note(freed_note, drop_initializer_inputs(model.graph), "weight"),
-    ]
+    notes = [checks.check_optimized(model), _note(freed_note, freed_count, "weight")]
     _clear_negative_sizes(model.graph)
     if model.functions:
         model, inlining_note = inline_functions(model)
         notes.append(inlining_note)
         checks.check_float(model)
-    notes.append(_note("Wrote {} densely.", write_dense(model.graph), "sparse constant"))
+    dense_count = write_dense(model.graph)
+    notes.append(_note("Wrote {} densely.", dense_count, "sparse constant"))
     checks.check_ends(model)
 
+    # what ONNX Runtime does not know, and everything downstream of it, is not calibrated
     cut_off = cut_unknown_nodes(model, infer_shapes)
     if cut_off is not None:
         model = infer_shapes(model)  # the types of its new outputs
+
+    # from here on: float32, sorted nodes with names, inferred types, opset 13 or newer
     float16_note = widen_to_float32(model)
     notes.append(float16_note)
     if sort_nodes(model.graph):

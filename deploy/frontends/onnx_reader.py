@@ -185,14 +185,8 @@ def _external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
-def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
-    """Return (file, offset, length) of one tensor's external data."""
-    name, entries = tensor.name, _external_entries(tensor)
-    location = entries.get("location", "")
-    try:
-        offset, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
-    except ValueError:
-        offset, length = -1, -1
+def _find_external_file(path: Path, name: str, location: str) -> Path:
+    """Return the file of a tensor's external data, which must lie in the model's folder."""
     folder = Path(os.path.realpath(path.parent))
     file = folder
     if "\0" not in location:
@@ -203,13 +197,24 @@ def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
             f"external data of '{name}' must lie in the model's folder, got {location!a}; "
             "put the file itself, not a link to it, beside the model and save its relative location"
         )
-    with _open_external(file, name) as stream:
+    return file
+
+
+def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
+    """Return (file, offset, length) of one tensor's external data."""
+    entries = _external_entries(tensor)
+    file = _find_external_file(path, tensor.name, entries.get("location", ""))
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
+    except ValueError:
+        offset, length = -1, -1
+    with _open_external(file, tensor.name) as stream:
         size = os.fstat(stream.fileno()).st_size
     if length < 0:  # up to the end
         length = size - offset
     if offset < 0 or length < 0 or offset + length > size:
         raise ModelError(
-            f"external data of '{name}' must lie within its file, got bytes {offset} to "
+            f"external data of '{tensor.name}' must lie within its file, got bytes {offset} to "
             f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
         )
     return file, offset, length

@@ -22,7 +22,7 @@ from deploy.errors import ModelError
 from deploy.frontends import checks
 from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.onnx_file import inline_functions
-from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, Q, find_pair_grid
+from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, PairGrids, Q, find_pair_grid
 from deploy.frontends.plugins import check_part_valid
 from deploy.graph.edit import (
     claim_name,
@@ -65,7 +65,7 @@ class StrippedModel:
 
     model: onnx.ModelProto
     float_read_pairs: int
-    grids: Mapping[str, tuple[PairGrid, ...]]
+    grids: PairGrids
 
 
 def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
@@ -298,6 +298,7 @@ class _Stripper:
             )
         scale, zero = grid.scale.item(), grid.zero.item()
         low, high = grid.min_code - zero, grid.max_code - zero
+        # codes from the zero point on clip at 0, as the Relu did that the quantizer removed
         replaces_clip = low == 0 and source not in self.positive
         if low == 0:
             self.positive.add(node.output[0])

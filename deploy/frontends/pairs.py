@@ -105,6 +105,9 @@ class PairGrid:
         return bool(self.zero.tolist() == other.zero.tolist())
 
 
+PairGrids = Mapping[str, tuple[PairGrid, ...]]  # tensor of the float model -> grids of its pairs
+
+
 def find_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid | None:
     """Return the grid of a QuantizeLinear or DequantizeLinear; None if it is not constant."""
     try:

@@ -6,7 +6,7 @@ float weights with a pair or integer weights before a DequantizeLinear, int32 bi
 nodes, omitted zero points, pairs of ONNX Runtime's own domain.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import (
     DQ,
     PairGrid,
+    PairGrids,
     Q,
     UnfitError,
     input_grid,
@@ -78,7 +79,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     )
 
 
-def _count_ambiguous(grids: Mapping[str, tuple[PairGrid, ...]]) -> int:
+def _count_ambiguous(grids: PairGrids) -> int:
     """Return the number of tensors whose pairs differ."""
     count = 0
     for grid, *more_grids in grids.values():
@@ -146,7 +147,7 @@ def _read_pairs(
     name: str,
     index: Graph,
     plain: onnx.ModelProto,
-    grids: Mapping[str, tuple[PairGrid, ...]],
+    grids: PairGrids,
     constant_grids: tuple[PairGrid, ...],
 ) -> QdqCalibration:
     """Return the data of a model's pairs; `plain` is the model without them, once cleaned."""

@@ -53,7 +53,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.rounding import ConvWindow
-from deploy.graph.index import FLOAT, Graph, attributes, optional_input
+from deploy.graph.index import FLOAT, Graph, attributes, optional_input, other_inputs
 from deploy.graph.placement import MOVES, WEIGHTED
 
 Bounds = tuple[float, float]
@@ -203,7 +203,7 @@ class _Propagation:
 
     def _gated_bounds(self, product: onnx.NodeProto, tensor: str) -> Bounds:
         """Return the bounds of tensor * gate; the gate depends on it and is 0 below a floor."""
-        factors = [name for name in product.input if name != tensor]
+        factors = other_inputs(product, tensor)
         gate = self.graph.producer.get(factors[0]) if len(factors) == 1 else None
         if gate is None:
             return _UNBOUNDED
@@ -259,7 +259,7 @@ class _Propagation:
 
     def _scalar_operand(self, tensor: str, node: onnx.NodeProto) -> float | None:
         """Return the scalar operand of a node on a tensor, whatever its rank; None without one."""
-        operands = [name for name in node.input if name != tensor]
+        operands = other_inputs(node, tensor)
         return self.graph.scalar(operands[0]) if len(operands) == 1 else None
 
 
@@ -318,7 +318,7 @@ def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
             if score in _moved_inputs(reader):
                 scores += reader.output
             elif reader.op_type == "Mul":
-                factors = [name for name in reader.input if name != score]
+                factors = other_inputs(reader, score)
                 if not all(_is_constant_or_score(graph, factor) for factor in factors):
                     return False
     return True

@@ -38,7 +38,16 @@ from dataclasses import dataclass, replace
 import onnx
 
 from deploy.graph.edit import make_node
-from deploy.graph.index import GATE, ONNX_DOMAINS, Graph, Nodes, attributes, by_name, optional_input
+from deploy.graph.index import (
+    GATE,
+    ONNX_DOMAINS,
+    Graph,
+    Nodes,
+    attributes,
+    by_name,
+    optional_input,
+    other_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +184,7 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
         if product.input[0] == gate.output:
             return replace(longer, gain=gate.gain / scalar)
 
-    factors = [name for name in product.input if name != gate.output]
+    factors = other_inputs(product, gate.output)
     if product.op_type != "Mul" or gate.factor or not factors or factors[0] in graph.initializers:
         return None
     return replace(longer, factor=factors[0])

@@ -184,7 +184,7 @@ def is_global_mean(graph: Graph, node: onnx.NodeProto) -> bool:
     axes_tensor = graph.initializers.get(optional_input(node, 1))
     if axes is None and axes_tensor is not None:
         axes = numpy_helper.to_array(axes_tensor).tolist()
-    rank = len(graph.shapes.get(node.input[0]) or ())
+    rank = graph.rank(node.input[0])
     if not axes or rank < 4:
         return False
     return sorted(axis % rank for axis in axes) == list(range(2, rank))
@@ -232,7 +232,7 @@ def find_bias_add(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Return the Add after a MatMul, if both are a Gemm: 2-D, and one constant per column."""
     add = graph.only_reader(node.output[0], "Add")
     weight = graph.initializers.get(node.input[1])
-    if add is None or weight is None or len(graph.shapes.get(node.output[0]) or ()) != 2:
+    if add is None or weight is None or graph.rank(node.output[0]) != 2:
         return None
     constants = [graph.initializers[name] for name in add.input if name in graph.initializers]
     if not constants or constants[0].data_type != weight.data_type:

@@ -381,7 +381,7 @@ def _decide(
         name = gate_by_node.get(node.name, node.name)
         reason = float_reasons[name]
         head = head_by_tail.get(node.output[0], name)
-        if reason and head != name:
+        if reason and head != name:  # a tail runs where its head runs
             reason = "the node before it is float" if float_reasons[head] else ""
         precision = FLOAT32 if reason else placement.grid.name
         decisions.append(Decision(node.name, node.op_type, precision, reason))

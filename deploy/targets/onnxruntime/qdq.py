@@ -336,7 +336,7 @@ class _QdqWriter:
         else:
             source = self._clipped_source(gate)
         self.replacements |= {name: [] for name in gate.nodes}
-        self.replacements[gate.name] = self.gate_writer.gate(
+        self.replacements[gate.name] = self.gate_writer.write_gate(
             gate, nodes, quantize_node, self.scales[gate.output], shifted=shifted, source=source
         )
 
@@ -374,7 +374,7 @@ class _QdqWriter:
         for position, source in enumerate(node.input):
             if source in self.initializers:
                 value = numpy_helper.to_array(self.initializers[source]).item()
-                node.input[position] = self.gate_writer.number(value)
+                node.input[position] = self.gate_writer.add_number(value)
 
     def finish(self) -> None:
         """Insert all nodes in an order in which each tensor is made before it is read."""
@@ -422,11 +422,9 @@ def matching_scales(
         return None
     if axis is None:
         return trained if trained.size == 1 else None
-    if trained.size == shape[axis]:
-        return trained
-    if trained.size == 1:
-        return np.broadcast_to(trained, (shape[axis],)).copy()
-    return None
+    if trained.size not in (1, shape[axis]):
+        return None
+    return np.broadcast_to(trained, (shape[axis],)).copy()
 
 
 def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:

@@ -127,6 +127,7 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     nodes = [make_node("GlobalAveragePool", [source], pooled, name)]
     for reader in scope.graph.readers.get(output, ()):
         if reader.op_type == "QuantizeLinear":
+            # a pair of the same scale before the Reshape, which then moves integers
             params = reader.input[1:]
             dequantized = f"{pooled}/read"
             nodes += make_pair(pooled, dequantized, pooled, params, params)
@@ -168,7 +169,7 @@ def _softmax_axis(node: onnx.NodeProto, scope: RewriteScope) -> tuple[int, int]:
     float_softmax = scope.float_node.get(node.name)
     rank = 0
     if float_softmax is not None:
-        rank = len(scope.context.float_graph.shapes.get(float_softmax.output[0]) or ())
+        rank = scope.context.float_graph.rank(float_softmax.output[0])
     axis = int(attributes(node).get("axis", -1))
     if axis < 0:
         axis += rank
@@ -323,8 +324,7 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
         if node.op_type != "MatMul":
             continue
         add = graph.only_reader(node.output[0], "Add")
-        rank = len(context.float_graph.shapes.get(node.output[0]) or ())
-        if add is None or rank < 3:
+        if add is None or context.float_graph.rank(node.output[0]) < 3:
             continue
         if all(_is_dequantized(graph, name) for name in node.input):
             read_counts.update(name for name in add.input if name in graph.initializers)

@@ -109,7 +109,7 @@ class GateWriter:
         self.constant_nodes = constant_nodes
         self._numbers: dict[float, str] = {}  # number -> float tensor that holds it
 
-    def number(self, value: float) -> str:
+    def add_number(self, value: float) -> str:
         """Return a dequantized tensor of one value, exact: 128 steps of |value| / 128."""
         if value not in self._numbers:
             name = self._numbers[value] = f"calib8/number/{value!r}"
@@ -121,7 +121,7 @@ class GateWriter:
             self.constant_nodes.append(make_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
         return self._numbers[value]
 
-    def gate(
+    def write_gate(
         self,
         gate: Gate,
         nodes: Sequence[onnx.NodeProto],
@@ -133,10 +133,13 @@ class GateWriter:
     ) -> Nodes:
         """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
 
-        `nodes`: its float nodes, whose inputs are the outputs of the pairs upstream. `quantize`:
-        the QuantizeLinear of its output; its zero point may be replaced. `shifted`: float tensor
-        source + shift if the layer upstream computes it, else "". `source`: parameters of the
-        source if its integers are clipped directly, else None.
+        Args:
+            gate: the gate.
+            nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
+            quantize: the QuantizeLinear of its output, whose zero point may be replaced.
+            output_range: range of its output.
+            shifted: float tensor source + shift if the layer upstream computes it, else "".
+            source: parameters of the source if its integers are clipped directly, else None.
         """
         read_name = map_read_names(nodes)
         if source is not None:
@@ -159,7 +162,7 @@ class GateWriter:
         nodes: Nodes = []
         if not shifted:
             shifted = f"{name}/shifted"
-            operands = [source, self.number(gate.shift)]
+            operands = [source, self.add_number(gate.shift)]
             nodes.append(make_node("Add", operands, shifted, f"{name}/Add"))
         return nodes + make_pair(shifted, name, name, clip_params, gain_params)
 
@@ -204,7 +207,7 @@ class GateWriter:
         )
         params = self._parameters(name, float(scale), zero_point)
         pair = make_pair(f"{name}/float", name, name, params, params)
-        add = make_node("Add", [name, self.number(gate.offset)], output, f"{name}/Add")
+        add = make_node("Add", [name, self.add_number(gate.offset)], output, f"{name}/Add")
         return f"{name}/float", [*pair, add]
 
     def _parameters(self, name: str, scale: float, zero: int) -> list[str]:
