@@ -100,6 +100,3 @@ def _find_input_shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
     for dim in model.graph.input[0].type.tensor_type.shape.dim:
         shape.append(dim.dim_value if dim.dim_value > 0 else None)
     return tuple(shape)
-
-
-__all__ = ["READERS", "read_metadata_preprocess"]

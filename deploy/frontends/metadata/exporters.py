@@ -21,6 +21,7 @@ since PP-OCRv3. (Layout models have class names there: words, not characters.)
 """
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from deploy.errors import ConfigError
@@ -277,10 +278,8 @@ def _word(text: str) -> object:
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     if not re.fullmatch(r"\w+", text):
         raise ConfigError(f"its {_SECTION} must hold numbers and words, got {short_text(text)}")
     return text

@@ -41,7 +41,7 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
         gate_nodes = [node_by_name[name] for name in gate.nodes]
         fused_gate = _FusedGate(gate, gate_nodes, _channel_count(context.float_graph, gate))
         fused_nodes = fused_gate.write()
-        if len(fused_nodes) < len(gate_nodes):
+        if len(fused_nodes) < len(gate_nodes):  # else the gate is as short as it can be
             replacements |= {name: [] for name in gate.nodes}
             replacements[gate.name] = fused_nodes
             model.graph.initializer.extend(fused_gate.constants)
