@@ -26,7 +26,7 @@ PLAIN = {"duration_s": 0, "tuning": Tuning(effort=0)}
 VALUES = np.random.default_rng(5).normal(size=80_000).astype(np.float32)
 
 
-def seen(recorder, *batches):
+def feed_recorder(recorder, *batches):
     for batch in batches:
         recorder.observe(batch)
     return recorder
@@ -37,14 +37,14 @@ def edges(part):
 
 
 def row(**changed):
-    given = dict(name="t", observed_min=-2.0, observed_max=2.0, lo=-1.0, hi=1.0, amax=1.0)
-    return parts.TensorRow(**{**given, "method": "mse", **changed})
+    fields = dict(name="t", observed_min=-2.0, observed_max=2.0, lo=-1.0, hi=1.0, amax=1.0)
+    return parts.TensorRow(**{**fields, "method": "mse", **changed})
 
 
 @pytest.mark.parametrize("shift", [0.0, 5.0, -3.0, 100.0])
 def test_every_value_is_in_its_bar(shift):
     values = VALUES + np.float32(shift)
-    part = histogram_part(seen(Histogram(), values))
+    part = histogram_part(feed_recorder(Histogram(), values))
     assert sum(part.counts) == values.size
     assert 20 < len(part.counts) <= MAX_BARS
     assert part.counts[0]
@@ -54,9 +54,9 @@ def test_every_value_is_in_its_bar(shift):
 
 
 @pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram])
-def test_values_at_the_end_of_the_range_are_in_the_last_bar(recorder):
+def test_last_bar_holds_the_range_end(recorder):
     ends = np.array([-4.0, 4.0], np.float32)  # powers of two: bins of their own
-    part = histogram_part(seen(recorder(), np.tile(ends, MAX_STORED_VALUES)))
+    part = histogram_part(feed_recorder(recorder(), np.tile(ends, MAX_STORED_VALUES)))
     assert part.counts[0] == part.counts[-1] == MAX_STORED_VALUES == sum(part.counts) / 2
     assert edges(part)[0] <= -4
     assert edges(part)[-1] >= 4
@@ -64,9 +64,9 @@ def test_values_at_the_end_of_the_range_are_in_the_last_bar(recorder):
 
 
 @pytest.mark.parametrize("values", [VALUES[:1000], VALUES], ids=["kept", "counted"])
-def test_ascends_histograms_have_bars_too(values):
+def test_ascend_histograms_have_bars(values):
     for recorder in (IfmrHistogram(), HfmgHistogram(4096)):
-        part = histogram_part(seen(recorder, values))
+        part = histogram_part(feed_recorder(recorder, values))
         assert sum(part.counts) == values.size
         assert len(part.counts) <= MAX_BARS
         assert edges(part)[0] <= values.min()
@@ -76,12 +76,12 @@ def test_ascends_histograms_have_bars_too(values):
 @pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram, lambda: HfmgHistogram(1024)])
 @pytest.mark.parametrize("value", [0.0, 3.0, -0.1])
 def test_one_value_is_one_bar(recorder, value):
-    part = histogram_part(seen(recorder(), np.full(9, value, np.float32)))
+    part = histogram_part(feed_recorder(recorder(), np.full(9, value, np.float32)))
     assert part.counts == (9,)
     assert edges(part)[0] <= value <= edges(part)[-1] + 1e-6
 
 
-def test_what_is_no_histogram_or_empty_has_no_bars():
+def test_empty_recorders_have_no_bars():
     for recorder in (Amax(), Histogram(), IfmrHistogram(), HfmgHistogram(1024)):
         assert histogram_part(recorder) is None
 
@@ -90,7 +90,7 @@ def lines(drawn, kind):
     return [float(x) for x in re.findall(rf'<line class="{kind}" x1="([-\d.]+)"', drawn)]
 
 
-def test_lines_stand_at_the_ends_of_the_range_and_part_the_bars():
+def test_lines_mark_the_range_ends():
     part = parts.HistogramPart(start=-2.0, width=1.0, counts=(1, 9, 9, 1))
     drawn = histogram(row(lo=-1.0, hi=1.5), part)
     low, high = lines(drawn, "clip")
@@ -109,7 +109,7 @@ def test_lines_stand_at_the_ends_of_the_range_and_part_the_bars():
     assert float(bars[1]) == lines(drawn, "zero")[0]
 
 
-def test_heights_are_logarithms_and_what_lies_in_the_range_is_kept():
+def test_bar_heights_are_logarithmic():
     part = parts.HistogramPart(start=-2.0, width=1.0, counts=(0, 999_999, 999, 0))
     drawn = histogram(row(lo=-2.0, hi=2.0), part)
     tops = [float(y) for y in re.findall(r"V([\d.]+)h", drawn)]
@@ -124,7 +124,7 @@ def test_heights_are_logarithms_and_what_lies_in_the_range_is_kept():
 
 
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (-math.inf, 1.0), (5.0, 5.0)])
-def test_odd_ranges_are_drawn_or_left_out(ends):
+def test_infinite_ranges_are_not_drawn(ends):
     lo, hi = ends
     part = parts.HistogramPart(start=lo if math.isfinite(lo) else 0.0, width=0.0, counts=(3,))
     drawn = histogram(row(observed_min=lo, observed_max=hi, lo=lo, hi=hi), part)
@@ -136,11 +136,11 @@ TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
 
 
 @pytest.fixture(scope="module")
-def made(small_cnn, pictures, tmp_path_factory):
+def build_and_report(small_cnn, pictures, tmp_path_factory):
     """The folder of a build for the three targets, and its report as JSON."""
     out = tmp_path_factory.mktemp("histograms")
-    words = ("--images", pictures, "--out", out, *QUICK, "--threads", 2, *TARGETS)
-    run_command("build", small_cnn, *words)
+    options = ("--images", pictures, "--out", out, *QUICK, "--threads", 2, *TARGETS)
+    run_command("build", small_cnn, *options)
     return out, report_of(out)
 
 
@@ -156,10 +156,10 @@ def drawn_facts(report):
     ]
 
 
-def test_the_worst_tensor_has_its_histogram_and_the_ends_of_the_cache(made):
-    out, report = made
+def test_worst_tensor_has_its_histogram(build_and_report):
+    out, report = build_and_report
     cache = trt_cache.parse((out / "small_cnn.tensorrt.cache").read_bytes(), origin="test")
-    (target,) = [one for one in report["targets"] if one["name"] == "tensorrt"]
+    (target,) = [entry for entry in report["targets"] if entry["name"] == "tensorrt"]
     worst = min((t for t in target["tensors"] if "sqnr_db" in t), key=lambda t: t["sqnr_db"])
     part = worst["histogram"]
     assert sum(part["counts"]) % 20 == 0
@@ -170,12 +170,12 @@ def test_the_worst_tensor_has_its_histogram_and_the_ends_of_the_cache(made):
     assert worst["amax"] == pytest.approx(127 * float(cache.scales()[worst["name"]]), rel=1e-6)
     page = (out / "report.html").read_text()
     assert f"<title>Histogram of {worst['name']}</title><desc>{sum(part['counts']):,} va" in page
-    drawn = ("histogram" in t for one in report["targets"] for t in one["tensors"])
+    drawn = ("histogram" in t for entry in report["targets"] for t in entry["tensors"])
     assert page.count('class="hist"') == sum(drawn)
 
 
-def test_marks_are_what_the_other_searches_find(made):
-    _, report = made
+def test_marks_are_ranges_of_other_searches(build_and_report):
+    _, report = build_and_report
     ort, trt, ascend = report["targets"]
     for target in (ort, trt):
         for tensor in target["tensors"]:
@@ -189,21 +189,23 @@ def test_marks_are_what_the_other_searches_find(made):
 
 
 @pytest.mark.slow
-def test_threads_do_not_show_and_a_reused_cache_tells_it(run, made, small_cnn, pictures, tmp_path):
-    _, report = made
-    words = ("build", small_cnn, "--images", pictures, *QUICK, *TARGETS, "--out", tmp_path)
+def test_threads_and_reuse_keep_the_histograms(
+    run, build_and_report, small_cnn, pictures, tmp_path
+):
+    _, report = build_and_report
+    arguments = ("build", small_cnn, "--images", pictures, *QUICK, *TARGETS, "--out", tmp_path)
     for reused in (False, True):
-        run.ok(*words, "--threads", 1)
-        again = report_of(tmp_path)
-        assert again["calibration"]["reused"] == reused
-        assert drawn_facts(again) == drawn_facts(report)
+        run.ok(*arguments, "--threads", 1)
+        second_report = report_of(tmp_path)
+        assert second_report["calibration"]["reused"] == reused
+        assert drawn_facts(second_report) == drawn_facts(report)
 
 
-def test_batches_do_not_show(small_cnn, tmp_path):
+def test_batch_size_keeps_the_histograms(small_cnn, tmp_path):
     samples = np.random.default_rng(1).normal(size=(8, 3, 16, 16)).astype(np.float32)
     facts = []
     for size in (1, 4):
-        batches = [samples[at : at + size] for at in range(0, 8, size)]
+        batches = [samples[start : start + size] for start in range(0, 8, size)]
         report = build(small_cnn, batches, out=tmp_path / str(size), **PLAIN)
         rows = report.targets[0].tensors
         assert all(row.histogram for row in rows)
@@ -211,21 +213,30 @@ def test_batches_do_not_show(small_cnn, tmp_path):
     assert facts[0] == facts[1]
 
 
-def test_a_trusted_cache_has_no_histograms(command, made, small_cnn, pictures, tmp_path):
-    words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path, "--trust-cache")
-    command(*words, "--cache", made[0] / "calib8/small_cnn.cache")
+def test_trusted_cache_has_no_histograms(command, build_and_report, small_cnn, pictures, tmp_path):
+    arguments = (
+        "build",
+        small_cnn,
+        "--images",
+        pictures,
+        *QUICK,
+        "--out",
+        tmp_path,
+        "--trust-cache",
+    )
+    command(*arguments, "--cache", build_and_report[0] / "calib8/small_cnn.cache")
     (target,) = report_of(tmp_path)["targets"]
     assert target["tensors"]
     assert not any("histogram" in t for t in target["tensors"])
     assert "Histograms" not in (tmp_path / "report.html").read_text()
 
 
-def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
+def test_only_worst_histograms_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
     monkeypatch.setattr(report_rows, "MAX_HISTOGRAMS", 2)
     report = build(small_cnn, pictures, targets=["tensorrt"], out=tmp_path, **PLAIN)
     rows = report.targets[0].tensors
-    told = sorted(row.sqnr_db for row in rows if row.sqnr_db is not None)
-    assert {row.sqnr_db for row in rows if row.histogram} <= set(told[:3])
+    sorted_sqnr = sorted(row.sqnr_db for row in rows if row.sqnr_db is not None)
+    assert {row.sqnr_db for row in rows if row.histogram} <= set(sorted_sqnr[:3])
     assert sum(row.histogram is not None for row in rows) == 2
     page = to_html(report)
     assert page.count('class="hist"') == 2
@@ -234,12 +245,14 @@ def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
     assert "".join(sections_html([section])).count("<svg") == len(rows)  # all have their bar
 
 
-def test_a_page_of_two_hundred_tensors_is_small(made):
+def test_page_of_many_tensors_is_small(build_and_report):
     """Rows as a real build makes them, the worst with all that is drawn of them."""
-    _, report = made
+    _, report = build_and_report
     counts = tuple(range(100_000, 100_000 + MAX_BARS))
-    others = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
-    part = parts.HistogramPart(start=-1.23456789, width=0.0456789, counts=counts, others=others)
+    other_ranges = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
+    part = parts.HistogramPart(
+        start=-1.23456789, width=0.0456789, counts=counts, others=other_ranges
+    )
     weight = report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
     rows = tuple(
         row(

@@ -151,7 +151,7 @@ def test_folder_feeds_several_inputs(form, tmp_path, wording):
         wording.check(raised.value)
 
 
-def test_broken_array_files_are_named_or_skipped(tmp_path, run, small_cnn, wording):
+def test_broken_array_files_are_named(tmp_path, run, small_cnn, wording):
     folder = make_array_folder(tmp_path, "npy")
     (folder / "3.npy").write_bytes(b"\x93NUMPY no")
     with pytest.raises(FeedError) as raised:

@@ -28,33 +28,33 @@ EIGHT, TEN, ELEVEN, RTX = "8.5.3.1", "10.16.1.11", "11.4.0.106", "rtx-1.7.1.116"
 PYTHONS = dict.fromkeys((TEN, ELEVEN, RTX), Path(sys.executable))
 PYTHONS[EIGHT] = Path(os.environ.get("CALIB8_TRT_ENV", HOME / f"trt-{EIGHT}")) / "bin" / "python"
 # Names that our code reaches only where a TensorRT has them.
-GONE = {f"BuilderFlag.{one}" for one in ("FP16", "INT8", "BF16", "OBEY_PRECISION_CONSTRAINTS")}
+GONE = {f"BuilderFlag.{flag}" for flag in ("FP16", "INT8", "BF16", "OBEY_PRECISION_CONSTRAINTS")}
 GONE |= {*CLASSES.values()}
 
 
-def run(version, *words, given=""):
-    """What a program prints, as JSON, in the Python with the real bindings of a version."""
+def run(version, *arguments, input_text=""):
+    """Return the JSON that a program prints in the Python with the real bindings of a version."""
     folder = BINDINGS / version if version != EIGHT else PYTHONS[EIGHT].parent
     if not folder.exists():
         pytest.skip(f"no TensorRT {version}: scripts/trt_env.sh and trt_bindings.sh make them")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     if version != EIGHT:
         env |= {"PYTHONPATH": f"{ROOT}:{folder}", "LD_LIBRARY_PATH": str(folder)}
-    command, options = [str(PYTHONS[version]), *words], {"capture_output": True, "timeout": 600}
-    done = subprocess.run(command, env=env, input=given, text=True, check=False, **options)
+    command, options = [str(PYTHONS[version]), *arguments], {"capture_output": True, "timeout": 600}
+    done = subprocess.run(command, env=env, input=input_text, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
-def lacking(version, names):
+def missing_names(version, names):
     """The dotted names that this TensorRT has not."""
     program = """import functools, json, sys, tensorrt as trt
 find = lambda name: functools.reduce(lambda o, n: getattr(o, n, None), name.split("."), trt)
 print(json.dumps([name for name in json.load(sys.stdin) if find(name) is None]))"""
-    return set(run(version, "-c", program, given=json.dumps(sorted(names))))
+    return set(run(version, "-c", program, input_text=json.dumps(sorted(names))))
 
 
-def used():
+def names_in_code():
     """The dotted names of TensorRT in our code and its tables."""
     files = [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "calibrators").rglob("*.py")]
     trees = [ast.parse(text) for text in map(Path.read_text, files) if "import tensorrt" in text]
@@ -62,70 +62,72 @@ def used():
     names = {text[4:] for text in map(ast.unparse, nodes) if text.startswith("trt.")}
     flags = {"INT8", "FP16", "BF16", *builder.ENGINE_FLAGS.values()}
     names |= {f"{'BuilderFlag' if f.isupper() else 'IBuilderConfig'}.{f}" for f in flags}
-    names |= {f"HardwareCompatibilityLevel.{one}" for one in builder._COMPATIBILITY_LEVELS.values()}
+    names |= {
+        f"HardwareCompatibilityLevel.{level}" for level in builder._COMPATIBILITY_LEVELS.values()
+    }
     return names | set(CLASSES.values())
 
 
 @pytest.mark.parametrize(("version", "gone"), [(TEN, set()), (ELEVEN, GONE)])
-def test_every_name_in_our_code_is_one_of_tensorrt(version, gone):
-    names = used()
+def test_names_in_our_code_exist(version, gone):
+    names = names_in_code()
     assert {"ILogger.Severity", "Dims", "BuilderFlag.TF32", *GONE} <= names
-    assert lacking(version, names) == gone
+    assert missing_names(version, names) == gone
 
 
-def offered(fake):
+def fake_names(fake):
     """The dotted names of the fake, but for those that only tests look at."""
     for name, value in vars(fake).items():
         if name[0] == "_" or getattr(value, "__module__", "") != fake.__name__:
             continue
-        inside = getattr(value, "__members__", vars(value) if isinstance(value, type) else ())
+        members = getattr(value, "__members__", vars(value) if isinstance(value, type) else ())
         yield name
-        yield from (f"{name}.{one}" for one in inside if one[0] != "_")
+        yield from (f"{name}.{member}" for member in members if member[0] != "_")
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])
-def test_the_fake_has_only_what_is_tensorrts_own(version, tensorrt):
+def test_fake_has_only_real_names(version, tensorrt):
     fake = tensorrt(version)
-    names = {name for name in offered(fake) if not {*name.split(".")} & {*fake.STATE.split()}}
+    names = {name for name in fake_names(fake) if not {*name.split(".")} & {*fake.STATE.split()}}
     assert len(names) > 80
-    assert lacking(version, names) == set()
+    assert missing_names(version, names) == set()
 
 
 @pytest.fixture(scope="module")
-def seen(request):
+def driver_report(request):
     """What the driver saw; one process for all tests of a version."""
     return run(request.param, str(ROOT / "tests" / "drive_trt.py"))
 
 
-calibrating = pytest.mark.parametrize("seen", [EIGHT, TEN], indirect=True)
+calibrating = pytest.mark.parametrize("driver_report", [EIGHT, TEN], indirect=True)
 
 
 @calibrating
 @pytest.mark.parametrize(
     ("name", "number"), [("legacy", 0), ("entropy", 1), ("entropy2", 2), ("minmax", 3)]
 )
-def test_each_calibrator_is_tensorrts_own(seen, name, number):
-    found = seen["algorithms"][name]
-    assert found["is_trt"]
-    assert (found["cpp"], found["batch_size"]) == (number, 1)
-    assert found["run"].startswith("ok TRT-8503-")
+def test_calibrators_are_known_to_tensorrt(driver_report, name, number):
+    calibrator = driver_report["algorithms"][name]
+    assert calibrator["is_trt"]
+    assert (calibrator["cpp"], calibrator["batch_size"]) == (number, 1)
+    assert calibrator["run"].startswith("ok TRT-8503-")
 
 
 @calibrating
-def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
-    assert seen["bytes_seen"] is True
-    assert seen["whole"] == "ok TRT-8503-EntropyCalibration2\ndata: 3c008912\n"
-    assert seen["longer_feed"] == seen["whole"]
-    assert seen["reused"].startswith("ok ")
-    assert seen["reused_taken"] == 0
-    assert seen["refused_but_fed"] == seen["whole"]
-    assert seen["algorithms"]["legacy"]["legacy"] == [0.99, 0.5]
-    assert seen["algorithms"]["legacy"]["histogram"] is None
+def test_tensorrt_reads_feed_or_cache(driver_report):
+    assert driver_report["bytes_seen"] is True
+    assert driver_report["whole"] == "ok TRT-8503-EntropyCalibration2\ndata: 3c008912\n"
+    assert driver_report["longer_feed"] == driver_report["whole"]
+    assert driver_report["reused"].startswith("ok ")
+    assert driver_report["reused_taken"] == 0
+    assert driver_report["refused_but_fed"] == driver_report["whole"]
+    assert driver_report["algorithms"]["legacy"]["legacy"] == [0.99, 0.5]
+    assert driver_report["algorithms"]["legacy"]["histogram"] is None
 
 
 @calibrating
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "reason"),
     [
         ("short", "got 2 of 3"),
         ("empty", "got 0 of 3"),
@@ -139,13 +141,13 @@ def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
         ("unknown", "got 'kl'"),
     ],
 )
-def test_what_tensorrt_would_swallow_is_raised(seen, case, told):
-    assert told in seen[case]
+def test_swallowed_errors_are_raised(driver_report, case, reason):
+    assert reason in driver_report[case]
 
 
-@pytest.mark.parametrize("seen", [EIGHT, TEN, ELEVEN], indirect=True)
-def test_the_parts_that_need_no_gpu_answer(seen):
-    eight, parts = seen["version"] == EIGHT, seen["small_parts"]
+@pytest.mark.parametrize("driver_report", [EIGHT, TEN, ELEVEN], indirect=True)
+def test_parts_without_gpu_work(driver_report):
+    eight, parts = driver_report["version"] == EIGHT, driver_report["small_parts"]
     assert parts["dims"] == [1, -1, 3]
     dtypes = {"FLOAT": "float32", "HALF": "float16", "INT8": "int8", "INT32": "int32"}
     assert dtypes.items() <= parts["dtypes"].items()
@@ -156,14 +158,16 @@ def test_the_parts_that_need_no_gpu_answer(seen):
     assert parts["log"] == [["wrong"], ["wrong", "said"]]
     assert parts["one_logger"]
     assert parts["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"][: 3 * eight]
-    told = seen["without_gpu"]
-    failed = "could not make a builder on this machine: " in told
-    why = "CUDA initialization failure" if eight else "factory function returned nullptr"
-    assert (told == "built" and eight) or (failed and why in told)
-    assert not eight or (seen["opencv"][0].startswith("4.") and seen["opencv"][1] == 0)
+    message = driver_report["without_gpu"]
+    has_failed = "could not make a builder on this machine: " in message
+    reason = "CUDA initialization failure" if eight else "factory function returned nullptr"
+    assert (message == "built" and eight) or (has_failed and reason in message)
+    assert not eight or (
+        driver_report["opencv"][0].startswith("4.") and driver_report["opencv"][1] == 0
+    )
 
 
-def compiled(model):
+def compile_model(model):
     """What TensorRT for RTX says of a model file: its errors, and the size of the engine."""
     program = """import json, sys, tensorrt_rtx_libs, tensorrt_rtx_bindings as trt
 logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
@@ -184,21 +188,21 @@ print(json.dumps([errors, plan.nbytes if plan else 0]))"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("--rest", "bf16"), ("--precision", "fp8")], ids=" ".join)
-def test_nvidias_compiler_takes_the_models_of_a_build(words, tmp_path):
+@pytest.mark.parametrize("options", [(), ("--rest", "bf16"), ("--precision", "fp8")], ids=" ".join)
+def test_nvidias_compiler_takes_built_models(options, tmp_path):
     data = ROOT / "datasets" / "fashion"
-    asked = ("--target", "tensorrt", "--duration", 0, "--effort", 0, "--accept", *words)
+    quick = ("--target", "tensorrt", "--duration", 0, "--effort", 0, "--accept", *options)
     run_command(
-        "build", data / "fashion.onnx", "--images", data / "calib", "--out", tmp_path, *asked
+        "build", data / "fashion.onnx", "--images", data / "calib", "--out", tmp_path, *quick
     )
     for name in ("fashion.tensorrt.qdq.onnx", "fashion.tensorrt.typed.onnx"):
-        errors, size = compiled(tmp_path / name)
+        errors, size = compile_model(tmp_path / name)
         assert not errors
         assert size > 100_000
     model = onnx.load(tmp_path / name)
-    kept = {n.input[1] for n in model.graph.node if n.op_type == "QuantizeLinear"}
+    scale_names = {n.input[1] for n in model.graph.node if n.op_type == "QuantizeLinear"}
     for tensor in model.graph.initializer:
-        if tensor.name in kept:  # a scale of another type than what it quantizes
+        if tensor.name in scale_names:  # a scale of another type than what it quantizes
             tensor.CopyFrom(numpy_helper.from_array(np.float32(0.1), tensor.name))
     onnx.save(model, tmp_path / "mixed.onnx")
-    assert compiled(tmp_path / "mixed.onnx")[1] == 0
+    assert compile_model(tmp_path / "mixed.onnx")[1] == 0
