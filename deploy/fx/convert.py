@@ -32,7 +32,7 @@ from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, 
 from deploy.fx.capture import as_inputs, has_batch, select_arguments, tensor_leaves
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
-from deploy.fx.fuse import called_module, called_once
+from deploy.fx.fuse import called_module, called_once, module_calls
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
 from deploy.fx.operations import arguments_by_name
 from deploy.fx.plain_copy import replace_submodule
@@ -147,8 +147,8 @@ def _convert_module(module: nn.Module, name: str, custom: CustomClasses) -> nn.M
 
 
 def _remove_monitors(graph_module: fx.GraphModule) -> None:
-    for node in list(graph_module.graph.nodes):
-        if isinstance(called_module(graph_module, node), RangeMonitor):
+    for node, module in module_calls(graph_module):
+        if isinstance(module, RangeMonitor):
             graph_module.graph.erase_node(node)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
@@ -156,8 +156,7 @@ def _remove_monitors(graph_module: fx.GraphModule) -> None:
 
 def _round_biases(graph_module: fx.GraphModule) -> None:
     """Round biases to multiples of input times weight scale, for ONNX Runtime's integers."""
-    for node in graph_module.graph.nodes:
-        layer = called_module(graph_module, node)
+    for node, layer in module_calls(graph_module):
         if not isinstance(layer, IntLayer) or not called_once(graph_module, node):
             continue
         source = node.args[0]

@@ -153,10 +153,8 @@ def layers_to_modules(graph_module: fx.GraphModule) -> None:
 
 def fold_frozen(graph_module: fx.GraphModule) -> None:
     """Fold, in place, norms whose factors are constants that training does not change."""
-    frozen = []
-    for node in _norms(graph_module):
-        if isinstance(called_module(graph_module, node), FrozenNorm):
-            frozen.append(node)
+    calls = module_calls(graph_module)
+    frozen = [node for node, module in calls if isinstance(module, FrozenNorm)]
     fold_into_previous(graph_module, frozen, FuseReport())
 
 
@@ -200,6 +198,12 @@ def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | Non
     if not isinstance(node, fx.Node) or node.op != "call_module":
         return None
     return graph_module.get_submodule(str(node.target))
+
+
+def module_calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield (node, module that it calls); the caller may edit the graph meanwhile."""
+    for node in graph_module.graph.find_nodes(op="call_module"):
+        yield node, called_module(graph_module, node)
 
 
 def called_once(graph_module: fx.GraphModule, node: fx.Node) -> bool:
@@ -248,8 +252,8 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
 
 def calls_of_module(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[fx.Node]:
     """Return all calls of the module that a node calls."""
-    module = called_module(graph_module, layer_call)
-    return [n for n in graph_module.graph.nodes if called_module(graph_module, n) is module]
+    layer = called_module(graph_module, layer_call)
+    return [call for call, module in module_calls(graph_module) if module is layer]
 
 
 def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
@@ -257,19 +261,20 @@ def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.
     calls = calls_of_module(graph_module, path_to_layer(graph_module, norm)[-1])
     if len(calls) == 1:
         return [norm]
-    norms = [n for n in _norms(graph_module) if path_to_layer(graph_module, n)[-1] in calls]
-    norm_names = {node.target for node in norms}
-    layer_names = {node.target for node in calls}
-    if len(norm_names) != 1 or len(layer_names) != 1 or len(norms) != len(calls):
+    norms = []
+    for node in _norms(graph_module):
+        if path_to_layer(graph_module, node)[-1] in calls:
+            if _reason_at_call(graph_module, node) is not None:
+                return []
+            norms.append(node)
+    names = {node.target for node in (*norms, *calls)}  # of one norm and one layer
+    if len(names) != 2 or len(norms) != len(calls):
         return []
-    for node in norms:
-        if _reason_at_call(graph_module, node) is not None:
-            return []
     return norms
 
 
 def _norms(graph_module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in graph_module.graph.nodes if is_norm(called_module(graph_module, n))]
+    return [node for node, module in module_calls(graph_module) if is_norm(module)]
 
 
 def _has_factors(norm: nn.Module | None) -> bool:

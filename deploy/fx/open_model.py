@@ -168,7 +168,7 @@ def _runnable_inputs(
 
     They are a batch, or a single sample: a convolution takes both, so its dimensions decide.
     """
-    small_batch = tuple(x[:2] if x.ndim else x for x in item_inputs)
+    small_batch = tuple(map(_first_two_samples, item_inputs))
     batch_of_one = tuple(x[None] for x in item_inputs)
     convolved_dims = {_DIMENSIONS.get(type(module)) for module in model.modules()}
     candidates = [small_batch, item_inputs, batch_of_one]
@@ -186,6 +186,10 @@ def _runnable_inputs(
     if (note := dict_input_note(model)) is None:
         raise reported
     raise ModelError(f"{reported}; {note}: name its keys as the arguments of forward") from reported
+
+
+def _first_two_samples(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:2] if tensor.ndim else tensor
 
 
 @phase("exporting the PyTorch model")

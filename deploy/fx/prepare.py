@@ -44,6 +44,7 @@ from deploy.fx.fuse import (
     fold_batch_norms,
     fold_frozen,
     layers_to_modules,
+    module_calls,
     reason_not_foldable,
 )
 from deploy.fx.int8_layers import (
@@ -411,8 +412,7 @@ def _insert(
 
 def _insert_dynamic(graph_module: fx.GraphModule, weights: Mapping[str, bool]) -> None:
     """Insert a dynamic quantizer before each Linear with a quantized weight."""
-    for node in list(graph_module.graph.nodes):
-        module = called_module(graph_module, node)
+    for node, module in module_calls(graph_module):
         if isinstance(module, nn.Linear) and str(node.target) in weights:
             source = node.args[0]
             name = f"quant_{source.name}"
@@ -430,8 +430,7 @@ def _swap_custom(
     observers: dict[fx.Node, FakeQuant],
 ) -> None:
     """Replace each custom float module by its observed class, with an observer of its output."""
-    for node in list(graph_module.graph.nodes):
-        module: Any = called_module(graph_module, node)
+    for node, module in module_calls(graph_module):
         observed_class: Any = custom.get(type(module))
         if observed_class is None:
             continue
@@ -474,8 +473,7 @@ def _wrap_weights(
 def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:
     """Merge each BatchNorm with the layer before it, to train them as one."""
     reason_by_norm: dict[str, str] = {}
-    for node in list(graph_module.graph.nodes):
-        norm: Any = called_module(graph_module, node)
+    for node, norm in module_calls(graph_module):
         if not is_norm(norm):
             continue
         layer: Any = node.args[0]
