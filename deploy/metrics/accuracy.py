@@ -21,8 +21,9 @@ from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, d
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.tasks import Metric, TaskFigure
 from deploy.tasks.evaluation_task import Example, ThresholdTally
-from deploy.tasks.rows import AlikeOutputs, Top1, batch_length, split_batch
+from deploy.tasks.rows import AlikeOutputs, batch_length, split_batch
 from deploy.tasks.slices import form_samples
+from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
 from deploy.tensors import Array, HasOutputs, TensorSpec
 

@@ -167,6 +167,8 @@ def _has_detection_map(samples: FirstSamples) -> bool:
     """Whether one map of probabilities says where objects are, and another how large they are."""
     maps = {name: samples.arrays(name) for name in samples.names}
     maps = {name: values for name, values in maps.items() if values[0].ndim == 4}
+    if len(maps) < 3:  # the classes are the third
+        return False
     for name, values in maps.items():
         cell_count = values[0].size
         if min(values[0].shape[1], values[0].shape[3]) != 1 or not all(map(are_shares, values)):

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.tasks.rows import RAW, activate, are_two_sided, is_floating, sums_to_one, to_shares
+from deploy.tasks import thresholds
+from deploy.tasks.rows import activate, are_two_sided, is_floating, sums_to_one, to_shares
 from deploy.tensors import Array
 
 _SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`
@@ -164,7 +165,9 @@ def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSl
     for part, values in floating.items():
         between = part in unit and ends[part] < 0.5
         for other, own in shares.items() if between or part not in unit else ():
-            heads = own.size == values.size and values.min() < 0 < values.max() <= RAW
+            heads = (
+                own.size == values.size and values.min() < 0 < values.max() <= thresholds.MAX_LOGIT
+            )
             logits = part in raw or heads  # as many of both signs may be another head's
             apart = other not in (part, *(raw if logits else ())) and not other.width
             least = _DECIDED if between or other.axis else _HALF

@@ -86,3 +86,16 @@ MAX_POINT_DISTANCE = 0.03  # of matching points, relative to the extent of a sam
 MAX_STEPS_PER_PIXEL = 4  # of SimCC's columns and rows
 MIN_SIMCC_PEAK = 0.25  # peak of a point that is present, relative to the sample's highest
 MAX_SIMCC_PIXELS = 2  # distance of matching points
+
+# --- values ---
+MIN_VARIATION = 1e-3  # change of outputs from sample to sample, relative to the first one's
+SUM_ROUNDING = 1e-2  # error of a sum of probabilities in float16 over thousands of classes
+MIN_ORDERED_CLASSES = 8  # classes in an order, such as ages
+MIN_NEIGHBOUR_CORRELATION = 0.5  # of their probabilities with those of the next class
+MIN_RELATIVE_SHARE = 0.5  # share of relative values in 0.1..0.9; probabilities lie at the ends
+MIN_SINGLE_SHARE = 0.75  # the same of single values
+MIN_EVENT_SAMPLES = 16  # samples of which some would show an event, near 1
+MAX_LOGIT = 40.0  # larger magnitudes are of another unit
+MIN_SIDE_DISTANCE = 5.0  # distance of raw scores on both sides of 0, in their own deviations
+MAX_CHANCE_ORDERS = 1e4  # orders of a few values, of which one is sorted by chance
+MIN_SORTED_VALUES = 5  # fewer probabilities may be in one order in every sample
