@@ -167,7 +167,7 @@ def _has_detection_map(samples: FirstSamples) -> bool:
     """Whether one map of probabilities says where objects are, and another how large they are."""
     maps = {name: samples.arrays(name) for name in samples.names}
     maps = {name: values for name, values in maps.items() if values[0].ndim == 4}
-    if len(maps) < 3:  # the classes are the third
+    if not any(_are_class_probabilities(values) for values in maps.values()):
         return False
     for name, values in maps.items():
         cell_count = values[0].size
@@ -180,6 +180,11 @@ def _has_detection_map(samples: FirstSamples) -> bool:
             if other != name and has_cells and not all(map(are_shares, sizes)):
                 return True
     return False
+
+
+def _are_class_probabilities(samples: Sequence[Array]) -> bool:
+    """Whether maps are probabilities of classes, after a Softmax."""
+    return all(value.shape[1] > 1 and are_probabilities(value, 1) for value in samples)
 
 
 def _are_class_numbers(value: Array) -> bool:
