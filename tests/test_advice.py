@@ -21,7 +21,7 @@ from deploy.report.parts import (
     TargetPart,
 )
 from deploy.report.screen import find_alternative, next_steps
-from deploy.report.verdict import Verdict
+from deploy.report.verdict import MIN_OBJECTS, Verdict
 from deploy.tasks.evaluation_task import TaskFigure
 
 
@@ -134,11 +134,14 @@ def detector(level, kept=26, *, front=(), split_number=None, boxes=60, samples=4
         samples=samples,
         found=boxes,
     )
+    reasons = (task.words,)
+    if boxes < MIN_OBJECTS:
+        reasons += (f"{boxes} boxes are too few; 7 more photos with objects would do",)
     engine = EngineRow(
         label="int8",
         target="tensorrt",
         accuracy=Accuracy(outputs=(), samples=samples, task=task),
-        verdict=Verdict(level, (task.words,), gated=changed.pop("gated", False)),
+        verdict=Verdict(level, reasons, gated=changed.pop("gated", False)),
     )
     search = SearchPart(reused=False, probes=9, settled="16 of 64", front=front)
     script = FileRow(role="script of trtexec", path="o/run.sh")
@@ -165,13 +168,13 @@ def test_steps_for_a_doubtful_engine_never_repeat():
     front = DETECTOR[1:3]
     few = {"boxes": 30, "samples": 20, "front": front, "split_number": 2}
     report = follow_up(detector("doubtful", **few), None)
-    images = f"with about 7 images more to judge by: {BUILD}"
+    images = f"with 7 more photos with objects: {BUILD}"
     assert first_step(report) == f"{images} --images FOLDER"
 
     report = follow_up(detector("doubtful", **few | {"boxes": 35, "samples": 27}), report)
     assert first_step(report) == f"with other images to judge by: {BUILD} --eval-images FOLDER"
 
-    own = few | {"has_evaluation": True}
+    own = few | {"has_evaluation": True, "boxes": 60}
     report = follow_up(detector("doubtful", **own), report)
     assert first_step(report) == f"for 27 of 28 boxes at about 1.36x: {BUILD} --split 3"
 
