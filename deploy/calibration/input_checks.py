@@ -493,7 +493,7 @@ def _normalize_by_presets(
                 f"pixels / 255 with mean {_format_pixels(preset.mean, preset.scale)} and std"
                 f" {_format_pixels(preset.std, preset.scale)}"
             )
-            yield description, (_renormalize(array, source, preset) for array in values)
+            yield description, (renormalize(array, source, preset) for array in values)
 
 
 def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
@@ -526,14 +526,19 @@ def _format_pixels(values: Sequence[float], scale: float) -> str:
     return " ".join(f"{value / scale / 255:.4g}" for value in values)
 
 
-def _renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
-    """Return images that were normalized by `source` as `preset` would have normalized them."""
+def renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
+    """Return images that were normalized by `source` as `preset` would have normalized them.
+
+    Channels are swapped where both have another order of colors.
+    """
     shape = (1, -1, 1, 1) if source.layout == "nchw" else (1, 1, 1, -1)
 
     def by_channel(numbers: Sequence[float]) -> Floats:
         return np.asarray(numbers, np.float64).reshape(shape)
 
     pixels = (array * by_channel(source.std) + by_channel(source.mean)) / source.scale
+    if {source.color, preset.color} == {"rgb", "bgr"}:
+        pixels = np.flip(pixels, axis=shape.index(-1))
     values: Array = (pixels * preset.scale - by_channel(preset.mean)) / by_channel(preset.std)
     return values.astype(array.dtype)
 

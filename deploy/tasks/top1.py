@@ -26,8 +26,7 @@ class Top1Figures:
     agreement: float | None
     classes: int | None
     favourite: float | None
-    labels_above: float | None
-    labels_below: float | None
+    label_shift: float | None
 
 
 class Top1:
@@ -41,7 +40,7 @@ class Top1:
         self.labels = labels
         self.label_error: FeedError | None = None  # not raised: labels may be for another output
         self.samples = self.reference_hits = self.candidate_hits = self.agreement_count = 0
-        self.labels_above = self.labels_below = 0  # labels next to the reference's class
+        self.shifts = Counter[int]()  # 1, -1 -> labels above and below the reference's class
         self.name = name
         self.reads_indices = labels is not None  # whether rows of integers may be TopK's
         self.has_classes = True  # until the output turns out to hold no classes
@@ -85,9 +84,9 @@ class Top1:
             labels = self._batch_labels(start, batch)
             self.reference_hits += int((reference_classes == labels).sum())
             self.candidate_hits += int((classes == labels).sum())
-            period = self.count or np.iinfo(np.int64).max
-            self.labels_above += int((labels == (reference_classes + 1) % period).sum())
-            self.labels_below += int((labels == (reference_classes - 1) % period).sum())
+            for shift in (1, -1):
+                shifted = (reference_classes + shift) % (self.count or np.iinfo(np.int64).max)
+                self.shifts[shift] += int((labels == shifted).sum())
 
     def _choose(self, outputs: Outputs, batch: int) -> None:
         """Choose the output to read the class from; the first one if none fits."""
@@ -157,8 +156,9 @@ class Top1:
             agreement=self.agreement_count / counted if counted else None,
             classes=self._count_classes() if has_favourite else None,
             favourite=favourite,
-            labels_above=self.labels_above / counted if labelled else None,
-            labels_below=self.labels_below / counted if labelled else None,
+            label_shift=max((self.shifts[k] * k / counted for k in (1, -1)), key=abs)
+            if labelled
+            else None,
         )
 
     def _count_classes(self) -> int | None:

@@ -1,0 +1,168 @@
+"""Other readings of the pictures: whether the float model is surer of another color order or scale.
+
+Wrong preprocessing raises no error. But a detector finds fewer boxes, and a classifier is less
+sure, so a few samples are run in other readings too, and compared by a sign test::
+
+    sample    1    2    3    4 ... 16
+    as RGB   1.7  0.0  0.9  2.1          squared scores of FP32's boxes, or its best probability
+    as BGR   2.6  0.0  1.8  2.0
+    better    +    =    +    -           13 of 16, or 6 of 6, are more than chance
+
+A reading ends with its fourth loss, so right inputs take a few runs. A wrong scale saturates
+scores, which looks sure: other scales are tried only for a detector that finds next to nothing, and
+whose first layer does not contradict (`deploy.calibration.input_checks`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from deploy.calibration.calibration_result import CalibrationResult
+from deploy.calibration.input_checks import check_input_samples, renormalize
+from deploy.errors import ConfigError, FeedError
+from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess
+from deploy.metrics.accuracy import recognise_first
+from deploy.tasks import Metric
+from deploy.tasks.boxes import BoxDetection
+from deploy.tasks.classes import Classes, mean_best_probability
+from deploy.tasks.detections import suppress_overlaps
+from deploy.tasks.rows import Floats, are_probabilities
+from deploy.tensors import Array
+from deploy.terminal import phase
+
+SAMPLES = 16
+MAX_LOSSES = 3  # of 16 samples; more are chance
+MIN_DEVIATIONS = 2.4  # by which wins exceed losses: 2 % of chance
+MIN_GAIN = 1.15  # confidence of a better reading, times that of the one in use
+MAX_SILENT_BOXES = 4  # boxes in all samples up to which other scales are tried
+MAX_BOXES = 20  # boxes a sample, on average, from which a better reading is noise
+_BOX_SCORE = 0.25  # of boxes that a sentence counts
+_SWAPPED = {"rgb": "bgr", "bgr": "rgb"}
+_SCALES = {"unit": "pixels / 255", "raw": "pixels of 0 to 255"}
+
+Outputs = Mapping[str, Array]
+
+
+class Reading(NamedTuple):
+    """Preprocessing of the values.
+
+    Attributes:
+        text, used_text: the ends of "FP32 finds 14 boxes as RGB, 10 as BGR".
+        remedy: what the user should check.
+        preprocess: the preprocessing; its size and resize are not used.
+    """
+
+    text: str
+    used_text: str
+    remedy: str
+    preprocess: Preprocess
+
+
+def list_readings(
+    calibration: CalibrationResult, used: Preprocess, *, with_scales: bool
+) -> Iterator[Reading]:
+    """Yield other readings of the pictures: of the metadata, of swapped colors, of other scales."""
+    loaded, subject = calibration.loaded, calibration.subject
+    spec, metadata = loaded.inputs[0], loaded.metadata_preprocess
+    if metadata is not None and metadata.preprocess is not None:
+        with suppress(ConfigError, FeedError):  # a note says that it is not followed
+            declared, _ = complete_preprocess(metadata.preprocess, spec)
+            remedy = "leave --preprocess, --color, --mean and --std out"
+            yield Reading(f"{metadata.source} says", "fed", remedy, declared)
+
+    swapped = _SWAPPED.get(used.color or "")
+    if swapped is not None:
+        reading = replace(used, color=swapped)
+        used_text = _SWAPPED[swapped].upper()
+        yield Reading(swapped.upper(), used_text, f"check --color {swapped}", reading)
+    if not with_scales or not spec.dtype.startswith("float"):
+        return
+    model = subject.read_original() or subject.model
+    (sample,) = calibration.feed.first_samples(1)
+    for name, text in _SCALES.items():
+        values = PRESETS[name]
+        scaled = replace(used, scale=values.scale, mean=values.mean, std=values.std)
+        scaled_sample = {spec.name: renormalize(sample[spec.name], used, scaled)}
+        if not check_input_samples([scaled_sample], scaled, model):
+            yield Reading(text, "fed", f"check --preprocess {name}", scaled)
+
+
+@phase("trying other colors and scales")
+def find_better_reading(calibration: CalibrationResult, metric: Metric) -> str:
+    """Return that FP32 is clearly surer of another reading of the pictures; "" if it is not."""
+    used, loaded = calibration.feed.preprocess, calibration.loaded
+    if used is None or len(loaded.inputs) > 1 or calibration.feed.batch > 1 or loaded.qdq:
+        return ""
+    evaluation_set, input_name = calibration.evaluation_set, loaded.inputs[0].name
+    task, pairs = recognise_first(evaluation_set.samples_with_outputs(SAMPLES), metric)
+    if not isinstance(task, BoxDetection | Classes):
+        return ""
+
+    used_scores = [find_scores(task, *pair) for pair in pairs]
+    is_detector = isinstance(task, BoxDetection)
+    is_silent = is_detector and count_boxes(used_scores) <= MAX_SILENT_BOXES
+    for reading in list_readings(calibration, used, with_scales=is_silent):
+        scores: list[Floats] = []
+        losses = 0
+        for sample in evaluation_set.subset.spread_samples(SAMPLES):
+            values = renormalize(sample[input_name], used, reading.preprocess)
+            outputs = evaluation_set.outputs.recompute({input_name: values})
+            scores.append(find_scores(task, sample, outputs))
+            losses += confidence_of(scores[-1]) < confidence_of(used_scores[len(scores) - 1])
+            if losses > MAX_LOSSES:
+                break
+        else:
+            if is_better(scores, used_scores):
+                return describe_reading(reading, scores, used_scores, is_detector=is_detector)
+    return ""
+
+
+def find_scores(task: BoxDetection | Classes, inputs: Outputs, outputs: Outputs) -> Floats:
+    """Return the scores of a sample's boxes, or the probability of its best class."""
+    if isinstance(task, BoxDetection):
+        boxes = task.decoder.boxes(inputs, outputs)
+        return np.zeros(0) if boxes is None else suppress_overlaps(boxes).scores
+    row = outputs[task.outputs[0]].reshape(1, -1).astype(np.float64)
+    best = float(row.max()) if are_probabilities(row) else mean_best_probability(row)
+    return np.array([best])
+
+
+def confidence_of(scores: Floats) -> float:
+    """Return how sure the float model is of a sample."""
+    return float(np.square(scores).sum())
+
+
+def count_boxes(scores: Sequence[Floats]) -> int:
+    """Return the number of boxes with a clear score in all samples."""
+    return int((np.concatenate(scores) > _BOX_SCORE).sum())
+
+
+def is_better(scores: Sequence[Floats], used_scores: Sequence[Floats]) -> bool:
+    """Whether the float model is clearly surer than with the preprocessing in use."""
+    confidences = np.array([list(map(confidence_of, rows)) for rows in (scores, used_scores)])
+    signs = np.sign(confidences[0] - confidences[1])
+    is_chance = signs.sum() < MIN_DEVIATIONS * sqrt(np.abs(signs).sum())
+    total, used_total = confidences.sum(axis=1)
+    is_noise = count_boxes(scores) > MAX_BOXES * len(scores)
+    return bool(not is_chance and not is_noise and total > MIN_GAIN * used_total)
+
+
+def describe_reading(
+    reading: Reading,
+    scores: Sequence[Floats],
+    used_scores: Sequence[Floats],
+    *,
+    is_detector: bool,
+) -> str:
+    """Return a sentence on a reading that is better than the one in use."""
+    if is_detector:
+        count, used_count = count_boxes(scores), count_boxes(used_scores)
+        text = f"finds {count} boxes as {reading.text}, {used_count} as {reading.used_text}"
+    else:
+        best, used_best = (100 * float(np.mean(rows)) for rows in (scores, used_scores))
+        text = f"is {best:.0f} % sure as {reading.text}, {used_best:.0f} % as {reading.used_text}"
+    return f"FP32 {text}; {reading.remedy}"
