@@ -28,9 +28,9 @@ from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess
 from deploy.metrics.accuracy import recognise_first
 from deploy.tasks import Metric
 from deploy.tasks.boxes import BoxDetection
-from deploy.tasks.classes import Classes, mean_best_probability
 from deploy.tasks.detections import suppress_overlaps
-from deploy.tasks.rows import Floats, are_probabilities
+from deploy.tasks.rows import Floats, activate, are_probabilities
+from deploy.tasks.vectors import Classes
 from deploy.tensors import Array
 from deploy.terminal import phase
 
@@ -127,8 +127,8 @@ def find_scores(task: BoxDetection | Classes, inputs: Outputs, outputs: Outputs)
         boxes = task.decoder.boxes(inputs, outputs)
         return np.zeros(0) if boxes is None else suppress_overlaps(boxes).scores
     row = outputs[task.outputs[0]].reshape(1, -1).astype(np.float64)
-    best = float(row.max()) if are_probabilities(row) else mean_best_probability(row)
-    return np.array([best])
+    probabilities = row if are_probabilities(row) else activate(row, "softmax")
+    return np.array([probabilities.max()])
 
 
 def confidence_of(scores: Floats) -> float:

@@ -200,14 +200,7 @@ class TaskTally(ABC, Generic[T]):
         """Return a few samples to show, those where both models differ most first."""
         return ()
 
-    def figure(
-        self,
-        figure: str,
-        value: float,
-        count: str,
-        words: str,
-        found: int | None = None,
-    ) -> TaskFigure:
+    def figure(self, figure: str, value: float, count: str, words: str) -> TaskFigure:
         """Return a figure of the task; the arguments are those of `TaskFigure`."""
         return TaskFigure(
             task=self.task.name,
@@ -216,24 +209,28 @@ class TaskTally(ABC, Generic[T]):
             count=count,
             words=words,
             samples=self.samples,
-            found=found,
             form=self.task.form,
         )
+
+    def share(self, figure: str, kept: int, total: int, words: str, new: int = 0) -> TaskFigure:
+        """Return a figure that is a share, of FP32's things or samples that the candidate keeps.
+
+        `words`: what they are, as text. `new`: number of things that FP32 does not have.
+        """
+        count = f"{kept} of {total}"
+        share = self.figure(figure, kept / total, count, f"{count} {words}")
+        return replace(share, kept=kept, counted=total, new=new)
 
     def figure_of_kept(
         self, things: str, kept: int, total: int, words: str, new: int = 0
     ) -> TaskFigure | None:
         """Return the share of FP32's things that the candidate keeps; None if it has none.
 
-        `total`: number of FP32's. `words`: when one is kept, as text. `new`: number of the
-        candidate's that FP32 does not have.
+        `total`: number of FP32's. `words`: when one is kept, as text.
         """
         if not total:
             return None
-        count = f"{kept} of {total}"
-        text = f"{count} {things} of FP32 {words}"
-        found = self.figure(f"{things} kept", kept / total, count, text)
-        return replace(found, kept=kept, counted=total, new=new)
+        return self.share(f"{things} kept", kept, total, f"{things} of FP32 {words}", new)
 
     def top1(self, same: int, compared: int, among: str) -> TaskFigure | None:
         """Return the top-1 agreement; None if nothing is compared.
@@ -243,13 +240,10 @@ class TaskTally(ABC, Generic[T]):
         """
         if not compared:
             return None
-        count = f"{same} of {compared}"
-        unit = (
-            "samples" if compared == self.samples else "outputs"
-        )  # several outputs of each sample
-        words = f"{count} {unit} keep FP32's top-1 class{among and f', {among}'}"
-        found = self.figure("top-1 agreement", same / compared, count, words)
-        return replace(found, kept=same, counted=compared)
+        # several outputs of each sample
+        unit = "samples" if compared == self.samples else "outputs"
+        words = f"{unit} keep FP32's top-1 class{among and f', {among}'}"
+        return self.share("top-1 agreement", same, compared, words)
 
 
 MIN_THINGS = 5  # things of the float model above a threshold, at least, to count there

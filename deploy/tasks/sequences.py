@@ -315,10 +315,9 @@ class _TextTally(TaskTally["Text"]):
     def result(self) -> TaskFigure | None:
         if not self.symbols:
             return None
-        count = f"{self.equal} of {self.samples}"
         edits = f"{self.edits} edit{'s' * (self.edits != 1)}"
-        text = f"{count} texts as FP32's, {edits} in {self.symbols} symbols"
-        return self.figure("texts alike", self.equal / self.samples, count, text)
+        text = f"texts as FP32's, {edits} in {self.symbols} symbols"
+        return self.share("texts alike", self.equal, self.samples, text)
 
 
 @dataclass(frozen=True, slots=True)

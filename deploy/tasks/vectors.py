@@ -364,9 +364,8 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
         reference_neighbours = _find_nearest(np.stack(references))
         neighbours = _find_nearest(np.stack(candidates))
         equal = int((reference_neighbours == neighbours).sum())
-        count = f"{equal} of {vector_count}"
-        text = f"{count} nearest neighbours as FP32's, {text}"
-        return self.figure("neighbours alike", equal / vector_count, count, text)
+        text = f"nearest neighbours as FP32's, {text}"
+        return self.share("neighbours alike", equal, vector_count, text)
 
 
 def _normalize(value: Array) -> Floats:
