@@ -33,7 +33,7 @@ def load(source: str | Path | onnx.ModelProto, *, fold_batchnorm: bool = True) -
         ModelError: it cannot be read, is quantized already, or onnxruntime cannot load it.
     """
     # For an unknown suffix the ONNX reader reports what the file really is.
-    return FRONTENDS.get(_kind(source), load_onnx)(source, fold_batchnorm)
+    return FRONTENDS.get(_find_kind(source), load_onnx)(source, fold_batchnorm)
 
 
 def load_float_or_qdq(source: str | Path | onnx.ModelProto) -> LoadedModel:
@@ -62,7 +62,8 @@ def is_quantized(path: Path) -> bool:
     return False
 
 
-def _kind(source: str | Path | onnx.ModelProto) -> str:
+def _find_kind(source: str | Path | onnx.ModelProto) -> str:
+    """Return the kind of a source, a key of `FRONTENDS` if it is known."""
     if not isinstance(source, str | Path):
         return ".onnx"
     path, _, _ = str(source).rpartition(":")  # "" without a colon

@@ -77,7 +77,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         metadata_preprocess = read_metadata_preprocess(model, path)
         classes = read_class_names(model)
         integer_weights_note = restore_float_weights(model)
-        _check(model)
+        _check_original(model)
         shared_names = _count_shared_names(model.graph)
         fed_weights = _count_fed_weights(model)
         model, cleaning_notes, was_float16, cut_off = _clean(model, fold_batchnorm)
@@ -102,8 +102,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         name=path.stem if path else model.graph.name or "model",
         digest=digest,
         notes=tuple(note for note in notes if note),
-        inputs=tuple(map(_spec, model.graph.input)),
-        outputs=tuple(map(_spec, model.graph.output)),
+        inputs=tuple(map(_make_spec, model.graph.input)),
+        outputs=tuple(map(_make_spec, model.graph.output)),
         was_float16=was_float16,
         has_shared_names=shared_names > 0,
         fed_weights=fed_weights,
@@ -167,7 +167,7 @@ def read_source(
     return None, model, None
 
 
-def _check(model: onnx.ModelProto) -> None:
+def _check_original(model: onnx.ModelProto) -> None:
     """Check everything that can be checked before the graph is changed."""
     checks.check_opset(model)
     checks.check_float(model)
@@ -262,6 +262,7 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
 
 
 def _write_default_attributes(call: onnx.NodeProto, function: onnx.FunctionProto) -> None:
+    """Give a call of a function the attributes that it leaves out."""
     names = names_of(call.attribute)
     for default in function.attribute_proto:
         if default.name not in names:
@@ -385,12 +386,12 @@ def _infer_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
     model = infer_shapes(model)
     for value, file_type in zip(model.graph.output, file_types, strict=True):
         inferred = value.type.tensor_type
-        if file_type.HasField("shape") and _agrees(file_type.shape, inferred):
+        if file_type.HasField("shape") and _sizes_agree(file_type.shape, inferred):
             inferred.shape.CopyFrom(file_type.shape)
     return model
 
 
-def _agrees(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
+def _sizes_agree(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
     """Whether a shape of the file contradicts no inferred size; 0 is an unknown size."""
     if not inferred.HasField("shape"):
         return True
@@ -450,17 +451,17 @@ def _check_runs(model: onnx.ModelProto) -> None:
         ) from error
 
 
-def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+def _make_spec(value: onnx.ValueInfoProto) -> TensorSpec:
     """Return an input or output; its dtype is "sequence" or such if it is no tensor."""
     tensor_type = value.type.tensor_type
     kind = value.type.WhichOneof("value") or "tensor_type"
     dtype = kind.removesuffix("_type")
     if dtype == "tensor":
         dtype = checks.type_name(tensor_type.elem_type)
-    return TensorSpec(value.name, dtype, tuple(map(_dimension, tensor_type.shape.dim)))
+    return TensorSpec(value.name, dtype, tuple(map(_read_dimension, tensor_type.shape.dim)))
 
 
-def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+def _read_dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     """Return a size, the name of a symbolic one, or None for an unknown one."""
     if dim.HasField("dim_param"):
         # Paddle writes "?" for any unknown dimension

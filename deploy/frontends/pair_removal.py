@@ -329,11 +329,13 @@ class _Stripper:
         return source in index.producer and source not in self.renamed
 
     def _add_constant(self, preferred: str, value: float) -> str:
+        """Add a float32 scalar; return its name."""
         name = claim_name(preferred, self.names)
         self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 
     def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
+        """Whether no output of a node can be negative."""
         if node.op_type in _ADDING:
             return self.positive.issuperset(self.index.data_inputs(node))
         return cannot_be_negative(self.index, node, self.positive)

@@ -91,7 +91,7 @@ def find_bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
     return limiting_bounds
 
 
-def _union(needs: Iterable[Bounds]) -> Bounds:
+def _find_loosest(needs: Iterable[Bounds]) -> Bounds:
     """Return the loosest of several bounds."""
     loosest_floor, loosest_ceiling = _UNREAD
     for floor, ceiling in needs:
@@ -118,14 +118,14 @@ class _Propagation:
         """Set the bounds of tensors; those of everything downstream are set already."""
         for tensor in filter(None, tensors):
             readers = self.graph.readers.get(tensor, [])
-            bounds = _union(self._needed_by(node, tensor) for node in readers)
+            bounds = _find_loosest(self._needed_by(node, tensor) for node in readers)
             if tensor in self.graph.outputs or tensor in self.graph.captured:
                 bounds = _UNBOUNDED  # somebody reads it beside the nodes of the main graph
             self.bounds[tensor] = bounds
 
     def _output_bounds(self, node: onnx.NodeProto) -> Bounds:
         """Return the bounds that the readers of a node's outputs need."""
-        return _union(self.bounds[name] for name in node.output if name)
+        return _find_loosest(self.bounds[name] for name in node.output if name)
 
     def _needed_by(self, node: onnx.NodeProto, tensor: str) -> Bounds:
         """Return the bounds of `tensor` that one of its readers needs."""

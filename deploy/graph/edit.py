@@ -515,6 +515,7 @@ def _find_stem(name: str, stems: Collection[str]) -> str | None:
 
 
 def _can_be_added(word: str) -> bool:
+    """Whether a word can follow a name of the model in a name that calib8 adds."""
     return word in ADDED or word in _JOINING_WORDS or word.isdigit()
 
 

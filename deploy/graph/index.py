@@ -192,10 +192,11 @@ def dims(value: onnx.ValueInfoProto) -> Shape | None:
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         return None
-    return tuple(map(_dimension, tensor.shape.dim))
+    return tuple(map(_read_dimension, tensor.shape.dim))
 
 
-def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+def _read_dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    """Return a size, the name of a symbolic one, or None for an unknown one."""
     if dim.HasField("dim_value"):
         return dim.dim_value
     return dim.dim_param or None
@@ -504,11 +505,11 @@ def match_patterns(nodes: NamedNodes, patterns: Iterable[str]) -> tuple[str, ...
             if line in names:
                 chosen.add(line)
             else:
-                chosen |= _match(nodes, line)
+                chosen |= _match_pattern(nodes, line)
     return tuple(name for name in names if name in chosen)
 
 
-def _match(nodes: NamedNodes, pattern: str) -> set[str]:
+def _match_pattern(nodes: NamedNodes, pattern: str) -> set[str]:
     """Return the names of the nodes that match one pattern for names or types."""
     matches = set()
     candidates: dict[str, None] = {}  # names or types, each once

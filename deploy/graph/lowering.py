@@ -217,6 +217,7 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
 
 
 def _refuse_half_sums(builder: _NodeBuilder) -> None:
+    """Refuse a norm that is not float32, whose sums have another type than its input."""
     if builder.scope.dtype(builder.source) != FLOAT:
         raise CannotRewrite("its sums are of another type than its input")
 

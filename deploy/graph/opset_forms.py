@@ -207,6 +207,7 @@ def _set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
 
 
 def _rename_modes(node: onnx.NodeProto, _: OpsetScope, *, names: Mapping[bytes, bytes]) -> Nodes:
+    """GridSample: before opset 20 its modes had other names."""
     for attribute in node.attribute:
         if attribute.name == "mode":
             attribute.s = names.get(attribute.s, attribute.s)
@@ -385,6 +386,7 @@ def _check_empty_sizes(node: onnx.NodeProto, scope: OpsetScope) -> str:
 
 
 def _check_image(node: onnx.NodeProto, scope: OpsetScope) -> str:
+    """GridSample: before opset 20 of images only."""
     is_image = len(scope.shape(node.input[0])) == 4
     return "" if is_image else f"{node.input[0]} is not an image"
 

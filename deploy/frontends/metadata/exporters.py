@@ -52,10 +52,10 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
             return None
         return StoredPreprocess(find_preset("yolo"), " YOLOv5")
 
-    size = _size(metadata.text("imgsz"))
+    size = _parse_size(metadata.text("imgsz"))
     height, width = size
     preprocess = _task_preprocess(metadata, size)
-    color = _color(metadata.text("channels"))
+    color = _parse_color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
     detail = f", imgsz {height}"
     if width != height:
@@ -81,7 +81,7 @@ def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
     )
 
 
-def _size(text: str | None) -> Size:
+def _parse_size(text: str | None) -> Size:
     """Return (height, width) of "[640, 640]" or "640"."""
     sides = parse_integers("640" if text is None else text, "imgsz")
     if len(sides) > 2:
@@ -89,7 +89,7 @@ def _size(text: str | None) -> Size:
     return sides[0], sides[-1]
 
 
-def _color(text: str | None) -> str:
+def _parse_color(text: str | None) -> str:
     """Return the color for a number of channels, which older versions did not write."""
     if text is None:
         return "rgb"
@@ -253,12 +253,12 @@ def parse_operators(text: str) -> list[dict[str, object]]:
                 mappings.append({})
             key = row[2]
             if mappings and key not in mappings[-1]:
-                mappings[-1][key] = [] if row[3] is None else _value(row[3])
+                mappings[-1][key] = [] if row[3] is None else _parse_value(row[3])
                 continue
         elif mappings and (row := re.fullmatch(r" {2,4}- (.+)", line)):
             items = mappings[-1].get(key)
             if isinstance(items, list):
-                items.append(_value(row[1]))
+                items.append(_parse_value(row[1]))
                 continue
         raise ConfigError(
             f"its {_SECTION} must be as PaddleDetection writes it, got {short_text(line)}"
@@ -266,14 +266,14 @@ def parse_operators(text: str) -> list[dict[str, object]]:
     return mappings
 
 
-def _value(text: str) -> object:
+def _parse_value(text: str) -> object:
     """Return a word or number, or a list of them in brackets."""
     if text.startswith("[") and text.endswith("]"):
-        return [_word(word.strip()) for word in text[1:-1].split(",")]
-    return _word(text)
+        return [_parse_word(word.strip()) for word in text[1:-1].split(",")]
+    return _parse_word(text)
 
 
-def _word(text: str) -> object:
+def _parse_word(text: str) -> object:
     """Return a boolean, a number or a word."""
     if text in ("true", "false"):
         return text == "true"

@@ -181,7 +181,7 @@ class _QdqWriter:
     def constant(self, name: str, array: NDArray[np.generic], grid: Grid | None = None) -> str:
         """Add an initializer unless it exists; return its name. `grid` tells fp8 from integers."""
         if name not in self.initializers:
-            tensor = _float8(name, array) if grid == FP8 else _plain(name, array)
+            tensor = _make_float8(name, array) if grid == FP8 else _make_tensor(name, array)
             self.initializers[name] = tensor
             self.graph.initializer.append(tensor)
         return name
@@ -198,7 +198,7 @@ class _QdqWriter:
         else:
             for node in self.graph.node:
                 if pair.consumers is None or node.name in pair.consumers:
-                    _redirect(node, name, target)
+                    _redirect_reads(node, name, target)
 
         shifted_params = self.quantization(name)
         grid = self.plan.placement.grid
@@ -241,6 +241,7 @@ class _QdqWriter:
             node.input[2] = self._stored_bias(node, str(target.bias), scales)
 
     def _has_integer_bias(self, target: WeightTarget) -> bool:
+        """Whether a layer's bias is stored as int32."""
         return self.plan.placement.quantizes_bias and target.bias in self.initializers
 
     def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
@@ -329,26 +330,31 @@ class _QdqWriter:
         """Replace the nodes of a gate by int8 ones."""
         nodes = [self.nodes[name] for name in gate.nodes]
         quantize_node = self.following_nodes[nodes[-1].output[0]][0]
-        shifted = ""
-        source = None
+        shifted_source = ""
+        clip_params = None
         if gate in self.plan.bias_shifts.values():
-            shifted = self._shifted_source(gate)
+            shifted_source = self._rename_shifted_source(gate)
         else:
-            source = self._clipped_source(gate)
+            clip_params = self._find_clip_params(gate)
         self.replacements |= {name: [] for name in gate.nodes}
         self.replacements[gate.name] = self.gate_writer.write_gate(
-            gate, nodes, quantize_node, self.scales[gate.output], shifted=shifted, source=source
+            gate,
+            nodes,
+            quantize_node,
+            self.scales[gate.output],
+            shifted_source=shifted_source,
+            clip_params=clip_params,
         )
 
-    def _clipped_source(self, gate: Gate) -> ShiftedParams | None:
+    def _find_clip_params(self, gate: Gate) -> ShiftedParams | None:
         """Return the parameters of a gate's source if its integers are clipped directly."""
         owner = self.plan.scale_owners.get(gate.source, gate.source)
         if owner in self.gate_offsets or self.clip_shifts.get(owner) != gate.shift:
             return None
-        shifted = self.quantization(gate.source)
-        return shifted if shifted.steps else None
+        params = self.quantization(gate.source)
+        return params if params.steps else None
 
-    def _shifted_source(self, gate: Gate) -> str:
+    def _rename_shifted_source(self, gate: Gate) -> str:
         """Rename a gate's source, which now includes the shift, and drop its pair."""
         producer = self.producer[gate.source]
         name = f"{gate.source}/shifted"
@@ -363,6 +369,7 @@ class _QdqWriter:
         """
         node = self.nodes[name]
         quantize_node, dequantize_node = self.following_nodes.pop(node.output[0])
+        # from the integers of its input to those of its output, without the pair's Q
         tensor = node.input[0].removesuffix("/dequantized")
         node.input[0], node.output[0] = f"{tensor}/quantized", quantize_node.output[0]
         set_input(node, 2, quantize_node.input[2])
@@ -427,7 +434,7 @@ def matching_scales(
     return np.broadcast_to(trained, (shape[axis],)).copy()
 
 
-def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
+def _make_tensor(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
     """Return a tensor of a type that numpy has."""
     data_type = _RAW_TYPES.get(array.dtype.str)
     if data_type is not None:  # the result of `from_array` in a tenth of the time
@@ -437,14 +444,14 @@ def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
     return numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
 
 
-def _float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
+def _make_float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
     """Return an fp8 tensor, made of raw bytes since numpy has no such type."""
     codes = fp8_codes(array, FP8)
     data_type = onnx.TensorProto.FLOAT8E4M3FN
     return helper.make_tensor(name, data_type, array.shape, codes.tobytes(), raw=True)
 
 
-def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:
+def _redirect_reads(node: onnx.NodeProto, name: str, target: str) -> None:
     """Let a node itself, not its subgraphs, read `target` in place of a tensor."""
     for position, source in enumerate(node.input):
         if source == name:

@@ -135,14 +135,12 @@ class _PixelCopies(ReplacementNodes):
         shape_nodes = self._write_shape(source)
         axes = self.constant("axes", [2, 4])
         repeats = self.constant("often", [1, 1, self.row_factor, 1, self.column_factor, 1])
-        return [
-            self.make("Transpose", [source], "turned", perm=[0, 2, 3, 1]),
-            self.make("Unsqueeze", [f"{self.name}/turned", axes], "apart"),
-            self.make("Tile", [f"{self.name}/apart", repeats], "repeated"),
-            *shape_nodes,
-            self.make("Reshape", [f"{self.name}/repeated", f"{self.name}/shape"], "rows"),
-            make_node("Transpose", [f"{self.name}/rows"], output, self.name, perm=[0, 3, 1, 2]),
-        ]
+        channels_last = self.make("Transpose", [source], "turned", perm=[0, 2, 3, 1])
+        spread = self.make("Unsqueeze", [channels_last.name, axes], "apart")
+        repeated = self.make("Tile", [spread.name, repeats], "repeated")
+        pixels = self.make("Reshape", [repeated.name, f"{self.name}/shape"], "rows")
+        channels_first = make_node("Transpose", [pixels.name], output, self.name, perm=[0, 3, 1, 2])
+        return [channels_last, spread, repeated, *shape_nodes, pixels, channels_first]
 
     def _write_shape(self, source: str) -> Nodes:
         """Return the nodes that compute NAME/shape; none if the sizes are known."""

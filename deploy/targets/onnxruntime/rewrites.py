@@ -111,6 +111,7 @@ def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 
 def _why_no_pool(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    """Return why a ReduceMean is no GlobalAveragePool of an image."""
     float_mean = scope.float_node.get(node.name)
     if float_mean is None:
         return "it is no node of the float model"

@@ -138,7 +138,7 @@ class _TiledLayer(ReplacementNodes):
 
         `sizes`: shape of the ConvTranspose's output.
         """
-        output = str(quantize.output[0])
+        output = quantize.output[0]
         tiles = quantize.output[0] = f"{output}{TILES}"
         rows, columns = self.tile
         cut_shape = self.constant("apart", [0, 0, 0, rows, columns * self.channels])
@@ -148,12 +148,10 @@ class _TiledLayer(ReplacementNodes):
             self.constant("shape", [-1, height, width, self.channels])
         else:
             shape_nodes = self.scaled_shape(tiles, [0, 2, 3], [1, rows, columns], self.channels)
-        row_tiles = f"{self.name}/rows"
-        return [
-            self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1]),
-            self.make("Reshape", [f"{self.name}/turned", cut_shape], "cut"),
-            self.make("Transpose", [f"{self.name}/cut"], "moved", perm=[0, 1, 3, 2, 4]),
-            *shape_nodes,
-            self.make("Reshape", [f"{self.name}/moved", f"{self.name}/shape"], "rows"),
-            make_node("Transpose", [row_tiles], output, f"{self.name}/whole", perm=[0, 3, 1, 2]),
-        ]
+        channels_last = self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1])
+        cut_tiles = self.make("Reshape", [channels_last.name, cut_shape], "cut")
+        tile_rows = self.make("Transpose", [cut_tiles.name], "moved", perm=[0, 1, 3, 2, 4])
+        pixels = self.make("Reshape", [tile_rows.name, f"{self.name}/shape"], "rows")
+        name = f"{self.name}/whole"
+        channels_first = make_node("Transpose", [pixels.name], output, name, perm=[0, 3, 1, 2])
+        return [channels_last, cut_tiles, tile_rows, *shape_nodes, pixels, channels_first]

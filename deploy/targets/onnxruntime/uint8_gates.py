@@ -128,8 +128,8 @@ class GateWriter:
         quantize: onnx.NodeProto,
         output_range: Scale,
         *,
-        shifted: str = "",
-        source: ShiftedParams | None = None,
+        shifted_source: str = "",
+        clip_params: ShiftedParams | None = None,
     ) -> Nodes:
         """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
 
@@ -138,14 +138,14 @@ class GateWriter:
             nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
             quantize: the QuantizeLinear of its output, whose zero point may be replaced.
             output_range: range of its output.
-            shifted: float tensor source + shift if the layer upstream computes it, else "".
-            source: parameters of the source if its integers are clipped directly, else None.
+            shifted_source: float tensor source + shift, if the layer upstream computes it.
+            clip_params: parameters of the source, if its integers are clipped directly.
         """
         read_name = map_read_names(nodes)
-        if source is not None:
-            clip_nodes = self._clip_integers(gate, source)
+        if clip_params is not None:
+            clip_nodes = self._clip_integers(gate, clip_params)
         else:
-            clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted)
+            clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted_source)
         product, offset_nodes = self._add_offset(gate, nodes[-1].output[0], quantize, output_range)
         operands = [read_name[gate.factor], clip_nodes[-1].output[0]]
         return [*clip_nodes, make_node("Mul", operands, product, gate.name), *offset_nodes]
