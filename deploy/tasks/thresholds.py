@@ -99,3 +99,14 @@ MAX_LOGIT = 40.0  # larger magnitudes are of another unit
 MIN_SIDE_DISTANCE = 5.0  # distance of raw scores on both sides of 0, in their own deviations
 MAX_CHANCE_ORDERS = 1e4  # orders of a few values, of which one is sorted by chance
 MIN_SORTED_VALUES = 5  # fewer probabilities may be in one order in every sample
+
+# --- slices of an output ---
+FORM_SAMPLES = 4  # samples from which the form is derived
+FORM_SAMPLES_OF_FEW = 32  # the same of outputs of few values
+FEW_VALUES = 16  # values of an output that need more samples
+MIN_UNIT_RATIO = 8.0  # of every row of the larger unit to any of the smaller
+MAX_SILENT_PEAK = 0.01  # rows whose peak stays below it show no unit
+MIN_ROW_VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
+MAX_LOW_SCORE = 0.2  # scores below it are low, above 1 - it high
+MIN_END_SHARE = 0.1  # share of sure scores near 0, and near 1
+MIN_GATE_DECIDED = 0.75  # share of scores near 0 or 1 beside other values of 0..1
