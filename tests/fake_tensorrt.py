@@ -576,7 +576,11 @@ def _layers(network, config, scales):
     constants = {tensor.name for tensor in graph.initializer}
     dequantized = {o for n in graph.node if n.op_type == "DequantizeLinear" for o in n.output}
     chosen = {flag.name for flag in config.chosen}
-    float_type = "HALF" if "FP16" in chosen else "BF16" if "BF16" in chosen else "FLOAT"
+    float_type = "FLOAT"
+    if "FP16" in chosen:
+        float_type = "HALF"
+    elif "BF16" in chosen:
+        float_type = "BF16"
     layers = []
     for layer in network.layers:
         node = layer._node

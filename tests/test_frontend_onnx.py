@@ -213,7 +213,9 @@ def concat_model(kinds, *, axis=1, affine="bn", has_transpose=False):
             ends[-1] = f"t{number}"
             nodes.append(make_node("Transpose", f"c{number}", [ends[-1]], perm=[0, 2, 3, 1]))
     nodes.append(make_node("Concat", ends, "joined", name="concat", axis=axis))
-    channels = sum(3 if kind == "MaxPool" else 4 for kind in kinds) if axis == 1 else 4
+    channels = 4
+    if axis == 1:
+        channels = 4 * len(kinds) - kinds.count("MaxPool")  # a MaxPool of x has three
     if affine == "bn":
         bn, parameters = norm("bn", "joined", "a", channels)
         nodes, weights = [*nodes, bn], [*weights, *parameters]

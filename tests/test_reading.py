@@ -627,7 +627,12 @@ def test_file_list_holds_its_files(given_names, labelled):
     assert list(listing) == expected
     assert len(listing) == len(expected)
     assert listing[1:] == expected[1:]
-    assert listing.labels == (tuple(labels) if labels else None if given_names else ())
+    if not given_names:
+        assert listing.labels == ()
+    elif labelled:
+        assert listing.labels == tuple(labels)
+    else:
+        assert listing.labels is None
     if expected:
         assert listing[-1] == expected[-1]
         assert listing.path(0) == expected[0].path
