@@ -82,24 +82,26 @@ def judge_of(
     return replace(user_metric, task=task or "", declared=declared or Declaration())
 
 
-def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | None:
-    """Return the task of the outputs; None if no recogniser is certain, or of over 64 outputs.
+def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTask | None, str]:
+    """Return the task of the outputs, and who says so as text; "" for their form.
 
-    Outputs that repeat others are left out. If no task fits the rest, states for the next call are
-    left out too. `task`: a name of `TASKS` or `NO_TASK` that the user set.
+    None if no recogniser is certain, or of over 64 outputs. Outputs that repeat others are left
+    out. If no task fits the rest, states for the next call are left out too.
+
+    `task`: a name of `TASKS` or `NO_TASK` that the user set.
 
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
     if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MAX_OUTPUTS):
-        return None
+        return None, "as set by --task" if task else ""
     distinct = evaluation_task.drop_outputs(samples, evaluation_task.find_logits(samples))
     declared_task = samples.declared.task
     if task or declared_task in TASKS:
         row = TASKS[task or declared_task]
         fitting = _recognise(distinct, [row]) or _fit(row, distinct)
         if fitting is not None:
-            return fitting
+            return fitting, "as set by --task" if task else f"by {samples.declared.source}"
         if task:
             got = [f"{name} {[*samples.outputs[0][name].shape]}" for name in samples.every[:4]]
             raise ConfigError(
@@ -107,10 +109,10 @@ def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | No
                 " compare values"
             )
     if declared_task in NO_TASK:
-        return None
+        return None, f"by {samples.declared.source}"
 
     rows = [row for name, row in TASKS.items() if name != "indices"]
-    return _recognise(distinct, rows) or indices.find_integers(distinct)
+    return _recognise(distinct, rows) or indices.find_integers(distinct), ""
 
 
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
