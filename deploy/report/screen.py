@@ -274,14 +274,12 @@ def speed_texts(report: Findings) -> Iterator[str]:
         if other is not None:
             other_ratio = figures.ratio(ratio * taken.time / other.time)
             level = f" ({other.level})" if other.level != taken.level else ""
-            text += f"; {other_ratio} with {_price(other)}{level}: --split {other.number}"
+            price = figures.decibels(other.sqnr_db)
+            if other.figure not in ("", taken.figure):
+                price = other.figure
+            text += f"; {other_ratio} with {price}{level}: --split {other.number}"
         if other is not None or speed is None:
             yield f"{target.name}: {text}" if len(report.targets) > 1 else text
-
-
-def _price(split: SplitRow) -> str:
-    """Return what a split keeps: the task's figure, or its SQNR."""
-    return split.figure or figures.decibels(split.sqnr_db)
 
 
 # role of a script -> where it is to be run
@@ -328,7 +326,8 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         return
     if options and (split := _better_split(target, verdict, request)):
         speed = figures.ratio(1 / split.time)
-        yield f"for {_price(split)} at about {speed}: {build} --split {split.number}"
+        price = split.figure or figures.decibels(split.sqnr_db)
+        yield f"for {price} at about {speed}: {build} --split {split.number}"
     if options and not verdict.gated:
         effort = request.effort.get(target.name, 0)
         if effort == 0:
