@@ -294,11 +294,11 @@ def _engine_table(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
     rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
     filled = [column for column, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
-    left = [position for position, column in enumerate(filled) if column in _LEFT_COLUMNS]
+    left_aligned = [position for position, column in enumerate(filled) if column in _LEFT_COLUMNS]
     table = []
     for row in (["build", *_HEADS], *rows):
         table.append([row[column] for column in filled])
-    yield from align_columns(table, left)
+    yield from align_columns(table, left_aligned)
 
 
 def _reasons(builds: BuildComparison) -> Iterator[str]:

@@ -240,11 +240,11 @@ def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
         yield f"{len(samples)} samples that were looked at hardly differ; calibrate with others"
 
 
-def _are_nearly_equal(sample: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+def _are_nearly_equal(sample: Mapping[str, Array], other_sample: Mapping[str, Array]) -> bool:
     """Whether two samples with a large float input are equal but for noise below an int8 step."""
     has_large_input = False
     for name, value in sample.items():
-        other_value = other[name]
+        other_value = other_sample[name]
         if not is_floating(value) or value.size < MIN_VALUES:
             if not np.array_equal(value, other_value):
                 return False
@@ -306,8 +306,8 @@ def _is_initial_state(samples: Samples, name: str) -> bool:
     if not _is_constant_input(samples, name):
         return False
     size = samples[0][name].size
-    for other, value in samples[0].items():
-        if value.size > size and not _is_constant_input(samples, other):
+    for other_name, value in samples[0].items():
+        if value.size > size and not _is_constant_input(samples, other_name):
             return True
     return False
 

@@ -33,7 +33,7 @@ from deploy.feed.arrays import (
     has_batch_dimension,
 )
 from deploy.feed.file_list import ImageFile
-from deploy.feed.images import printable_name
+from deploy.feed.images import printable_name, suffix_of
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
 from deploy.files.archives import HEADER_LOCK, check_archive, read_array_header
@@ -52,12 +52,12 @@ Specs = tuple[TensorSpec, ...]
 
 def is_array_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of a file of arrays."""
-    return os.path.splitext(path)[1].lower() in SUFFIXES
+    return suffix_of(path) in SUFFIXES
 
 
 def is_raw_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of values without a header."""
-    return os.path.splitext(path)[1].lower() in (".bin", ".raw")
+    return suffix_of(path) in (".bin", ".raw")
 
 
 @dataclass(slots=True)

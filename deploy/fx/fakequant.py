@@ -84,7 +84,9 @@ class _LsqRound(torch.autograd.Function):
         (grad,) = grads
         v = x / scale
         is_below, is_above = v <= low, v >= high
-        slope = torch.where(is_below, low, torch.where(is_above, high, torch.round(v) - v))
+        slope = torch.round(v) - v  # dy/ds of the formulas
+        slope = torch.where(is_above, high, slope)
+        slope = torch.where(is_below, low, slope)
         scale_grad = (grad * slope).sum_to_size(scale.shape) * factor
         return grad.masked_fill(is_below | is_above, 0.0), scale_grad, None, None, None
 

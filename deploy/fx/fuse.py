@@ -45,7 +45,7 @@ from deploy.fx.norms import (
     path_to_reader,
     readers_of,
 )
-from deploy.fx.operations import is_op, refresh
+from deploy.fx.operations import called_module, is_op, module_calls, refresh, replace_node
 from deploy.fx.plain_copy import replace_submodule
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -193,19 +193,6 @@ def fuse_for_export(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn
     return folded
 
 
-def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | None:
-    """Return the module that `node` calls, or None."""
-    if not isinstance(node, fx.Node) or node.op != "call_module":
-        return None
-    return graph_module.get_submodule(str(node.target))
-
-
-def module_calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
-    """Yield (node, module that it calls); the caller may edit the graph meanwhile."""
-    for node in graph_module.graph.find_nodes(op="call_module"):
-        yield node, called_module(graph_module, node)
-
-
 def called_once(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether no other node calls the module of `node`."""
     return len(calls_of_module(graph_module, node)) == 1
@@ -304,9 +291,9 @@ def _fold_into_layer(
     return set(norms)
 
 
-def _remove(node: fx.Node) -> None:
-    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-    node.graph.erase_node(node)
+def _remove(node: Any) -> None:
+    """Let the readers of a call read its input."""
+    replace_node(node, node.args[0])
 
 
 def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
@@ -382,10 +369,10 @@ def _with_norm_after(layer: Any, norm: nn.Module) -> Any:
     return _with_parameters(layer, scaled_weight, _bias_of(layer, shift) * factor + shift)
 
 
-def _bias_of(layer: Any, like: torch.Tensor) -> torch.Tensor:
+def _bias_of(layer: Any, template: torch.Tensor) -> torch.Tensor:
     """Return a layer's bias, or zeros like another tensor."""
     if layer.bias is None:
-        return torch.zeros_like(like)
+        return torch.zeros_like(template)
     bias: torch.Tensor = layer.bias.detach()
     return bias
 

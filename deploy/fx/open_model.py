@@ -101,9 +101,12 @@ def _export_checked(
         fused = fuse_for_export(model, inputs)
         exported = to_onnx(fused, inputs, opset=opset, dynamic_batch=dynamic_batch)
         warning = check_float_export(exported, model, inputs).warning
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(model).__name__)
-    exported.graph.name = words.lower().strip("_") or "model"
+    snake_case_name = _WORD_START.sub("_", type(model).__name__)
+    exported.graph.name = snake_case_name.lower().strip("_") or "model"
     return exported, warning
+
+
+_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # in CamelCase
 
 
 def _is_converted(model: nn.Module) -> bool:
