@@ -180,7 +180,12 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
     )
     if not {"kind", "batch", "skip_bad", "count", "names"} <= set(shard.made_from.images):
         raise ValueError("it does not tell what images it is of")
+    _check_positions(shard)
+    return shard
 
+
+def _check_positions(shard: Shard) -> None:
+    """Raise ValueError if the positions and numbers of samples contradict each other."""
     positions = shard.share.positions
     read_count = len(shard.digests)
     is_incomplete = read_count < len(positions)
@@ -194,7 +199,6 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
         raise ValueError(f"{shard.counted} samples of {len(good_positions)} good ones")
     if not shard.peak_positions <= good_positions:
         raise ValueError("peaks of samples that are not its own")
-    return shard
 
 
 def _digest(document: Mapping[str, Any]) -> str:

@@ -197,7 +197,7 @@ def _open_items(
     *,
     skip_bad: bool,
 ) -> ArraySource:
-    """Read the headers of all items."""
+    """Read the headers of all items; labels count only if every sample has one."""
     item_ends: list[int] = []
     labels: list[int] = []
     notes: set[str] = set()

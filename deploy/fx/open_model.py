@@ -149,7 +149,7 @@ def open_module(
     return_dict(copied, output)
     try:
         exported, message = _export_checked(copied, inputs)
-    except (ModelError, ExportError):
+    except (ModelError, ExportError):  # perhaps the model fixes its batch
         if item_inputs[0].ndim == inputs[0].ndim:
             inputs = item_inputs  # the batch of the item, not a small one
         exported, message = _export_checked(copied, inputs, dynamic_batch=False)
