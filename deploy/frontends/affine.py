@@ -122,7 +122,9 @@ class JoinedLayers:
 def _axes_after(
     node: onnx.NodeProto, axes: list[int | None], constants: Mapping[str, onnx.TensorProto]
 ) -> list[int | None] | None:
-    """Return which of the layer's axes each axis is after a move; None for an inserted axis."""
+    """Return which of the layer's axes each axis is after a Transpose, Squeeze or Unsqueeze.
+
+    An inserted axis is None; all is None if the node's axes are unknown or do not fit."""
     if node.op_type == "Transpose":
         order = attributes(node).get("perm", range(len(axes))[::-1])
         is_permutation = sorted(order) == list(range(len(axes)))
@@ -253,7 +255,7 @@ class _AffineFolder:
         return JoinedLayers(tuple(parts), concat)
 
     def _find_layer(self, tensor: str) -> MovedLayer | None:
-        """Return the layer that produces a tensor, through moves; all must have one reader."""
+        """Return the layer that makes a tensor, with the moves after it; each has one reader."""
         moves: Nodes = []
         node = self.producers.get(tensor)
         while node is not None and self.read_counts[node.output[0]] == 1:

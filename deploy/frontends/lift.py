@@ -138,7 +138,7 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
 
 
 def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: Collection[str]) -> Nodes:
-    """Return the nodes of a node's newer form."""
+    """Return the nodes that compute a node in the newer opset."""
     changes = find_upgrades(node, scope.source_opset, scope.target_opset)
     if not changes:
         return [node]

@@ -132,7 +132,7 @@ class CutOffNodes:
             graph.initializer.append(constant)
 
     def _refuse_opset(self, opset: int) -> None:
-        """Refuse an opset in which a cut-off node has another form."""
+        """Refuse an opset that changed the operator of a cut-off node."""
         source_opset = opset_of(onnx.ModelProto(opset_import=self.opsets))
         changed_types: set[str] = set()
         for node in self.nodes:

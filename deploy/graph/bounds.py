@@ -182,7 +182,7 @@ class _Propagation:
         return (-math.inf if low is None else low, math.inf if high is None else high)
 
     def _is_amplified(self, node: onnx.NodeProto) -> bool:
-        """Whether a reader of a node's outputs, through moves too, amplifies small differences."""
+        """Whether a reader, or one past nodes that move values, amplifies small differences."""
         tensors = list(node.output)
         for tensor in tensors:  # grows during the loop
             for reader in self.graph.readers.get(tensor, []):
@@ -202,7 +202,7 @@ class _Propagation:
         return node.op_type in _AMPLIFIES
 
     def _gated_bounds(self, product: onnx.NodeProto, tensor: str) -> Bounds:
-        """Return the bounds of tensor * gate; the gate depends on it and is 0 below a floor."""
+        """Return the bounds of a tensor that is multiplied by a gate, which is 0 below a floor."""
         factors = other_inputs(product, tensor)
         gate = self.graph.producer.get(factors[0]) if len(factors) == 1 else None
         if gate is None:
@@ -385,7 +385,10 @@ def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
 
 
 def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return a note on the constant that vanishes, found back through Div and moves; else ""."""
+    """Return a note on the constant that becomes 0 in float16 and keeps a Log or divisor above 0.
+
+    It is searched upstream of divisions and of nodes that only move values. "" if there is none.
+    """
     guard: onnx.NodeProto | None = node
     while guard is not None and (guard.op_type == "Div" or guard.op_type in _PASSING):
         is_divisor = guard.op_type == "Div"

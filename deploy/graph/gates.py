@@ -86,7 +86,7 @@ class Gate:
 
 
 def find_gates(graph: Graph) -> tuple[Gate, ...]:
-    """Return every gate whose inner tensors no other node reads, in graph order."""
+    """Return every gate (see `Gate`) whose inner tensors no other node reads, in graph order."""
     gates = []
     for node in graph.nodes:
         gate = _match_hard_sigmoid(graph, node)
@@ -169,7 +169,7 @@ def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
 
 
 def _append_product(graph: Graph, gate: Gate) -> Gate | None:
-    """Extend a gate by the Mul or Div that alone reads its output; None if there is none.
+    """Return a gate with the Mul or Div that alone reads its output; None if there is none.
 
     A positive scalar changes the gain, and one varying tensor is the factor.
     """
@@ -191,7 +191,7 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
 
 
 def _append_offset(graph: Graph, gate: Gate) -> Gate:
-    """Extend a gate by a following Add of a scalar, unless a Relu or Clip follows that."""
+    """Return a gate with a following Add of a scalar, unless a Relu or Clip follows that."""
     add = graph.only_reader(gate.output, "Add")
     if add is None or graph.tail(add) != add.output[0]:
         return gate

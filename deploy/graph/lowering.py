@@ -320,7 +320,7 @@ class _Lowering:
         self.rewritten: Counter[str] = Counter()
 
     def lower_node(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes of a node's older form."""
+        """Return the nodes that compute a node with operators of the older opset."""
         if not is_standard(node):
             return [node]
         opset = scope.target_opset
@@ -337,7 +337,7 @@ class _Lowering:
         return nodes
 
     def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes of a standard node's older form; a form that is the same: the node."""
+        """Return the nodes that compute a node in the older opset; the node if it may stay."""
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)
         old_schema = find_schema(op_type, scope.target_opset)

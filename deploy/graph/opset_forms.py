@@ -68,7 +68,7 @@ class OpsetScope:
     shapes: Mapping[str, Shape | None] = field(default_factory=dict)
 
     def enter(self, graph: onnx.GraphProto) -> OpsetScope:
-        """Return the scope inside a graph: this one plus the graph's own tensors."""
+        """Return the scope inside a graph: this one and the graph's own tensors."""
         constants = by_name(graph.initializer) | constant_nodes(graph.node)
         dtypes, shapes = dict(self.dtypes), dict(self.shapes)
         for value in declared_values(graph):
@@ -155,7 +155,7 @@ def find_upgrades(node: onnx.NodeProto, source_opset: int, opset: int) -> list[O
 
 
 def change_form(node: onnx.NodeProto, changes: Sequence[OpsetChange], scope: OpsetScope) -> Nodes:
-    """Return the nodes of a node's form after some changes of opset; the node may change.
+    """Return the nodes that compute a node after some changes of opset; the node may change.
 
     Raises:
         CannotRewrite: it has no such form.
@@ -167,7 +167,7 @@ def change_form(node: onnx.NodeProto, changes: Sequence[OpsetChange], scope: Ops
 
 
 def drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpSchema) -> None:
-    """Remove the attributes that a node's old form does not have.
+    """Remove the attributes of a node that an older opset does not have.
 
     Raises:
         CannotRewrite: one of them is not the default, or the node has more inputs or outputs.

@@ -309,7 +309,7 @@ def _find_bias_shifts(
     weights: Iterable[WeightTarget],
     int8_gates: Iterable[Gate],
 ) -> dict[str, Gate]:
-    """Return Conv -> the gate whose shift its bias can absorb; `graph` has gates uncollapsed.
+    """Return Conv -> the gate (see `Gate`) whose shift its bias can absorb.
 
     The Conv must make the source for the gate alone, and its bias must be constant.
     """
@@ -368,7 +368,10 @@ def _decide(
     gate_by_node: Mapping[str, str],
     gemm_biases: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
-    """Return one decision per node; tails follow their head, nodes of a gate decide as one."""
+    """Return one decision per node.
+
+    A tail (Relu, Clip or bias Add) runs where the node runs that it is fused into, and the nodes of
+    a gate run where the gate runs."""
     head_by_tail = {}  # output of a tail -> the node that it is fused into
     for node in graph.nodes:
         if node.op_type in placement.heavy_or_glue:
@@ -389,7 +392,7 @@ def _decide(
 
 
 def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple[QdqPair, ...]:
-    """Return the pairs of a plan, inputs of the model first, then in graph order."""
+    """Return the Q/DQ pairs of a plan: on inputs of the model first, then in graph order."""
     tensors = (*graph.inputs, *graph.producer)
     if placement.pairs_everywhere or placement.pairs_on_outputs:
         paired = _find_paired_tensors(graph, placement, int8_nodes)
@@ -419,7 +422,7 @@ def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) 
 def _find_pair_readers(
     graph: Graph, placement: Placement, int8_nodes: Nodes
 ) -> dict[str, list[str]]:
-    """Return tensor with a pair -> the nodes that read the pair."""
+    """Return tensor with a Q/DQ pair -> names of the nodes that read the pair."""
     readers: dict[str, list[str]] = {}
     for node in int8_nodes:
         for name in int8_inputs(graph, node, placement.heavy):
@@ -437,7 +440,7 @@ def _find_weights(
     int8_nodes: Iterable[onnx.NodeProto],
     gemm_biases: Mapping[str, onnx.NodeProto],
 ) -> tuple[WeightTarget, ...]:
-    """Return the weights of heavy nodes that are initializers."""
+    """Return the constant weights of int8 layers (Conv, Gemm, MatMul, ...)."""
     weights = []
     for node in int8_nodes:
         if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:

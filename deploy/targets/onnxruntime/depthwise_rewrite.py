@@ -247,7 +247,7 @@ def _pixel_count(shape: Shape | None) -> int:
 
 
 def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
-    """Append the channels to everything in a region."""
+    """Append the channels to all Convs and tensors of a region."""
     added = region.added_channels
     for conv in region.convs.values():
         node = conv.node

@@ -67,7 +67,7 @@ def write_qdq(
     trained_scales: Mapping[str, Scales32] = MappingProxyType({}),
     memoize: Memoize = _compute_each_time,
 ) -> onnx.ModelProto:
-    """Return a copy of the model with the plan's pairs.
+    """Return a copy of a float model with the Q/DQ pairs, int8 weights and int32 biases of a plan.
 
     Args:
         model: cleaned float model, opset 13 or later, or 19 on an fp8 grid.
@@ -221,7 +221,7 @@ class _QdqWriter:
         self.replacements[add.name] = []
 
     def add_shift(self, target: WeightTarget) -> WeightTarget:
-        """Add a gate's shift to the bias of the layer that makes its source; return its target."""
+        """Add a gate's shift to the bias of the layer upstream; return the new target."""
         gate = self.plan.bias_shifts.get(target.node)
         if gate is None:
             return target
@@ -327,7 +327,7 @@ class _QdqWriter:
         return output
 
     def write_gate(self, gate: Gate) -> None:
-        """Replace the nodes of a gate by int8 ones."""
+        """Replace the nodes of a gate (such as Hard-Swish) by int8 ones."""
         nodes = [self.nodes[name] for name in gate.nodes]
         quantize_node = self.following_nodes[nodes[-1].output[0]][0]
         shifted_source = ""
@@ -398,7 +398,7 @@ class _QdqWriter:
 
 
 def _clip_shifts(plan: Plan) -> dict[str, float]:
-    """Return source's owner -> shift, for the gates that may clip the source's integers."""
+    """Return tensor -> shift, for the sources of gates that may clip their integers."""
     shifted_in_bias = tuple(plan.bias_shifts.values())
     shifts = {}
     for gate in plan.gates:

@@ -29,7 +29,7 @@ from deploy.targets.onnxruntime.rewrite_base import (
 
 
 def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write each Resize between pairs that only repeats pixels as copies.
+    """Write each Resize between Q/DQ pairs that only repeats pixels as copies.
 
     Left alone: a Resize that interpolates or shifts pixels, one of unknown rank, and one whose
     pairs differ, since the integers would change.
@@ -101,7 +101,7 @@ def _repeats_pixels(attrs: Mapping[str, bytes], factors: Sequence[float]) -> boo
 
 
 def _integers_around(graph: Graph, node: onnx.NodeProto) -> tuple[str, str] | None:
-    """Return the int8 tensors before and after a node, if their pairs are equal."""
+    """Return the int8 tensors before and after a node, if scale and zero point are equal."""
     dequantize = graph.find_producer(node.input[0], "DequantizeLinear")
     quantize = graph.only_reader(node.output[0], "QuantizeLinear")
     if dequantize is None or quantize is None:

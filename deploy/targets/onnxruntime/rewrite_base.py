@@ -105,7 +105,7 @@ class RewriteScope:
 def apply_to_model(
     rule: RewriteRule[RewriteScope], model: onnx.ModelProto, context: RewriteContext
 ) -> bool:
-    """Apply a rule to a model with pairs, in place; return whether it changed anything."""
+    """Apply a rule to a model with Q/DQ pairs, in place; return whether it changed anything."""
     return apply_rule(model.graph, rule, RewriteScope(model, context)) > 0
 
 

@@ -67,7 +67,7 @@ class Rewrite:
 
 
 def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
-    """Apply the rows of `REWRITES` in their order; a model with pairs is changed in place."""
+    """Apply the rows of `REWRITES` in their order to a model with Q/DQ pairs, which may change."""
     for rewrite in REWRITES:
         if rewrite.for_given_pairs or not context.has_given_pairs:
             model = rewrite.apply(model, context) or model
@@ -285,7 +285,7 @@ def share_reads(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 
 def _float_readers(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
-    """Return the float nodes that read a DequantizeLinear, but those that only move values."""
+    """Return the float nodes that read a DequantizeLinear, without those that only move values."""
     readers = []
     for reader in scope.graph.readers.get(node.output[0], ()):
         if reader.name in scope.context.float_nodes and reader.op_type not in _MOVED_PAST:

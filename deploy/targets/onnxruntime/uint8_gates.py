@@ -151,7 +151,7 @@ class GateWriter:
         return [*clip_nodes, make_node("Mul", operands, product, gate.name), *offset_nodes]
 
     def _clip_by_pair(self, gate: Gate, source: str, shifted: str) -> Nodes:
-        """Return the Add of the shift, unless `shifted` has it, and a pair.
+        """Return the Add of the shift, unless `shifted` has it, and a Q/DQ pair that clips.
 
         Q saturates where the Clip does, and DQ multiplies by the gain.
         """
@@ -190,7 +190,7 @@ class GateWriter:
     def _add_offset(
         self, gate: Gate, output: str, quantize: onnx.NodeProto, output_range: Scale
     ) -> tuple[str, Nodes]:
-        """Return the output tensor of a gate's Mul, and the nodes that add the offset to it.
+        """Return the tensor that a gate's Mul writes, and the nodes that add the offset to it.
 
         There are none if the zero point of `quantize` adds it, else a pair and an int8 Add.
         """
