@@ -124,7 +124,8 @@ def _axes_after(
 ) -> list[int | None] | None:
     """Return which of the layer's axes each axis is after a Transpose, Squeeze or Unsqueeze.
 
-    An inserted axis is None; all is None if the node's axes are unknown or do not fit."""
+    An inserted axis is None; all is None if the node's axes are unknown or do not fit.
+    """
     if node.op_type == "Transpose":
         order = attributes(node).get("perm", range(len(axes))[::-1])
         is_permutation = sorted(order) == list(range(len(axes)))

@@ -370,8 +370,9 @@ def _decide(
 ) -> tuple[Decision, ...]:
     """Return one decision per node.
 
-    A tail (Relu, Clip or bias Add) runs where the node runs that it is fused into, and the nodes of
-    a gate run where the gate runs."""
+    A tail (Relu, Clip or bias Add) runs where the node before it runs, and the nodes of
+    a gate run where the gate runs.
+    """
     head_by_tail = {}  # output of a tail -> the node that it is fused into
     for node in graph.nodes:
         if node.op_type in placement.heavy_or_glue:
