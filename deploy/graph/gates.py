@@ -92,6 +92,7 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
         gate = _match_hard_sigmoid(graph, node)
         if gate is None:
             continue
+        # several scalars and one tensor may be multiplied, in any order
         longer = _append_product(graph, gate)
         while longer is not None:
             gate = longer
@@ -114,7 +115,7 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> No
     for node in nodes:
         if node.name in gate_by_end:
             gate = gate_by_end[node.name]
-            inputs = list(dict.fromkeys([gate.source, gate.factor]))
+            inputs = list(dict.fromkeys([gate.source, gate.factor]))  # one tensor in a Hard-Swish
             collapsed.append(make_node(GATE, inputs, gate.output, gate.name))
         elif node.name not in inner_nodes:
             collapsed.append(node)

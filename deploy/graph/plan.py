@@ -245,53 +245,56 @@ class _Int8Flow:
 
     Attributes:
         reasons: node -> why it stays float; changes while the nodes are asked one by one.
-        produced: tensors that an int8 node produces or a heavy one reads, passed on by float nodes.
-        read: tensors that an int8 node reads, passed back by float nodes.
+        int8_outputs: tensors that an int8 node makes or a heavy one reads, and what float nodes that
+            pass int8 on make of them.
+        int8_reads: tensors that an int8 node reads, and what such float nodes make them of.
     """
 
     def __init__(self, graph: Graph, placement: Placement, reasons: Mapping[str, str]) -> None:
         self.graph, self.placement, self.reasons = graph, placement, reasons
-        self.produced: set[str] = set()
-        self.read: set[str] = set()
+        self.int8_outputs: set[str] = set()
+        self.int8_reads: set[str] = set()
         for node in graph.nodes:
             if not reasons[node.name]:
                 self._add_int8_node(node)
+
+        # float nodes that pass int8 on: results go downstream, wishes to read go upstream
         passing_nodes = [node for node in graph.nodes if _passes_int8(graph, placement, node)]
         for node in passing_nodes:
-            if self.produced.issuperset(graph.data_inputs(node)):
-                self.produced.update(node.output)
+            if self.int8_outputs.issuperset(graph.data_inputs(node)):
+                self.int8_outputs.update(node.output)
         for node in reversed(passing_nodes):
-            if not self.read.isdisjoint(node.output):
-                self.read.update(graph.data_inputs(node))
+            if not self.int8_reads.isdisjoint(node.output):
+                self.int8_reads.update(graph.data_inputs(node))
 
     def _add_int8_node(self, node: onnx.NodeProto) -> None:
         """Add the tensors around a node that runs in int8."""
         graph = self.graph
-        self.read.update(graph.data_inputs(node))
-        self.produced.add(graph.tail(node))
+        self.int8_reads.update(graph.data_inputs(node))
+        self.int8_outputs.add(graph.tail(node))
         if node.op_type in self.placement.heavy:
-            self.produced.update(graph.data_inputs(node))
+            self.int8_outputs.update(graph.data_inputs(node))
         elif node.op_type == "Split":
-            self.produced.update(node.output)
-            if not self.read.isdisjoint(node.output):
-                self.read.add(graph.tail(node))
+            self.int8_outputs.update(node.output)
+            if not self.int8_reads.isdisjoint(node.output):
+                self.int8_reads.add(graph.tail(node))
 
     def find_stranded_reason(self, node: onnx.NodeProto) -> str:
         """Return why a node that can run in int8 gains nothing among its neighbours, or ""."""
         graph, placement = self.graph, self.placement
-        if placement.float_after_concat and reads_float_concat(graph, node, self.produced):
+        if placement.float_after_concat and reads_float_concat(graph, node, self.int8_outputs):
             return f"it reads a Concat whose inputs are not all {placement.precision_name}"
         if node.op_type in placement.heavy:
             return ""  # it gains enough to quantize its inputs itself
         if placement.pairs_on_outputs:
-            has_int8_inputs = self.produced.issuperset(graph.data_inputs(node))
+            has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
         else:
-            has_int8_inputs = reads_int8(graph, node, self.produced, placement.heavy)
+            has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
             if has_int8_inputs and has_float_sibling(graph, node, self.reasons):
                 return "its input is read in float too"
         if not has_int8_inputs:
             return f"an input of it is not {placement.precision_name}"
-        if graph.tail(node) not in self.read:
+        if graph.tail(node) not in self.int8_reads:
             return f"nothing after it runs in {placement.precision_name}"
         return ""
 
