@@ -245,8 +245,8 @@ class _Int8Flow:
 
     Attributes:
         reasons: node -> why it stays float; changes while the nodes are asked one by one.
-        int8_outputs: tensors that an int8 node makes or a heavy one reads, and what float nodes that
-            pass int8 on make of them.
+        int8_outputs: tensors that an int8 node makes or a heavy one reads, and those that float
+            nodes which pass int8 on make of them.
         int8_reads: tensors that an int8 node reads, and what such float nodes make them of.
     """
 
