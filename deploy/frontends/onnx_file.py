@@ -82,10 +82,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         fed_weights = _count_fed_weights(model)
         model, cleaning_notes, was_float16, cut_off = _clean(model, fold_batchnorm)
         renamed = rename_added(model.graph)
-        checks.check_valid(model)
-        checks.check_precision(model)
-        checks.check_weights(model)
-        _check_runs(model)
+        _check_cleaned(model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
         raise type(error)(_escape_unprintable(str(error))) from error.__cause__
 
@@ -165,6 +162,14 @@ def read_source(
     refuse_external(model)
     empty_default_domain(model)
     return None, model, None
+
+
+def _check_cleaned(model: onnx.ModelProto) -> None:
+    """Check a cleaned model, and that ONNX Runtime loads it."""
+    checks.check_valid(model)
+    checks.check_precision(model)
+    checks.check_weights(model)
+    _check_runs(model)
 
 
 def _check_original(model: onnx.ModelProto) -> None:

@@ -253,7 +253,7 @@ def parse_operators(text: str) -> list[dict[str, object]]:
                 mappings.append({})
             key = row[2]
             if mappings and key not in mappings[-1]:
-                mappings[-1][key] = [] if row[3] is None else _parse_value(row[3])
+                mappings[-1][key] = _parse_value(row[3])
                 continue
         elif mappings and (row := re.fullmatch(r" {2,4}- (.+)", line)):
             items = mappings[-1].get(key)
@@ -266,8 +266,10 @@ def parse_operators(text: str) -> list[dict[str, object]]:
     return mappings
 
 
-def _parse_value(text: str) -> object:
-    """Return a word or number, or a list of them in brackets."""
+def _parse_value(text: str | None) -> object:
+    """Return a word or number, a list of them in brackets, or [] if the items follow below."""
+    if text is None:
+        return []
     if text.startswith("[") and text.endswith("]"):
         return [_parse_word(word.strip()) for word in text[1:-1].split(",")]
     return _parse_word(text)
