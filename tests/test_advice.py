@@ -268,3 +268,12 @@ def test_build_that_is_not_worse_says_nothing(changed):
 def test_same_build_again_has_the_same_report():
     first = follow_up(detector("doubtful", front=DETECTOR, split_number=3), None)
     assert follow_up(detector("doubtful", front=DETECTOR, split_number=3), first) == first
+
+
+def test_split_is_built_for_its_target_and_more_effort_for_all():
+    def next_step(front):
+        report = detector("doubtful", front=front, split_number=2)
+        return first_step(replace(report, targets=(*report.targets, TargetPart(name="ascend"))))
+
+    assert f"{BUILD} --target tensorrt --split 3" in next_step(DETECTOR)
+    assert next_step(DETECTOR[:2]) == f"{BUILD} --prefer accuracy --effort 2 --repair all"

@@ -310,12 +310,11 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     """Yield what to build in place of an engine, or to do instead, the first step first."""
     options, page = path_of(report.files, OPTIONS), path_of(report.files, REPORT)
     build = f"calib8 build --config {shlex.quote(options)}"
-    if len(report.targets) > 1:
-        build += f" --target {target.name}"
+    build_target = f"{build} --target {target.name}" if len(report.targets) > 1 else build
     if options:
         for earlier in report.earlier:
             if earlier.target == target.name:
-                yield f"as before: {build} {earlier.flags}"
+                yield f"as before: {build_target} {earlier.flags}"
     if verdict.level not in (DOUBTFUL, UNUSABLE):
         return
 
@@ -327,7 +326,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     if options and (split := _better_split(target, verdict, request)):
         speed = figures.ratio(1 / split.time)
         price = split.figure or figures.decibels(split.sqnr_db)
-        yield f"for {price} at about {speed}: {build} --split {split.number}"
+        yield f"for {price} at about {speed}: {build_target} --split {split.number}"
     if options and not verdict.gated:
         effort = request.effort.get(target.name, 0)
         if effort == 0:
