@@ -368,8 +368,6 @@ def _load_float_model(
     explanation: Explanation, model: Path | str | ModelProto | LoadedModel | None
 ) -> LoadedModel:
     """Load the float model: the user's, else that of the report."""
-    if isinstance(model, LoadedModel):
-        return model
     if model is not None:
         return load_float_or_qdq(model)
     path = path_near_report(explanation.model, Path(explanation.report))

@@ -75,6 +75,13 @@ class CachePolicy:
         if self.path is not None:  # may be text
             object.__setattr__(self, "path", Path(self.path))
 
+    @property
+    def reuse_flag(self) -> str:
+        """The option by which the cache is only read; "" if it may be written."""
+        if self.require:
+            return "--require-cache"
+        return "--trust-cache" if self.trust else ""
+
 
 def as_policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
     """Return the policy of a cache path; for None, one that stores nothing."""
