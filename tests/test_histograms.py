@@ -110,7 +110,7 @@ def test_lines_at_range_ends_split_bars():
     assert starts[1] == pytest.approx(high, abs=0.1)
 
 
-def test_range_end_far_outside_has_no_line():
+def test_far_range_end_has_no_line():
     part = parts.HistogramPart(start=-0.5, width=1.0, counts=(9, 9, 1))
     drawing = histogram(make_row(observed_min=0.0, lo=-2.0, hi=2.0), part)
     assert len(line_positions(drawing, "clip")) == 1
@@ -263,8 +263,10 @@ def test_only_the_worst_tensors_are_drawn(monkeypatch, small_cnn, pictures, tmp_
 def test_page_of_200_tensors_is_small(built_report):
     """Rows as a real build makes them, the worst with all that is drawn of them."""
     counts = tuple(range(100_000, 100_000 + MAX_BARS))
-    others = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
-    part = parts.HistogramPart(start=-1.23456789, width=0.0456789, counts=counts, others=others)
+    other_ranges = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
+    part = parts.HistogramPart(
+        start=-1.23456789, width=0.0456789, counts=counts, others=other_ranges
+    )
     weight = built_report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
     rows = tuple(
         make_row(

@@ -169,7 +169,7 @@ def test_legacy_header_has_no_label():
     assert dump(relabelled).startswith(b"TRT-8503-EntropyCalibration2\n")
 
 
-def test_onnx_models_and_unknown_algorithms_are_refused():
+def test_models_and_odd_algorithms_fail():
     model = make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]})
     with pytest.raises(CacheError, match="ONNX model"):
         parse(model.SerializeToString(), origin="m.onnx")
