@@ -1,5 +1,7 @@
 """Pictures in another color order or scale than the model learned from."""
 
+from pathlib import Path
+
 import cv2
 import numpy as np
 import onnx
@@ -75,6 +77,15 @@ def test_metadata_that_fits_better_is_named(red_detector, warnings_of):
 def test_pixels_that_are_divided_needlessly_are_named(red_detector, warnings_of):
     text = warnings_of(red_detector(scale=1 / 255), "--preprocess", "unit")
     assert "FP32 finds 16 boxes as pixels of 0 to 255, 0 as fed; check --preprocess raw" in text
+
+
+def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
+    folder = Path(__file__).parent.parent / "datasets" / "fashion"
+    images = ("--images", folder / "calib.txt", "--eval-images", folder / "eval.txt")
+    options = ("--limit", 8, "--effort", 0, "--duration", 0, "--out", tmp_path / "o")
+    _, out, _ = run("build", folder / "fashion.onnx", *images, *options)
+    text = "FP32 is right on 14 of 16 images as values of -1 to 1, 2 as fed; check --preprocess"
+    assert f"Warning {text} minus-one-to-one" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def build_with(
         calibration = _calibrate(build, stage)
         metric = replace(build.metric, threshold=calibration.score_threshold)
         build = replace(build, metric=metric)
-        better_reading = find_better_reading(calibration, metric.without_function)
+        better_reading = find_better_reading(calibration, metric.without_function, build.evaluation)
         if better_reading:
             calibration = replace(calibration, doubts=(*calibration.doubts, better_reading))
         _refuse_broken_metric(build, calibration)

@@ -10,7 +10,8 @@ sure, so a few samples are run in other readings too, and compared by a sign tes
 
 A reading ends with its fourth loss, so right inputs take a few runs. A wrong scale saturates
 scores, which looks sure: other scales are tried only for a detector that finds next to nothing, and
-whose first layer does not contradict (`deploy.calibration.input_checks`).
+whose first layer does not contradict (`deploy.calibration.input_checks`). With labels, readings are
+tried if most images are of another class than FP32's, and count by the images that are right.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.input_checks import check_input_samples, renormalize
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess
+from deploy.feed.samples import Feed
 from deploy.metrics.accuracy import recognise_first
 from deploy.tasks import Metric
 from deploy.tasks.boxes import BoxDetection
@@ -42,7 +44,12 @@ MAX_SILENT_BOXES = 4  # boxes in all samples up to which other scales are tried
 MAX_BOXES = 20  # boxes a sample, on average, from which a better reading is noise
 _BOX_SCORE = 0.25  # of boxes that a sentence counts
 _SWAPPED = {"rgb": "bgr", "bgr": "rgb"}
-_SCALES = {"unit": "pixels / 255", "raw": "pixels of 0 to 255"}
+_SCALES = {
+    "unit": "pixels / 255",
+    "raw": "pixels of 0 to 255",
+    "minus-one-to-one": "values of -1 to 1",
+    "imagenet": "ImageNet's mean and std",
+}
 
 Outputs = Mapping[str, Array]
 
@@ -85,6 +92,8 @@ def list_readings(
     (sample,) = calibration.feed.first_samples(1)
     for name, text in _SCALES.items():
         values = PRESETS[name]
+        if len(values.mean) not in (1, used.channels):
+            continue
         scaled = replace(used, scale=values.scale, mean=values.mean, std=values.std)
         scaled_sample = {spec.name: renormalize(sample[spec.name], used, scaled)}
         if not check_input_samples([scaled_sample], scaled, model):
@@ -92,41 +101,76 @@ def list_readings(
 
 
 @phase("trying other colors and scales")
-def find_better_reading(calibration: CalibrationResult, metric: Metric) -> str:
-    """Return that FP32 is clearly surer of another reading of the pictures; "" if it is not."""
+def find_better_reading(
+    calibration: CalibrationResult, metric: Metric, evaluation: Feed | None
+) -> str:
+    """Return that FP32 is clearly surer of another reading of the pictures; "" if it is not.
+
+    `evaluation`: the evaluation images, which may have labels of classes.
+    """
     used, loaded = calibration.feed.preprocess, calibration.loaded
     if used is None or len(loaded.inputs) > 1 or calibration.feed.batch > 1 or loaded.qdq:
         return ""
     evaluation_set, input_name = calibration.evaluation_set, loaded.inputs[0].name
+    run = evaluation_set.outputs.recompute
     task, pairs = recognise_first(evaluation_set.samples_with_outputs(SAMPLES), metric)
     if not isinstance(task, BoxDetection | Classes):
         return ""
 
-    used_scores = [find_scores(task, *pair) for pair in pairs]
-    is_detector = isinstance(task, BoxDetection)
-    is_silent = is_detector and count_boxes(used_scores) <= MAX_SILENT_BOXES
-    for reading in list_readings(calibration, used, with_scales=is_silent):
+    labelled = labelled_samples(evaluation) if isinstance(task, Classes) else []
+    labels = [label for _, label in labelled] or [None] * SAMPLES
+    if labelled:
+        pairs = [(sample, run(sample)) for sample, _ in labelled]
+    used_scores = [
+        find_scores(task, *pair, label) for pair, label in zip(pairs, labels, strict=False)
+    ]
+    if labelled and 2 * count_clear(used_scores) > len(used_scores):
+        return ""
+
+    samples, is_detector = [sample for sample, _ in labelled], isinstance(task, BoxDetection)
+    is_silent = is_detector and count_clear(used_scores) <= MAX_SILENT_BOXES
+    for reading in list_readings(calibration, used, with_scales=is_silent or bool(labelled)):
         scores: list[Floats] = []
         losses = 0
-        for sample in evaluation_set.subset.spread_samples(SAMPLES):
+        for sample in samples or evaluation_set.subset.spread_samples(SAMPLES):
             values = renormalize(sample[input_name], used, reading.preprocess)
-            outputs = evaluation_set.outputs.recompute({input_name: values})
-            scores.append(find_scores(task, sample, outputs))
+            outputs = run({input_name: values})
+            scores.append(find_scores(task, sample, outputs, labels[len(scores)]))
             losses += confidence_of(scores[-1]) < confidence_of(used_scores[len(scores) - 1])
             if losses > MAX_LOSSES:
                 break
         else:
             if is_better(scores, used_scores):
-                return describe_reading(reading, scores, used_scores, is_detector=is_detector)
+                form = "finds {} boxes" if is_detector else ""
+                if labelled:
+                    form = f"is right on {{}} of {len(scores)} images"
+                return describe_reading(reading, scores, used_scores, form)
     return ""
 
 
-def find_scores(task: BoxDetection | Classes, inputs: Outputs, outputs: Outputs) -> Floats:
-    """Return the scores of a sample's boxes, or the probability of its best class."""
+def labelled_samples(evaluation: Feed | None) -> list[tuple[Outputs, int | None]]:
+    """Return spread evaluation samples with their labels; none without labels of classes."""
+    if evaluation is None or not evaluation.labels:
+        return []
+    keys = evaluation.spread_keys(evaluation.count)
+    label_by_key = dict(zip(keys, evaluation.labels, strict=False))
+    samples = evaluation.samples_by_key(evaluation.spread_keys(SAMPLES))
+    return [(sample, label_by_key[key]) for key, sample in samples]
+
+
+def find_scores(
+    task: BoxDetection | Classes, inputs: Outputs, outputs: Outputs, label: int | None = None
+) -> Floats:
+    """Return the scores of a sample's boxes, or the probability of its best class.
+
+    With a label it is 1 if the best class is the label's, else 0.
+    """
     if isinstance(task, BoxDetection):
         boxes = task.decoder.boxes(inputs, outputs)
         return np.zeros(0) if boxes is None else suppress_overlaps(boxes).scores
     row = outputs[task.outputs[0]].reshape(1, -1).astype(np.float64)
+    if label is not None:
+        return np.array([float(row.argmax() == label)])
     probabilities = row if are_probabilities(row) else activate(row, "softmax")
     return np.array([probabilities.max()])
 
@@ -136,8 +180,8 @@ def confidence_of(scores: Floats) -> float:
     return float(np.square(scores).sum())
 
 
-def count_boxes(scores: Sequence[Floats]) -> int:
-    """Return the number of boxes with a clear score in all samples."""
+def count_clear(scores: Sequence[Floats]) -> int:
+    """Return the number of clear scores in all samples: of boxes, or of images that are right."""
     return int((np.concatenate(scores) > _BOX_SCORE).sum())
 
 
@@ -147,7 +191,7 @@ def is_better(scores: Sequence[Floats], used_scores: Sequence[Floats]) -> bool:
     signs = np.sign(confidences[0] - confidences[1])
     is_chance = signs.sum() < MIN_DEVIATIONS * sqrt(np.abs(signs).sum())
     total, used_total = confidences.sum(axis=1)
-    is_noise = count_boxes(scores) > MAX_BOXES * len(scores)
+    is_noise = count_clear(scores) > MAX_BOXES * len(scores)
     return bool(not is_chance and not is_noise and total > MIN_GAIN * used_total)
 
 
@@ -155,13 +199,15 @@ def describe_reading(
     reading: Reading,
     scores: Sequence[Floats],
     used_scores: Sequence[Floats],
-    *,
-    is_detector: bool,
+    form: str,
 ) -> str:
-    """Return a sentence on a reading that is better than the one in use."""
-    if is_detector:
-        count, used_count = count_boxes(scores), count_boxes(used_scores)
-        text = f"finds {count} boxes as {reading.text}, {used_count} as {reading.used_text}"
+    """Return a sentence on a reading that is better than the one in use.
+
+    `form`: what is counted, such as "finds {} boxes"; "" for the mean probability.
+    """
+    if form:
+        count, used_count = count_clear(scores), count_clear(used_scores)
+        text = f"{form.format(count)} as {reading.text}, {used_count} as {reading.used_text}"
     else:
         best, used_best = (100 * float(np.mean(rows)) for rows in (scores, used_scores))
         text = f"is {best:.0f} % sure as {reading.text}, {used_best:.0f} % as {reading.used_text}"
