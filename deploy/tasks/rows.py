@@ -137,7 +137,7 @@ def are_ordered(rows: Sequence[Array]) -> bool:
     if not are_probabilities(shares) or np.ptp(shares.argmax(axis=1)) == 0:
         return False
     correlations = [correlate(share[1:], share[:-1]) for share in shares]
-    return bool(np.mean(correlations) > thresholds.MIN_NEIGHBOUR_CORRELATION)
+    return bool(np.mean(correlations) > thresholds.MIN_ORDER)
 
 
 def are_relative(rows: Array) -> bool:
@@ -150,8 +150,8 @@ def are_relative(rows: Array) -> bool:
     is_between = (rows > 0.1) & (rows < 0.9)
     if rows.shape[1] > 1:
         min_share = is_between.mean(axis=1).min()
-        return not sums_to_one(rows).any() and bool(min_share >= thresholds.MIN_RELATIVE_SHARE)
-    if len(rows) >= thresholds.MIN_EVENT_SAMPLES:
+        return not sums_to_one(rows).any() and bool(min_share >= 0.5)
+    if len(rows) >= thresholds.MIN_ROW_VALUES:
         is_between = rows < 0.9
     return bool(is_between.mean() >= thresholds.MIN_SINGLE_SHARE)
 

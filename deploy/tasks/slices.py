@@ -41,7 +41,7 @@ def form_samples(inputs: Mapping[str, Array], outputs: Mapping[str, Array], batc
     """
     has_single = any(value.size <= batch and value.dtype.kind == "f" for value in outputs.values())
     max_size = max((value.size for value in outputs.values()), default=0)
-    if not has_single and max_size > thresholds.FEW_VALUES * batch:
+    if not has_single and max_size > thresholds.MIN_ROW_VALUES * batch:
         return thresholds.FORM_SAMPLES
     total = sum(value.size for value in (*inputs.values(), *outputs.values())) // batch
     fitting = _MAX_SAMPLE_VALUES // max(total, 1)
@@ -227,7 +227,7 @@ def _may_weight(scores: _Candidate, weighted: _Candidate) -> bool:
     if scores.values.size < weighted.values.size and not scores.part.axis:
         return True
     is_doubtful = are_unit or scores.part.axis is not None
-    min_decided = thresholds.MIN_GATE_DECIDED if is_doubtful else 0.5
+    min_decided = thresholds.MOST_SHARE if is_doubtful else 0.5
     return scores.decided_share >= min_decided
 
 
@@ -312,7 +312,7 @@ def _read_rows(samples: Sequence[Array], axis: int) -> _Rows | None:
     in_unit = (low >= -tolerance) & (high <= 1 + tolerance)
     is_number = (values == np.rint(values)).all(axis=1) & ~in_unit
     near_0, near_1 = (values < 0.1).mean(axis=1), (values > 0.9).mean(axis=1)
-    is_decided = near_0 + near_1 >= thresholds.MIN_GATE_DECIDED
+    is_decided = near_0 + near_1 >= thresholds.MOST_SHARE
     has_both_ends = np.minimum(near_0, near_1) >= thresholds.MIN_END_SHARE
     peak = np.maximum(np.abs(low), np.abs(high)).astype(np.float64)
     return _Rows(peak, in_unit, is_number, in_unit & is_decided & has_both_ends)
