@@ -111,40 +111,35 @@ def find_better_reading(
     used, loaded = calibration.feed.preprocess, calibration.loaded
     if used is None or len(loaded.inputs) > 1 or calibration.feed.batch > 1 or loaded.qdq:
         return ""
-    evaluation_set, input_name = calibration.evaluation_set, loaded.inputs[0].name
-    run = evaluation_set.outputs.recompute
+    evaluation_set = calibration.evaluation_set
+    float_outputs = evaluation_set.outputs
     task, pairs = recognise_first(evaluation_set.samples_with_outputs(SAMPLES), metric)
     if not isinstance(task, BoxDetection | Classes):
         return ""
 
+    form = "finds {} boxes" if isinstance(task, BoxDetection) else ""
     labelled = labelled_samples(evaluation) if isinstance(task, Classes) else []
-    labels = [label for _, label in labelled] or [None] * SAMPLES
     if labelled:
-        pairs = [(sample, run(sample)) for sample, _ in labelled]
-    used_scores = [
-        find_scores(task, *pair, label) for pair, label in zip(pairs, labels, strict=False)
-    ]
-    if labelled and 2 * count_clear(used_scores) > len(used_scores):
-        return ""
+        form = f"is right on {{}} of {len(labelled)} images"
+        used_scores = [find_scores(task, x, float_outputs.recompute(x), y) for x, y in labelled]
+        if 2 * count_clear(used_scores) > len(used_scores):
+            return ""
+    else:
+        used_scores = [find_scores(task, *pair) for pair in pairs]
 
-    samples, is_detector = [sample for sample, _ in labelled], isinstance(task, BoxDetection)
-    is_silent = is_detector and count_clear(used_scores) <= MAX_SILENT_BOXES
+    is_silent = isinstance(task, BoxDetection) and count_clear(used_scores) <= MAX_SILENT_BOXES
     for reading in list_readings(calibration, used, with_scales=is_silent or bool(labelled)):
         scores: list[Floats] = []
         losses = 0
-        for sample in samples or evaluation_set.subset.spread_samples(SAMPLES):
-            values = renormalize(sample[input_name], used, reading.preprocess)
-            outputs = run({input_name: values})
-            scores.append(find_scores(task, sample, outputs, labels[len(scores)]))
+        samples = evaluation_set.subset.spread_samples(SAMPLES)
+        for sample, label in labelled or ((x, None) for x in samples):
+            fed = {name: renormalize(x, used, reading.preprocess) for name, x in sample.items()}
+            scores.append(find_scores(task, fed, float_outputs.recompute(fed), label))
             losses += confidence_of(scores[-1]) < confidence_of(used_scores[len(scores) - 1])
             if losses > MAX_LOSSES:
                 break
-        else:
-            if is_better(scores, used_scores):
-                form = "finds {} boxes" if is_detector else ""
-                if labelled:
-                    form = f"is right on {{}} of {len(scores)} images"
-                return describe_reading(reading, scores, used_scores, form)
+        if losses <= MAX_LOSSES and is_better(scores, used_scores):
+            return describe_reading(reading, scores, used_scores, form)
     return ""
 
 
