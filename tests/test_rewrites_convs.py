@@ -294,7 +294,7 @@ def test_search_restores_weights_of_float_layers(tmp_path, monkeypatch):
 
     original = output_rounding._restore_float_weights
     monkeypatch.setattr(output_rounding, "_restore_float_weights", give_back)
-    monkeypatch.setattr("deploy.tuning.search._NEAR", 0.0)  # layers are looked at alone, too
+    monkeypatch.setattr("deploy.tuning.search.QUIET_LOSS", 0.0)  # layers are looked at alone, too
     build_folder(inverted(24, window=5), tmp_path / "net", "--effort", "1", *VNNI[2:])
     assert matches
     assert all(matches)
