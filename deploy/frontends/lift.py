@@ -63,6 +63,7 @@ from deploy.graph.index import (
     all_tensors,
     attributes,
     count_reads,
+    declared_values,
     names_of,
     opset_of,
 )
@@ -218,12 +219,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     for tensor in half_tensors:
         values = to_array(tensor).astype(np.float32)
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    for body in all_graphs(graph):
-        inner_values = list(body.value_info)
-        if body is not graph:
-            inner_values += [*body.input, *body.output]
-        for value in filter(_is_half, inner_values):
-            value.type.tensor_type.elem_type = FLOAT
+    _widen_inner_values(graph)
     _insert_casts(graph)
 
     note = (
@@ -234,6 +230,14 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     names = ", ".join(value.name for value in half_ends)
     verb = "is" if len(half_ends) == 1 else "are"
     return f"{note}; {names} {verb} float16 as before."
+
+
+def _widen_inner_values(graph: onnx.GraphProto) -> None:
+    """Declare float16 tensors as float32, without the inputs and outputs of the main graph."""
+    for body in all_graphs(graph):
+        values = body.value_info if body is graph else declared_values(body)
+        for value in filter(_is_half, values):
+            value.type.tensor_type.elem_type = FLOAT
 
 
 def _half_type_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProto]:

@@ -23,7 +23,7 @@ Source: the schemas of ONNX, their functions and changelog (docs/Operators.md an
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -312,12 +312,17 @@ def _write_functions(
     return inlined
 
 
+@dataclass
 class _Lowering:
-    """Lowers the nodes of one model and counts the changed ones by operator."""
+    """Lowers the nodes of one model.
 
-    def __init__(self, decomposed: Collection[str]) -> None:
-        self.decomposed = decomposed
-        self.rewritten: Counter[str] = Counter()
+    Attributes:
+        decomposed: operators to decompose although the opset has them.
+        rewritten: operator -> number of its nodes that were changed.
+    """
+
+    decomposed: Collection[str]
+    rewritten: Counter[str] = field(default_factory=Counter)
 
     def lower_node(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         """Return the nodes that compute a node with operators of the older opset."""

@@ -240,6 +240,7 @@ def _find_float_reasons(
     return reasons
 
 
+@dataclass(slots=True)
 class _Int8Flow:
     """Tensors that int8 nodes produce and read, under one state of the decisions.
 
@@ -250,12 +251,16 @@ class _Int8Flow:
         int8_reads: tensors that an int8 node reads, and what such float nodes make them of.
     """
 
-    def __init__(self, graph: Graph, placement: Placement, reasons: Mapping[str, str]) -> None:
-        self.graph, self.placement, self.reasons = graph, placement, reasons
-        self.int8_outputs: set[str] = set()
-        self.int8_reads: set[str] = set()
+    graph: Graph
+    placement: Placement
+    reasons: Mapping[str, str]
+    int8_outputs: set[str] = field(default_factory=set)
+    int8_reads: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        graph, placement = self.graph, self.placement
         for node in graph.nodes:
-            if not reasons[node.name]:
+            if not self.reasons[node.name]:
                 self._add_int8_node(node)
 
         # float nodes that pass int8 on: results go downstream, wishes to read go upstream

@@ -16,7 +16,7 @@ Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, signed_grid
-from calibrators.scales import Scale, Scales
+from calibrators.scales import Scales
 from deploy.errors import ExportError
 from deploy.graph.edit import copy_without_initializers, drop_dead, make_node, rebuild, set_input
 from deploy.graph.gates import Gate
@@ -93,7 +93,7 @@ def write_qdq(
     read_counts = memoize("reads", lambda: count_reads(model.graph))
     quantized = copy_without_initializers(model, _replaced_constants(plan, read_counts))
     writer = _QdqWriter(
-        quantized, model, plan, scales, weight_bits, round_scales, trained_scales, memoize
+        quantized.graph, model, plan, scales, weight_bits, round_scales, trained_scales, memoize
     )
     for weight in plan.weights:
         writer.fuse_gemm(weight)
@@ -120,10 +120,15 @@ def _replaced_constants(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
     return {name for name, count in counts.items() if count == read_counts[name]}
 
 
+@dataclass
 class _QdqWriter:
     """The model being rewritten, and the nodes and initializers to add.
 
     Attributes:
+        graph: of the model being rewritten.
+        float_model: the model with all its constants.
+        nodes: name -> node of `graph`.
+        initializers: name -> constant of both models.
         producer: tensor -> the node that makes it.
         constant_nodes: nodes that read only constants.
         following_nodes: tensor -> nodes that follow it.
@@ -133,28 +138,23 @@ class _QdqWriter:
         weights: (weight, axis, whether trained, scales) -> its dequantized tensor.
     """
 
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        float_model: onnx.ModelProto,
-        plan: Plan,
-        scales: Mapping[str, Scale],
-        weight_bits: int,
-        round_scales: Callable[[Scales32], Scales32],
-        trained_scales: Mapping[str, Scales32],
-        memoize: Memoize,
-    ) -> None:
-        self.graph = model.graph
-        self.plan = plan
-        self.scales = scales
-        self.round_scales = round_scales
-        self.trained_scales = trained_scales
-        self.memoize = memoize
+    graph: onnx.GraphProto
+    float_model: onnx.ModelProto
+    plan: Plan
+    scales: Scales
+    weight_bits: int
+    round_scales: Callable[[Scales32], Scales32]
+    trained_scales: Mapping[str, Scales32]
+    memoize: Memoize
+
+    def __post_init__(self) -> None:
+        plan = self.plan
         self.weight_grid = plan.placement.weights
-        if weight_bits != self.weight_grid.bits:
-            self.weight_grid = signed_grid(weight_bits)
+        if self.weight_bits != self.weight_grid.bits:
+            self.weight_grid = signed_grid(self.weight_bits)
+        constants = self.float_model.graph.initializer
         self.nodes: dict[str, onnx.NodeProto] = by_name(self.graph.node)
-        self.initializers: dict[str, onnx.TensorProto] = by_name(float_model.graph.initializer)
+        self.initializers: dict[str, onnx.TensorProto] = by_name(constants)
         self.producer = map_producers(self.graph.node)
         self.constant_nodes: Nodes = []
         self.following_nodes: dict[str, Nodes] = {}

@@ -191,6 +191,7 @@ class OnnxRuntime:
 
         ranges, trained = request.ranges_of(self), request.trained
         if trained is not None and self._keeps_pairs(request):
+            # the Q/DQ model of the user is the engine
             decisions = qdq_decisions(trained, request.model, self.placement)
             analysis = ModelAnalysis(request.model)
             return _PairedModel(trained.model, decisions, dict(ranges.scales), analysis)
