@@ -521,9 +521,10 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     else:
         is_one_axis = axis == -1
     drop_attribute(node, "axis")
-    _set_attribute(node, "axis", axis if is_one_axis else -1)
     if is_one_axis:
+        _set_attribute(node, "axis", axis)
         return [node]
+    _set_attribute(node, "axis", -1)  # of the matrix that Flatten makes
     if axis < 0 and shape is None:
         raise CannotRewrite(f"the shape of {source} is not known")
 

@@ -246,7 +246,7 @@ def parse_operators(text: str) -> list[dict[str, object]]:
     mappings: list[dict[str, object]] = []
     key = ""
     for line in lines[lines.index(f"{_SECTION}:") + 1 :][:_MAX_LINES]:
-        if re.match(r"[^\s-]", line):
+        if re.match(r"[^\s-]", line):  # the next section
             break
         if row := re.fullmatch(r"(- |  )(\w+):(?: (.+))?", line):
             if row[1] == "- ":
@@ -260,6 +260,7 @@ def parse_operators(text: str) -> list[dict[str, object]]:
             if isinstance(items, list):
                 items.append(_parse_value(row[1]))
                 continue
+        # no entry of a mapping, no new key, or no item of a list
         raise ConfigError(
             f"its {_SECTION} must be as PaddleDetection writes it, got {short_text(line)}"
         )

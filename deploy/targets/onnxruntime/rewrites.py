@@ -104,6 +104,7 @@ def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
     it moves integers.
     """
     if apply_to_model(_MEAN_AS_POOL, model, context):
+        # one shape for all means without keepdims
         if any(_FLAT_SHAPE in node.input for node in model.graph.node):
             shape = numpy_helper.from_array(np.array([0, -1], np.int64), _FLAT_SHAPE)
             model.graph.initializer.append(shape)
