@@ -395,8 +395,9 @@ def _histogram_text(row: TensorRow, part: HistogramPart) -> str:
     )
 
 
-_FRONT_TOP, _FRONT_WORST = 30, _FLOOR - 16  # y of the float model, and of the least SQNR
-_FRONT_BEST = _FRONT_TOP + 30  # y of the largest finite SQNR
+_FRONT_HEIGHT, _FRONT_FLOOR = 180, 146  # in px
+_FRONT_TOP, _FRONT_WORST = 18, _FRONT_FLOOR - 14  # y of the float model, and of the least SQNR
+_FRONT_BEST = _FRONT_TOP + 20  # y of the largest finite SQNR
 _FRONT_MARGIN = 0.05  # of time, beside the fastest and the slowest split
 
 
@@ -408,9 +409,9 @@ def front_figure(front: Sequence[SplitRow]) -> str:
 
     times = [1.0, *(split.time for split in splits)]
     lo, hi = min(times) - _FRONT_MARGIN, max(times) + _FRONT_MARGIN
-    body = _floor_line(0, "100%", _FLOOR)
+    body = _floor_line(0, "100%", _FRONT_FLOOR)
     for value, label in _ticks(lo, hi):
-        body += _text("tick", _percent(value, lo, hi), str(_FLOOR + 15), label)
+        body += _text("tick", _percent(value, lo, hi), str(_FRONT_FLOOR + 15), label)
 
     finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
     worst_db, best_db = min(finite_db), max(*finite_db, min(finite_db) + 1)
@@ -425,9 +426,9 @@ def front_figure(front: Sequence[SplitRow]) -> str:
         y_px = axis.x(split.sqnr_db) if math.isfinite(split.sqnr_db) else _FRONT_TOP
         kind = "kept" if split.taken else "tried"
         body += _front_point(kind, _percent(split.time, lo, hi), y_px, str(split.number))
-    body += _text("end", "100%", str(_HEIGHT - 3), "time, FP32 = 1")
+    body += _text("end", "100%", str(_FRONT_HEIGHT - 3), "time, FP32 = 1")
     return (
-        f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
+        f'<svg class="wide" width="100%" height="{_FRONT_HEIGHT}" role="img">'
         f"<title>Time and SQNR of the splits</title>{body}</svg>"
     )
 
