@@ -18,7 +18,7 @@ one by one, as in `build`, and the first batch twice, once for the initial range
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -203,13 +203,13 @@ def record_statistics(
     """
     lead = statistic.lead
     if lead is None:
-        return _record_pass(model, batches, lambda module: statistic.recorder(None))
+        return _record_pass(model, batches, statistic, {})
 
     lead_size = lead.samples or 1
     samples = _in_full_batches(chain.from_iterable(map(_samples, batches)), lead_size)
     lead_samples = list(islice(samples, lead_size))
     try:
-        lead_recorders, _ = _record_pass(model, lead_samples, lambda module: lead.recorder(None))
+        lead_recorders, _ = _record_pass(model, lead_samples, lead, {})
     except Calib8Error:
         raise
     except Exception as error:  # whatever a user's model raises
@@ -218,20 +218,18 @@ def record_statistics(
             f" got: {first_line(error)}; take another method"
         ) from error
 
-    def create_recorder(module: nn.Module) -> Recorder:
-        return statistic.recorder(lead_recorders.get(module))
-
-    return _record_pass(model, chain(lead_samples, samples), create_recorder)
+    return _record_pass(model, chain(lead_samples, samples), statistic, lead_recorders)
 
 
 def _record_pass(
-    model: nn.Module,
-    batches: Iterable[Any],
-    create_recorder: Callable[[nn.Module], Recorder],
+    model: nn.Module, batches: Iterable[Any], statistic: Statistic, lead_recorders: Recorders
 ) -> tuple[Recorders, int]:
-    """Record all batches; return (recorders, number of runs)."""
+    """Record all batches; return (recorders, number of runs).
+
+    `lead_recorders`: recorders of the statistic's lead, from which its own start.
+    """
     recorders: Recorders = {}
-    hook = partial(_record, recorders, create_recorder)
+    hook = partial(_record, recorders, statistic, lead_recorders)
     handles = []
     for module in model.modules():
         takes_own_range = isinstance(module, FakeQuant) and not module.monitors
@@ -255,17 +253,19 @@ def _record_pass(
 
 def _record(
     recorders: Recorders,
-    create_recorder: Callable[[nn.Module], Recorder],
+    statistic: Statistic,
+    lead_recorders: Recorders,
     module: nn.Module,
     inputs: Any,
 ) -> None:
+    """Record the first input of a module; a forward pre-hook but for its first arguments."""
     assert isinstance(module, FakeQuant | RangeMonitor)
     values = inputs[0].detach().float()
     if not bool(torch.isfinite(values).all()):
         raise CalibrationError(f"calibration needs finite values, got NaN or Inf in {module.name}")
     if values.numel():
         if module not in recorders:
-            recorders[module] = create_recorder(module)
+            recorders[module] = statistic.recorder(lead_recorders.get(module))
         recorders[module].observe(values.cpu().numpy())
 
 
