@@ -41,10 +41,11 @@ def range_difference(first_scale: Scale | None, second_scale: Scale | None) -> f
     """Return the difference as a share of the wider range; 1 if only one half has a range."""
     if first_scale is None or second_scale is None:
         return float(first_scale is not second_scale)
-    ends = max(abs(first_scale.lo - second_scale.lo), abs(first_scale.hi - second_scale.hi))
+    end_shift = max(abs(first_scale.lo - second_scale.lo), abs(first_scale.hi - second_scale.hi))
     width = max(first_scale.hi - first_scale.lo, second_scale.hi - second_scale.lo)
-    amax = max(first_scale.amax, second_scale.amax)
-    return max(ends / (width or 1.0), abs(first_scale.amax - second_scale.amax) / (amax or 1.0))
+    threshold_shift = abs(first_scale.amax - second_scale.amax)
+    threshold = max(first_scale.amax, second_scale.amax)
+    return max(end_shift / (width or 1.0), threshold_shift / (threshold or 1.0))
 
 
 def compare_halves(
