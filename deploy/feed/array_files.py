@@ -143,18 +143,17 @@ def _open_subfolders(
     files: Sequence[ImageFile], specs: Specs, title: str, *, skip_bad: bool
 ) -> ArraySource:
     """Open one folder per input; files of the same name form one item."""
-    path_by_input_and_stem: dict[str, dict[str, Path]] = {spec.name: {} for spec in specs}
-    all_stems = set()
+    input_names = [spec.name for spec in specs]
+    files_by_stem: dict[str, dict[str, Path]] = {}  # name without suffix -> input -> its file
     for file in files:
         input_name, _, name = file.name.partition("/")
-        if input_name in path_by_input_and_stem and name:
+        if input_name in input_names and name:
             stem = os.path.splitext(name)[0]
-            path_by_input_and_stem[input_name][stem] = file.path
-            all_stems.add(stem)
-    stems = sorted(all_stems, key=os.fsencode)
+            files_by_stem.setdefault(stem, {})[input_name] = file.path
+    stems = sorted(files_by_stem, key=os.fsencode)
 
-    for input_name, path_by_stem in path_by_input_and_stem.items():
-        missing_stems = [stem for stem in stems if stem not in path_by_stem]
+    for input_name in input_names:
+        missing_stems = [stem for stem in stems if input_name not in files_by_stem[stem]]
         if missing_stems:
             raise FeedError(
                 f"every input's folder in {title} must have files of the same names, got"
@@ -163,10 +162,8 @@ def _open_subfolders(
             )
     items = []
     for stem in stems:
-        path_by_input = {}
-        for input_name, path_by_stem in path_by_input_and_stem.items():
-            path_by_input[input_name] = path_by_stem[stem]
-        items.append(path_by_input)
+        files_of_item = files_by_stem[stem]
+        items.append({name: files_of_item[name] for name in input_names})
     return _open_items(items, stems, specs, title, skip_bad=skip_bad)
 
 
