@@ -20,7 +20,7 @@ MIN_BINS = 4  # of a distribution of distances; models have 8 or more
 MIN_PIXEL_SIDE = 4  # sides of detected boxes in pixels; logits of distances are lower
 MIN_POINT_CORRELATION = 0.8  # key points of a box move with its centre
 MAX_CELL_OFFSET = 16.0  # YOLOX's raw boxes: cells from the anchor, and the logarithm of a size
-MIN_QUIET_SCORE = 0.02  # the same of rows that are the first dimension, as YOLO v5's are
+MIN_QUIET_SCORE = 0.02  # mean score below which rows do not show an objectness
 DETECTION_SHARE = 1e-3  # share of the surest rows, which show the sizes of boxes
 MIN_LIST_ROWS = 3  # rows of a list of boxes, which show its columns
 
