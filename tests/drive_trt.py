@@ -98,7 +98,7 @@ def outcome(calib):
 
 
 def run_all(calib, *names, refuses=False):
-    """What the builder does: ask for the cache, take batches until there are none, write."""
+    """Do what the builder does: ask for the cache, take batches until none are left, write."""
     builder = Builder(calib)
     if builder.read() is None or refuses:
         while builder.batch(*(names or ("data", "ids"))) is not None:
@@ -150,7 +150,7 @@ def unknown_algorithm():
 
 
 def without_gpu():
-    """What the builder says where there is no driver; "built" where there is one."""
+    """Return the builder's error where there is no driver; "built" where there is one."""
     model = make_model([("Relu", "x", "y")], {"x": [1, 2]}, {"y": [1, 2]})
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -34,11 +34,11 @@ _pinned = {}
 
 
 class Fault(Exception):
-    """What a driver would report, or what would end the process."""
+    """An error that a driver would report, or that would end the process."""
 
 
 def reset():
-    """As a process starts: nothing allocated, no context, both GPUs there."""
+    """Return to the state of a new process: nothing allocated, no context, both GPUs."""
     GPUS[:] = ["Fake H200", "Fake L4"]
     for registry in (_handles, _memory, _pinned):
         registry.clear()
@@ -296,7 +296,7 @@ _last_error = ["no error"]
 
 
 def _answering(call):
-    """As cuda-python answers: (code,) or (code, result), never an exception of CUDA."""
+    """Answer as cuda-python does: (code,) or (code, result), never an exception of CUDA."""
 
     def answer(*arguments):
         try:

@@ -37,7 +37,7 @@ STATE = (
 
 
 class Story:
-    """What TensorRT is to do, and what was asked of it.
+    """Orders for the fake TensorRT, and a record of its calls.
 
     Attributes:
         parser: errors of the parser; any makes it refuse.
@@ -114,13 +114,11 @@ _FLAGS = "NetworkDefinitionCreationFlag"
 NetworkDefinitionCreationFlag = _enum(_FLAGS, *_NETWORK_FLAGS, gone="EXPLICIT_BATCH")
 _KINDS = ((8,), "FLOAT HALF INT8 INT32 BOOL UINT8"), ((8, 6), "FP8"), ((9,), "BF16 INT64")
 DataType = _enum("DataType", *_KINDS, ((10,), "INT4"))
-float32, float16, int8, int32, bool = (
-    DataType.FLOAT,
-    DataType.HALF,
-    DataType.INT8,
-    DataType.INT32,
-    DataType.BOOL,
-)
+float32 = DataType.FLOAT
+float16 = DataType.HALF
+int8 = DataType.INT8
+int32 = DataType.INT32
+bool = DataType.BOOL
 if VERSION >= (9,):
     bfloat16, int64 = DataType.BF16, DataType.INT64
 _SOURCES = "CUBLAS CUBLAS_LT CUDNN EDGE_MASK_CONVOLUTIONS JIT_CONVOLUTIONS"
@@ -288,7 +286,7 @@ class OnnxParser:
 
 
 def _unreadable_nodes(model):
-    """What this version's parser does not read."""
+    """Return errors for the nodes that this version's parser does not read."""
     newest = next(opset for since, opset in OPSETS if since <= VERSION)
     opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     errors = [f"opset {opset} is newer than {newest}"] if opset > newest else []
@@ -471,7 +469,7 @@ def _calibrate(network, config):
 
 
 def _swallow(call, *arguments):
-    """As the bindings do: an exception of Python ends nothing."""
+    """Call and print exceptions, as the bindings do: they end nothing."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -571,7 +569,7 @@ def _plan(network, config, scales):
 
 
 def _layers(network, config, scales):
-    """What the engine inspector tells: one layer a node, a Relu inside the one before it."""
+    """Return the engine inspector's layers: one a node, a Relu inside the one before it."""
     graph = network.model.graph
     constants = {tensor.name for tensor in graph.initializer}
     dequantized = {o for n in graph.node if n.op_type == "DequantizeLinear" for o in n.output}

@@ -402,10 +402,8 @@ def test_openvino_is_measured_beside_onnxruntime(bench_json, tmp_path, sample_fi
 
 def test_openvino_refuses_other_engines(refusal_of, model_a, tmp_path, openvino, wording):
     options = ("--runtime", "openvino")
-    model_b, bad = (
-        save_model(tmp_path / "b.onnx", "y = Neg (x)"),
-        save_model(tmp_path / "c.onnx", "y = Cosh (x)"),
-    )
+    model_b = save_model(tmp_path / "b.onnx", "y = Neg (x)")
+    bad = save_model(tmp_path / "c.onnx", "y = Cosh (x)")
     assert "take one engine" in refusal_of(model_a, "--against", model_b, *options)
     (tmp_path / "a.plan").touch()
     wording.check(refusal_of(tmp_path / "a.plan", *options))

@@ -149,7 +149,7 @@ CONSTANTS = as_float32({"two": 2, "w": np.ones((4, 4, 1, 1))})
 
 
 def range_limits(nodes, outputs="y"):
-    """Those of the tensors of these nodes behind an Abs of x."""
+    """Return the range limits of the tensors of these nodes behind an Abs of x."""
     ends = {"x": [1, 4, 4, 4]}, dict.fromkeys(outputs)
     return find_range_limits(make_model(f"t = Abs (x) {nodes}", *ends, CONSTANTS, opset=17))
 

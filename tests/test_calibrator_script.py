@@ -257,7 +257,7 @@ def test_build_takes_a_script(small_cnn, rows, tmp_path, command):
 def test_preprocessing_is_of_the_pictures(
     source_kind, small_cnn, rows, pictures, tmp_path, command
 ):
-    """Of two feeds, as a script's batches and the photos that judge, it is said of one alone."""
+    """Preprocessing options go to the photos, of a script's batches and the photos that judge."""
     feed, judge = (pictures, rows) if source_kind == "judged by arrays" else (rows, pictures)
     feeds = ("--images", feed, "--eval-images", judge)
     if source_kind == "script":

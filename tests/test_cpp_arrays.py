@@ -22,7 +22,7 @@ def batch(dtype="float32", shape=(4, 3, 4, 5), seed=1):
 
 
 def ours(source, specs, **options):
-    """What this library says of a feed of arrays, and the bytes of its samples."""
+    """Return this library's answer for a feed of arrays, and the bytes of its samples."""
     data = b""
 
     def answer():

@@ -41,7 +41,7 @@ SPEC = TensorSpec("image", "float32", ("n", 3, 56, 64))
 
 
 def outcome(make, *arguments, **options):
-    """What `make` gives, or the kind and words of its error, as the C++ program answers."""
+    """Return the result of `make`, or its error as the C++ program answers it."""
     try:
         return make(*arguments, **options)
     except Calib8Error as error:
@@ -49,7 +49,7 @@ def outcome(make, *arguments, **options):
 
 
 def answer_of(feed, shapes):
-    """What the C++ program answers of this feed; it says nothing of pictures of 16 bits."""
+    """Return the C++ program's answer for this feed; it has no note on pictures of 16 bits."""
     notes = [note for note in feed.notes if "have 16 bits" not in note]
     return {
         "shapes": shapes,
@@ -86,7 +86,7 @@ def photos(cpp, tmp_path_factory):
 
 
 def ask_feed(cpp, out, source, *specs, **options):
-    """What the C++ library answers of a feed, whose samples it writes to a file."""
+    """Return the C++ library's answer for a feed, whose samples it writes to a file."""
     spec = [{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in specs]
     feed_options = (
         dict.fromkeys(("preset", "options", "limit", "threads")) | {"skip_bad": False} | options
@@ -108,7 +108,7 @@ def feed_answer(listing, **options):
 
 
 def steps_apart(ours, theirs, preprocess):
-    """How far two batches are apart, in pixel steps of 1/255 of the range; [count of values]."""
+    """Return the distances of two batches in pixel steps of 1/255 of the range; one a value."""
     step = np.float32(preprocess.scale) / np.asarray(preprocess.std, np.float32)
     axis = [1, -1, 1, 1] if preprocess.layout == "nchw" else [1, 1, 1, -1]
     return np.abs(ours.astype(np.float64) - theirs) / step.astype(np.float64).reshape(axis)
@@ -587,7 +587,7 @@ def typed(name, array):
 
 
 def odd_model():
-    """Whatever a graph may hold: typed tensors, bodies, functions, types, all attributes."""
+    """Return a model of all that a graph may hold: tensors, bodies, functions, attributes."""
     from onnx import TensorProto, helper
 
     rng = np.random.default_rng(4)

@@ -111,7 +111,7 @@ def theirs(cpp, tmp_path):
 
 
 def difference(mine, its):
-    """What two outcomes differ in; empty where they agree."""
+    """Return the difference of two outcomes as text; empty where they agree."""
     if isinstance(mine, dict) or isinstance(its, dict):
         shown = [result if isinstance(result, dict) else result.shape for result in (mine, its)]
         return "" if shown[0] == shown[1] and isinstance(mine, dict) else f"{shown}"

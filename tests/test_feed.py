@@ -317,7 +317,7 @@ def test_manifest_follows_bytes_order_and_options(photos):
         return open_feed(source, [spec], **options).manifest()
 
     def is_reordered(changed_manifest):
-        """Whether it is of the same images in another order."""
+        """Return whether a feed has the same images in another order."""
         orders = [images["ordered_sha256"] for images in (changed_manifest, base)]
         return changed_manifest["sha256"] == base["sha256"] and orders[0] != orders[1]
 
@@ -671,11 +671,9 @@ def test_full_disk_ends_only_sample_cache(monkeypatch):
 
 
 def test_full_disk_prints_nothing_at_exit(capfd):
-    """What Python holds back for the file is not tried again where the cache goes."""
-    handler_before, limits = (
-        signal.getsignal(signal.SIGXFSZ),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    """Bytes that Python buffers for a full disk are not written again at exit."""
+    handler_before = signal.getsignal(signal.SIGXFSZ)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:

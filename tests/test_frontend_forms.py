@@ -775,7 +775,7 @@ def test_loading_keeps_values_and_names(name):
 
 
 def node_inputs(model, names, candidates):
-    """What the nodes that make `names` read."""
+    """Return the inputs of the nodes that make `names`."""
     nodes = [node for node in model.graph.node if set(node.output) & names]
     return {name for node in nodes for name in node.input if name in candidates}
 

@@ -475,11 +475,9 @@ def test_digest_ignores_the_file_layout(tmp_path):
     values = numpy_helper.to_array(retyped.graph.initializer[0]).ravel().tolist()
     retyped.graph.initializer[0].ClearField("raw_data")
     retyped.graph.initializer[0].float_data.extend(values)
-    retyped.graph.node[0].name, retyped.doc_string, retyped.producer_name = (
-        "called",
-        "doc",
-        "someone",
-    )
+    retyped.graph.node[0].name = "called"
+    retyped.doc_string = "doc"
+    retyped.producer_name = "someone"
     assert load(retyped).digest == digest
     changed = small()
     weight = numpy_helper.to_array(changed.graph.initializer[0]).copy()

@@ -1,4 +1,4 @@
-"""What is said to be int8 on ONNX Runtime runs in its integer kernels, and computes the same."""
+"""Nodes reported as int8 on ONNX Runtime run in its integer kernels, and compute the same."""
 
 import json
 from pathlib import Path
@@ -167,7 +167,7 @@ def test_float_operators_between_convs_stay_float(name, tmp_path):
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("shape", [("n", 64), (1, 3, 64)])
 def test_biased_matmul_runs_on_integers(name, shape, tmp_path):
-    """As exports from TensorFlow have their layers; ONNX Runtime makes float Gemms of these."""
+    """Exports from TensorFlow have such layers; ONNX Runtime makes float Gemms of them."""
     biases, in_float = DENSE[name]
     rng = np.random.default_rng(1)
     sizes = {"w1": (64, 32), "w2": (32, 10), "b1": 32, "b2": 10, "c1": (1, 32), "c2": (1, 10)}

@@ -46,7 +46,7 @@ def counting_kernels(library):
 
 @pytest.fixture(autouse=True)
 def uncached_kernel():
-    """What was chosen elsewhere is chosen anew here, and what is chosen here is elsewhere."""
+    """Choose the kernel anew in this test, and again after it."""
     for cached in (kernel.kernel, kernel._load_own_kernel):
         cached.cache_clear()
     yield
@@ -282,7 +282,7 @@ def state(recorder):
 
 
 def arrays(seed):
-    """Of every size and form; some larger than what is seen of them at first."""
+    """Yield arrays of every size and form; some are larger than their first look."""
     rng = np.random.default_rng(seed)
     sizes = [0, 1, 7, 2048, 2049, 5000, 140_000]
     plain_arrays = [rng.standard_normal(n).astype(np.float32) * (1 + seed) for n in sizes]

@@ -154,10 +154,8 @@ def test_small_model_is_run_more_often(monkeypatch):
 
 
 def test_least_times_of_two_profiles_count():
-    first_times, second_times = (
-        KernelTimes({"a": 1.0, "b": 4.0}, 2.0),
-        KernelTimes({"a": 3.0, "b": 2.0}, 1.0),
-    )
+    first_times = KernelTimes({"a": 1.0, "b": 4.0}, 2.0)
+    second_times = KernelTimes({"a": 3.0, "b": 2.0}, 1.0)
     assert least_kernel_times(first_times, second_times) == KernelTimes({"a": 1.0, "b": 2.0}, 1.0)
 
 

@@ -178,7 +178,7 @@ def test_values_are_weighted_by_cell_scores(value, gate, cells, preprocess):
     ],
 )
 def test_weighting_scores_are_few_or_sure(wide, same_output, channels, sure, weight):
-    """As many that are not sure, or columns of one output, may be deviations."""
+    """As many scores as values, unsure ones, or columns of one output may be deviations."""
     rng, steps = np.random.default_rng(0), np.arange(50)
     scores = np.where(steps < 50 * sure, steps % 2, np.linspace(0.12, 0.88, 50))[None, :, None]
     values = rng.normal(0, 9, (4, 1, 50, channels)) if wide else rng.uniform(0.2, 0.8, (4, 1, 50))

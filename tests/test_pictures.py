@@ -340,10 +340,8 @@ def feed_bytes(folder, data: bytes, suffix: str = ".jpg", **options):
 @pytest.mark.parametrize("kind", [JPEG, PROGRESSIVE, RESTARTS], ids=["baseline", "multi", "rst"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_damaged_jpeg_names_decoder_message(tmp_path, capfd, kind, share):
-    damaged, message_pattern = (
-        zero_part(kind, share),
-        r"(its decoder says: \w+ \w+|damaged: a hole of zeros)",
-    )
+    damaged = zero_part(kind, share)
+    message_pattern = r"(its decoder says: \w+ \w+|damaged: a hole of zeros)"
     with pytest.raises(FeedError, match=r"it\.jpg .*" + message_pattern):
         feed_bytes(tmp_path, damaged)
     feed, samples = feed_bytes(tmp_path, damaged, skip_bad=True)

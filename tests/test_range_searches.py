@@ -136,7 +136,7 @@ def test_quick_search_equals_exact_sums(seed, power):
 
 @pytest.fixture
 def added(monkeypatch):
-    """How many ranges were added up in each call."""
+    """The number of ranges that were summed in each call."""
     sizes = []
 
     def counted(*args, **options):

@@ -492,10 +492,8 @@ def test_order_and_names_keep_plain_histograms(recalibrate, photos, reversed_pho
 
 def test_new_order_repeats_ordered_statistics(recalibrate, photos, reversed_photos):
     two_targets = ("onnxruntime", "ascend")
-    original, reordered = (
-        recalibrate(photos, *two_targets),
-        recalibrate(reversed_photos, *two_targets),
-    )
+    original = recalibrate(photos, *two_targets)
+    reordered = recalibrate(reversed_photos, *two_targets)
     ordered = {o for o in original.observations if o.statistic.ordered}
     assert not reordered.reused
     assert set(reordered.observed_now) == ordered
@@ -656,7 +654,7 @@ def test_file_without_label_drops_all_labels():
 
 
 def test_digests_combine_in_order_or_sorted():
-    """As hashing them one behind the other gave, so that a cache stays fitting."""
+    """The digest equals that of hashing the files in order, so that old caches stay valid."""
     digests = [hashlib.sha256(bytes([n])).digest() for n in range(40)]
     digests[7] = digests[7][:-1] + b"\0"  # what numpy's strings leave out at the end
     digests_seen, order = SampleDigests(60), [3, 7, 0, 39, 12]

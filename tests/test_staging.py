@@ -49,7 +49,7 @@ def write_stage(stage, **named: str) -> None:
 
 
 def matches_manifest(folder: Path) -> bool:
-    """Whether its files are those of its manifest, and no stage is left."""
+    """Return whether a folder's files are those of its manifest, and no stage is left."""
     contents = manifest.read_manifest(folder)
     return not manifest.find_changed_files(folder, contents) and not list(folder.rglob(".*"))
 

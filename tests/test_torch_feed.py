@@ -1,4 +1,4 @@
-"""What PyTorch models are fed: loaders, tensors, files, inputs by name; models by name."""
+"""Inputs of PyTorch models: loaders, tensors, files, inputs by name; models by name."""
 # ruff: noqa: E402 (torch may be missing)
 
 import sys

@@ -378,7 +378,7 @@ class NonTraceable(nn.Module):
 
 
 class ObservedNonTraceable(nn.Module):
-    """As users of torch's FX quantization write it."""
+    """A module as users of torch's FX quantization write it."""
 
     def __init__(self, float_module):
         super().__init__()

@@ -432,7 +432,7 @@ def pair():
 
 
 def moved():
-    """What must stay: channels that a view moves, a layer that goes to two norms."""
+    """Norms that must stay: behind a view that moves channels, two behind one layer."""
 
     def forward(self, x):
         y = self.twice(x)

@@ -133,11 +133,9 @@ NAMES = {"pair": ["scale", "image_rgb"], "words": ["image", "scale"], "both": ["
 @pytest.mark.parametrize("name", NAMES)
 def test_named_and_tuple_samples_train(run, tmp_path, monkeypatch, name, wording):
     monkeypatch.chdir(tmp_path)
-    uninterrupted, resumed, checkpoint = (
-        tmp_path / "w.onnx",
-        tmp_path / "b.onnx",
-        tmp_path / "kept.pt",
-    )
+    uninterrupted = tmp_path / "w.onnx"
+    resumed = tmp_path / "b.onnx"
+    checkpoint = tmp_path / "kept.pt"
     arguments = ("qat", f"{__file__}:{name}", "--int8-stem", "-o")
     output = run.ok(*arguments, uninterrupted)
     assert "int8: 3 of 3 layers" in output

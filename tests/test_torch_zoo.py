@@ -69,7 +69,7 @@ def images(tmp_path_factory):
 
 
 class QdqModel:
-    """Which inputs and weights of a Q/DQ model's nodes are quantized, and how."""
+    """Tells which inputs and weights of a Q/DQ model's nodes are quantized, and how."""
 
     def __init__(self, path):
         self.graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
@@ -104,7 +104,7 @@ class QdqModel:
         return node is not None and node.op_type == "DequantizeLinear"
 
     def is_output_int8(self, name):
-        """Whether a node's output, behind the activation fused with it, goes into a pair."""
+        """Return whether a node's output, behind its fused activation, goes into a pair."""
         next_nodes = self.readers.get(name, [])
         while len(next_nodes) == 1 and self.is_fused(next_nodes[0]):
             next_nodes = self.readers.get(next_nodes[0].output[0], [])

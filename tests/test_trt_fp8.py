@@ -234,10 +234,8 @@ def codes_of(tensor):
 
 
 def test_fp8_scales_and_weights_are_exact(fp8_folder, wide_net, images):
-    float_constants, fp8_constants = (
-        initializers(wide_net),
-        initializers(fp8_folder / "net.tensorrt.qdq.onnx"),
-    )
+    float_constants = initializers(wide_net)
+    fp8_constants = initializers(fp8_folder / "net.tensorrt.qdq.onnx")
     for name, axes in (("w2", (1, 2, 3)), ("w4", (1, 2, 3)), ("fc", (0,))):
         w = array(float_constants[name])
         scale = array(fp8_constants[f"{name}/scale"])

@@ -285,7 +285,7 @@ def test_rest_option_sets_trtexec_types(lines, small_cnn, tmp_path):
 
 
 def test_trtexec_has_no_int8_without_pairs(lines, small_cnn, tmp_path):
-    """For which trtexec would make ranges up."""
+    """Without pairs, trtexec would invent ranges for int8."""
     names = [node.name for node in onnx.load(small_cnn).graph.node]
     keep_float = [argument for name in names for argument in ("--keep-float", name)]
     commands, _ = lines(tmp_path, *keep_float)

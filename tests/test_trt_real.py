@@ -31,6 +31,25 @@ PYTHONS[EIGHT] = Path(os.environ.get("CALIB8_TRT_ENV", HOME / f"trt-{EIGHT}")) /
 GONE = {f"BuilderFlag.{flag}" for flag in ("FP16", "INT8", "BF16", "OBEY_PRECISION_CONSTRAINTS")}
 GONE |= {*CLASSES.values()}
 
+MISSING_NAMES_PROGRAM = """import functools, json, sys, tensorrt as trt
+find = lambda name: functools.reduce(lambda o, n: getattr(o, n, None), name.split("."), trt)
+print(json.dumps([name for name in json.load(sys.stdin) if find(name) is None]))"""
+COMPILE_PROGRAM = """import json, sys, tensorrt_rtx_libs, tensorrt_rtx_bindings as trt
+logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+builder = trt.Builder(logger)
+network, config = builder.create_network(0), builder.create_builder_config()
+parser = trt.OnnxParser(network, logger)
+parsed = parser.parse_from_file(sys.argv[1])
+config.num_compute_capabilities = 1
+config.set_compute_capability(trt.ComputeCapability.SM89, 0)  # Ada has fp8
+profile = builder.create_optimization_profile()
+for tensor in map(network.get_input, range(network.num_inputs)):
+    profile.set_shape(tensor.name, *[[abs(size) for size in tensor.shape]] * 3)
+config.add_optimization_profile(profile)
+plan = builder.build_serialized_network(network, config) if parsed else None
+errors = [parser.get_error(at).desc() for at in range(parser.num_errors)]
+print(json.dumps([errors, plan.nbytes if plan else 0]))"""
+
 
 def run(version, *arguments, input_text=""):
     """Return the JSON that a program prints in the Python with the real bindings of a version."""
@@ -48,10 +67,7 @@ def run(version, *arguments, input_text=""):
 
 def missing_names(version, names):
     """The dotted names that this TensorRT has not."""
-    program = """import functools, json, sys, tensorrt as trt
-find = lambda name: functools.reduce(lambda o, n: getattr(o, n, None), name.split("."), trt)
-print(json.dumps([name for name in json.load(sys.stdin) if find(name) is None]))"""
-    return set(run(version, "-c", program, input_text=json.dumps(sorted(names))))
+    return set(run(version, "-c", MISSING_NAMES_PROGRAM, input_text=json.dumps(sorted(names))))
 
 
 def names_in_code():
@@ -95,7 +111,7 @@ def test_fake_has_only_real_names(version, tensorrt):
 
 @pytest.fixture(scope="module")
 def driver_report(request):
-    """What the driver saw; one process for all tests of a version."""
+    """The report of tests/drive_trt.py; one process for all tests of a version."""
     return run(request.param, str(ROOT / "tests" / "drive_trt.py"))
 
 
@@ -168,23 +184,8 @@ def test_parts_without_gpu_work(driver_report):
 
 
 def compile_model(model):
-    """What TensorRT for RTX says of a model file: its errors, and the size of the engine."""
-    program = """import json, sys, tensorrt_rtx_libs, tensorrt_rtx_bindings as trt
-logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
-builder = trt.Builder(logger)
-network, config = builder.create_network(0), builder.create_builder_config()
-parser = trt.OnnxParser(network, logger)
-parsed = parser.parse_from_file(sys.argv[1])
-config.num_compute_capabilities = 1
-config.set_compute_capability(trt.ComputeCapability.SM89, 0)  # Ada has fp8
-profile = builder.create_optimization_profile()
-for tensor in map(network.get_input, range(network.num_inputs)):
-    profile.set_shape(tensor.name, *[[abs(size) for size in tensor.shape]] * 3)
-config.add_optimization_profile(profile)
-plan = builder.build_serialized_network(network, config) if parsed else None
-errors = [parser.get_error(at).desc() for at in range(parser.num_errors)]
-print(json.dumps([errors, plan.nbytes if plan else 0]))"""
-    return run(RTX, "-c", program, str(model))
+    """Return the parser errors of TensorRT for RTX for a model file, and the engine's size."""
+    return run(RTX, "-c", COMPILE_PROGRAM, str(model))
 
 
 @pytest.mark.slow

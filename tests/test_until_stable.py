@@ -56,7 +56,7 @@ def calibrated(run, small_cnn, arrays, tmp_path):
 
 
 def count_used_images(cache: Path) -> int:
-    """How many images a cache is of."""
+    """Return the number of images that a cache was made of."""
     sidecar = json.loads(cache.with_name(cache.name + ".json").read_text())
     return sidecar["fingerprint"]["made_from"]["images"]["count"]
 

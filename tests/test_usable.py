@@ -84,13 +84,13 @@ def level(built, target="onnxruntime"):
 
 
 def chosen(built, target="onnxruntime"):
-    """What the plan says of a target, and which layers it keeps float."""
+    """Return the plan's entry of a target, and the layers that it keeps float."""
     plan = built.plan.targets[target]
     return plan, plan.choices.float_nodes
 
 
 def target_row(built, target):
-    """What the report says of a target."""
+    """Return the report's entry of a target."""
     (row,) = (row_found for row_found in built.report["targets"] if row_found["name"] == target)
     return row
 
