@@ -30,13 +30,8 @@ from deploy.metrics.output_errors import (
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.tasks.boxes import BoxDetection
-from deploy.tasks.evaluation_task import (
-    Example,
-    TaskTally,
-    ThresholdTally,
-    find_logits,
-    find_states,
-)
+from deploy.tasks.evaluation_task import Example, TaskTally, ThresholdTally
+from deploy.tasks.first_samples import find_logits, find_states
 from deploy.tasks.keypoints import Points
 from deploy.tasks.metric import MetricTally
 from deploy.tasks.rows import Outputs, are_shares, batch_length, is_floating, split_batch

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from deploy.errors import ConfigError
-from deploy.tasks import boxes, evaluation_task, indices, keypoints, maps, sequences, vectors
+from deploy.tasks import boxes, first_samples, indices, keypoints, maps, sequences, vectors
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.metric import Function, Metric, metric_of
 from deploy.tasks.rows import is_floating
 
@@ -95,7 +96,7 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
     """
     if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MAX_OUTPUTS):
         return None, "as set by --task" if task else ""
-    distinct = evaluation_task.drop_outputs(samples, evaluation_task.find_logits(samples))
+    distinct = first_samples.drop_outputs(samples, first_samples.find_logits(samples))
     declared_task = samples.declared.task
     if task or declared_task in TASKS:
         row = TASKS[task or declared_task]
@@ -118,18 +119,18 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
     """Return the first task that fits all outputs, or those that are no states."""
     recognised = _try_without_argmax(samples, rows)
-    if recognised is None and (states_out := evaluation_task.find_states(samples)):
-        return _try_without_argmax(evaluation_task.drop_outputs(samples, states_out), rows)
+    if recognised is None and (states_out := first_samples.find_states(samples)):
+        return _try_without_argmax(first_samples.drop_outputs(samples, states_out), rows)
     return recognised
 
 
 def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
     """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
-    scores_by_argmax = evaluation_task.find_argmax_outputs(samples)
+    scores_by_argmax = first_samples.find_argmax_outputs(samples)
     choices = [samples]
     if scores_by_argmax:
-        without_argmax = evaluation_task.drop_outputs(samples, scores_by_argmax)
-        without_scores = evaluation_task.drop_outputs(samples, set(scores_by_argmax.values()))
+        without_argmax = first_samples.drop_outputs(samples, scores_by_argmax)
+        without_scores = first_samples.drop_outputs(samples, set(scores_by_argmax.values()))
         choices = [without_argmax, samples, without_scores]
     for choice in choices:
         for row in rows:

@@ -37,7 +37,7 @@ from deploy.tasks.detector import (
     slice_columns,
     to_table,
 )
-from deploy.tasks.evaluation_task import FirstSamples
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Floats, activate, are_shares, correlate, image_size, sums_to_one
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
     Floats,
     Outputs,

@@ -21,13 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import (
-    EvaluationTask,
-    FirstSamples,
-    TaskFigure,
-    TaskTally,
-    ThresholdTally,
-)
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally, ThresholdTally
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Outputs, are_probabilities, are_shares, image_size, sums_to_one
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array

@@ -20,13 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import (
-    EvaluationTask,
-    FirstSamples,
-    TaskFigure,
-    TaskTally,
-    find_states,
-)
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
+from deploy.tasks.first_samples import FirstSamples, find_states
 from deploy.tasks.rows import (
     Outputs,
     activate,

@@ -28,11 +28,11 @@ from deploy.tasks.evaluation_task import (
     ClassExample,
     EvaluationTask,
     ExampleSelection,
-    FirstSamples,
     TaskFigure,
     TaskTally,
     ThresholdTally,
 )
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
     Floats,
     Outputs,
