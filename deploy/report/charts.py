@@ -425,7 +425,8 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     for split in splits:
         y_px = axis.x(split.sqnr_db) if math.isfinite(split.sqnr_db) else _FRONT_TOP
         kind = "kept" if split.taken else "tried"
-        body += _front_point(kind, _percent(split.time, lo, hi), y_px, str(split.number))
+        x = _percent(split.time, lo, hi)
+        body += _front_point(kind, x, y_px, str(split.number), is_odd=split.number % 2 == 1)
     body += _text("end", "100%", str(_FRONT_HEIGHT - 3), "time, FP32 = 1")
     return (
         f'<svg class="wide" width="100%" height="{_FRONT_HEIGHT}" role="img">'
@@ -433,11 +434,15 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     )
 
 
-def _front_point(kind: str, x: str, y: float, name: str) -> str:
-    """Draw a point with its name above on the left, where a front has no other points."""
+def _front_point(kind: str, x: str, y: float, name: str, *, is_odd: bool = True) -> str:
+    """Draw a point with its name on the left, or on the right if not `is_odd`.
+
+    In turn, so that points above each other do not hide each other's names.
+    """
     radius = 7 if kind == "kept" else 4
-    body = f'<circle class="{kind}" r="{radius}"/>{_text("end name", "-6", "-6", name)}'
-    return f'<svg x="{x}" y="{y:.1f}" overflow="visible">{body}</svg>'
+    label = _text("end name", "-10", "4", name) if is_odd else _text("name", "10", "4", name)
+    circle = f'<circle class="{kind}" r="{radius}"/>'
+    return f'<svg x="{x}" y="{y:.1f}" overflow="visible">{circle}{label}</svg>'
 
 
 _SWEEP_WIDTH, _SWEEP_HEIGHT = 480, 240
