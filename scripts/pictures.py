@@ -1,7 +1,8 @@
 """Pictures of a report as Chromium shows it: light, at the widths of a desk and of a phone.
 
-python scripts/pictures.py REPORT.html FILE.png      writes FILE.png and FILE-narrow.png, and for
-                                                     a detector FILE-boxes.jpg
+python scripts/pictures.py REPORT.html FILE.png      writes FILE.png and FILE-narrow.png,
+                                                     FILE-splits.jpg after a search, and for a
+                                                     detector FILE-boxes.jpg
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from chromium import open_tab
 
 SHAPES = {"": (1280, 1900), "-narrow": (400, 1500)}  # ending of the name -> px across and down
 MOST_BYTES = 200_000  # of a picture in the docs
-BOXES = "section:has(h2[id^=boxes-of])"  # the first engine's
+# ending of the name -> selector of the first such section
+SECTIONS = {
+    "-boxes": "section:has(h2[id^=boxes-of])",
+    "-splits": "section:has(h2[id^=splits])",
+}
 
 
 def main() -> None:
@@ -34,11 +39,12 @@ def main() -> None:
             path.write_bytes(data)
             print(f"{path}  {width}x{height}, {len(data):,} bytes, errors: {tab.errors or 'none'}")
         tab.show(arguments.report, width=SHAPES[""][0])
-        boxes = tab.element_picture(BOXES)
-        if boxes is not None:
-            path = arguments.file.with_name(f"{arguments.file.stem}-boxes.jpg")
-            path.write_bytes(boxes)
-            print(f"{path}  {len(boxes):,} bytes")
+        for ending, selector in SECTIONS.items():
+            section = tab.element_picture(selector)
+            if section is not None:
+                path = arguments.file.with_name(f"{arguments.file.stem}{ending}.jpg")
+                path.write_bytes(section)
+                print(f"{path}  {len(section):,} bytes")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def dask_setup(worker):
 
 
 def _claims(order):
-    """Whether this worker carries out an order: the one that takes its file away."""
+    """Return whether this worker carries out an order: the worker that removes its file does."""
     try:
         (FOLDER / order).unlink()
     except FileNotFoundError:

@@ -45,8 +45,10 @@ class Builder:
         self.functions = (ctypes.c_void_p * 13).from_address(table)
 
     def _call(self, index, result, *types):
-        place = index if EIGHT else index + 4 if index < 5 else index + 2
-        return ctypes.CFUNCTYPE(result, ctypes.c_void_p, *types)(self.functions[place])
+        slot = index
+        if not EIGHT:
+            slot += 4 if index < 5 else 2
+        return ctypes.CFUNCTYPE(result, ctypes.c_void_p, *types)(self.functions[slot])
 
     def number(self, index, kind=ctypes.c_int):
         return self._call(index, kind)(self.this)
@@ -55,8 +57,8 @@ class Builder:
         bindings = (ctypes.c_void_p * len(names))()
         c_names = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
-        more = self._call(1, ctypes.c_bool, *types)(self.this, bindings, c_names, len(names))
-        return [int(address or 0) for address in bindings] if more else None
+        has_batch = self._call(1, ctypes.c_bool, *types)(self.this, bindings, c_names, len(names))
+        return [int(address or 0) for address in bindings] if has_batch else None
 
     def read(self, index=2):
         """The calibration cache; 9 is the histogram cache of the legacy calibrator."""
@@ -84,8 +86,8 @@ def batches(count, flaw=None):
 
 
 def make(feed, promised, algorithm="entropy2", **options):
-    given = {"batches": promised, "shapes": SHAPES, "memory": HostMemory(), **options}
-    return calibrator(algorithm, feed, **given)
+    feed_options = {"batches": promised, "shapes": SHAPES, "memory": HostMemory(), **options}
+    return calibrator(algorithm, feed, **feed_options)
 
 
 def outcome(calib):
@@ -96,7 +98,7 @@ def outcome(calib):
 
 
 def run_all(calib, *names, refuses=False):
-    """What the builder does: ask for the cache, take batches until there are none, write."""
+    """Do what the builder does: ask for the cache, take batches until none are left, write."""
     builder = Builder(calib)
     if builder.read() is None or refuses:
         while builder.batch(*(names or ("data", "ids"))) is not None:
@@ -123,20 +125,20 @@ def raising():
 
 
 def algorithms():
-    found = {}
+    results = {}
     for name, base in CLASSES.items():
         calib = make(batches(1), 1, name, quantile=0.99, cutoff=0.5)
         builder = Builder(calib)
-        found[name] = {
+        results[name] = {
             "is_trt": isinstance(calib, getattr(trt, base)),
             "cpp": builder.number(4),
             "batch_size": builder.number(0),
             "run": run_all(calib),
         }
         if name == "legacy":
-            found[name]["legacy"] = [builder.number(place, ctypes.c_double) for place in (7, 8)]
-            found[name]["histogram"] = builder.read(9)
-    return found
+            results[name]["legacy"] = [builder.number(index, ctypes.c_double) for index in (7, 8)]
+            results[name]["histogram"] = builder.read(9)
+    return results
 
 
 def unknown_algorithm():
@@ -148,7 +150,7 @@ def unknown_algorithm():
 
 
 def without_gpu():
-    """What the builder says where there is no driver; "built" where there is one."""
+    """Return the builder's error where there is no driver; "built" where there is one."""
     model = make_model([("Relu", "x", "y")], {"x": [1, 2]}, {"y": [1, 2]})
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -161,7 +163,7 @@ def without_gpu():
 def small_parts():
     """The pieces of the session and the log that need no GPU."""
     logger, levels = process_logger(), trt.ILogger.Severity
-    with record_log() as kept:
+    with record_log() as recorder:
         for level, text in ((levels.ERROR, "wrong"), (levels.INFO, "said"), (levels.VERBOSE, "-")):
             logger.log(level, text)
         trt.init_libnvinfer_plugins(logger, "")
@@ -169,16 +171,16 @@ def small_parts():
     profiler.report_layer_time("a", 1.0)
     allocator = output_allocator(None)
     allocator.notify_shape("x", trt.Dims([1, 2]))
-    typed, flags = network_flags(typed=True), trt.NetworkDefinitionCreationFlag.__members__
+    typed_flags, flags = network_flags(typed=True), trt.NetworkDefinitionCreationFlag.__members__
     return {
         "dims": shape_of(trt.Dims([1, -1, 3])),
         "times": times,
         "shape": allocator.shape,
-        "dtypes": {name: dtype(one) for name, one in trt.DataType.__members__.items()},
-        "log": [kept.errors, kept.lines],
+        "dtypes": {name: dtype(data_type) for name, data_type in trt.DataType.__members__.items()},
+        "log": [recorder.errors, recorder.lines],
         "one_logger": process_logger() is logger,
         "stand_ins": stand_ins(),
-        "typed": [name for name, flag in flags.items() if typed >> int(flag) & 1],
+        "typed": [name for name, flag in flags.items() if typed_flags >> int(flag) & 1],
     }
 
 
@@ -191,8 +193,8 @@ def dtype(data_type):
 
 def calibrations():
     """The outcome of each calibration, that of the feeds and builders that go wrong among them."""
-    known = b"TRT-8503-EntropyCalibration2\nknown: 3c008912\n"
-    reused, unwritten = make(raising(), 2, cache=known), make(batches(1), 1)
+    known_cache = b"TRT-8503-EntropyCalibration2\nknown: 3c008912\n"
+    reused, unwritten = make(raising(), 2, cache=known_cache), make(batches(1), 1)
     Builder(unwritten).batch("data", "ids")
     return {
         "whole": run_all(make(batches(3), 3)),
@@ -207,16 +209,20 @@ def calibrations():
         "no_cache_written": outcome(unwritten),
         "reused": run_all(reused),
         "reused_taken": reused.batches_taken,
-        "refused": run_all(make([], 1, cache=known), refuses=True),
-        "refused_but_fed": run_all(make(batches(2), 2, cache=known), refuses=True),
+        "refused": run_all(make([], 1, cache=known_cache), refuses=True),
+        "refused_but_fed": run_all(make(batches(2), 2, cache=known_cache), refuses=True),
         "unknown": unknown_algorithm(),
     }
 
 
 if __name__ == "__main__":
-    seen = {"version": trt.__version__, "without_gpu": without_gpu(), "small_parts": small_parts()}
+    report = {
+        "version": trt.__version__,
+        "without_gpu": without_gpu(),
+        "small_parts": small_parts(),
+    }
     if EIGHT:  # OpenCV's version in that environment, and the log level that the feed leaves it at
-        seen["opencv"] = [opencv().__version__, opencv().getLogLevel()]
+        report["opencv"] = [opencv().__version__, opencv().getLogLevel()]
     if hasattr(trt, "IInt8Calibrator"):
-        seen |= {"algorithms": algorithms(), "bytes_seen": bytes_seen(), **calibrations()}
-    json.dump(seen, sys.stdout)
+        report |= {"algorithms": algorithms(), "bytes_seen": bytes_seen(), **calibrations()}
+    json.dump(report, sys.stdout)

@@ -34,14 +34,14 @@ _pinned = {}
 
 
 class Fault(Exception):
-    """What a driver would report, or what would end the process."""
+    """An error that a driver would report, or that would end the process."""
 
 
 def reset():
-    """As a process starts: nothing allocated, no context, both GPUs there."""
+    """Return to the state of a new process: nothing allocated, no context, both GPUs."""
     GPUS[:] = ["Fake H200", "Fake L4"]
-    for kept in (_handles, _memory, _pinned):
-        kept.clear()
+    for registry in (_handles, _memory, _pinned):
+        registry.clear()
     _here.stack = []
 
 
@@ -108,10 +108,10 @@ class Stream:
 class Moment:
     """An event's time."""
 
-    at: float | None = None
+    seconds: float | None = None
 
     def mark(self):
-        self.at = time.perf_counter()
+        self.seconds = time.perf_counter()
 
 
 def handle(thing):
@@ -126,10 +126,10 @@ def thing(number):
     return _handles[int(number)]
 
 
-def elapsed(first, last):
-    if first.at is None or last.at is None:
+def elapsed(start, end):
+    if start.seconds is None or end.seconds is None:
         raise Fault("device not ready")
-    return (last.at - first.at) * 1e3
+    return (end.seconds - start.seconds) * 1e3
 
 
 # pycuda
@@ -216,8 +216,8 @@ class _PycudaEvent(Moment):
     def record(self, stream):
         stream.stream.put(self.mark)
 
-    def time_till(self, last):
-        return elapsed(self, last)
+    def time_till(self, end):
+        return elapsed(self, end)
 
 
 def _bytes(array):
@@ -292,19 +292,19 @@ def cuda_python(*, old=False):
     return {"cuda": package, "cuda.bindings": bindings, "cuda.bindings.runtime": runtime}
 
 
-_said = ["no error"]
+_last_error = ["no error"]
 
 
 def _answering(call):
-    """As cuda-python answers: (code,) or (code, result), never an exception of CUDA."""
+    """Answer as cuda-python does: (code,) or (code, result), never an exception of CUDA."""
 
-    def answer(*words):
+    def answer(*arguments):
         try:
             if not GPUS and call is not _text:
                 return (Code.cudaErrorNoDevice, None)
-            result = call(*words)
+            result = call(*arguments)
         except Fault as fault:
-            _said[0] = str(fault)
+            _last_error[0] = str(fault)
             return (Code.cudaErrorInvalidValue, None)
         return (Code.cudaSuccess,) if result is None else (Code.cudaSuccess, result)
 
@@ -312,8 +312,8 @@ def _answering(call):
 
 
 def _text(code):
-    known = {Code.cudaErrorNoDevice: "no CUDA-capable device is detected"}
-    return known.get(code, _said[0]).encode()
+    text_by_code = {Code.cudaErrorNoDevice: "no CUDA-capable device is detected"}
+    return text_by_code.get(code, _last_error[0]).encode()
 
 
 def _choose(device):
@@ -381,7 +381,7 @@ _RUNTIME = {
     "cudaDriverGetVersion": lambda: DRIVER,
     "cudaMalloc": allocate,
     "cudaFree": lambda address: free(int(address)),
-    "cudaMemcpy": lambda *words: _copy(*words, current()),
+    "cudaMemcpy": lambda *arguments: _copy(*arguments, current()),
     "cudaMemcpyAsync": _copy_later,
     "cudaHostAlloc": _pin,
     "cudaFreeHost": _unpin,
@@ -390,13 +390,13 @@ _RUNTIME = {
     "cudaStreamDestroy": _forget,
     "cudaEventCreate": lambda: handle(Moment()),
     "cudaEventRecord": lambda event, stream: thing(stream).put(thing(event).mark),
-    "cudaEventElapsedTime": lambda first, last: elapsed(thing(first), thing(last)),
+    "cudaEventElapsedTime": lambda start, end: elapsed(thing(start), thing(end)),
     "cudaEventDestroy": _forget,
 }
 
 
-def _into(made, number):
-    made._obj.value = number
+def _into(target, number):
+    target._obj.value = number
     return 0
 
 
@@ -406,7 +406,7 @@ class Libcuda:
     cuStreamBeginCapture_v2 = staticmethod(lambda s, mode: begin_capture(s.value, mode) or 0)
     cuStreamEndCapture = staticmethod(lambda s, graph: _into(graph, end_capture(s.value)))
     cuGraphInstantiateWithFlags = staticmethod(
-        lambda made, graph, flags: _into(made, handle(list(thing(graph.value))))
+        lambda executable, graph, flags: _into(executable, handle(list(thing(graph.value))))
     )
     cuGraphLaunch = staticmethod(lambda graph, s: launch(graph.value, s.value) or 0)
     cuGraphDestroy = cuGraphExecDestroy = staticmethod(lambda graph: _forget(graph.value) or 0)

@@ -37,11 +37,11 @@ STATE = (
 
 
 class Story:
-    """What TensorRT is to do, and what was asked of it.
+    """Orders for the fake TensorRT, and a record of its calls.
 
     Attributes:
         parser: errors of the parser; any makes it refuse.
-        behind: errors that a build logs after the calibration; any makes it give None.
+        late_errors: errors that a build logs after the calibration; any makes it give None.
         loses: tensors that TensorRT finds no scale for.
         sources: whether it lets tactic sources be set.
         configs, networks, devices: of every build, in order.
@@ -50,7 +50,7 @@ class Story:
     """
 
     def __init__(self):
-        self.parser, self.behind, self.loses = [], [], []
+        self.parser, self.late_errors, self.loses = [], [], []
         self.configs, self.networks, self.devices, self.loggers, self.runs = [], [], [], [], []
         self.sources = True
 
@@ -66,16 +66,16 @@ class ILogger:
 _global = []  # TensorRT keeps the first logger it gets
 
 
-def _say(severity, *texts):
+def _log_texts(severity, *texts):
     for text in texts:
         _global[0].log(severity, text)
 
 
 def _error(*texts):
-    _say(ILogger.Severity.ERROR, *texts)
+    _log_texts(ILogger.Severity.ERROR, *texts)
 
 
-def _takes(logger):
+def _check_logger(logger):
     if not isinstance(logger, ILogger):
         raise TypeError("incompatible constructor arguments: a logger is wanted")
     STORY.loggers.append(logger)
@@ -90,9 +90,14 @@ class _Word(enum.IntEnum):
 
 def _enum(name, *since, gone=""):
     """An enum of this version: the names from each version on, but for those gone in 11."""
-    there = [one for first, names in since if first <= VERSION for one in names.split()]
-    left = [one for one in there if CALIBRATORS or one not in gone.split()]
-    return _Word(name, {one: number for number, one in enumerate(left)})
+    members = [
+        member
+        for first_version, names in since
+        if first_version <= VERSION
+        for member in names.split()
+        if CALIBRATORS or member not in gone.split()
+    ]
+    return _Word(name, {member: number for number, member in enumerate(members)})
 
 
 _BINDING = "OBEY_PRECISION_CONSTRAINTS PREFER_PRECISION_CONSTRAINTS"
@@ -109,13 +114,11 @@ _FLAGS = "NetworkDefinitionCreationFlag"
 NetworkDefinitionCreationFlag = _enum(_FLAGS, *_NETWORK_FLAGS, gone="EXPLICIT_BATCH")
 _KINDS = ((8,), "FLOAT HALF INT8 INT32 BOOL UINT8"), ((8, 6), "FP8"), ((9,), "BF16 INT64")
 DataType = _enum("DataType", *_KINDS, ((10,), "INT4"))
-float32, float16, int8, int32, bool = (
-    DataType.FLOAT,
-    DataType.HALF,
-    DataType.INT8,
-    DataType.INT32,
-    DataType.BOOL,
-)
+float32 = DataType.FLOAT
+float16 = DataType.HALF
+int8 = DataType.INT8
+int32 = DataType.INT32
+bool = DataType.BOOL
 if VERSION >= (9,):
     bfloat16, int64 = DataType.BF16, DataType.INT64
 _SOURCES = "CUBLAS CUBLAS_LT CUDNN EDGE_MASK_CONVOLUTIONS JIT_CONVOLUTIONS"
@@ -140,7 +143,7 @@ class IHostMemory(bytes):
 
 
 def init_libnvinfer_plugins(logger, namespace):
-    _takes(logger)
+    _check_logger(logger)
     return True
 
 
@@ -168,7 +171,7 @@ _BYTES = {
     "BF16": 2,
     "FP8": 1,
 }
-_WORDS = {
+_FORMAT_NAMES = {
     "FLOAT": "FP32",
     "HALF": "FP16",
     "INT8": "Int8",
@@ -242,17 +245,17 @@ class INetworkDefinition:
     def get_layer(self, index):
         return self.layers[index]
 
-    def _has(self, name):
+    def _has_flag(self, name):
         """Whether it was created with a flag."""
         flag = getattr(NetworkDefinitionCreationFlag, name, None)
         return flag is not None and self._flags >> int(flag) & 1 == 1
 
-    typed = property(lambda self: not CALIBRATORS or self._has("STRONGLY_TYPED"))
+    typed = property(lambda self: not CALIBRATORS or self._has_flag("STRONGLY_TYPED"))
 
 
 class OnnxParser:
     def __init__(self, network, logger):
-        _takes(logger)
+        _check_logger(logger)
         self.network, self.errors = network, list[str]()
 
     num_errors = property(lambda self: len(self.errors))
@@ -262,36 +265,36 @@ class OnnxParser:
 
     def parse_from_file(self, path):
         model = onnx.load(path)
-        self.errors = [*STORY.parser, *_unread(model)]
-        if not CALIBRATORS or VERSION >= (10,) or self.network._has("EXPLICIT_BATCH"):
+        self.errors = [*STORY.parser, *_unreadable_nodes(model)]
+        if not CALIBRATORS or VERSION >= (10,) or self.network._has_flag("EXPLICIT_BATCH"):
             self._fill(model)
         else:
             self.errors.append("This version of the parser only supports explicit batch")
         return not self.errors
 
     def _fill(self, model):
-        held = {tensor.name for tensor in model.graph.initializer}
-        reads = [(n.input, place) for n in model.graph.node for place in _SHAPES.get(n.op_type, ())]
-        shapes = {inputs[place] for inputs, place in reads if place < len(inputs)}
+        weight_names = {tensor.name for tensor in model.graph.initializer}
+        reads = [(n.input, index) for n in model.graph.node for index in _SHAPES.get(n.op_type, ())]
+        shapes = {inputs[index] for inputs, index in reads if index < len(inputs)}
         self.network.model = model
         self.network.layers = [ILayer(node) for node in model.graph.node]
         self.network.inputs = [
             ITensor(info, is_shape_tensor=info.name in shapes)
             for info in model.graph.input
-            if info.name not in held
+            if info.name not in weight_names
         ]
 
 
-def _unread(model):
-    """What this version's parser does not read."""
+def _unreadable_nodes(model):
+    """Return errors for the nodes that this version's parser does not read."""
     newest = next(opset for since, opset in OPSETS if since <= VERSION)
     opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     errors = [f"opset {opset} is newer than {newest}"] if opset > newest else []
     return errors + [
-        f"In node {place} with name: {node.name} and operator: {node.op_type}"
+        f"In node {index} with name: {node.name} and operator: {node.op_type}"
         ' (checkFallbackPluginImporter): INVALID_NODE: creator && "Plugin not found, are the'
         ' plugin name, version, and namespace correct?"'
-        for place, node in enumerate(model.graph.node)
+        for index, node in enumerate(model.graph.node)
         if node.domain not in ("", "ai.onnx")
         and not hasattr(ctypes.CDLL(None), f"{node.op_type}PluginCreator")
     ]
@@ -388,7 +391,7 @@ class Builder:
     num_DLA_cores = 0
 
     def __init__(self, logger):
-        _takes(logger)
+        _check_logger(logger)
         if not cuda.GPUS:
             _error("CUDA initialization failure with error: 100")
             raise TypeError("pybind11::init(): factory function returned nullptr")
@@ -402,20 +405,20 @@ class Builder:
         STORY.configs.append(config)
         STORY.networks.append(network)
         STORY.devices.append(cuda.current())
-        wrong = _unprofiled(network, config)
+        wrong = _profile_errors(network, config)
         scales = {}
         calibrator = getattr(config, "int8_calibrator", None)
         explicit = any(node.op_type == "DequantizeLinear" for node in network.model.graph.node)
         if not wrong and calibrator is not None and not explicit:
-            scales, wrong = _calibrated(network, config)
-            wrong = [*wrong, *STORY.behind]
+            scales, wrong = _calibrate(network, config)
+            wrong = [*wrong, *STORY.late_errors]
         if wrong:
             _error(*wrong)
             return None
         return IHostMemory(_plan(network, config, scales))
 
 
-def _unprofiled(network, config):
+def _profile_errors(network, config):
     """Inputs that lack a profile, and flags that a strongly typed network forbids."""
     profile = config.profile or IOptimizationProfile()
     wrong = [
@@ -435,40 +438,40 @@ def _label():
     return (major * 100 if major >= 10 else major * 10) * 100 + minor * 100 + patch
 
 
-def _calibrated(network, config):
+def _calibrate(network, config):
     """(scales by the calibrator's cache or by its batches, what went wrong)."""
     calibrator = config.int8_calibrator
-    first = f"TRT-{_label()}-{calibrator.word}"
-    known = _swallowing(calibrator.read_calibration_cache)
-    if known is not None and bytes(known).decode().splitlines()[0] == first:
-        return _read(bytes(known)), []
+    header = f"TRT-{_label()}-{calibrator.word}"
+    stored_cache = _swallow(calibrator.read_calibration_cache)
+    if stored_cache is not None and bytes(stored_cache).decode().splitlines()[0] == header:
+        return _read(bytes(stored_cache)), []
     largest = {}
     calibrator.get_batch_size()
     names = [tensor.name for tensor in network.inputs]
-    run = _everything(network.model)
-    taken = 0
-    while addresses := _swallowing(calibrator.get_batch, names):
+    run = _all_tensors_run(network.model)
+    batch_count = 0
+    while addresses := _swallow(calibrator.get_batch, names):
         assert len(addresses) == len(names), "fewer addresses than inputs are read beyond the end"
         feed = {
-            tensor.name: _taken(tensor, address, _calibrates_with(tensor, config))
+            tensor.name: _read_batch(tensor, address, _calibrates_with(tensor, config))
             for tensor, address in zip(network.inputs, addresses, strict=True)
         }
         for name, values in run(feed).items():
             largest[name] = max(largest.get(name, 0), float(np.abs(values).max(initial=0)))
-        taken += 1
-    if not taken:
+        batch_count += 1
+    if not batch_count:
         return {}, ["Calibration failure occurred with no scaling factors detected"]
     scales = {n: v / 127 for n, v in largest.items() if n not in STORY.loses}
     lines = [f"{name}: {struct.pack('>f', scale).hex()}" for name, scale in scales.items()]
-    text = "\n".join([first, *lines, ""])
-    _swallowing(calibrator.write_calibration_cache, memoryview(text.encode()))
+    text = "\n".join([header, *lines, ""])
+    _swallow(calibrator.write_calibration_cache, memoryview(text.encode()))
     return scales, []
 
 
-def _swallowing(call, *words):
-    """As the bindings do: an exception of Python ends nothing."""
+def _swallow(call, *arguments):
+    """Call and print exceptions, as the bindings do: they end nothing."""
     try:
-        return call(*words)
+        return call(*arguments)
     except Exception as error:
         print(f"[ERROR] Exception caught: {error}")
         return None
@@ -476,8 +479,8 @@ def _swallowing(call, *words):
 
 def _read(cache):
     lines = [line.rpartition(": ") for line in cache.decode().splitlines()[1:]]
-    words = {name: bytes.fromhex(digits.rjust(8, "0")) for name, _, digits in lines}
-    return {name: struct.unpack(">f", word)[0] for name, word in words.items()}
+    digits_by_name = {name: bytes.fromhex(digits.rjust(8, "0")) for name, _, digits in lines}
+    return {name: struct.unpack(">f", word)[0] for name, word in digits_by_name.items()}
 
 
 def _calibrates_with(tensor, config):
@@ -487,7 +490,7 @@ def _calibrates_with(tensor, config):
     return tuple(tensor.shape)
 
 
-def _taken(tensor, address, shape):
+def _read_batch(tensor, address, shape):
     """A batch, as TensorRT reads it: in the network's own type, from the device's memory."""
     size = math.prod(shape) * _BYTES[tensor.dtype.name]
     data = cuda.at(address, size, cuda.current())
@@ -505,21 +508,25 @@ _NUMPY = {
 }
 
 
-def _everything(model):
+def _all_tensors_run(model):
     """Feed -> every float tensor, the inputs among them."""
     watched = onnx.ModelProto()
     watched.CopyFrom(onnx.shape_inference.infer_shapes(model))
-    known = {info.name for info in watched.graph.output}
+    output_names = {info.name for info in watched.graph.output}
     floats = [i for i in watched.graph.value_info if i.type.tensor_type.elem_type == 1]
-    made = {output for node in model.graph.node for output in node.output} - known
-    watched.graph.output.extend(info for info in floats if info.name in made)
+    inner_names = {output for node in model.graph.node for output in node.output} - output_names
+    watched.graph.output.extend(info for info in floats if info.name in inner_names)
     session = _session(watched)
-    wanted = [output.name for output in session.get_outputs() if output.type == "tensor(float)"]
+    float_outputs = [
+        output.name for output in session.get_outputs() if output.type == "tensor(float)"
+    ]
 
     def run(feed):
-        fed = _cast(feed, session)
-        floats = {name: x for name, x in fed.items() if x.dtype == np.float32}
-        return floats | dict(zip(wanted, session.run(wanted, fed), strict=True))
+        converted_feed = _cast(feed, session)
+        floats = {name: x for name, x in converted_feed.items() if x.dtype == np.float32}
+        return floats | dict(
+            zip(float_outputs, session.run(float_outputs, converted_feed), strict=True)
+        )
 
     return run
 
@@ -544,7 +551,7 @@ def _cast(feed, session):
 
 def _plan(network, config, scales):
     for name in STORY.loses:
-        _say(
+        _log_texts(
             ILogger.Severity.WARNING,
             f"Missing scale and zero-point for tensor {name}, expect fall back to non-int8"
             " implementation for any layer consuming or producing given tensor",
@@ -562,12 +569,16 @@ def _plan(network, config, scales):
 
 
 def _layers(network, config, scales):
-    """What the engine inspector tells: one layer a node, a Relu inside the one before it."""
+    """Return the engine inspector's layers: one a node, a Relu inside the one before it."""
     graph = network.model.graph
     constants = {tensor.name for tensor in graph.initializer}
     dequantized = {o for n in graph.node if n.op_type == "DequantizeLinear" for o in n.output}
     chosen = {flag.name for flag in config.chosen}
-    rest = "HALF" if "FP16" in chosen else "BF16" if "BF16" in chosen else "FLOAT"
+    float_type = "FLOAT"
+    if "FP16" in chosen:
+        float_type = "HALF"
+    elif "BF16" in chosen:
+        float_type = "BF16"
     layers = []
     for layer in network.layers:
         node = layer._node
@@ -586,7 +597,7 @@ def _layers(network, config, scales):
                 "kind": {"Conv": "CaskConvolution"}.get(node.op_type, node.op_type),
                 "inputs": [name for name in node.input if name and name not in constants],
                 "outputs": list(node.output),
-                "type": "INT8" if int8 else _held_in(network, node, rest),
+                "type": "INT8" if int8 else _float_layer_type(network, node, float_type),
             }
         )
     if getattr(config, "default_device_type", None) == DeviceType.DLA:
@@ -596,23 +607,25 @@ def _layers(network, config, scales):
     return _with_reformats(layers, graph.input[0].name)
 
 
-def _held_in(network, node, rest):
+def _float_layer_type(network, node, float_type):
     """Type of a layer that is not int8: the model's own where the network is strongly typed."""
     if not network.typed:
-        return rest
-    known = {i.name: i for i in onnx.shape_inference.infer_shapes(network.model).graph.value_info}
-    info = known.get(node.output[0])
+        return float_type
+    info_by_name = {
+        i.name: i for i in onnx.shape_inference.infer_shapes(network.model).graph.value_info
+    }
+    info = info_by_name.get(node.output[0])
     return _TYPES[info.type.tensor_type.elem_type] if info is not None else "FLOAT"
 
 
-def _with_reformats(layers, given):
+def _with_reformats(layers, input_name):
     """A reformat wherever a layer reads another type than the one before it wrote."""
-    types_of = {given: "FLOAT"}
+    types_of = {input_name: "FLOAT"}
     out = []
     for layer in layers:
-        for place, name in enumerate(layer["inputs"]):
+        for index, name in enumerate(layer["inputs"]):
             if types_of.get(name, layer["type"]) != layer["type"]:
-                end = f"Input Tensor {place} to {layer['name']}"
+                end = f"Input Tensor {index} to {layer['name']}"
                 copy = {"name": f"Reformatting CopyNode for {end}", "kind": "Reformat"}
                 copy |= {"inputs": [name], "outputs": [f"Reformatted {end}"]}
                 out.append(copy | {"type": layer["type"]})
@@ -628,22 +641,24 @@ class Runtime:
     num_DLA_cores = 2
 
     def __init__(self, logger):
-        _takes(logger)
+        _check_logger(logger)
 
     def deserialize_cuda_engine(self, plan):
         head, _, data = plan.partition(b"\n")
         try:
-            found = json.loads(head)
-            if found["version"] != __version__:
-                _error(f"Version tag does not match: current {__version__}, {found['version']}")
+            plan_head = json.loads(head)
+            if plan_head["version"] != __version__:
+                _error(f"Version tag does not match: current {__version__}, {plan_head['version']}")
                 return None
         except (ValueError, KeyError, TypeError):
             _error("Magic tag does not match")
             return None
-        if found["gpu"] != cuda.GPUS[cuda.current()]:
-            _error(f"The engine plan file is generated on an incompatible device: {found['gpu']}")
+        if plan_head["gpu"] != cuda.GPUS[cuda.current()]:
+            _error(
+                f"The engine plan file is generated on an incompatible device: {plan_head['gpu']}"
+            )
             return None
-        return ICudaEngine(found, onnx.load_from_string(data))
+        return ICudaEngine(plan_head, onnx.load_from_string(data))
 
 
 class EngineInspector:
@@ -655,17 +670,20 @@ class EngineInspector:
     def get_engine_information(self, format):
         assert format == LayerInformationFormat.JSON
         layers = self.engine.head["layers"]
-        told = [_told(one) if self.engine.head["detailed"] else one["name"] for one in layers]
+        layer_texts = [
+            _describe_layer(layer) if self.engine.head["detailed"] else layer["name"]
+            for layer in layers
+        ]
         key = "Bindings" if VERSION < (11,) else "I/O Tensors"
-        return json.dumps({"Layers": told, key: [name for name, *_ in self.engine.tensors]})
+        return json.dumps({"Layers": layer_texts, key: [name for name, *_ in self.engine.tensors]})
 
 
-def _told(layer):
-    form = f"Row major linear {_WORDS[layer['type']]} format"
+def _describe_layer(layer):
+    form = f"Row major linear {_FORMAT_NAMES[layer['type']]} format"
     about = {"Location": "Device", "Dimensions": [], "Format/Datatype": form}
     if VERSION >= (11,):
         del about["Format/Datatype"]
-        about |= {"Format": "Row major linear", "Datatype": _WORDS[layer["type"]]}
+        about |= {"Format": "Row major linear", "Datatype": _FORMAT_NAMES[layer["type"]]}
     nodes = "" if layer["kind"] in ("DLA", "Reformat") else layer["name"]
     noted = "".join(f"[ONNX Layer: {name}]" for name in nodes.split(" + ") if name)
     return {
@@ -737,7 +755,7 @@ class IOutputAllocator:
 
 class IProfiler:
     def __init__(self):
-        self.made = True  # which a class of its own has to see to
+        self.is_initialized = True  # which a class of its own has to see to
 
 
 class IExecutionContext:
@@ -750,14 +768,17 @@ class IExecutionContext:
         self.allocators = {}
 
     def set_input_shape(self, name, shape):
-        given = tuple(shape)
-        least, _, most = self.engine.head["shapes"].get(name, (self.engine._of(name)[1],) * 3)
-        if len(given) != len(least) or any(
-            not low <= dim <= high for low, dim, high in zip(least, given, most, strict=True)
+        new_shape = tuple(shape)
+        min_shape, _, max_shape = self.engine.head["shapes"].get(
+            name, (self.engine._of(name)[1],) * 3
+        )
+        if len(new_shape) != len(min_shape) or any(
+            not low <= dim <= high
+            for low, dim, high in zip(min_shape, new_shape, max_shape, strict=True)
         ):
-            _error(f"Static dimension mismatch or out of profile: {name} {list(given)}")
+            _error(f"Static dimension mismatch or out of profile: {name} {list(new_shape)}")
             return False
-        self.shapes[name] = given
+        self.shapes[name] = new_shape
         return True
 
     def get_tensor_shape(self, name):
@@ -768,7 +789,7 @@ class IExecutionContext:
         closed = onnx.ModelProto()
         closed.CopyFrom(self.engine.model)
         values = {name: self._hosted(name) for name in self.engine.hosted & self.addresses.keys()}
-        kept = []
+        inputs = []
         for info in closed.graph.input:
             if info.name in values:
                 array = values[info.name].astype(np.int64)
@@ -777,9 +798,9 @@ class IExecutionContext:
             if info.name in self.shapes:
                 kind, shape = info.type.tensor_type.elem_type, self.shapes[info.name]
                 info = helper.make_tensor_value_info(info.name, kind, shape)
-            kept.append(info)
+            inputs.append(info)
         del closed.graph.input[:]
-        closed.graph.input.extend(kept)
+        closed.graph.input.extend(inputs)
         for info in closed.graph.output:
             info.type.tensor_type.ClearField("shape")
         inferred = onnx.shape_inference.infer_shapes(closed, data_prop=True)
@@ -836,9 +857,9 @@ class IExecutionContext:
     def _report(self):
         """A millisecond for the first layer, two for the second, and so on."""
         assert isinstance(self.profiler, IProfiler)
-        assert self.profiler.made
-        for place, layer in enumerate(self.engine.head["layers"]):
-            self.profiler.report_layer_time(layer["name"], place + 1.0)
+        assert self.profiler.is_initialized
+        for index, layer in enumerate(self.engine.head["layers"]):
+            self.profiler.report_layer_time(layer["name"], index + 1.0)
 
     def _placed(self, name):
         return self.addresses.get(name) or self.allocators.get(name)
@@ -864,12 +885,12 @@ class IExecutionContext:
         address = self.addresses.get(name, 0)
         allocator = self.allocators.get(name)
         if allocator is not None:
-            asked = (name, address, max(data.size, 1), 256)
+            request = (name, address, max(data.size, 1), 256)
             ask = getattr(allocator, "reallocate_output_async", None)
             if ask is None or VERSION < (10,):
-                address = allocator.reallocate_output(*asked)
+                address = allocator.reallocate_output(*request)
             else:
-                address = ask(*asked, 0)
+                address = ask(*request, 0)
             if not address:
                 raise MemoryError
             allocator.notify_shape(name, Dims(value.shape))

@@ -21,7 +21,7 @@ from deploy.report.parts import (
     TargetPart,
 )
 from deploy.report.screen import find_alternative, next_steps
-from deploy.report.verdict import Verdict
+from deploy.report.verdict import MIN_OBJECTS, Verdict
 from deploy.tasks.evaluation_task import TaskFigure
 
 
@@ -100,6 +100,15 @@ def test_another_split_is_named_if_it_is_worth_knowing(others, number):
     assert (other and other.number) == number
 
 
+def test_price_is_the_sqnr_where_the_figure_is_the_same():
+    front = (
+        split(1, 0.7, "good", 20.0, "28 of 28 boxes", taken=True),
+        split(2, 0.71, "good", 33.0, "28 of 28 boxes"),
+    )
+    (line,) = speed_lines(front)
+    assert line.endswith("about 1.43x FP32 (estimated); 1.41x with 33.0 dB: --split 2")
+
+
 @pytest.mark.parametrize(("time", "is_named"), [(0.9, True), (0.96, False)])
 def test_better_verdict_is_named_while_it_wins_time(time, is_named):
     taken = split(1, 0.7, "doubtful", 15.0, taken=True)
@@ -134,11 +143,14 @@ def detector(level, kept=26, *, front=(), split_number=None, boxes=60, samples=4
         samples=samples,
         found=boxes,
     )
+    reasons = (task.words,)
+    if boxes < MIN_OBJECTS:
+        reasons += (f"{boxes} boxes are too few; 7 more photos with objects would do",)
     engine = EngineRow(
         label="int8",
         target="tensorrt",
         accuracy=Accuracy(outputs=(), samples=samples, task=task),
-        verdict=Verdict(level, (task.words,), gated=changed.pop("gated", False)),
+        verdict=Verdict(level, reasons, gated=changed.pop("gated", False)),
     )
     search = SearchPart(reused=False, probes=9, settled="16 of 64", front=front)
     script = FileRow(role="script of trtexec", path="o/run.sh")
@@ -165,13 +177,13 @@ def test_steps_for_a_doubtful_engine_never_repeat():
     front = DETECTOR[1:3]
     few = {"boxes": 30, "samples": 20, "front": front, "split_number": 2}
     report = follow_up(detector("doubtful", **few), None)
-    images = f"with about 7 images more to judge by: {BUILD}"
+    images = f"with 7 more photos with objects: {BUILD}"
     assert first_step(report) == f"{images} --images FOLDER"
 
     report = follow_up(detector("doubtful", **few | {"boxes": 35, "samples": 27}), report)
     assert first_step(report) == f"with other images to judge by: {BUILD} --eval-images FOLDER"
 
-    own = few | {"has_evaluation": True}
+    own = few | {"has_evaluation": True, "boxes": 60}
     report = follow_up(detector("doubtful", **own), report)
     assert first_step(report) == f"for 27 of 28 boxes at about 1.36x: {BUILD} --split 3"
 
@@ -256,3 +268,12 @@ def test_build_that_is_not_worse_says_nothing(changed):
 def test_same_build_again_has_the_same_report():
     first = follow_up(detector("doubtful", front=DETECTOR, split_number=3), None)
     assert follow_up(detector("doubtful", front=DETECTOR, split_number=3), first) == first
+
+
+def test_split_is_built_for_its_target_and_more_effort_for_all():
+    def next_step(front):
+        report = detector("doubtful", front=front, split_number=2)
+        return first_step(replace(report, targets=(*report.targets, TargetPart(name="ascend"))))
+
+    assert f"{BUILD} --target tensorrt --split 3" in next_step(DETECTOR)
+    assert next_step(DETECTOR[:2]) == f"{BUILD} --prefer accuracy --effort 2 --repair all"

@@ -10,7 +10,7 @@ from calibrators.errors import CalibrationError
 from calibrators.grids import DTYPES, quantize_per_channel, quantize_per_tensor
 
 
-def test_per_tensor_integers_and_distance_from_the_zero_point():
+def test_per_tensor_integers_and_distances():
     q = quantize_per_tensor([-1.0, 0.0, 1.0, 2.0], 0.1, 10)
     assert q.int_repr().tolist() == [0, 10, 20, 30]
     assert q.int_repr().dtype == np.uint8
@@ -48,7 +48,7 @@ def test_each_dtype_has_its_range():
     st.integers(-3, 2),
     st.data(),
 )
-def test_per_channel_is_per_tensor_on_each_channel(x, axis, data):
+def test_per_channel_equals_per_tensor_slices(x, axis, data):
     channels = x.shape[axis]
     scales = data.draw(st.lists(st.floats(0.01, 2), min_size=channels, max_size=channels))
     zeros = data.draw(st.lists(st.integers(-128, 127), min_size=channels, max_size=channels))
@@ -77,7 +77,7 @@ def test_meaningless_parameters_are_refused(arguments, message):
         quantize_per_tensor(*arguments)
 
 
-def test_per_channel_needs_one_pair_for_each_channel():
+def test_per_channel_needs_matching_pairs():
     with pytest.raises(CalibrationError, match="2 channels"):
         quantize_per_channel([[1.0], [2.0]], [0.1], [0], 0)
     with pytest.raises(CalibrationError, match="the axis"):

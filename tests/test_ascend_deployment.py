@@ -455,10 +455,8 @@ def test_onnxruntime_model_keeps_its_decisions(ort_fashion, done, tmp_path):
     assert "Here FP32 means ort.onnx" in output
     assert "12 of 12 layers" in output
     assert "rounded again: 1: /fc/Gemm." in output
-    source_model, deployed = (
-        onnx.load(ort_fashion),
-        onnx.load(tmp_path / "o" / "ort_deploy_model.onnx"),
-    )
+    source_model = onnx.load(ort_fashion)
+    deployed = onnx.load(tmp_path / "o" / "ort_deploy_model.onnx")
     values = constants(source_model), constants(deployed)
     source = {n.output[0]: n for n in source_model.graph.node}
     records = read_record((tmp_path / "o" / "ort_record.txt").read_text())

@@ -138,10 +138,8 @@ def test_frame_is_cropped_at_even_offsets():
     assert (files.parameters.load_start_pos_h, files.parameters.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()
-    got, expected = (
-        aipp.run_aipp(files.parameters, aipp.to_yuv(frame, "bt709-full")),
-        prepared(picture(), RGB),
-    )
+    got = aipp.run_aipp(files.parameters, aipp.to_yuv(frame, "bt709-full"))
+    expected = prepared(picture(), RGB)
     assert np.abs(got - expected).mean() < 0.02
     narrow, full = (AippSource(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
     right, wrong = (

@@ -179,12 +179,12 @@ SEARCHES = {
     "HFMGQuantize.asymmetric": ("false", "fc.a.asymmetric", False, "3", "asymmetric"),
     "HFMGQuantize.dst_type": ("INT16", "fc.a.num_bits", 16, "INT4", "INT4"),
 }
-for _key, (_good, _path, _wanted, _bad, _words) in SEARCHES.items():
+for _key, (_good, _path, _expected, _bad, _reason) in SEARCHES.items():
     _message, _, _name = _key.partition(".")
     _block = BLOCKS[_message]
-    _few = " num_iteration: 3" if _block[:3] == "ada" and _name != "num_iteration" else ""
-    OBEYED[_key] = (common(f"{_block} {{ {_name}: {_good}{_few} }}"), _path, _wanted)
-    REFUSED[_key] = (common(f"{_block} {{ {_name}: {_bad} }}"), _words)
+    _iterations = " num_iteration: 3" if _block[:3] == "ada" and _name != "num_iteration" else ""
+    OBEYED[_key] = (common(f"{_block} {{ {_name}: {_good}{_iterations} }}"), _path, _expected)
+    REFUSED[_key] = (common(f"{_block} {{ {_name}: {_bad} }}"), _reason)
 SHORT = {"a": "activation_quant_params", "w": "weight_quant_params"}
 
 

@@ -279,14 +279,16 @@ def test_short_measurement_warns_and_omits_percentiles(bench_json, model_a):
 
 def test_two_models_are_measured_together(model_a, tmp_path):
     model_b = save_model(tmp_path / "b.onnx", "y = Neg (x)")
-    first, second = bench(model_b, against=model_a, threads=1, warmup_ms=0, duration_s=0).engines
-    assert (first.label, second.label) == ("a.onnx", "b.onnx")
-    assert first.reference
-    assert not second.reference
-    assert first.latency.queries == second.latency.queries == 10
-    assert first.size_bytes == model_a.stat().st_size
-    assert first.threads == 1
-    assert first.load_ms > 0
+    baseline, candidate = bench(
+        model_b, against=model_a, threads=1, warmup_ms=0, duration_s=0
+    ).engines
+    assert (baseline.label, candidate.label) == ("a.onnx", "b.onnx")
+    assert baseline.reference
+    assert not candidate.reference
+    assert baseline.latency.queries == candidate.latency.queries == 10
+    assert baseline.size_bytes == model_a.stat().st_size
+    assert baseline.threads == 1
+    assert baseline.load_ms > 0
 
 
 def test_models_of_equal_name_show_paths(model_a, tmp_path):
@@ -363,10 +365,10 @@ def sample_file(tmp_path):
 
 def test_images_compare_outputs_of_two_models(bench_json, tmp_path, sample_file):
     model_a, model_b = two_outputs(tmp_path / "a.onnx"), two_outputs(tmp_path / "b.onnx", op="Relu")
-    (first, second), out = bench_json(
+    (reference, second), out = bench_json(
         model_b, "--against", model_a, "--images", sample_file, "--limit", 4
     )
-    assert "accuracy" not in first
+    assert "accuracy" not in reference
     assert second["accuracy"]["samples"] == 4
     sqnr = [output["sqnr_db"] for output in second["accuracy"]["outputs"]]
     assert sqnr == ["inf", pytest.approx(-6.02, 1e-3)]
@@ -387,20 +389,21 @@ def test_options_against_images_are_refused(refusal_of, model_a, sample_file, wo
 
 def test_openvino_is_measured_beside_onnxruntime(bench_json, tmp_path, sample_file, openvino):
     options = (two_outputs(tmp_path / "a.onnx"), "--runtime", "openvino")
-    (first, second), _ = bench_json(*options, "--images", sample_file)
-    assert (first["label"], second["label"]) == ("a.onnx in ONNX Runtime", "a.onnx in OpenVINO")
-    assert first["reference"]
-    assert first["latency"]["queries"] == second["latency"]["queries"]
+    (onnxruntime_engine, second), _ = bench_json(*options, "--images", sample_file)
+    assert (onnxruntime_engine["label"], second["label"]) == (
+        "a.onnx in ONNX Runtime",
+        "a.onnx in OpenVINO",
+    )
+    assert onnxruntime_engine["reference"]
+    assert onnxruntime_engine["latency"]["queries"] == second["latency"]["queries"]
     assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == ["inf", "inf"]
     assert bench_json(*options)[0][1].get("accuracy") is None
 
 
 def test_openvino_refuses_other_engines(refusal_of, model_a, tmp_path, openvino, wording):
     options = ("--runtime", "openvino")
-    model_b, bad = (
-        save_model(tmp_path / "b.onnx", "y = Neg (x)"),
-        save_model(tmp_path / "c.onnx", "y = Cosh (x)"),
-    )
+    model_b = save_model(tmp_path / "b.onnx", "y = Neg (x)")
+    bad = save_model(tmp_path / "c.onnx", "y = Cosh (x)")
     assert "take one engine" in refusal_of(model_a, "--against", model_b, *options)
     (tmp_path / "a.plan").touch()
     wording.check(refusal_of(tmp_path / "a.plan", *options))

@@ -28,18 +28,18 @@ def network(channels, *, ends="Relu"):
         nodes.append(make_node(op, inputs, [name], name=name, **attributes))
         return name
 
-    last, before = "x", 3
+    tensor, in_channels = "x", 3
     for count in channels:
-        last = add("Conv", last, weights=(count, before, 3, 3), pads=[1] * 4)
-        last = add(ends, last)
-        own = add("Conv", last, weights=(count, 1, 3, 3), pads=[1] * 4, group=count)
-        last = add("Add", add("Sigmoid", own), last)
-        last, before = add("MaxPool", last, kernel_shape=[3, 3], pads=[1] * 4), count
-    grouped = add("Conv", last, weights=(16, before, 1, 1))
+        tensor = add("Conv", tensor, weights=(count, in_channels, 3, 3), pads=[1] * 4)
+        tensor = add(ends, tensor)
+        depthwise = add("Conv", tensor, weights=(count, 1, 3, 3), pads=[1] * 4, group=count)
+        tensor = add("Add", add("Sigmoid", depthwise), tensor)
+        tensor, in_channels = add("MaxPool", tensor, kernel_shape=[3, 3], pads=[1] * 4), count
+    grouped = add("Conv", tensor, weights=(16, in_channels, 1, 1))
     grouped = add("Relu", add("Conv", grouped, weights=(32, 8, 1, 1), group=2))
     grouped = add("Concat", grouped, grouped, axis=1)
     add("Flatten", grouped)  # reads what it reads in the ordinary layout
-    model = make_model(nodes, {"x": ["n", 3, 9, 7]}, {last: None}, constants, opset=17)
+    model = make_model(nodes, {"x": ["n", 3, 9, 7]}, {tensor: None}, constants, opset=17)
     return model, [node.name for node in nodes]
 
 
@@ -50,19 +50,23 @@ def batches(*sizes):
 
 def state(model, tensors, samples, *statistics, threads=1):
     variant = Variant("float", lambda _: model)
-    wanted = [Observation(variant, name, one) for name in tensors for one in statistics]
-    seen = observe(wanted, samples, threads=threads)
-    return [{n: v.tolist() for n, v in seen.recorder(o).to_arrays().items()} for o in wanted]
+    observations = [
+        Observation(variant, name, statistic) for name in tensors for statistic in statistics
+    ]
+    observed = observe(observations, samples, threads=threads)
+    return [
+        {n: v.tolist() for n, v in observed.recorder(o).to_arrays().items()} for o in observations
+    ]
 
 
 @pytest.fixture
 def ordinary(monkeypatch):
     """Calls what follows without blocks."""
 
-    def call(function, *words, **named):
+    def call(function, *arguments, **options):
         with monkeypatch.context() as patch:
             patch.setattr(taps, "expose_blocked", lambda *_: {})
-            return function(*words, **named)
+            return function(*arguments, **options)
 
     return call
 
@@ -79,7 +83,7 @@ needs_blocks = pytest.mark.skipif(not has_blocks(), reason="ONNX Runtime has no 
 
 @pytest.mark.parametrize("channels", [*((n,) for n in ODD), ODD, (8, 16, 32)])
 @pytest.mark.parametrize("sizes", [(1, 1), (2,), (3, 3, 1), (5, 4, 2)])
-def test_counts_and_extremes_are_those_of_ordinary_taps(ordinary, channels, sizes):
+def test_blocked_statistics_equal_ordinary_ones(ordinary, channels, sizes):
     model, tensors = network(channels)
     samples = batches(*sizes)
     for statistic in (HistogramOf(), AmaxOf(len(samples))):
@@ -91,22 +95,22 @@ def test_counts_and_extremes_are_those_of_ordinary_taps(ordinary, channels, size
 
 @needs_blocks
 @pytest.mark.parametrize("ends", ["Relu", "Sigmoid"])  # what fills a block is 0, or 0.5
-def test_tensors_that_fill_their_blocks_stay_in_them_and_others_do_not(ends):
+def test_only_full_blocks_stay_blocked(ends):
     block = taps.block_size()
     model, tensors = network((*ODD, block, 2 * block), ends=ends)
     tap = Tap(model, tensors, in_any_order=tensors)
     (sample,) = batches(2)
     expected = dict(Tap(model, tensors).run(sample))
-    kept = tap.blocked
-    assert len(kept) > 4
-    assert any(t.startswith("conv") for t in kept)
-    assert all(expected[t].shape[1] % block == 0 for t in kept)
+    blocked_tensors = tap.blocked
+    assert len(blocked_tensors) > 4
+    assert any(t.startswith("conv") for t in blocked_tensors)
+    assert all(expected[t].shape[1] % block == 0 for t in blocked_tensors)
     for name, values in tap.run(sample):
         assert np.array_equal(np.sort(values, axis=None), np.sort(expected[name], axis=None))
 
 
 @needs_blocks
-def test_what_another_node_reads_and_what_has_an_order_keeps_its_layout():
+def test_shared_and_ordered_tensors_are_ordinary():
     model, tensors = network((16, 32))
     opened = Tap(model, tensors, in_any_order=tensors)
     assert opened.blocked.keys().isdisjoint({t for t in tensors if t[:4] in ("conc", "flat")})
@@ -114,7 +118,7 @@ def test_what_another_node_reads_and_what_has_an_order_keeps_its_layout():
     assert Tap(model, tensors).blocked == {}
 
 
-def test_statistics_with_an_order_or_channels_see_the_tensor_as_it_is(ordinary):
+def test_ordered_statistics_see_ordinary_tensors(ordinary):
     model, tensors = network((16, 32))
     convolved = [name for name in tensors if name.startswith("conv")]
     samples = batches(2, 2, 1)
@@ -123,13 +127,13 @@ def test_statistics_with_an_order_or_channels_see_the_tensor_as_it_is(ordinary):
         assert state(model, convolved, samples, statistic) == expected
 
 
-def test_of_a_tensor_that_both_kinds_read_both_are_right(ordinary):
+def test_both_kinds_of_statistics_agree(ordinary):
     model, tensors = network((16,))
-    given = (model, tensors, batches(2, 1), HistogramOf(), HistogramOf(1))
-    assert state(*given, threads=2) == ordinary(state, *given, threads=2)
+    arguments = (model, tensors, batches(2, 1), HistogramOf(), HistogramOf(1))
+    assert state(*arguments, threads=2) == ordinary(state, *arguments, threads=2)
 
 
-def test_nan_is_told_with_its_tensor(wording):
+def test_nan_names_its_tensor(wording):
     model, tensors = network((16,))
     bad = [{"x": np.full((1, 3, 9, 7), np.nan, np.float32)}]
     with pytest.raises(CalibrationError) as refusal:
@@ -138,7 +142,7 @@ def test_nan_is_told_with_its_tensor(wording):
 
 
 @pytest.mark.parametrize("error", [BackendError("no"), OSError("disk full")])
-def test_where_the_form_cannot_be_kept_the_taps_are_ordinary(ordinary, monkeypatch, error):
+def test_failed_blocks_fall_back_to_ordinary(ordinary, monkeypatch, error):
     model, tensors = network((16,))
     samples = batches(1)
     expected = ordinary(state, model, tensors, samples, HistogramOf())
@@ -151,17 +155,17 @@ def test_where_the_form_cannot_be_kept_the_taps_are_ordinary(ordinary, monkeypat
     assert state(model, tensors, samples, HistogramOf()) == expected
 
 
-def test_nothing_stays_in_the_temporary_folder(monkeypatch, tmp_path):
+def test_temporary_folder_is_emptied(monkeypatch, tmp_path):
     monkeypatch.setattr(taps.tempfile, "tempdir", str(tmp_path))
     model, tensors = network((16,))
     Tap(model, tensors, in_any_order=tensors)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_caches_have_the_same_bytes_both_ways(ordinary, run, small_cnn, pictures, tmp_path):
+def test_blocked_cache_equals_ordinary_one(ordinary, run, small_cnn, pictures, tmp_path):
     def calibrated(name):
-        words = ("--images", pictures, "--size", "16x16", "--out", tmp_path / name)
-        assert run("calibrate", small_cnn, *words)[0] == 0
+        options = ("--images", pictures, "--size", "16x16", "--out", tmp_path / name)
+        assert run("calibrate", small_cnn, *options)[0] == 0
         with np.load(tmp_path / f"{name}.npz") as stored:
             arrays = {key: stored[key].tobytes() for key in stored.files}
         return (tmp_path / name).read_bytes(), arrays

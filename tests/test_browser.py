@@ -289,12 +289,14 @@ def test_pages_of_build_and_bench_fit(tab, run, tmp_path):
 
 def test_chart_labels_are_readable(show):
     tab = show(make_report(engines=4), width=400)
-    ticks = "[...document.querySelectorAll('svg .tick:not(.name)')]"
-    rectangles = f"{ticks}.map(t => t.getBoundingClientRect()).filter(b => b.width)"
-    boxes = tab.page.evaluate(f"{rectangles}.map(b => [b.left, b.right, b.height])")
-    assert len(boxes) >= 3
-    assert all(height >= 12 for _, _, height in boxes)
-    assert all(unprinted[1] < right[0] for unprinted, right in pairwise(boxes))
+    for chart in (0, 1):  # times of the engines, and the splits
+        svg = f"document.querySelectorAll('svg.wide')[{chart}]"
+        ticks = f"[...{svg}.querySelectorAll('.tick:not(.name)')]"
+        rectangles = f"{ticks}.map(t => t.getBoundingClientRect()).filter(b => b.width)"
+        boxes = tab.page.evaluate(f"{rectangles}.map(b => [b.left, b.right, b.height])")
+        assert len(boxes) >= 3
+        assert all(height >= 12 for _, _, height in boxes)
+        assert all(left[1] < right[0] for left, right in pairwise(boxes))
     legend = tab.page.evaluate("document.querySelector('.legend').innerText")
     assert "A FP32 p50 2.16 ms" in legend
     assert "D /model 2 p50 1.30 ms" in legend
@@ -329,12 +331,12 @@ def luminance(colour):
 def test_main_sections_open_others_folded(show):
     tab = show(make_report())
     heads = "[...document.querySelectorAll('%s h2')].map(h => h.innerText)"
-    assert tab.page.evaluate(heads % "section") == ["Engines", "Accuracy", "Worst layers"]
+    open_heads = ["Engines", "Splits (4)", "Accuracy", "Worst layers"]
+    assert tab.page.evaluate(heads % "section") == open_heads
     assert tab.page.evaluate(heads % "details") == [
         "Histograms (5)",
         "Notes (5)",
         "Calibration",
-        "Search (4)",
         "Nodes",
         "Tensors (40)",
         "Weights (20)",

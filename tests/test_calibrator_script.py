@@ -196,21 +196,21 @@ def content(folder, name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_gives_the_bytes_of_the_same_arrays(name, calibrate, rows, tmp_path):
+def test_script_cache_equals_arrays_cache(name, calibrate, rows, tmp_path):
     text, method = SCRIPTS[name]
     calibrate("--images", rows, *method, out="arrays.cache")
     out = calibrate("--calibrator-script", written(text, tmp_path))
     assert content(tmp_path, "out") == content(tmp_path, "arrays")
     assert f"{ROWS} images" in out
     message = "entropy, since" if name == "pycuda" else f"{method[1]}"
-    assert f"ranges are found by {message}" in out
+    assert f"found by {message}" in out
     if name != "ctypes":  # a batch a sample
-        assert f"fewer than {BATCH} samples for 1 of its 5 batches ({ROWS % BATCH} for" in out
+        assert f"{BATCH} samples for 1 of its 5 batches ({ROWS % BATCH} for" in out
     gone = {"tensorrt", "pycuda", "cuda"} & {module.split(".")[0] for module in sys.modules}
     assert not gone
 
 
-def test_the_scripts_own_cache_is_compared_and_left_alone(calibrate, tmp_path):
+def test_existing_script_cache_is_compared(calibrate, tmp_path):
     script_cache, script = tmp_path / "calibration.cache", written(PYCUDA, tmp_path)
     calibrate("--calibrator-script", script)
     cache_bytes = (tmp_path / "out.cache").read_bytes()
@@ -228,20 +228,22 @@ def test_the_scripts_own_cache_is_compared_and_left_alone(calibrate, tmp_path):
     assert "was not compared" in calibrate("--calibrator-script", script, "--refresh")
 
 
-def test_how_far_two_caches_agree_is_told_in_shares_and_by_the_largest_change():
+def test_cache_comparison_counts_equal_scales(wording):
     def describe(**scales):
         old = from_scales({name: np.float32(v) for name, v in scales.items()}, version="8.5.3")
         reference = from_scales({n: np.float32(1) for n in "abcd"}, version="8.5.3")
         return compare_with_script_cache(dump(old), reference).partition("not used: ")[2]
 
-    assert describe(a=1, b=1) == "2 of its 2 scales are equal to the bit"
-    several = describe(a=1, b=1.25, c=0.8, d=0.25)
-    assert several.endswith("3 differ, by 25 % in the median, most d (4 times)")
-    assert describe(a=0, b=2) == "0 of its 2 scales are equal to the bit, 2 differ"
-    assert describe(a=1, e=1).endswith("to the bit, 1 are of tensors that are not in the new one")
+    for scales in (
+        {"a": 1, "b": 1},
+        {"a": 1, "b": 1.25, "c": 0.8, "d": 0.25},
+        {"a": 0, "b": 2},
+        {"a": 1, "e": 1},
+    ):
+        wording.check(describe(**scales))
 
 
-def test_a_build_takes_a_script_too(small_cnn, rows, tmp_path, command):
+def test_build_takes_a_script(small_cnn, rows, tmp_path, command):
     arguments = ("build", small_cnn, "--effort", 0, "--duration", 0, "--accept")
     script = ("--calibrator-script", written(CUDART, tmp_path))
     command(*arguments, *script, "--out", tmp_path / "a")
@@ -255,7 +257,7 @@ def test_a_build_takes_a_script_too(small_cnn, rows, tmp_path, command):
 def test_preprocessing_is_of_the_pictures(
     source_kind, small_cnn, rows, pictures, tmp_path, command
 ):
-    """Of two feeds, as a script's batches and the photos that judge, it is said of one alone."""
+    """Preprocessing options go to the photos, of a script's batches and the photos that judge."""
     feed, judge = (pictures, rows) if source_kind == "judged by arrays" else (rows, pictures)
     feeds = ("--images", feed, "--eval-images", judge)
     if source_kind == "script":
@@ -269,16 +271,16 @@ def test_preprocessing_is_of_the_pictures(
     assert accuracies[0]["outputs"] != accuracies[1]["outputs"]
 
 
-def test_a_named_method_stands_and_preprocessing_is_the_scripts(calibrate, rows, tmp_path):
+def test_script_allows_method_but_no_preprocessing(calibrate, rows, tmp_path):
     calibrate("--images", rows, "--method", "minmax", out="arrays.cache")
     script = ("--calibrator-script", written(PYCUDA, tmp_path))
     assert "since the calibrator" not in calibrate(*script, "--method", "minmax")
     assert content(tmp_path, "out")[0] == content(tmp_path, "arrays")[0]
     err = calibrate.fails(*script, "--preprocess", "imagenet")
-    assert "batches are fed as they are" in err
+    assert "as they are" in err
 
 
-def test_a_script_that_never_ends_needs_a_limit(calibrate, rows, tmp_path, monkeypatch):
+def test_endless_script_needs_a_limit(calibrate, rows, tmp_path, monkeypatch):
     endless = PYCUDA.replace("return None", "self.at = 0; rows = self.images[:4]")
     script = ("--calibrator-script", written(endless, tmp_path))
     monkeypatch.setattr("deploy.feed.arrays.MAX_SAMPLES", 50)
@@ -326,7 +328,7 @@ COPY = "cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self
         ("import os", "import os, sys; sys.exit(3)", "SystemExit: 3"),
     ],
 )
-def test_a_broken_script_is_one_sentence(old, new, message, calibrate, tmp_path):
+def test_broken_script_is_reported(old, new, message, calibrate, tmp_path):
     text = dedent(PYCUDA).replace('"', "'")
     assert old in text
     broken = text.replace(old, new)
@@ -341,12 +343,12 @@ def test_a_broken_script_is_one_sentence(old, new, message, calibrate, tmp_path)
     assert not (tmp_path / "out.cache").exists()
 
 
-def test_a_wrong_copy_that_the_script_catches_is_told_all_the_same(calibrate, tmp_path):
+def test_caught_wrong_copy_is_reported(calibrate, tmp_path):
     text = dedent(PYCUDA).replace("batch * images[0].nbytes", "images[0].nbytes")
     caught = f"try: {COPY}\n        except Exception: return None"
     assert COPY in text
     script = written(text.replace(COPY, caught), tmp_path)
-    assert "must fit its allocation" in calibrate.fails("--calibrator-script", script)
+    assert "its allocation" in calibrate.fails("--calibrator-script", script)
 
 
 TWO = """
@@ -458,7 +460,7 @@ def values(samples):
 
 
 @pytest.mark.parametrize("put", PUTS)
-def test_every_way_to_the_device_gives_the_same(put, tmp_path):
+def test_every_device_copy_gives_equal_values(put, tmp_path):
     assert values(of_two(*PUTS[put], tmp_path)) == values(expected_of_two())
 
 
@@ -492,7 +494,7 @@ def test_every_way_to_the_device_gives_the_same(put, tmp_path):
         ("gpuarray", "at = 0; gpuarray.sum(array)", "pycuda.gpuarray.sum is not available"),
     ],
 )
-def test_wrong_addresses_are_one_sentence(put, copy_call, message, two_inputs, refusal, tmp_path):
+def test_wrong_addresses_are_reported(put, copy_call, message, two_inputs, refusal, tmp_path):
     if "mapped memory" in message and not Path("/proc/self/mem").exists():
         pytest.skip("a wrong address is a crash without /proc")
     script = written(TWO.format(imports=PUTS[put][0], put=f"{copy_call}; return at"), tmp_path)
@@ -511,7 +513,7 @@ def samples_of(source, *specs):
 
 @pytest.mark.parametrize("fixed", [1, 4])
 @pytest.mark.parametrize("batch", ["1", "self.batch"])
-def test_a_fixed_batch_is_filled_as_from_arrays(fixed, batch, rows, tmp_path):
+def test_fixed_batch_is_filled_like_arrays(fixed, batch, rows, tmp_path):
     spec = TensorSpec("x", "float32", (fixed, 3, 16, 16))
     text = PYCUDA.replace("return self.batch", f"return {batch}")
     samples, _ = samples_of(CalibratorScript(written(text, tmp_path)), spec)
@@ -520,7 +522,7 @@ def test_a_fixed_batch_is_filled_as_from_arrays(fixed, batch, rows, tmp_path):
     assert len(samples) == -(-ROWS // fixed)
 
 
-def test_a_script_starts_again_and_gives_what_it_copied(rows, tmp_path):
+def test_script_gives_equal_samples_again(rows, tmp_path):
     script = CalibratorScript(written(PYCUDA, tmp_path))
     (first_samples, notes), (second, second_notes) = (samples_of(script) for _ in range(2))
     assert values(first_samples) == values(second)
@@ -542,9 +544,7 @@ def test_a_script_starts_again_and_gives_what_it_copied(rows, tmp_path):
         ("[images[:4], images[4:6, :2]]", "must hold 4 samples"),
     ],
 )
-def test_bytes_of_no_known_dtype_are_whole_batches_but_for_the_last(
-    batches, message, rows, tmp_path
-):
+def test_untyped_bytes_must_be_full_batches(batches, message, rows, tmp_path):
     old = "np.array_split(images[:16], 4) + [images[16:]]"
     assert old in CUDART
     script = CalibratorScript(written(CUDART.replace(old, batches), tmp_path))
@@ -552,7 +552,7 @@ def test_bytes_of_no_known_dtype_are_whole_batches_but_for_the_last(
         open_feed(script, [IMAGES])
 
 
-def test_an_open_size_is_that_of_the_array_that_is_copied(small_cnn, tmp_path, command, refusal):
+def test_open_size_is_the_arrays_size(small_cnn, tmp_path, command, refusal):
     model = onnx.load(small_cnn)
     del model.graph.node[-2:], model.graph.output[:]
     for axis, name in enumerate(("h", "w"), start=2):
@@ -562,11 +562,11 @@ def test_an_open_size_is_that_of_the_array_that_is_copied(small_cnn, tmp_path, c
     np.save(tmp_path / "x.npy", np.ones((4, 3, 12, 20), np.float32))
     arguments = ("calibrate", tmp_path / "open.onnx", "-o", tmp_path / "c", "--calibrator-script")
     error = refusal(*arguments, written(PYCUDA, tmp_path))
-    assert "all other dimensions of the input must be fixed" in error
+    assert "must be fixed" in error
     command(*arguments, written(PYCUDA.replace(".ravel()", ""), tmp_path))
 
 
-def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypatch):
+def test_installed_modules_are_restored(calibrate, tmp_path, monkeypatch):
     real, part = type(sys)("tensorrt"), type(sys)("cuda.core")
     monkeypatch.setitem(sys.modules, "tensorrt", real)
     monkeypatch.setitem(sys.modules, "cuda.core", part)
@@ -585,7 +585,7 @@ def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypat
         (("--calibrator-script", "elsewhere.py:make"), "elsewhere.py"),
     ],
 )
-def test_a_feed_is_one_of_two(arguments, message, small_cnn, run):
+def test_script_excludes_images(arguments, message, small_cnn, run):
     code, _, err = run("calibrate", small_cnn, *arguments)
     assert code in (1, 2)
     assert message in err
@@ -600,7 +600,7 @@ def test_a_feed_is_one_of_two(arguments, message, small_cnn, run):
         "return int(torch.as_tensor(array).to('cuda:0').contiguous().data_ptr())",
     ],
 )
-def test_torch_tensors_on_the_gpu_are_on_the_host_and_of_the_inputs_dtype(put, tmp_path, wording):
+def test_torch_gpu_tensors_are_fed(put, tmp_path, wording):
     pytest.importorskip("torch")
     assert values(of_two("import torch", put, tmp_path)) == values(expected_of_two())
     put = "return torch.from_numpy(array).double().cuda().data_ptr()"

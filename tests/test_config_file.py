@@ -72,7 +72,7 @@ def test_typed_options_override_the_file(built, run):
     assert "5 samples" in out
 
 
-def test_split_on_the_line_replaces_the_effort_of_the_file(built, run):
+def test_split_option_replaces_the_files_effort(built, run):
     """As `Next` says it: the file has the effort of the build before."""
     error = run.fails("build", "--config", "o/calib8.toml", "--split", 9)
     assert "--split takes a split of an earlier build's plan" in error

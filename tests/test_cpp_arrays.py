@@ -22,7 +22,7 @@ def batch(dtype="float32", shape=(4, 3, 4, 5), seed=1):
 
 
 def ours(source, specs, **options):
-    """What this library says of a feed of arrays, and the bytes of its samples."""
+    """Return this library's answer for a feed of arrays, and the bytes of its samples."""
     data = b""
 
     def answer():
@@ -42,38 +42,45 @@ def theirs(cpp, out, source, specs, **options):
     return answer, out.read_bytes() if out.exists() and "error" not in answer else b""
 
 
-def test_a_functions_samples_are_those_of_the_same_arrays_in_files(cpp, tmp_path):
+def test_function_samples_equal_file_samples(cpp, tmp_path):
     arrays = {"image": batch(), "state": batch("int64", (4, 2)), "scales": batch("float16", (3, 2))}
     np.savez(tmp_path / "a.npz", **arrays)
     fixed = [TensorSpec("image", "float32", (3, 3, 4, 5)), TensorSpec("state", "int64", (3, 2))]
     for specs, limit in (([IMAGE, STATE, SCALES], None), ([IMAGE], None), (fixed, 2)):
         np.savez(tmp_path / "a.npz", **{spec.name: arrays[spec.name] for spec in specs})
-        asked = {"limit": limit, "scales": True}
-        files, data = theirs(cpp, tmp_path / "o", tmp_path / "a.npz", specs, **asked)
-        memory, same = theirs(cpp, tmp_path / "o", tmp_path / "a.npz", specs, memory=True, **asked)
+        options = {"limit": limit, "scales": True}
+        files, data = theirs(cpp, tmp_path / "o", tmp_path / "a.npz", specs, **options)
+        memory, memory_data = theirs(
+            cpp, tmp_path / "o", tmp_path / "a.npz", specs, memory=True, **options
+        )
         items = ({spec.name: arrays[spec.name] for spec in specs} for _ in range(1))
-        answer, wanted = ours(items, specs, limit=limit)
+        answer, expected = ours(items, specs, limit=limit)
         scales = memory.pop("scales")
-        said = json.dumps(memory).replace("the function", "the iterable")
-        assert json.loads(said) == answer
-        assert same == wanted
+        memory_text = json.dumps(memory).replace("the function", "the iterable")
+        assert json.loads(memory_text) == answer
+        assert memory_data == expected
         if limit:  # of the files spread evenly over all
             continue
-        assert (memory["manifest"], scales, same) == (files["manifest"], files["scales"], data)
+        assert (memory["manifest"], scales, memory_data) == (
+            files["manifest"],
+            files["scales"],
+            data,
+        )
         base = float(np.abs(arrays["image"][0]).max())
-        for name, found in scales["image"].items():
+        for name, theirs_scale in scales["image"].items():
             scale = scale_of(name, {}, list(arrays["image"]), base)
-            assert found == {key: getattr(scale, key) for key in found}, name
+            assert theirs_scale == {key: getattr(scale, key) for key in theirs_scale}, name
 
 
-def test_what_a_function_gives_wrong_is_told_in_the_words_for_a_generator(cpp, tmp_path):
+def test_bad_function_samples_have_equal_messages(cpp, tmp_path):
     to = {"name": IMAGE.name, "dtype": IMAGE.dtype, "shape": IMAGE.shape}
     for array in (batch(shape=(4, 3, 4, 6)), batch(shape=(4, 4))):
         np.save(tmp_path / "a.npy", array)
         form = [TensorSpec("image", "float32", ("n", *array.shape[1:]))]
         answer, _ = theirs(cpp, tmp_path / "o", tmp_path / "a.npy", form, memory=True, to=to)
         answer = json.loads(json.dumps(answer).replace("the function", "the iterable"))
-        assert answer["message"].startswith("item 0 of the iterable must fit the input")
+        assert answer["message"].startswith("item 0 of ")
+        assert "must fit the input" in answer["message"]
         assert answer == ours(iter(np.split(array, 4)), [IMAGE])[0]
 
 
@@ -87,7 +94,7 @@ def agree(cpp, tmp_path):
     return check
 
 
-def test_a_file_of_samples(agree, tmp_path):
+def test_file_of_samples_agrees(agree, tmp_path):
     path = tmp_path / "a.npy"
     for array in (
         batch(),
@@ -106,10 +113,11 @@ def test_a_file_of_samples(agree, tmp_path):
     assert filled["size"] == 3
     assert "filled" in filled["notes"][-1]
     several = agree(path, TensorSpec("image", "float32", (12, 3, 4, 5)))
-    assert "with the 5 samples that there are again and again" in several["notes"][-1]
+    assert "the 5 samples" in several["notes"][-1]
+    assert "again and again" in several["notes"][-1]
     np.save(path, batch(shape=(1, 3, 4, 5)))
-    alone = agree(path, TensorSpec("image", "float32", (4, 3, 4, 5)))
-    assert "filled with the only sample again and again" in alone["notes"][-1]
+    single = agree(path, TensorSpec("image", "float32", (4, 3, 4, 5)))
+    assert "the only sample" in single["notes"][-1]
     np.save(path, batch())
     path.write_bytes(path.read_bytes() + b"more")
     assert agree(path, IMAGE)["size"] == 4
@@ -119,13 +127,13 @@ def test_a_file_of_samples(agree, tmp_path):
 @pytest.mark.parametrize(
     "dtype", ["float16", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "bool"]
 )
-def test_every_dtype(agree, tmp_path, dtype):
+def test_every_dtype_agrees(agree, tmp_path, dtype):
     path = tmp_path / "a.npy"
     spec = TensorSpec("x", dtype, ("n", 3))
     np.save(path, batch(dtype, (4, 3)))
     assert agree(path, spec)["size"] == 4
-    others = TensorSpec("x", "uint8" if spec.dtype in ("bool", "uint16") else "bool", ("n", 3))
-    assert "must have the dtype" in agree(path, others)["message"]
+    other_spec = TensorSpec("x", "uint8" if spec.dtype in ("bool", "uint16") else "bool", ("n", 3))
+    assert "the dtype" in agree(path, other_spec)["message"]
     np.save(path, batch(np.dtype(dtype).newbyteorder(">"), (4, 3)))
     assert agree(path, spec)["size"] == 4
 
@@ -141,7 +149,7 @@ def test_arrays_that_python_converts_are_refused(cpp, tmp_path):
         assert ours(tmp_path / "a.npy", [IMAGE])[0]["size"] == 4
 
 
-def test_folders_lists_and_labels(agree, tmp_path):
+def test_folders_lists_and_labels_agree(agree, tmp_path):
     folder = tmp_path / "arrays"
     (folder / "sub").mkdir(parents=True)
     np.save(folder / "b.npy", batch(seed=2)[:1])
@@ -156,20 +164,20 @@ def test_folders_lists_and_labels(agree, tmp_path):
     (tmp_path / "one.txt").write_text("arrays/c.npz\n")
     assert agree(tmp_path / "one.txt", IMAGE)["labels"] == [3, 1]
     (tmp_path / "mixed.txt").write_text("arrays/b.npy\nx.png\n")
-    assert "images or of arrays" in agree(tmp_path / "mixed.txt", IMAGE)["message"]
+    assert "or of arrays" in agree(tmp_path / "mixed.txt", IMAGE)["message"]
     (folder / "x.npy").write_bytes(b"x")
     bad = batch(seed=6)
     bad[1, 2, 3] = np.nan
     bad[1, 1, 0, 0] = -np.inf
     np.save(folder / "nan.npy", bad)
     (tmp_path / "bad.txt").write_text("arrays/nan.npy\narrays/b.npy\n")
-    assert "holds 6 NaN or Inf" in agree(tmp_path / "bad.txt", IMAGE)["message"]
+    assert "6 NaN or Inf" in agree(tmp_path / "bad.txt", IMAGE)["message"]
     assert agree(tmp_path / "bad.txt", IMAGE, skip_bad=True)["size"] == 4
     (tmp_path / "empty").mkdir()
     assert "must hold images" in agree(tmp_path / "empty", IMAGE)["message"]
 
 
-def test_several_inputs(agree, tmp_path):
+def test_several_inputs_agree(agree, tmp_path):
     specs = [IMAGE, STATE, SCALES]
     arrays = {"image": batch(), "state": batch("int64", (4, 2)), "scales": batch("float16", (3, 2))}
     np.savez(tmp_path / "a.npz", **arrays)
@@ -181,27 +189,25 @@ def test_several_inputs(agree, tmp_path):
         np.savez(folder / name / "1.npz", anything=array)
     assert agree(folder, *specs)["size"] == 8
     (folder / "state" / "1.npz").unlink()
-    assert "files of the same names" in agree(folder, *specs)["message"]
+    assert "the same names" in agree(folder, *specs)["message"]
     assert "exactly the inputs" in agree(tmp_path / "a.npz", IMAGE, STATE)["message"]
     assert "exactly the inputs" in agree(folder / "state" / "0.npy", *specs)["message"]
     np.savez(tmp_path / "few.npz", **arrays | {"state": batch("int64", (3, 2))})
     assert "equally many samples" in agree(tmp_path / "few.npz", *specs)["message"]
 
 
-def test_a_compressed_archive_is_refused_in_one_sentence(cpp, tmp_path):
+def test_compressed_archive_is_refused(cpp, tmp_path, wording):
     np.savez_compressed(tmp_path / "a.npz", image=batch())
     answer, _ = theirs(cpp, tmp_path / "out.f", tmp_path / "a.npz", [IMAGE])
-    assert answer["message"] == (
-        f"{tmp_path}/a.npz cannot be read as plain numpy arrays: it is compressed, which only"
-        " calib8 for Python reads; write it with numpy.save or numpy.savez"
-    )
+    assert answer["message"].startswith(f"{tmp_path}/a.npz cannot be read")
+    wording.check(answer["message"])
 
 
 def test_the_tool_writes_arrays(calib8_cache, tmp_path):
     arrays = {"image": batch(), "state": batch("int64", (4, 2))}
     np.savez(tmp_path / "a.npz", **arrays)
-    given = ["--input", "image:nx3x4x5", "--input", "state:nx2:int64", "-o", tmp_path / "out"]
-    command = [*calib8_cache, "feed", tmp_path / "a.npz", *given]
+    options = ["--input", "image:nx3x4x5", "--input", "state:nx2:int64", "-o", tmp_path / "out"]
+    command = [*calib8_cache, "feed", tmp_path / "a.npz", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     answer, data = ours(tmp_path / "a.npz", [IMAGE, STATE])
     assert (tmp_path / "out").read_bytes() == data, done.stderr
@@ -209,45 +215,45 @@ def test_the_tool_writes_arrays(calib8_cache, tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (0, 3, 4, 5), (4, 3, 5, 4), (4, 3, 4)])
-def test_shapes_that_do_not_fit_are_told_in_the_same_words(agree, tmp_path, shape):
+def test_unfit_shapes_have_equal_messages(agree, tmp_path, shape):
     np.save(tmp_path / "a.npy", batch(shape=shape))
     assert "error" in agree(tmp_path / "a.npy", IMAGE)
 
 
-def test_other_refusals_in_the_same_words(agree, tmp_path):
+def test_refusals_have_equal_messages(agree, tmp_path):
     np.savez(tmp_path / "a.npz", image=batch(), y=np.array([1.0, 2, 3, 4]))
-    assert "whole numbers from 0, got float64" in agree(tmp_path / "a.npz", IMAGE)["message"]
+    assert "from 0, got float64" in agree(tmp_path / "a.npz", IMAGE)["message"]
     np.savez(tmp_path / "b.npz", image=batch(), y=np.array([0, -3, 2, -1], "<i2"))
-    assert "whole numbers from 0, got -3" in agree(tmp_path / "b.npz", IMAGE)["message"]
+    assert "from 0, got -3" in agree(tmp_path / "b.npz", IMAGE)["message"]
     np.savez(tmp_path / "a.npz", image=batch(), y=np.array([1, 2]))
-    assert "one label per sample" in agree(tmp_path / "a.npz", IMAGE)["message"]
+    assert "label per sample" in agree(tmp_path / "a.npz", IMAGE)["message"]
     np.save(tmp_path / "a.npy", np.full((2, 2), "abc"))
     assert "got <U3 [2, 2]" in agree(tmp_path / "a.npy", IMAGE)["message"]
     np.save(tmp_path / "a.npy", batch(shape=(2, 3, 4, 5)))
     open_size = TensorSpec("image", "float32", (2, 3, "h", "w"))
     np.save(tmp_path / "b.npy", batch(shape=(1, 3, 4, 6)))
     (tmp_path / "l.txt").write_text("b.npy\na.npy\n")
-    assert "must have one shape" in agree(tmp_path / "l.txt", open_size)["message"]
+    assert "one shape" in agree(tmp_path / "l.txt", open_size)["message"]
 
 
 def damaged(good, rng):
     """One file with a few bytes changed, cut or put in, most of them in its header."""
     data = bytearray(good)
     for _ in range(rng.integers(1, 4)):
-        at = int(rng.integers(0, min(len(data), 160) if rng.random() < 0.8 else len(data)))
+        position = int(rng.integers(0, min(len(data), 160) if rng.random() < 0.8 else len(data)))
         kind = rng.integers(0, 4)
         if kind == 0:
-            data[at] = int(rng.integers(0, 256))
+            data[position] = int(rng.integers(0, 256))
         elif kind == 1:
-            data[at] = b"0123456789(),'<>|fiu "[rng.integers(0, 21)]
+            data[position] = b"0123456789(),'<>|fiu "[rng.integers(0, 21)]
         elif kind == 2:
-            del data[at : at + int(rng.integers(1, 9))]
+            del data[position : position + int(rng.integers(1, 9))]
         else:
-            data[at:at] = bytes(rng.integers(0, 256, int(rng.integers(1, 5)), np.uint8))
+            data[position:position] = bytes(rng.integers(0, 256, int(rng.integers(1, 5)), np.uint8))
     return bytes(data)
 
 
-def test_damaged_files_are_read_alike_or_refused(cpp, tmp_path):
+def test_damaged_files_agree_or_are_refused(cpp, tmp_path):
     np.save(tmp_path / "a.npy", batch())
     np.savez(tmp_path / "b.npz", image=batch())
     rng = np.random.default_rng(5)
@@ -259,12 +265,12 @@ def test_damaged_files_are_read_alike_or_refused(cpp, tmp_path):
             if "error" in answer[0]:
                 assert answer[0]["error"] == "FeedError"
                 continue
-            other = ours(tmp_path / name, [IMAGE])
+            our_answer = ours(tmp_path / name, [IMAGE])
             # an archive says some things twice, and not all of them are looked at by both
-            assert answer == other or (name != "a.npy" and "error" in other[0])
+            assert answer == our_answer or (name != "a.npy" and "error" in our_answer[0])
 
 
-def test_files_that_tell_of_more_than_they_hold(agree, cpp, tmp_path):
+def test_headers_larger_than_files_are_refused(agree, cpp, tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, batch())
     good = path.read_bytes()
@@ -273,5 +279,5 @@ def test_files_that_tell_of_more_than_they_hold(agree, cpp, tmp_path):
         head = good[:128].replace(b"(4, 3, 4, 5)", wrong).replace(b" " * longer + b"\n", b"\n")
         path.write_bytes(head + good[128:])
         answer, _ = theirs(cpp, tmp_path / "out.f", path, [IMAGE])
-        assert answer["message"].startswith(f"{path} cannot be read as plain numpy arrays: ")
+        assert answer["message"].startswith(f"{path} cannot be read ")
         assert ours(path, [IMAGE])[0]["error"] == answer["error"]

@@ -40,16 +40,16 @@ PHOTOS = ROOT / "datasets" / "fashion" / "calib"
 SPEC = TensorSpec("image", "float32", ("n", 3, 56, 64))
 
 
-def outcome(make, *words, **more):
-    """What `make` gives, or the kind and words of its error, as the C++ program answers."""
+def outcome(make, *arguments, **options):
+    """Return the result of `make`, or its error as the C++ program answers it."""
     try:
-        return make(*words, **more)
+        return make(*arguments, **options)
     except Calib8Error as error:
         return {"error": type(error).__name__, "message": str(error)}
 
 
 def answer_of(feed, shapes):
-    """What the C++ program answers of this feed; it says nothing of pictures of 16 bits."""
+    """Return the C++ program's answer for this feed; it has no note on pictures of 16 bits."""
     notes = [note for note in feed.notes if "have 16 bits" not in note]
     return {
         "shapes": shapes,
@@ -86,10 +86,12 @@ def photos(cpp, tmp_path_factory):
 
 
 def ask_feed(cpp, out, source, *specs, **options):
-    """What the C++ library answers of a feed, whose samples it writes to a file."""
+    """Return the C++ library's answer for a feed, whose samples it writes to a file."""
     spec = [{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in specs]
-    given = dict.fromkeys(("preset", "options", "limit", "threads")) | {"skip_bad": False} | options
-    answer = cpp("feed", source=str(source), spec=spec, out=str(out), **given)
+    feed_options = (
+        dict.fromkeys(("preset", "options", "limit", "threads")) | {"skip_bad": False} | options
+    )
+    answer = cpp("feed", source=str(source), spec=spec, out=str(out), **feed_options)
     # C++ names its own option in front of that of the command line.
     text = json.dumps(answer).replace("FeedOptions::skip_bad, --skip-bad", "--skip-bad")
     return json.loads(text)
@@ -100,49 +102,49 @@ def samples_of(feed, name="image"):
         return [sample[name] for sample in stream]
 
 
-def fed(listing, **options):
+def feed_answer(listing, **options):
     feed = open_feed(listing, [SPEC], **options)
-    return answer_of(feed, [list(one.shape) for one in samples_of(feed)])
+    return answer_of(feed, [list(sample.shape) for sample in samples_of(feed)])
 
 
-def steps_apart(ours, theirs, how):
-    """How far two batches are apart, in pixel steps of 1/255 of the range; [count of values]."""
-    step = np.float32(how.scale) / np.asarray(how.std, np.float32)
-    axis = [1, -1, 1, 1] if how.layout == "nchw" else [1, 1, 1, -1]
+def steps_apart(ours, theirs, preprocess):
+    """Return the distances of two batches in pixel steps of 1/255 of the range; one a value."""
+    step = np.float32(preprocess.scale) / np.asarray(preprocess.std, np.float32)
+    axis = [1, -1, 1, 1] if preprocess.layout == "nchw" else [1, 1, 1, -1]
     return np.abs(ours.astype(np.float64) - theirs) / step.astype(np.float64).reshape(axis)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".pgm", ".tiff"])
-def test_grey_pictures_whose_16_bits_count_are_refused(cpp, photos, tmp_path, suffix):
+def test_16_bit_grey_pictures_are_refused(cpp, photos, tmp_path, suffix):
     cv2.imwrite(str(tmp_path / f"deep{suffix}"), np.full((56, 64), 7000, np.uint16))
     spec = TensorSpec("image", "float32", ("n", 1, 56, 64))
-    asked = {"preset": "unit", "options": {"scale": 1.0}}
-    answer = ask_feed(cpp, tmp_path / "out", tmp_path, spec, **asked)
-    told = "has more than 8 bits a pixel, which only calib8 for Python feeds"
-    assert told in answer["message"]
+    options = {"preset": "unit", "options": {"scale": 1.0}}
+    answer = ask_feed(cpp, tmp_path / "out", tmp_path, spec, **options)
+    reason = "has more than 8 bits a pixel, which only calib8 for Python feeds"
+    assert reason in answer["message"]
     assert ask_feed(cpp, tmp_path / "out", tmp_path, spec, preset="unit")["size"] == 1
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_batches_agree(cpp, photos, tmp_path, name):
-    how = PRESETS[name]
-    spec = TensorSpec("image", "float32", ("n", 1 if how.color == "grey" else 3, 56, 64))
-    feed = open_feed(photos, [spec], preprocess=how)
+    chosen = PRESETS[name]
+    spec = TensorSpec("image", "float32", ("n", 1 if chosen.color == "grey" else 3, 56, 64))
+    feed = open_feed(photos, [spec], preprocess=chosen)
     ours = np.concatenate(samples_of(feed))
     answer = ask_feed(cpp, tmp_path / "batch.f32", photos, spec, preset=name)
     theirs = np.fromfile(tmp_path / "batch.f32", np.float32).reshape(ours.shape)
     assert answer == answer_of(feed, [[1, *ours.shape[1:]]] * 100)
-    apart = steps_apart(ours, theirs, feed.preprocess)
+    steps = steps_apart(ours, theirs, feed.preprocess)
     differ = int((ours.view(np.uint32) != theirs.view(np.uint32)).sum())
-    print(f"{name}: {differ} of {ours.size} values differ, at most {apart.max():.3f} steps")
+    print(f"{name}: {differ} of {ours.size} values differ, at most {steps.max():.3f} steps")
     # none between OpenCV 4.6 and 5.0; another version may round a resized pixel by one
-    assert apart.max() <= 1.001, f"{differ} of {ours.size} values differ, by {apart.max()} steps"
+    assert steps.max() <= 1.001, f"{differ} of {ours.size} values differ, by {steps.max()} steps"
     assert differ <= 0.001 * ours.size, f"{differ} of {ours.size} values differ"
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
-def test_arithmetic_is_bit_equal_where_nothing_is_resized(cpp, photos, tmp_path, color, layout):
+def test_unresized_batches_are_bit_equal(cpp, photos, tmp_path, color, layout):
     rng = np.random.default_rng(1)
     for index in range(3):
         pixels = rng.integers(0, 256, (40, 48, 3), np.uint8)
@@ -151,10 +153,10 @@ def test_arithmetic_is_bit_equal_where_nothing_is_resized(cpp, photos, tmp_path,
     dims = (channels, 40, 48) if layout == "nchw" else (40, 48, channels)
     spec = TensorSpec("image", "float32", (2, *dims))
     mean, std = (0.485, 0.456, 0.406)[:channels], (0.229, 0.224, 0.225)[:channels]
-    how = Preprocess(color=color, layout=layout, mean=mean, std=std)
-    feed = open_feed(tmp_path, [spec], preprocess=how)
+    chosen = Preprocess(color=color, layout=layout, mean=mean, std=std)
+    feed = open_feed(tmp_path, [spec], preprocess=chosen)
     ours = np.concatenate(samples_of(feed))
-    answer = ask_feed(cpp, tmp_path / "b.f32", tmp_path, spec, options=how.to_json())
+    answer = ask_feed(cpp, tmp_path / "b.f32", tmp_path, spec, options=chosen.to_json())
     assert (tmp_path / "b.f32").read_bytes() == ours.tobytes()
     assert answer == answer_of(feed, [[2, *dims]] * 2)
     assert len(feed) == 2
@@ -167,7 +169,7 @@ def by_opencv(answer):
     )
 
 
-def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
+def test_bad_lists_have_equal_messages(cpp, photos, tmp_path):
     good = sorted(p for p in photos.rglob("*") if p.suffix == ".png")[0]
     jpeg = sorted(p for p in photos.rglob("*") if p.suffix == ".jpg")[0]
     for name, data in {
@@ -196,11 +198,13 @@ def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
         listing.write_bytes(content)
         for skip_bad in (False, True):
             answer = ask_feed(cpp, tmp_path / "x", listing, SPEC, skip_bad=skip_bad)
-            assert by_opencv(answer) == by_opencv(outcome(fed, listing, skip_bad=skip_bad)), content
+            assert by_opencv(answer) == by_opencv(
+                outcome(feed_answer, listing, skip_bad=skip_bad)
+            ), content
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_batches_do_not_depend_on_the_threads_that_decode(cpp, photos, tmp_path, threads):
+def test_decoding_threads_keep_the_batches(cpp, photos, tmp_path, threads):
     paths = sorted(photos.rglob("*.*"))[:40]
     for bad in (7, 8, 25):
         paths[bad] = tmp_path / f"bad{bad}.png"
@@ -222,7 +226,7 @@ def test_batches_do_not_depend_on_the_threads_that_decode(cpp, photos, tmp_path,
 
 
 def test_presets_and_wrong_options_agree(cpp):
-    ours = {name: how.to_json() for name, how in PRESETS.items()}
+    ours = {name: preprocess.to_json() for name, preprocess in PRESETS.items()}
     assert cpp("presets") == ours
     options = [
         {"size": [0, 224]},
@@ -240,9 +244,11 @@ def test_presets_and_wrong_options_agree(cpp):
         {"mean": [True]},
         {"mean": [0.25, 1e-7, 3]},
     ]
-    for given in options:
-        ours = outcome(lambda given: Preprocess.from_json(given).to_json(), given)
-        assert cpp("preprocess", options=given) == ours, given
+    for wrong_options in options:
+        ours = outcome(
+            lambda wrong_options: Preprocess.from_json(wrong_options).to_json(), wrong_options
+        )
+        assert cpp("preprocess", options=wrong_options) == ours, wrong_options
 
 
 def tensors():
@@ -284,10 +290,10 @@ def test_histograms_and_scales_are_identical(cpp, tmp_path, case, faithful):
     def ours():
         histogram = histogram_of(batches, base)
         scale = entropy(histogram)
-        found = {key: getattr(histogram, key) for key in ("full_range", "total", "infinite")}
+        figures = {key: getattr(histogram, key) for key in ("full_range", "total", "infinite")}
         ends = ("lo", "hi", "amax", "observed_min", "observed_max", "method")
-        found["scale"] = {key: getattr(scale, key) for key in ends}
-        return {"counts": histogram.counts.tolist(), **found}
+        figures["scale"] = {key: getattr(scale, key) for key in ends}
+        return {"counts": histogram.counts.tolist(), **figures}
 
     assert cpp("histogram", base=base, batches=paths) == outcome(ours)
 
@@ -308,8 +314,8 @@ def test_entropy_indices_are_identical(cpp, tmp_path):
         with np.load(THIRD_PARTY / "lenet" / "histograms.npz") as archive:
             rows += [archive[k].astype(np.int64) for k in archive if archive[k].shape == (2048,)]
     np.stack(rows).tofile(tmp_path / "rows.i64")
-    found = cpp("search", path=str(tmp_path / "rows.i64"))["found"]
-    assert found == [entropy_index(row) for row in rows]
+    indices = cpp("search", path=str(tmp_path / "rows.i64"))["found"]
+    assert indices == [entropy_index(row) for row in rows]
 
 
 METHODS = [
@@ -322,11 +328,11 @@ METHODS = [
 ]
 
 
-def scale_of(name, given, batches, base):
+def scale_of(name, options, batches, base):
     """The scale by a search; `base` is TensorRT's, the largest value of its first batch."""
     search = SEARCHES[name]
     histogram = histogram_of(batches, base if name == "entropy-tensorrt" else None)
-    return search.function(histogram, search.params(**given))
+    return search.function(histogram, search.params(**options))
 
 
 def values_of_all_kinds(count):
@@ -347,17 +353,20 @@ def values_of_all_kinds(count):
         yield kinds[index % len(kinds)](int(10 ** rng.uniform(0, 3.5))).astype(np.float32)
 
 
-def test_every_search_finds_the_same_to_the_bit(cpp, tmp_path):
+def test_every_search_is_bit_equal(cpp, tmp_path):
     rows = list(values_of_all_kinds(int(os.environ.get("CALIB8_HISTOGRAMS", "150"))))
     np.concatenate(rows).tofile(tmp_path / "rows.f32")
     sizes, percents = [row.size for row in rows], [99.99, 100.0, 51.0]
     answer = cpp("scales", path=str(tmp_path / "rows.f32"), sizes=sizes, percents=percents)
     for row, theirs in zip(rows, answer["found"], strict=True):
         base = float(np.abs(row).max())
-        for (name, given), found in zip(METHODS, theirs, strict=True):
-            scale = scale_of(name, given, [row], base)
-            ours = {key: repr(getattr(scale, key)) for key in found}
-            assert {key: repr(value) for key, value in found.items()} == ours, (name, row[:10])
+        for (name, params), theirs_scale in zip(METHODS, theirs, strict=True):
+            scale = scale_of(name, params, [row], base)
+            ours = {key: repr(getattr(scale, key)) for key in theirs_scale}
+            assert {key: repr(value) for key, value in theirs_scale.items()} == ours, (
+                name,
+                row[:10],
+            )
 
 
 def python_cache(path, origin):
@@ -383,13 +392,13 @@ def agree_on(cpp, path):
     return "error" not in answer
 
 
-def test_golden_and_real_caches_are_read_alike(cpp):
+def test_golden_and_real_caches_agree(cpp):
     expected = json.loads((GOLDEN / "expected.json").read_text())
     assert set(expected) == {path.name for path in GOLDEN.glob("*.cache")}
-    for name, wanted in expected.items():
+    for name, golden in expected.items():
         answer = python_cache(GOLDEN / name, name)
-        assert (answer["label"], answer["algorithm"]) == (wanted["label"], wanted["algorithm"])
-        assert [entry[:2] for entry in answer["entries"]] == wanted["entries"]
+        assert (answer["label"], answer["algorithm"]) == (golden["label"], golden["algorithm"])
+        assert [entry[:2] for entry in answer["entries"]] == golden["entries"]
         assert answer["round_trip"]
         assert agree_on(cpp, GOLDEN / name)
     real = [*THIRD_PARTY.glob("caches/*.cache"), *THIRD_PARTY.glob("lenet/*.cache")]
@@ -435,21 +444,21 @@ SPLICES = [
 MUTANTS = int(os.environ.get("CALIB8_MUTANTS", "1500"))
 
 
-def test_damaged_caches_are_refused_in_the_same_words(cpp, tmp_path):
+def test_damaged_caches_have_equal_messages(cpp, tmp_path):
     rng = np.random.default_rng(11)
     path = tmp_path / "mutant"
     read = 0
     for index in range(MUTANTS):
         data = bytearray([SAMPLE, LEGACY, SAMPLE, b"conv1 1.25\nfc -3e-2\n"][index % 4])
         for _ in range(int(rng.integers(1, 4))):
-            at = int(rng.integers(0, len(data) + 1)) if rng.random() < 0.5 else 0
+            position = int(rng.integers(0, len(data) + 1)) if rng.random() < 0.5 else 0
             kind = rng.integers(0, 4)
             if kind == 0:
-                data[at:at] = SPLICES[int(rng.integers(0, len(SPLICES)))]
+                data[position:position] = SPLICES[int(rng.integers(0, len(SPLICES)))]
             elif kind == 1:
-                del data[at : at + int(rng.integers(1, 12))]
+                del data[position : position + int(rng.integers(1, 12))]
             elif kind == 2 and data:
-                data[min(at, len(data) - 1)] = int(rng.integers(0, 256))
+                data[min(position, len(data) - 1)] = int(rng.integers(0, 256))
             else:
                 del data[int(rng.integers(0, len(data) + 1)) :]
         path.write_bytes(data)
@@ -474,16 +483,16 @@ def test_written_caches_are_byte_equal(cpp):
     algorithms = (trt_cache.ENTROPY2, trt_cache.MINMAX, trt_cache.LEGACY, "no word")
     cases = [(bits, *case) for case in product(versions, algorithms)]
     cases += [(bad, "8.5.3", "X") for bad in ([["", 1.0]], [["a\nb", 1.0]], [["a", -1.5]], [])]
-    for given, version, algorithm in cases:
-        asked = {"scales": given, "version": version, "algorithm": algorithm}
-        assert cpp("write", **asked) == outcome(written, **asked)
+    for scale_pairs, version, algorithm in cases:
+        question = {"scales": scale_pairs, "version": version, "algorithm": algorithm}
+        assert cpp("write", **question) == outcome(written, **question)
 
 
 def test_relabelled_caches_are_byte_equal(cpp):
     texts = (SAMPLE.decode(), SAMPLE.decode().replace("\n", "\r\n"), LEGACY.decode())
     for text, algorithm in product(texts, (None, trt_cache.MINMAX, trt_cache.LEGACY)):
-        asked = {"text": text, "version": "10.14.1", "algorithm": algorithm}
-        assert cpp("relabel", **asked) == outcome(relabelled, **asked)
+        question = {"text": text, "version": "10.14.1", "algorithm": algorithm}
+        assert cpp("relabel", **question) == outcome(relabelled, **question)
 
 
 def halves(**parts):
@@ -498,7 +507,7 @@ def halves(**parts):
     return {"made_from": made_from, "made_by": made_by}
 
 
-def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
+def test_fingerprint_changes_have_equal_messages(cpp):
     old = halves()
     decoder = old["made_from"]["decoder"]
     for part, value in [
@@ -532,27 +541,29 @@ def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
     assert cpp("changes", now=now, old=older["fingerprint"]) == {"changes": {}, "same": True}
 
 
-def test_the_decoder_is_known_by_what_it_makes_of_pictures(cpp, photos):
+def test_decoder_identities_are_equal(cpp, photos):
     ours, theirs = fingerprint.decoder_identity("images"), cpp("decoder")
     ours.pop("library"), theirs.pop("library")
     assert theirs == ours
     assert {"jpeg", "png", "webp", "resize"} < set(ours)
 
 
-def test_each_language_reads_what_the_other_keeps(cpp, small_cnn, pictures, tmp_path, wording):
+def test_languages_read_each_others_caches(cpp, small_cnn, pictures, tmp_path, wording):
     cache = tmp_path / "p.cache"
     calibrate(small_cnn, pictures, preprocess={"size": (16, 16)}, cache=cache)
     _, ours = store.read_cache_text(cache)
     assert set(ours.model) == {"graph", "file"}
-    found = cpp("kept", path=str(cache), now=ours.to_json())
-    assert found == {"by": ours.by, "text": cache.read_text(), "unfit": ""}
-    other = replace(ours, model={"graph": "x"}, preprocess={}, versions={}, method="x")
-    changed = other.changes_since(ours)
-    said = cpp("kept", path=str(cache), now=other.to_json())["unfit"]
-    assert said == f"{changed['model']}; {changed['preprocess']}"
+    answer = cpp("kept", path=str(cache), now=ours.to_json())
+    assert answer == {"by": ours.by, "text": cache.read_text(), "unfit": ""}
+    changed_fingerprint = replace(
+        ours, model={"graph": "x"}, preprocess={}, versions={}, method="x"
+    )
+    changed = changed_fingerprint.changes_since(ours)
+    reason = cpp("kept", path=str(cache), now=changed_fingerprint.to_json())["unfit"]
+    assert reason == f"{changed['model']}; {changed['preprocess']}"
     side = store.sidecars(cache)[0]
     side.write_text(side.read_text().replace('"mse"', '"mso"'))
-    assert "was changed after it was written" in cpp("kept", path=str(cache))["message"]
+    assert "changed after it was" in cpp("kept", path=str(cache))["message"]
 
     theirs = replace(ours, program="TensorRT", method="EntropyCalibration2", numbers={})
     saved = cpp("save", path=str(cache), text="TRT-8601-x\n", fingerprint=theirs.to_json())
@@ -576,7 +587,7 @@ def typed(name, array):
 
 
 def odd_model():
-    """Whatever a graph may hold: typed tensors, bodies, functions, types, all attributes."""
+    """Return a model of all that a graph may hold: tensors, bodies, functions, attributes."""
     from onnx import TensorProto, helper
 
     rng = np.random.default_rng(4)
@@ -617,7 +628,7 @@ def odd_model():
     return helper.make_model(graph, opset_imports=opsets, functions=[function])
 
 
-def test_a_model_with_narrow_scales_is_a_typed_one(cpp, tmp_path):
+def test_narrow_scales_make_a_model_typed(cpp, tmp_path):
     from onnx import TensorProto as T
     from onnx import helper
 
@@ -648,97 +659,97 @@ def identity_here(path):
     return {"graph": model_digest(model), "file": stamp.file, "weights": stamp.weights}
 
 
-def test_a_model_is_known_alike(cpp, small_cnn, tmp_path):
+def test_model_identities_are_equal(cpp, small_cnn, tmp_path):
     demo = ROOT / "datasets" / "fashion" / "fashion.onnx"
     (tmp_path / "odd.onnx").write_bytes(odd_model().SerializeToString())
-    apart = tmp_path / "apart.onnx"
+    external = tmp_path / "apart.onnx"
     sizes = {"save_as_external_data": True, "size_threshold": 64}
-    onnx.save(onnx.load(demo), apart, location="w.bin", **sizes)
-    many = tmp_path / "many.onnx"
+    onnx.save(onnx.load(demo), external, location="w.bin", **sizes)
+    split = tmp_path / "many.onnx"
     sizes["size_threshold"] = 0
-    onnx.save(odd_model(), many, all_tensors_to_one_file=False, **sizes)
+    onnx.save(odd_model(), split, all_tensors_to_one_file=False, **sizes)
     golden = sorted((ROOT / "tests/golden/formats/0.1.0").glob("*.onnx"))
-    for path in (small_cnn, demo, tmp_path / "odd.onnx", apart, many, *golden):
+    for path in (small_cnn, demo, tmp_path / "odd.onnx", external, split, *golden):
         assert cpp("identity", path=str(path)) == identity_here(path), path
-    assert identity_here(apart)["graph"] == identity_here(demo)["graph"]
+    assert identity_here(external)["graph"] == identity_here(demo)["graph"]
     data = bytearray((tmp_path / "w.bin").read_bytes())
     data[1000] ^= 1
     (tmp_path / "w.bin").write_bytes(data)
-    before = identity_here(demo)
-    now = cpp("identity", path=str(apart))
-    assert now == identity_here(apart)
-    assert now["graph"] != before["graph"]
+    demo_identity = identity_here(demo)
+    now = cpp("identity", path=str(external))
+    assert now == identity_here(external)
+    assert now["graph"] != demo_identity["graph"]
     (tmp_path / "w.bin").write_bytes(data[:-1])
-    assert "must lie within its file" in cpp("identity", path=str(apart))["message"]
+    assert "within its file" in cpp("identity", path=str(external))["message"]
     (tmp_path / "w.bin").unlink()
-    assert "must be a file in the model's folder" in cpp("identity", path=str(apart))["message"]
+    assert "in the model's folder" in cpp("identity", path=str(external))["message"]
     os.mkfifo(tmp_path / "w.bin")
-    assert "must be a file in the model's folder" in cpp("identity", path=str(apart))["message"]
+    assert "in the model's folder" in cpp("identity", path=str(external))["message"]
 
 
-def test_a_model_that_the_digest_is_not_defined_for_is_known_by_its_file(cpp, tmp_path):
+def test_undigestable_model_has_a_file_identity(cpp, tmp_path):
     texts = onnx.helper.make_tensor("s", onnx.TensorProto.STRING, [1], [b"a"])
     model = odd_model()
     model.graph.initializer.append(texts)
     path = tmp_path / "m.onnx"
     for data in (model.SerializeToString(), b"no model", b"", model.SerializeToString()[:500]):
         path.write_bytes(data)
-        found = cpp("identity", path=str(path))
-        assert found == {"graph": "", "file": hashlib.sha256(data).hexdigest(), "weights": ""}
+        answer = cpp("identity", path=str(path))
+        assert answer == {"graph": "", "file": hashlib.sha256(data).hexdigest(), "weights": ""}
 
 
-def test_no_other_model_is_taken_for_it(cpp, tmp_path):
-    whole = odd_model().SerializeToString()
-    known = model_digest(odd_model())
+def test_damaged_models_have_another_identity(cpp, tmp_path):
+    model_bytes = odd_model().SerializeToString()
+    digest = model_digest(odd_model())
     rng = np.random.default_rng(8)
     path = tmp_path / "m.onnx"
     for _ in range(300):
-        data = bytearray(whole)
-        for at in rng.integers(0, len(data), 3):
-            data[at] = rng.integers(256)
+        data = bytearray(model_bytes)
+        for position in rng.integers(0, len(data), 3):
+            data[position] = rng.integers(256)
         path.write_bytes(data)
         answer = cpp("identity", path=str(path))
         try:
             ours = identity_here(path)
         except Calib8Error:
             continue
-        if answer.get("graph") == known:
-            assert ours["graph"] == known, data.hex()
+        if answer.get("graph") == digest:
+            assert ours["graph"] == digest, data.hex()
 
 
 @pytest.mark.parametrize("count", [1, 2, 10, 1001])
-def test_latency_has_the_same_form_and_figures(cpp, count):
+def test_latency_figures_are_equal(cpp, count):
     device = np.random.default_rng(count).gamma(4.0, 0.3, (count, 4)) * [0.1, 1, 0.1, 0.3]
 
     class Timed:
         inputs = outputs = ()
 
         def __init__(self):
-            self.at = -1
+            self.run_count = -1
 
         def run(self, feed):
-            self.at += 1
+            self.run_count += 1
             return {}
 
         def device_times(self):
-            h2d, compute, d2h, enqueue = device[max(self.at - 1, 0)].tolist()
+            h2d, compute, d2h, enqueue = device[max(self.run_count - 1, 0)].tolist()
             return DeviceTimes(h2d_ms=h2d, compute_ms=compute, d2h_ms=d2h, enqueue_ms=enqueue)
 
     measured = measure({"x": Timed()}, [{}], warmup_ms=0, duration_s=0, min_iterations=count)
-    found = measured["x"].to_json()
+    expected = measured["x"].to_json()
     theirs = cpp("latency", host=[1.5] * count, device=device.tolist())
-    assert list(theirs) == list(found)
+    assert list(theirs) == list(expected)
     for part in ("latency", "enqueue", "h2d", "gpu_compute", "d2h"):
-        assert theirs[part] == pytest.approx(found[part], rel=1e-12), part
-    assert list(theirs["host"]) == list(found["host"])
-    assert theirs["warnings"] == found["warnings"]
-    assert theirs["queries"] == found["queries"] == count
+        assert theirs[part] == pytest.approx(expected[part], rel=1e-12), part
+    assert list(theirs["host"]) == list(expected["host"])
+    assert theirs["warnings"] == expected["warnings"]
+    assert theirs["queries"] == expected["queries"] == count
 
 
 @pytest.fixture(scope="module")
 def tool(calib8_cache):
-    def call(*words):
-        command = [*calib8_cache, *map(str, words)]
+    def call(*arguments):
+        command = [*calib8_cache, *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True)
 
     return call
@@ -751,12 +762,12 @@ def test_the_tool_calibrates_compares_and_relabels(tool, tmp_path):
         batch.tofile(tmp_path / f"{index}.f32")
     tensors = [f"--tensor=conv 1:0={tmp_path}/{index}.f32" for index in range(2)]
     base = float(abs(batches[0]).max())
-    for method, given in METHODS:
+    for method, params in METHODS:
         out = tmp_path / "out.cache"
-        words = ["--method", method] + [f"--{key}={value}" for key, value in given.items()]
-        done = tool("calibrate", *tensors, "--version", "8.6.1", *words, "-o", out)
+        options = ["--method", method] + [f"--{key}={value}" for key, value in params.items()]
+        done = tool("calibrate", *tensors, "--version", "8.6.1", *options, "-o", out)
         assert (done.returncode, done.stderr) == (0, "")
-        scales = {"conv 1:0": scale_of(method, given, batches, base).symmetric}
+        scales = {"conv 1:0": scale_of(method, params, batches, base).symmetric}
         assert out.read_bytes() == trt_cache.dump(trt_cache.from_scales(scales, version="8.6.1"))
     default = tmp_path / "default.cache"
     assert tool("calibrate", *tensors, "--version=8.6.1", "-o", default).returncode == 0
@@ -777,24 +788,26 @@ def test_the_tool_writes_batches(tool, photos, tmp_path):
     feed = open_feed(photos, [SPEC], preprocess=PRESETS["imagenet"], limit=7)
     options = tmp_path / "how.json"
     options.write_text(json.dumps(feed.preprocess.to_json()))
-    words = ("feed", photos, "--input", "image:nx3x56x64", "--limit=7")
-    for given in (("--options", options), ("--preprocess", "imagenet")):
-        done = tool(*words, *given, "-o", tmp_path / "b")
+    arguments = ("feed", photos, "--input", "image:nx3x56x64", "--limit=7")
+    for preprocess_options in (("--options", options), ("--preprocess", "imagenet")):
+        done = tool(*arguments, *preprocess_options, "-o", tmp_path / "b")
         assert (done.returncode, done.stderr) == (0, "")
-        ours = b"".join(one.tobytes() for one in samples_of(feed))
+        ours = b"".join(sample.tobytes() for sample in samples_of(feed))
         assert (tmp_path / "b").read_bytes() == ours
         assert json.loads(done.stdout)["manifest"] == feed.manifest()
     for threads in (1, 3):
         (tmp_path / "b").unlink()
-        again = tool(*words, *given, "--threads", threads, "-o", tmp_path / "b")
-        assert (again.returncode, again.stderr, again.stdout) == (0, "", done.stdout)
+        second_run = tool(
+            *arguments, *preprocess_options, "--threads", threads, "-o", tmp_path / "b"
+        )
+        assert (second_run.returncode, second_run.stderr, second_run.stdout) == (0, "", done.stdout)
         assert (tmp_path / "b").read_bytes() == ours
 
 
-def test_the_tool_ends_wrong_calls_in_one_sentence(tool, tmp_path):
+def test_wrong_tool_calls_print_one_line(tool, tmp_path):
     golden = GOLDEN / "legacy.cache"
     (tmp_path / "odd.f32").write_bytes(b"abc")
-    for words, sentence in [
+    for arguments, sentence in [
         (["frobnicate"], "is no command"),
         (["show"], "takes CACHE"),
         (["show", golden, "--frob"], "--frob is no option"),
@@ -815,9 +828,9 @@ def test_the_tool_ends_wrong_calls_in_one_sentence(tool, tmp_path):
         (["feed", tmp_path, "--input=x:1x3x8x8", "--threads=0"], "--threads must be a whole"),
         (["feed", PHOTOS, "--input=x:1x3x8x8", "--threads=1025"], "threads must be 1 to 1024"),
     ]:
-        done = tool(*words)
-        assert done.returncode == 2, words
-        assert sentence in done.stderr, words
+        done = tool(*arguments)
+        assert done.returncode == 2, arguments
+        assert sentence in done.stderr, arguments
         assert done.stderr.count("\n") == 1
     assert not (tmp_path / "x").exists()
     assert tool("--help").returncode == 0

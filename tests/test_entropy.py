@@ -15,7 +15,7 @@ INDICES = dict(data=2040, conv1=704, conv2=962, fc1=1153, ip1=1155, ip2=1289, pr
 
 @pytest.mark.skipif(not LENET.exists(), reason="the LeNet histograms are not beside this checkout")
 @pytest.mark.parametrize("name", INDICES)
-def test_the_index_is_the_one_that_tensorrt_chose(name):
+def test_index_equals_tensorrts_choice(name):
     assert search_bins(np.load(LENET)[name].astype(np.int64)) == INDICES[name]
 
 
@@ -26,7 +26,7 @@ histograms = hnp.arrays(np.int64, BINS, elements=counts, fill=st.just(0))
 @pytest.mark.slow
 @given(histograms)
 @settings(max_examples=20)
-def test_the_search_by_prefix_sums_finds_the_last_minimum_of_the_definition(histogram):
+def test_prefix_sums_find_the_last_minimum(histogram):
     h = histogram.astype(np.float64)
     h[0] = 0
     if not h.any():

@@ -7,9 +7,11 @@ from unittest.mock import Mock
 import onnx
 import pytest
 
+from calibrators.searches import DEFAULT_METHOD
 from deploy.errors import BackendError
+from deploy.method import Method, comparable_methods
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning import float_activations, probe, tune
+from deploy.tuning import float_activations, probe, target_search
 from tests.test_tuning import ran, save_feed, spoiled
 
 # The failures are made where a trial's session is opened: by what the trial has in int8, so that
@@ -82,9 +84,9 @@ def test_search_continues_without_single_layer_trials(where, refused, build_fail
     (note,) = notes(built)
     assert WHY in note
     assert ": 3 of " in note
-    trials = built.plan.targets["onnxruntime"].tried
-    assert trials
-    assert all(trial["sqnr_db"] > -28 for trial in trials)
+    front = built.plan.targets["onnxruntime"].front
+    assert front
+    assert all(split.sqnr_db > -28 for split in front)
 
 
 @pytest.mark.slow
@@ -92,15 +94,18 @@ def test_method_without_runnable_trial_is_rejected(build_failing):
     unhindered = build_failing(lambda model: False, "--threads", 1)
     assert notes(unhindered) == []  # without a failure nothing is said of one
     assert "failed =" not in (unhindered.out / "calib8/spoiled.plan.toml").read_text()
-    opened = itertools.count(1)
-    built = build_failing(lambda model: next(opened) == 2, "--threads", 1, out="other")
+    methods = [method.label for method in comparable_methods(Method.from_label(DEFAULT_METHOD))]
+    best_method = methods_of_front(unhindered)[-1]
+    opened = itertools.count()  # the trials of all methods come first
+    refused = methods.index(best_method)
+    built = build_failing(lambda model: next(opened) == refused, "--threads", 1, out="other")
     assert "1 of " in notes(built)[0]
-    names = [
-        [trial["what"] for trial in b.plan.targets["onnxruntime"].tried]
-        for b in (unhindered, built)
-    ]
-    assert names[0][1] not in names[1]
-    assert names[0][0] in names[1]
+    assert best_method not in methods_of_front(built)
+
+
+def methods_of_front(built):
+    front = built.plan.targets["onnxruntime"].front
+    return [split.choices.method.label for split in front if split.choices.method]
 
 
 def test_report_explains_a_skipped_search(build_failing):
@@ -115,7 +120,7 @@ def test_report_explains_a_skipped_search(build_failing):
 @pytest.mark.slow
 @pytest.mark.parametrize("duration", [0, 0.01])
 def test_unrunnable_int8_layer_stays_float(duration, build_failing, monkeypatch):
-    monkeypatch.setattr(tune, "measure_prices", Mock(side_effect=BackendError(WHY)))
+    monkeypatch.setattr(target_search, "measure_prices", Mock(side_effect=BackendError(WHY)))
     arguments = ("--accept", "--duration", duration)
     built = build_failing(lambda model: "/mid/Conv" in layers_in_int8(model), *arguments)
     assert "nothing was searched" not in built.output

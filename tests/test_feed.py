@@ -284,7 +284,7 @@ def test_limit_is_spread_over_folder(photos):
     assert len(collect(feed)) == 2
 
 
-def test_fixed_batch_is_filled_with_first_samples(photos):
+def test_fixed_batch_repeats_first_samples(photos):
     feed = open_feed(photos, [image_spec(4, 3, 16, 20)])
     batches, single = [s["image"] for s in collect(feed)], collect_images(photos)
     assert len(feed) == len(batches) == 2
@@ -317,7 +317,7 @@ def test_manifest_follows_bytes_order_and_options(photos):
         return open_feed(source, [spec], **options).manifest()
 
     def is_reordered(changed_manifest):
-        """Whether it is of the same images in another order."""
+        """Return whether a feed has the same images in another order."""
         orders = [images["ordered_sha256"] for images in (changed_manifest, base)]
         return changed_manifest["sha256"] == base["sha256"] and orders[0] != orders[1]
 
@@ -503,7 +503,7 @@ def test_list_may_name_file_per_input(tmp_path, wording):
     wording.check(refusal.value)
 
 
-def test_loader_with_single_function_needs_no_name(tmp_path, wording):
+def test_single_loader_function_needs_no_name(tmp_path, wording):
     file = tmp_path / "loader.py"
     code = "import numpy as np\ndef load(rows=5):\n    yield np.ones((rows, 3, 16, 20), 'f4')\n"
     file.write_text(code)
@@ -671,11 +671,9 @@ def test_full_disk_ends_only_sample_cache(monkeypatch):
 
 
 def test_full_disk_prints_nothing_at_exit(capfd):
-    """What Python holds back for the file is not tried again where the cache goes."""
-    handler_before, limits = (
-        signal.getsignal(signal.SIGXFSZ),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    """Bytes that Python buffers for a full disk are not written again at exit."""
+    handler_before = signal.getsignal(signal.SIGXFSZ)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -693,7 +691,7 @@ def test_full_disk_prints_nothing_at_exit(capfd):
 @pytest.mark.parametrize("order", ["C", "F", "strided"])
 @pytest.mark.parametrize("dtype", ["<f4", ">f4"])
 @pytest.mark.parametrize("source_kind", ["npy", "npz", "compressed", "list", "generator"])
-def test_arrays_of_any_byte_order_and_layout(source_kind, dtype, order, tmp_path):
+def test_arrays_of_any_byte_order(source_kind, dtype, order, tmp_path):
     x = np.arange(3 * 2 * 4, dtype=np.float32).reshape(3, 2, 4) * 0.37
     stored = x.astype(dtype)
     if order == "strided":

@@ -142,10 +142,8 @@ def test_fingerprint_compares_inputs_not_makers(part, value, message):
 
 
 def test_changed_digest_is_not_printed():
-    now, old = (
-        replace(FINGERPRINT, rule="a" * 64),
-        replace(FINGERPRINT, rule="b" * 64, preprocess=None),
-    )
+    now = replace(FINGERPRINT, rule="a" * 64)
+    old = replace(FINGERPRINT, rule="b" * 64, preprocess=None)
     assert [change.rpartition(" ")[2] for change in now.changes_since(old).values()] == [
         "changed"
     ] * 2

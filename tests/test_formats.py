@@ -67,7 +67,7 @@ def test_plan_of_any_version_is_read(kept_version):
     plan = read_or_refuse(kept_version, "m.plan.toml", read_plan)
     if plan is not None:
         assert set(plan.targets) == {"onnxruntime", "tensorrt"}
-        assert all(target_plan.taken is not None for target_plan in plan.targets.values())
+        assert all(target_plan.settled for target_plan in plan.targets.values())
 
 
 def test_report_of_any_version_is_explained(kept_version, run):

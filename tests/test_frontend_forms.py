@@ -302,7 +302,7 @@ def test_lowering_reports_count_and_ir_version():
     assert not lower_opset(model, opset=22).rewritten
 
 
-PLACES = np.array([[[[0, 2, 1, 0, 3, 3, 1, 2]]]])
+SCATTER_INDICES = np.array([[[[0, 2, 1, 0, 3, 3, 1, 2]]]])
 OLD_NODES = {
     **{
         f"Resize-10 {mode} {scale}": net("Resize", F([1, 1, scale, scale]), opset=10, mode=mode)
@@ -328,7 +328,7 @@ OLD_NODES = {
     "Hardmax-11": net("Hardmax", opset=11, axis=-2),
     "ReduceSum-1": net("ReduceSum", opset=12, axes=[1, 3], keepdims=0),
     "ReduceSum-1 of all": net("ReduceSum", opset=7),
-    "Scatter": net("Scatter", PLACES, F([[[[5, 6, 7, 8, 9, 1, 2, 3]]]]), opset=9, axis=2),
+    "Scatter": net("Scatter", SCATTER_INDICES, F([[[[5, 6, 7, 8, 9, 1, 2, 3]]]]), opset=9, axis=2),
     "Split-2": net("Split", opset=12, outputs=2, axis=1, split=[1, 3]),
     "Split-2 in halves": net("Split", opset=8, outputs=2, axis=1),
     "Squeeze-1": net("Squeeze", opset=10, axes=[0]),
@@ -336,28 +336,28 @@ OLD_NODES = {
 }
 
 
-def relocate(model, place):
+def relocate(model, location):
     """The model with its one node at another place, where it must mean the same."""
     (node,), graph = model.graph.node, model.graph
-    if place == "beside constants that are nodes":
+    if location == "beside constants that are nodes":
         constants = [make_node("Constant", "", t.name, value=t) for t in graph.initializer]
         del graph.initializer[:], graph.node[:]
         graph.node.extend([*constants, node])
-    elif place == "in the domain ai.onnx":
+    elif location == "in the domain ai.onnx":
         node.domain = model.opset_import[0].domain = "ai.onnx"
-    elif place == "in an If in an If":
+    elif location == "in an If in an If":
         ends = [onnx.ValueInfoProto(name=name) for name in node.output]
         for name in ("inner", "outer"):
             body = helper.make_graph([node], name, [], ends)
-            both = {"then_branch": body, "else_branch": body}
-            node = make_node("If", "yes", node.output, name=name, **both)
+            branches = {"then_branch": body, "else_branch": body}
+            node = make_node("If", "yes", node.output, name=name, **branches)
         graph.initializer.append(numpy_helper.from_array(np.bool_(True), "yes"))
         graph.node[0].CopyFrom(node)
     return model
 
 
 @pytest.mark.parametrize(
-    "place",
+    "location",
     [
         "alone",
         "beside constants that are nodes",
@@ -366,8 +366,8 @@ def relocate(model, place):
     ],
 )
 @pytest.mark.parametrize("case", OLD_NODES)
-def test_old_node_computes_same_in_13(case, place):
-    model = relocate(copy_message(OLD_NODES[case]), place)
+def test_old_node_computes_same_in_13(case, location):
+    model = relocate(copy_message(OLD_NODES[case]), location)
     loaded = load(model)
     onnx.checker.check_model(loaded.model, full_check=True)
     assert [(o.domain, o.version) for o in loaded.model.opset_import] == [("", 13)]
@@ -387,10 +387,10 @@ RAISED = {
 }
 
 
-@pytest.mark.parametrize("place", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("location", ["alone", "in an If in an If"])
 @pytest.mark.parametrize("case", RAISED)
-def test_newer_opset_computes_the_same(case, place):
-    model = relocate(copy_message(RAISED[case]), place)
+def test_newer_opset_computes_the_same(case, location):
+    model = relocate(copy_message(RAISED[case]), location)
     newer = copy_message(model)
     raise_opset(newer, 21)
     onnx.checker.check_model(newer, full_check=True)
@@ -435,10 +435,10 @@ NEWER = {
 }
 
 
-@pytest.mark.parametrize("place", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("location", ["alone", "in an If in an If"])
 @pytest.mark.parametrize("case", NEWER)
-def test_type_behind_newer_operator_is_known(case, place):
-    loaded = load(relocate(copy_message(NEWER[case]), place)).model
+def test_type_behind_newer_operator_is_known(case, location):
+    loaded = load(relocate(copy_message(NEWER[case]), location)).model
     (value,) = loaded.graph.output
     assert value.type.tensor_type.elem_type == F32
     assert tuple(d.dim_value for d in value.type.tensor_type.shape.dim) == IMAGE
@@ -540,10 +540,10 @@ RESIZES = {
 }
 
 
-@pytest.mark.parametrize("place", ["alone", "in an If in an If"])
+@pytest.mark.parametrize("location", ["alone", "in an If in an If"])
 @pytest.mark.parametrize("case", RESIZES)
-def test_resize_axes_become_all_axes(case, place):
-    model = relocate(copy_message(RESIZES[case]), place)
+def test_resize_axes_become_all_axes(case, location):
+    model = relocate(copy_message(RESIZES[case]), location)
     loaded = load(model)
     (resize,) = [n for n in all_nodes(loaded.model.graph) if n.op_type == "Resize"][:1]
     assert not {"axes", "keep_aspect_ratio_policy"} & {a.name for a in resize.attribute}
@@ -775,7 +775,7 @@ def test_loading_keeps_values_and_names(name):
 
 
 def node_inputs(model, names, candidates):
-    """What the nodes that make `names` read."""
+    """Return the inputs of the nodes that make `names`."""
     nodes = [node for node in model.graph.node if set(node.output) & names]
     return {name for node in nodes for name in node.input if name in candidates}
 
@@ -1019,14 +1019,14 @@ def model_with_if(*middle_nodes, if_input="r2"):
     return make_model(nodes, inputs, {"y": None}, weights | {"always": np.array(True)}, opset=17)
 
 
-MOVED = model_with_if(make_node("Transpose", "r2", "t", "/t"), if_input="t")
+TRANSPOSED = model_with_if(make_node("Transpose", "r2", "t", "/t"), if_input="t")
 CHOSEN = model_with_if(choice("always", "r2", "t"), if_input="t")  # its one branch takes its place
 PLAIN = model_with_if()
 COMPUTED = model_with_if(make_node("Exp", "r2", "t", "/t"), if_input="t")
 
 
 @pytest.mark.parametrize(
-    ("model", "float_"), [(MOVED, True), (CHOSEN, True), (PLAIN, False), (COMPUTED, False)]
+    ("model", "float_"), [(TRANSPOSED, True), (CHOSEN, True), (PLAIN, False), (COMPUTED, False)]
 )
 def test_moved_body_input_has_no_pair(model, float_, tmp_path):
     loaded = load(save_net(model, tmp_path / "net.onnx")).model
@@ -1040,7 +1040,7 @@ def test_moved_body_input_has_no_pair(model, float_, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [MOVED, CHOSEN, PLAIN], ids=["moved", "chosen", "plain"])
+@pytest.mark.parametrize("model", [TRANSPOSED, CHOSEN, PLAIN], ids=["moved", "chosen", "plain"])
 def test_engine_of_model_with_bodies_runs(model, rng, tmp_path):
     path = save_net(model, tmp_path / "net.onnx")
     for number, sample in enumerate(rng.normal(size=(4, 1, 8, 8, 8)).astype(np.float32)):
@@ -1190,10 +1190,10 @@ def test_lossy_cleaning_is_refused(rng, tmp_path, monkeypatch, wording):
     path = save_net(model, tmp_path / "a.onnx")
     assert not build(path, samples, out=tmp_path / "o", **options).failed
 
-    def lossy(model, *words, whole=onnx_file.lift_opset):
+    def lossy(model, *arguments, lift=onnx_file.lift_opset):
         for node in model.graph.node:
             del node.attribute[:]
-        return whole(model, *words)
+        return lift(model, *arguments)
 
     monkeypatch.setattr(onnx_file, "lift_opset", lossy)
     with pytest.raises(ModelError) as refusal:

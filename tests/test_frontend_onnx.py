@@ -213,7 +213,9 @@ def concat_model(kinds, *, axis=1, affine="bn", has_transpose=False):
             ends[-1] = f"t{number}"
             nodes.append(make_node("Transpose", f"c{number}", [ends[-1]], perm=[0, 2, 3, 1]))
     nodes.append(make_node("Concat", ends, "joined", name="concat", axis=axis))
-    channels = sum(3 if kind == "MaxPool" else 4 for kind in kinds) if axis == 1 else 4
+    channels = 4
+    if axis == 1:
+        channels = 4 * len(kinds) - kinds.count("MaxPool")  # a MaxPool of x has three
     if affine == "bn":
         bn, parameters = norm("bn", "joined", "a", channels)
         nodes, weights = [*nodes, bn], [*weights, *parameters]
@@ -473,11 +475,9 @@ def test_digest_ignores_the_file_layout(tmp_path):
     values = numpy_helper.to_array(retyped.graph.initializer[0]).ravel().tolist()
     retyped.graph.initializer[0].ClearField("raw_data")
     retyped.graph.initializer[0].float_data.extend(values)
-    retyped.graph.node[0].name, retyped.doc_string, retyped.producer_name = (
-        "called",
-        "doc",
-        "someone",
-    )
+    retyped.graph.node[0].name = "called"
+    retyped.doc_string = "doc"
+    retyped.producer_name = "someone"
     assert load(retyped).digest == digest
     changed = small()
     weight = numpy_helper.to_array(changed.graph.initializer[0]).copy()

@@ -37,7 +37,7 @@ reals = st.floats(-1e6, 1e6, allow_nan=False, width=32)
 
 
 @given(reals, reals)
-def test_an_affine_range_holds_zero_exactly_and_its_ends_within_half_a_step(a, b):
+def test_affine_range_represents_zero_and_ends(a, b):
     lo, hi = min(a, b), max(a, b)
     scale, zero_point = affine_params(lo, hi)
     assert 0 <= zero_point <= 255
@@ -56,12 +56,12 @@ def test_rounding_is_half_to_even():
 
 
 @pytest.mark.parametrize("bad", [(np.nan, 1.0), (0.0, np.inf), (2.0, 1.0), (0.0, 1e300)])
-def test_a_clip_range_that_is_not_finite_or_reversed_is_refused(bad):
+def test_bad_clip_range_is_refused(bad):
     with pytest.raises(CalibrationError, match=re.escape(f"got [{bad[0]}, {bad[1]}]")):
         affine_params(*bad)
 
 
-def test_weight_scales_per_channel_and_per_tensor(wording):
+def test_weight_scales_by_channel_or_tensor(wording):
     weight = np.array([[1.0, -2.0], [0.0, 0.0], [127.0, 3.0]], np.float32)
     assert weight_scales(weight, 0).tolist() == [np.float32(2 / 127), 1.0, 1.0]
     assert weight_scales(weight, None).tolist() == [1.0]
@@ -79,15 +79,15 @@ def test_weight_scales_per_channel_and_per_tensor(wording):
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
-def test_a_scale_that_is_not_finite_and_positive_is_refused(bad, wording):
+def test_scale_must_be_finite_and_positive(bad, wording):
     x, scale = np.ones(2, np.float32), np.float32([bad])
-    for made in (
+    for call in (
         lambda: quantize(x, scale, 0, INT8),
         lambda: quantize_weight(x, scale, None),
         lambda: arq_integers(x, scale),
     ):
         with pytest.raises(CalibrationError) as refusal:
-            made()
+            call()
         wording.check(refusal.value)
     if bad != 0:  # a threshold of 0 has scale 0
         with pytest.raises(CalibrationError) as refusal:
@@ -107,7 +107,7 @@ def scale_of(amax, lo=None, hi=None):
     return Scale(lo=low, hi=high, amax=amax, observed_min=low, observed_max=high, method="test")
 
 
-def test_the_table_names_each_grid_and_its_ends():
+def test_table_lists_grids_and_ends():
     assert all(name == grid.name for name, grid in GRIDS.items())
     assert {name: (grid.bits, grid.qmin, grid.qmax) for name, grid in GRIDS.items()} == {
         "int4": (4, -8, 7),
@@ -126,7 +126,7 @@ def test_the_table_names_each_grid_and_its_ends():
 
 
 @pytest.mark.parametrize(("make", "sign"), [(signed_grid, ""), (unsigned_grid, "u")])
-def test_integers_are_stored_in_the_smallest_type_that_holds_them(make, sign):
+def test_integers_use_the_smallest_type(make, sign):
     for bits, dtype in ((2, "int8"), (8, "int8"), (9, "int16"), (16, "int16")):
         assert make(bits).dtype == f"{sign}{dtype}"
     for bits in (1, 17):
@@ -149,12 +149,12 @@ def test_integers_are_stored_in_the_smallest_type_that_holds_them(make, sign):
     ],
     ids=lambda v: getattr(v, "name", None),
 )
-def test_a_range_has_the_scale_of_its_grid(grid, ends, scale):
+def test_range_scales_on_each_grid(grid, ends, scale):
     assert scale_of(3.0, *ends).on(grid) == (np.float32(scale[0]), scale[1])
 
 
 @given(grids, sizes, sizes)
-def test_what_lies_in_the_range_is_not_clipped(grid, a, b):
+def test_values_in_range_are_not_clipped(grid, a, b):
     lo, hi = (-a, b) if not grid.symmetric else (-max(a, b), max(a, b))
     scale, zero = scale_of(max(a, b), lo, hi).on(grid)
     ends = np.array([lo, hi], np.float32)
@@ -169,7 +169,7 @@ def test_what_lies_in_the_range_is_not_clipped(grid, a, b):
 
 
 @given(short, sizes, st.floats(1, 1000), st.lists(st.floats(0, 8, width=32), min_size=1))
-def test_a_wider_range_never_clips_more(grid, amax, wider, values):
+def test_wider_range_never_clips_more(grid, amax, wider, values):
     x = np.array([*values, np.inf], np.float32) * np.float32(amax)
     clipped = []
     for end in (amax, amax * wider):
@@ -180,12 +180,12 @@ def test_a_wider_range_never_clips_more(grid, amax, wider, values):
 
 
 @given(grids, sizes, st.lists(st.floats(-4, 4, width=32), min_size=1))
-def test_what_a_grid_holds_comes_back_as_it_is(grid, amax, values):
+def test_grid_values_survive_quantization(grid, amax, values):
     scale, zero = scale_of(amax).on(grid)
-    once = quantize(np.array(values, np.float32) * np.float32(amax), scale, zero, grid)
-    assert once.dtype == grid.dtype
-    again = quantize(dequantize(once, scale, zero), scale, zero, grid)
-    assert np.array_equal(once, again)
+    stored = quantize(np.array(values, np.float32) * np.float32(amax), scale, zero, grid)
+    assert stored.dtype == grid.dtype
+    stored_again = quantize(dequantize(stored, scale, zero), scale, zero, grid)
+    assert np.array_equal(stored, stored_again)
 
 
 def e4m3(code):
@@ -199,41 +199,41 @@ def e4m3(code):
 
 
 E4M3 = np.array([e4m3(code) for code in range(256)], np.float32)
-ONE = np.float32(1)
+UNIT_SCALE = np.float32(1)
 
 
-def test_fp8_takes_the_nearest_code_and_saturates():
-    assert np.array_equal(quantize(E4M3, ONE, 0, FP8), E4M3, equal_nan=True)
+def test_fp8_rounds_to_nearest_and_saturates():
+    assert np.array_equal(quantize(E4M3, UNIT_SCALE, 0, FP8), E4M3, equal_nan=True)
     assert np.nanmax(E4M3) == FP8.qmax
     assert np.nanmin(E4M3[E4M3 > 0]) == 2.0**-9
     values = np.unique(E4M3[np.isfinite(E4M3)])  # -0 and 0 are one
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2  # exact in float32
     below, above = np.nextafter(middle, low), np.nextafter(middle, high)
-    assert np.array_equal(quantize(below, ONE, 0, FP8), low)
-    assert np.array_equal(quantize(above, ONE, 0, FP8), high)
-    even = {value: code % 2 == 0 for code, value in enumerate(E4M3.tolist())}
-    expected = np.where([even[v] for v in low.tolist()], low, high)
-    assert np.array_equal(quantize(middle, ONE, 0, FP8), expected)
-    far = np.array([464, 465, 1e30, np.inf, -500, -np.inf], np.float32)
-    assert quantize(far, ONE, 0, FP8).tolist() == [448, 448, 448, 448, -448, -448]
+    assert np.array_equal(quantize(below, UNIT_SCALE, 0, FP8), low)
+    assert np.array_equal(quantize(above, UNIT_SCALE, 0, FP8), high)
+    is_even_by_value = {value: code % 2 == 0 for code, value in enumerate(E4M3.tolist())}
+    expected = np.where([is_even_by_value[v] for v in low.tolist()], low, high)
+    assert np.array_equal(quantize(middle, UNIT_SCALE, 0, FP8), expected)
+    outside = np.array([464, 465, 1e30, np.inf, -500, -np.inf], np.float32)
+    assert quantize(outside, UNIT_SCALE, 0, FP8).tolist() == [448, 448, 448, 448, -448, -448]
 
 
 @pytest.mark.parametrize(
     ("grid", "theirs"), [(FP8, "float8_e4m3fn"), (FLOAT16, "float16"), (BFLOAT16, "bfloat16")]
 )
 @given(st.lists(st.floats(-1e39, 1e39), min_size=1), st.integers(-140, 0))
-def test_floats_round_as_ml_dtypes_does(grid, theirs, values, power):
+def test_float_rounding_equals_ml_dtypes(grid, theirs, values, power):
     dtype = getattr(pytest.importorskip("ml_dtypes"), theirs, None) or np.dtype(theirs)
     with np.errstate(over="ignore", under="ignore"):
         x = (np.array(values) * 2.0**power).astype(np.float32)
-        inside = np.clip(x, grid.qmin, grid.qmax)  # theirs gives NaN or infinity beyond
-        expected = inside.astype(dtype).astype(np.float32)
-    assert np.array_equal(quantize(x, ONE, 0, grid).astype(np.float32), expected)
+        clipped = np.clip(x, grid.qmin, grid.qmax)  # theirs gives NaN or infinity beyond
+        expected = clipped.astype(dtype).astype(np.float32)
+    assert np.array_equal(quantize(x, UNIT_SCALE, 0, grid).astype(np.float32), expected)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
-def test_float32_leaves_every_value_as_it_is(values):
+def test_float32_grid_keeps_every_value(values):
     x = np.array(values, np.float32)
     assert np.array_equal(quantize(x, *scale_of(1.0).on(FLOAT32), FLOAT32), x)
 
@@ -241,7 +241,7 @@ def test_float32_leaves_every_value_as_it_is(values):
 @pytest.mark.parametrize(
     "grid", [signed_grid(4), signed_grid(7), INT8, INT16, FP8], ids=lambda g: g.name
 )
-def test_a_weights_extreme_is_the_last_value_of_its_grid(grid):
+def test_weight_extreme_is_the_grid_end(grid):
     weight = np.array([[0.3, -2.0], [0.0, 0.0], [5.0, 3.0]], np.float32)
     scales = weight_scales(weight, 0, grid=grid)
     assert scales.tolist() == [np.float32(2 / grid.qmax), 1.0, np.float32(5 / grid.qmax)]
@@ -260,7 +260,7 @@ def narrow(dtype):
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_every_code_comes_back(dtype):
+def test_every_float_code_survives(dtype):
     kind = np.dtype(BITS[dtype])
     codes = np.arange(np.iinfo(kind).max + 1, dtype=kind)
     values = from_device(codes, dtype)
@@ -271,17 +271,17 @@ def test_every_code_comes_back(dtype):
     assert np.isnan(from_device(to_device(values, dtype), dtype)[~number]).all()
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 3e38), ("float8", 448)])
-def test_a_float_is_rounded_to_the_nearest_even_code(dtype, most):
+@pytest.mark.parametrize(("dtype", "max_value"), [("bfloat16", 3e38), ("float8", 448)])
+def test_floats_round_to_nearest_even_code(dtype, max_value):
     rng = np.random.default_rng(1)
     values = (rng.standard_normal(4000) * np.exp(rng.uniform(-9, 5, 4000))).astype(np.float32)
     values = np.append(values, np.float32([0, -0.0, 17, 19, 21, 1 + 2**-8, 0.001953125 / 2]))
-    values = values[np.abs(values) <= most]
+    values = values[np.abs(values) <= max_value]
     expected = values.astype(narrow(dtype)).view(BITS[dtype])
     np.testing.assert_array_equal(to_device(values, dtype), expected)
 
 
-def test_numbers_are_narrowed_where_they_fit(wording):
+def test_numbers_are_narrowed_if_they_fit(wording):
     wide = np.int64([[1, -2], [2**31 - 1, 0]])
     narrow = to_device(wide.T, "int32")
     assert narrow.dtype == np.int32

@@ -52,7 +52,7 @@ def test_counts_follow_the_definition(x):
 
 @given(values | ends, st.lists(st.integers(0, 200), max_size=5), st.randoms())
 @settings(max_examples=50)
-def test_state_is_independent_of_split_and_order(x, cuts, random):
+def test_split_and_order_keep_the_state(x, cuts, random):
     parts = np.split(x, sorted(min(c, x.size) for c in cuts))
     random.shuffle(parts)
     merged = Histogram()

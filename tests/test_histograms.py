@@ -26,141 +26,160 @@ PLAIN = {"duration_s": 0, "tuning": Tuning(effort=0)}
 VALUES = np.random.default_rng(5).normal(size=80_000).astype(np.float32)
 
 
-def seen(recorder, *batches):
-    for batch in batches:
-        recorder.observe(batch)
-    return recorder
+def make_histogram(recorder, values):
+    """The histogram of a report, of a recorder that observed the values."""
+    recorder.observe(values)
+    return histogram_part(recorder)
 
 
-def edges(part):
+def bar_edges(part):
     return part.start + part.width * np.arange(len(part.counts) + 1)
 
 
-def row(**changed):
-    given = dict(name="t", observed_min=-2.0, observed_max=2.0, lo=-1.0, hi=1.0, amax=1.0)
-    return parts.TensorRow(**{**given, "method": "mse", **changed})
+def make_row(**changes):
+    fields = {"name": "t", "observed_min": -2.0, "observed_max": 2.0, "method": "mse"}
+    fields |= {"lo": -1.0, "hi": 1.0, "amax": 1.0}
+    return parts.TensorRow(**fields | changes)
 
 
 @pytest.mark.parametrize("shift", [0.0, 5.0, -3.0, 100.0])
 def test_every_value_is_in_its_bar(shift):
     values = VALUES + np.float32(shift)
-    part = histogram_part(seen(Histogram(), values))
+    part = make_histogram(Histogram(), values)
     assert sum(part.counts) == values.size
     assert 20 < len(part.counts) <= MAX_BARS
     assert part.counts[0]
     assert part.counts[-1]  # none before the first value, none after the last
-    want = np.histogram(values.astype(np.float64), edges(part))[0]
-    assert np.abs(np.cumsum(want) - np.cumsum(part.counts)).max() <= 3  # of values on an edge
+    expected_counts = np.histogram(values.astype(np.float64), bar_edges(part))[0]
+    differences = np.cumsum(expected_counts) - np.cumsum(part.counts)
+    assert np.abs(differences).max() <= 3  # of values on an edge
 
 
 @pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram])
-def test_values_at_the_end_of_the_range_are_in_the_last_bar(recorder):
+def test_values_at_both_ends_have_bars(recorder):
     ends = np.array([-4.0, 4.0], np.float32)  # powers of two: bins of their own
-    part = histogram_part(seen(recorder(), np.tile(ends, MAX_STORED_VALUES)))
+    part = make_histogram(recorder(), np.tile(ends, MAX_STORED_VALUES))
     assert part.counts[0] == part.counts[-1] == MAX_STORED_VALUES == sum(part.counts) / 2
-    assert edges(part)[0] <= -4
-    assert edges(part)[-1] >= 4
+    assert bar_edges(part)[0] <= -4
+    assert bar_edges(part)[-1] >= 4
     assert len(part.counts) <= MAX_BARS
 
 
-@pytest.mark.parametrize("values", [VALUES[:1000], VALUES], ids=["kept", "counted"])
-def test_ascends_histograms_have_bars_too(values):
-    for recorder in (IfmrHistogram(), HfmgHistogram(4096)):
-        part = histogram_part(seen(recorder, values))
-        assert sum(part.counts) == values.size
-        assert len(part.counts) <= MAX_BARS
-        assert edges(part)[0] <= values.min()
-        assert edges(part)[-1] >= values.max() - 1e-5
+@pytest.mark.parametrize("recorder", [IfmrHistogram, lambda: HfmgHistogram(4096)])
+@pytest.mark.parametrize("values", [VALUES[:1000], VALUES], ids=["stored", "counted"])
+def test_ascend_histograms_have_bars(values, recorder):
+    part = make_histogram(recorder(), values)
+    assert sum(part.counts) == values.size
+    assert len(part.counts) <= MAX_BARS
+    assert bar_edges(part)[0] <= values.min()
+    assert bar_edges(part)[-1] >= values.max() - 1e-5
 
 
 @pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram, lambda: HfmgHistogram(1024)])
 @pytest.mark.parametrize("value", [0.0, 3.0, -0.1])
 def test_one_value_is_one_bar(recorder, value):
-    part = histogram_part(seen(recorder(), np.full(9, value, np.float32)))
+    part = make_histogram(recorder(), np.full(9, value, np.float32))
     assert part.counts == (9,)
-    assert edges(part)[0] <= value <= edges(part)[-1] + 1e-6
+    assert bar_edges(part)[0] <= value <= bar_edges(part)[-1] + 1e-6
 
 
-def test_what_is_no_histogram_or_empty_has_no_bars():
-    for recorder in (Amax(), Histogram(), IfmrHistogram(), HfmgHistogram(1024)):
-        assert histogram_part(recorder) is None
+@pytest.mark.parametrize("recorder", [Amax, Histogram, IfmrHistogram, lambda: HfmgHistogram(1024)])
+def test_no_histogram_without_bins_or_values(recorder):
+    assert histogram_part(recorder()) is None
 
 
-def lines(drawn, kind):
-    return [float(x) for x in re.findall(rf'<line class="{kind}" x1="([-\d.]+)"', drawn)]
+def line_positions(drawing, kind):
+    return [float(x) for x in re.findall(rf'<line class="{kind}" x1="([-\d.]+)"', drawing)]
 
 
-def test_lines_stand_at_the_ends_of_the_range_and_part_the_bars():
+def bar_positions(drawing, kind):
+    """Left edges of the bars of a kind: "kept" or "cut"."""
+    path = re.search(rf'<path class="{kind}" d="([^"]*)"', drawing)[1]
+    return [float(x) for x in re.findall(r"M([\d.]+),", path)]
+
+
+def test_lines_at_range_ends_split_bars():
     part = parts.HistogramPart(start=-2.0, width=1.0, counts=(1, 9, 9, 1))
-    drawn = histogram(row(lo=-1.0, hi=1.5), part)
-    low, high = lines(drawn, "clip")
-    zero = lines(drawn, "zero")[0]
+    drawing = histogram(make_row(lo=-1.0, hi=1.5), part)
+    low, high = line_positions(drawing, "clip")
+    zero = line_positions(drawing, "zero")[0]
     assert high - zero == pytest.approx(1.5 * (zero - low), abs=0.2)
-    cut = re.search(r'<path class="cut" d="([^"]*)"', drawn)[1]
-    starts = [float(x) for x in re.findall(r"M([\d.]+),", cut)]
+    starts = bar_positions(drawing, "cut")
     assert len(starts) == 2
     assert starts[0] < low
     assert starts[1] == pytest.approx(high, abs=0.1)
+
+
+def test_far_range_end_has_no_line():
     part = parts.HistogramPart(start=-0.5, width=1.0, counts=(9, 9, 1))
-    drawn = histogram(row(observed_min=0.0, lo=-2.0, hi=2.0), part)
-    assert len(lines(drawn, "clip")) == 1
-    assert "\N{PLUS-MINUS SIGN}2 is kept" in drawn
-    bars = re.search(r'<path class="kept" d="M([\d.]+),', drawn)
-    assert float(bars[1]) == lines(drawn, "zero")[0]
+    drawing = histogram(make_row(observed_min=0.0, lo=-2.0, hi=2.0), part)
+    assert len(line_positions(drawing, "clip")) == 1
+    assert "\N{PLUS-MINUS SIGN}2 is kept" in drawing
+    assert bar_positions(drawing, "kept")[0] == line_positions(drawing, "zero")[0]
 
 
-def test_heights_are_logarithms_and_what_lies_in_the_range_is_kept():
+def test_bar_heights_are_logarithms():
     part = parts.HistogramPart(start=-2.0, width=1.0, counts=(0, 999_999, 999, 0))
-    drawn = histogram(row(lo=-2.0, hi=2.0), part)
-    tops = [float(y) for y in re.findall(r"V([\d.]+)h", drawn)]
-    floor = float(re.search(r'class="axis"[^>]* y1="(\d+)"', drawn)[1])
+    drawing = histogram(make_row(lo=-2.0, hi=2.0), part)
+    tops = [float(y) for y in re.findall(r"V([\d.]+)h", drawing)]
+    floor = float(re.search(r'class="axis"[^>]* y1="(\d+)"', drawing)[1])
     assert len(tops) == 2
     assert (floor - tops[0]) / (floor - tops[1]) == pytest.approx(2, rel=0.01)
-    assert 'class="cut"' not in drawn
+    assert 'class="cut"' not in drawing
+
+
+def test_kept_range_always_holds_zero():
     part = parts.HistogramPart(start=0.5, width=0.5, counts=(9, 9, 9))
-    drawn = histogram(row(observed_min=0.5, observed_max=2.0, lo=1.0, hi=1.5), part)
-    assert re.search(r'class="cut" d="([^"]*)"', drawn)[1].count("M") == 1
-    assert re.search(r'class="kept" d="([^"]*)"', drawn)[1].count("M") == 2
+    drawing = histogram(make_row(observed_min=0.5, observed_max=2.0, lo=1.0, hi=1.5), part)
+    assert len(bar_positions(drawing, "cut")) == 1
+    assert len(bar_positions(drawing, "kept")) == 2
 
 
-@pytest.mark.parametrize("ends", [(0.0, 0.0), (-math.inf, 1.0), (5.0, 5.0)])
-def test_odd_ranges_are_drawn_or_left_out(ends):
-    lo, hi = ends
+@pytest.mark.parametrize(("lo", "hi"), [(0.0, 0.0), (-math.inf, 1.0), (5.0, 5.0)])
+def test_only_finite_ranges_are_drawn(lo, hi):
     part = parts.HistogramPart(start=lo if math.isfinite(lo) else 0.0, width=0.0, counts=(3,))
-    drawn = histogram(row(observed_min=lo, observed_max=hi, lo=lo, hi=hi), part)
-    assert ("kept" in drawn) == math.isfinite(lo)
-    assert "nan" not in drawn
+    drawing = histogram(make_row(observed_min=lo, observed_max=hi, lo=lo, hi=hi), part)
+    assert ("kept" in drawing) == math.isfinite(lo)
+    assert "nan" not in drawing
 
 
 TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
 
 
 @pytest.fixture(scope="module")
-def made(small_cnn, pictures, tmp_path_factory):
-    """The folder of a build for the three targets, and its report as JSON."""
+def build_folder(small_cnn, pictures, tmp_path_factory):
+    """The folder of a build for the three targets."""
     out = tmp_path_factory.mktemp("histograms")
-    words = ("--images", pictures, "--out", out, *QUICK, "--threads", 2, *TARGETS)
-    run_command("build", small_cnn, *words)
-    return out, report_of(out)
+    arguments = ("--images", pictures, "--out", out, *QUICK, "--threads", 2, *TARGETS)
+    run_command("build", small_cnn, *arguments)
+    return out
 
 
-def report_of(out):
+@pytest.fixture(scope="module")
+def built_report(build_folder):
+    """Its report as JSON."""
+    return read_report(build_folder)
+
+
+def read_report(out):
     return json.loads((out / "report.json").read_text())
 
 
-def drawn_facts(report):
-    """Histograms and weights, which no thread and no batch can change."""
-    return [
-        ({t["name"]: t.get("histogram") for t in target["tensors"]}, target["weights"])
-        for target in report["targets"]
-    ]
+def histograms_and_weights(report):
+    """What no number of threads and no batch size can change."""
+    values = []
+    for target in report["targets"]:
+        histogram_by_tensor = {t["name"]: t.get("histogram") for t in target["tensors"]}
+        values.append((histogram_by_tensor, target["weights"]))
+    return values
 
 
-def test_the_worst_tensor_has_its_histogram_and_the_ends_of_the_cache(made):
-    out, report = made
-    cache = trt_cache.parse((out / "small_cnn.tensorrt.cache").read_bytes(), origin="test")
-    (target,) = [one for one in report["targets"] if one["name"] == "tensorrt"]
-    worst = min((t for t in target["tensors"] if "sqnr_db" in t), key=lambda t: t["sqnr_db"])
+def test_worst_tensor_shows_the_cached_range(build_folder, built_report):
+    cache_file = build_folder / "small_cnn.tensorrt.cache"
+    cache = trt_cache.parse(cache_file.read_bytes(), origin="test")
+    (target,) = [target for target in built_report["targets"] if target["name"] == "tensorrt"]
+    measured = [tensor for tensor in target["tensors"] if "sqnr_db" in tensor]
+    worst = min(measured, key=lambda tensor: tensor["sqnr_db"])
     part = worst["histogram"]
     assert sum(part["counts"]) % 20 == 0
     assert len(part["counts"]) <= MAX_BARS  # of 20 pictures
@@ -168,64 +187,71 @@ def test_the_worst_tensor_has_its_histogram_and_the_ends_of_the_cache(made):
     assert part["start"] + part["width"] * len(part["counts"]) >= worst["observed_max"]
     assert worst["hi"] == -worst["lo"] == worst["amax"]
     assert worst["amax"] == pytest.approx(127 * float(cache.scales()[worst["name"]]), rel=1e-6)
-    page = (out / "report.html").read_text()
+    page = (build_folder / "report.html").read_text()
     assert f"<title>Histogram of {worst['name']}</title><desc>{sum(part['counts']):,} va" in page
-    drawn = ("histogram" in t for one in report["targets"] for t in one["tensors"])
-    assert page.count('class="hist"') == sum(drawn)
 
 
-def test_marks_are_what_the_other_searches_find(made):
-    _, report = made
-    ort, trt, ascend = report["targets"]
-    for target in (ort, trt):
+def test_page_draws_every_histogram(build_folder, built_report):
+    histogram_count = 0
+    for target in built_report["targets"]:
+        histogram_count += sum("histogram" in tensor for tensor in target["tensors"])
+    page = (build_folder / "report.html").read_text()
+    assert page.count('class="hist"') == histogram_count
+
+
+def test_marks_show_ranges_of_other_methods(built_report):
+    onnxruntime, tensorrt, ascend = built_report["targets"]
+    for target in (onnxruntime, tensorrt):
         for tensor in target["tensors"]:
-            marks = {o["method"]: (o["lo"], o["hi"]) for o in tensor["histogram"]["others"]}
+            other_ranges = tensor["histogram"]["others"]
+            marks = {mark["method"]: (mark["lo"], mark["hi"]) for mark in other_ranges}
             assert tensor["method"] == "mse"
             assert set(marks) == {"minmax", "percentile-99.99", "entropy"}
-            if tensor["name"] == "r1":  # which a Relu makes
+            if tensor["name"] == "r1":  # the output of a Relu
                 top = tensor["observed_max"]
-                assert marks["minmax"] == (0 if target is ort else -top, top)
-    assert not any("others" in t["histogram"] for t in ascend["tensors"])  # AMCT's own searches
+                assert marks["minmax"] == (0 if target is onnxruntime else -top, top)
+    # AMCT's searches have statistics of their own
+    assert not any("others" in tensor["histogram"] for tensor in ascend["tensors"])
 
 
 @pytest.mark.slow
-def test_threads_do_not_show_and_a_reused_cache_tells_it(run, made, small_cnn, pictures, tmp_path):
-    _, report = made
-    words = ("build", small_cnn, "--images", pictures, *QUICK, *TARGETS, "--out", tmp_path)
-    for reused in (False, True):
-        run.ok(*words, "--threads", 1)
-        again = report_of(tmp_path)
-        assert again["calibration"]["reused"] == reused
-        assert drawn_facts(again) == drawn_facts(report)
+def test_threads_and_reuse_change_no_histogram(run, built_report, small_cnn, pictures, tmp_path):
+    arguments = ("build", small_cnn, "--images", pictures, *QUICK, *TARGETS, "--out", tmp_path)
+    for is_reused in (False, True):
+        run.ok(*arguments, "--threads", 1)
+        report = read_report(tmp_path)
+        assert report["calibration"]["reused"] == is_reused
+        assert histograms_and_weights(report) == histograms_and_weights(built_report)
 
 
-def test_batches_do_not_show(small_cnn, tmp_path):
+def test_batch_size_changes_no_histogram(small_cnn, tmp_path):
     samples = np.random.default_rng(1).normal(size=(8, 3, 16, 16)).astype(np.float32)
-    facts = []
+    targets = []
     for size in (1, 4):
-        batches = [samples[at : at + size] for at in range(0, 8, size)]
+        batches = [samples[start : start + size] for start in range(0, 8, size)]
         report = build(small_cnn, batches, out=tmp_path / str(size), **PLAIN)
-        rows = report.targets[0].tensors
-        assert all(row.histogram for row in rows)
-        facts.append(({row.name: row.histogram for row in rows}, report.targets[0].weights))
-    assert facts[0] == facts[1]
+        targets.append(report.targets[0])
+    single, batched = ({row.name: row.histogram for row in t.tensors} for t in targets)
+    assert all(single.values())
+    assert single == batched
+    assert targets[0].weights == targets[1].weights
 
 
-def test_a_trusted_cache_has_no_histograms(command, made, small_cnn, pictures, tmp_path):
-    words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path, "--trust-cache")
-    command(*words, "--cache", made[0] / "calib8/small_cnn.cache")
-    (target,) = report_of(tmp_path)["targets"]
+def test_trusted_cache_has_no_histograms(command, build_folder, small_cnn, pictures, tmp_path):
+    arguments = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path)
+    command(*arguments, "--trust-cache", "--cache", build_folder / "calib8/small_cnn.cache")
+    (target,) = read_report(tmp_path)["targets"]
     assert target["tensors"]
-    assert not any("histogram" in t for t in target["tensors"])
+    assert not any("histogram" in tensor for tensor in target["tensors"])
     assert "Histograms" not in (tmp_path / "report.html").read_text()
 
 
-def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
+def test_only_the_worst_tensors_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
     monkeypatch.setattr(report_rows, "MAX_HISTOGRAMS", 2)
     report = build(small_cnn, pictures, targets=["tensorrt"], out=tmp_path, **PLAIN)
     rows = report.targets[0].tensors
-    told = sorted(row.sqnr_db for row in rows if row.sqnr_db is not None)
-    assert {row.sqnr_db for row in rows if row.histogram} <= set(told[:3])
+    sqnr_db = sorted(row.sqnr_db for row in rows if row.sqnr_db is not None)
+    assert {row.sqnr_db for row in rows if row.histogram} <= set(sqnr_db[:3])
     assert sum(row.histogram is not None for row in rows) == 2
     page = to_html(report)
     assert page.count('class="hist"') == 2
@@ -234,15 +260,16 @@ def test_only_the_worst_are_drawn(monkeypatch, small_cnn, pictures, tmp_path):
     assert "".join(sections_html([section])).count("<svg") == len(rows)  # all have their bar
 
 
-def test_a_page_of_two_hundred_tensors_is_small(made):
+def test_page_of_200_tensors_is_small(built_report):
     """Rows as a real build makes them, the worst with all that is drawn of them."""
-    _, report = made
     counts = tuple(range(100_000, 100_000 + MAX_BARS))
-    others = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
-    part = parts.HistogramPart(start=-1.23456789, width=0.0456789, counts=counts, others=others)
-    weight = report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
+    other_ranges = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
+    part = parts.HistogramPart(
+        start=-1.23456789, width=0.0456789, counts=counts, others=other_ranges
+    )
+    weight = built_report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
     rows = tuple(
-        row(
+        make_row(
             name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0",
             sqnr_db=20.0 + n,
             clipped=0.001,

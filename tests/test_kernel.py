@@ -29,8 +29,8 @@ def compile_kernel(folder, *sources):
     if compiler is None:
         pytest.skip("no C compiler is installed")
     library = folder / "_count.so"
-    words = [compiler, "-std=c11", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-o", library]
-    subprocess.run([*words, *(sources or SOURCES)], check=True)
+    command = [compiler, "-std=c11", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-o", library]
+    subprocess.run([*command, *(sources or SOURCES)], check=True)
     return library
 
 
@@ -46,7 +46,7 @@ def counting_kernels(library):
 
 @pytest.fixture(autouse=True)
 def uncached_kernel():
-    """What was chosen elsewhere is chosen anew here, and what is chosen here is elsewhere."""
+    """Choose the kernel anew in this test, and again after it."""
     for cached in (kernel.kernel, kernel._load_own_kernel):
         cached.cache_clear()
     yield
@@ -282,7 +282,7 @@ def state(recorder):
 
 
 def arrays(seed):
-    """Of every size and form; some larger than what is seen of them at first."""
+    """Yield arrays of every size and form; some are larger than their first look."""
     rng = np.random.default_rng(seed)
     sizes = [0, 1, 7, 2048, 2049, 5000, 140_000]
     plain_arrays = [rng.standard_normal(n).astype(np.float32) * (1 + seed) for n in sizes]
@@ -327,7 +327,7 @@ def test_reused_memory_is_located_once(counting_kernel):
     HistogramGroup([]).observe(LocatedArrays([]))
 
 
-def test_refused_array_is_named_and_earlier_ones_count(counting_kernel):
+def test_refused_array_is_named(counting_kernel):
     histograms = [Histogram() for _ in range(3)]
     values = [np.ones(9, np.float32), np.float32([1, np.nan, np.nan]), np.ones(9, np.float32)]
     with pytest.raises(ArrayRefused, match="got 2 NaN") as refusal:

@@ -35,7 +35,7 @@ def model_of(*nodes):
         *((of_none, "") for of_none in ("/c10_token_3", "/c12", "ReorderOutput_token_3", "")),
     ],
 )
-def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(kernel, node):
+def test_kernel_belongs_to_longest_name_prefix(kernel, node):
     outputs = {"/c1": "/c1_output_0", "/c1/conv/Conv": "/c1/conv/y", "/fc/Gemm": "logits"}
     times = attribute_kernels({kernel: 5.0}, model_of(*outputs.items()))
     assert times.nodes == {name: 5.0 * (name == node) for name in outputs}
@@ -43,10 +43,10 @@ def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(ke
     assert times.total == 5.0
 
 
-def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
+def test_pairs_take_only_their_kernels():
     model = model_of(("/c1", "t"))
-    found = {"/c1_nchwc": 2.0, "t/Q_token_1": 3.0, "/c1_token_2": 4.0, "Reorder": 1.0}
-    times = attribute_kernels(found, model, ["t/Q", "t/DQ"])
+    time_by_kernel = {"/c1_nchwc": 2.0, "t/Q_token_1": 3.0, "/c1_token_2": 4.0, "Reorder": 1.0}
+    times = attribute_kernels(time_by_kernel, model, ["t/Q", "t/DQ"])
     assert times.nodes == {"/c1": 6.0, "t/Q": 3.0, "t/DQ": 0.0}
     assert (times.unattributed, times.total) == (1.0, 10.0)
     times = attribute_kernels({"_token_1": 2.0}, model_of(("", "t")))
@@ -77,7 +77,7 @@ def turned_model():
         ("/a_nchwc", "Conv", "/a"),  # either of two
     ],
 )
-def test_a_layer_that_took_the_name_of_what_is_behind_it_has_its_own_time(kernel, kind, node):
+def test_layer_named_by_reader_is_timed(kernel, kind, node):
     layers = [kernel] if "Conv" in kind else []
     times = attribute_kernels({kernel: 5.0}, turned_model(), layers=layers)
     assert [name for name, time in times.nodes.items() if time] == [node]
@@ -85,16 +85,16 @@ def test_a_layer_that_took_the_name_of_what_is_behind_it_has_its_own_time(kernel
 
 def chain(*kinds):
     """Nodes /0, /1 ... of these operators after one another; an Add reads another Conv too."""
-    nodes, before = [("Conv", "x w", "b", "/beside")], "x"
-    for place, kind in enumerate(kinds):
-        more = {"Conv": " w", "Add": " b"}.get(kind, "")
-        nodes.append((kind, before + more, f"t{place}", f"/{place}"))
-        before = f"t{place}"
-    return build_net(nodes, {"x": None}, {before: None}, opset=17)
+    nodes, tensor = [("Conv", "x w", "b", "/beside")], "x"
+    for index, kind in enumerate(kinds):
+        second_input = {"Conv": " w", "Add": " b"}.get(kind, "")
+        nodes.append((kind, tensor + second_input, f"t{index}", f"/{index}"))
+        tensor = f"t{index}"
+    return build_net(nodes, {"x": None}, {tensor: None}, opset=17)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "found", "owner"),
+    ("kinds", "time_by_kernel", "owner"),
     [
         (("Conv", "LeakyRelu"), {"t1_nchwc": 5.0}, "/0"),
         (("Conv", "Add", "Relu"), {"t2_nchwc": 5.0, "b_nchwc": 1.0}, "/0"),
@@ -103,16 +103,16 @@ def chain(*kinds):
         (("Relu", "Conv"), {"t1_nchwc": 5.0}, "/1"),
     ],
 )
-def test_what_a_layer_computes_with_others_inside_it_is_its_time(kinds, found, owner):
+def test_fused_kernel_counts_for_its_layer(kinds, time_by_kernel, owner):
     model = chain(*kinds)
-    times = attribute_kernels(found, model, layers=found)
+    times = attribute_kernels(time_by_kernel, model, layers=time_by_kernel)
     assert times.nodes[owner] == 5.0
-    assert times.total == sum(found.values())
-    others = attribute_kernels(found, model)  # these stay where they are
-    assert others.nodes.get("/0", 0.0) == 0.0
+    assert times.total == sum(time_by_kernel.values())
+    other_times = attribute_kernels(time_by_kernel, model)  # these stay where they are
+    assert other_times.nodes.get("/0", 0.0) == 0.0
 
 
-def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows():
+def test_float_layer_keeps_its_time():
     weight = np.random.default_rng(0).normal(size=(16, 16, 3, 3))
     nodes = [("Conv", "x w", "c", "/conv"), ("LeakyRelu", "c", "l", "/act")]
     nodes.append(("Tanh", "l", "y", "/tanh"))
@@ -122,7 +122,7 @@ def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows():
     assert times.nodes["/act"] == 0
 
 
-def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch, tmp_path):
+def test_kernel_time_skips_two_warmup_runs(monkeypatch, tmp_path):
     def end_trace():
         kernel = {"name": "/c1_kernel_time", "args": {"op_name": "Conv"}}
         events = [{"cat": "Node", "dur": time, **kernel} for time in [1, 1, 9, 7, 8][: len(runs)]]
@@ -138,7 +138,7 @@ def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch, t
     assert kernel_times(model, [{}], float_model=model, runs=3).nodes == {"/c1": 7.0}
 
 
-def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(monkeypatch):
+def test_small_model_is_run_more_often(monkeypatch):
     counted = []
 
     def profiled(*args, **named):
@@ -150,16 +150,20 @@ def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(monkeypatch)
     model = turned_model()
     kernel_times(model, FEEDS, float_model=model, runs=2)
     kernel_times(model, FEEDS, float_model=model, runs=2, seconds=1e9)
-    assert [set(each.values()) for each in counted] == [{4}, {64}]
-    one, other = KernelTimes({"a": 1.0, "b": 4.0}, 2.0), KernelTimes({"a": 3.0, "b": 2.0}, 1.0)
-    assert least_kernel_times(one, other) == KernelTimes({"a": 1.0, "b": 2.0}, 1.0)
+    assert [set(counts.values()) for counts in counted] == [{4}, {64}]
+
+
+def test_least_times_of_two_profiles_count():
+    first_times = KernelTimes({"a": 1.0, "b": 4.0}, 2.0)
+    second_times = KernelTimes({"a": 3.0, "b": 2.0}, 1.0)
+    assert least_kernel_times(first_times, second_times) == KernelTimes({"a": 1.0, "b": 2.0}, 1.0)
 
 
 # In float a layer's kernel has the name of the Relu fused into it, in int8 its own.
 LAYERS = [("Conv_c1", "Relu_r1"), ("Conv_c2", "Add_a"), ("Conv_c3", "Relu_r3"), ("Gemm_logits",)]
 
 
-def test_a_real_profile_gives_every_layer_its_time(small_cnn):
+def test_real_profile_times_every_layer(small_cnn):
     model = load(small_cnn).model
     feeds = [{"x": np.ones((1, 3, 16, 16), np.float32)}]
     times = kernel_times(model, feeds, float_model=model, runs=2)
@@ -171,7 +175,7 @@ def test_a_real_profile_gives_every_layer_its_time(small_cnn):
     assert times.nodes["/d"] > 0
 
 
-def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn, tmp_path):
+def test_int8_profile_times_pairs_and_layers(small_cnn, tmp_path):
     from calib8 import build
     from deploy.tuning.search_options import Tuning
 

@@ -1,4 +1,4 @@
-"""What a model's metadata, or a file beside it, says of how pictures become its input."""
+"""Preprocessing of pictures from a model's metadata or from a file beside it."""
 
 import json
 
@@ -27,7 +27,7 @@ def save_with_metadata(model, properties):
 
 
 def make_metadata(shape=OPEN, path=None, **properties):
-    """What the metadata of x -> Relu -> y says."""
+    """Return the preprocessing from the metadata of x -> Relu -> y."""
     ends = [make_value(name, shape) for name in "xy"]
     model = make_model([("Relu", "x", "y")], ends[:1], ends[1:])
     return read_metadata_preprocess(save_with_metadata(model, properties), path)

@@ -720,5 +720,5 @@ def test_such_a_model_is_searched_and_built(outputs, tmp_path, capfd):
     x = np.random.default_rng(1).normal(size=(10, 8, 16, 16))
     out = build_net(two_branches(outputs), x, tmp_path, "--accept", "--quiet")
     assert "nothing was searched" not in (out / "report.md").read_text()
-    assert "[[onnxruntime.tried]]" in (out / "calib8/net.plan.toml").read_text()
+    assert "[[onnxruntime.front]]" in (out / "calib8/net.plan.toml").read_text()
     assert "EP Error" not in "".join(capfd.readouterr())

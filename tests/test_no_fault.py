@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def kept(run, small_cnn, pictures, tmp_path):
+def stored_calibration(run, small_cnn, pictures, tmp_path):
     """A calibration, and how to make it again."""
     arguments = ("calibrate", small_cnn, "--images", pictures, "--size", "16x16", "--limit", 4)
     run.ok(*arguments, "-o", tmp_path / "c")
@@ -61,8 +61,8 @@ def npy(array):
 
 
 @pytest.mark.slow
-def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
-    cache, arguments = kept
+def test_forged_statistics_are_made_again(stored_calibration, run):
+    cache, arguments = stored_calibration
     files = (cache, *store.sidecars(cache))
     original_bytes = [path.read_bytes() for path in files]
     inf = npy(np.array([np.inf, np.nan, -np.inf, 1e308]))
@@ -72,7 +72,7 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
         ("0.reals.npy", inf),
         ("0.wholes.npy", huge),
     ]
-    forged = [
+    forgeries = [
         b"",
         b"PK\5\6" + bytes(18),
         stored(),
@@ -83,7 +83,10 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
         stored(*((name, inf) for name, _ in fields)),
         stored(("0.reals.npy", bytes(1 << 20))),
     ]
-    for data in [*forged, *(mutated(random.Random(n), *original_bytes[2:0:-1]) for n in range(40))]:
+    for data in [
+        *forgeries,
+        *(mutated(random.Random(n), *original_bytes[2:0:-1]) for n in range(40)),
+    ]:
         fitting(cache, data)
         out = run.ok(*arguments)
         assert [path.read_bytes() for path in files] == original_bytes or "reused" in out
@@ -101,8 +104,8 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
         {"more": [[[[]]]]},
     ],
 )
-def test_a_forged_fingerprint_is_no_fault(changes, kept, run):
-    cache, arguments = kept
+def test_forged_fingerprint_is_no_fault(changes, stored_calibration, run):
+    cache, arguments = stored_calibration
     fitting(cache, store.sidecars(cache)[1].read_bytes(), **changes)
     run.ok(*arguments)
     run("inspect", cache)
@@ -123,8 +126,8 @@ def test_a_forged_fingerprint_is_no_fault(changes, kept, run):
         "1" * 5000,
     ],
 )
-def test_what_stands_beside_a_cache_is_no_fault(text, kept, run):
-    cache, arguments = kept
+def test_forged_sidecar_is_no_fault(text, stored_calibration, run):
+    cache, arguments = stored_calibration
     store.sidecars(cache)[0].write_text(text, encoding="latin-1")
     run("inspect", cache)
     run.ok(*arguments)
@@ -132,8 +135,8 @@ def test_what_stands_beside_a_cache_is_no_fault(text, kept, run):
 
 @pytest.mark.parametrize("name", ["c", "c.json", "c.npz"])
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
-def test_a_pipe_in_place_of_a_cache_is_not_waited_for(name, kind, kept, run, wording):
-    cache, arguments = kept
+def test_pipe_as_cache_is_refused(name, kind, stored_calibration, run, wording):
+    cache, arguments = stored_calibration
     path = cache.parent / name
     path.unlink()
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
@@ -143,7 +146,7 @@ def test_a_pipe_in_place_of_a_cache_is_not_waited_for(name, kind, kept, run, wor
 
 
 # What is imported late is imported before the process is nobody's, who may read no library.
-FROM_CLOSED = """
+CLOSED_FOLDER_PROGRAM = """
 import importlib, os, sys
 import deploy.terminal
 deploy.terminal.TICK_S = 1e6
@@ -162,7 +165,7 @@ for words in tries: print('code', call(words), words[0], flush=True)
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tmp_path_factory):
+def test_closed_folder_is_refused(small_cnn, pictures, tmp_path, tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     closed = tmp_path / "closed"
     closed.mkdir()
@@ -185,19 +188,14 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
         ["cache", "show", closed / "c"],
         ["ascend", "check", closed / "r"],
     ]
-    namespace_command = (
-        "deploy.fx",
-        "deploy.standins.torch_on_cpu",
-        "deploy.__",
-        "calib8.__",
-    )  # which need torch
-    modules = [name for name in house.modules(ROOT) if not name.startswith(namespace_command)]
+    need_torch = ("deploy.fx", "deploy.standins.torch_on_cpu", "deploy.__", "calib8.__")
+    modules = [name for name in house.modules(ROOT) if not name.startswith(need_torch)]
     tries = [[str(word) for word in arguments] for arguments in tries]
     for folder in (tmp_path, *tmp_path.parents, pictures, pictures.parent, small_cnn.parent):
         if folder.is_relative_to(base) or folder.name.startswith("pytest-"):
             folder.chmod(0o755)
     done = subprocess.run(
-        [sys.executable, "-c", FROM_CLOSED, str(closed), repr(tries), repr(modules)],
+        [sys.executable, "-c", CLOSED_FOLDER_PROGRAM, str(closed), repr(tries), repr(modules)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -212,7 +210,7 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
     assert sum("ermission" in line for line in errors) >= len(errors) - 1, output  # explain
 
 
-def test_names_as_long_as_a_protobuf_allows_are_no_fault(small_cnn, run, tmp_path):
+def test_very_long_names_are_no_fault(small_cnn, run, tmp_path):
     model = onnx.load(small_cnn)
     for node in model.graph.node:
         node.name = node.name + "n" * 100_000
@@ -258,21 +256,13 @@ def beside(model, path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["inside", "beside"])
-def test_a_path_that_is_no_utf_8_is_built_for_every_target(weights, small_cnn, x, folder, run):
+def test_non_utf8_paths_build_every_target(weights, small_cnn, x, folder, run):
     model = folder / os.fsdecode(b"m\xe9.onnx" if weights == "inside" else b"m.onnx")
     shutil.copy(small_cnn, model) if weights == "inside" else beside(small_cnn, model)
     shutil.copy(x, folder / "x.npy")
     feed, out = ("--images", folder / "x.npy"), folder / "out"
-    arguments = (
-        "build",
-        model,
-        *feed,
-        *QUICK,
-        "--out",
-        out,
-        "--target",
-        "onnxruntime,tensorrt,ascend",
-    )
+    targets = ("--target", "onnxruntime,tensorrt,ascend")
+    arguments = ("build", model, *feed, *QUICK, "--out", out, *targets)
     run.ok(*arguments)
     assert os.fsencode(f"={model.stem}_deploy") in next(out.glob("*_atc.sh")).read_bytes()
     json.loads((out / "report.json").read_text("utf-8"))
@@ -285,9 +275,7 @@ def test_a_path_that_is_no_utf_8_is_built_for_every_target(weights, small_cnn, x
     run.ok("compare", model, engine, *feed)
 
 
-def test_weights_beside_such_a_path_are_no_others(
-    small_cnn, folder, tmp_path, monkeypatch, wording
-):
+def test_non_utf8_external_weights_are_refused(small_cnn, folder, tmp_path, monkeypatch, wording):
     model = beside(small_cnn, folder / "m.onnx")
     monkeypatch.chdir(tmp_path / "near")  # which has a file of the same name
     with pytest.raises(BackendError) as refusal:
@@ -296,7 +284,7 @@ def test_weights_beside_such_a_path_are_no_others(
 
 
 @pytest.mark.slow
-def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, run):
+def test_shared_node_names_are_renamed(small_cnn, x, tmp_path, run):
     model = onnx.load(small_cnn)
     for node in model.graph.node[1:]:
         node.name = "same"
@@ -316,57 +304,60 @@ def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, ru
 VALUES = "[-1, 0, 1, 2]"
 
 
-def said(run, *arguments):
-    """JSON of the command."""
+def quantize_json(run, *arguments):
+    """Return the JSON of the command."""
     return json.loads(run("quantize", *arguments, "--json", "-")[1])
 
 
-def test_a_scale_and_a_zero_point_that_are_given(run):
+def test_given_scale_and_zero_point(run):
     options = ("--scale", "0.1", "--zero-point", "10")
     shown = run.ok("quantize", VALUES, *options)
-    assert "scale 0.100000001, zero point 10, quint8 (given): stores -1 to 24.5" in shown
-    assert "SQNR exact, 0 of 4 values clipped" in shown
-    result = said(run, VALUES, *options)
+    assert "scale 0.100000001, zero point 10, quint8 " in shown
+    assert "-1 to 24.5" in shown
+    assert "SQNR exact, 0 of 4 " in shown
+    result = quantize_json(run, VALUES, *options)
     assert result["int_repr"] == [0, 10, 20, 30]
     assert result["dequantized"] == [-1, 0, 1, 2]
-    result = said(run, "[-1000, 100]", *options)
+    result = quantize_json(run, "[-1000, 100]", *options)
     assert result["int_repr"] == [0, 255]
     assert result["clipped"] == 2
     assert result["error"] == pytest.approx([999, -75.5])
-    assert said(run, "[100]", "--scale", "0.1", "--dtype", "qint32")["int_repr"] == [1000]
+    assert quantize_json(run, "[100]", "--scale", "0.1", "--dtype", "qint32")["int_repr"] == [1000]
 
 
-def test_channels_each_have_their_own(run):
+def test_channels_have_separate_scales(run):
     arguments = ("--scale", "0.1,0.01", "--zero-point", "10,0", "--axis", "0")
-    result = said(run, "[[-1, 0], [1, 2]]", *arguments)
+    result = quantize_json(run, "[[-1, 0], [1, 2]]", *arguments)
     assert result["int_repr"] == [[0, 10], [100, 200]]
     assert result["axis"] == 0
-    by = said(run, "[[-1, 0], [1, 2]]", "--axis", "-1", "--method", "minmax", "--dtype", "qint8")
-    assert by["scale"] == pytest.approx([1 / 127, 2 / 127])
-    assert by["zero_point"] == [0, 0]
+    by_column = quantize_json(
+        run, "[[-1, 0], [1, 2]]", "--axis", "-1", "--method", "minmax", "--dtype", "qint8"
+    )
+    assert by_column["scale"] == pytest.approx([1 / 127, 2 / 127])
+    assert by_column["zero_point"] == [0, 0]
     shown = run("quantize", str([[0.5]] * (SHOWN + 2)), "--axis", "0")[1]
     assert "and 2 channels more" in shown
     assert "and 2 values more" in shown
 
 
-def test_ranges_are_those_of_the_searches(run, tmp_path):
+def test_ranges_equal_the_searches(run, tmp_path):
     values = np.random.default_rng(0).normal(size=500).astype(np.float32)
     path = tmp_path / "v.npy"
     np.save(path, values)
-    widest = said(run, path, "--method", "minmax")
+    widest = quantize_json(run, path, "--method", "minmax")
     scale, zero = affine_params(float(values.min()), float(values.max()))
     assert (widest["scale"], widest["zero_point"]) == ([scale], [zero])
-    kept = said(run, path, "--method", "percentile", "--percent", "95")
-    assert kept["found"] == "percentile 95"
-    assert kept["clipped"] > 10
-    assert kept["sqnr_db"] < widest["sqnr_db"] < 60
-    assert said(run, path, "--method", "entropy-tensorrt")["clipped"] >= 0
+    percentile = quantize_json(run, path, "--method", "percentile", "--percent", "95")
+    assert percentile["found"] == "percentile 95"
+    assert percentile["clipped"] > 10
+    assert percentile["sqnr_db"] < widest["sqnr_db"] < 60
+    assert quantize_json(run, path, "--method", "entropy-tensorrt")["clipped"] >= 0
     zeros = quantize(np.zeros(3, np.float32), dtype="qint8")
     assert zeros.quantized.stored.tolist() == [0, 0, 0]
     assert zeros.quantized.scale.tolist() == [1.0]
 
 
-def test_what_is_no_experiment_is_said(run, tmp_path):
+def test_bad_experiments_are_refused(run, tmp_path):
     np.save(tmp_path / "c.npy", np.array(["text"]))
     one_way = "given or searched, got --scale and --method"
     for arguments, message in (
@@ -400,7 +391,7 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
         read_values("[" * 70)
 
 
-def test_areas_of_a_tree_map_are_their_shares():
+def test_tree_map_areas_are_shares():
     values = [6, 6, 4, 3, 2, 2, 1]  # the example of its source: 6 x 4
     areas = squarify(values, Area(0, 0, 6, 4))
     assert [area.width * area.height for area in areas] == pytest.approx(values)
@@ -411,7 +402,7 @@ def test_areas_of_a_tree_map_are_their_shares():
     assert squarify([], Area(0, 0, 1, 1)) == []
 
 
-def test_a_tree_map_draws_parts_inside_and_escapes_names():
+def test_tree_map_nests_and_escapes_parts():
     inner = (Tile("a<b", 3, "said & done", 1), Tile("tiny", 1e-9, "unseen"))
     text = tree_map([Tile("whole", 3, "all", parts=inner), Tile("none", 0, "nothing")], "Title")
     assert text.count("<rect") == 2

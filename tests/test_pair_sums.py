@@ -23,7 +23,7 @@ QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 
 def saturated_sums(stored, patches):
-    """What VPMADDUBSW and 32-bit sums give: int8 [C, K], uint8 [P, K] -> [C, P]."""
+    """Return sums of VPMADDUBSW and 32 bits: int8 [C, K], uint8 [P, K] -> [C, P]."""
     padding = [(0, 0), (0, stored.shape[1] % 2)]
     products = np.pad(stored, padding)[:, None].astype(int) * np.pad(patches, padding)[None].astype(
         int

@@ -33,7 +33,7 @@ def test_results_are_taken_in_order(threads):
 
 @settings(max_examples=25)
 @given(st.lists(st.floats(-1e6, 1e6), max_size=40), st.integers(1, 4))
-def test_float_sum_does_not_depend_on_threads(values, threads):
+def test_threads_keep_the_float_sum(values, threads):
     def summed(workers):
         total = [0.0]
 

@@ -74,7 +74,7 @@ def test_normalisation_rounds_three_times_in_float32():
             assert got[0, channel, y, x].tobytes() == value.tobytes()
 
 
-def test_layouts_and_channel_orders_hold_the_same_numbers():
+def test_layouts_and_channel_orders_agree():
     image = make_noise()
     rgb = preprocess_image(image, complete_options())
     assert np.array_equal(
@@ -340,10 +340,8 @@ def feed_bytes(folder, data: bytes, suffix: str = ".jpg", **options):
 @pytest.mark.parametrize("kind", [JPEG, PROGRESSIVE, RESTARTS], ids=["baseline", "multi", "rst"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_damaged_jpeg_names_decoder_message(tmp_path, capfd, kind, share):
-    damaged, message_pattern = (
-        zero_part(kind, share),
-        r"(its decoder says: \w+ \w+|damaged: a hole of zeros)",
-    )
+    damaged = zero_part(kind, share)
+    message_pattern = r"(its decoder says: \w+ \w+|damaged: a hole of zeros)"
     with pytest.raises(FeedError, match=r"it\.jpg .*" + message_pattern):
         feed_bytes(tmp_path, damaged)
     feed, samples = feed_bytes(tmp_path, damaged, skip_bad=True)
@@ -417,7 +415,7 @@ def test_harmless_decoder_messages_refuse_nothing(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-ALONE = """
+DECODER_PROGRAM = """
 import sys
 import cv2, numpy
 from deploy.feed.decoding import call_and_capture, capture_decoder_output
@@ -432,7 +430,7 @@ assert call_and_capture(lambda: (calls.append(1), cv2.imdecode(data, 1)))[1] and
 
 def test_only_decoder_output_is_captured(tmp_path):
     (tmp_path / "cut.jpg").write_bytes(JPEG[:1000] + b"\xff\xd9")
-    arguments = [sys.executable, "-c", ALONE, tmp_path / "cut.jpg"]
+    arguments = [sys.executable, "-c", DECODER_PROGRAM, tmp_path / "cut.jpg"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -511,7 +509,7 @@ def test_vast_file_is_refused_before_reading(tmp_path, wording):
     assert "at most 1 GB" in feed.notes[-1]
 
 
-SHOWN = [f"{place:02}.png" for place in spread_evenly(range(20), 4)]
+SHOWN = [f"{index:02}.png" for index in spread_evenly(range(20), 4)]
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\".png"
 
 
@@ -622,7 +620,7 @@ def test_bad_images_are_not_shown(pictures, tmp_path):
     assert [v.name for v in select_views(tmp_path, skip_bad=True).previews()] == ["b.png", "c.png"]
 
 
-def test_shown_pictures_do_not_depend_on_threads(run, small_cnn, pictures, tmp_path):
+def test_threads_keep_the_shown_pictures(run, small_cnn, pictures, tmp_path):
     pages = []
     for threads in (1, 3):
         options = ("--size", "16x16", "--effort", 0, "--duration", 0, "--threads", threads)

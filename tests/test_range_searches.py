@@ -39,7 +39,7 @@ def sample(seed):
 
 @given(seeds)
 @settings(max_examples=30)
-def test_every_search_gives_a_range_inside_the_data(seed):
+def test_every_range_is_inside_the_data(seed):
     h = observed(sample(seed))
     for name in SEARCHES:
         scale = searched(name, h)
@@ -49,15 +49,15 @@ def test_every_search_gives_a_range_inside_the_data(seed):
 
 
 @pytest.mark.parametrize("values", [[], [1.0, np.inf]])
-def test_no_search_takes_infinite_values_or_none(values):
+def test_searches_need_finite_values(values):
     for name in SEARCHES:
-        with pytest.raises(CalibrationError, match="finite values, got"):
+        with pytest.raises(CalibrationError, match="finite values"):
             searched(name, observed(values))
 
 
 @given(seeds)
 @settings(max_examples=30)
-def test_percentiles_are_those_of_the_values_within_a_bin(seed):
+def test_percentile_is_exact_within_a_bin(seed):
     x = sample(seed).astype(np.float32)
     h = observed(x)
     bin_width = h.full_range / BINS
@@ -69,20 +69,20 @@ def test_percentiles_are_those_of_the_values_within_a_bin(seed):
 
 
 @pytest.mark.parametrize(
-    ("params", "given", "said"),
+    ("params", "options", "reason"),
     [
         *((PercentileParams, {"percent": p}, "percentile") for p in (50, 0, 100.1, math.nan)),
         *((LpParams, {"power": p}, "a power must be 1 to 16") for p in (0.5, 17, math.nan, "3")),
     ],
 )
-def test_a_parameter_out_of_range_is_refused(params, given, said):
-    with pytest.raises(CalibrationError, match=said):
-        params(**given)
+def test_parameter_out_of_range_is_refused(params, options, reason):
+    with pytest.raises(CalibrationError, match=reason):
+        params(**options)
 
 
 @given(seeds)
 @settings(max_examples=15)
-def test_mse_is_no_worse_than_any_other_search(seed):
+def test_mse_has_the_smallest_error(seed):
     x = sample(seed).astype(np.float32)
     for grid in (INT8, UINT8):
         losses = {}
@@ -104,7 +104,7 @@ def test_minmax_and_quantiles_of_known_values():
 
 
 @pytest.mark.parametrize("values", [[8.0], [8.0, 8.0001], [-8.0], [-8.0001, -8.0], [3.0, 8.0]])
-def test_values_of_one_bin_have_a_range_by_every_search(values):
+def test_values_of_one_bin_have_ranges(values):
     for name in SEARCHES:
         scale = searched(name, observed(np.array(values * 50)))
         assert scale.lo <= scale.hi
@@ -112,31 +112,31 @@ def test_values_of_one_bin_have_a_range_by_every_search(values):
 
 @given(seeds)
 @settings(max_examples=15)
-def test_a_higher_power_clips_less_and_the_second_is_mse(seed):
+def test_higher_power_clips_less(seed):
     h = observed(sample(seed))
     squared = mse(h)
-    found = [lp(h, power=power) for power in (2, 3, 16)]
-    assert (found[0].lo, found[0].hi, found[0].amax) == (squared.lo, squared.hi, squared.amax)
+    scales = [lp(h, power=power) for power in (2, 3, 16)]
+    assert (scales[0].lo, scales[0].hi, scales[0].amax) == (squared.lo, squared.hi, squared.amax)
     # between neighbours of one error the minimum may jump, by a few hundredths of the range
-    assert found[0].amax <= found[1].amax * 1.1
-    assert found[1].amax <= found[2].amax * 1.1
-    assert found[2].amax >= 0.5 * h.amax
+    assert scales[0].amax <= scales[1].amax * 1.1
+    assert scales[1].amax <= scales[2].amax * 1.1
+    assert scales[2].amax >= 0.5 * h.amax
 
 
 @given(seeds, st.sampled_from([1.0, 2.4, 3.0, 6.0, 16.0]))
 @settings(max_examples=40)
-def test_a_quick_look_in_float32_finds_what_adding_up_all_ranges_finds(seed, power):
+def test_quick_search_equals_exact_sums(seed, power):
     x = sample(seed)
     h = observed(x if seed % 2 else x / (1 + np.exp(-np.clip(x, -50, 50))))
-    found = lp(h, power=power)
+    quick_scale = lp(h, power=power)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranges_by_error, "_QUICK_BITS", 0)
-        assert found == lp(h, power=power)
+        assert quick_scale == lp(h, power=power)
 
 
 @pytest.fixture
 def added(monkeypatch):
-    """How many ranges were added up in each call."""
+    """The number of ranges that were summed in each call."""
     sizes = []
 
     def counted(*args, **options):
@@ -147,7 +147,7 @@ def added(monkeypatch):
     return sizes
 
 
-def test_bins_are_added_up_for_few_ranges_alone(added, monkeypatch):
+def test_bins_are_summed_for_few_ranges(added, monkeypatch):
     lp(observed(np.random.default_rng(0).normal(size=100_000)), power=2.4)
     assert added
     assert max(added) < 20  # of 120
@@ -175,24 +175,26 @@ def by_bins(h, symmetric, affine):
     """The definition: every bin of every range, the first of the least errors."""
     middle = (np.arange(BINS) + 0.5) * h.full_range / BINS
     highs = h.amax * _RATIOS
-    tried = range_errors(middle, h.magnitudes(BINS), -highs, highs, symmetric)
+    errors = range_errors(middle, h.magnitudes(BINS), -highs, highs, symmetric)
     edges = h.edges()
     centres, counts = (edges[:-1] + edges[1:]) / 2, h.signed()
     counts = np.where(centres == 0, 0, counts)
     ends = {"low": min(h.minimum, 0.0), "high": max(h.maximum, 0.0)}
-    first = dict(ends)
+    full_ends = dict(ends)
     for side in ("high", "low") * 2 if ends["high"] >= -ends["low"] else ("low", "high") * 2:
-        lows, highs_ = (np.full(_RATIOS.size, ends[one]) for one in ("low", "high"))
-        own = first[side] * _RATIOS
-        lows, highs_ = (own, highs_) if side == "low" else (lows, own)
-        ends[side] = float(own[np.argmin(range_errors(centres, counts, lows, highs_, affine))])
-    return float(highs[np.argmin(tried)]), ends["low"], ends["high"]
+        lows, highs_ = (np.full(_RATIOS.size, ends[name]) for name in ("low", "high"))
+        candidates = full_ends[side] * _RATIOS
+        lows, highs_ = (candidates, highs_) if side == "low" else (lows, candidates)
+        ends[side] = float(
+            candidates[np.argmin(range_errors(centres, counts, lows, highs_, affine))]
+        )
+    return float(highs[np.argmin(errors)]), ends["low"], ends["high"]
 
 
 @pytest.mark.slow
 @given(seeds)
 @settings(max_examples=25)
-def test_the_quick_look_finds_what_every_bin_of_every_range_gives(seed):
+def test_mse_equals_the_exhaustive_search(seed):
     x = values(seed)
     if not x.any():
         return
@@ -204,23 +206,25 @@ def test_the_quick_look_finds_what_every_bin_of_every_range_gives(seed):
 
 @given(seeds)
 @settings(max_examples=25)
-def test_ramps_are_the_errors_of_the_nearest_levels(seed):
+def test_ramps_equal_nearest_level_errors(seed):
     rng = np.random.default_rng(seed)
     above, below = rng.integers(0, 9, (2, 64)) * rng.integers(0, 2, (2, 1))
     centres = np.arange(64) + 0.5
     steps = rng.uniform(0.1, 9, 90)  # finer than a bin, and wider than all
     lowest, highest = -rng.integers(0, 300, 90) * 1.0, rng.integers(0, 300, 90) * 1.0
-    found = Ramps.of(above, below).errors(steps, lowest, highest)
-    for step, low, high, error in zip(steps, lowest, highest, found, strict=True):
+    ramp_errors = Ramps.of(above, below).errors(steps, lowest, highest)
+    for step, low, high, error in zip(steps, lowest, highest, ramp_errors, strict=True):
         levels = np.arange(low, high + 1) * step
-        near = [np.square(side[:, None] - levels).min(axis=1) for side in (centres, -centres)]
-        assert error == pytest.approx(near[0] @ above + near[1] @ below, rel=1e-9, abs=1e-7)
+        distances = [np.square(side[:, None] - levels).min(axis=1) for side in (centres, -centres)]
+        assert error == pytest.approx(
+            distances[0] @ above + distances[1] @ below, rel=1e-9, abs=1e-7
+        )
 
 
 def test_tails_of_known_distributions():
     rng = np.random.default_rng(0)
-    found = [tail_length(observed(rng.exponential(0.7, 200_000) - 9)) for _ in range(8)]
-    assert np.mean(found) == pytest.approx(0.7 * math.log(100), rel=0.25)
+    tails = [tail_length(observed(rng.exponential(0.7, 200_000) - 9)) for _ in range(8)]
+    assert np.mean(tails) == pytest.approx(0.7 * math.log(100), rel=0.25)
     x = np.random.default_rng(1).uniform(-3, 5, 100_000)
     assert 0 <= tail_length(observed(x)) < 0.02
     x = np.concatenate([np.full(990, -1.0), np.arange(10)])  # the tenth from above is 0
@@ -229,7 +233,7 @@ def test_tails_of_known_distributions():
         assert tail_length(observed(np.linspace(-1, 1, count))) == 0
 
 
-def test_room_is_for_the_upper_end_of_the_affine_range_alone():
+def test_tail_extends_only_the_upper_end():
     histogram = observed(np.random.default_rng(2).exponential(1, 10_000) - 6)
     plain = minmax(histogram)
     roomy = extend_by_tail(plain, histogram, 8.0)
@@ -238,9 +242,9 @@ def test_room_is_for_the_upper_end_of_the_affine_range_alone():
 
 
 @given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=400), st.floats(-math.inf, 50))
-def test_room_lowers_no_end_and_goes_no_further_than_asked(values, most):
+def test_tail_extension_has_a_limit(values, limit):
     histogram = observed(values)
     if histogram.amax == 0:
         return
     plain = minmax(histogram)
-    assert plain.hi <= extend_by_tail(plain, histogram, most).hi <= max(plain.hi, most)
+    assert plain.hi <= extend_by_tail(plain, histogram, limit).hi <= max(plain.hi, limit)

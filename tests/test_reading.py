@@ -58,9 +58,7 @@ DEEP = reading.MAX_NESTING + 1
         ("long", "name too long"),
     ],
 )
-def test_what_is_no_regular_file_is_refused_and_never_waited_for(
-    read, kind, message, tmp_path, wording
-):
+def test_irregular_files_are_refused(read, kind, message, tmp_path, wording):
     path = {"device": "/dev/zero", "NUL": "a\0b", "long": "a" * 5000}.get(kind, tmp_path / "x")
     if kind in ("folder", "pipe"):
         (os.mkdir if kind == "folder" else os.mkfifo)(path)
@@ -71,7 +69,7 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(
     assert message in str(caught.value).lower()
 
 
-def test_a_file_is_read_within_its_budget_whatever_it_claims(tmp_path, wording):
+def test_reading_stops_at_the_budget(tmp_path, wording):
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert reading.read_bytes(path, **PLAN, max_bytes=5) == b"12345"
@@ -86,13 +84,13 @@ def test_a_file_is_read_within_its_budget_whatever_it_claims(tmp_path, wording):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
-def test_file_without_a_size_keeps_to_its_budget():
+def test_sizeless_file_keeps_the_budget():
     assert b"Name" in reading.read_bytes("/proc/self/status", **PLAN)
-    with pytest.raises(ConfigError, match="at most 3 B, got "):
+    with pytest.raises(ConfigError, match="most 3 B, got "):
         reading.read_bytes("/proc/self/status", **PLAN, max_bytes=3)
 
 
-def test_what_was_read_is_an_input_unless_it_is_the_runs_own(tmp_path, wording):
+def test_read_files_are_protected_inputs(tmp_path, wording):
     path, cache = tmp_path / "x", tmp_path / "cache"
     path.write_text("{}")
     cache.write_text("{}")
@@ -105,9 +103,9 @@ def test_what_was_read_is_an_input_unless_it_is_the_runs_own(tmp_path, wording):
         wording.check(refusal.value)
 
 
-def test_an_error_of_the_disk_while_reading_is_a_sentence(tmp_path):
+def test_disk_error_is_reported(tmp_path):
     (tmp_path / "x").write_bytes(b"1")
-    broken = pytest.raises(ConfigError, match="that can be read, got: Input/output error")
+    broken = pytest.raises(ConfigError, match="got: Input/output error")
     with broken, reading.open_regular_file(tmp_path / "x", **PLAN):
         raise OSError(5, "Input/output error")
 
@@ -133,7 +131,7 @@ def test_text_is_utf_8(data, tmp_path, wording):
         "[1," * DEEP + "[],{}" + "]" * DEEP,
     ],
 )
-def test_json_that_is_nested_deeper_than_anything_sane_is_refused(text):
+def test_deeply_nested_json_is_refused(text):
     with pytest.raises(ConfigError, match="over 64 nested brackets"):
         reading.from_json(text, rule="it must be", error=ConfigError)
 
@@ -150,12 +148,12 @@ def test_json_that_is_nested_deeper_than_anything_sane_is_refused(text):
         json.loads("[" * (DEEP - 1) + "]" * (DEEP - 1)),
     ],
 )
-def test_brackets_side_by_side_in_strings_or_as_deep_as_is_allowed_are_read(value):
+def test_allowed_brackets_in_json_are_read(value):
     assert reading.from_json(json.dumps(value), rule="", error=ConfigError) == value
 
 
 @pytest.mark.parametrize("text", ["", "{", "]" * 1000, "1" * 5000, "nul", '"\\', "[1 2]"])
-def test_what_is_no_json_is_one_sentence(text, wording):
+def test_broken_json_is_reported(text, wording):
     with pytest.raises(ConfigError) as refusal:
         reading.from_json(text, rule="it must be", error=ConfigError)
     wording.check(refusal.value)
@@ -183,13 +181,13 @@ def of_shape(text):
         *(b"\x93NUMPY\x09\x00", b"", b"PK"),
     ],
 )
-def test_an_array_is_no_larger_than_its_bytes(data):
+def test_array_larger_than_file_is_refused(data):
     with pytest.raises(ValueError):
         archives.read_array(io.BytesIO(data), len(data))
 
 
 @pytest.mark.parametrize("text", [b"{'descr': '<f4', (", b'{\'descr\': """', b"{" * 60, b"\\"])
-def test_a_damaged_header_of_an_array_is_no_fault(text):
+def test_damaged_array_header_is_refused(text):
     with pytest.raises(ValueError):
         archives.read_array_header(io.BytesIO(header(text.ljust(118) + b"\n")), 1 << 20)
 
@@ -203,7 +201,7 @@ def test_a_damaged_header_of_an_array_is_no_fault(text):
         np.array(3),
     ],
 )
-def test_arrays_are_read_as_they_were_written(array):
+def test_written_arrays_are_read_back(array):
     data = npy(array)
     result = archives.read_array(io.BytesIO(data), len(data))
     assert result.dtype == array.dtype
@@ -211,7 +209,7 @@ def test_arrays_are_read_as_they_were_written(array):
     assert archives.read_array_header(io.BytesIO(data), len(data))[0] == array.shape
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch, wording):
+def test_archive_bomb_is_refused_unpacked(monkeypatch, wording):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for number in range(3):
@@ -226,15 +224,13 @@ def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch, wording):
         check(max_entries=2)
     check()
     assert file.tell() == 0
-    monkeypatch.setattr(
-        "deploy.files.archives._MAX_LISTING_BYTES", 100
-    )  # a table of contents of its own
+    monkeypatch.setattr("deploy.files.archives._MAX_LISTING_BYTES", 100)
     monkeypatch.setattr("zipfile.ZipFile", None)
     with pytest.raises(FeedError, match="of names alone"):
         check()
 
 
-def test_a_path_that_is_no_text_is_told_from_one_that_is():
+def test_utf8_paths_are_recognized():
     paths = ("a/b", Path("é"), os.fsdecode(b"a\xff"))
     assert [reading.is_utf8_path(path) for path in paths] == [True, True, False]
     code = "import os; from deploy.files.reading import is_utf8_path;"
@@ -252,7 +248,7 @@ def test_a_path_that_is_no_text_is_told_from_one_that_is():
 
 # Where bytes of files come in by another door, and why: what the program made itself, the system's
 # own, and the image files (`deploy.feed.images`), which keeps its own rules.
-ELSEWHERE = {
+ALLOWED_DOORS = {
     "deploy.cli": "where what stdout did not take goes",
     "deploy.feed.array_files": "maps of what was opened, and of its own temporary files",
     "deploy.feed.images": "pictures",
@@ -291,9 +287,11 @@ def test_files_are_read_through_one_door():
     }
     result = {name: calls for name, calls in result.items() if calls}
     by = {"deploy.fx.weights": 1}  # torch.load of a file that was opened
-    wrong = {n: c for n, c in result.items() if n not in ELSEWHERE and len(c) > by.get(n, 0)}
+    wrong = {n: c for n, c in result.items() if n not in ALLOWED_DOORS and len(c) > by.get(n, 0)}
     assert not wrong, f"read with deploy.files.reading: {wrong}"
-    assert set(ELSEWHERE) <= set(result), f"excepted for nothing: {set(ELSEWHERE) - set(result)}"
+    assert set(ALLOWED_DOORS) <= set(result), (
+        f"excepted for nothing: {set(ALLOWED_DOORS) - set(result)}"
+    )
 
 
 # --- What was hashed is what was used: images read once, and the same whenever they are read
@@ -348,7 +346,7 @@ def files_of(cache: Path) -> list[bytes]:
     return [path.read_bytes() for path in cache_files(cache)]
 
 
-def test_where_no_cache_is_judged_each_image_is_read_once(small_cnn, photos, tmp_path, reads):
+def test_calibration_reads_each_image_once(small_cnn, photos, tmp_path, reads):
     cache, calibrations = tmp_path / "c", []
     for cache_policy in (cache, CachePolicy(path=cache, refresh=True)):
         calibrate(small_cnn, photos, preprocess=UNIT, cache=cache_policy)
@@ -362,24 +360,24 @@ def test_where_no_cache_is_judged_each_image_is_read_once(small_cnn, photos, tmp
     assert sum(reads.values()) == 24  # for their digests, and four to look at
 
 
-def test_a_whole_build_reads_each_image_once(small_cnn, photos, tmp_path, reads):
+def test_build_reads_each_image_once(small_cnn, photos, tmp_path, reads):
     build(small_cnn, photos, preprocess=UNIT, out=tmp_path / "o", duration_s=0)
     assert len(reads) == 20
     assert set(reads.values()) == {1}
 
 
-def test_digests_of_the_pass_are_those_of_a_reading_beforehand(photos):
+def test_late_digests_equal_early_digests(photos):
     early, late = (open_feed(photos, [IMAGE], preprocess=UNIT) for _ in range(2))
-    before = early.manifest()
+    early_manifest = early.manifest()
     assert len(read_whole(late)) == 20
-    assert late.manifest() == before
+    assert late.manifest() == early_manifest
 
 
 CHANGED = r"11\.png changed while calib8 ran.*run again"
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
-def test_another_image_after_hashing_or_at_a_second_pass_is_told(photos, skip_bad):
+def test_changed_image_ends_the_reading(photos, skip_bad):
     options = {"preprocess": UNIT, "skip_bad": skip_bad}
     hashed, passed_feed = (open_feed(photos, [IMAGE], **options) for _ in range(2))
     hashed.manifest()
@@ -395,7 +393,7 @@ def test_another_image_after_hashing_or_at_a_second_pass_is_told(photos, skip_ba
         list(passed_feed.spread_samples(20))
 
 
-def test_what_was_skipped_stays_skipped(photos):
+def test_skipped_image_stays_skipped(photos):
     good = (photos / "11.png").read_bytes()
     (photos / "11.png").write_bytes(b"no picture")
     feed = open_feed(photos, [IMAGE], preprocess=UNIT, skip_bad=True)
@@ -407,7 +405,7 @@ def test_what_was_skipped_stays_skipped(photos):
     assert second_feed.manifest()["sha256"] != feed.manifest()["sha256"]  # counts by its bytes
 
 
-def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_path, monkeypatch):
+def test_image_swapped_during_calibration_is_refused(small_cnn, photos, tmp_path, monkeypatch):
     options = {"preprocess": UNIT, "cache": tmp_path / "c"}
     calibrate(small_cnn, photos, **options)
     step = "deploy.pipeline.calibration_run.schedule_observations"
@@ -416,7 +414,9 @@ def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_p
         calibrate(small_cnn, photos, **options, method="legacy", targets=["tensorrt"])
 
 
-def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_path, monkeypatch):
+def test_changed_evaluation_image_ends_the_build(
+    small_cnn, photos, pictures, tmp_path, monkeypatch
+):
     feeds = []
     opened = lambda *a, **k: feeds.append(open_feed(*a, **k)) or feeds[-1]  # noqa: E731
     monkeypatch.setattr("deploy.feed.feed.open_feed", opened)
@@ -434,7 +434,9 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
     ],
     ids=["the search does not pass over it", "it is no failure of one target"],
 )
-def test_a_change_ends_a_build(where, named, small_cnn, pictures, tmp_path, monkeypatch):
+def test_change_during_steps_ends_the_build(
+    where, named, small_cnn, pictures, tmp_path, monkeypatch
+):
     def of_changed(*_, **__):
         raise SampleChangedError("image 11.png changed while calib8 ran; run again")
 
@@ -444,12 +446,12 @@ def test_a_change_ends_a_build(where, named, small_cnn, pictures, tmp_path, monk
     assert not list((tmp_path / "o").glob("*.onnx"))
 
 
-def test_arrays_are_copied_and_held_to_it(small_cnn, wording):
+def test_changed_array_ends_the_reading(small_cnn, wording):
     rows = [row.copy() for row in ROWS[:12]]
     feed = open_feed(rows, [IMAGE])
-    (first,) = feed.first_samples(1)
+    (first_sample,) = feed.first_samples(1)
     rows[0][...] = 0
-    assert np.array_equal(first["x"][0], ROWS[0])
+    assert np.array_equal(first_sample["x"][0], ROWS[0])
     read_whole(feed)
     rows[11][...] = 0
     with pytest.raises(FeedError) as refusal:
@@ -479,9 +481,7 @@ def recalibrate(small_cnn, tmp_path):
     return call
 
 
-def test_order_and_names_do_not_matter_to_what_has_no_order(
-    recalibrate, photos, reversed_photos, tmp_path
-):
+def test_order_and_names_keep_plain_histograms(recalibrate, photos, reversed_photos, tmp_path):
     recalibrate(photos)
     original_files = files_of(tmp_path / "c")
     calibration = recalibrate(reversed_photos)
@@ -490,16 +490,14 @@ def test_order_and_names_do_not_matter_to_what_has_no_order(
     assert original_files == files_of(tmp_path / "c")
 
 
-def test_what_goes_by_the_order_is_observed_again(recalibrate, photos, reversed_photos):
+def test_new_order_repeats_ordered_statistics(recalibrate, photos, reversed_photos):
     two_targets = ("onnxruntime", "ascend")
-    original, reordered = (
-        recalibrate(photos, *two_targets),
-        recalibrate(reversed_photos, *two_targets),
-    )
+    original = recalibrate(photos, *two_targets)
+    reordered = recalibrate(reversed_photos, *two_targets)
     ordered = {o for o in original.observations if o.statistic.ordered}
     assert not reordered.reused
     assert set(reordered.observed_now) == ordered
-    assert "the order of the images" in reordered.reason
+    assert "order of the images" in reordered.reason
     fresh = recalibrate(reversed_photos, *two_targets, cache="d")
     for o in fresh.observations:
         mine, theirs = (c.ranges.observed.recorder(o).to_arrays() for c in (reordered, fresh))
@@ -507,7 +505,7 @@ def test_what_goes_by_the_order_is_observed_again(recalibrate, photos, reversed_
     assert recalibrate(reversed_photos, *two_targets).reused
 
 
-def test_no_observation_of_another_order_is_carried_along(recalibrate, photos, reversed_photos):
+def test_observations_of_old_order_are_dropped(recalibrate, photos, reversed_photos):
     recalibrate(photos, "ascend")
     recalibrate(photos)
     rule = {"method": "entropy-tensorrt"}
@@ -520,7 +518,7 @@ def test_no_observation_of_another_order_is_carried_along(recalibrate, photos, r
     assert not recalibrate(photos, "onnxruntime", **rule).reused
 
 
-def test_a_cache_of_an_older_form_is_told_and_made_anew(recalibrate, photos, tmp_path):
+def test_cache_of_older_schema_is_remade(recalibrate, photos, tmp_path):
     recalibrate(photos)
     side = cache_files(tmp_path / "c")[1]
     side.write_text(json.dumps({**json.loads(side.read_text()), "schema": 2}))
@@ -529,7 +527,7 @@ def test_a_cache_of_an_older_form_is_told_and_made_anew(recalibrate, photos, tmp
     assert "not a fingerprint" in result.reason
 
 
-def test_another_decoder_is_told_and_arrays_have_none(recalibrate, photos, monkeypatch):
+def test_another_decoder_repeats_only_images(recalibrate, photos, monkeypatch):
     recalibrate(photos)
     recalibrate(list(ROWS), cache="r")
     monkeypatch.setattr(opencv(), "__version__", "9.9.9")  # which gives the same pixels
@@ -549,7 +547,7 @@ def test_another_decoder_is_told_and_arrays_have_none(recalibrate, photos, monke
     assert recalibrate(list(ROWS), cache="r").reused
 
 
-BESIDE = {"save_as_external_data": True, "location": "m.bin", "size_threshold": 0}
+EXTERNAL_WEIGHTS = {"save_as_external_data": True, "location": "m.bin", "size_threshold": 0}
 
 
 @pytest.fixture(params=["one file", "external data"])
@@ -558,7 +556,7 @@ def model(small_cnn, tmp_path, request) -> Path:
     if request.param == "one file":
         shutil.copy(small_cnn, path)
     else:
-        onnx.save(onnx.load(small_cnn), path, **BESIDE)
+        onnx.save(onnx.load(small_cnn), path, **EXTERNAL_WEIGHTS)
     return path
 
 
@@ -571,20 +569,18 @@ def replaced(path: Path) -> None:
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
     there = weight_file.exists()
     weight_file.unlink(missing_ok=True)
-    onnx.save(model, path, **(BESIDE if there else {}))
+    onnx.save(model, path, **(EXTERNAL_WEIGHTS if there else {}))
     assert (path.read_bytes() == graph) == there
 
 
-def test_a_model_replaced_while_it_is_built_is_told(
-    model, pictures, tmp_path, monkeypatch, wording
-):
+def test_model_replaced_during_build_is_refused(model, pictures, tmp_path, monkeypatch, wording):
     between(monkeypatch, "deploy.pipeline.build.build_targets", lambda: replaced(model))
     with pytest.raises(ModelError) as refusal:
         build(model, pictures, out=tmp_path / "o", **QUICK)
     wording.check(refusal.value)
 
 
-def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, monkeypatch, wording):
+def test_model_replaced_during_calibration_is_refused(model, pictures, monkeypatch, wording):
     between(
         monkeypatch,
         "deploy.pipeline.calibration_setup._collect_observations",
@@ -595,7 +591,7 @@ def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, mo
     wording.check(refusal.value)
 
 
-def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_path, wording):
+def test_replaced_original_graph_is_refused(small_cnn, tmp_path, wording):
     path = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
     model_before, model_after = (
         CalibrationSubject(loaded=load(path), user_model=path, samples=1) for _ in range(2)
@@ -607,17 +603,19 @@ def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_
     wording.check(refusal.value)
 
 
-def test_the_float_model_is_the_file_with_all_its_weights(model, pictures, tmp_path):
+def test_float_size_includes_external_weights(model, pictures, tmp_path):
     reference, engine = build(model, pictures, out=tmp_path / "o", **QUICK).engines
     assert reference.size_bytes > engine.size_bytes > 0
     assert engine.accuracy.outputs[0].sqnr_db > 20
 
 
-MOST = 130  # bytes an image, of which the name has 12; half a kilobyte and more were taken once
+MAX_BYTES_PER_IMAGE = (
+    130  # bytes an image, of which the name has 12; half a kilobyte and more were taken once
+)
 
 
 @given(st.lists(st.text(st.characters(), max_size=12), max_size=9), st.booleans())
-def test_a_listing_is_the_files_that_it_was_given(given_names, labelled):
+def test_file_list_holds_its_files(given_names, labelled):
     labels = [number * 7 for number in range(len(given_names))] if labelled else None
     listing = FileList("there", given_names, labels)
     expected = [
@@ -627,19 +625,27 @@ def test_a_listing_is_the_files_that_it_was_given(given_names, labelled):
     assert list(listing) == expected
     assert len(listing) == len(expected)
     assert listing[1:] == expected[1:]
-    assert listing.labels == (tuple(labels) if labels else None if given_names else ())
+    if not given_names:
+        assert listing.labels == ()
+    elif labelled:
+        assert listing.labels == tuple(labels)
+    else:
+        assert listing.labels is None
     if expected:
         assert listing[-1] == expected[-1]
         assert listing.path(0) == expected[0].path
 
 
-def test_a_name_that_is_no_text_comes_back_and_one_label_that_lacks_is_none_of_all():
+def test_file_list_keeps_odd_names():
     odd = [b"\xff\xfe.png".decode(errors="surrogateescape"), "\ud800", "/whole/path.png", ""]
     listing = FileList("there", odd)
     assert [listing.name(k) for k in range(4)] == odd
     assert str(listing.path(2)) == odd[2]
     with pytest.raises(IndexError):
         listing[4]
+
+
+def test_file_without_label_drops_all_labels():
     listing = FileList("", ["a", "b"], [3, 4])
     assert listing.labels == (3, 4)
     listing.add("c")
@@ -647,8 +653,8 @@ def test_a_name_that_is_no_text_comes_back_and_one_label_that_lacks_is_none_of_a
     assert listing[2].label is None
 
 
-def test_digests_are_combined_in_their_order_and_sorted():
-    """As hashing them one behind the other gave, so that a cache stays fitting."""
+def test_digests_combine_in_order_or_sorted():
+    """The digest equals that of hashing the files in order, so that old caches stay valid."""
     digests = [hashlib.sha256(bytes([n])).digest() for n in range(40)]
     digests[7] = digests[7][:-1] + b"\0"  # what numpy's strings leave out at the end
     digests_seen, order = SampleDigests(60), [3, 7, 0, 39, 12]
@@ -668,7 +674,7 @@ def test_digests_are_combined_in_their_order_and_sorted():
     assert digest_names(iter(names)) == hashlib.sha256(text).hexdigest()
 
 
-def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path, wording):
+def test_many_inputs_are_protected(tmp_path, wording):
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for path in paths[:4]:
         path.write_bytes(b"x")
@@ -711,7 +717,7 @@ def measure_held_bytes(model, listing, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_hardly_grows_with_the_images(small_cnn, tmp_path, monkeypatch, rng):
+def test_memory_hardly_grows_with_images(small_cnn, tmp_path, monkeypatch, rng):
     small_count, large_count = 100, 700
     for number in range(8):
         cv2.imwrite(str(tmp_path / f"{number}.png"), rng.integers(0, 255, (16, 16, 3), np.uint8))
@@ -722,4 +728,4 @@ def test_memory_hardly_grows_with_the_images(small_cnn, tmp_path, monkeypatch, r
         path.write_text("".join(f"{number:08}.png\n" for number in range(count)))
     measure_held_bytes(small_cnn, lists[0], monkeypatch)  # what is imported and cached but once
     small_size, large_size = (measure_held_bytes(small_cnn, paths, monkeypatch) for paths in lists)
-    assert (large_size - small_size) / (large_count - small_count) < MOST
+    assert (large_size - small_size) / (large_count - small_count) < MAX_BYTES_PER_IMAGE

@@ -86,10 +86,8 @@ def test_missing_or_extra_files_are_named():
 
 
 def test_only_platform_wheels_hold_the_kernel():
-    platform_wheel, generic_wheel = (
-        "calib8-1-py3-none-manylinux_2_5_x86_64.whl",
-        "calib8-1-py3-none-any.whl",
-    )
+    platform_wheel = "calib8-1-py3-none-manylinux_2_5_x86_64.whl"
+    generic_wheel = "calib8-1-py3-none-any.whl"
     wheel_files = ["deploy/b.py", "calibrators/_count.so"]
     assert release.unfit_wheels({platform_wheel: wheel_files, generic_wheel: wheel_files[:1]}) == []
     (problem,) = release.unfit_wheels(

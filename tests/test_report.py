@@ -299,7 +299,8 @@ def test_html_page_fetches_nothing():
     assert "url(" not in text
     assert "@import" not in text
     assert "http:" not in text
-    assert page.tags.count("svg") == 6  # latency in two parts, range, histogram, weight, front
+    # latency in two parts, range, histogram, weight, front with three points
+    assert page.tags.count("svg") == 9
 
 
 def test_hostile_names_stay_text():

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's int8 models are rewritten to: Convs, ConvTransposes and Resizes."""
+"""Convs, ConvTransposes and Resizes as they are rewritten for ONNX Runtime's int8 models."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def net(inner: int, outer: int, *, window: int = 3, stride: int = 1, twice: bool
 
 
 def sizes_of(model):
-    """What stands behind the batch in the shape of the input."""
+    """Return the sizes behind the batch in the shape of the input."""
     return [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim][1:]
 
 
@@ -128,7 +128,7 @@ def test_others_stay_as_they_are(sizes, arguments, tmp_path):
 
 
 def test_layer_may_share_its_outputs_name(tmp_path):
-    """As tf2onnx calls them: the picture's new channels and the layer's own have two names."""
+    """tf2onnx gives two names to the picture's new channels and to the layer's own."""
     rng = np.random.default_rng(0)
     shapes = {"w": (24, 3, 3, 3), "d": (24, 1, 3, 3), "v": (8, 24, 1, 1)}
     nodes = [
@@ -294,7 +294,7 @@ def test_search_restores_weights_of_float_layers(tmp_path, monkeypatch):
 
     original = output_rounding._restore_float_weights
     monkeypatch.setattr(output_rounding, "_restore_float_weights", give_back)
-    monkeypatch.setattr("deploy.tuning.search._NEAR", 0.0)  # layers are looked at alone, too
+    monkeypatch.setattr("deploy.tuning.search.QUIET_LOSS", 0.0)  # layers are looked at alone, too
     build_folder(inverted(24, window=5), tmp_path / "net", "--effort", "1", *VNNI[2:])
     assert matches
     assert all(matches)

@@ -33,7 +33,12 @@ def mean_net(*, keepdims: int, axes=(2, 3), opset: int = 17, reader: str = "") -
     )
     last_layer = "y = Conv <pads = [1, 1, 1, 1]> (p, w)"
     excite = f"e = Conv(m, v) s = Sigmoid(e) p = Mul(r, s) {last_layer}"
-    reader = f"{reader} {last_layer}" if reader else excite if keepdims else "y = Gemm(m, g, b)"
+    if reader:
+        reader = f"{reader} {last_layer}"
+    elif keepdims:
+        reader = excite
+    else:
+        reader = "y = Gemm(m, g, b)"
     nodes = [("Conv", "x w", "c", PADS), ("Relu", "c", "r"), mean, *parse_nodes(reader)]
     weights = as_float32(weight_arrays) | {"axes": np.array(axes, np.int64)}
     model = make_model(nodes, {"x": ["n", 16, 12, 12]}, {"y": None}, weights, opset=opset)

@@ -151,7 +151,7 @@ def test_folder_feeds_several_inputs(form, tmp_path, wording):
         wording.check(raised.value)
 
 
-def test_broken_array_files_are_named_or_skipped(tmp_path, run, small_cnn, wording):
+def test_broken_array_files_are_named(tmp_path, run, small_cnn, wording):
     folder = make_array_folder(tmp_path, "npy")
     (folder / "3.npy").write_bytes(b"\x93NUMPY no")
     with pytest.raises(FeedError) as raised:
@@ -439,7 +439,7 @@ def test_process_state_is_restored_after_loader(body, tmp_path, run, small_cnn, 
 
 
 class Tensor:
-    """What a framework's tensor can do."""
+    """A tensor with the methods of a framework's tensors."""
 
     def __init__(self, array, needs_grad=False):
         self.array, self.needs_grad, self.shape = array, needs_grad, array.shape
@@ -465,14 +465,14 @@ class OwnReader:
 
 
 class Batched:
-    """As a dataset of TensorFlow's iterates: tensors with `numpy`, (inputs, labels)."""
+    """A dataset that iterates like TensorFlow's: tensors with `numpy`, (inputs, labels)."""
 
     def __iter__(self):
         return iter([(Tensor(BATCH[:4]), LABELS[:4]), (Tensor(BATCH[4:]), LABELS[4:])])
 
 
 class Rows:
-    """As a dataset of Hugging Face: rows by number, and names of columns."""
+    """A dataset like Hugging Face's: rows by number, and names of columns."""
 
     column_names = ("x", "label")
 
@@ -487,7 +487,7 @@ class Rows:
 
 
 class FeedDicts:
-    """As a loader of polygraphy's: a feed_dict an iteration."""
+    """A loader like polygraphy's: a feed_dict an iteration."""
 
     def __getitem__(self, index):
         if index >= len(BATCH):

@@ -49,7 +49,7 @@ def write_stage(stage, **named: str) -> None:
 
 
 def matches_manifest(folder: Path) -> bool:
-    """Whether its files are those of its manifest, and no stage is left."""
+    """Return whether a folder's files are those of its manifest, and no stage is left."""
     contents = manifest.read_manifest(folder)
     return not manifest.find_changed_files(folder, contents) and not list(folder.rglob(".*"))
 
@@ -176,7 +176,7 @@ def test_verify_reports_mixed_builds_changing_nothing(built_folder, run, wording
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times_before
 
 
-def test_failed_rename_is_left_to_next_run(tmp_path, monkeypatch):
+def test_next_run_repeats_failed_rename(tmp_path, monkeypatch):
     replace_file, failures_left = Path.replace, [1]
 
     def failing(self, goal):
@@ -519,7 +519,7 @@ def test_forged_journal_moves_nothing_outside(tmp_path):
 ROOT = Path(__file__).parent.parent
 INPUT = "an output must not be an input"
 INPUTS = ("model", "photo", "hard link", "symbolic link", "other spelling", "labels")
-PLACES = (*INPUTS[:-1], "text", "foreign cache", "fifo", "below a file")
+OUTPUT_KINDS = (*INPUTS[:-1], "text", "foreign cache", "fifo", "below a file")
 ENDED = {130: "interrupted", 143: "terminated"}
 SIGNALS = [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]  # the code of each, and threads
 FOREIGN = b"TRT-100300-EntropyCalibration2\nimages: 3c010a14\n"
@@ -535,7 +535,7 @@ def saved_model(small_cnn, tmp_path):
     ("command", "what"),
     [
         ("build", "labels"),
-        *((c, what) for c in ("build", "calibrate") for what in PLACES),
+        *((c, what) for c in ("build", "calibrate") for what in OUTPUT_KINDS),
     ],
 )
 def test_cache_replaces_no_foreign_file(command, what, run, saved_model, pictures, tmp_path):
@@ -653,7 +653,7 @@ def test_output_is_checked_again_before_replacing(tmp_path, wording):
     assert path.read_text() == "mine"
 
 
-def test_input_of_one_run_is_writable_elsewhere(tmp_path):
+def test_other_runs_may_write_inputs(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
     add_input_file(path)  # in no run
@@ -848,7 +848,7 @@ def test_long_quotation_of_file_is_shortened(run, saved_model, pictures, tmp_pat
     assert error.endswith("--help` tells more)\n")
 
 
-def test_labels_from_pipe_or_huge_are_refused(run, saved_model, pictures, tmp_path, wording):
+def test_pipe_or_huge_labels_are_refused(run, saved_model, pictures, tmp_path, wording):
     arguments = ("build", saved_model, "--images", pictures, "--eval-images", pictures)
     arguments += ("--out", tmp_path / "o", "--labels")
     for name in ("pipe.txt", "pipe.json"):
@@ -924,7 +924,7 @@ def test_printed_commands_quote_names(run, saved_model, tmp_path):
     assert not (tmp_path / "Y").exists()
 
 
-def test_line_break_in_name_fails_only_tensorrt(run, saved_model, pictures, tmp_path):
+def test_line_break_fails_only_tensorrt(run, saved_model, pictures, tmp_path):
     rename_file(saved_model, "r2", "r\n2", saved_model)
     out = tmp_path / "o"
     arguments = ("build", saved_model, "--images", pictures, *QUICK_OPTIONS, out)

@@ -55,7 +55,7 @@ def outputs(path, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "size"), [(SMALL, 64), (LITE0, 224)], ids=["resnet", "lite0"])
-def test_one_command_builds_what_its_onnx_builds(spec, size, tmp_path):
+def test_build_of_module_equals_its_onnx(spec, size, tmp_path):
     if spec == LITE0:
         real_model("efficientnet_lite0.py:make")
     x = np.random.default_rng(0).uniform(-1, 1, (3, 3, size, size)).astype(np.float32)
@@ -68,14 +68,14 @@ def test_one_command_builds_what_its_onnx_builds(spec, size, tmp_path):
     (ours,) = (tmp_path / "torch").glob("*.int8.onnx")
     (theirs,) = (tmp_path / "onnx").glob("*.int8.onnx")
     assert ours.name.endswith(("resnet18-small.int8.onnx", "efficientnet_lite0-make.int8.onnx"))
-    for left, right in zip(outputs(ours, x), outputs(theirs, x), strict=True):
-        assert np.array_equal(left, right)
+    for output, expected in zip(outputs(ours, x), outputs(theirs, x), strict=True):
+        assert np.array_equal(output, expected)
     float_outputs = outputs(tmp_path / "net.onnx", x)
     assert np.corrcoef(outputs(ours, x)[0].ravel(), float_outputs[0].ravel())[0, 1] > 0.98
 
 
 @pytest.mark.slow
-def test_a_model_has_one_digest_and_inspect_and_calibrate_take_it(tmp_path, command):
+def test_inspect_and_calibrate_take_a_module(tmp_path, command):
     loaded = open_torch(SMALL, [(1, 3, 64, 64)])
     assert loaded.digest == open_torch(SMALL, [(4, 3, 64, 64)]).digest
     assert loaded.name == "resnet18-small"
@@ -89,7 +89,7 @@ def test_a_model_has_one_digest_and_inspect_and_calibrate_take_it(tmp_path, comm
 
 
 @pytest.mark.slow
-def test_what_is_missing_or_wrong_is_said(tmp_path, refusal, wording):
+def test_bad_module_arguments_are_refused(tmp_path, refusal, wording):
     with pytest.raises(ConfigError) as raised:
         load(SMALL)
     wording.check(raised.value)
@@ -110,7 +110,7 @@ def test_what_is_missing_or_wrong_is_said(tmp_path, refusal, wording):
         export_torch(f"{tmp_path / 'broken.py'}:make", [(1, 3)])
 
 
-GIVEN = (f"{TRAINING}:net", "--input", "2x1x8x8")
+NET_ARGUMENTS = (f"{TRAINING}:net", "--input", "2x1x8x8")
 
 
 @pytest.fixture
@@ -127,14 +127,14 @@ def constants(path):
 
 @pytest.mark.slow
 def test_weights_are_loaded_by_every_command(weights, tmp_path):
-    given, out = (*GIVEN, "--weights", weights), tmp_path / "net.onnx"
-    assert "opset 19" in run_command("export", *given, "--opset", "19", "-o", out)
-    held = torch.load(weights, weights_only=True)["0.weight"].numpy()
-    assert any(np.array_equal(value, held) for value in constants(out))
+    arguments, out = (*NET_ARGUMENTS, "--weights", weights), tmp_path / "net.onnx"
+    assert "opset 19" in run_command("export", *arguments, "--opset", "19", "-o", out)
+    weight = torch.load(weights, weights_only=True)["0.weight"].numpy()
+    assert any(np.array_equal(value, weight) for value in constants(out))
     for command in ("trace", "fuse"):
-        run_command(command, GIVEN[0], "--weights", weights)
-    run_command("profile", *given, "--runs", "1", "--warm-up", "0")
-    assert "Conv" in run_command("inspect", *given)
+        run_command(command, NET_ARGUMENTS[0], "--weights", weights)
+    run_command("profile", *arguments, "--runs", "1", "--warm-up", "0")
+    assert "Conv" in run_command("inspect", *arguments)
 
 
 def test_trace_replaces_an_operation():
@@ -144,32 +144,33 @@ def test_trace_replaces_an_operation():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kept", "layers"), [((), 2), (("op:Conv*",), 1), (("[13]",), 1), (("0", "op:Conv2d"), 1)]
+    ("patterns", "layers"), [((), 2), (("op:Conv*",), 1), (("[13]",), 1), (("0", "op:Conv2d"), 1)]
 )
-def test_export_keeps_layers_in_float_by_name_pattern_and_type(tmp_path, kept, layers):
+def test_export_keeps_chosen_layers_float(tmp_path, patterns, layers):
     out = tmp_path / "q.onnx"
-    words = [word for one in kept for word in ("--keep-float", one)]
+    options = [argument for pattern in patterns for argument in ("--keep-float", pattern)]
     mode = ("--qdq", "--mode", "weight-only", "--int8-stem")
-    run_command("export", *GIVEN, *mode, *words, "-o", out)
-    assert sum(one.dtype == np.int8 and one.ndim > 1 for one in constants(out)) == layers
+    run_command("export", *NET_ARGUMENTS, *mode, *options, "-o", out)
+    weights = [array for array in constants(out) if array.dtype == np.int8 and array.ndim > 1]
+    assert len(weights) == layers
 
 
 @pytest.mark.slow
 def test_export_calibrates_on_raw_files(weights, tmp_path):
     (tmp_path / "raw").mkdir()
     batch = np.random.default_rng(2).normal(size=(4, 1, 8, 8)).astype("<f2")
-    for number, one in enumerate(batch):
-        one.tofile(tmp_path / "raw" / f"{number}.bin")
+    for number, sample in enumerate(batch):
+        sample.tofile(tmp_path / "raw" / f"{number}.bin")
     np.save(tmp_path / "x.npy", batch.astype(np.float32))
-    words = "export", *GIVEN, "--weights", weights, "--qdq", "--images"
+    arguments = "export", *NET_ARGUMENTS, "--weights", weights, "--qdq", "--images"
     raw = tmp_path / "raw", "--raw-shape", "1x8x8", "--raw-dtype", "float16"
-    run_command(*words, *raw, "-o", tmp_path / "a.onnx")
-    run_command(*words, tmp_path / "x.npy", "-o", tmp_path / "b.onnx")
+    run_command(*arguments, *raw, "-o", tmp_path / "a.onnx")
+    run_command(*arguments, tmp_path / "x.npy", "-o", tmp_path / "b.onnx")
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
 
 
-def test_export_refuses_what_it_would_ignore(tmp_path, refusal, wording):
-    for words, said in (
+def test_export_refuses_ignored_options(tmp_path, refusal, wording):
+    for options, refused in (
         (("--keep-float", "0", "--mode", "static"), "--mode and --keep-float go with --qdq"),
         (("--size", "8x8"), "--size goes with --qdq"),
         (("--int8-stem",), "--int8-stem goes with --qdq"),
@@ -178,23 +179,23 @@ def test_export_refuses_what_it_would_ignore(tmp_path, refusal, wording):
         (("--qdq", "--mode", "dynamic", "--limit", "3"), "--limit goes with --images"),
         (("--qdq", "--mode", "dynamic", "--keep-float", "conv*"), "got 'conv*'"),
     ):
-        assert said in refusal("export", *GIVEN, *words, "-o", tmp_path / "x.onnx")
-    shown = CliRunner().invoke(cli, ["fuse", GIVEN[0], "--device", "cpu"])
-    assert "--device goes with --input or --sample" in str(shown.exception)
+        assert refused in refusal("export", *NET_ARGUMENTS, *options, "-o", tmp_path / "x.onnx")
+    shown = CliRunner().invoke(cli, ["fuse", NET_ARGUMENTS[0], "--device", "cpu"])
+    assert "--device goes with --input" in str(shown.exception)
     teacher = ("--teacher-weights", "w.pt", "-o", "x.onnx")
     wording.check(refusal("qat", f"{TRAINING}:twice", *teacher))
 
 
 @pytest.mark.slow
-def test_qat_takes_another_teacher_length_and_grid(weights, tmp_path):
-    given = ("qat", f"{TRAINING}:twice", "-o", tmp_path / "q.onnx")
+def test_qat_options_change_the_training(weights, tmp_path):
+    arguments = ("qat", f"{TRAINING}:twice", "-o", tmp_path / "q.onnx")
     teacher = ("--teacher", f"{TRAINING}:net", "--teacher-weights", weights)
-    words = ("--bits", "6", "--ranges", "follow", "--epochs", "1", "--distil", "0")
-    shown = run_command(*given, *teacher, *words)
+    options = ("--bits", "6", "--ranges", "follow", "--epochs", "1", "--distil", "0")
+    shown = run_command(*arguments, *teacher, *options)
     assert "epoch 1/1" in shown
-    assert "ranges by mse, follow" in shown
+    assert "by mse, follow" in shown
     method = ("--method", "percentile", "--percent", "99.5", "--epochs", "0")
-    assert "ranges by percentile 99.5, kept" in run_command(*given, *method)
+    assert "percentile 99.5, kept" in run_command(*arguments, *method)
 
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -203,44 +204,44 @@ PARTS = (f"{TRAINING}:parts", "--input", "2x3x8x8")
 
 
 @pytest.mark.slow
-def test_a_fused_model_is_written_and_agrees(tmp_path, refusal, wording):
-    words = ("fuse", *PARTS, "--leaf", "parts.1")
-    shown = run_command(*words, "-o", tmp_path / "f.onnx")
+def test_fused_model_is_written(tmp_path, refusal, wording):
+    arguments = ("fuse", *PARTS, "--leaf", "parts.1")
+    shown = run_command(*arguments, "-o", tmp_path / "f.onnx")
     assert "Conv+BN+ReLU: 1 fused" in shown
-    assert "in batches of 2 and 3" in shown
+    assert "batches of 2 and 3" in shown
     assert [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node].count("Conv") == 2
-    shown = run_command(*words[:-2], "-o", tmp_path / "f.pt2")
+    shown = run_command(*arguments[:-2], "-o", tmp_path / "f.pt2")
     assert "Conv+BN+ReLU: 2 fused" in shown
-    assert "the program against the model" in shown
+    assert "program against the model" in shown
     data = (tmp_path / "f.pt2").read_bytes()
     program = torch.export.load(io.BytesIO(data)).module()
     for batch in (X, X[:1]):
         assert torch.allclose(program(batch), torch_training.parts()(batch), atol=1e-5)
     assert str(HERE).encode() not in data
     assert str(tmp_path).encode() not in data
-    for made in ("f.onnx", "f.pt2"):
-        name_output(tmp_path / made, "model")  # calib8's own, which may be replaced
-    for wrong, said in (
+    for name in ("f.onnx", "f.pt2"):
+        name_output(tmp_path / name, "model")  # calib8's own, which may be replaced
+    for wrong, reason in (
         (("-o", tmp_path / "f.pt"), "written as .onnx or .pt2"),
         (("--device", "meta", "--bench"), "needs values, and the meta device holds none"),
     ):
-        assert said in refusal(*words, *wrong)
+        assert reason in refusal(*arguments, *wrong)
     wording.check(refusal("fuse", PARTS[0], "-o", "f.onnx"))
     assert "--device goes with" in refusal("fuse", PARTS[0], "--device", "meta")
 
 
-def test_a_profile_as_json_and_as_a_page(tmp_path, refusal, wording):
+def test_profile_as_json_and_page(tmp_path, refusal, wording):
     page = tmp_path / "p.html"
-    words = ("profile", *PARTS, "--runs", 2, "--warm-up", 0)
-    found = json.loads(run_command(*words, "--json", "-", "--html", page))
-    assert found["schema"] == "calib8-profile/1"
-    assert found["macs"] * 2 == found["flops"] > 0
-    by = {node["name"]: node for node in found["nodes"]}
-    assert by["parts_0_conv"]["module"] == "parts.0.conv"
-    assert by["parts_0_conv"]["parameters"] == 84
-    assert by["relu"]["module"] == "parts.0"
-    assert by["flatten"]["module"] == ""
-    assert sum(node["flops"] for node in found["nodes"]) == found["flops"]
+    arguments = ("profile", *PARTS, "--runs", 2, "--warm-up", 0)
+    report = json.loads(run_command(*arguments, "--json", "-", "--html", page))
+    assert report["schema"] == "calib8-profile/1"
+    assert report["macs"] * 2 == report["flops"] > 0
+    node_by_name = {node["name"]: node for node in report["nodes"]}
+    assert node_by_name["parts_0_conv"]["module"] == "parts.0.conv"
+    assert node_by_name["parts_0_conv"]["parameters"] == 84
+    assert node_by_name["relu"]["module"] == "parts.0"
+    assert node_by_name["flatten"]["module"] == ""
+    assert sum(node["flops"] for node in report["nodes"]) == report["flops"]
     name_output(page, "page")
     text = page.read_text()
     assert "Time by module" in text
@@ -248,13 +249,14 @@ def test_a_profile_as_json_and_as_a_page(tmp_path, refusal, wording):
     assert "Content-Security" in text
     assert "style=" not in text
     assert "onclick" not in text
-    assert "2 runs on cpu, of inputs 2x3x8x8:float32" in text
-    assert "total" in run_command(*words)
-    assert run_command(*words, "--quiet", "--html", page) == ""
-    wording.check(refusal(*words, "-q"))
+    assert "2 runs on cpu" in text
+    assert "2x3x8x8:float32" in text
+    assert "total" in run_command(*arguments)
+    assert run_command(*arguments, "--quiet", "--html", page) == ""
+    wording.check(refusal(*arguments, "-q"))
 
 
-def test_a_device_is_known_and_the_meta_device_computes_nothing(tmp_path, refusal, wording):
+def test_meta_device_computes_nothing(tmp_path, refusal, wording):
     assert find_device("cpu").type == "cpu"
     assert find_device("meta").type == "meta"
     with pytest.raises(ConfigError) as raised:
@@ -266,86 +268,86 @@ def test_a_device_is_known_and_the_meta_device_computes_nothing(tmp_path, refusa
         assert "cuda" in str(raised.value)
         assert "--device cpu" in str(raised.value)
     meta = ("--device", "meta")
-    for words in (("export", *PARTS), ("qat", f"{TRAINING}:of_parts")):
-        wording.check(refusal(*words, *meta, "-o", tmp_path / "o.onnx"))
+    for arguments in (("export", *PARTS), ("qat", f"{TRAINING}:of_parts")):
+        wording.check(refusal(*arguments, *meta, "-o", tmp_path / "o.onnx"))
     shown = run_command("profile", *PARTS, *meta, "--runs", 1, "--warm-up", 0)
-    assert "nothing was computed on the meta device" in shown
+    assert "the meta device" in shown
     assert "parts_0_conv" in shown
     assert "(2, 2)" in run_command("trace", *PARTS, *meta)
     assert "--device goes with" in refusal("trace", PARTS[0], *meta)
 
 
 @pytest.mark.slow
-def test_observers_are_where_the_model_is():
+def test_observers_share_the_model_device():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval().to("meta")
     prepared = prepare(model, [X.to("meta")], target="tensorrt")
     assert {quant.lo.device.type for quant in observers_of(prepared).values()} == {"meta"}
     assert prepared(X.to("meta")).device.type == "meta"
     assert device_of(nn.ReLU()).type == "cpu"
     assert device_of(model).type == "meta"
-    own = prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), [X], target="tensorrt")
-    assert calibrate(own, [X, (X,)]) == 2
+    cpu_model = prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), [X], target="tensorrt")
+    assert calibrate(cpu_model, [X, (X,)]) == 2
 
 
-def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
+def test_device_adapter_returns_results():
     nested = move_tensors({"a": [X, (X, 3)], "b": "text"}, torch.device("meta"))
     assert nested["a"][0].device.type == nested["a"][1][0].device.type == "meta"
     assert nested["a"][1][1] == 3
     assert nested["b"] == "text"
 
-    def asks(self, x):
+    def check_device(self, x):
         assert x.device.type == "meta"
         return {"y": torch.zeros(2)}
 
-    adapted = DeviceAdapter(module(asks, layer=nn.Linear(2, 2, device="meta")))
+    adapted = DeviceAdapter(module(check_device, layer=nn.Linear(2, 2, device="meta")))
     assert adapted(torch.zeros(1, 2))["y"].device.type == "cpu"
-    found = profile(trace(module(lambda self, x: x + 1)), [X], warm_up=0, runs=1)
-    assert {node.module for node in found.nodes} == {""}
-    assert found.parameters == 0
+    result = profile(trace(module(lambda self, x: x + 1)), [X], warm_up=0, runs=1)
+    assert {node.module for node in result.nodes} == {""}
+    assert result.parameters == 0
 
 
 @pytest.mark.slow
-def test_training_in_bfloat16_and_on_a_named_device(tmp_path):
-    kept, seen = torch_training.of_parts(), []
+def test_training_in_bfloat16_on_a_device(tmp_path):
+    training, output_types = torch_training.of_parts(), []
 
     def loss(output, label):
-        seen.append(output.dtype)
+        output_types.append(output.dtype)
         return nn.functional.cross_entropy(output.float(), label)
 
-    kept.loss = loss
-    kept.amp = True
-    kept.evaluate = lambda model: float(model(X).sum())
-    result = train(kept, device=torch.device("cpu"))
-    assert torch.bfloat16 in seen
+    training.loss = loss
+    training.amp = True
+    training.evaluate = lambda model: float(model(X).sum())
+    result = train(training, device=torch.device("cpu"))
+    assert torch.bfloat16 in output_types
     assert result.score_after is not None
     assert {p.dtype for p in result.prepared.parameters()} == {torch.float32}
-    words = ("--amp", "--device", "cpu", "--int8-stem", "-o", tmp_path / "q.onnx")
-    shown = run_command("qat", f"{TRAINING}:of_parts", *words)
-    assert "int8: 3 of 3 layers with weights" in shown
+    options = ("--amp", "--device", "cpu", "--int8-stem", "-o", tmp_path / "q.onnx")
+    shown = run_command("qat", f"{TRAINING}:of_parts", *options)
+    assert "int8: 3 of 3 layers" in shown
     assert "same arg-max" in shown
-    assert "against its own weights in float" in shown
+    assert "weights in float" in shown
 
 
 class InMemory(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.last = nn.Linear(16, 4)
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.head = nn.Linear(16, 4)
 
     def forward(self, x):
-        return self.last(torch.relu(self.norm(self.first(x))).mean((2, 3)))
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
 @pytest.mark.slow
-def test_a_module_in_memory_is_exported_inspected_and_built(tmp_path):
+def test_module_in_memory_is_built(tmp_path):
     torch.manual_seed(0)
     net, x = InMemory(), torch.randn(2, 3, 16, 16)
     model = calib8.torch.export(net.half(), [x])  # in train mode, and in float16
     assert net.training
-    assert net.first.weight.dtype == torch.float16
-    found = calib8.inspect(model)
-    assert found.inputs[0].shape[1:] == (3, 16, 16)
-    assert "in_memory" in repr(found)
+    assert net.conv.weight.dtype == torch.float16
+    inspection = calib8.inspect(model)
+    assert inspection.inputs[0].shape[1:] == (3, 16, 16)
+    assert "in_memory" in repr(inspection)
     arrays = list(np.random.default_rng(0).normal(size=(8, 1, 3, 16, 16)).astype(np.float32))
     quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0)}
     report = calib8.build(model, arrays, out=tmp_path, **quick)
@@ -353,7 +355,7 @@ def test_a_module_in_memory_is_exported_inspected_and_built(tmp_path):
     assert (tmp_path / "in_memory.int8.onnx").is_file()
 
 
-def test_a_module_in_memory_is_refused_where_a_model_is_meant():
+def test_load_refuses_a_module():
     for net in (InMemory(), trace(InMemory())):
         with pytest.raises(ModelError, match=r"calib8\.torch\.export\(module, "):
             calib8.load(net)
@@ -369,10 +371,10 @@ def loader(*tensors):
 
 def state(net):
     tensors = [(t, t.clone(), t.requires_grad) for t in (*net.parameters(), *net.buffers())]
-    return tensors, [(type(one), one.training) for one in net.modules()]
+    return tensors, [(type(layer), layer.training) for layer in net.modules()]
 
 
-AGAIN = """
+BUILD_PROGRAM = """
 import sys
 from tests.test_torch_commands import CLASSES, InMemory, PIXELS, calib8, loader, torch
 torch.manual_seed(0)
@@ -382,31 +384,33 @@ print(calib8.build(InMemory().eval(), loader(PIXELS, CLASSES), out=sys.argv[1], 
 
 
 @pytest.mark.slow
-def test_a_module_and_a_loader_are_built_compared_and_explained_as_a_file_is(tmp_path):
+def test_module_and_loader_replace_files(tmp_path):
     torch.manual_seed(0)
     net, data = InMemory(), loader(PIXELS, CLASSES)
-    net.first.weight.requires_grad_(False)
+    net.conv.weight.requires_grad_(False)
     net.norm.eval()
     tensors, modes = state(net)
     quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0)}
     text = repr(calib8.build(net, data, out=tmp_path, **quick))
     now, modes_now = state(net)
     assert modes_now == modes
-    for (tensor, before, graded), (other, _, graded_now) in zip(tensors, now, strict=True):
-        assert tensor is other
-        assert torch.equal(other, before)
+    for (tensor, value_before, graded), (tensor_now, _, graded_now) in zip(
+        tensors, now, strict=True
+    ):
+        assert tensor is tensor_now
+        assert torch.equal(tensor_now, value_before)
         assert graded == graded_now
-    assert "calib8: in_memory in int8" in text
+    assert "in_memory in int8" in text
     assert "calibrated anew" in text
-    found = calib8.compare(net, tmp_path / "in_memory.int8.onnx", data)
-    assert found.first == "InMemory in onnxruntime"
-    assert found.outputs[0].accuracy.sqnr_db > 20
-    found = calib8.explain(tmp_path, images=data, model=net)
-    assert found.targets[0].held.samples == 8
-    assert not found.targets[0].held.notes
-    command = [sys.executable, "-c", AGAIN, tmp_path]
+    result = calib8.compare(net, tmp_path / "in_memory.int8.onnx", data)
+    assert result.first == "InMemory in onnxruntime"
+    assert result.outputs[0].accuracy.sqnr_db > 20
+    result = calib8.explain(tmp_path, images=data, model=net)
+    assert result.targets[0].held.samples == 8
+    assert not result.targets[0].held.notes
+    command = [sys.executable, "-c", BUILD_PROGRAM, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, check=True)
-    assert "cache reused: model, images" in done.stdout  # one digest in every process
+    assert "reused: model, images" in done.stdout  # one digest in every process
     assert calib8.calibrate(net, PIXELS, cache=tmp_path / "calib8" / "in_memory.cache").reason
 
 
@@ -437,13 +441,13 @@ class Returned:
     ],
     ids=["samples", "iterator", "dataset", "dict", "class", "fixed", "several", "names", "keys"],
 )
-def test_the_first_item_of_a_loader_gives_the_inputs(forward, data, inputs, batch):
+def test_first_loader_item_gives_inputs(forward, data, inputs, batch):
     net = nn.DataParallel(module(forward, own=InMemory().eval()))
     loaded, images = open_module(net, data)
-    assert [one.name for one in loaded.inputs] == inputs.split()
+    assert [spec.name for spec in loaded.inputs] == inputs.split()
     assert loaded.inputs[0].shape == (batch, 3, 16, 16)
     assert loaded.name == "net"
-    assert any("fixes its batch, here to the 4" in note for note in loaded.notes) == (batch == 4)
+    assert any("fixes its batch" in note for note in loaded.notes) == (batch == 4)
     if "logits" in str(forward.__code__.co_consts + forward.__code__.co_names):
         assert loaded.outputs[0].name == "logits"
     feed = calib8.calibrate(loaded, images).feed
@@ -460,7 +464,7 @@ def branching(net, x):
 
 
 @pytest.mark.parametrize(
-    ("net", "data", "error", "said"),
+    ("net", "data", "error", "reason"),
     [
         (InMemory(), None, ConfigError, "a DataLoader, a batch or a list of tensors, got none"),
         (InMemory(), "photos/", ConfigError, "a list of tensors, got files; give one after the"),
@@ -498,10 +502,14 @@ def branching(net, x):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_module_that_cannot_be_exported_is_refused_in_a_sentence(net, data, error, said, wording):
+def test_unexportable_module_is_refused(net, data, error, reason, wording):
     net = net if isinstance(net, nn.Module) else net()
-    for take in (calib8.inspect, calib8.calibrate, lambda *both: calib8.compare(both[0], *both)):
-        with pytest.raises(error, match=said) as refused:
+    for take in (
+        calib8.inspect,
+        calib8.calibrate,
+        lambda *arguments: calib8.compare(arguments[0], *arguments),
+    ):
+        with pytest.raises(error, match=reason) as refused:
             take(net, data)
         assert "\n" not in str(refused.value)
     with pytest.raises(ConfigError) as raised:
@@ -510,7 +518,7 @@ def test_a_module_that_cannot_be_exported_is_refused_in_a_sentence(net, data, er
 
 
 @pytest.mark.slow
-def test_the_functions_of_torch_take_a_module_in_memory(wording):
+def test_torch_functions_take_a_module(wording):
     torch.manual_seed(0)
     net, x = InMemory().eval(), torch.randn(4, 3, 16, 16)
     assert calib8.torch.trace(net).graph

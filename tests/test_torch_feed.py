@@ -1,4 +1,4 @@
-"""What PyTorch models are fed: loaders, tensors, files, inputs by name; models by name."""
+"""Inputs of PyTorch models: loaders, tensors, files, inputs by name; models by name."""
 # ruff: noqa: E402 (torch may be missing)
 
 import sys
@@ -35,28 +35,30 @@ X = TensorSpec("x", "float32", ("batch", 3, 8, 8))
 BATCH = np.random.default_rng(3).normal(size=(6, 3, 8, 8)).astype(np.float32)
 
 
-def fed(source, **options):
+def feed_all(source, **options):
     feed = open_feed(source, [X], **options)
     with feed.samples() as stream:
-        return feed, np.concatenate([one["x"] for one in stream])
+        return feed, np.concatenate([sample["x"] for sample in stream])
 
 
 @pytest.mark.parametrize("labels", [True, False])
-def test_a_data_loader(labels):
+def test_data_loader_feeds_its_batches(labels):
     tensors = [torch.from_numpy(BATCH), *([torch.arange(6)] if labels else [])]
     data = torch.utils.data.TensorDataset(*tensors)
-    feed, seen = fed(torch.utils.data.DataLoader(data, batch_size=4))
-    assert np.array_equal(seen, BATCH)
-    assert ("left out of the items, as no input has it: number 2" in feed.notes) == labels
+    feed, fed_batch = feed_all(torch.utils.data.DataLoader(data, batch_size=4))
+    assert np.array_equal(fed_batch, BATCH)
+    assert any("left out" in note and "number 2" in note for note in feed.notes) == labels
 
 
-def test_tensors_with_a_gradient_and_pictures_of_uint8():
+def test_tensors_of_any_type_are_fed():
     tensor = torch.from_numpy(BATCH).requires_grad_()
-    assert np.array_equal(fed(tensor)[1], BATCH)
-    assert np.array_equal(fed([one[None] for one in tensor])[1], BATCH)
+    assert np.array_equal(feed_all(tensor)[1], BATCH)
+    assert np.array_equal(feed_all([row[None] for row in tensor])[1], BATCH)
     pictures = np.random.default_rng(4).integers(0, 256, (3, 8, 8, 3), np.uint8)
-    _, seen = fed([torch.from_numpy(one) for one in pictures], preprocess=Preprocess())
-    assert np.allclose(seen, pictures.transpose(0, 3, 1, 2) / np.float32(255), atol=1e-6)
+    _, fed_pictures = feed_all(
+        [torch.from_numpy(picture) for picture in pictures], preprocess=Preprocess()
+    )
+    assert np.allclose(fed_pictures, pictures.transpose(0, 3, 1, 2) / np.float32(255), atol=1e-6)
 
 
 NETS = """
@@ -124,15 +126,15 @@ def nets(tmp_path):
     return path
 
 
-def test_an_input_has_a_shape_a_dtype_and_values_that_fit():
+def test_example_inputs_fit_shape_and_dtype():
     assert parse_input("1x3x8x8") == ((1, 3, 8, 8), None, None)
     assert parse_input("ids=1x128:int64") == ((1, 128), "int64", "ids")
-    for wrong, said in (
+    for wrong, reason in (
         ("1x2:int46", "got '1x2:int46'; did you mean 'int64'"),
         ("1x2:", "an input is like 1x3x224x224"),
         ("=1x2", "got '=1x2'"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=reason):
             parse_input(wrong)
     shapes, dtypes = [(2, 50)] * 5, [None, "int64", "uint8", "bool", "float16"]
     make = partial(model_inputs.example_inputs, shapes, dtypes, floating=torch.float64)
@@ -148,7 +150,7 @@ def test_an_input_has_a_shape_a_dtype_and_values_that_fit():
 
 
 @pytest.mark.slow
-def test_ids_and_several_inputs_go_through_every_command(nets, tmp_path, wording):
+def test_commands_take_several_inputs(nets, tmp_path, wording):
     spec = f"{nets}:plain_words"
     inputs = ("--input", "2x6:int64", "--input", "2x6")
     assert "(2, 6, 3)" in run_command("trace", spec, *inputs)
@@ -166,26 +168,26 @@ def test_ids_and_several_inputs_go_through_every_command(nets, tmp_path, wording
     wording.check(raised.value)
 
 
-def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal, wording):
+def test_sample_files_fill_the_inputs(nets, tmp_path, refusal, wording):
     model = load_module(f"{nets}:plain_words")
     ids, mask = np.array([[4, 0], [1, 3], [2, 2]]), np.ones((3, 2), np.float32)
     path = tmp_path / "s.npz"
-    for write, arrays, named in (
+    for write, arrays, named_arrays in (
         (np.savez, (), {"mask": mask, "ids": ids}),
         (np.savez_compressed, (ids, mask), {}),
     ):
-        write(path, *arrays, **named)
+        write(path, *arrays, **named_arrays)
         read = model_inputs.read_sample(path, model)
         assert np.array_equal(read[0], ids)
         assert np.array_equal(read[1], mask)
     assert "(3, 2, 3)" in run_command("trace", f"{nets}:plain_words", "--sample", path)
     np.save(tmp_path / "x.npy", np.zeros((2, 3, 8, 8), np.float32))
-    for command, *words in (
+    for command, *options in (
         ("profile", "--runs", 1, "--warm-up", 0),
         ("fuse", "--bench"),
         ("export", "-o", tmp_path / "o.onnx"),
     ):
-        run_command(command, f"{nets}:conv", "--sample", tmp_path / "x.npy", *words)
+        run_command(command, f"{nets}:conv", "--sample", tmp_path / "x.npy", *options)
     np.savez(path, words=ids, other=mask)
     with pytest.raises(FeedError) as raised:
         model_inputs.read_sample(path, model)
@@ -208,56 +210,56 @@ def session_of(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["half", "brain", "double"])
-def test_models_of_other_floats(nets, tmp_path, kind):
-    spec, words = f"{nets}:{kind}", ("--input", "2x3x8x8")
-    assert "(2, 4, 6, 6)" in run_command("trace", spec, *words)
-    run_command("profile", spec, *words, "--runs", 1, "--warm-up", 0)
-    assert "Conv+BN+ReLU: 1 fused" in run_command("fuse", spec, *words, "--bench")
-    shown = run_command("export", spec, *words, "-o", tmp_path / "o.onnx")
-    assert "and is converted to float32" in shown
+def test_models_of_other_float_types(nets, tmp_path, kind):
+    spec, inputs = f"{nets}:{kind}", ("--input", "2x3x8x8")
+    assert "(2, 4, 6, 6)" in run_command("trace", spec, *inputs)
+    run_command("profile", spec, *inputs, "--runs", 1, "--warm-up", 0)
+    assert "Conv+BN+ReLU: 1 fused" in run_command("fuse", spec, *inputs, "--bench")
+    shown = run_command("export", spec, *inputs, "-o", tmp_path / "o.onnx")
+    assert "converted to float32" in shown
     assert ("rounds its weights" in shown) == (kind == "double")
     assert session_of(tmp_path / "o.onnx").get_inputs()[0].type == "tensor(float)"
-    assert any("is converted to float32" in note for note in open_torch(spec, [(2, 3, 8, 8)]).notes)
+    assert any("converted to float32" in note for note in open_torch(spec, [(2, 3, 8, 8)]).notes)
 
 
-def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
+def test_weights_are_found_in_checkpoints(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
 
-    def under(prefix):
+    def with_prefix(prefix):
         return {f"{prefix}{name}": value for name, value in state.items()}
 
     path = tmp_path / "w.pt"
-    for kept in (
+    for content in (
         {"state_dict": state, "epoch": 3},
-        {"model": under("module."), "optimizer": {"state": {}}},
-        {"checkpoint": 1, "model": {"state_dict": under("_orig_mod.module.")}},
-        under("net."),
+        {"model": with_prefix("module."), "optimizer": {"state": {}}},
+        {"checkpoint": 1, "model": {"state_dict": with_prefix("_orig_mod.module.")}},
+        with_prefix("net."),
         {"checkpoint": {"weights": state}, "optimizer": {"state": {0: {"step": state["0.bias"]}}}},
-        {"ema": under("module."), "epoch": 3},
-        {"state_dict": {**under("model."), "criterion.weight": torch.ones(3)}},
-        {**under("module."), "n_averaged": torch.ones(1)},
+        {"ema": with_prefix("module."), "epoch": 3},
+        {"state_dict": {**with_prefix("model."), "criterion.weight": torch.ones(3)}},
+        {**with_prefix("module."), "n_averaged": torch.ones(1)},
     ):
-        torch.save(kept, path)
+        torch.save(content, path)
         nn.init.zeros_(model[0].weight)
         load_weights(model, path)
         assert float(model[0].weight.detach().sum()) == 4
-    for kept, said in (
+    for content, reason in (
         ({"epoch": 3, "ema": {"decay": 0.9}}, "got 'epoch', 'ema'"),
         ({"params": state, "params_ema": state}, "several under 'params' and 'params_ema'"),
-        (under("student.") | under("teacher."), "this model's weights"),
+        (with_prefix("student.") | with_prefix("teacher."), "this model's weights"),
         ({"state_dict": state, "args": Namespace()}, "an object of argparse.Namespace"),
         (model, "an object of torch.nn.modules"),
         ({}, "got nothing"),
-        (under("a.") | state, "this model's weights"),
+        (with_prefix("a.") | state, "this model's weights"),
         ([1], "got list"),
     ):
-        torch.save(kept, path)
-        with pytest.raises(ModelError, match=said):
+        torch.save(content, path)
+        with pytest.raises(ModelError, match=reason):
             load_weights(model, path)
 
 
-def test_files_that_torch_save_did_not_write_are_named(tmp_path, recwarn, wording):
+def test_foreign_weight_files_are_named(tmp_path, recwarn, wording):
     model = nn.Linear(2, 2)
     torch.jit.script(model).save(tmp_path / "s.pt")
     (tmp_path / "t.pt").write_text("hello")
@@ -271,7 +273,7 @@ def test_files_that_torch_save_did_not_write_are_named(tmp_path, recwarn, wordin
     assert not recwarn.list
 
 
-def test_weights_of_safetensors(nets, tmp_path, monkeypatch):
+def test_safetensors_weights_are_loaded(nets, tmp_path, monkeypatch):
     save_file = pytest.importorskip("safetensors.torch", reason="calib8[torch] has it").save_file
     spec, state = f"{nets}:conv", load_module(f"{nets}:conv").state_dict()
     state["0.weight"] = torch.full_like(state["0.weight"], 0.25)
@@ -281,10 +283,13 @@ def test_weights_of_safetensors(nets, tmp_path, monkeypatch):
     weights = map(onnx.numpy_helper.to_array, onnx.load(out).graph.initializer)
     (kernel,) = [w for w in weights if w.ndim == 4]
     assert np.allclose(kernel, 0.25, rtol=1e-4)
-    whole = path.read_bytes()
-    for broken, said in ((whole[:-5], "got: "), (b"\x02" + bytes(7) + b"{}", "a state dict")):
+    file_bytes = path.read_bytes()
+    for broken, error_text in (
+        (file_bytes[:-5], "got: "),
+        (b"\x02" + bytes(7) + b"{}", "a state dict"),
+    ):
         path.write_bytes(broken)
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=error_text):
             load_weights(load_module(spec), path)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(SdkMissingError, match="pip install safetensors"):
@@ -320,14 +325,14 @@ def packages(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_models_by_name(packages, tmp_path, wording):
-    made = {
+def test_library_models_load_by_name(packages, tmp_path, wording):
+    sizes = {
         spec: load_module(spec).out_features
         for spec in ("timm:tiny", "torchvision:ssd", "ultralytics:yolov8n.yaml")
     }
-    assert list(made.values()) == [2, 4, 5]
+    assert list(sizes.values()) == [2, 4, 5]
     assert torch.equal(load_module("timm:tiny").weight, load_module("timm:tiny").weight)
-    assert "the weights of timm:tiny are random" in run_command("trace", "timm:tiny")
+    assert "timm:tiny are random" in run_command("trace", "timm:tiny")
     torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
     assert "random" not in run_command("trace", "timm:tiny", "--weights", tmp_path / "w.pt")
     loaded = open_torch("ultralytics:yolov8n.yaml", [(1, 3)])
@@ -344,7 +349,7 @@ def test_models_by_name(packages, tmp_path, wording):
         load_module("ultralytics:yolov8n.pt")
 
 
-def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, wording):
+def test_missing_package_is_named(tmp_path, monkeypatch, wording):
     monkeypatch.setattr("deploy.fx.source.find_spec", lambda name: None)
     with pytest.raises(SdkMissingError) as raised:
         load_module("timm:resnet18")
@@ -360,29 +365,29 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, wording):
     assert not is_torch_spec("other:name")
 
 
-WORDS = ("--input", "ids=2x6:int64", "--input", "mask=2x6")
-PAIR = ("--input", "image.rgb=1x3x8x8", "--input", "scale=1")
-OPEN = ("--input", "scale=1", "--input", "image=1x3x8x8")
+WORD_INPUTS = ("--input", "ids=2x6:int64", "--input", "mask=2x6")
+PAIR_INPUTS = ("--input", "image.rgb=1x3x8x8", "--input", "scale=1")
+OPEN_INPUTS = ("--input", "scale=1", "--input", "image=1x3x8x8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "inputs"), [("words", WORDS), ("pair", PAIR)])
+@pytest.mark.parametrize(("name", "inputs"), [("words", WORD_INPUTS), ("pair", PAIR_INPUTS)])
 def test_every_command_takes_inputs_by_name(nets, command, tmp_path, name, inputs):
     spec, out = f"{nets}:{name}", tmp_path / "n.onnx"
-    for word, *more in (
+    for command_name, *options in (
         ("trace",),
         ("trace", "--code"),
         ("profile", "--runs", 1, "--warm-up", 0),
         ("fuse", "-o", tmp_path / "n.pt2"),
         ("export", "--qdq", "--mode", "weight-only", "--int8-stem", "-o", out),
     ):
-        said = command(word, spec, *inputs, *more)
-        assert ("a dict of image_rgb, scale" in said) is (name == "pair")
+        output = command(command_name, spec, *inputs, *options)
+        assert ("dict of image_rgb, scale" in output) is (name == "pair")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "inputs", "named", "given"),
+    ("name", "inputs", "input_names", "output_names"),
     [
         (
             "words",
@@ -396,43 +401,50 @@ def test_every_command_takes_inputs_by_name(nets, command, tmp_path, name, input
             ["ids", "kinds"],
             ["scores", "pooled_mean", "pooled_all_0"],
         ),
-        ("pair", PAIR, ["image_rgb", "scale"], ["image", "total"]),
-        ("open_ended", OPEN, ["scale", "image"], ["image_out", "total"]),  # an input's name too
+        ("pair", PAIR_INPUTS, ["image_rgb", "scale"], ["image", "total"]),
+        (
+            "open_ended",
+            OPEN_INPUTS,
+            ["scale", "image"],
+            ["image_out", "total"],
+        ),  # an input's name too
     ],
 )
-def test_an_exported_model_keeps_its_inputs_and_outputs(nets, tmp_path, name, inputs, named, given):
+def test_exported_model_keeps_its_tensor_names(
+    nets, tmp_path, name, inputs, input_names, output_names
+):
     out = tmp_path / "n.onnx"
     run_command("export", f"{nets}:{name}", *inputs, "-o", out)
     session = session_of(out)
-    assert [one.name for one in session.get_inputs()] == named
-    assert [one.name for one in session.get_outputs()] == given
+    assert [tensor.name for tensor in session.get_inputs()] == input_names
+    assert [tensor.name for tensor in session.get_outputs()] == output_names
     onnx.checker.check_model(onnx.load(out), full_check=True)
 
 
-def test_what_an_exported_model_is_fed_by_name(nets, tmp_path):
+def test_exported_model_is_fed_by_name(nets, tmp_path):
     out, rng = tmp_path / "w.onnx", np.random.default_rng(0)
-    run_command("export", f"{nets}:pair", *PAIR, "-o", out)
+    run_command("export", f"{nets}:pair", *PAIR_INPUTS, "-o", out)
     image = rng.normal(size=(2, 3, 8, 8)).astype(np.float32)
     scale = np.array([2, -1], np.float32)
-    got = session_of(out).run(["total"], {"image_rgb": image, "scale": scale})[0]
+    total = session_of(out).run(["total"], {"image_rgb": image, "scale": scale})[0]
     batch = {"image.rgb": torch.from_numpy(image), "scale": torch.from_numpy(scale)}
     with torch.no_grad():
-        wanted = load_module(f"{nets}:pair")(batch)["total"]
-    assert np.allclose(got, wanted, atol=1e-6)
+        expected = load_module(f"{nets}:pair")(batch)["total"]
+    assert np.allclose(total, expected, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_sample_gives_keywords_and_the_keys_of_a_dict(nets, tmp_path, wording):
+def test_sample_gives_keywords_and_dict_keys(nets, tmp_path, wording):
     path, spec = tmp_path / "s.npz", f"{nets}:words"
     ids, mask = torch.tensor([[4, 0, 1], [1, 3, 2]]), torch.ones(2, 3)
     np.savez(path, mask=mask.numpy(), ids=ids.numpy())
     assert "(2, 3, 8)" in run_command("trace", spec, "--sample", path)
-    model, own = load_module(spec), load_module(spec)
+    model, second_model = load_module(spec), load_module(spec)
     read = model(*model_inputs.read_sample(path, model))
-    assert torch.equal(read["scores"], own(ids, mask=mask)["scores"])
+    assert torch.equal(read["scores"], second_model(ids, mask=mask)["scores"])
     np.savez(path, **{"image.rgb": np.zeros((1, 3, 8, 8), "f4"), "scale": np.ones(1, "f4")})
-    said = run_command("export", f"{nets}:pair", "--sample", path, "-o", tmp_path / "o.onnx")
-    assert "a dict of" in said
+    output = run_command("export", f"{nets}:pair", "--sample", path, "-o", tmp_path / "o.onnx")
+    assert "a dict of" in output
     np.savez(path, mask=mask.numpy())
     with pytest.raises(FeedError) as raised:
         model_inputs.read_sample(path, load_module(spec))
@@ -443,13 +455,13 @@ def test_a_sample_gives_keywords_and_the_keys_of_a_dict(nets, tmp_path, wording)
 def test_named_inputs_are_calibrated_and_built(nets, command, tmp_path):
     images, rng = tmp_path / "many.npz", np.random.default_rng(0)
     np.savez(images, ids=rng.integers(0, 5, (6, 6)), mask=np.ones((6, 6), np.float32))
-    given = (f"{nets}:words", *WORDS, "--images", images)
-    assert "1 of 2 layers" in command("export", *given, "--qdq", "-o", tmp_path / "q.onnx")
-    command("build", *given, "--out", tmp_path / "out", "--effort", "0", "--duration", "0")
+    arguments = (f"{nets}:words", *WORD_INPUTS, "--images", images)
+    assert "1 of 2 layers" in command("export", *arguments, "--qdq", "-o", tmp_path / "q.onnx")
+    command("build", *arguments, "--out", tmp_path / "out", "--effort", "0", "--duration", "0")
 
 
 @pytest.mark.parametrize(
-    ("name", "names", "said"),
+    ("name", "names", "reason"),
     [
         ("words", ["ids", "musk"], "got ids, musk; did you mean 'mask'"),
         ("words", ["mask"], r"forward\(ids, kinds=None, mask=None"),
@@ -460,15 +472,15 @@ def test_named_inputs_are_calibrated_and_built(nets, command, tmp_path):
         ("pair", ["batch", "scale"], "the keys of a dict"),
     ],
 )
-def test_names_that_fit_nothing_are_refused(nets, refusal, name, names, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unknown_input_names_are_refused(nets, refusal, name, names, reason):
+    with pytest.raises(ConfigError, match=reason):
         model_inputs.accept_named_inputs(load_module(f"{nets}:{name}"), names)
-    words = [w for n in names for w in ("--input", f"{n}=1x2" if n else "1x2")]
-    err = refusal("profile", f"{nets}:{name}", *words)
+    arguments = [w for n in names for w in ("--input", f"{n}=1x2" if n else "1x2")]
+    err = refusal("profile", f"{nets}:{name}", *arguments)
     assert "forward" in err or "twice" in err
 
 
-def test_only_a_model_that_leaves_something_out_is_changed(nets):
+def test_only_models_with_omissions_change_class(nets):
     model = load_module(f"{nets}:words")
     kind = type(model)
     assert model_inputs.accept_named_inputs(model, [None, None]) == [0, 1]

@@ -6,7 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
-UNTOLD = "import deploy.terminal; deploy.terminal.TICK_S = 1e6; "  # however slow the machine is
+NO_PROGRESS = (
+    "import deploy.terminal; deploy.terminal.TICK_S = 1e6; "  # however slow the machine is
+)
 
 
 def run(code, without=NO_TORCH):
@@ -24,24 +26,27 @@ for command in ("trace", "profile", "fuse", "inspect", "build"):
 
 
 def test_a_torch_command_names_the_extra():
-    done = run(UNTOLD + COMMANDS)
+    done = run(NO_PROGRESS + COMMANDS)
     assert done.returncode == 0
     assert done.stdout == ""
     error = "calib8: error: PyTorch models need torch, which is not installed:"
     assert done.stderr == f"{error} pip install 'calib8[torch]'\n" * 5
 
 
-def test_help_needs_no_torch_and_torch_ao_is_never_imported():
+def test_help_needs_no_torch():
     assert run("from deploy.cli import main; main(['--help'])").returncode == 0
     loaded = "import sys; from deploy.cli import cli; cli.get_command(None, 'trace');"
     assert run(loaded + "print('torch' in sys.modules)", without="").stdout == "False\n"
+
+
+def test_torch_ao_is_never_imported():
     for source in [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         text = source.read_text()
         assert "torch.ao" not in text, source
         assert "torch.quantization" not in text, source
 
 
-def test_the_face_of_torch_is_there_without_torch_and_its_functions_name_the_extra():
+def test_torch_interface_exists_without_torch():
     code = """
 import calib8, pydoc
 assert "trace" in dir(calib8.torch) and "qat" in pydoc.render_doc(calib8)

@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 
 HERE = Path(__file__).parent
 
-GRIDS = {one.name: one.grid for one in (ONNXRUNTIME, TENSORRT, ASCEND)}
+GRIDS = {placement.name: placement.grid for placement in (ONNXRUNTIME, TENSORRT, ASCEND)}
 
 STEM = OnnxRuntime(int8_stem=True)  # for networks whose first Conv is small
 
@@ -83,15 +83,15 @@ def grid_of(quant):
 
 
 @pytest.fixture(scope="module")
-def made(resnet, batches):
+def converted_and_exported(resnet, batches):
     """Target -> (converted, exported), each made once."""
-    known = {}
+    models_by_target = {}
 
     def make(target="onnxruntime"):
-        if target not in known:
+        if target not in models_by_target:
             converted = convert(calibrated(resnet, batches, target=target))
-            known[target] = converted, to_onnx(converted, batches[0])
-        return known[target]
+            models_by_target[target] = converted, to_onnx(converted, batches[0])
+        return models_by_target[target]
 
     return make
 
@@ -101,23 +101,27 @@ def operators(model):
 
 
 @pytest.mark.slow
-def test_a_prepared_model_computes_the_float_model_with_the_targets_sites(resnet, batches):
+def test_prepared_model_has_the_target_sites(resnet, batches):
     for target in TARGETS:
         prepared = prepare(resnet, batches[0], target=target)
         assert torch.allclose(prepared(*batches[0]), resnet(*batches[0]), atol=1e-5)
-    found = {t: sites(prepare(resnet, batches[0], target=t)) for t in TARGETS}
-    assert "x" in found["onnxruntime"]
-    assert "fc" not in found["onnxruntime"]
-    assert "layer1_0_relu" in found["onnxruntime"]  # after the ReLU, not between
-    assert "layer2_0_conv2" in found["onnxruntime"]  # feeds Add, no ReLU between
-    assert "layer1_0_conv2" not in found["tensorrt"]  # the branch that Add fuses with
-    assert set(found["ascend"]) < set(found["tensorrt"])
+    sites_by_target = {t: sites(prepare(resnet, batches[0], target=t)) for t in TARGETS}
+    assert "x" in sites_by_target["onnxruntime"]
+    assert "fc" not in sites_by_target["onnxruntime"]
+    assert "layer1_0_relu" in sites_by_target["onnxruntime"]  # after the ReLU, not between
+    assert "layer2_0_conv2" in sites_by_target["onnxruntime"]  # feeds Add, no ReLU between
+    assert "layer1_0_conv2" not in sites_by_target["tensorrt"]  # the branch that Add fuses with
+    assert set(sites_by_target["ascend"]) < set(sites_by_target["tensorrt"])
     # a pool in int8, which has the scale of what it reads
-    assert found["tensorrt"]["maxpool"][1] == found["tensorrt"]["relu"][1] == "quant_relu"
-    assert "relu" not in found["ascend"]
-    assert found["ascend"]["maxpool"][0] == {"layer1_0_conv1"}
+    assert (
+        sites_by_target["tensorrt"]["maxpool"][1]
+        == sites_by_target["tensorrt"]["relu"][1]
+        == "quant_relu"
+    )
+    assert "relu" not in sites_by_target["ascend"]
+    assert sites_by_target["ascend"]["maxpool"][0] == {"layer1_0_conv1"}
     # the skip branch of Add, which is the conv's input too: one site, both readers
-    readers = found["tensorrt"]["maxpool"][0]
+    readers = sites_by_target["tensorrt"]["maxpool"][0]
     assert len(readers) == 2
     assert "layer1_0_conv1" in readers
     assert readers & {"iadd", "add"}
@@ -130,7 +134,7 @@ def sites(prepared):
 
 
 @pytest.mark.slow
-def test_scales_are_shared_as_the_target_shares_them():
+def test_scales_are_shared_by_target():
     branches = module(
         lambda self, x: self.out(self.pool(torch.cat([self.a(x), self.b(x) * 0.5], 1))),
         a=nn.Conv2d(3, 4, 1),
@@ -144,23 +148,29 @@ def test_scales_are_shared_as_the_target_shares_them():
         return prepared, {name: quant for name, (_, quant) in sites(prepared).items()}
 
     x = torch.randn(2, 3, 4, 4)
-    prepared, found = groups(target=STEM)
-    assert found["cat"] == found["pool"]
-    assert len(set(found.values())) == len(found) - 1
+    prepared, quantizer_by_tensor = groups(target=STEM)
+    assert quantizer_by_tensor["cat"] == quantizer_by_tensor["pool"]
+    assert len(set(quantizer_by_tensor.values())) == len(quantizer_by_tensor) - 1
     calibrate(prepared, [x])
     exported = to_onnx(convert(prepared), [x])
     assert compare_with_torch(exported, convert(prepared), [[x]], optimized=False).codes <= 1.0
-    _, found = groups(target=STEM, share=["concat"])
-    assert found["a"] == found["mul"] == found["cat"] == found["pool"] != found["out"]
-    _, found = groups(target="tensorrt")
-    assert set(found) == {"x", "cat", "pool"}
-    assert found["cat"] == found["pool"]
+    _, quantizer_by_tensor = groups(target=STEM, share=["concat"])
+    assert (
+        quantizer_by_tensor["a"]
+        == quantizer_by_tensor["mul"]
+        == quantizer_by_tensor["cat"]
+        == quantizer_by_tensor["pool"]
+        != quantizer_by_tensor["out"]
+    )
+    _, quantizer_by_tensor = groups(target="tensorrt")
+    assert set(quantizer_by_tensor) == {"x", "cat", "pool"}
+    assert quantizer_by_tensor["cat"] == quantizer_by_tensor["pool"]
     with pytest.raises(ConfigError, match="shared around"):
         groups(share=["relu"])
 
 
 @pytest.mark.slow
-def test_a_shared_range_is_that_of_all_its_tensors():
+def test_shared_range_spans_all_tensors():
     def both(self, x, y):
         return torch.cat([self.a(x), self.b(y)], 1)
 
@@ -175,8 +185,8 @@ def test_a_shared_range_is_that_of_all_its_tensors():
     prepared = calibrated(model, batches, method="minmax", target=STEM, share=["concat"])
     shared = observers_of(prepared)["a"]
     assert shared.calls_per_batch == 3
-    seen = [both(model, *b).detach() for b in batches]
-    ends = min(float(x.min()) for x in seen), max(float(x.max()) for x in seen)
+    outputs = [both(model, *b).detach() for b in batches]
+    ends = min(float(x.min()) for x in outputs), max(float(x.max()) for x in outputs)
     assert grid_of(shared) == scale_on_grid(*ends, shared.grid)
     for momentum in (0.25, 1):  # following goes on from there, one step a batch
         prepared = prepare(model, batches[0], momentum=momentum, target=STEM, share=["concat"])
@@ -184,25 +194,25 @@ def test_a_shared_range_is_that_of_all_its_tensors():
         set_phase(prepared, observe=True, quantize=False)
         shared = observers_of(prepared)["a"]
         expected = float(shared.hi)
-        for batch, x in zip(batches[1:], seen[1:], strict=True):
+        for batch, x in zip(batches[1:], outputs[1:], strict=True):
             prepared(*batch)
             step = float(x.max()) - expected
             expected += max(step, 0) if momentum == 1 else 0.25 * step
         assert float(shared.hi) == pytest.approx(expected, rel=1e-5)
         assert grid_of(shared) == scale_on_grid(float(shared.lo), float(shared.hi), shared.grid)
-    alone = FakeQuant(UINT8, "t")
-    alone.calls_per_batch = 2
-    alone.update(torch.tensor([5.0]))
-    alone.start_batch()  # broken off: the next tensor is the first of its batch
-    alone.update(torch.tensor([1.0]))
-    alone.update(torch.tensor([3.0]))
-    assert float(alone.hi) == 3.0
-    assert int(alone.seen) == 1
+    quant = FakeQuant(UINT8, "t")
+    quant.calls_per_batch = 2
+    quant.update(torch.tensor([5.0]))
+    quant.start_batch()  # broken off: the next tensor is the first of its batch
+    quant.update(torch.tensor([1.0]))
+    quant.update(torch.tensor([3.0]))
+    assert float(quant.hi) == 3.0
+    assert int(quant.outputs) == 1
 
 
 @pytest.mark.slow
-def test_grids_of_the_targets_do_not_depend_on_the_run(made, resnet, batches):
-    tables = {name: scale_table(made(name)[0]) for name in TARGETS}
+def test_scales_are_equal_in_every_run(converted_and_exported, resnet, batches):
+    tables = {name: scale_table(converted_and_exported(name)[0]) for name in TARGETS}
     zeros = {name: {zero for _, _, zero in table} for name, table in tables.items()}
     assert all(scale > 0 for table in tables.values() for _, scale, _ in table)
     assert zeros["tensorrt"] == {0}
@@ -210,13 +220,15 @@ def test_grids_of_the_targets_do_not_depend_on_the_run(made, resnet, batches):
     relu = {name: zero for name, _, zero in tables["ascend"]}
     assert relu["layer1_0_relu"] == -128  # a ReLU starts at the lowest code
     assert scale_table(calibrated(resnet, batches)) == tables["onnxruntime"]
-    first = observers_of(calibrated(resnet, batches, method="minmax"))["x"]
+    input_quantizer = observers_of(calibrated(resnet, batches, method="minmax"))["x"]
     stacked = torch.cat([b[0] for b in batches])
-    assert grid_of(first) == scale_on_grid(float(stacked.min()), float(stacked.max()), first.grid)
+    assert grid_of(input_quantizer) == scale_on_grid(
+        float(stacked.min()), float(stacked.max()), input_quantizer.grid
+    )
 
 
 @pytest.mark.slow
-def test_weights_are_the_calibrators_own(resnet, batches):
+def test_weights_equal_the_calibrators(resnet, batches):
     prepared = calibrated(resnet, batches)
     layer = convert(prepared).get_submodule("layer1.0.conv1")
     assert isinstance(layer, IntLayer)
@@ -231,8 +243,8 @@ def test_weights_are_the_calibrators_own(resnet, batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(TARGETS))
-def test_the_exported_model_is_the_converted_one_within_one_code(made, batches, target):
-    converted, exported = made(target)
+def test_exported_model_differs_by_one_code(converted_and_exported, batches, target):
+    converted, exported = converted_and_exported(target)
     onnx.checker.check_model(exported, full_check=True)
     assert {e.domain: e.version for e in exported.opset_import} == {"": 18}
     mixed = [*batches, (batches[0][0][:1],), (torch.cat([b[0] for b in batches])[:7],)]
@@ -245,8 +257,8 @@ def test_the_exported_model_is_the_converted_one_within_one_code(made, batches, 
     assert "steps of the last scale" in str(used)
 
 
-def test_an_export_is_int8_throughout_and_the_same_bytes_every_time(made, kernels, resnet, batches):
-    converted, exported = made()
+def test_export_is_int8_and_deterministic(converted_and_exported, kernels, resnet, batches):
+    converted, exported = converted_and_exported()
     ran = Counter(kernels(exported))
     assert ran["QLinearConv"] == 20
     assert ran["QLinearAdd"] == 8
@@ -260,8 +272,8 @@ def test_an_export_is_int8_throughout_and_the_same_bytes_every_time(made, kernel
     assert sizes[onnx.TensorProto.FLOAT] < parameters / 20
     assert b"/work" not in exported.SerializeToString()
     assert not exported.graph.node[0].doc_string
-    again = to_onnx(converted, batches[0]).SerializeToString(deterministic=True)
-    assert again == exported.SerializeToString(deterministic=True)
+    second_bytes = to_onnx(converted, batches[0]).SerializeToString(deterministic=True)
+    assert second_bytes == exported.SerializeToString(deterministic=True)
 
 
 def test_ema_follows_its_formula():
@@ -273,7 +285,7 @@ def test_ema_follows_its_formula():
 
 
 @pytest.mark.slow
-def test_fewer_bits_clip_before_the_8_bit_operator():
+def test_fewer_bits_add_a_clip():
     model, data = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)), torch.randn(2, 3, 8, 8)
     converted = convert(calibrated(model.eval(), [(data,)], bits=4, target=STEM))
     assert converted.get_submodule("0").weight_int.abs().max() == 7
@@ -286,7 +298,7 @@ def test_fewer_bits_clip_before_the_8_bit_operator():
 
 
 @pytest.mark.slow
-def test_nan_no_data_dead_tensors_and_wrong_names_are_said(resnet, batches, wording):
+def test_bad_data_and_options_are_refused(resnet, batches, wording):
     prepared = prepare(resnet, batches[0])
     with pytest.raises(FeedError) as refusal:
         calibrate(prepared, [])
@@ -305,18 +317,18 @@ def test_nan_no_data_dead_tensors_and_wrong_names_are_said(resnet, batches, word
     prepared = prepare(resnet, batches[0], skip=["conv1"])
     assert isinstance(prepared.get_submodule("conv1"), nn.Conv2d)
     assert "x" not in observers_of(prepared)
-    for options, said in (
+    for options, reason in (
         ({"skip": ["nope"]}, "got nope"),
         ({"mode": "magic"}, "a mode is one of"),
         ({"target": "tpu"}, "a target is one of"),
         ({"bits": 16}, "bits are 2 to 8"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=reason):
             prepare(resnet, batches[0], **options)
 
 
 @pytest.mark.slow
-def test_each_mode_has_its_size_and_error(resnet, batches):
+def test_modes_have_size_and_error(resnet, batches):
     results = {r.mode: r for r in compare_modes(resnet, batches[0], batches)}
     assert list(results) == ["float", "weight-only", "dynamic", "static"]
     assert results["float"].size == stored_bytes(resnet)
@@ -347,9 +359,9 @@ def test_modes_export_and_agree(mode, operator):
     exported = to_onnx(converted, batches[0])
     assert operators(exported)[operator] >= 1
     assert operators(exported)["QuantizeLinear"] == 0
-    found = compare_with_torch(exported, converted, batches, optimized=False)
-    assert found.argmax == 1.0
-    assert found.max_difference < 1e-5
+    agreement = compare_with_torch(exported, converted, batches, optimized=False)
+    assert agreement.argmax == 1.0
+    assert agreement.max_difference < 1e-5
 
 
 class NonTraceable(nn.Module):
@@ -366,7 +378,7 @@ class NonTraceable(nn.Module):
 
 
 class ObservedNonTraceable(nn.Module):
-    """As users of torch's FX quantization write it."""
+    """A module as users of torch's FX quantization write it."""
 
     def __init__(self, float_module):
         super().__init__()
@@ -403,9 +415,9 @@ class StaticQuantNonTraceable(nn.Module):
 class DynamicQuantNonTraceable(NonTraceable):
     @classmethod
     def from_observed(cls, module):
-        made = cls()
-        made.weight = module.weight
-        return made
+        quantized = cls()
+        quantized.weight = module.weight
+        return quantized
 
 
 def net():
@@ -414,7 +426,7 @@ def net():
 
 
 @pytest.mark.slow
-def test_a_custom_module_goes_from_float_to_observed_to_quantized():
+def test_custom_module_is_observed_and_quantized():
     model, x = net(), torch.randn(2, 3, 4, 4)
     prepared = prepare(model, [x], custom={NonTraceable: ObservedNonTraceable})
     assert isinstance(prepared.nt, ObservedNonTraceable)
@@ -427,7 +439,7 @@ def test_a_custom_module_goes_from_float_to_observed_to_quantized():
     assert (converted(x) - model(x)).abs().max() < 0.1
 
 
-def test_a_custom_module_whose_output_is_not_quantized_averages_with_the_given_momentum():
+def test_custom_module_takes_the_momentum():
     parts = {"conv": nn.Conv2d(3, 4, 1), "nt": NonTraceable()}
     model = module(lambda self, x: self.nt(self.conv(x)), **parts)
     custom = {NonTraceable: ObservedNonTraceable}
@@ -436,7 +448,7 @@ def test_a_custom_module_whose_output_is_not_quantized_averages_with_the_given_m
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "weight-only"])
-def test_a_custom_module_of_dynamic_and_weight_only_needs_its_quantized_class_alone(mode):
+def test_custom_module_without_observed_class(mode):
     model, x = net(), torch.randn(2, 3, 4, 4)
     prepared = prepare(model, [x], mode=mode, leaves=[NonTraceable])
     set_phase(prepared, observe=False, quantize=True)
@@ -445,7 +457,7 @@ def test_a_custom_module_of_dynamic_and_weight_only_needs_its_quantized_class_al
     assert (converted(x) - model(x)).abs().max() < 0.1
 
 
-def test_a_leaf_stays_whole_in_float_and_exact():
+def test_leaf_stays_float():
     model, x = net(), torch.randn(2, 3, 4, 4)
     prepared = calibrated(model, [(x,)], leaves=["nt"])
     assert type(prepared.nt) is NonTraceable
@@ -453,11 +465,11 @@ def test_a_leaf_stays_whole_in_float_and_exact():
 
 
 @pytest.mark.slow
-def test_only_a_traceable_submodule_is_quantized(resnet):
-    def whole(self, x):
+def test_only_chosen_submodule_is_quantized(resnet):
+    def twice_backbone(self, x):
         return self.backbone(x) if x.sum() > 1e9 else self.backbone(x) * 2
 
-    model, x = module(whole, backbone=resnet), torch.randn(2, 3, 64, 64)
+    model, x = module(twice_backbone, backbone=resnet), torch.randn(2, 3, 64, 64)
     quantized = quantize_model(model, [x], [(x,)], mode="static", only="backbone")
     assert isinstance(quantized.backbone.fc, IntLayer)
     prepared = prepare_only(model, "backbone", [x])
@@ -469,7 +481,7 @@ def test_only_a_traceable_submodule_is_quantized(resnet):
 
 
 @pytest.mark.slow
-def test_norms_trained_with_their_layer_fold_exactly():
+def test_trained_norms_fold_exactly():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
@@ -480,13 +492,13 @@ def test_norms_trained_with_their_layer_fold_exactly():
     assert isinstance(layer, QatConvBn)
     assert torch.allclose(prepared(x), model(x), atol=1e-4)  # in train mode, by the batch
     calibrate(prepared, [x])
-    before = layer.norm.running_mean.clone()
+    mean_before = layer.norm.running_mean.clone()
     prepared.train()(x)
-    assert not torch.equal(layer.norm.running_mean, before)
+    assert not torch.equal(layer.norm.running_mean, mean_before)
     assert freeze_norms(prepared) == 1
-    before = layer.norm.running_mean.clone()
+    mean_before = layer.norm.running_mean.clone()
     frozen = prepared(x)
-    assert torch.equal(layer.norm.running_mean, before)
+    assert torch.equal(layer.norm.running_mean, mean_before)
     converted = convert(prepared)
     assert isinstance(converted.get_submodule("0"), IntLayer)
     step = scale_table(converted)[-1][1]  # the bias is rounded too, which may move a code
@@ -495,7 +507,7 @@ def test_norms_trained_with_their_layer_fold_exactly():
 
 
 @pytest.mark.slow
-def test_grouped_and_transposed_layers():
+def test_grouped_and_transposed_layers_are_quantized():
     model = nn.Sequential(
         nn.Conv2d(4, 8, 3, padding=1, groups=4, padding_mode="reflect"),
         nn.ReLU(),
@@ -508,8 +520,8 @@ def test_grouped_and_transposed_layers():
     converted = convert(calibrated(model, [(x,)], target="tensorrt"))
     assert converted.get_submodule("2").weight_scale.shape == (6,)
     assert converted.get_submodule("3").weight_scale.shape == (1,)
-    found = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
-    assert found.codes <= 1.0
+    agreement = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
+    assert agreement.codes <= 1.0
     assert (converted(x) - model(x)).abs().max() < 0.1
 
 
@@ -537,12 +549,12 @@ def test_mtcnn_in_int8(name, size, convs, kernels):
     converted = convert(calibrated(model, [(x,)], target=STEM))
     exported = to_onnx(converted, [x])
     assert kernels(exported).count("QLinearConv") == convs
-    found = compare_with_torch(exported, converted, [[x], [x[:1]]], optimized=False)
-    assert found.argmax >= 0.999
-    assert found.max_difference < 0.02
+    agreement = compare_with_torch(exported, converted, [[x], [x[:1]]], optimized=False)
+    assert agreement.argmax >= 0.999
+    assert agreement.max_difference < 0.02
 
 
-def test_a_file_that_reads_modules_from_its_own_folder(tmp_path):
+def test_model_file_imports_its_neighbours(tmp_path):
     (tmp_path / "neighbour.py").write_text("width = 3\n")
     (tmp_path / "net.py").write_text(
         "from torch import nn\nfrom neighbour import width\n"
@@ -552,34 +564,38 @@ def test_a_file_that_reads_modules_from_its_own_folder(tmp_path):
     sys.modules.pop("neighbour")
 
 
-def test_searched_ranges_err_less_and_leave_clean_data_alone():
+def test_searched_ranges_lower_the_error():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval()
     x = torch.randn(8, 3, 16, 16)
     x[0, 0, 0, 0] = 40.0  # one outlier
 
-    def found(method, x, bits):
+    def measure_error(method, x, bits):
         prepared = calibrated(model, [(x,)], bits=bits, target="tensorrt", method=method)
         with torch.no_grad():
             error = float((prepared(x) - model(x)).square().sum())
         return error, float(next(iter(observers_of(prepared).values())).scale)
 
-    (plain, widest), (searched, scale) = (found(method, x, 4) for method in ("minmax", "mse"))
+    (plain, widest), (searched, scale) = (
+        measure_error(method, x, 4) for method in ("minmax", "mse")
+    )
     assert searched < 0.7 * plain
     assert scale < 0.7 * widest
     flat = torch.linspace(-1, 1, 3 * 64).reshape(1, 3, 8, 8)
-    assert found("mse", flat, 8)[1] == pytest.approx(found("minmax", flat, 8)[1], rel=0.01)
+    assert measure_error("mse", flat, 8)[1] == pytest.approx(
+        measure_error("minmax", flat, 8)[1], rel=0.01
+    )
 
 
-def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
+def test_eager_mode_stubs_trace_through():
     """Stubs and FloatFunctional trace through: they are identities and plain operators here."""
     ao = pytest.importorskip("torch.ao.quantization", reason="torch has dropped torch.ao")
     from torch.ao.nn.quantized import FloatFunctional
 
     def eager(self, x):
         x = self.quant(x)
-        left, right = self.relu(self.bn(self.conv(x))), self.side(x)
-        return self.dequant(self.cat.cat([self.add.add(left, right), right], dim=1))
+        main, side = self.relu(self.bn(self.conv(x))), self.side(x)
+        return self.dequant(self.cat.cat([self.add.add(main, side), side], dim=1))
 
     model = module(
         eager,
@@ -597,12 +613,12 @@ def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
     assert len({id(q) for q in observers_of(prepared).values()}) == 3  # cat shares one of its
     converted = convert(prepared)
     assert (converted(x) - model(x)).abs().max() < 0.1
-    found = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
-    assert found.codes <= 1.001
+    agreement = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
+    assert agreement.codes <= 1.001
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
-def test_fixed_scales_mean_what_the_numpy_core_means(target):
+def test_fixed_scales_equal_the_numpy_core(target):
     grid = GRIDS[target]
     x = np.random.default_rng(0).normal(size=10_000).astype(np.float32) * 9
     scale, zero = np.float32(0.05), 0 if grid.symmetric else grid.qmin + 100
@@ -628,20 +644,20 @@ def test_fixed_scales_mean_what_the_numpy_core_means(target):
     ],
     ids=str,
 )
-def test_scales_are_those_of_a_build(layer, depthwise):
+def test_weight_scales_equal_the_builds(layer, depthwise):
     weight = layer.weight.detach()
-    turned = isinstance(layer, nn.ConvTranspose2d)
-    for axis in (None, 1 if turned else 0):
+    is_transposed = isinstance(layer, nn.ConvTranspose2d)
+    for axis in (None, 1 if is_transposed else 0):
         full = weight_quantizer(layer, axis, 8, fits_pairs=False).scales(weight)
         fitted = weight_quantizer(layer, axis, 8, fits_pairs=True).scales(weight)
-        rows = weight.transpose(0, 1) if turned else weight
+        rows = weight.transpose(0, 1) if is_transposed else weight
         expected = full if depthwise else pair_scales(rows.numpy(), full.numpy())
         assert np.allclose(fitted, expected, rtol=1e-7)
         assert fitted.shape == full.shape
     assert weight_quantizer(layer, 0, 7, fits_pairs=True).minimum_scales is None
 
 
-def test_a_learned_scale_does_not_fall_below():
+def test_learned_scale_has_a_minimum():
     layer = nn.Linear(8, 3)
     nn.init.constant_(layer.weight, 1.0)
     quant = weight_quantizer(layer, 0, 8, fits_pairs=True)
@@ -674,7 +690,7 @@ def heavy():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "fits"),
+    ("options", "fits"),
     [
         ((), True),
         (("--mode", "dynamic"), True),
@@ -682,15 +698,15 @@ def heavy():
         (("--target", "tensorrt"), False),
     ],
 )
-def test_an_exported_model_fits(words, fits, command, tmp_path):
+def test_exported_pair_sums_fit(options, fits, command, tmp_path):
     np.save(tmp_path / "x.npy", np.random.default_rng(2).normal(size=(6, 3, 8, 8)).astype("f4"))
     out = tmp_path / "net.onnx"
-    given = ("export", f"{__file__}:heavy", "--input", "1x3x8x8", "-o", out, "--qdq")
-    command(*given, "--images", tmp_path / "x.npy", *words)
-    held = onnx.load(out)
-    arrays = [numpy_helper.to_array(tensor) for tensor in held.graph.initializer]
-    sums = [pair_sums(one).max() for one in arrays if one.dtype == np.int8 and one.ndim > 1]
+    arguments = ("export", f"{__file__}:heavy", "--input", "1x3x8x8", "-o", out, "--qdq")
+    command(*arguments, "--images", tmp_path / "x.npy", *options)
+    exported = onnx.load(out)
+    arrays = [numpy_helper.to_array(tensor) for tensor in exported.graph.initializer]
+    sums = [pair_sums(array).max() for array in arrays if array.dtype == np.int8 and array.ndim > 1]
     assert sums
     assert (max(sums) <= PAIR_LIMIT) == fits
-    if not words:
-        assert not any(one.saturates for one in read_stored_weights(held, on_cpus=True))
+    if not options:
+        assert not any(array.saturates for array in read_stored_weights(exported, on_cpus=True))

@@ -34,20 +34,20 @@ from tests.torch_shapes import module
 torch.set_num_threads(1)
 
 
-def layer(made, seed, draw):
+def layer(network, seed, draw):
     torch.manual_seed(seed)
     with torch.no_grad():
-        for p in made.parameters():
+        for p in network.parameters():
             p.copy_(draw(p.shape))
-    return made
+    return network
 
 
-def whole(shape, below=4):
+def whole_numbers(shape, below=4):
     """Sums of products of whole numbers are exact in float32, in whatever order they are added."""
     return torch.randint(1 - below, below, shape).float()
 
 
-def net(draw=whole):
+def net(draw=whole_numbers):
     return nn.Sequential(
         layer(nn.Conv2d(4, 8, 3), 1, draw),
         nn.ReLU(),
@@ -71,11 +71,11 @@ def gated():
         return self.head(pooled), F.silu(self.soft(x)).softmax(1)
 
     layers = {name: nn.Conv2d(4, 4, 1) for name in ("stem", "gate", "mask", "other", "soft")}
-    made = module(forward, **layers, join=nn.Conv2d(8, 4, 1), head=nn.Linear(4, 5))
-    return layer(made, 0, partial(whole, below=3))
+    model = module(forward, **layers, join=nn.Conv2d(8, 4, 1), head=nn.Linear(4, 5))
+    return layer(model, 0, partial(whole_numbers, below=3))
 
 
-GIVEN = {
+METHOD_OPTIONS = {
     "percentile": ("--percent", "99.5"),
     "lp": ("--power", "2.4"),
     "entropy-tensorrt": ("--batch-size", "4"),
@@ -90,69 +90,69 @@ def images(count=17):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("net")
-    np.save(made / "x.npy", images())
-    return made
+    path = tmp_path_factory.mktemp("net")
+    np.save(path / "x.npy", images())
+    return path
 
 
 def pairs(path):
     """(scale, zero_point) of every quantized activation, in the order of the graph."""
     graph = onnx.load(path).graph
-    held = {t.name: numpy_helper.to_array(t).reshape(-1) for t in graph.initializer}
+    constants = {t.name: numpy_helper.to_array(t).reshape(-1) for t in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
-            held[node.output[0]] = numpy_helper.to_array(node.attribute[0].t).reshape(-1)
-    nodes = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] not in held]
-    return [(held[n.input[1]].item(), held[n.input[2]].item()) for n in nodes]
+            constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t).reshape(-1)
+    nodes = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] not in constants]
+    return [(constants[n.input[1]].item(), constants[n.input[2]].item()) for n in nodes]
 
 
-def exported(folder, *words, net="net"):
+def export_pairs(folder, *options, net="net"):
     out = folder / "exported.onnx"
-    fed = ("--input", "3x4x8x8", "--images", folder / "x.npy")
-    shown = run_command("export", f"{__file__}:{net}", *fed, "--qdq", *words, "-o", out)
+    feed = ("--input", "3x4x8x8", "--images", folder / "x.npy")
+    shown = run_command("export", f"{__file__}:{net}", *feed, "--qdq", *options, "-o", out)
     return pairs(out), shown
 
 
-def built(folder, name, *words, net="net"):
-    fed = ("--input", "1x4x8x8", "--images", folder / "x.npy")
-    still = ("--effort", "0", "--duration", "0", "--out", folder / f"built-{net}")
-    run_command("build", f"{__file__}:{net}", *fed, *still, *words)
+def build_file(folder, name, *options, net="net"):
+    feed = ("--input", "1x4x8x8", "--images", folder / "x.npy")
+    quick = ("--effort", "0", "--duration", "0", "--out", folder / f"built-{net}")
+    run_command("build", f"{__file__}:{net}", *feed, *quick, *options)
     return folder / f"built-{net}" / f"{Path(__file__).stem}-{net}{name}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", list(SEARCHES))
-def test_export_and_build_find_the_same_scales(folder, method):
-    words = ("--method", method, *GIVEN.get(method, ()))
-    ours, shown = exported(folder, *words)
+def test_export_and_build_scales_are_equal(folder, method):
+    options = ("--method", method, *METHOD_OPTIONS.get(method, ()))
+    ours, shown = export_pairs(folder, *options)
     assert f"ranges by {method}" in shown
-    assert ours == pairs(built(folder, ".int8.onnx", *words))
+    assert ours == pairs(build_file(folder, ".int8.onnx", *options))
     assert len(ours) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [(), ("--method", "entropy")])
-def test_and_on_a_symmetric_grid(folder, method):
-    words = ("--target", "tensorrt", *method)
-    ours, _ = exported(folder, *words)
-    assert ours == pairs(built(folder, ".tensorrt.qdq.onnx", *words))
+def test_symmetric_scales_equal_the_builds(folder, method):
+    options = ("--target", "tensorrt", *method)
+    ours, _ = export_pairs(folder, *options)
+    assert ours == pairs(build_file(folder, ".tensorrt.qdq.onnx", *options))
     assert len(ours) == 3
     assert {zero for _, zero in ours} == {0}
 
 
 @pytest.mark.slow
-def test_and_by_amcts_own_search_for_ascend(folder):
-    ours, shown = exported(folder, "--target", "ascend")
-    assert "ranges by AMCT's IFMR" in shown
-    lines = built(folder, "_record.txt", "--target", "ascend").read_text().splitlines()
+def test_ascend_scales_equal_the_builds(folder):
+    ours, shown = export_pairs(folder, "--target", "ascend")
+    assert "AMCT's IFMR" in shown
+    lines = build_file(folder, "_record.txt", "--target", "ascend").read_text().splitlines()
     scales = [np.float32(line.split()[1]) for line in lines if "scale_d:" in line]
     zeros = [int(line.split()[1]) for line in lines if "offset_d:" in line]
     assert scales[0] == ours[0][0]  # the input; behind it weights are rounded otherwise
     assert zeros == [zero for _, zero in ours]
     assert scales == pytest.approx([s for s, _ in ours], rel=0.02)
-    asked, shown = exported(folder, "--target", "ascend", "--method", "mse")
+    mse_scales, shown = export_pairs(folder, "--target", "ascend", "--method", "mse")
     assert "ranges by mse" in shown
-    assert asked != ours
+    assert mse_scales != ours
 
 
 @pytest.mark.slow
@@ -160,10 +160,10 @@ def test_and_by_amcts_own_search_for_ascend(folder):
 @pytest.mark.parametrize(
     ("target", "name"), [("onnxruntime", ".int8.onnx"), ("tensorrt", ".tensorrt.qdq.onnx")]
 )
-def test_gates_pools_and_concats_have_the_ranges_of_build(folder, target, name, method):
-    words = ("--target", target, "--method", method)
-    ours, _ = exported(folder, *words, net="gated")
-    theirs = pairs(built(folder, name, *words, net="gated"))
+def test_ranges_of_gates_equal_the_builds(folder, target, name, method):
+    options = ("--target", target, "--method", method)
+    ours, _ = export_pairs(folder, *options, net="gated")
+    theirs = pairs(build_file(folder, name, *options, net="gated"))
     zeros = [zero for _, zero in ours]
     if target == "onnxruntime":  # the 3 of a HardSigmoid is in the bias of the Conv before it
         assert zeros[6] == 128
@@ -179,7 +179,7 @@ def test_gates_pools_and_concats_have_the_ranges_of_build(folder, target, name, 
 
 
 @pytest.mark.slow
-def test_training_that_follows_the_data_keeps_to_the_bounds():
+def test_following_ranges_stay_in_bounds():
     model, x = gated(), torch.from_numpy(images())
     prepared = prepare(model, [x[:2]])
     calibrate(prepared, [x])
@@ -197,20 +197,20 @@ def test_training_that_follows_the_data_keeps_to_the_bounds():
 
 
 @pytest.mark.slow
-def test_real_values_differ_by_float_rounding_alone(folder):
-    for words in (("--method", "minmax"), ("--method", "percentile"), ()):
-        ours, _ = exported(folder, *words, net="real")
-        theirs = pairs(built(folder, ".int8.onnx", *words, net="real"))
+def test_real_ranges_differ_only_by_rounding(folder):
+    for options in (("--method", "minmax"), ("--method", "percentile"), ()):
+        ours, _ = export_pairs(folder, *options, net="real")
+        theirs = pairs(build_file(folder, ".int8.onnx", *options, net="real"))
         assert ours[0] == theirs[0]
         # a value that falls into the next bin may move a search to the next of its candidates
         assert [s for s, _ in ours] == pytest.approx([s for s, _ in theirs], rel=0.011)
 
 
-def test_the_default_is_that_of_build_for_every_target(wording):
+def test_default_search_equals_the_builds(wording):
     for name, target in TARGETS.items():
         assert bool(target.own_method) == isinstance(search_for(name), IfmrSearch)
-    own = search_params(LayerConfig(activation=ActivationParams(asymmetric=True)))
-    assert own == IfmrParams(with_offset=True)
+    params = search_params(LayerConfig(activation=ActivationParams(asymmetric=True)))
+    assert params == IfmrParams(with_offset=True)
     assert search_for("onnxruntime").label == "mse"
     assert search_for("ascend", "percentile 99.5").label == "percentile 99.5"
     with pytest.raises(ConfigError) as raised:
@@ -220,27 +220,31 @@ def test_the_default_is_that_of_build_for_every_target(wording):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*SEARCHES, "entropy-tensorrt 4"])
-def test_the_size_of_batches_changes_nothing(method):
+def test_batch_size_keeps_the_scales(method):
     x, target = torch.from_numpy(images(16)), "onnxruntime"
-    found = []
+    tables = []
     for size in (1, 3, 16):
         prepared = prepare(net(), [x[:2]], target=target)
         runs = calibrate(prepared, x.split(size), search=search_for(target, method))
         assert runs == (16 if str(method).startswith("entropy-t") else -(-16 // size))
-        found.append(scale_table(prepared))
-    assert found[0] == found[1] == found[2]
+        tables.append(scale_table(prepared))
+    assert tables[0] == tables[1] == tables[2]
 
 
 @pytest.mark.slow
-def test_the_size_of_batches_changes_nothing_in_amcts_search_and_inputs_count_alike():
-    x, found = torch.from_numpy(images(16)), []
+def test_batch_size_keeps_amcts_scales():
+    x, scale_lists = torch.from_numpy(images(16)), []
     for size in (1, 16):
         prepared = prepare(net(), [x[:2]], target="ascend")
         calibrate(prepared, x.split(size), search=search_for("ascend"))
-        found.append([scale for _, scale, _ in scale_table(prepared)])
+        scale_lists.append([scale for _, scale, _ in scale_table(prepared)])
     # to the bit of what is the same to the bit, which sums with rounded weights are not
-    assert found[0][0] == found[1][0]
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert scale_lists[0][0] == scale_lists[1][0]
+    assert scale_lists[0] == pytest.approx(scale_lists[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_inputs_count_alike():
 
     layers = {"a": nn.Linear(40, 9), "b": nn.Linear(40, 9)}
     model, x = module(lambda self, x, y: self.a(x) + self.b(y), **layers), torch.randn(6, 40)
@@ -255,7 +259,7 @@ def test_the_size_of_batches_changes_nothing_in_amcts_search_and_inputs_count_al
 
 
 @pytest.mark.slow
-def test_a_first_batch_wants_whole_batches(wording):
+def test_first_batch_needs_full_batches(wording):
     x, search = torch.from_numpy(images(9)), search_for("onnxruntime", "entropy-tensorrt 4")
     tables = []
     for count in (8, 9):  # the ninth fills none
@@ -276,7 +280,7 @@ def test_a_first_batch_wants_whole_batches(wording):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "ascend"])
-def test_tensors_without_sound_data_are_named(target, wording):
+def test_tensors_of_bad_data_are_named(target, wording):
     x, search = torch.from_numpy(images(4)), search_for(target)
     for wrong in (float("inf"), float("nan")):
         bad = x.clone()
@@ -303,7 +307,7 @@ def test_tensors_without_sound_data_are_named(target, wording):
     assert scale_table(prepared)[0][1:] == (1.0, lowest)  # what was always 0 stays an exact 0
 
 
-def test_a_range_on_a_grid_is_that_of_calibrators():
+def test_grid_scale_equals_the_calibrators():
     rng = np.random.default_rng(3)
     for _ in range(300):
         eight = (UINT8, INT8, replace(INT8, symmetric=False))[rng.integers(3)]
@@ -316,7 +320,7 @@ def test_a_range_on_a_grid_is_that_of_calibrators():
 
 
 @pytest.mark.slow
-def test_fewer_bits_are_searched_on_their_own_grid(wording):
+def test_fewer_bits_use_their_grid(wording):
     x = torch.from_numpy(images(8))
     for target in ("onnxruntime", "tensorrt"):
         widths = []
@@ -331,14 +335,14 @@ def test_fewer_bits_are_searched_on_their_own_grid(wording):
     wording.check(raised.value)
 
 
-def test_export_refuses_a_method_that_would_change_nothing(run, refusal):
+def test_export_refuses_a_useless_method(run, refusal):
     base = ["export", f"{__file__}:net", "--input", "2x4x8x8", "-o", "x.onnx"]
-    for words, said in (
+    for options, message in (
         (["--method", "mse"], "--method goes with --qdq"),
         (["--qdq", "--mode", "dynamic", "--percent", "99"], "belongs to --method percentile"),
         (["--qdq", "--mode", "dynamic", "--method", "mse"], "--method goes with --mode static"),
     ):
-        assert said in refusal(*base, *words)
-    code, _, said = run(*base, "--qdq", "--method", "ema")
+        assert message in refusal(*base, *options)
+    code, _, message = run(*base, "--qdq", "--method", "ema")
     assert code == 2
-    assert all(name in said for name in SEARCHES)
+    assert all(name in message for name in SEARCHES)

@@ -28,11 +28,11 @@ torch.set_num_threads(1)
 
 
 def samples(epoch, count=4):
-    drawn = torch.Generator().manual_seed(epoch)
-    for at in range(count):
-        if at and epoch == 1 and os.path.exists("broken"):
+    rng = torch.Generator().manual_seed(epoch)
+    for index in range(count):
+        if index and epoch == 1 and os.path.exists("broken"):
             raise RuntimeError("the machine went down")
-        image, scale = torch.randn(8, 3, 8, 8, generator=drawn), torch.rand(8, generator=drawn) + 1
+        image, scale = torch.randn(8, 3, 8, 8, generator=rng), torch.rand(8, generator=rng) + 1
         yield image, scale, (image.mean((1, 2, 3)) * scale > 0).long()
 
 
@@ -40,15 +40,15 @@ class Pair(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.second, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 2)
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 2)
 
     def forward(self, batch):
         return {"logits": self.compute(batch["image.rgb"], batch["scale"])}
 
     def compute(self, image, scale):
-        x = torch.relu(self.norm(self.first(image)))
-        x = torch.relu(self.second(x)) * scale.reshape(-1, 1, 1, 1)
+        x = torch.relu(self.norm(self.conv(image)))
+        x = torch.relu(self.conv2(x)) * scale.reshape(-1, 1, 1, 1)
         return self.head(x.mean((2, 3)))
 
 
@@ -67,16 +67,19 @@ class Other(Pair):  # a teacher with its names in another order
         return self.compute(image, scale)
 
 
-def share(found):
-    hits = [(out.argmax(1) == y).float().mean() for out, y in found]
+def share(pairs):
+    hits = [(out.argmax(1) == y).float().mean() for out, y in pairs]
     return float(sum(hits) / len(hits))
 
 
 def task_of(model, batches, evaluate, loss=nn.functional.cross_entropy, **options):
     """A task whose first batch has its inputs."""
-    first = next(iter(batches(0)))[0]
-    given = {"inputs": list(first) if isinstance(first, tuple) else [first], "batches": batches}
-    return Task(model=model, evaluate=evaluate, loss=loss, epochs=2, **given, **options)
+    example = next(iter(batches(0)))[0]
+    feed = {
+        "inputs": list(example) if isinstance(example, tuple) else [example],
+        "batches": batches,
+    }
+    return Task(model=model, evaluate=evaluate, loss=loss, epochs=2, **feed, **options)
 
 
 def pair():
@@ -97,9 +100,9 @@ def words():
         return (({"scale": s, "image": x}, y) for x, s, y in samples(epoch))
 
     def evaluate(model):
-        found = [(model(**b), model(b["image"], None, b["scale"]), y) for b, y in batches(7)]
-        assert all(torch.equal(a, b) for a, b, _ in found)
-        return share((out, y) for out, _, y in found)
+        results = [(model(**b), model(b["image"], None, b["scale"]), y) for b, y in batches(7)]
+        assert all(torch.equal(a, b) for a, b, _ in results)
+        return share((out, y) for out, _, y in results)
 
     return task_of(Words(), batches, evaluate, teacher=Other())
 
@@ -111,7 +114,7 @@ def both():
     return task_of(Both(), batches, lambda model: share((model(*b), y) for b, y in batches(7)))
 
 
-def more():
+def with_labels():
     task, of_words = words(), words().batches
     task.batches = lambda epoch: (({**b, "label": y}, y) for b, y in of_words(epoch))
     return task
@@ -128,47 +131,50 @@ NAMES = {"pair": ["scale", "image_rgb"], "words": ["image", "scale"], "both": ["
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_samples_by_name_and_in_tuples_train_resume_and_export(
-    run, tmp_path, monkeypatch, name, wording
-):
+def test_named_and_tuple_samples_train(run, tmp_path, monkeypatch, name, wording):
     monkeypatch.chdir(tmp_path)
-    whole, broken, kept = tmp_path / "w.onnx", tmp_path / "b.onnx", tmp_path / "kept.pt"
-    words = ("qat", f"{__file__}:{name}", "--int8-stem", "-o")
-    said = run.ok(*words, whole)
-    assert "int8: 3 of 3 layers" in said
-    assert "same arg-max 100.00%" in said
-    assert ("is given a dict of scale, image_rgb" in said) is (name == "pair")
-    session = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"])
-    assert [one.name for one in session.get_inputs()] == NAMES[name]
-    image = max(NAMES[name], key=lambda one: one.startswith("image"))
+    uninterrupted = tmp_path / "w.onnx"
+    resumed = tmp_path / "b.onnx"
+    checkpoint = tmp_path / "kept.pt"
+    arguments = ("qat", f"{__file__}:{name}", "--int8-stem", "-o")
+    output = run.ok(*arguments, uninterrupted)
+    assert "int8: 3 of 3 layers" in output
+    assert "same arg-max 100.00%" in output
+    assert ("dict of scale, image_rgb" in output) is (name == "pair")
+    session = onnxruntime.InferenceSession(str(uninterrupted), providers=["CPUExecutionProvider"])
+    assert [spec.name for spec in session.get_inputs()] == NAMES[name]
+    image = max(NAMES[name], key=lambda spec: spec.startswith("image"))
     figure = share(
         (torch.from_numpy(session.run(None, {image: x.numpy(), "scale": s.numpy()})[0]), y)
         for x, s, y in samples(7)
     )
-    assert f"after training (8 bits): {figure:.4f}" in said
+    assert f"after training (8 bits): {figure:.4f}" in output
     (tmp_path / "broken").touch()
-    wording.check(run.fails(*words, broken, "--checkpoint", kept))
-    assert not broken.exists()
+    wording.check(run.fails(*arguments, resumed, "--checkpoint", checkpoint))
+    assert not resumed.exists()
     (tmp_path / "broken").unlink()
-    said = run.ok(*words, broken, "--checkpoint", kept)
-    assert f"going on after epoch 1 of {kept}" in said
-    assert broken.read_bytes() == whole.read_bytes()
+    output = run.ok(*arguments, resumed, "--checkpoint", checkpoint)
+    assert f"after epoch 1 of {checkpoint}" in output
+    assert resumed.read_bytes() == uninterrupted.read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "reason"),
     [
-        ("more", "has the names of its inputs, image, scale, got scale, image, label; leave other"),
+        (
+            "with_labels",
+            "has the names of its inputs, image, scale, got scale, image, label; leave other",
+        ),
         ("nested", "tensors, or one dict of tensors, got tuple; give each"),
     ],
 )
-def test_samples_with_other_names_than_the_inputs_are_refused(refusal, tmp_path, name, said):
-    assert said in refusal("qat", f"{__file__}:{name}", "--int8-stem", "-o", tmp_path / "n.onnx")
+def test_samples_of_other_names_are_refused(refusal, tmp_path, name, reason):
+    assert reason in refusal("qat", f"{__file__}:{name}", "--int8-stem", "-o", tmp_path / "n.onnx")
 
 
-def test_a_call_is_read_as_the_users_forward_would():
+def test_arguments_match_the_users_forward():
     a, b, d = (torch.full((1,), float(value)) for value in (1, 2, 3))
-    net = module(lambda self, a, b=None, *, c=1.5, **more: a)
+    net = module(lambda self, a, b=None, *, c=1.5, **with_labels: a)
     arguments = ForwardArguments.match(net, ["d", "b", "a"])
     assert arguments.names == ("a", "b", "d")
     assert arguments.dict_argument is None
@@ -185,7 +191,7 @@ def test_a_call_is_read_as_the_users_forward_would():
         inner.tensors({"a": a}, scale=3)
 
 
-def test_the_users_models_keep_their_class_and_share_their_weights():
+def test_ordered_model_shares_its_weights():
     class Net(torch.nn.Linear):
         def forward(self, batch):
             return super().forward(batch["x"])
@@ -202,22 +208,22 @@ def test_the_users_models_keep_their_class_and_share_their_weights():
         order_inputs(Task(model=torch.nn.Linear(2, 2), inputs=[{"y": x}], batches=None, loss=None))
 
 
-def words_for(target):
+def train_arguments(target):
     stem = ["--int8-stem"] * (target == "onnxruntime")
     script = Path(__file__).parent / "torch_training.py"
     return ["qat", f"{script}:detection", "--target", target, *stem]
 
 
 @pytest.fixture(scope="module")
-def trained_for(tmp_path_factory):
-    """(target) -> what 20 steps of training for it leave; they make the loss fall."""
+def train_detector(tmp_path_factory):
+    """(target) -> the model after 20 steps of training for it, in which the loss falls."""
     folder = tmp_path_factory.mktemp("qat")
 
     def call(target):
         path = folder / f"{target}.qdq.onnx"
         if not path.exists():
-            said = run_command(*words_for(target), "-o", path)
-            losses = [float(found) for found in re.findall(r"loss ([\d.e-]+)", said)]
+            output = run_command(*train_arguments(target), "-o", path)
+            losses = [float(loss) for loss in re.findall(r"loss ([\d.e-]+)", output)]
             assert len(losses) == 4
             assert losses[-1] < losses[0]
             assert not any(n.op_type == "BatchNormalization" for n in onnx.load(path).graph.node)
@@ -229,26 +235,26 @@ def trained_for(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "x.npy"
-    held = np.random.default_rng(1).normal(size=(4, 3, 32, 32)) * 0.1
-    held[:, :, 8:16, 4:12] += 1
-    np.save(path, held.astype(np.float32))
+    pictures = np.random.default_rng(1).normal(size=(4, 3, 32, 32)) * 0.1
+    pictures[:, :, 8:16, 4:12] += 1
+    np.save(path, pictures.astype(np.float32))
     return path
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
-def test_a_trained_detector_goes_to_every_target(trained_for, data, command, tmp_path, target):
-    out, model = tmp_path / "out", trained_for(target)
-    words = ("--images", data, "--duration", 0, "--out", out, "--target")
-    command("build", model, *words, "onnxruntime,tensorrt,ascend")
+def test_trained_detector_builds_for_every_target(train_detector, data, command, tmp_path, target):
+    out, model = tmp_path / "out", train_detector(target)
+    options = ("--images", data, "--duration", 0, "--out", out, "--target")
+    command("build", model, *options, "onnxruntime,tensorrt,ascend")
     report = json.loads((out / "report.json").read_text())
-    for one in report["targets"]:
-        layers = [n for n in one["nodes"] if n["op"] == "Conv"]
+    for entry in report["targets"]:
+        layers = [n for n in entry["nodes"] if n["op"] == "Conv"]
         int8 = [n for n in layers if n["precision"] in ("int8", "uint8")]
-        if one["name"] != "onnxruntime" or target == "onnxruntime":
-            assert len(int8) == len(layers) == 17, one["name"]
+        if entry["name"] != "onnxruntime" or target == "onnxruntime":
+            assert len(int8) == len(layers) == 17, entry["name"]
         else:  # its Convs want a pair before the SiLU, where the others have none
-            assert "quantize for onnxruntime to have them in int8" in " ".join(one["notes"])
+            assert "quantize for onnxruntime" in " ".join(entry["notes"])
     for row in report["engines"][1:]:
         assert min(float(part["sqnr_db"]) for part in row["accuracy"]["parts"]) > 20, row["target"]
     if target == "onnxruntime":
@@ -257,15 +263,15 @@ def test_a_trained_detector_goes_to_every_target(trained_for, data, command, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
-def test_training_that_was_killed_goes_on_to_the_same_bytes(trained_for, tmp_path, target):
-    whole = trained_for(target)
-    out = tmp_path / whole.name
-    words = [*words_for(target), "--checkpoint", str(tmp_path / "qat.pt")]
-    command = [sys.executable, "-m", "deploy", *words, "-o", str(out)]
-    given = {"cwd": Path(__file__).parents[1], "capture_output": True, "text": True}
-    broken = subprocess.run(command, env={**os.environ, "KILLED": "1"}, **given, check=False)
+def test_killed_training_resumes_to_same_bytes(train_detector, tmp_path, target):
+    expected = train_detector(target)
+    out = tmp_path / expected.name
+    arguments = [*train_arguments(target), "--checkpoint", str(tmp_path / "qat.pt")]
+    command = [sys.executable, "-m", "deploy", *arguments, "-o", str(out)]
+    options = {"cwd": Path(__file__).parents[1], "capture_output": True, "text": True}
+    broken = subprocess.run(command, env={**os.environ, "KILLED": "1"}, **options, check=False)
     assert broken.returncode == -signal.SIGKILL
     assert not out.exists()
-    done = subprocess.run(command, **given, check=False)
+    done = subprocess.run(command, **options, check=False)
     assert done.returncode == 0, done.stderr
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == expected.read_bytes()

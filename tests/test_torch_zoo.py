@@ -40,7 +40,15 @@ NETS = Path(__file__).parent / "torch_placed.py"
 
 LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 
-OTHERS = {"AveragePool", "GlobalAveragePool", "MaxPool", "Concat", "Split", "Resize", "Slice"}
+OTHER_OPERATORS = {
+    "AveragePool",
+    "GlobalAveragePool",
+    "MaxPool",
+    "Concat",
+    "Split",
+    "Resize",
+    "Slice",
+}
 
 MEAN = "ReduceMean"  # over a picture, which `build` writes as a GlobalAveragePool for ONNX Runtime
 
@@ -60,13 +68,13 @@ def images(tmp_path_factory):
     return path
 
 
-class Read:
-    """Which inputs and weights of a Q/DQ model's nodes are quantized, and how."""
+class QdqModel:
+    """Tells which inputs and weights of a Q/DQ model's nodes are quantized, and how."""
 
     def __init__(self, path):
         self.graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
-        known = (*self.graph.value_info, *self.graph.output)
-        self.types = {value.name: value.type.tensor_type.elem_type for value in known}
+        values = (*self.graph.value_info, *self.graph.output)
+        self.types = {value.name: value.type.tensor_type.elem_type for value in values}
         self.makers = {name: node for node in self.graph.node for name in node.output}
         self.readers = {}
         for node in self.graph.node:
@@ -91,16 +99,16 @@ class Read:
             return "float"
         return "channel" if self.constants[node.input[1]].size > 1 else "tensor"
 
-    def quantized(self, name):
+    def is_quantized(self, name):
         node = self.maker(name, {"Pad"})
         return node is not None and node.op_type == "DequantizeLinear"
 
-    def made_int8(self, name):
-        """Whether what a node makes goes into a pair, behind the activation it is fused with."""
-        after = self.readers.get(name, [])
-        while len(after) == 1 and self.is_fused(after[0]):
-            after = self.readers.get(after[0].output[0], [])
-        return [n.op_type for n in after] == ["QuantizeLinear"]
+    def is_output_int8(self, name):
+        """Return whether a node's output, behind its fused activation, goes into a pair."""
+        next_nodes = self.readers.get(name, [])
+        while len(next_nodes) == 1 and self.is_fused(next_nodes[0]):
+            next_nodes = self.readers.get(next_nodes[0].output[0], [])
+        return [n.op_type for n in next_nodes] == ["QuantizeLinear"]
 
     def is_fused(self, node):
         adds = node.op_type == "Add" and any(self.is_constant(n) for n in node.input)
@@ -114,9 +122,10 @@ class Read:
             if node.op_type in ("Resize", "Slice"):
                 data = data[:1]
             weights = [self.weight(n) for n in node.input[1:2] if n not in data]
-            read, made = [self.quantized(n) for n in data], self.made_int8(node.output[0])
+            inputs_int8 = [self.is_quantized(n) for n in data]
+            output_int8 = self.is_output_int8(node.output[0])
             kind = "Gemm" if node.op_type == "MatMul" and weights else node.op_type
-            yield kind, read, weights if node.op_type in LAYERS else [], made
+            yield kind, inputs_int8, weights if node.op_type in LAYERS else [], output_int8
 
 
 def rows(path, net, target):
@@ -126,23 +135,23 @@ def rows(path, net, target):
     # nearest upsampling between pairs is written as copies there
     copies = {"Resize"} if target == "onnxruntime" else set()
     means = {MEAN} if target == "onnxruntime" else set()
-    found = Read(path).rows((LAYERS | OTHERS | adds | means) - copies)
-    return [("GlobalAveragePool", *row[1:]) if row[0] == MEAN else row for row in found]
+    node_rows = QdqModel(path).rows((LAYERS | OTHER_OPERATORS | adds | means) - copies)
+    return [("GlobalAveragePool", *row[1:]) if row[0] == MEAN else row for row in node_rows]
 
 
 @pytest.fixture(scope="module")
 def built(images, tmp_path_factory):
-    """(net, ...) -> what one build of it for every target leaves."""
-    made = {}
+    """(net, options) -> the folder of one build of it for every target."""
+    builds = {}
 
-    def call(net, *more):
-        key = (net, *more)
-        if key not in made:
-            out = made[key] = tmp_path_factory.mktemp(net)
-            words = ("--target", ",".join(WRITTEN), "--effort", "0", "--duration", "0", "--quiet")
-            given = (f"{NETS}:{net}", *SHAPE, "--images", images)
-            run_command("build", *given, "--out", out, *words, *more)
-        return made[key]
+    def call(net, *options):
+        key = (net, *options)
+        if key not in builds:
+            out = builds[key] = tmp_path_factory.mktemp(net)
+            quick = ("--target", ",".join(WRITTEN), "--effort", "0", "--duration", "0", "--quiet")
+            arguments = (f"{NETS}:{net}", *SHAPE, "--images", images)
+            run_command("build", *arguments, "--out", out, *quick, *options)
+        return builds[key]
 
     return call
 
@@ -153,16 +162,18 @@ def built(images, tmp_path_factory):
 def test_export_quantizes_what_build_quantizes(command, built, tmp_path, images, net, target):
     (theirs,) = built(net).glob(f"*{WRITTEN[target]}")
     ours = tmp_path / "ours.onnx"
-    words = ("--qdq", "--images", images, "--target", target, "-o", ours)
-    said = command("export", f"{NETS}:{net}", *SHAPE, *words)
-    found, wanted = (rows(path, net, target) for path in (ours, theirs))
+    options = ("--qdq", "--images", images, "--target", target, "-o", ours)
+    output = command("export", f"{NETS}:{net}", *SHAPE, *options)
+    export_rows, build_rows = (rows(path, net, target) for path in (ours, theirs))
     if target == "onnxruntime":  # a ConvTranspose that makes tiles is a Conv and copies there
-        found = [("Conv", *row[1:]) if row[0] == "ConvTranspose" else row for row in found]
-    assert found == wanted
-    assert any(weights for _, _, weights, _ in wanted)
+        export_rows = [
+            ("Conv", *row[1:]) if row[0] == "ConvTranspose" else row for row in export_rows
+        ]
+    assert export_rows == build_rows
+    assert any(weights for _, _, weights, _ in build_rows)
     first_is_float = net in ("mobile", "detector", "joined") and target == "onnxruntime"
-    assert ("the first Conv has only 27 products" in said) == first_is_float
-    assert net != "parameters" or "int8: 4 of 4 layers with weights" in said
+    assert ("only 27 products" in output) == first_is_float
+    assert net != "parameters" or "int8: 4 of 4 layers" in output
 
 
 @pytest.mark.slow
@@ -175,25 +186,27 @@ def test_export_quantizes_what_build_quantizes(command, built, tmp_path, images,
         ("joined", "tensorrt", "--float-behind-concat"),
     ],
 )
-def test_export_takes_options_that_place(command, built, tmp_path, images, net, target, option):
+def test_export_takes_placement_options(command, built, tmp_path, images, net, target, option):
     (theirs,) = built(net, option).glob(f"*{WRITTEN[target]}")
     ours = tmp_path / "ours.onnx"
-    words = ("--qdq", "--images", images, "--target", target, option, "-o", ours)
-    command("export", f"{NETS}:{net}", *SHAPE, *words)
+    options = ("--qdq", "--images", images, "--target", target, option, "-o", ours)
+    command("export", f"{NETS}:{net}", *SHAPE, *options)
     assert rows(ours, net, target) == rows(theirs, net, target)
-    (usual,) = built(net).glob(f"*{WRITTEN[target]}")
-    assert rows(usual, net, target) != rows(theirs, net, target)
+    (default_build,) = built(net).glob(f"*{WRITTEN[target]}")
+    assert rows(default_build, net, target) != rows(theirs, net, target)
 
 
 @pytest.mark.slow
-def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
+def test_unplaceable_tensors_stay_float():
     def forward(self, x):  # keys are shared between heads; no layer can have the weight
         x = self.inside(x + self.places).reshape(-1, 4, 2, 4)
-        few = x[:, :2]
-        x = torch.nn.functional.scaled_dot_product_attention(x, few, few, enable_gqa=True)
+        shared_heads = x[:, :2]
+        x = torch.nn.functional.scaled_dot_product_attention(
+            x, shared_heads, shared_heads, enable_gqa=True
+        )
         return self.out(x.reshape(-1, 4, 8) @ self.weight)
 
-    whole = module(
+    model = module(
         forward,
         inside=torch.nn.Linear(8, 8),
         out=torch.nn.Linear(8, 4),
@@ -201,16 +214,16 @@ def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
         places=torch.nn.Parameter(torch.zeros(4, 8)),
     )
     x = torch.randn(2, 4, 8)
-    prepared = prepare(whole, [x], target="tensorrt")
+    prepared = prepare(model, [x], target="tensorrt")
     quants = {n.args[0].name: n for n in prepared.graph.nodes if str(n.target).startswith("quant_")}
     assert {user.name for quant in quants.values() for user in quant.users} == {"inside", "out"}
     calibrate(prepared, [x])
     converted = convert(prepared)
-    found = measure_coverage(converted, whole)
-    assert found.quantized == ("inside", "out")
-    assert found.float_layers == (("weight", "Parameter"),)
-    found = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
-    assert found.argmax == 1
+    coverage = measure_coverage(converted, model)
+    assert coverage.quantized == ("inside", "out")
+    assert coverage.float_layers == (("weight", "Parameter"),)
+    agreement = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
+    assert agreement.argmax == 1
 
 
 # of norms all but the ConvTranspose, which ONNX Runtime has no int8 kernel for
@@ -223,7 +236,7 @@ def pictures(seed, count=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INT8_LAYERS)
-def test_every_shape_is_quantized_and_runs_in_onnxruntime_as_in_torch(name):
+def test_onnxruntime_equals_torch_on_every_shape(name):
     model, batches = getattr(torch_shapes, name)(), [(pictures(0),), (pictures(1),)]
     target = OnnxRuntime(int8_stem=True)
     converted = quantize_model(model, batches[0], batches, mode="static", target=target)
@@ -231,26 +244,28 @@ def test_every_shape_is_quantized_and_runs_in_onnxruntime_as_in_torch(name):
     integers = [m for m in converted.modules() if type(m).__name__ == "IntLayer"]
     assert len(integers) == INT8_LAYERS[name]
     exported = to_onnx(converted, batches[0])
-    found = compare_with_torch(exported, converted, [*batches, (pictures(2, 5),)], optimized=False)
-    assert found.max_difference <= 0.05 * found.max_output
+    agreement = compare_with_torch(
+        exported, converted, [*batches, (pictures(2, 5),)], optimized=False
+    )
+    assert agreement.max_difference <= 0.05 * agreement.max_output
     assert measure_mode("static", model, converted, batches).sqnr_db > 15
 
 
 @pytest.mark.slow
-def test_norms_train_with_their_layers_where_they_are_functions():
+def test_functional_norms_train_with_layers():
     prepared = prepare(torch_shapes.norms().train(), [pictures(0)], norms="train")
     merged = [m for m in prepared.modules() if type(m).__name__ == "QatConvBn"]
     assert len(merged) == 10  # the two before a layer and the frozen one are none
-    before = merged[0].norm.running_mean.clone()
+    mean_before = merged[0].norm.running_mean.clone()
     prepared.train()(pictures(1))
-    assert not torch.equal(before, merged[0].norm.running_mean)
+    assert not torch.equal(mean_before, merged[0].norm.running_mean)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "convs"), [("detector", 17), ("norms", 8)])
-def test_the_commands_build_them(command, images, tmp_path, name, convs):
-    given = (f"{torch_shapes.__file__}:{name}", "--input", "1x3x32x32", "--images", images)
-    command("build", *given, "--out", tmp_path / "out", "--effort", "0", "--duration", "0")
+def test_build_quantizes_all_convs(command, images, tmp_path, name, convs):
+    arguments = (f"{torch_shapes.__file__}:{name}", "--input", "1x3x32x32", "--images", images)
+    command("build", *arguments, "--out", tmp_path / "out", "--effort", "0", "--duration", "0")
     (built,) = (tmp_path / "out").glob("*.int8.onnx")
     nodes = [node.op_type for node in onnx.load(built).graph.node]
     assert "BatchNormalization" not in nodes
@@ -259,7 +274,7 @@ def test_the_commands_build_them(command, images, tmp_path, name, convs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "ascend"])  # scales by channel, and one
-def test_a_bias_after_a_tensor_of_next_to_nothing_is_kept(target):
+def test_bias_after_tiny_tensor_is_kept(target):
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 1),
@@ -274,6 +289,6 @@ def test_a_bias_after_a_tensor_of_next_to_nothing_is_kept(target):
             parameter.mul_(1e-9)
     batches = [(pictures(0),), (pictures(1),)]
     converted = quantize_model(model, batches[0], batches, mode="static", target=target)
-    found = compare_with_torch(to_onnx(converted, batches[0]), converted, batches)
-    assert found.max_difference <= 0.01 * found.max_output
+    agreement = compare_with_torch(to_onnx(converted, batches[0]), converted, batches)
+    assert agreement.max_difference <= 0.01 * agreement.max_output
     assert measure_mode("static", model, converted, batches).sqnr_db > 30

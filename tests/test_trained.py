@@ -198,10 +198,8 @@ def test_uint8_becomes_symmetric_int8_same_range(build_model, qdq_models):
         assert zero == 0
         assert scale == pytest.approx(farther / 127, rel=1e-6)
     assert "TensorRT's are int8 with zero point 0" in notes["tensorrt"]
-    source_integers, exported_integers = (
-        integers(onnx.load(qdq_models["onnxruntime"])),
-        integers(exported),
-    )
+    source_integers = integers(onnx.load(qdq_models["onnxruntime"]))
+    exported_integers = integers(exported)
     shared = exported_integers.keys() & source_integers.keys()
     assert shared
     for layer in shared:

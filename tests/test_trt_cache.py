@@ -26,7 +26,7 @@ scale_bits = st.integers(0, 0x7F800000)
 
 @NEEDS_SHARED
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_real_caches_round_trip_byte_for_byte(path):
+def test_real_caches_round_trip(path):
     data = path.read_bytes()
     cache = parse(data, origin=path.name)
     assert dump(cache) == data
@@ -35,8 +35,8 @@ def test_real_caches_round_trip_byte_for_byte(path):
     if header.label is not None:
         assert dump(trt_cache.relabel(cache, version=str(header.version))) == data
     version = header.version or "6.0.1"
-    again = from_scales(cache.scales(), version=version, algorithm=header.algorithm)
-    assert dump(again) == data
+    rebuilt = from_scales(cache.scales(), version=version, algorithm=header.algorithm)
+    assert dump(rebuilt) == data
 
 
 def test_onnxruntime_tables_are_recognised(tmp_path, monkeypatch):
@@ -51,9 +51,9 @@ def test_onnxruntime_tables_are_recognised(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     write_calibration_table(ranges)
-    told = {"calibration.cache": "own calibration table", "calibration.json": "is JSON"}
-    told["calibration.flatbuffers"] = "calibration.flatbuffers"
-    for name, clause in told.items():
+    clauses = {"calibration.cache": "own calibration table", "calibration.json": "is JSON"}
+    clauses["calibration.flatbuffers"] = "calibration.flatbuffers"
+    for name, clause in clauses.items():
         with pytest.raises(CacheError, match=clause):
             parse((tmp_path / name).read_bytes(), origin="x")
 
@@ -67,10 +67,10 @@ def test_onnxruntime_tables_are_recognised(tmp_path, monkeypatch):
 def test_scales_survive_writing_and_reading(entries, version, algorithm):
     scales = {name: np.uint32(bits).view(np.float32) for name, bits in entries.items()}
     cache = from_scales(scales, version=version, algorithm=algorithm)
-    again = parse(dump(cache), origin="memory")
-    assert again == cache
-    assert [(entry.name, entry.bits) for entry in again.entries] == list(entries.items())
-    assert again.header.version == (None if algorithm == LEGACY else version)
+    second_cache = parse(dump(cache), origin="memory")
+    assert second_cache == cache
+    assert [(entry.name, entry.bits) for entry in second_cache.entries] == list(entries.items())
+    assert second_cache.header.version == (None if algorithm == LEGACY else version)
 
 
 @settings(max_examples=60)
@@ -91,7 +91,7 @@ def test_odd_but_readable_text_round_trips(entries, end, final, upper):
 
 @settings(max_examples=150)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda tail: SMALL + tail))
-def test_arbitrary_bytes_round_trip_or_are_refused(data):
+def test_arbitrary_bytes_round_trip_or_fail(data):
     try:
         cache = parse(data, origin="bytes")
     except CacheError as error:
@@ -101,19 +101,19 @@ def test_arbitrary_bytes_round_trip_or_are_refused(data):
 
 
 def test_truncation_is_refused_within_an_entry():
-    whole = [(e.name, e.bits) for e in parse(SMALL, origin="whole").entries]
+    full_entries = [(e.name, e.bits) for e in parse(SMALL, origin="whole").entries]
     for cut in range(len(SMALL)):
         try:
             cache = parse(SMALL[:cut], origin="cut.cache")
         except CacheError as error:
             assert "cut.cache" in str(error)
         else:
-            found = [(e.name, e.bits) for e in cache.entries]
-            assert found == whole[: len(found)], cut
+            cut_entries = [(e.name, e.bits) for e in cache.entries]
+            assert cut_entries == full_entries[: len(cut_entries)], cut
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "reason"),
     [
         (b"", "is empty"),
         (b"TRT-8503-EntropyCalibration2\n", "cut off"),
@@ -137,35 +137,47 @@ def test_truncation_is_refused_within_an_entry():
         (b"hello\n", "no known calibration tool"),
     ],
 )
-def test_other_files_are_refused_with_their_origin(data, told):
-    with pytest.raises(CacheError, match=told) as caught:
+def test_other_files_are_refused(data, reason):
+    with pytest.raises(CacheError, match=reason) as caught:
         parse(data, origin="some.cache")
     assert "some.cache" in str(caught.value)
 
 
-def test_flaws_duplicates_legacy_headers_and_other_files(wording):
+def test_flaws_and_duplicates_are_listed():
     text = b"TRT-8503-EntropyCalibration2\na: 0\nb: 7f800000\nc: ffc00000\nd: bf800000\na: 0\n"
     cache = parse(text, origin="memory")
     assert cache.flaws() == {"a": "zero", "b": "inf", "c": "NaN", "d": "negative"}
     assert cache.duplicates() == ["a"]
     assert dump(cache) == text
     assert cache.scales()["b"] == np.inf
+
+
+def test_conflicting_duplicates_have_no_scales(wording):
     cache = parse(b"TRT-8503-EntropyCalibration2\na: 1\na: 2\n", origin="memory")
     with pytest.raises(CacheError) as refusal:
         cache.scales()
     wording.check(refusal.value)
+
+
+def test_legacy_header_has_no_label():
     cache = parse(b"03ff00000000000003feffffde7210be9\ndata: 3c008102\n", origin="memory")
     assert (cache.header.cutoff, cache.header.quantile) == (1.0, 0.999999)
     assert cache.header.label is None
     assert cache.header.algorithm == LEGACY
     assert trt_cache.relabel(cache, version="8.5.3") == cache
-    moved = trt_cache.relabel(cache, version="8.5.3", algorithm=ENTROPY2)
-    assert dump(moved).startswith(b"TRT-8503-EntropyCalibration2\n")
+    relabelled = trt_cache.relabel(cache, version="8.5.3", algorithm=ENTROPY2)
+    assert dump(relabelled).startswith(b"TRT-8503-EntropyCalibration2\n")
+
+
+def test_models_and_odd_algorithms_fail():
     model = make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]})
     with pytest.raises(CacheError, match="ONNX model"):
         parse(model.SerializeToString(), origin="m.onnx")
     with pytest.raises(CacheError, match="algorithm"):
         from_scales({"a": np.float32(1)}, version="8.5.3", algorithm="two words")
+
+
+def test_negative_zero_is_written_as_zero():
     assert trt_cache.from_scales({"a": np.float32(-0.0)}, version="8.5.3").entries[0].digits == "0"
 
 
@@ -195,7 +207,7 @@ def test_invalid_version_is_refused(version):
 
 
 @pytest.mark.parametrize(
-    ("scales", "told"),
+    ("scales", "reason"),
     [
         ({}, "at least one"),
         ({"a": np.float32("nan")}, "zero or more"),
@@ -204,17 +216,17 @@ def test_invalid_version_is_refused(version):
         ({"": np.float32(1)}, "not empty"),
     ],
 )
-def test_unstorable_scales_are_refused(scales, told):
-    with pytest.raises(CacheError, match=told):
+def test_unstorable_scales_are_refused(scales, reason):
+    with pytest.raises(CacheError, match=reason):
         from_scales(scales, version="8.5.3")
 
 
 @pytest.fixture
 def calibrate(run, small_cnn, pictures, tmp_path):
-    """(options) -> what `calib8 calibrate` prints of the small CNN; it writes m.cache."""
-    given = ("calibrate", small_cnn, "--images", pictures, "--size", "16x16")
+    """(options) -> output of `calib8 calibrate` of the small CNN into m.cache."""
+    arguments = ("calibrate", small_cnn, "--images", pictures, "--size", "16x16")
     out = ("--target", "tensorrt", "-o", tmp_path / "m.cache")
-    return lambda *words: run.ok(*given, *out, *words)
+    return lambda *options: run.ok(*arguments, *out, *options)
 
 
 @pytest.fixture
@@ -226,7 +238,7 @@ def cache(calibrate, tmp_path):
 
 @NEEDS_SHARED
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_real_caches_pass_show_check_and_relabel(path, run, tmp_path):
+def test_commands_accept_real_caches(path, run, tmp_path):
     assert len(run.ok("cache", "show", path).splitlines()) == len(path.read_bytes().splitlines())
     json.loads(run.ok("cache", "show", "--json", path))
     run.ok("cache", "check", path)
@@ -238,13 +250,13 @@ def test_real_caches_pass_show_check_and_relabel(path, run, tmp_path):
     assert back.read_bytes() == path.read_bytes()
 
 
-def test_matching_cache_is_reused_but_not_stale(calibrate, tmp_path):
+def test_only_a_matching_cache_is_reused(calibrate, tmp_path):
     cache, rule = tmp_path / "m.cache", ("--method", "entropy-tensorrt")
     assert "written" in calibrate(*rule)
-    first = cache.read_bytes()
+    first_bytes = cache.read_bytes()
     assert "reused" in calibrate(*rule)
-    assert cache.read_bytes() == first
-    assert "histogram, first batch of 4" in calibrate(*rule, "--batch-size", 4)
+    assert cache.read_bytes() == first_bytes
+    assert "first batch of 4" in calibrate(*rule, "--batch-size", 4)
     cache.write_bytes(cache.read_bytes().replace(b"logits: ", b"z: "))
     assert "was changed after" in calibrate(*rule, "--batch-size", 4)
 
@@ -264,58 +276,58 @@ def test_cache_header_names_the_calibrator(calibrate, tmp_path, method, header):
 
 
 def test_cache_with_unknown_tensors_is_refused(run, small_cnn, cache, tmp_path):
-    own = len(parse(cache.read_bytes(), origin="").scales())
-    words = ("cache", "to-qdq", small_cnn, cache, "-o", tmp_path / "q.onnx")
-    lines = [f"elsewhere{number}: 3c008912\n" for number in range(own + 1)]
+    known_count = len(parse(cache.read_bytes(), origin="").scales())
+    arguments = ("cache", "to-qdq", small_cnn, cache, "-o", tmp_path / "q.onnx")
+    lines = [f"elsewhere{number}: 3c008912\n" for number in range(known_count + 1)]
     plain = cache.read_text()
-    cache.write_text("".join([plain, *lines[:own]]))
-    run.ok(*words)
+    cache.write_text("".join([plain, *lines[:known_count]]))
+    run.ok(*arguments)
     cache.write_text("".join([plain, *lines]))
-    assert f"{own + 1} of {2 * own + 1} entries" in run.fails(*words)
+    assert f"{known_count + 1} of {2 * known_count + 1} entries" in run.fails(*arguments)
 
 
 def test_to_qdq_and_from_qdq(run, small_cnn, cache, tmp_path):
-    qdq, plain, again = (tmp_path / name for name in ("q.onnx", "p.onnx", "p.cache"))
+    qdq, plain, second_path = (tmp_path / name for name in ("q.onnx", "p.onnx", "p.cache"))
     run.ok("cache", "to-qdq", small_cnn, cache, "-o", qdq)
     as_they_are = ("--keep-batchnorm", "--own-concat-scales", "--parser", "onnx")
     run.ok("cache", "to-qdq", small_cnn, cache, "-o", plain, *as_they_are)
     assert plain.read_bytes() == qdq.read_bytes()  # it has no BatchNormalization and no Concat
-    run.ok("cache", "from-qdq", qdq, "-o", plain, again)
+    run.ok("cache", "from-qdq", qdq, "-o", plain, second_path)
     scales = parse(cache.read_bytes(), origin="").scales()
-    back = parse(again.read_bytes(), origin="").scales()
+    back = parse(second_path.read_bytes(), origin="").scales()
     assert set(back) == {"x", "r1", "r2", "r3", "f"}
     assert all(scales[name] == scale for name, scale in back.items())
-    run.fails("cache", "diff", cache, again)
+    run.fails("cache", "diff", cache, second_path)
     run.ok("cache", "diff", cache, cache)
 
 
-@pytest.mark.parametrize(("rest", "kind"), [("fp16", 10), ("bf16", 16), ("fp32", 1)])
-def test_to_qdq_rest_option_sets_float_type(rest, kind, run, small_cnn, cache, tmp_path):
+@pytest.mark.parametrize(("float_type", "kind"), [("fp16", 10), ("bf16", 16), ("fp32", 1)])
+def test_rest_option_sets_float_types(float_type, kind, run, small_cnn, cache, tmp_path):
     out = tmp_path / "q.onnx"
-    run.ok("cache", "to-qdq", small_cnn, cache, "-o", out, "--rest", rest)
-    made = onnx.shape_inference.infer_shapes(onnx.load(out), check_type=True, strict_mode=True)
-    types = {v.name: v.type.tensor_type.elem_type for v in made.graph.value_info}
-    convs = [node for node in made.graph.node if node.op_type in ("Conv", "Gemm")]
+    run.ok("cache", "to-qdq", small_cnn, cache, "-o", out, "--rest", float_type)
+    inferred = onnx.shape_inference.infer_shapes(onnx.load(out), check_type=True, strict_mode=True)
+    types = {v.name: v.type.tensor_type.elem_type for v in inferred.graph.value_info}
+    convs = [node for node in inferred.graph.node if node.op_type in ("Conv", "Gemm")]
     assert convs
     assert {types[name] for node in convs for name in node.input[:1]} == {kind}
-    assert {v.type.tensor_type.elem_type for v in made.graph.output} == {1}
+    assert {v.type.tensor_type.elem_type for v in inferred.graph.output} == {1}
 
 
 def test_check_reports_wrong_version_and_model(run, small_cnn, cache, tmp_path):
     run.ok("cache", "check", cache, "--model", small_cnn, "--trt-version", "10.3.0")
     foreign = tmp_path / "foreign.cache"
     foreign.write_bytes(b"TRT-8503-EntropyCalibration2\nelsewhere: 3c008912\n")
-    for words, told in (
+    for arguments, reason in (
         ((cache, "--trt-version", "8.5.3"), "relabel"),
         ((cache, "--algorithm", "MinMaxCalibration"), "MinMaxCalibration"),
         ((foreign, "--model", small_cnn, "--verbose"), "another model"),
     ):
-        code, out, _ = run("cache", "check", *words)
+        code, out, _ = run("cache", "check", *arguments)
         assert code == 1
-        assert told in out
+        assert reason in out
 
 
-def test_merge_of_differing_caches_needs_a_rule(run, tmp_path):
+def test_merge_of_conflicts_needs_a_rule(run, tmp_path):
     head = b"TRT-8503-EntropyCalibration2\n"
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
     a.write_bytes(head + b"x: 3c008912\ny: 3c008912\n")
@@ -333,7 +345,7 @@ def test_merge_of_differing_caches_needs_a_rule(run, tmp_path):
 def test_broken_cache_raises_a_clear_error(data, run, small_cnn, tmp_path):
     broken, out = tmp_path / "broken.cache", tmp_path / "out"
     broken.write_bytes(data)
-    for words in (
+    for arguments in (
         ("show", broken),
         ("check", broken),
         ("diff", broken, broken),
@@ -345,7 +357,7 @@ def test_broken_cache_raises_a_clear_error(data, run, small_cnn, tmp_path):
         ("from-qdq", broken, "-o", out, out),
         ("from-qdq", small_cnn, "-o", out, out),
     ):
-        error = run.fails("cache", *words)
+        error = run.fails("cache", *arguments)
         assert error.startswith("calib8: error: ")
         assert error.count("\n") == 1
         assert not out.exists()

@@ -283,11 +283,11 @@ def test_changed_plugin_rebuilds_the_engine(
 @pytest.mark.slow
 def test_late_build_failure_keeps_gpu_cache(tensorrt, failing, command, build_arguments, tmp_path):
     trt = tensorrt(EIGHT)
-    trt.STORY.behind.append("Error Code 10: no implementation found")
+    trt.STORY.late_errors.append("Error Code 10: no implementation found")
     assert "no implementation found" in failing("--calibrator", "entropy2")
     assert len(trt.STORY.configs) == 1
     assert list((tmp_path / "failed").glob("*.tensorrt.cache"))
-    trt.STORY.behind.clear()
+    trt.STORY.late_errors.clear()
     command(*build_arguments("failed", "--calibrator", "entropy2"))
     assert [flags(config) for config in trt.STORY.configs[1:]] == [{"INT8", "FP16", "TF32"}]
     (cache,) = (tmp_path / "failed").glob("*.gpu.cache")

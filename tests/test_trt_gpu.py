@@ -42,43 +42,50 @@ def test_tensorrt_agrees_on_this_gpu(tmp_path):
 
 
 @pytest.mark.skipif(not NO_GPU, reason="a GPU is at hand")
-def test_without_a_gpu_the_check_says_so(tmp_path):
+def test_check_without_gpu_has_code_77(tmp_path):
     assert gpu_check.main(["--out", str(tmp_path)]) == 77
 
 
-def scales(share=0.0, *names, **more):
+def scales(share=0.0, *names, **further_scales):
     """A cache of eleven scales, those of `names` greater by `share`, and more."""
-    made = {f"t{i}": np.float32((i + 1) * (1 + share * (f"t{i}" in names))) for i in range(11)}
-    return from_scales(made | {n: np.float32(v) for n, v in more.items()}, version="8.5.3")
+    scale_by_tensor = {
+        f"t{i}": np.float32((i + 1) * (1 + share * (f"t{i}" in names))) for i in range(11)
+    }
+    return from_scales(
+        scale_by_tensor | {n: np.float32(v) for n, v in further_scales.items()}, version="8.5.3"
+    )
 
 
-def held(name, theirs, ours):
+def compare_caches(name, theirs, ours):
     finding = gpu_check.Finding(name)
     gpu_check.hold(finding, theirs, ours)
     return finding
 
 
-def test_caches_are_held_against_each_other_entry_by_entry(capsys, wording):
-    same = held("entropy2", scales(dead=0, constant_output=1), scales(dead=0))
-    assert same.scales.startswith("12 of 12 equal, median 0.0000%")
-    assert not same.wrong
+def test_caches_are_compared_by_entry(capsys, wording):
+    equal = compare_caches("entropy2", scales(dead=0, constant_output=1), scales(dead=0))
+    assert equal.scales.startswith("12 of 12 equal, median 0.0000%")
+    assert not equal.wrong
     assert "constant_output" in capsys.readouterr().out
-    strange = held(
+    strange = compare_caches(
         "minmax",
         scales(),
         from_scales({"made up": np.float32(1), "t0": np.float32(1)}, version="8.5.3"),
     )
     assert strange.wrong == ["1 of our names are not TensorRT's: ['made up']"]
     with pytest.raises(BackendError) as refusal:
-        held("minmax", scales(), from_scales({"a": np.float32(1)}, version="8.5.3"))
+        compare_caches("minmax", scales(), from_scales({"a": np.float32(1)}, version="8.5.3"))
     wording.check(refusal.value)
-    few, most = [f"t{i}" for i in range(5)], [f"t{i}" for i in range(6)]
-    found = held("entropy2", scales(), scales(0.5, *few))
-    assert found.scales.startswith("6 of 11 equal, median 0.0000%, 50.000% t")
-    assert not found.wrong
-    assert not held("entropy2", scales(), scales(0.0009, *most)).wrong
-    assert "scale is 0.110% off" in held("minmax", scales(), scales(0.0011, *most)).wrong[0]
-    assert not held("legacy", scales(), scales(0.5, *most)).wrong
+    five_names, six_names = [f"t{i}" for i in range(5)], [f"t{i}" for i in range(6)]
+    finding = compare_caches("entropy2", scales(), scales(0.5, *five_names))
+    assert finding.scales.startswith("6 of 11 equal, median 0.0000%, 50.000% t")
+    assert not finding.wrong
+    assert not compare_caches("entropy2", scales(), scales(0.0009, *six_names)).wrong
+    assert (
+        "scale is 0.110% off"
+        in compare_caches("minmax", scales(), scales(0.0011, *six_names)).wrong[0]
+    )
+    assert not compare_caches("legacy", scales(), scales(0.5, *six_names)).wrong
 
 
 TRTEXEC = """#!/bin/sh
@@ -90,7 +97,7 @@ echo "[1] [I] Latency: min = 0.1 ms, max = 0.2 ms, mean = 0.15 ms, median = 0.12
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["8.5.3.1", "10.16.1.11", "11.4.0.106"])
-def test_every_row_is_a_try_of_its_own(tensorrt, version, tmp_path, monkeypatch, capsys):
+def test_failed_row_leaves_the_others(tensorrt, version, tmp_path, monkeypatch, capsys):
     """The fake searches no scales: it takes the largest value, and names nothing inside a Gemm."""
     tensorrt(version, "cuda-python")
     monkeypatch.setattr(gpu_check, "measure", QUICK)
@@ -125,16 +132,24 @@ def test_every_row_is_a_try_of_its_own(tensorrt, version, tmp_path, monkeypatch,
     rows = {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
     shipped = {8: ["int8 QDQ", "int8 by the cache"], 11: ["int8 typed", "FP8 typed"]}
     shipped[10] = [*shipped[11], "int8 by the cache"]
-    beside = [f"{name} by trtexec" for name in shipped[major]] if major > 8 else []
+    trtexec_rows = [f"{name} by trtexec" for name in shipped[major]] if major > 8 else []
     calibrated = [*CLASSES] if major < 11 else []
     graph = [gpu_check.GRAPH] if major > 8 else []
-    assert {*rows} == {"engine", "FP32", "FP16", *shipped[major], *beside, *calibrated, *graph}
+    assert {*rows} == {
+        "engine",
+        "FP32",
+        "FP16",
+        *shipped[major],
+        *trtexec_rows,
+        *calibrated,
+        *graph,
+    }
     for name, (ms, speed, trtexec, cosine, *_) in list(rows.items())[1:]:
         built = not any(line.startswith((f"{name}: Ba", f"{name}: Ex")) for line in wrong)
         assert bool(ms) == bool(cosine) == built
         assert bool(speed) == (built and major < 11)
-        assert trtexec == ("0.1250" if name in beside and built else "")
+        assert trtexec == ("0.1250" if name in trtexec_rows and built else "")
     if major < 11:
         assert rows["minmax"][-1].startswith("24 of 28 equal, median 0.0000%")
-    said = [line.removeprefix("- ") for line in text.splitlines() if line.startswith("- ")]
-    assert [s[: len(w)] for s, w in zip(said, wrong, strict=True)] == wrong
+    errors = [line.removeprefix("- ") for line in text.splitlines() if line.startswith("- ")]
+    assert [s[: len(w)] for s, w in zip(errors, wrong, strict=True)] == wrong

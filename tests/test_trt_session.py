@@ -29,36 +29,36 @@ def machine(request, tensorrt):
     return tensorrt(TEN, request.param)
 
 
-def saved(folder, text, inputs, outputs, opset=17):
+def save_model(folder, text, inputs, outputs, opset=17):
     """The file of a model of these nodes."""
     nodes = parse_nodes(text, sum={"keepdims": 0})
     return save_net(folder / "m.onnx", nodes, inputs, outputs, opset={"": opset}, ir=9)
 
 
-def opened(model, settings=FLOATS, **options):
+def open_engine(model, settings=FLOATS, **options):
     path = model.with_suffix(".engine")
     path.write_bytes(build_engine(model, settings).plan)
     return TensorrtSession.open(path, **options)
 
 
 def relu(folder):
-    return saved(folder, "Relu x -> y", {"x": ["n", 3]}, {"y": ["n", 3]})
+    return save_model(folder, "Relu x -> y", {"x": ["n", 3]}, {"y": ["n", 3]})
 
 
 PROFILES = {"x": InputShapeRange((1, 3), (2, 3), (4, 3))}
 WIDE = BuilderSettings(int8=False, fp16=False, profiles=PROFILES)
 
 
-def agrees(session, *batches):
+def check_relu(session, *batches):
     """The session computes a Relu of batches of so many rows."""
     for rows in batches:
         x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
         np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
 
 
-def test_a_run_and_a_graph_give_what_the_network_gives(machine, tmp_path, wording):
-    session = opened(relu(tmp_path), WIDE)
-    agrees(session, 2, 4, 1)
+def test_run_and_graph_compute_the_network(machine, tmp_path, wording):
+    session = open_engine(relu(tmp_path), WIDE)
+    check_relu(session, 2, 4, 1)
     times = session.device_times()
     assert min(times.h2d_ms, times.compute_ms, times.d2h_ms, times.enqueue_ms) >= 0
     with pytest.raises(BackendError) as refusal:
@@ -66,15 +66,15 @@ def test_a_run_and_a_graph_give_what_the_network_gives(machine, tmp_path, wordin
     wording.check(refusal.value)
     with pytest.raises(BackendError, match="none for 'x'"):
         session.run({"z": np.zeros((1, 3), np.float32)})
-    agrees(session, 1)
-    agrees(opened(relu(tmp_path), WIDE, cuda_graph=True), 2, 2, 2, 3, 3)
+    check_relu(session, 1)
+    check_relu(open_engine(relu(tmp_path), WIDE, cuda_graph=True), 2, 2, 2, 3, 3)
 
 
 @pytest.mark.slow
 def test_memory_is_given_back(machine, tmp_path):
     cuda = sys.modules["fake_cuda"]
-    session = opened(relu(tmp_path), WIDE)
-    agrees(session, 2, 4, 1, 2)
+    session = open_engine(relu(tmp_path), WIDE)
+    check_relu(session, 2, 4, 1, 2)
     gc.collect()
     assert cuda.allocated() == 2
     del session
@@ -82,26 +82,26 @@ def test_memory_is_given_back(machine, tmp_path):
     assert cuda.allocated() == 0
 
 
-def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path, wording):
+def test_output_shape_may_depend_on_values(machine, tmp_path, wording):
     ends = {"where": (TensorProto.INT64, [2, None]), "y": ["n", 3]}
-    model = saved(tmp_path, "NonZero x -> where | Relu x -> y", {"x": ["n", 3]}, ends)
-    session = opened(model, WIDE)
+    model = save_model(tmp_path, "NonZero x -> where | Relu x -> y", {"x": ["n", 3]}, ends)
+    session = open_engine(model, WIDE)
     assert session.outputs[0].shape == (2, None)
     for fill in (1, 0, 1):
         x = np.full((2, 3), fill, np.float32)
         x[0, 0] = 0
-        made = session.run({"x": x})
-        np.testing.assert_array_equal(made["where"], np.nonzero(x))
-        np.testing.assert_array_equal(made["y"], x)
-    session = opened(model, WIDE, cuda_graph=True)
+        arrays = session.run({"x": x})
+        np.testing.assert_array_equal(arrays["where"], np.nonzero(x))
+        np.testing.assert_array_equal(arrays["y"], x)
+    session = open_engine(model, WIDE, cuda_graph=True)
     with pytest.raises(BackendError) as refusal:
         session.run({"x": x})
     wording.check(refusal.value)
 
 
-def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypatch):
+def test_failed_allocation_is_raised(machine, tmp_path, monkeypatch):
     where = {"where": (TensorProto.INT64, [1, None])}
-    session = opened(saved(tmp_path, "NonZero x -> where", {"x": [4]}, where))
+    session = open_engine(save_model(tmp_path, "NonZero x -> where", {"x": [4]}, where))
 
     def refuses(cuda, size):
         raise BackendError("out of memory")
@@ -112,23 +112,25 @@ def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypa
         session.run(x)
 
 
-def test_what_shapes_depend_on_is_read_in_host_memory(machine, tmp_path):
+def test_shape_inputs_are_in_host_memory(machine, tmp_path):
     ends = {"x": [1, 3], "shape": (TensorProto.INT64, [2])}
-    model = saved(tmp_path, "Expand x shape -> y", ends, {"y": [None, None]})
+    model = save_model(tmp_path, "Expand x shape -> y", ends, {"y": [None, None]})
     with pytest.raises(ConfigError, match="none for 'shape'"):
         build_engine(model, FLOATS)
-    session = opened(model, BuilderSettings(int8=False, fp16=False, values={"shape": (2, 3)}))
+    session = open_engine(model, BuilderSettings(int8=False, fp16=False, values={"shape": (2, 3)}))
     x = np.float32([[1, 2, 3]])
     for rows in (2, 5, 2):
-        made = session.run({"x": x, "shape": np.array([rows, 3])})
-        np.testing.assert_array_equal(made["y"], np.repeat(x, rows, 0))
+        outputs = session.run({"x": x, "shape": np.array([rows, 3])})
+        np.testing.assert_array_equal(outputs["y"], np.repeat(x, rows, 0))
 
 
 def test_scalars_go_in_and_out(machine, tmp_path):
-    model = saved(tmp_path, "ReduceSum x -> sum | Mul sum by -> y", {"x": [3], "by": []}, {"y": []})
-    made = opened(model).run({"x": np.float32([1, 2, 3]), "by": np.float32(2)})
-    assert made["y"].shape == ()
-    assert made["y"] == 12
+    model = save_model(
+        tmp_path, "ReduceSum x -> sum | Mul sum by -> y", {"x": [3], "by": []}, {"y": []}
+    )
+    outputs = open_engine(model).run({"x": np.float32([1, 2, 3]), "by": np.float32(2)})
+    assert outputs["y"].shape == ()
+    assert outputs["y"] == 12
 
 
 KINDS = {
@@ -144,19 +146,19 @@ KINDS = {
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_every_type_of_whole_bytes_goes_in_and_out(tensorrt, tmp_path, dtype):
+def test_every_byte_type_is_fed(tensorrt, tmp_path, dtype):
     tensorrt(TEN)
     ends = {"x": (KINDS[dtype], [4])}, {"y": (KINDS[dtype], [4])}
-    session = opened(saved(tmp_path, "Identity x -> y", *ends, opset=19))
+    session = open_engine(save_model(tmp_path, "Identity x -> y", *ends, opset=19))
     plain = "float32" if dtype in ("bfloat16", "float8") else dtype
     assert session.inputs[0].dtype == session.outputs[0].dtype == plain
     x = np.array([1, 0, 3, 0]).astype(plain)
-    made = session.run({"x": x})["y"]
-    assert made.dtype == plain
-    np.testing.assert_array_equal(made, x)
+    output = session.run({"x": x})["y"]
+    assert output.dtype == plain
+    np.testing.assert_array_equal(output, x)
 
 
-def test_a_type_of_half_bytes_is_refused(tensorrt, wording):
+def test_int4_type_is_refused(tensorrt, wording):
     trt = tensorrt(TEN)
     with pytest.raises(BackendError) as refusal:
         dtype_of(trt.DataType.INT4)
@@ -164,10 +166,10 @@ def test_a_type_of_half_bytes_is_refused(tensorrt, wording):
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN])
-def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, version, wording):
+def test_integers_take_the_network_type(tensorrt, tmp_path, version, wording):
     tensorrt(version)
-    whole = (TensorProto.INT64, [2])
-    session = opened(saved(tmp_path, "Identity x -> y", {"x": whole}, {"y": whole}))
+    integers = (TensorProto.INT64, [2])
+    session = open_engine(save_model(tmp_path, "Identity x -> y", {"x": integers}, {"y": integers}))
     assert session.inputs[0].dtype == ("int32" if version == EIGHT else "int64")
     for dtype in (np.int64, np.int32, np.uint8):
         np.testing.assert_array_equal(session.run({"x": np.array([3, 4], dtype)})["y"], [3, 4])
@@ -180,7 +182,7 @@ def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, vers
     wording.check(refusal.value)
 
 
-def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path, wording):
+def test_engine_runs_on_the_chosen_gpu(machine, tmp_path, wording):
     model, path = relu(tmp_path), tmp_path / "m.engine"
     path.write_bytes(build_engine(model, WIDE, cuda=open_gpu(1)).plan)
     x = np.ones((1, 3), np.float32)
@@ -196,12 +198,12 @@ def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path, wording)
     wording.check(refusal.value)
 
 
-def test_memory_of_a_calibrator_and_of_nothing(machine):
+def test_calibrator_memory_is_reused(machine):
     cuda = sys.modules["fake_cuda"]
     memory = CudaMemory(open_gpu(1))
-    first = memory.put("x", np.arange(4, dtype=np.float32))
-    assert memory.put("x", np.arange(2, dtype=np.float32)) == first
-    np.testing.assert_array_equal(cuda.at(first, 8, 1).view(np.float32), [0, 1])
+    address = memory.put("x", np.arange(4, dtype=np.float32))
+    assert memory.put("x", np.arange(2, dtype=np.float32)) == address
+    np.testing.assert_array_equal(cuda.at(address, 8, 1).view(np.float32), [0, 1])
     large = memory.put("x", np.arange(9, dtype=np.float32))
     np.testing.assert_array_equal(cuda.at(large, 36, 1).view(np.float32), np.arange(9))
     assert cuda.allocated() == 1
@@ -211,12 +213,12 @@ def test_memory_of_a_calibrator_and_of_nothing(machine):
     with device.current():
         assert DeviceBuffer(device, 0).size == 1
         assert device.pinned((0, 3), "float32").shape == (0, 3)
-    not_ready = pytest.raises(BackendError, match=r"device not ready.*; `nvidia-smi` shows")
+    not_ready = pytest.raises(BackendError, match=r"not ready.*`nvidia-smi`")
     with not_ready, device.current():
         device.between_ms(device.event(), device.event())
 
 
-def test_bindings_that_are_missing_or_do_not_start(tensorrt, monkeypatch, tmp_path, wording):
+def test_missing_or_broken_bindings_are_named(tensorrt, monkeypatch, tmp_path, wording):
     tensorrt(TEN, "pycuda")
     cuda = sys.modules["fake_cuda"]
     broken = cuda.cuda_python()
@@ -242,7 +244,7 @@ def session():
     return OrtSession.open(model.SerializeToString(), threads=1)
 
 
-def test_sessions_run_at_once_and_errors_in_a_thread_reach_the_caller():
+def test_parallel_sessions_raise_their_errors():
     feeds = [{"x": np.ones((1, 8), np.float32)}]
     sessions = [session(), session()]
     assert throughput(sessions, feeds, warmup_ms=0, duration_s=0.05) > 0

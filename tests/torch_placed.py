@@ -23,13 +23,13 @@ class Residual(nn.Module):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
         self.pool = nn.MaxPool2d(3, 2, 1)
-        self.first = nn.Conv2d(8, 8, 3, padding=1, bias=False)
-        self.bn, self.second = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)
+        self.conv1 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn, self.conv2 = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)
         self.mean, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 5)
 
     def forward(self, x):
         x = self.pool(F.relu(self.norm(self.stem(x))))
-        x = F.relu(x + self.second(F.relu(self.bn(self.first(x)))))
+        x = F.relu(x + self.conv2(F.relu(self.bn(self.conv1(x)))))
         return self.head(torch.flatten(self.mean(x), 1))
 
 
@@ -107,13 +107,13 @@ class Parameters(nn.Module):
     def __init__(self):
         super().__init__()
         self.patches, self.token = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
-        self.places = nn.Parameter(torch.randn(1, 17, 16))
+        self.positions = nn.Parameter(torch.randn(1, 17, 16))
         self.mix, self.gate = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
         self.head = nn.Parameter(torch.randn(16, 5))
 
     def forward(self, x):
         x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.places
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
         return (F.relu(x @ self.mix) * F.linear(x, self.gate).tanh())[:, 0].matmul(self.head)
 
 
@@ -127,7 +127,7 @@ class Causal(nn.Module):
 
     def forward(self, x):
         x = self.norm(self.patches(x).flatten(2).transpose(1, 2))
-        parts = [one.unflatten(-1, (2, 8)).transpose(1, 2) for one in self.mixed(x).chunk(3, -1)]
+        parts = [part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.mixed(x).chunk(3, -1)]
         x = F.scaled_dot_product_attention(*parts, is_causal=True)
         return self.head(x.transpose(1, 2).flatten(2))
 

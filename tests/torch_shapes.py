@@ -9,31 +9,31 @@ from torch.nn import functional as F
 
 def module(forward, **parts):
     """Return a module in eval mode that has these parts and, as its method, `forward`."""
-    made = type("Net", (nn.Module,), {"forward": forward})()
+    network = type("Net", (nn.Module,), {"forward": forward})()
     for name, part in parts.items():
-        setattr(made, name, part)
-    return made.eval()
+        setattr(network, name, part)
+    return network.eval()
 
 
 def with_statistics(model):
     """Give every norm statistics of its own, so that folding it changes the weights."""
     with torch.no_grad():
-        for one in model.modules():
-            if getattr(one, "running_var", None) is not None:
-                one.running_mean.uniform_(-0.3, 0.3)
-                one.running_var.uniform_(0.5, 1.5)
-                one.weight.uniform_(0.7, 1.3)
-                one.bias.uniform_(-0.3, 0.3)
+        for layer in model.modules():
+            if getattr(layer, "running_var", None) is not None:
+                layer.running_mean.uniform_(-0.3, 0.3)
+                layer.running_var.uniform_(0.5, 1.5)
+                layer.weight.uniform_(0.7, 1.3)
+                layer.bias.uniform_(-0.3, 0.3)
     return model.eval()
 
 
 class ConvAct(nn.Module):
     """Conv, BatchNorm, SiLU, as detectors have them."""
 
-    def __init__(self, inside, outside, size=1, stride=1):
+    def __init__(self, in_channels, out_channels, size=1, stride=1):
         super().__init__()
-        self.conv = nn.Conv2d(inside, outside, size, stride, size // 2, bias=False)
-        self.bn = nn.BatchNorm2d(outside)
+        self.conv = nn.Conv2d(in_channels, out_channels, size, stride, size // 2, bias=False)
+        self.bn = nn.BatchNorm2d(out_channels)
         self.act = nn.SiLU(inplace=True)
 
     def forward(self, x):
@@ -84,15 +84,17 @@ class Detector(nn.Module):
             x = block(down(x))
             maps.append(x)
         maps[0] = self.neck(torch.cat([maps[0], self.up(self.pool(maps[1]))], 1))
-        raw = [head(found) for head, found in zip(self.heads, maps, strict=True)]
+        raw = [head(feature_map) for head, feature_map in zip(self.heads, maps, strict=True)]
         if self.training:
             return raw
-        flat = [found.view(found.shape[0], found.shape[1], -1) for found in raw]
+        flat = [
+            feature_map.view(feature_map.shape[0], feature_map.shape[1], -1) for feature_map in raw
+        ]
         boxes, scores = torch.cat(flat, 2).split((4, raw[0].shape[1] - 4), 1)
         return torch.cat([boxes * self.steps(raw), scores.sigmoid()], 1), raw
 
     def steps(self, raw):
-        sizes = [found.shape[2] * found.shape[3] for found in raw]
+        sizes = [feature_map.shape[2] * feature_map.shape[3] for feature_map in raw]
         return torch.cat(
             [torch.full((n,), float(s)) for n, s in zip(sizes, self.strides, strict=True)]
         )
@@ -143,7 +145,7 @@ class RepVGG(nn.Module):
     def __init__(self, width, stride=1):
         super().__init__()
         self.identity = nn.BatchNorm2d(width) if stride == 1 else None
-        self.kxk, self.one = (
+        self.kxk, self.pointwise = (
             nn.Sequential(
                 nn.Conv2d(width, width, size, stride, size // 2, bias=False), nn.BatchNorm2d(width)
             )
@@ -154,7 +156,7 @@ class RepVGG(nn.Module):
     def forward(self, x):
         out = 0 if self.identity is None else self.identity(x)
         out += self.kxk(x)
-        return self.act(out + self.one(x))
+        return self.act(out + self.pointwise(x))
 
 
 class FrozenBatchNorm2d(nn.Module):
@@ -167,8 +169,8 @@ class FrozenBatchNorm2d(nn.Module):
 
     def forward(self, x):
         weight, bias, mean, variance = (
-            one.reshape(1, -1, 1, 1)
-            for one in (self.weight, self.bias, self.running_mean, self.running_var)
+            tensor.reshape(1, -1, 1, 1)
+            for tensor in (self.weight, self.bias, self.running_mean, self.running_var)
         )
         scale = weight * (variance + 1e-5).rsqrt()
         return x * scale + (bias - mean * scale)
@@ -233,12 +235,12 @@ class Ssd(nn.Module):
             "scores": self.joined(self.scores, maps, 3),
         }
 
-    def joined(self, heads, maps, last):
+    def joined(self, heads, maps, columns):
         flat = []
-        for x in (head(found) for head, found in zip(heads, maps, strict=True)):
+        for x in (head(feature_map) for head, feature_map in zip(heads, maps, strict=True)):
             n, _, h, w = x.shape
-            x = x.view(n, -1, last, h, w).permute(0, 3, 4, 1, 2)
-            flat.append(x.reshape(n, -1, last))
+            x = x.view(n, -1, columns, h, w).permute(0, 3, 4, 1, 2)
+            flat.append(x.reshape(n, -1, columns))
         return torch.cat(flat, 1)
 
 

@@ -27,8 +27,8 @@ def part():
 def parts():
     """Modules in modules, and functions between them."""
     torch.manual_seed(0)
-    inside = {"parts": nn.Sequential(part(), part()), "head": nn.Linear(192, 2)}
-    return module(lambda self, x: self.head(self.parts(x).flatten(1)), **inside)
+    submodules = {"parts": nn.Sequential(part(), part()), "head": nn.Linear(192, 2)}
+    return module(lambda self, x: self.head(self.parts(x).flatten(1)), **submodules)
 
 
 def batches(epoch, channels=1):
@@ -55,28 +55,28 @@ class Maps(Detector):
     """The raw maps of both scales, side by side."""
 
     def forward(self, x):
-        return torch.cat([found.flatten(2) for found in super().forward(x)[1]], 2)
+        return torch.cat([feature_map.flatten(2) for feature_map in super().forward(x)[1]], 2)
 
 
 def boxes(epoch):
     """Pictures of one bright box; where it is, cell by cell. "KILLED" ends the third epoch."""
     if epoch == 2 and "KILLED" in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
-    made = torch.Generator().manual_seed(epoch)
+    rng = torch.Generator().manual_seed(epoch)
     for _ in range(5):
-        x, y = torch.randn(4, 3, 32, 32, generator=made) * 0.1, torch.zeros(4, 6, 80)
-        for one, (row, column) in enumerate(torch.randint(0, 7, (4, 2), generator=made).tolist()):
-            x[one, :, 4 * row : 4 * row + 8, 4 * column : 4 * column + 8] += 1
-            y[one, :, 8 * row + column] = 1
+        x, y = torch.randn(4, 3, 32, 32, generator=rng) * 0.1, torch.zeros(4, 6, 80)
+        for index, (row, column) in enumerate(torch.randint(0, 7, (4, 2), generator=rng).tolist()):
+            x[index, :, 4 * row : 4 * row + 8, 4 * column : 4 * column + 8] += 1
+            y[index, :, 8 * row + column] = 1
         yield x, y
 
 
 def detection():
     torch.manual_seed(0)
     model = Maps(classes=2)
-    for one in model.modules():
-        if isinstance(one, ConvAct):
-            nn.init.kaiming_normal_(one.conv.weight)  # so that values stay as large as they are
+    for layer in model.modules():
+        if isinstance(layer, ConvAct):
+            nn.init.kaiming_normal_(layer.conv.weight)  # so that values stay as large as they are
     return Task(
         model=model.eval(),
         inputs=[torch.zeros(2, 3, 32, 32)],

@@ -117,7 +117,7 @@ def bench(
         FeedError: images that do not fit.
     """
     _refuse_objects(engine, against)
-    sources = _list_sources(Path(engine), Path(against) if against is not None else None, targets)
+    sources = _list_sources(engine, against, targets)
     if runtime == "openvino":
         sources = _add_openvino(sources)
     metric = judge_of(None, task)
@@ -230,19 +230,19 @@ def _refuse_objects(*files: object) -> None:
 
 
 def _list_sources(
-    engine: Path, against: Path | None, targets: Sequence[Target]
+    engine: Path | str, against: Path | str | None, targets: Sequence[Target]
 ) -> dict[str, _EngineSource]:
     """Return label -> engine, the reference first; a label is the file name if that is unique."""
-    if against is None:
-        paths = {engine.name: engine}
-    elif engine.name != against.name:
-        paths = {against.name: against, engine.name: engine}
-    elif engine == against:
-        raise ConfigError(f"--against needs another model than the engine, got {engine} twice")
-    else:
-        paths = {str(against): against, str(engine): engine}
+    paths = [Path(engine)]
+    if against is not None:
+        paths.insert(0, Path(against))
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"--against needs another model than the engine, got {paths[0]} twice")
+
+    has_unique_names = len({path.name for path in paths}) == len(paths)
     sources = {}
-    for label, path in paths.items():
+    for path in paths:
+        label = path.name if has_unique_names else str(path)
         sources[label] = _EngineSource(path, _find_target(path, targets))
     return sources
 
@@ -463,16 +463,17 @@ def model_size(path: Path) -> int:
 
 def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     """Return the inputs of the sessions, which must be the same."""
-    labels = list(sessions)
-    first, last = labels[0], labels[-1]
-    first_inputs = _describe_inputs(sessions[first])
-    last_inputs = _describe_inputs(sessions[last])
-    if first_inputs != last_inputs:
-        raise ConfigError(
-            f"models measured side by side must have the same inputs, got {first_inputs} of"
-            f" {first} and {last_inputs} of {last}; measure each by itself, without --against"
-        )
-    return sessions[first].inputs
+    reference_label = next(iter(sessions))
+    reference_inputs = _describe_inputs(sessions[reference_label])
+    for label, session in sessions.items():
+        inputs = _describe_inputs(session)
+        if inputs != reference_inputs:
+            raise ConfigError(
+                f"models measured side by side must have the same inputs, got {reference_inputs} of"
+                f" {reference_label} and {inputs} of {label}; measure each by itself, without"
+                " --against"
+            )
+    return sessions[reference_label].inputs
 
 
 def _describe_inputs(session: Session) -> str:

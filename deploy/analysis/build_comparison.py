@@ -293,12 +293,17 @@ def _engine_name(engine: EngineSummary) -> str:
 def _engine_table(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
     rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
-    filled = [column for column, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
-    left = [position for position, column in enumerate(filled) if column in _LEFT_COLUMNS]
+    filled: list[int] = []
+    left_aligned = []  # positions among the filled columns
+    for column, cells in enumerate(zip(*rows, strict=True)):
+        if any(cells):
+            if column in _LEFT_COLUMNS:
+                left_aligned.append(len(filled))
+            filled.append(column)
     table = []
     for row in (["build", *_HEADS], *rows):
         table.append([row[column] for column in filled])
-    yield from align_columns(table, left)
+    yield from align_columns(table, left_aligned)
 
 
 def _reasons(builds: BuildComparison) -> Iterator[str]:

@@ -327,10 +327,11 @@ def _compare_cut_models(
     every: bool,
 ) -> tuple[AccuracyByTensor, list[str]]:
     """Return the accuracy by cut models, and notes on tensors that could not be compared."""
+    output_names = _output_names(first_model)
     outputs: dict[str, str] = {}
     inner_names = []
     for name in pairs:
-        if name in _output_names(first_model):
+        if name in output_names:
             outputs[name] = pairs[name]
         else:
             inner_names.append(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,11 +101,8 @@ def _run_images(
     def run_reference(sample: Sample) -> Outputs:
         return _select(reference_session.run(sample), output_names)
 
-    (first_sample,) = feed.first_samples(1)
-    samples = feed.first_samples(form_samples(first_sample, run_reference(first_sample)))
-    outputs = list(map(run_reference, samples))
     metric = Metric(None, task=task, declared=loaded.declaration)
-    worst_images = _WorstImages(derive_form(outputs, inputs=samples, metric=metric))
+    worst_images = _WorstImages(_derive_feed_form(feed, run_reference, metric))
     channel_sums = {name: ChannelSums() for name in pairs}
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
@@ -121,11 +118,7 @@ def _run_images(
             worst_images.add(
                 inputs, _select(reference, output_names), _select(result, output_names)
             )
-            for name, sums in channel_sums.items():
-                if name in reference and pairs[name] in result:
-                    values = result[pairs[name]]
-                    values = strip_padded_channels(pairs[name], values, reference[name])
-                    sums.add(reference[name], values)
+            _add_channels(channel_sums, pairs, reference, result)
         count_sample()
 
     with phase("running images", len(feed), "samples") as count_sample, feed.samples() as stream:
@@ -144,6 +137,29 @@ def _run_images(
         channels=tuple(channels),
         notes=notes,
     )
+
+
+def _derive_feed_form(
+    feed: Feed, run_reference: Callable[[Sample], Outputs], metric: Metric
+) -> OutputForm:
+    """Return the form of the float model's outputs, by as many first samples as it takes."""
+    (first_sample,) = feed.first_samples(1)
+    samples = feed.first_samples(form_samples(first_sample, run_reference(first_sample)))
+    return derive_form(list(map(run_reference, samples)), inputs=samples, metric=metric)
+
+
+def _add_channels(
+    channel_sums: Mapping[str, ChannelSums],
+    pairs: Mapping[str, str],
+    reference: Outputs,
+    candidate: Outputs,
+) -> None:
+    """Add the inner tensors of one image; `pairs`: their names in both models."""
+    for name, candidate_name in pairs.items():
+        if name in reference and candidate_name in candidate:
+            values = candidate[candidate_name]
+            values = strip_padded_channels(candidate_name, values, reference[name])
+            channel_sums[name].add(reference[name], values)
 
 
 def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> None:
@@ -352,8 +368,6 @@ def _load_float_model(
     explanation: Explanation, model: Path | str | ModelProto | LoadedModel | None
 ) -> LoadedModel:
     """Load the float model: the user's, else that of the report."""
-    if isinstance(model, LoadedModel):
-        return model
     if model is not None:
         return load_float_or_qdq(model)
     path = path_near_report(explanation.model, Path(explanation.report))

@@ -111,7 +111,7 @@ def inspect(
     """
     (chosen_target,) = make_targets([target])
     model, _ = open_torch_module(model, images)
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = load(model)
     float_names = match_nodes(loaded.model, float_nodes)
     return Inspection(
         model=str(loaded.source or loaded.name),

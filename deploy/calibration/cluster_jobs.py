@@ -318,10 +318,8 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
             RemoteSource(samples, job.inputs, job.preprocess),
             range(len(samples)),
             kind=job.kind,
-            batch=1,
             preprocess=job.preprocess,
             skip_bad=job.skip_bad,
-            notes=(),
             share=share,
         )
     peaks = Peaks()

@@ -125,15 +125,15 @@ class Fingerprint:
         """Return part -> how it changed since `old`, as a clause; {} if nothing changed."""
         changes: dict[str, str] = {}
         for part, noun in _NOUN_BY_PART.items():
-            before = getattr(old, part)
-            now = getattr(self, part)
+            old_part = getattr(old, part)
+            new_part = getattr(self, part)
             is_equal = _EQUALITY_BY_PART.get(part, operator.eq)
-            if is_equal(before, now):
+            if is_equal(old_part, new_part):
                 continue
             changes[part] = f"{noun} changed"
-            detail = _difference(before, now)
+            detail = _difference(old_part, new_part)
             if part == "model":
-                detail = "its external data" if _is_same_file(before, now) else ""
+                detail = "its external data" if _is_same_file(old_part, new_part) else ""
             if detail:
                 changes[part] += f" ({detail})"
         return changes
@@ -180,45 +180,45 @@ def _convert_schema_4(data: object) -> dict[str, Any]:
     }
 
 
-def _is_same_file(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    return "file" in before and before["file"] == now.get("file")
+def _is_same_file(old: Mapping[str, str], new: Mapping[str, str]) -> bool:
+    return "file" in old and old["file"] == new.get("file")
 
 
-def _is_same_model(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+def _is_same_model(old: Mapping[str, str], new: Mapping[str, str]) -> bool:
     """Whether one identity is equal: the graph's, or that of the files."""
-    if "graph" in before and before["graph"] == now.get("graph"):
+    if "graph" in old and old["graph"] == new.get("graph"):
         return True
-    return _is_same_file(before, now) and before.get("weights") == now.get("weights")
+    return _is_same_file(old, new) and old.get("weights") == new.get("weights")
 
 
-def _is_same_decoder(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _is_same_decoder(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether two decoders give the same pixels: by digests of test images, or by name."""
-    if not before or not now:  # arrays are not decoded; a change of kind shows in the images
+    if not old or not new:  # arrays are not decoded; a change of kind shows in the images
         return True
-    common = before.keys() & now.keys() - {_LIBRARY}
-    if len(common) <= 1 and before.get(_LIBRARY) != now.get(_LIBRARY):
+    common = old.keys() & new.keys() - {_LIBRARY}
+    if len(common) <= 1 and old.get(_LIBRARY) != new.get(_LIBRARY):
         return False
-    return all(before[key] == now[key] for key in common)
+    return all(old[key] == new[key] for key in common)
 
 
 _EQUALITY_BY_PART = {"model": _is_same_model, "decoder": _is_same_decoder}
 
 
-def _difference(before: object, now: object) -> str:
+def _difference(old: object, new: object) -> str:
     """Return the fields that differ with their values; long values, as digests, are omitted."""
-    if isinstance(before, str) and isinstance(now, str):
-        if len(before) == _DIGEST_LENGTH:
+    if isinstance(old, str) and isinstance(new, str):
+        if len(old) == _DIGEST_LENGTH:
             return ""
-        return f"{before} -> {now}"
-    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        return f"{old} -> {new}"
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return ""
     changes = []
-    for key in sorted(before.keys() | now.keys()):
-        old, new = str(before.get(key)), str(now.get(key))
-        if before.get(key) == now.get(key):
+    for key in sorted(old.keys() | new.keys()):
+        old_value, new_value = old.get(key), new.get(key)
+        if old_value == new_value:
             continue
-        if max(len(old), len(new)) <= _MAX_SHOWN_LENGTH:
-            changes.append(f"{key} {old} -> {new}")
+        if max(len(str(old_value)), len(str(new_value))) <= _MAX_SHOWN_LENGTH:
+            changes.append(f"{key} {old_value} -> {new_value}")
         else:
             changes.append(key)
     return ", ".join(changes)

@@ -240,11 +240,11 @@ def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
         yield f"{len(samples)} samples that were looked at hardly differ; calibrate with others"
 
 
-def _are_nearly_equal(sample: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+def _are_nearly_equal(sample: Mapping[str, Array], other_sample: Mapping[str, Array]) -> bool:
     """Whether two samples with a large float input are equal but for noise below an int8 step."""
     has_large_input = False
     for name, value in sample.items():
-        other_value = other[name]
+        other_value = other_sample[name]
         if not is_floating(value) or value.size < MIN_VALUES:
             if not np.array_equal(value, other_value):
                 return False
@@ -306,8 +306,8 @@ def _is_initial_state(samples: Samples, name: str) -> bool:
     if not _is_constant_input(samples, name):
         return False
     size = samples[0][name].size
-    for other, value in samples[0].items():
-        if value.size > size and not _is_constant_input(samples, other):
+    for other_name, value in samples[0].items():
+        if value.size > size and not _is_constant_input(samples, other_name):
             return True
     return False
 
@@ -493,7 +493,7 @@ def _normalize_by_presets(
                 f"pixels / 255 with mean {_format_pixels(preset.mean, preset.scale)} and std"
                 f" {_format_pixels(preset.std, preset.scale)}"
             )
-            yield description, (_renormalize(array, source, preset) for array in values)
+            yield description, (renormalize(array, source, preset) for array in values)
 
 
 def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
@@ -526,14 +526,19 @@ def _format_pixels(values: Sequence[float], scale: float) -> str:
     return " ".join(f"{value / scale / 255:.4g}" for value in values)
 
 
-def _renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
-    """Return images that were normalized by `source` as `preset` would have normalized them."""
+def renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
+    """Return images that were normalized by `source` as `preset` would have normalized them.
+
+    Channels are swapped where both have another order of colors.
+    """
     shape = (1, -1, 1, 1) if source.layout == "nchw" else (1, 1, 1, -1)
 
     def by_channel(numbers: Sequence[float]) -> Floats:
         return np.asarray(numbers, np.float64).reshape(shape)
 
     pixels = (array * by_channel(source.std) + by_channel(source.mean)) / source.scale
+    if {source.color, preset.color} == {"rgb", "bgr"}:
+        pixels = np.flip(pixels, axis=shape.index(-1))
     values: Array = (pixels * preset.scale - by_channel(preset.mean)) / by_channel(preset.std)
     return values.astype(array.dtype)
 

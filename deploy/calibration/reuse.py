@@ -75,6 +75,13 @@ class CachePolicy:
         if self.path is not None:  # may be text
             object.__setattr__(self, "path", Path(self.path))
 
+    @property
+    def reuse_flag(self) -> str:
+        """The option by which the cache is only read; "" if it may be written."""
+        if self.require:
+            return "--require-cache"
+        return "--trust-cache" if self.trust else ""
+
 
 def as_policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
     """Return the policy of a cache path; for None, one that stores nothing."""
@@ -311,9 +318,10 @@ def update_cache(
             return
         has_new_order = stored.fingerprint.order != calibration.fingerprint.order
         observed = _add_older_observations(subject, stored, calibration.observed, has_new_order)
-        keys = stored.keys
-        if has_new_order:
-            keys = tuple(key for key in keys if key[2] == HistogramOf().key)
+        keys = list(stored.keys)
+        if has_new_order:  # then only histograms of all samples still hold
+            order_free_key = HistogramOf().key
+            keys = [key for key in keys if key[2] == order_free_key]
         retained = stored.read_arrays(_select_retained(keys, observed))
         calibration = replace(calibration, observed=observed)
         ranges = Ranges(observed, ranges.method, ranges.range_limits)
@@ -347,8 +355,11 @@ def _add_older_observations(
 
     The text of the cache lists their ranges too.
     """
-    key_ends = (FOLDED, subject.statistic.key)
-    tensors = [tensor for variant, tensor, key in stored.keys if (variant, key) == key_ends]
+    statistic_key = subject.statistic.key
+    tensors = []
+    for variant, tensor, key in stored.keys:
+        if variant == FOLDED and key == statistic_key:
+            tensors.append(tensor)
     older = subject.histogram_observations(tensors)
     if has_new_order:
         older = tuple(o for o in older if not o.is_order_dependent)

@@ -180,7 +180,12 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
     )
     if not {"kind", "batch", "skip_bad", "count", "names"} <= set(shard.made_from.images):
         raise ValueError("it does not tell what images it is of")
+    _check_positions(shard)
+    return shard
 
+
+def _check_positions(shard: Shard) -> None:
+    """Raise ValueError if the positions and numbers of samples contradict each other."""
     positions = shard.share.positions
     read_count = len(shard.digests)
     is_incomplete = read_count < len(positions)
@@ -194,7 +199,6 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
         raise ValueError(f"{shard.counted} samples of {len(good_positions)} good ones")
     if not shard.peak_positions <= good_positions:
         raise ValueError("peaks of samples that are not its own")
-    return shard
 
 
 def _digest(document: Mapping[str, Any]) -> str:
@@ -324,21 +328,23 @@ def _common_fingerprint(
 
 
 def _refuse_foreign(shards: Sequence[Shard], loaded: LoadedModel) -> None:
-    first = shards[0]
-    origin = first.made_from
+    first_shard = shards[0]
+    origin = first_shard.made_from
     expected = _common_fingerprint(loaded.identities, origin.images, origin.preprocess)
     for shard in shards:
         changes = expected.changes_since(shard.made_from)
         if changes:
-            other = "the model and the versions here" if shard is first else str(first.path)
+            reference = str(first_shard.path)
+            if shard is first_shard:
+                reference = "the model and the versions here"
             raise CacheError(
-                f"all shards must be of one calibration, {shard.path} is not that of {other}:"
+                f"all shards must be of one calibration, {shard.path} is not that of {reference}:"
                 f" {'; '.join(changes.values())}"
             )
-        if shard.share.of != first.share.of:
+        if shard.share.of != first_shard.share.of:
             raise CacheError(
-                f"all shards must be of one calibration, got {first.path}, {first.share}, and"
-                f" {shard.path}, {shard.share}"
+                f"all shards must be of one calibration, got {first_shard.path},"
+                f" {first_shard.share}, and {shard.path}, {shard.share}"
             )
 
 
@@ -346,11 +352,11 @@ def _sort_by_number(shards: Sequence[Shard]) -> list[Shard]:
     """Return the shards sorted by number; raise CacheError for missing or duplicate ones."""
     by_number: dict[int, Shard] = {}
     for shard in shards:
-        other = by_number.setdefault(shard.share.number, shard)
-        if other is not shard:
+        registered_shard = by_number.setdefault(shard.share.number, shard)
+        if registered_shard is not shard:
             raise CacheError(
-                f"every shard must be given once, got {shard.share} twice: {other.path} and"
-                f" {shard.path}"
+                f"every shard must be given once, got {shard.share} twice:"
+                f" {registered_shard.path} and {shard.path}"
             )
     count = shards[0].share.of
     missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in by_number]
@@ -389,19 +395,18 @@ class _DigestSource:
 class _MergedFeed(Feed):
     """The entire feed of some shards; it has the preprocessing only as JSON."""
 
-    def __init__(self, source: _DigestSource, first: Shard, skipped: Mapping[int, str]) -> None:
-        images = first.made_from.images
+    def __init__(
+        self, source: _DigestSource, first_shard: Shard, skipped: Mapping[int, str]
+    ) -> None:
+        images = first_shard.made_from.images
         super().__init__(
             source,
             range(len(source)),
             kind=str(images["kind"]),
-            batch=1,
-            preprocess=None,
             skip_bad=bool(images["skip_bad"]),
-            notes=(),
             skipped=skipped,
         )
-        self._in_json = first.made_from.preprocess
+        self._in_json = first_shard.made_from.preprocess
 
     def manifest(self, first: int | None = None) -> dict[str, Any]:
         """Return the manifest that one run over all samples would write."""

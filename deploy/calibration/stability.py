@@ -37,25 +37,26 @@ _AGREEMENTS_TO_STOP = 2  # points in a row at which the halves must agree
 ScaleByKey = Mapping[Key, Scale]
 
 
-def range_difference(scale: Scale | None, other: Scale | None) -> float:
+def range_difference(first_scale: Scale | None, second_scale: Scale | None) -> float:
     """Return the difference as a share of the wider range; 1 if only one half has a range."""
-    if scale is None or other is None:
-        return float(scale is not other)
-    ends = max(abs(scale.lo - other.lo), abs(scale.hi - other.hi))
-    width = max(scale.hi - scale.lo, other.hi - other.lo)
-    amax = max(scale.amax, other.amax)
-    return max(ends / (width or 1.0), abs(scale.amax - other.amax) / (amax or 1.0))
+    if first_scale is None or second_scale is None:
+        return float(first_scale is not second_scale)
+    end_shift = max(abs(first_scale.lo - second_scale.lo), abs(first_scale.hi - second_scale.hi))
+    width = max(first_scale.hi - first_scale.lo, second_scale.hi - second_scale.lo)
+    threshold_shift = abs(first_scale.amax - second_scale.amax)
+    threshold = max(first_scale.amax, second_scale.amax)
+    return max(end_shift / (width or 1.0), threshold_shift / (threshold or 1.0))
 
 
 def compare_halves(
-    half: ScaleByKey, other: ScaleByKey, *, samples: int, within: float
+    first_half: ScaleByKey, second_half: ScaleByKey, *, samples: int, within: float
 ) -> HalvesAgreement:
     """Return the agreement of the ranges of two halves; arguments as in `HalvesAgreement`."""
     share_by_name = {}
-    for key in {**half, **other}:
+    for key in {**first_half, **second_half}:
         variant, tensor, _ = key
         name = tensor if variant == FOLDED else f"{tensor} ({variant})"
-        share_by_name[name] = range_difference(half.get(key), other.get(key))
+        share_by_name[name] = range_difference(first_half.get(key), second_half.get(key))
     ranked = sorted(share_by_name.items(), key=lambda entry: (-entry[1], entry[0]))
     return HalvesAgreement(
         samples=samples,
@@ -123,8 +124,8 @@ class StabilityMonitor:
             return replace(self._agreement, stopped=self.stopped)
         if not self.halves or samples < 2:
             return None
-        half, other = map(self._search, self.halves)
-        return self._compare(half, other, samples)
+        first_half, second_half = map(self._search, self.halves)
+        return self._compare(first_half, second_half, samples)
 
     def _search(self, observed: ObservedStatistics) -> ScaleByKey:
         ranges = self._make_ranges(observed)
@@ -137,8 +138,10 @@ class StabilityMonitor:
                     scale_by_key[observation.key] = scales[observation.tensor]
         return scale_by_key
 
-    def _compare(self, half: ScaleByKey, other: ScaleByKey, samples: int) -> HalvesAgreement:
-        return compare_halves(half, other, samples=samples, within=self._within)
+    def _compare(
+        self, first_half: ScaleByKey, second_half: ScaleByKey, samples: int
+    ) -> HalvesAgreement:
+        return compare_halves(first_half, second_half, samples=samples, within=self._within)
 
 
 def refuse_until_stable(

@@ -193,13 +193,10 @@ def save_calibration(
     tensors = {(variant, tensor) for variant, tensor, _ in keys}
     outliers = [o for o in calibration.outliers if (o.variant, o.tensor) in tensors]
     packed = pack_arrays([arrays[key] for key in keys])
-    document = {
-        "schema": SCHEMA,
-        "fingerprint": calibration.fingerprint.to_json(),
-        "observations": list(map(list, keys)),
-        "outliers": list(map(astuple, outliers)),
-        "sha256": {"cache": sha256(text), "statistics": sha256(packed)},
-    }
+    document = _make_document(text, calibration.fingerprint)
+    document["observations"] = list(map(list, keys))
+    document["outliers"] = list(map(astuple, outliers))
+    document["sha256"]["statistics"] = sha256(packed)
     if calibration.until is not None:
         document["until"] = asdict(calibration.until)
     if calibration.score_threshold is not None:
@@ -214,16 +211,21 @@ def make_text_only_json(
 
     `float32_layers`: node -> its output tensor, of nodes that overflow float16; only C++ reads it.
     """
-    document = {
+    document = _make_document(text, fingerprint)
+    if float32_layers:
+        document["float32_layers"] = float32_layers
+    return seal_json(document)
+
+
+def _make_document(text: bytes, fingerprint: Fingerprint) -> dict[str, Any]:
+    """Return the JSON of a cache without statistics, not sealed yet."""
+    return {
         "schema": SCHEMA,
         "fingerprint": fingerprint.to_json(),
         "observations": [],
         "outliers": [],
         "sha256": {"cache": sha256(text), "statistics": ""},
     }
-    if float32_layers:
-        document["float32_layers"] = float32_layers
-    return seal_json(document)
 
 
 def seal_json(document: Mapping[str, Any]) -> bytes:

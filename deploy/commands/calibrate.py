@@ -165,7 +165,7 @@ def merge(
             "--trust-cache takes a cache as it is, and shards make one; leave one of them out"
         )
     path = out or Path(f"{model.stem}.cache")
-    options = calibration.options(path, calibration.method if calibration.method_flags else None)
+    options = calibration.options(path, calibration.method)
     loaded = resolve_model(model, shapes, weights)
     calibrated = merge_with(loaded, shards, options, targets=targets)
     print_calibration(calibrated, path, verbose=calibration.verbose, json_path=json_path)

@@ -32,15 +32,14 @@ if TYPE_CHECKING:
 
 
 def method_options(command: CommandFunction) -> CommandFunction:
-    """Add `--method` and its parameters as `method`, and the typed flags as `method_flags`."""
+    """Add `--method` and its parameters as `method`, None if none of these flags was typed."""
     parameter_by_name = parameters()
 
     @wraps(command)
     def run(method: str, **arguments: Any) -> None:
         values = {name: arguments.pop(name) for name in parameter_by_name}
         chosen = Method.of(method, _given_values(values))
-        flags = tuple(base.given_flags("method", *values))
-        command(method=chosen, method_flags=flags, **arguments)
+        command(method=chosen if given_method_flags() else None, **arguments)
 
     wrapped: CommandFunction = run
     for name, parameter in parameter_by_name.items():  # the last search's first, as decorators are
@@ -52,6 +51,11 @@ def method_options(command: CommandFunction) -> CommandFunction:
         default=DEFAULT_METHOD,
         help=f"How clip ranges are searched: {'; '.join(help_texts)}.",
     )(wrapped)
+
+
+def given_method_flags() -> list[str]:
+    """The typed flags of `method_options`."""
+    return base.given_flags("method", *parameters())
 
 
 def _given_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,15 +80,13 @@ class CalibrationArguments:
     """How ranges are searched and stored, as a command line says it.
 
     Attributes:
-        method: calibration method, the default one if none was typed.
-        method_flags: flags of the search that were typed; empty for the default search.
+        method: calibration method; None if none was typed.
         keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
         cache: when the cache is used, and whether it is overwritten.
         verbose: whether everything is printed.
     """
 
-    method: Method
-    method_flags: tuple[str, ...]
+    method: Method | None
     keep_float: tuple[str, ...]
     cache: CachePolicy
     verbose: bool
@@ -122,7 +124,7 @@ class CalibrationArguments:
             ConfigError: a search that no target follows or that a trusted cache overrides; a cache
                 that is both to be used and to be made anew.
         """
-        flags = " and ".join(self.method_flags)
+        flags = " and ".join(given_method_flags())
         if flags and all(target.own_method for target in targets):
             target = targets[0]
             raise ConfigError(
@@ -139,10 +141,10 @@ class CalibrationArguments:
 
 def refuse_both_ways(policy: CachePolicy) -> None:
     """Refuse --refresh with an option that uses the cache."""
-    if policy.refresh and (policy.require or policy.trust):
-        cache_flag = "--require-cache" if policy.require else "--trust-cache"
+    if policy.refresh and policy.reuse_flag:
         raise ConfigError(
-            f"--refresh calibrates anew and {cache_flag} uses the cache; leave one of them out"
+            f"--refresh calibrates anew and {policy.reuse_flag} uses the cache; leave one of them"
+            " out"
         )
 
 
@@ -172,12 +174,11 @@ def calibration_options(command: CommandFunction) -> CommandFunction:
     """Add the options of a calibration; the command gets them as `calibration`."""
 
     @wraps(command)
-    def run(method: Method, method_flags: tuple[str, ...], **arguments: Any) -> None:
+    def run(method: Method | None, **arguments: Any) -> None:
         from deploy.calibration.reuse import CachePolicy
 
         calibration = CalibrationArguments(
             method=method,
-            method_flags=method_flags,
             keep_float=arguments.pop("keep_float"),
             cache=CachePolicy(
                 require=arguments.pop("require_cache"),
@@ -288,9 +289,8 @@ def feed_of(
     A calibrator's script feeds its own batches. Its base class chooses the method, unless a
     search compares methods (`is_tuned`).
     """
-    requested_method = calibration.method if calibration.method_flags else None
     if not images.script:
-        return images.dataset, requested_method
+        return images.dataset, calibration.method
 
     from deploy.feed.calibrator import CalibratorScript
     from deploy.targets.tensorrt.cache_tools import method_of_calibrator
@@ -299,8 +299,8 @@ def feed_of(
     dataset = replace(images.dataset, source=script)
     script_method = method_of_calibrator(script)
     uses_method = any(not target.own_method for target in targets) and not calibration.cache.trust
-    if requested_method is not None or not uses_method or script_method is None:
-        return dataset, requested_method
+    if calibration.method is not None or not uses_method or script_method is None:
+        return dataset, calibration.method
 
     method, reason = script_method
     if is_tuned:

@@ -61,9 +61,9 @@ def inspect(
         return
 
     from deploy.analysis.inspection import inspect as inspect_model
-    from deploy.frontends import LoadedModel, load
+    from deploy.frontends import load
 
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = load(model)
     inspections = [
         inspect_model(loaded, target=target, float_nodes=keep_float) for target in targets
     ]

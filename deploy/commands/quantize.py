@@ -81,8 +81,7 @@ def quantize(
     scales: list[float] | None,
     zeros: list[int] | None,
     axis: int | None,
-    method: Method,
-    method_flags: tuple[str, ...],
+    method: Method | None,
     json_path: Path | None,
 ) -> None:
     """Quantize VALUES: a JSON array such as '[-1, 0, 1, 2]', or an .npy file.
@@ -94,7 +93,7 @@ def quantize(
 
     result = experiment.quantize(
         experiment.read_values(values),
-        method=method if method_flags else None,
+        method=method,
         scales=scales,
         zero_points=zeros,
         axis=axis,

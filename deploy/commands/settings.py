@@ -33,7 +33,13 @@ _UNWRITTEN_KEYS = _ONE_RUN_KEYS | frozenset(
 )  # without effect on what is built, so not written
 # code that is no Python file: a library, dask's tasks
 _CODE_KEYS = frozenset(("plugin", "scheduler"))
-_RIVALS = frozenset(("effort", "plan", "split"))  # one on the line replaces all in the file
+# option on the line -> options of the file that it replaces
+_RIVALS = {
+    "split": ("plan", "effort"),
+    "plan": ("split", "effort"),
+    "effort": ("split", "plan"),
+    "refresh": ("split", "plan"),
+}
 _UNDECODED_BYTE = re.compile("[\ud800-\udfff]")  # in a file name, which UTF-8 cannot encode
 _META = "calib8.options"  # of a click context: parameter -> value on the line or in the file
 
@@ -77,8 +83,9 @@ class ConfiguredCommand(SectionedCommand):
         if "config" in line_values:
             file = Path(str(line_values["config"]))
             file_values = options_in(self, file)
-            if not _RIVALS.isdisjoint(line_values):
-                file_values = {k: v for k, v in file_values.items() if k not in _RIVALS}
+            for name, rivals in _RIVALS.items():
+                for rival in rivals if name in line_values else ():
+                    file_values.pop(rival, None)
             if "trust_config" not in line_values:
                 used_values = {k: v for k, v in file_values.items() if k not in line_values}
                 _refuse_foreign_code(self, file, used_values)

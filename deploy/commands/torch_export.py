@@ -3,7 +3,6 @@
 `calib8 qat`: train a PyTorch model for int8 and export it with Q/DQ.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import click
 
 from deploy.commands import base
 from deploy.commands.base import quietable
-from deploy.commands.calibration_options import method_options
+from deploy.commands.calibration_options import given_method_flags, method_options
 from deploy.commands.image_options import (
     parse_preprocess,
     preprocess_options,
@@ -97,8 +96,7 @@ def export(
     only: str | None,
     scales: bool,
     all_modes: bool,
-    method: Method,
-    method_flags: tuple[str, ...],
+    method: Method | None,
     **image_options: str | None,
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
@@ -108,7 +106,7 @@ def export(
 
     if not shapes and not sample:
         raise ConfigError("export runs the model and needs its --input shape, or a --sample")
-    _refuse_unused_flags(qdq, images, mode, method_flags)
+    _refuse_unused_flags(qdq, images, mode)
     refuse_meta(find_device(device), "an exported model")
 
     module = torch_model(model, weights, device)
@@ -127,7 +125,7 @@ def export(
             source,
             target=target,
             mode=mode,
-            method=method if method_flags else None,
+            method=method,
             preprocess=parse_preprocess(image_options),
             limit=limit,
             leaves=leaves,
@@ -144,9 +142,7 @@ def export(
     say(f"{out}: opset {opset}, {out.stat().st_size} bytes")
 
 
-def _refuse_unused_flags(
-    qdq: bool, images: str | None, mode: str, method_flags: Sequence[str]
-) -> None:
+def _refuse_unused_flags(qdq: bool, images: str | None, mode: str) -> None:
     """Refuse flags that need --qdq, images, or fixed scales, where these are not given."""
     if not qdq:
         target_sections = [f"Target {name}" for name in TARGETS]
@@ -157,7 +153,7 @@ def _refuse_unused_flags(
     elif not images:
         base.refuse_without("--images", base.given_flags_in(base.IMAGES))
     if mode != "static":
-        base.refuse_without("--mode static", list(method_flags))
+        base.refuse_without("--mode static", given_method_flags())
 
 
 @click.command(cls=base.SectionedCommand)
@@ -208,8 +204,7 @@ def qat(
     amp: bool,
     scales: bool,
     out: Path,
-    method: Method,
-    method_flags: tuple[str, ...],
+    method: Method | None,
 ) -> None:
     """Train the task that SCRIPT (train.py:setup) returns for TARGET's int8, and export it.
 
@@ -233,7 +228,7 @@ def qat(
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a calib8.torch.Task, got {type(task).__name__}")
     changes: dict[str, Any] = {}
-    if method_flags:
+    if method is not None:
         changes["method"] = method
     if ranges is not None:
         changes["ranges"] = ranges

@@ -33,7 +33,7 @@ from deploy.feed.arrays import (
     has_batch_dimension,
 )
 from deploy.feed.file_list import ImageFile
-from deploy.feed.images import printable_name
+from deploy.feed.images import printable_name, suffix_of
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
 from deploy.files.archives import HEADER_LOCK, check_archive, read_array_header
@@ -52,12 +52,12 @@ Specs = tuple[TensorSpec, ...]
 
 def is_array_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of a file of arrays."""
-    return os.path.splitext(path)[1].lower() in SUFFIXES
+    return suffix_of(path) in SUFFIXES
 
 
 def is_raw_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of values without a header."""
-    return os.path.splitext(path)[1].lower() in (".bin", ".raw")
+    return suffix_of(path) in (".bin", ".raw")
 
 
 @dataclass(slots=True)
@@ -143,18 +143,17 @@ def _open_subfolders(
     files: Sequence[ImageFile], specs: Specs, title: str, *, skip_bad: bool
 ) -> ArraySource:
     """Open one folder per input; files of the same name form one item."""
-    path_by_input_and_stem: dict[str, dict[str, Path]] = {spec.name: {} for spec in specs}
-    all_stems = set()
+    input_names = [spec.name for spec in specs]
+    files_by_stem: dict[str, dict[str, Path]] = {}  # name without suffix -> input -> its file
     for file in files:
         input_name, _, name = file.name.partition("/")
-        if input_name in path_by_input_and_stem and name:
+        if input_name in input_names and name:
             stem = os.path.splitext(name)[0]
-            path_by_input_and_stem[input_name][stem] = file.path
-            all_stems.add(stem)
-    stems = sorted(all_stems, key=os.fsencode)
+            files_by_stem.setdefault(stem, {})[input_name] = file.path
+    stems = sorted(files_by_stem, key=os.fsencode)
 
-    for input_name, path_by_stem in path_by_input_and_stem.items():
-        missing_stems = [stem for stem in stems if stem not in path_by_stem]
+    for input_name in input_names:
+        missing_stems = [stem for stem in stems if input_name not in files_by_stem[stem]]
         if missing_stems:
             raise FeedError(
                 f"every input's folder in {title} must have files of the same names, got"
@@ -163,10 +162,8 @@ def _open_subfolders(
             )
     items = []
     for stem in stems:
-        path_by_input = {}
-        for input_name, path_by_stem in path_by_input_and_stem.items():
-            path_by_input[input_name] = path_by_stem[stem]
-        items.append(path_by_input)
+        files_of_item = files_by_stem[stem]
+        items.append({name: files_of_item[name] for name in input_names})
     return _open_items(items, stems, specs, title, skip_bad=skip_bad)
 
 
@@ -197,7 +194,7 @@ def _open_items(
     *,
     skip_bad: bool,
 ) -> ArraySource:
-    """Read the headers of all items."""
+    """Read the headers of all items; labels count only if every sample has one."""
     item_ends: list[int] = []
     labels: list[int] = []
     notes: set[str] = set()

@@ -159,31 +159,32 @@ class CalibratorBatches:
         has_batch: bool,
     ) -> int:
         """Return the number of samples, of `sample_bytes` bytes each, at the address."""
-        is_copied = window.copied is not None
         got_bytes = window.used_bytes
         expected_bytes = rows * sample_bytes
-        # an allocation may be larger than the batch, since nothing tells how much of it is used
-        if got_bytes == expected_bytes or (not is_copied and got_bytes > expected_bytes):
+        if got_bytes == expected_bytes:
             return rows
+        is_copied = window.copied is not None
+        if not is_copied and got_bytes > expected_bytes:
+            return rows  # an allocation may be larger: nothing tells how much of it is used
 
         count, remaining_bytes = divmod(got_bytes, sample_bytes)
-        is_typed = is_copied and window.dtype is not None and has_batch
-        is_whole = is_copied and has_batch and not remaining_bytes
-        if is_whole and count > rows and is_typed and self._batch == 1:
+        has_whole_samples = is_copied and has_batch and not remaining_bytes
+        is_typed = window.dtype is not None
+        if has_whole_samples and is_typed and count > rows and self._batch == 1:
             self._largest_batch = max(self._largest_batch, count)
             return count
         # a short first batch without a dtype may be of another one
         may_be_short = is_typed or self._number > 0
-        if not is_whole or count > rows or not may_be_short:
-            kind = "copied" if is_copied else "an allocation of"
-            raise FeedError(
-                f"{self.title} of {self._script} must hold {rows} samples (get_batch_size) of the"
-                f" input {describe(spec)}, {expected_bytes} bytes, got {kind} {got_bytes} bytes;"
-                " make get_batch_size, the allocation, the dtype and the copied bytes agree"
-            )
-        self._last_was_short = not is_typed
-        self._short_batches.append(count)
-        return count
+        if has_whole_samples and may_be_short and count < rows:
+            self._last_was_short = not is_typed
+            self._short_batches.append(count)
+            return count
+        kind = "copied" if is_copied else "an allocation of"
+        raise FeedError(
+            f"{self.title} of {self._script} must hold {rows} samples (get_batch_size) of the"
+            f" input {describe(spec)}, {expected_bytes} bytes, got {kind} {got_bytes} bytes;"
+            " make get_batch_size, the allocation, the dtype and the copied bytes agree"
+        )
 
 
 def _address(pointer: object) -> int | None:

@@ -207,13 +207,12 @@ def _find_scaled_images(annotations: Annotations, evaluation: Feed) -> dict[str,
 
 def _describe_other_shape(name: str, size: Size, annotated: Size) -> str:
     """Return the message for an image of another shape than annotated, perhaps rotated."""
-    is_rotated = size == annotated[::-1]
-    remedy = (
-        "save it as it is displayed, without an EXIF rotation, or swap width, height and the boxes"
-        " in the json"
-        if is_rotated
-        else "give the images that were annotated, or correct the sizes and boxes in the json"
-    )
+    remedy = "give the images that were annotated, or correct the sizes and boxes in the json"
+    if size == annotated[::-1]:  # rotated
+        remedy = (
+            "save it as it is displayed, without an EXIF rotation, or swap width, height and the"
+            " boxes in the json"
+        )
     return (
         f"an image must have the width and height that its annotations say, got {name[:200]!r} of"
         f" {size[1]}x{size[0]} and {annotated[1]}x{annotated[0]} in the COCO json; {remedy}"
@@ -228,7 +227,8 @@ class ObjectsInInput(Sequence[Objects]):
         self._sizes = sizes
         self._annotations = annotations
         self._feed = feed
-        self._names: tuple[int, tuple[str, ...]] = (-1, ())
+        self._good_count = -1  # of the feed when `_names` were read
+        self._names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self._feed.count
@@ -240,15 +240,17 @@ class ObjectsInInput(Sequence[Objects]):
     def __getitem__(self, position: slice) -> Sequence[Objects]: ...
 
     def __getitem__(self, position: int | slice) -> Objects | Sequence[Objects]:
-        if self._names[0] != self._feed.count:
-            self._names = self._feed.count, self._feed.names
+        if self._good_count != self._feed.count:
+            self._good_count = self._feed.count
+            self._names = self._feed.names
         if isinstance(position, slice):
-            return [self._convert_objects(name) for name in self._names[1][position]]
-        return self._convert_objects(self._names[1][position])
+            return list(map(self._convert_objects, self._names[position]))
+        return self._convert_objects(self._names[position])
 
     def _convert_objects(self, name: str) -> Objects:
-        annotation, preprocess = self._annotations.find_objects(name), self._feed.preprocess
+        preprocess = self._feed.preprocess
         assert preprocess is not None
+        annotation = self._annotations.find_objects(name)
         size = self._sizes.get(name, annotation.size)
         boxes = annotation.boxes * np.tile(np.divide(size, annotation.size)[::-1], 2)
         return replace(

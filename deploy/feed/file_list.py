@@ -75,8 +75,11 @@ class FileList(Sequence[ImageFile]):
     def __getitem__(self, index: int | slice) -> ImageFile | list[ImageFile]:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        name, label = self.name(index), self._labels[index]
-        return ImageFile(self._folder / name, name, None if label == _NO_LABEL else label)
+        name = self.name(index)
+        label: int | None = self._labels[index]
+        if label == _NO_LABEL:
+            label = None
+        return ImageFile(self._folder / name, name, label)
 
     def path(self, index: int) -> Path:
         """Return the path only."""
@@ -91,7 +94,9 @@ class FileList(Sequence[ImageFile]):
     @property
     def labels(self) -> tuple[int, ...] | None:
         """One label per file; None if a file has none."""
-        return None if _NO_LABEL in self._labels else tuple(self._labels)
+        if _NO_LABEL in self._labels:
+            return None
+        return tuple(self._labels)
 
 
 _DIGEST_BYTES = 32  # length of a sha256
@@ -167,8 +172,11 @@ class SampleDigests:
             by_size: hash the digests in sorted order, not in the order of `indices`.
         """
         assert all(map(self.__contains__, indices))
-        rows = np.frombuffer(self._digests, f"S{_DIGEST_BYTES}")[np.fromiter(indices, np.intp)]
-        return hashlib.sha256((np.sort(rows) if by_size else rows).data).hexdigest()
+        all_rows = np.frombuffer(self._digests, f"S{_DIGEST_BYTES}")
+        rows = all_rows[np.fromiter(indices, np.intp)]
+        if by_size:
+            rows = np.sort(rows)
+        return hashlib.sha256(rows.data).hexdigest()
 
 
 def bytes_digest(data: bytes) -> bytes:

@@ -249,10 +249,9 @@ def _read_box_size(data: bytes) -> WidthHeight | None:
         height, width = struct.unpack_from(">II", data, box + 4)
         return width, height
     box = data.find(b"ispe", 0, _MAX_BOX_OFFSET)
-    if box >= 0:
-        width, height = struct.unpack_from(">II", data, box + 8)
-        return width, height
-    return None
+    if box < 0:
+        return None
+    return _size_reader(">II", box + 8)(data)
 
 
 def _read_codestream_size(data: bytes) -> WidthHeight:

@@ -38,19 +38,24 @@ def summarize_names(names: Sequence[str], max_names: int = 5) -> str:
     return list_first(list(map(printable_name, names)), max_names)
 
 
+def suffix_of(path: Path | str) -> str:
+    """Return the suffix of a file name in lower case, with its dot."""
+    return os.path.splitext(path)[1].lower()
+
+
 def is_image(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of a supported image format."""
-    return os.path.splitext(path)[1].lower() in SUFFIXES
+    return suffix_of(path) in SUFFIXES
 
 
 def is_unsupported_image(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of an unsupported image format."""
-    return os.path.splitext(path)[1].lower() in _UNSUPPORTED_SUFFIXES
+    return suffix_of(path) in _UNSUPPORTED_SUFFIXES
 
 
 def join_suffixes(names: Iterable[str]) -> str:
     """Return the suffixes of some files, sorted and comma-separated."""
-    return ", ".join(sorted({os.path.splitext(name)[1].lower() for name in names}))
+    return ", ".join(sorted(set(map(suffix_of, names))))
 
 
 def walk_files(folder: Path, is_selected: Callable[[str], bool]) -> list[str]:

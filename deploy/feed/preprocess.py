@@ -215,6 +215,7 @@ def complete_preprocess(
             f"images need an input of 4 dimensions, got {describe(spec)};"
             " feed this model arrays from an .npy or .npz file"
         )
+
     layout = unresolved.layout
     if layout is None:
         is_channels_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
@@ -235,26 +236,33 @@ def complete_preprocess(
             f"{color} images have {COLORS[color]} channels, the input is {describe(spec)} with"
             f" {channels} in {layout.upper()}; {remedy}"
         )
+
     size = _resolve_size(unresolved, (height, width), spec)
     try:
         resolved = dataclasses.replace(unresolved, size=size, color=color, layout=layout)
     except ConfigError as error:
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
-    _check_open_sides(resolved)
-    if resolved.resize == "short-side" and resolved.short < max(resolved.box):
-        raise ConfigError(
-            f"short_side must reach the crop of {format_size(resolved.box)},"
-            f" got {resolved.short_side}; give {max(resolved.box)} or more"
-        )
-    _check_mean(resolved)
+    _check_resolved(resolved)
     if requested is not None:
         return resolved, ()
+
     values = _UNIT_DESCRIPTION
     if spec.dtype in INTEGER_DTYPES:
         values = f"pixels as they are, for {spec.dtype} (preset 'raw')"
     return resolved, (
         f"no preprocessing was given: {color} images stretched to {format_size(size)}, {values}",
     )
+
+
+def _check_resolved(preprocess: Preprocess) -> None:
+    """Refuse options that contradict each other, which shows once the size is known."""
+    _check_open_sides(preprocess)
+    if preprocess.resize == "short-side" and preprocess.short < max(preprocess.box):
+        raise ConfigError(
+            f"short_side must reach the crop of {format_size(preprocess.box)},"
+            f" got {preprocess.short_side}; give {max(preprocess.box)} or more"
+        )
+    _check_mean(preprocess)
 
 
 def with_image_size(

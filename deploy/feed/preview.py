@@ -38,7 +38,7 @@ class Previews:
     """Previews of chosen samples."""
 
     def __init__(self, preprocess: Preprocess | None, indices: Collection[int] = ()) -> None:
-        """Args: how: the feed's preprocessing; wanted: indices of the samples."""
+        """Args: preprocess: the feed's; indices: of the samples to show."""
         self.indices = frozenset(indices)
         self._preprocess = preprocess
         self._stored: dict[int, Preview | None] = {}
@@ -56,7 +56,8 @@ class Previews:
         input_image = find_image(sample, self._preprocess)
         if input_image is None:
             return
-        source_image, source_size = _decode_source_image(raw), None
+        source_size = None
+        source_image = _decode_source_image(raw)
         if source_image is not None:
             source_size = source_image.shape[0], source_image.shape[1]
             source_image = shrink_image(source_image)

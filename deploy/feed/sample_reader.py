@@ -141,16 +141,16 @@ class SampleReader:
                 step()
 
     def walk(
-        self, chosen: ChosenSamples, *, only: Collection[int] | None = None
+        self, chosen: ChosenSamples, *, selected_indices: Collection[int] | None = None
     ) -> Iterator[tuple[int, Sample]]:
-        """Yield (index, sample of batch 1) for every good sample, or for those in `only`.
+        """Yield (index, sample of batch 1) for every good sample, or for the selected ones.
 
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
         indices = chosen.good_indices()
-        if only is not None:
-            indices = (index for index in indices if index in only)
+        if selected_indices is not None:
+            indices = (index for index in indices if index in selected_indices)
         threads = 1
         if isinstance(self._source, ImageSource):
             threads = worker_threads()
@@ -219,14 +219,14 @@ def iterate_batches(
     reader: SampleReader, chosen: ChosenSamples, batch: int, without: range = range(0)
 ) -> Iterator[Sample]:
     """Yield samples whose first dimension is `batch`, except those at the positions `without`."""
-    only = None
+    selected_indices = None
     if without:
         good_indices = list(chosen.good_indices())
         skipped_indices = good_indices[without.start * batch : without.stop * batch]
-        only = frozenset(chosen.indices).difference(skipped_indices)
+        selected_indices = frozenset(chosen.indices).difference(skipped_indices)
 
     group: list[Sample] = []
-    for _, sample in reader.walk(chosen, only=only):
+    for _, sample in reader.walk(chosen, selected_indices=selected_indices):
         if batch == 1:
             yield sample
             continue

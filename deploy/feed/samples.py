@@ -50,10 +50,10 @@ class Feed:
         chosen: Sequence[int],
         *,
         kind: str,
-        batch: int,
-        preprocess: Preprocess | None,
         skip_bad: bool,
-        notes: Sequence[str],
+        batch: int = 1,
+        preprocess: Preprocess | None = None,
+        notes: Sequence[str] = (),
         origin: str = "",
         share: Share | None = None,
         skipped: Mapping[int, str] | None = None,
@@ -314,7 +314,6 @@ class Feed:
             batch=self.batch,
             preprocess=self.preprocess,
             skip_bad=self._reader.skip_bad,
-            notes=(),
             share=share,
         )
 
@@ -457,7 +456,7 @@ class Feed:
             FeedError: see `samples`.
         """
         if self.batch == 1:
-            yield from self._reader.walk(self._chosen, only=frozenset(keys))
+            yield from self._reader.walk(self._chosen, selected_indices=frozenset(keys))
         elif keys:
             for key, sample in enumerate(islice(self._batches(), max(keys) + 1)):
                 if key in keys:
@@ -493,7 +492,7 @@ class Feed:
             FeedError: see `samples`.
         """
         previews = self._reader.previews
-        for _ in self._reader.walk(self._chosen, only=previews.missing):
+        for _ in self._reader.walk(self._chosen, selected_indices=previews.missing):
             pass
         return previews.in_order()
 

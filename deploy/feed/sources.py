@@ -62,7 +62,7 @@ SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
 
 def is_video(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of a video."""
-    return os.path.splitext(path)[1].lower() in SUFFIXES
+    return images.suffix_of(path) in SUFFIXES
 
 
 class VideoSource:

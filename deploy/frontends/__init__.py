@@ -20,23 +20,28 @@ FRONTENDS: dict[str, Loader] = {".onnx": load_onnx, ".py": load_torch}
 
 
 @phase("model")
-def load(source: str | Path | onnx.ModelProto, *, fold_batchnorm: bool = True) -> LoadedModel:
+def load(
+    source: str | Path | onnx.ModelProto | LoadedModel, *, fold_batchnorm: bool = True
+) -> LoadedModel:
     """Load a trained model from any known source and clean it for calibration.
 
     Args:
         source: an ONNX file of opset 7 or newer (with its external data next to it), an
-            `onnx.ModelProto` in memory, or another kind of source in FRONTENDS.
+            `onnx.ModelProto` in memory, or another kind of source in FRONTENDS; a model that is
+            loaded is returned as it is.
         fold_batchnorm: fold BatchNormalization, and Mul and Add with constants per channel, into
             the Conv, ConvTranspose or Gemm before them.
 
     Raises:
         ModelError: it cannot be read, is quantized already, or onnxruntime cannot load it.
     """
+    if isinstance(source, LoadedModel):
+        return source
     # For an unknown suffix the ONNX reader reports what the file really is.
-    return FRONTENDS.get(_kind(source), load_onnx)(source, fold_batchnorm)
+    return FRONTENDS.get(_find_kind(source), load_onnx)(source, fold_batchnorm)
 
 
-def load_float_or_qdq(source: str | Path | onnx.ModelProto) -> LoadedModel:
+def load_float_or_qdq(source: str | Path | onnx.ModelProto | LoadedModel) -> LoadedModel:
     """Load a float model with `load`, or a Q/DQ model with the data of its pairs in `trained`.
 
     Raises:
@@ -45,6 +50,7 @@ def load_float_or_qdq(source: str | Path | onnx.ModelProto) -> LoadedModel:
     try:
         return load(source)
     except QuantizedError:
+        assert not isinstance(source, LoadedModel)
         from deploy.frontends.qdq_model import read_qdq_model
 
         with phase("model"):
@@ -62,7 +68,8 @@ def is_quantized(path: Path) -> bool:
     return False
 
 
-def _kind(source: str | Path | onnx.ModelProto) -> str:
+def _find_kind(source: str | Path | onnx.ModelProto) -> str:
+    """Return the kind of a source, a key of `FRONTENDS` if it is known."""
     if not isinstance(source, str | Path):
         return ".onnx"
     path, _, _ = str(source).rpartition(":")  # "" without a colon

@@ -122,7 +122,10 @@ class JoinedLayers:
 def _axes_after(
     node: onnx.NodeProto, axes: list[int | None], constants: Mapping[str, onnx.TensorProto]
 ) -> list[int | None] | None:
-    """Return which of the layer's axes each axis is after a move; None for an inserted axis."""
+    """Return which of the layer's axes each axis is after a Transpose, Squeeze or Unsqueeze.
+
+    An inserted axis is None; all is None if the node's axes are unknown or do not fit.
+    """
     if node.op_type == "Transpose":
         order = attributes(node).get("perm", range(len(axes))[::-1])
         is_permutation = sorted(order) == list(range(len(axes)))
@@ -237,32 +240,33 @@ class _AffineFolder:
         return str(right) if is_commutative and left in self.weights else ""
 
     def _find_layers(self, tensor: str) -> JoinedLayers | None:
-        """Return the layers that produce a tensor: one, or all inputs of a Concat.
-
-        Each of them, and of the moves after it, must have a single reader.
-        """
-        sources = [tensor]
+        """Return the layers that produce a tensor: one, or all inputs of a Concat."""
         concat = self.producers.get(tensor)
-        if concat is not None and concat.op_type == "Concat":
-            if self.read_counts[tensor] != 1:
-                return None
-            sources = list(concat.input)
-        else:
-            concat = None
-
+        if concat is None or concat.op_type != "Concat":
+            layer = self._find_layer(tensor)
+            return None if layer is None else JoinedLayers((layer,))
+        if self.read_counts[tensor] != 1:
+            return None
         parts = []
-        for source in sources:
-            moves: Nodes = []
-            node = self.producers.get(source)
-            while node is not None and node.op_type in MOVES:
-                if self.read_counts[node.output[0]] != 1:
-                    return None
-                moves.insert(0, node)
-                node = self.producers.get(node.input[0])
-            if node is None or node.op_type not in _LAYERS or self.read_counts[node.output[0]] != 1:
+        for source in concat.input:
+            layer = self._find_layer(source)
+            if layer is None:
                 return None
-            parts.append(MovedLayer(node, tuple(moves)))
-        return JoinedLayers(tuple(parts), concat) if parts else None
+            parts.append(layer)
+        return JoinedLayers(tuple(parts), concat)
+
+    def _find_layer(self, tensor: str) -> MovedLayer | None:
+        """Return the layer that makes a tensor, with the moves after it; each has one reader."""
+        moves: Nodes = []
+        node = self.producers.get(tensor)
+        while node is not None and self.read_counts[node.output[0]] == 1:
+            if node.op_type in _LAYERS:
+                return MovedLayer(node, tuple(moves))
+            if node.op_type not in MOVES:
+                return None
+            moves.insert(0, node)
+            node = self.producers.get(node.input[0])
+        return None
 
     def _fold_layers(
         self, joined: JoinedLayers, node: onnx.NodeProto

@@ -39,7 +39,7 @@ from deploy.frontends.onnx_reader import (
     read_model_and_stamp,
     stamp_of,
 )
-from deploy.frontends.pairs import PairGrid
+from deploy.frontends.pairs import PairGrid, PairGrids
 from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.index import runtime_inputs
 from deploy.tasks.declarations import Declaration
@@ -66,7 +66,7 @@ class QdqCalibration:
     weight_scales: Mapping[str, NDArray[np.float32]]
     float_reasons: Mapping[str, str]
     nodes_with_output_pair: frozenset[str]
-    grids: Mapping[str, tuple[PairGrid, ...]]
+    grids: PairGrids
     constant_grids: tuple[PairGrid, ...]
 
     @property
@@ -224,12 +224,12 @@ def model_digest(model: onnx.ModelProto) -> str:
         ModelError: a tensor's bytes do not fit its shape and type.
     """
     opsets = [f"{entry.domain}={entry.version}".encode() for entry in model.opset_import]
-    tree: list[object] = [sorted(opsets), _graph(model.graph)]
+    tree: list[object] = [sorted(opsets), _graph_tree(model.graph)]
     for function in model.functions:
         tree.append([function.domain, function.name, list(function.input), list(function.output)])
-        tree.append(list(map(_node, function.node)))
+        tree.append(list(map(_node_tree, function.node)))
         if function.attribute_proto:  # values of attributes that a call leaves out
-            tree.append(_attributes(function.attribute_proto))
+            tree.append(_attribute_trees(function.attribute_proto))
     state = hashlib.sha256()
     _hash_tree(state, tree)
     return state.hexdigest()
@@ -247,55 +247,60 @@ def _hash_tree(state: hashlib._Hash, item: object) -> None:
     state.update(data)
 
 
-def _graph(graph: onnx.GraphProto) -> list[object]:
+def _graph_tree(graph: onnx.GraphProto) -> list[object]:
+    """Return what `_hash_tree` hashes of a graph: lists, strings and bytes."""
     weights = sorted(graph.initializer, key=attrgetter("name"))
     return [
-        list(map(_value, runtime_inputs(graph))),
-        list(map(_value, graph.output)),
-        list(map(_node, graph.node)),
-        list(map(_tensor, weights)),
+        list(map(_value_tree, runtime_inputs(graph))),
+        list(map(_value_tree, graph.output)),
+        list(map(_node_tree, graph.node)),
+        list(map(_tensor_tree, weights)),
         [tensor.SerializeToString(deterministic=True) for tensor in graph.sparse_initializer],
     ]
 
 
-def _value(value: onnx.ValueInfoProto) -> list[object]:
+def _value_tree(value: onnx.ValueInfoProto) -> list[object]:
+    """Return the name and type of an input or output."""
     return [value.name, value.type.SerializeToString(deterministic=True)]
 
 
-def _node(node: onnx.NodeProto) -> list[object]:
+def _node_tree(node: onnx.NodeProto) -> list[object]:
+    """Return the operator, tensors and attributes of a node, whatever its name."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     return [
         node.op_type,
         domain,
         list(node.input),
         list(node.output),
-        _attributes(node.attribute),
+        _attribute_trees(node.attribute),
     ]
 
 
-def _attributes(attributes: Iterable[onnx.AttributeProto]) -> list[object]:
+def _attribute_trees(attributes: Iterable[onnx.AttributeProto]) -> list[object]:
     """Return the names and values of attributes, in turn, sorted by name."""
     items: list[object] = []
     for attribute in sorted(attributes, key=attrgetter("name")):
-        items += [attribute.name, _attribute_value(attribute)]
+        items += [attribute.name, _attribute_tree(attribute)]
     return items
 
 
-def _attribute_value(attribute: onnx.AttributeProto) -> object:
+def _attribute_tree(attribute: onnx.AttributeProto) -> object:
+    """Return the value of an attribute."""
     if attribute.HasField("t"):
-        return _tensor(attribute.t)
+        return _tensor_tree(attribute.t)
     if attribute.tensors:
-        return list(map(_tensor, attribute.tensors))
+        return list(map(_tensor_tree, attribute.tensors))
     if attribute.HasField("g"):
-        return _graph(attribute.g)
+        return _graph_tree(attribute.g)
     if attribute.graphs:
-        return list(map(_graph, attribute.graphs))
+        return list(map(_graph_tree, attribute.graphs))
     undocumented = type(attribute).FromString(attribute.SerializeToString())
     undocumented.doc_string = ""
     return undocumented.SerializeToString(deterministic=True)
 
 
-def _tensor(tensor: onnx.TensorProto) -> list[object]:
+def _tensor_tree(tensor: onnx.TensorProto) -> list[object]:
+    """Return the name, type, sizes and values of a tensor."""
     array = to_array(tensor)
     data = array.tobytes()
     if array.dtype == object:  # text, whose array holds addresses

@@ -63,6 +63,7 @@ from deploy.graph.index import (
     all_tensors,
     attributes,
     count_reads,
+    declared_values,
     names_of,
     opset_of,
 )
@@ -138,7 +139,7 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
 
 
 def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: Collection[str]) -> Nodes:
-    """Return the nodes of a node's newer form."""
+    """Return the nodes that compute a node in the newer opset."""
     changes = find_upgrades(node, scope.source_opset, scope.target_opset)
     if not changes:
         return [node]
@@ -218,12 +219,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     for tensor in half_tensors:
         values = to_array(tensor).astype(np.float32)
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    for body in all_graphs(graph):
-        inner_values = list(body.value_info)
-        if body is not graph:
-            inner_values += [*body.input, *body.output]
-        for value in filter(_is_half, inner_values):
-            value.type.tensor_type.elem_type = FLOAT
+    _widen_inner_values(graph)
     _insert_casts(graph)
 
     note = (
@@ -234,6 +230,14 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     names = ", ".join(value.name for value in half_ends)
     verb = "is" if len(half_ends) == 1 else "are"
     return f"{note}; {names} {verb} float16 as before."
+
+
+def _widen_inner_values(graph: onnx.GraphProto) -> None:
+    """Declare float16 tensors as float32, without the inputs and outputs of the main graph."""
+    for body in all_graphs(graph):
+        values = body.value_info if body is graph else declared_values(body)
+        for value in filter(_is_half, values):
+            value.type.tensor_type.elem_type = FLOAT
 
 
 def _half_type_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProto]:
@@ -347,7 +351,11 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
 def _broadcast(
     values: NDArray[Any], shape: tuple[int, ...], axis: int, block_size: int
 ) -> NDArray[Any] | None:
-    """Broadcast scales or zero points to the shape of the weights; None if they do not fit."""
+    """Return scales or zero points in a shape that fits the weights; None if there is none.
+
+    They are one value, one for each index of `axis`, or, with a block size, one for each block of
+    values along `axis`, of which the last block may be shorter.
+    """
     if values.size == 1:
         return values.reshape(())
     if not -len(shape) <= axis < len(shape):

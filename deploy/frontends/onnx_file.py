@@ -77,15 +77,12 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         metadata_preprocess = read_metadata_preprocess(model, path)
         classes = read_class_names(model)
         integer_weights_note = restore_float_weights(model)
-        _check(model)
+        _check_original(model)
         shared_names = _count_shared_names(model.graph)
         fed_weights = _count_fed_weights(model)
         model, cleaning_notes, was_float16, cut_off = _clean(model, fold_batchnorm)
         renamed = rename_added(model.graph)
-        checks.check_valid(model)
-        checks.check_precision(model)
-        checks.check_weights(model)
-        _check_runs(model)
+        _check_cleaned(model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
         raise type(error)(_escape_unprintable(str(error))) from error.__cause__
 
@@ -102,8 +99,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         name=path.stem if path else model.graph.name or "model",
         digest=digest,
         notes=tuple(note for note in notes if note),
-        inputs=tuple(map(_spec, model.graph.input)),
-        outputs=tuple(map(_spec, model.graph.output)),
+        inputs=tuple(map(_make_spec, model.graph.input)),
+        outputs=tuple(map(_make_spec, model.graph.output)),
         was_float16=was_float16,
         has_shared_names=shared_names > 0,
         fed_weights=fed_weights,
@@ -167,7 +164,15 @@ def read_source(
     return None, model, None
 
 
-def _check(model: onnx.ModelProto) -> None:
+def _check_cleaned(model: onnx.ModelProto) -> None:
+    """Check a cleaned model, and that ONNX Runtime loads it."""
+    checks.check_valid(model)
+    checks.check_precision(model)
+    checks.check_weights(model)
+    _check_runs(model)
+
+
+def _check_original(model: onnx.ModelProto) -> None:
     """Check everything that can be checked before the graph is changed."""
     checks.check_opset(model)
     checks.check_float(model)
@@ -180,22 +185,24 @@ def _clean(
 ) -> tuple[onnx.ModelProto, list[str], bool, CutOffNodes | None]:
     """Return the cleaned model, notes, whether it was float16, and the part cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
+    freed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
     freed_note = "Removed {} from the list of inputs; they are constants now."
-    notes = [
-        checks.check_optimized(model),
-        _note(freed_note, drop_initializer_inputs(model.graph), "weight"),
-    ]
+    notes = [checks.check_optimized(model), _note(freed_note, freed_count, "weight")]
     _clear_negative_sizes(model.graph)
     if model.functions:
         model, inlining_note = inline_functions(model)
         notes.append(inlining_note)
         checks.check_float(model)
-    notes.append(_note("Wrote {} densely.", write_dense(model.graph), "sparse constant"))
+    dense_count = write_dense(model.graph)
+    notes.append(_note("Wrote {} densely.", dense_count, "sparse constant"))
     checks.check_ends(model)
 
+    # what ONNX Runtime does not know, and everything downstream of it, is not calibrated
     cut_off = cut_unknown_nodes(model, infer_shapes)
     if cut_off is not None:
         model = infer_shapes(model)  # the types of its new outputs
+
+    # from here on: float32, sorted nodes with names, inferred types, opset 13 or newer
     float16_note = widen_to_float32(model)
     notes.append(float16_note)
     if sort_nodes(model.graph):
@@ -260,6 +267,7 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
 
 
 def _write_default_attributes(call: onnx.NodeProto, function: onnx.FunctionProto) -> None:
+    """Give a call of a function the attributes that it leaves out."""
     names = names_of(call.attribute)
     for default in function.attribute_proto:
         if default.name not in names:
@@ -383,12 +391,12 @@ def _infer_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
     model = infer_shapes(model)
     for value, file_type in zip(model.graph.output, file_types, strict=True):
         inferred = value.type.tensor_type
-        if file_type.HasField("shape") and _agrees(file_type.shape, inferred):
+        if file_type.HasField("shape") and _sizes_agree(file_type.shape, inferred):
             inferred.shape.CopyFrom(file_type.shape)
     return model
 
 
-def _agrees(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
+def _sizes_agree(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
     """Whether a shape of the file contradicts no inferred size; 0 is an unknown size."""
     if not inferred.HasField("shape"):
         return True
@@ -448,17 +456,17 @@ def _check_runs(model: onnx.ModelProto) -> None:
         ) from error
 
 
-def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+def _make_spec(value: onnx.ValueInfoProto) -> TensorSpec:
     """Return an input or output; its dtype is "sequence" or such if it is no tensor."""
     tensor_type = value.type.tensor_type
     kind = value.type.WhichOneof("value") or "tensor_type"
     dtype = kind.removesuffix("_type")
     if dtype == "tensor":
         dtype = checks.type_name(tensor_type.elem_type)
-    return TensorSpec(value.name, dtype, tuple(map(_dimension, tensor_type.shape.dim)))
+    return TensorSpec(value.name, dtype, tuple(map(_read_dimension, tensor_type.shape.dim)))
 
 
-def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+def _read_dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     """Return a size, the name of a symbolic one, or None for an unknown one."""
     if dim.HasField("dim_param"):
         # Paddle writes "?" for any unknown dimension

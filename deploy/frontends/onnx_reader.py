@@ -17,7 +17,7 @@ from deploy.files.reading import open_regular_file, read_bytes
 MESSAGE_LIMIT = 2**31 - 1  # bytes of one protobuf message
 
 # (offset, magic bytes, kind of file, remedy)
-_SIGNS: tuple[tuple[int, bytes, str, str], ...] = (
+_OTHER_FORMATS: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer", "run 'git lfs pull'"),
     (0, b"PK\x03\x04", "a zip archive, as torch.save writes", "export the model to ONNX"),
     (0, b"\x80\x02", "a Python pickle, as torch.save writes", "export the model to ONNX"),
@@ -77,7 +77,7 @@ def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
         model.ParseFromString(data)
     except DecodeError as error:
         raise ModelError(
-            f"{shown} must be an ONNX model, got {_describe(data)}; export or copy it again"
+            f"{shown} must be an ONNX model, got {_describe_bytes(data)}; export or copy it again"
         ) from error
     if not model.HasField("graph") or not model.opset_import or not model.ir_version:
         raise ModelError(
@@ -107,14 +107,15 @@ def model_bytes(path: Path) -> bytes:
 
 
 def _refuse_other_formats(data: bytes, shown: str) -> None:
+    """Refuse an empty file, and files whose first bytes tell another format."""
     if not data:
         raise ModelError(f"{shown} must be an ONNX model, got an empty file; copy it again")
-    for start, magic, kind, remedy in _SIGNS:
+    for start, magic, kind, remedy in _OTHER_FORMATS:
         if data[start : start + len(magic)] == magic:
             raise ModelError(f"{shown} must be an ONNX model, got a file that is {kind}; {remedy}")
 
 
-def _describe(data: bytes) -> str:
+def _describe_bytes(data: bytes) -> str:
     head = data[:512]
     if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
         return "a text file"
@@ -185,14 +186,8 @@ def _external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
-def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
-    """Return (file, offset, length) of one tensor's external data."""
-    name, entries = tensor.name, _external_entries(tensor)
-    location = entries.get("location", "")
-    try:
-        offset, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
-    except ValueError:
-        offset, length = -1, -1
+def _find_external_file(path: Path, name: str, location: str) -> Path:
+    """Return the file of a tensor's external data, which must lie in the model's folder."""
     folder = Path(os.path.realpath(path.parent))
     file = folder
     if "\0" not in location:
@@ -203,13 +198,24 @@ def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
             f"external data of '{name}' must lie in the model's folder, got {location!a}; "
             "put the file itself, not a link to it, beside the model and save its relative location"
         )
-    with _open_external(file, name) as stream:
+    return file
+
+
+def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
+    """Return (file, offset, length) of one tensor's external data."""
+    entries = _external_entries(tensor)
+    file = _find_external_file(path, tensor.name, entries.get("location", ""))
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
+    except ValueError:
+        offset, length = -1, -1
+    with _open_external(file, tensor.name) as stream:
         size = os.fstat(stream.fileno()).st_size
     if length < 0:  # up to the end
         length = size - offset
     if offset < 0 or length < 0 or offset + length > size:
         raise ModelError(
-            f"external data of '{name}' must lie within its file, got bytes {offset} to "
+            f"external data of '{tensor.name}' must lie within its file, got bytes {offset} to "
             f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
         )
     return file, offset, length

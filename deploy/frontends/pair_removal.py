@@ -22,7 +22,7 @@ from deploy.errors import ModelError
 from deploy.frontends import checks
 from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.onnx_file import inline_functions
-from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, Q, find_pair_grid
+from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, PairGrids, Q, find_pair_grid
 from deploy.frontends.plugins import check_part_valid
 from deploy.graph.edit import (
     claim_name,
@@ -65,7 +65,7 @@ class StrippedModel:
 
     model: onnx.ModelProto
     float_read_pairs: int
-    grids: Mapping[str, tuple[PairGrid, ...]]
+    grids: PairGrids
 
 
 def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
@@ -150,7 +150,7 @@ def _pad_with_zeros(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
 def remove_pairs(
     model: onnx.ModelProto, int8_layers: Collection[str], *, keep_rounding: bool
 ) -> StrippedModel:
-    """Return a float copy, and the grids of the removed pairs.
+    """Return a float copy of a Q/DQ model, and the scales and zero points of the removed pairs.
 
     Args:
         model: with unique node names.
@@ -211,7 +211,7 @@ class _Stripper:
         return names
 
     def run(self) -> None:
-        """Rewire every reader of a pair, then drop the pairs."""
+        """Let every reader of a Q/DQ pair read a float tensor, then drop the pairs."""
         nodes: Nodes = []
         removed_codes: set[str] = set()
         for node in self.graph.node:
@@ -233,7 +233,7 @@ class _Stripper:
         rebuild(self.graph, nodes)
 
     def _name_weights(self) -> None:
-        """Name dequantized weights and biases after their layer, not after their pair."""
+        """Name dequantized weights and biases after their layer, not after their Q/DQ pair."""
         computed = self.constants.difference(self.index.constants)
         for node in self.index.nodes:
             if node.op_type not in WEIGHTED:
@@ -243,7 +243,7 @@ class _Stripper:
                     self.renamed[name] = claim_name(f"{node.name}.{role}", self.names)
 
     def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:
-        """Return a pair's replacement: nothing, its rounding, or an Identity that keeps a name."""
+        """Return the nodes in place of a Q/DQ pair: none, its rounding, or an Identity."""
         index = self.index
         output = dequantizer.output[0]
         quantizer = index.producer[dequantizer.input[0]]
@@ -283,13 +283,13 @@ class _Stripper:
         return []
 
     def _add_grid(self, tensor: str, node: onnx.NodeProto) -> None:
-        """Add the grid of a pair to those of a float tensor, if it is constant."""
+        """Note the scale and zero point of a Q/DQ pair for a float tensor, if they are constant."""
         grid = find_pair_grid(node, self.index)
         if grid is not None:
             self.grids.setdefault(tensor, []).append(grid)
 
     def _float_steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
-        """Return operators with their constants that a pair's float readers need instead of it."""
+        """Return operator -> its constants: what float readers need in place of a pair."""
         grid = find_pair_grid(node, self.index)
         if grid is None or not grid.is_per_tensor:
             raise ModelError(
@@ -298,6 +298,7 @@ class _Stripper:
             )
         scale, zero = grid.scale.item(), grid.zero.item()
         low, high = grid.min_code - zero, grid.max_code - zero
+        # codes from the zero point on clip at 0, as the Relu did that the quantizer removed
         replaces_clip = low == 0 and source not in self.positive
         if low == 0:
             self.positive.add(node.output[0])
@@ -328,11 +329,13 @@ class _Stripper:
         return source in index.producer and source not in self.renamed
 
     def _add_constant(self, preferred: str, value: float) -> str:
+        """Add a float32 scalar; return its name."""
         name = claim_name(preferred, self.names)
         self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 
     def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
+        """Whether no output of a node can be negative."""
         if node.op_type in _ADDING:
             return self.positive.issuperset(self.index.data_inputs(node))
         return cannot_be_negative(self.index, node, self.positive)

@@ -105,8 +105,11 @@ class PairGrid:
         return bool(self.zero.tolist() == other.zero.tolist())
 
 
+PairGrids = Mapping[str, tuple[PairGrid, ...]]  # tensor of the float model -> grids of its pairs
+
+
 def find_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid | None:
-    """Return the grid of a QuantizeLinear or DequantizeLinear; None if it is not constant."""
+    """Return scale and zero point of a QuantizeLinear or DequantizeLinear; None if not constant."""
     try:
         return read_pair_grid(node, index)
     except UnfitError:
@@ -114,7 +117,7 @@ def find_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid | None:
 
 
 def read_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
-    """Return the grid of a QuantizeLinear or DequantizeLinear.
+    """Return scale and zero point of a QuantizeLinear or DequantizeLinear.
 
     Raises:
         UnfitError: it is computed, not above 0 and finite, or not of an integer type.
@@ -130,7 +133,7 @@ def read_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
 
 
 def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> PairGrid:
-    """Return the grid of one input of a layer.
+    """Return scale and zero point of the Q/DQ pair on one input of a layer.
 
     Raises:
         UnfitError: the input has no pair with a single scale.
@@ -150,7 +153,7 @@ def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> Pair
 
 
 def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[np.float32]]:
-    """Return the grid of a layer's weight, and its scales, float32 [C_out] or [1].
+    """Return the integer grid of a layer's weight, and its scales, float32 [C_out] or [1].
 
     Raises:
         UnfitError: the weight is not quantized, or not in a supported form.
@@ -215,7 +218,7 @@ def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
-    """Return the zero points of a pair's node, in their stored type; zeros if it has none."""
+    """Return the zero points of a Q or DQ node, in their stored type; zeros if it has none."""
     name = optional_input(node, 2)
     if name:
         if name not in index.constants:

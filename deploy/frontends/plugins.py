@@ -103,8 +103,21 @@ class CutOffNodes:
         self._refuse_opset(opset_of(model))
         complete = copy_message(model)
         graph = complete.graph
-        nodes = [copy_message(node) for node in self.nodes]
-        # the nodes' constants, under another name if one was changed in `graph`
+        nodes = list(map(copy_message, self.nodes))
+        self._add_constants(graph, nodes)
+        # inputs and outputs of both parts, typed as in `model` if it has them
+        declared = by_name(map(copy_message, (*graph.input, *graph.output)))
+        replace_nodes(graph, [*graph.node, *nodes])
+        replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
+        replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
+        domains = {entry.domain for entry in complete.opset_import}
+        for entry in self.opsets:
+            if entry.domain not in domains:
+                complete.opset_import.append(entry)
+        return complete
+
+    def _add_constants(self, graph: onnx.GraphProto, nodes: Nodes) -> None:
+        """Add the constants that `nodes` read, under another name if one was changed in `graph`."""
         initializers = by_name(graph.initializer)
         names = initializers.keys() | all_outputs(graph.node)
         for node in graph.node:
@@ -118,18 +131,8 @@ class CutOffNodes:
                 rename_reads(nodes, {tensor.name: constant.name})
             graph.initializer.append(constant)
 
-        declared = by_name(map(copy_message, (*graph.input, *graph.output)))
-        replace_nodes(graph, [*graph.node, *nodes])
-        replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
-        replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
-        domains = {entry.domain for entry in complete.opset_import}
-        for entry in self.opsets:
-            if entry.domain not in domains:
-                complete.opset_import.append(entry)
-        return complete
-
     def _refuse_opset(self, opset: int) -> None:
-        """Refuse an opset in which a cut-off node has another form."""
+        """Refuse an opset that changed the operator of a cut-off node."""
         source_opset = opset_of(onnx.ModelProto(opset_import=self.opsets))
         changed_types: set[str] = set()
         for node in self.nodes:

@@ -6,7 +6,7 @@ float weights with a pair or integer weights before a DequantizeLinear, int32 bi
 nodes, omitted zero points, pairs of ONNX Runtime's own domain.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import (
     DQ,
     PairGrid,
+    PairGrids,
     Q,
     UnfitError,
     input_grid,
@@ -78,8 +79,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     )
 
 
-def _count_ambiguous(grids: Mapping[str, tuple[PairGrid, ...]]) -> int:
-    """Return the number of tensors whose pairs differ."""
+def _count_ambiguous(grids: PairGrids) -> int:
+    """Return the number of tensors whose Q/DQ pairs have different scales or zero points."""
     count = 0
     for grid, *more_grids in grids.values():
         if not all(map(grid.equals, more_grids)):
@@ -88,7 +89,7 @@ def _count_ambiguous(grids: Mapping[str, tuple[PairGrid, ...]]) -> int:
 
 
 def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy whose pairs of ONNX Runtime's domain are ONNX's, which mean the same."""
+    """Return a copy whose Q/DQ nodes of ONNX Runtime's domain are ONNX's, which mean the same."""
     refuse_integer_operators(original)
     model = copy_message(original)
     for node in all_nodes(model.graph):
@@ -98,7 +99,7 @@ def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
-    """Check every pair, and yield the grids of those on constants."""
+    """Check every Q/DQ pair, and yield the grids of those on constants."""
     constants = set(index.constants)
     for node in model.graph.node:
         if node.op_type not in (Q, DQ):
@@ -124,7 +125,7 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
 
 
 def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:
-    """Refuse a node of a pair on an activation without an equal partner, or of another grid."""
+    """Refuse a Q or DQ of an activation without an equal partner, or without one 8-bit scale."""
     if not grid.is_per_tensor:
         raise UnfitError("it has a scale a channel")
     if not grid.is_8_bit:
@@ -146,10 +147,10 @@ def _read_pairs(
     name: str,
     index: Graph,
     plain: onnx.ModelProto,
-    grids: Mapping[str, tuple[PairGrid, ...]],
+    grids: PairGrids,
     constant_grids: tuple[PairGrid, ...],
 ) -> QdqCalibration:
-    """Return the data of a model's pairs; `plain` is the model without them, once cleaned."""
+    """Return the data of a model's Q/DQ pairs; `plain` is the cleaned model without them."""
     graph = Graph(plain)
     positive_tensors = never_negative(plain)
     scales = {}
@@ -186,7 +187,7 @@ def _make_range(grid: PairGrid, is_positive: bool) -> Scale:
 def _read_layers(
     index: Graph, graph: Graph
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str], frozenset[str]]:
-    """Return (scales of weights, why nodes are float, nodes whose output goes through a pair)."""
+    """Return (scales of weights, why nodes are float, nodes whose output has a Q/DQ pair)."""
     weight_scales: dict[str, NDArray[np.float32]] = {}
     float_reasons: dict[str, str] = {}
     written_nodes = frozenset(node.name for node in index.nodes if _has_output_pair(node, index))
@@ -226,7 +227,7 @@ def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float3
 
 
 def _check_pairs_around(node: onnx.NodeProto, index: Graph, written_nodes: frozenset[str]) -> None:
-    """Refuse a node without pairs on its inputs and its output."""
+    """Refuse a node without Q/DQ pairs on its inputs and its output."""
     data_inputs = index.data_inputs(node)
     if not data_inputs:
         raise UnfitError("all its inputs are constant")
@@ -238,7 +239,7 @@ def _check_pairs_around(node: onnx.NodeProto, index: Graph, written_nodes: froze
 
 
 def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
-    """Return whether a pair follows a node, or the Relu or Clip that reads it."""
+    """Return whether a QuantizeLinear reads a node, or the Relu or Clip that follows it."""
     if not node.output or node.op_type in (Q, DQ):
         return False
     readers = [*index.readers.get(node.output[0], []), *index.readers.get(index.tail(node), [])]

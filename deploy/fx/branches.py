@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from deploy.fx.norms import is_norm, norm_factors
-from deploy.fx.operations import is_op
+from deploy.fx.operations import called_module, is_op, replace_node
 from deploy.fx.plain_copy import replace_submodule
 
 
@@ -45,8 +45,7 @@ def _drop_zero(node: fx.Node) -> bool:
         return False
     if not any(isinstance(value, int | float) and value == 0 for value in node.args):
         return False
-    node.replace_all_uses_with(node.all_input_nodes[0])
-    node.graph.erase_node(node)
+    replace_node(node, node.all_input_nodes[0])
     return True
 
 
@@ -58,11 +57,14 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
     if node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
         return None
     branches = []
-    for call, sign in zip(node.all_input_nodes, (1, 1 if is_sum else -1), strict=True):
+    sign = 1
+    for call in node.all_input_nodes:
         module = _find_module(graph_module, call)
         if module is None:
             return None
         branches.append(_Branch(call, module, sign))
+        if not is_sum:
+            sign = -1  # the second one is subtracted
 
     # of equal kernels, the first one remains
     larger, smaller = sorted(branches, key=_kernel_size, reverse=True)
@@ -73,8 +75,7 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
 
     names = str(larger.call.target), str(smaller.call.target)
     replace_submodule(graph_module, names[0], _sum_branches(larger, smaller))
-    node.replace_all_uses_with(larger.call)
-    graph_module.graph.erase_node(node)
+    replace_node(node, larger.call)
     return names
 
 
@@ -86,11 +87,11 @@ class _Branch(NamedTuple):
 
 def _find_module(graph_module: fx.GraphModule, call: fx.Node) -> nn.Module | None:
     """Return the module of a branch that can be merged, or None."""
-    if call.op != "call_module" or len(call.users) > 1:
+    module = called_module(graph_module, call)
+    if module is None or len(call.users) > 1:
         return None
     if len(graph_module.graph.find_nodes(op="call_module", target=call.target)) > 1:
         return None
-    module = graph_module.get_submodule(str(call.target))
     if type(module) is nn.Conv2d:
         is_mergeable = module.padding_mode == "zeros" and not isinstance(module.padding, str)
     else:
@@ -134,6 +135,7 @@ def _sum_branches(larger: _Branch, smaller: _Branch) -> nn.Conv2d:
     """Return a convolution that computes the signed sum of two branches."""
     weight, bias = _weight_and_bias(larger.module, larger.module)
     added_weight, added_bias = _weight_and_bias(smaller.module, larger.module)
+    # the smaller kernel goes to the center of the larger one
     rows = (weight.shape[2] - added_weight.shape[2]) // 2
     columns = (weight.shape[3] - added_weight.shape[3]) // 2
     added_weight = functional.pad(added_weight, (columns, columns, rows, rows))
@@ -149,9 +151,10 @@ def _weight_and_bias(module: Any, larger: nn.Conv2d) -> tuple[torch.Tensor, torc
         weight = module.weight.detach()
         bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
         return weight, bias
+    # a norm as a 1x1 convolution: an output reads the input of its own channel, in its group
     factor, shift = norm_factors(module)
-    width = larger.in_channels // larger.groups
-    columns = torch.arange(len(factor), device=factor.device) % width
-    weight = torch.zeros(len(factor), width, 1, 1, dtype=factor.dtype, device=factor.device)
-    weight[range(len(factor)), columns, 0, 0] = factor
+    group_width = larger.in_channels // larger.groups
+    outputs = torch.arange(len(factor), device=factor.device)
+    weight = factor.new_zeros(len(factor), group_width, 1, 1)
+    weight[outputs, outputs % group_width, 0, 0] = factor
     return weight, shift

@@ -18,7 +18,7 @@ one by one, as in `build`, and the first batch twice, once for the initial range
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -32,9 +32,9 @@ from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, 
 from deploy.fx.capture import as_inputs, has_batch, select_arguments, tensor_leaves
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
-from deploy.fx.fuse import called_module, called_once
+from deploy.fx.fuse import called_once
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
-from deploy.fx.operations import arguments_by_name
+from deploy.fx.operations import arguments_by_name, called_module, module_calls
 from deploy.fx.plain_copy import replace_submodule
 from deploy.fx.range_search import DEFAULT_SEARCH, ActivationSearch, ScaleAndZero, widest_range
 from deploy.graph.bounds import RangeLimits
@@ -147,8 +147,8 @@ def _convert_module(module: nn.Module, name: str, custom: CustomClasses) -> nn.M
 
 
 def _remove_monitors(graph_module: fx.GraphModule) -> None:
-    for node in list(graph_module.graph.nodes):
-        if isinstance(called_module(graph_module, node), RangeMonitor):
+    for node, module in module_calls(graph_module):
+        if isinstance(module, RangeMonitor):
             graph_module.graph.erase_node(node)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
@@ -156,8 +156,7 @@ def _remove_monitors(graph_module: fx.GraphModule) -> None:
 
 def _round_biases(graph_module: fx.GraphModule) -> None:
     """Round biases to multiples of input times weight scale, for ONNX Runtime's integers."""
-    for node in graph_module.graph.nodes:
-        layer = called_module(graph_module, node)
+    for node, layer in module_calls(graph_module):
         if not isinstance(layer, IntLayer) or not called_once(graph_module, node):
             continue
         source = node.args[0]
@@ -204,13 +203,13 @@ def record_statistics(
     """
     lead = statistic.lead
     if lead is None:
-        return _record_pass(model, batches, lambda module: statistic.recorder(None))
+        return _record_pass(model, batches, statistic, {})
 
     lead_size = lead.samples or 1
     samples = _in_full_batches(chain.from_iterable(map(_samples, batches)), lead_size)
     lead_samples = list(islice(samples, lead_size))
     try:
-        lead_recorders, _ = _record_pass(model, lead_samples, lambda module: lead.recorder(None))
+        lead_recorders, _ = _record_pass(model, lead_samples, lead, {})
     except Calib8Error:
         raise
     except Exception as error:  # whatever a user's model raises
@@ -219,20 +218,18 @@ def record_statistics(
             f" got: {first_line(error)}; take another method"
         ) from error
 
-    def create_recorder(module: nn.Module) -> Recorder:
-        return statistic.recorder(lead_recorders.get(module))
-
-    return _record_pass(model, chain(lead_samples, samples), create_recorder)
+    return _record_pass(model, chain(lead_samples, samples), statistic, lead_recorders)
 
 
 def _record_pass(
-    model: nn.Module,
-    batches: Iterable[Any],
-    create_recorder: Callable[[nn.Module], Recorder],
+    model: nn.Module, batches: Iterable[Any], statistic: Statistic, lead_recorders: Recorders
 ) -> tuple[Recorders, int]:
-    """Record all batches; return (recorders, number of runs)."""
+    """Record all batches; return (recorders, number of runs).
+
+    `lead_recorders`: recorders of the statistic's lead, from which its own start.
+    """
     recorders: Recorders = {}
-    hook = partial(_record, recorders, create_recorder)
+    hook = partial(_record, recorders, statistic, lead_recorders)
     handles = []
     for module in model.modules():
         takes_own_range = isinstance(module, FakeQuant) and not module.monitors
@@ -256,17 +253,19 @@ def _record_pass(
 
 def _record(
     recorders: Recorders,
-    create_recorder: Callable[[nn.Module], Recorder],
+    statistic: Statistic,
+    lead_recorders: Recorders,
     module: nn.Module,
     inputs: Any,
 ) -> None:
+    """Record the first input of a module; a forward pre-hook but for its first arguments."""
     assert isinstance(module, FakeQuant | RangeMonitor)
     values = inputs[0].detach().float()
     if not bool(torch.isfinite(values).all()):
         raise CalibrationError(f"calibration needs finite values, got NaN or Inf in {module.name}")
     if values.numel():
         if module not in recorders:
-            recorders[module] = create_recorder(module)
+            recorders[module] = statistic.recorder(lead_recorders.get(module))
         recorders[module].observe(values.cpu().numpy())
 
 

@@ -79,7 +79,7 @@ def measure_coverage(
         if isinstance(module, FixedQuant | DynamicQuant):
             activations += 1
         if any(name.startswith(f"{layer}.") for layer in quantized):
-            continue
+            continue  # inside a layer that counts already
         if isinstance(module, (IntLayer, *quantized_classes)):
             quantized.append(name)
         else:
@@ -95,10 +95,9 @@ def _find_factors(converted: nn.Module) -> dict[int, bool]:
         if not isinstance(module, fx.GraphModule):
             continue
         constants = _find_constants(module.graph)
-        for node in module.graph.nodes:
-            if node.op == "get_attr":
-                key = id(tensor_of(module, node.target))
-                is_factor_by_id[key] = is_factor_by_id.get(key) or _is_factor(node, constants)
+        for node in module.graph.find_nodes(op="get_attr"):
+            key = id(tensor_of(module, node.target))
+            is_factor_by_id[key] = is_factor_by_id.get(key) or _is_factor(node, constants)
     return is_factor_by_id
 
 

@@ -276,19 +276,13 @@ def compare_with_torch(
             saturate them.
     """
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
-    input_names = [spec.name for spec in session.inputs]
     max_difference = max_output = 0.0
     samples = output_count = 0
     same_argmax: list[NDArray[np.bool_]] = []
     varies_between_samples: list[bool] = []
     varies_in_sample: list[bool] = []  # all that shows with batches of one sample
     for batch in batches:
-        arrays = [tensor.detach().cpu().numpy() for tensor in batch]
-        onnx_arrays = session.run(dict(zip(input_names, arrays, strict=True))).values()
-        onnx_outputs = [torch.from_numpy(np.array(array)) for array in onnx_arrays]
-        with torch.no_grad():
-            torch_outputs = tensors_of(model(*batch))
-        _check_shapes(torch_outputs, onnx_outputs)
+        torch_outputs, onnx_outputs = _run_both(model, session, batch)
         max_difference = max(max_difference, largest_difference(torch_outputs, onnx_outputs))
         max_output = max(max_output, largest_magnitude(torch_outputs))
 
@@ -319,7 +313,17 @@ def compare_with_torch(
     )
 
 
-def _check_shapes(torch_outputs: list[torch.Tensor], onnx_outputs: list[torch.Tensor]) -> None:
+def _run_both(
+    model: nn.Module, session: OrtSession, batch: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs of torch and those of ONNX Runtime, which must have the same shapes."""
+    arrays = {}
+    for spec, tensor in zip(session.inputs, batch, strict=True):
+        arrays[spec.name] = tensor.detach().cpu().numpy()
+    onnx_arrays = session.run(arrays).values()
+    onnx_outputs = [torch.from_numpy(np.array(array)) for array in onnx_arrays]
+    with torch.no_grad():
+        torch_outputs = tensors_of(model(*batch))
     for torch_output, onnx_output in zip(torch_outputs, onnx_outputs, strict=True):
         if torch_output.shape != onnx_output.shape:
             raise ExportError(
@@ -327,6 +331,7 @@ def _check_shapes(torch_outputs: list[torch.Tensor], onnx_outputs: list[torch.Te
                 f" {tuple(onnx_output.shape)} in place of {tuple(torch_output.shape)};"
                 f" {FIXED_BATCH}"
             )
+    return torch_outputs, onnx_outputs
 
 
 def check_float_export(

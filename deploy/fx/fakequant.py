@@ -37,7 +37,7 @@ from torch import nn
 
 from calibrators.grids import UINT8, Grid
 from deploy.errors import CalibrationError
-from deploy.fx.range_search import scale_on_grid
+from deploy.fx.range_search import representable_range, scale_on_grid
 from deploy.graph.bounds import RangeLimits
 
 
@@ -84,7 +84,9 @@ class _LsqRound(torch.autograd.Function):
         (grad,) = grads
         v = x / scale
         is_below, is_above = v <= low, v >= high
-        slope = torch.where(is_below, low, torch.where(is_above, high, torch.round(v) - v))
+        slope = torch.round(v) - v  # dy/ds of the formulas
+        slope = torch.where(is_above, high, slope)
+        slope = torch.where(is_below, low, slope)
         scale_grad = (grad * slope).sum_to_size(scale.shape) * factor
         return grad.masked_fill(is_below | is_above, 0.0), scale_grad, None, None, None
 
@@ -148,8 +150,7 @@ class FakeQuant(nn.Module):
 
     def set_range(self, scale: np.float32, zero_point: int) -> None:
         """Set scale and zero point; moving averages start from them."""
-        lo = (self.grid.qmin - zero_point) * float(scale)
-        hi = (self.grid.qmax - zero_point) * float(scale)
+        lo, hi = representable_range(self.grid, scale, zero_point)
         with torch.no_grad():
             self.lo.fill_(-hi if self.grid.symmetric else lo)
             self.hi.fill_(hi)
@@ -192,8 +193,8 @@ class FakeQuant(nn.Module):
                 f"calibration needs finite values, got NaN or Inf in {self.name}"
             )
         if self.reach is not None:
-            lo = lo.clamp(self.reach.floor, self.reach.ceiling)
-            hi = hi.clamp(self.reach.floor, self.reach.ceiling)
+            limits = (self.reach.floor, self.reach.ceiling)
+            lo, hi = lo.clamp(*limits), hi.clamp(*limits)
         if self.pending is not None:
             lo = torch.minimum(lo, self.pending[0])
             hi = torch.maximum(hi, self.pending[1])
@@ -338,10 +339,8 @@ class FixedQuant(ExportedModule):
     def start_export(self) -> None:
         """See `ExportedModule`; the clip limits must be constants by then."""
         super().start_export()
-        scale, zero_point = float(self.scale), int(self.zero_point)
-        low = (self.grid.qmin - zero_point) * scale
-        high = (self.grid.qmax - zero_point) * scale
-        self.clip_limits = (low, high)
+        scale, zero_point = np.float32(self.scale.item()), int(self.zero_point)
+        self.clip_limits = representable_range(self.grid, scale, zero_point)
 
     def symbolic(self, x: torch.Tensor) -> torch.Tensor:
         """Emit the ONNX form; only inside an export, where nothing is computed."""

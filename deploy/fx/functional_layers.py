@@ -19,7 +19,7 @@ from deploy.fx.norms import (
     batch_norm_arguments,
     create_channel_norm,
 )
-from deploy.fx.operations import arguments_by_name, is_op, refresh
+from deploy.fx.operations import arguments_by_name, is_op, refresh, replace_node
 from deploy.fx.plain_copy import tensor_of
 
 # function -> (module, suffix of its name)
@@ -68,13 +68,11 @@ class _Rewriter:
     def replace_layer(self, node: fx.Node) -> None:
         """Replace a functional convolution or linear, if its weight is no computed one."""
         options = _layer_arguments(node)
-        source, weight, bias = options.pop("input"), options["weight"], options["bias"]
-        if not _is_parameter(weight) or not (bias is None or _is_parameter(bias)):
+        source, weight = options.pop("input"), options["weight"]
+        if not _is_parameter(weight) or not _is_parameter_or_none(options["bias"]):
             return
         kind, suffix = _LAYERS[node.target]
-        options["weight"] = weight.target
-        options["bias"] = bias and bias.target
-        self._replace(node, source, kind, _module_name(weight, suffix), options)
+        self._replace(node, source, kind, _module_name(weight, suffix), _name_tensors(options))
 
     def replace_product(self, node: fx.Node) -> None:
         """Replace x @ weight."""
@@ -86,17 +84,16 @@ class _Rewriter:
         """Replace a functional BatchNorm, unless it uses the statistics of the batch."""
         options = batch_norm_arguments(node)
         assert options is not None
+        source, mean = options.pop("input"), options["running_mean"]
         uses_batch_statistics = options.pop("training") and not self.graph_module.training
-        tensors = [options[key] for key in _NORM_TENSORS if options[key] is not None]
-        mean = options["running_mean"]
-        if uses_batch_statistics or mean is None or not all(map(_is_parameter, tensors)):
+        if uses_batch_statistics or mean is None:
+            return
+        if not all(_is_parameter_or_none(options[key]) for key in _NORM_TENSORS):
             return
         if not isinstance(options["momentum"], float):
             return
-        source = options.pop("input")
-        for key in _NORM_TENSORS:
-            options[key] = options[key] and options[key].target
-        self._replace(node, source, ChannelNorm, _module_name(mean, "norm"), options)
+        name = _module_name(mean, "norm")
+        self._replace(node, source, ChannelNorm, name, _name_tensors(options))
 
     def _replace(
         self,
@@ -114,11 +111,10 @@ class _Rewriter:
         if name not in self.options_by_name:
             self.graph_module.add_submodule(name, self._create_module(kind, options))
             self.options_by_name[name] = options
-        with self.graph_module.graph.inserting_before(node):
-            call = self.graph_module.graph.call_module(name, (source,))
+        with node.graph.inserting_before(node):
+            call = node.graph.call_module(name, (source,))
         call.meta.update(node.meta)
-        node.replace_all_uses_with(call)
-        self.graph_module.graph.erase_node(node)
+        replace_node(node, call)
 
     def _is_name_used(self, name: str, options: dict[str, Any]) -> bool:
         """Return whether a new module with other options, or one of the user's, has this name."""
@@ -193,6 +189,19 @@ def _layer_arguments(node: fx.Node) -> dict[str, Any]:
     if node.target is functional.linear:
         return {"bias": None} | arguments_by_name(node, _LINEAR_ARGUMENTS)
     return _CONV_DEFAULTS | arguments_by_name(node, _CONV_ARGUMENTS)
+
+
+def _name_tensors(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the qualified names of tensors in place of their nodes."""
+    named = dict(options)
+    for key, value in options.items():
+        if isinstance(value, fx.Node):
+            named[key] = value.target
+    return named
+
+
+def _is_parameter_or_none(value: object) -> bool:
+    return value is None or _is_parameter(value)
 
 
 def _is_parameter(value: object) -> bool:

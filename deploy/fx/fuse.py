@@ -45,7 +45,7 @@ from deploy.fx.norms import (
     path_to_reader,
     readers_of,
 )
-from deploy.fx.operations import is_op, refresh
+from deploy.fx.operations import called_module, is_op, module_calls, refresh, replace_node
 from deploy.fx.plain_copy import replace_submodule
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -153,10 +153,8 @@ def layers_to_modules(graph_module: fx.GraphModule) -> None:
 
 def fold_frozen(graph_module: fx.GraphModule) -> None:
     """Fold, in place, norms whose factors are constants that training does not change."""
-    frozen = []
-    for node in _norms(graph_module):
-        if isinstance(called_module(graph_module, node), FrozenNorm):
-            frozen.append(node)
+    calls = module_calls(graph_module)
+    frozen = [node for node, module in calls if isinstance(module, FrozenNorm)]
     fold_into_previous(graph_module, frozen, FuseReport())
 
 
@@ -193,13 +191,6 @@ def fuse_for_export(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn
     if report.counts().keys() <= {"Conv+BN", "ConvTranspose+BN"}:
         return model
     return folded
-
-
-def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | None:
-    """Return the module that `node` calls, or None."""
-    if not isinstance(node, fx.Node) or node.op != "call_module":
-        return None
-    return graph_module.get_submodule(str(node.target))
 
 
 def called_once(graph_module: fx.GraphModule, node: fx.Node) -> bool:
@@ -248,8 +239,8 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
 
 def calls_of_module(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[fx.Node]:
     """Return all calls of the module that a node calls."""
-    module = called_module(graph_module, layer_call)
-    return [n for n in graph_module.graph.nodes if called_module(graph_module, n) is module]
+    layer = called_module(graph_module, layer_call)
+    return [call for call, module in module_calls(graph_module) if module is layer]
 
 
 def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
@@ -257,19 +248,20 @@ def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.
     calls = calls_of_module(graph_module, path_to_layer(graph_module, norm)[-1])
     if len(calls) == 1:
         return [norm]
-    norms = [n for n in _norms(graph_module) if path_to_layer(graph_module, n)[-1] in calls]
-    norm_names = {node.target for node in norms}
-    layer_names = {node.target for node in calls}
-    if len(norm_names) != 1 or len(layer_names) != 1 or len(norms) != len(calls):
+    norms = []
+    for node in _norms(graph_module):
+        if path_to_layer(graph_module, node)[-1] in calls:
+            if _reason_at_call(graph_module, node) is not None:
+                return []
+            norms.append(node)
+    names = {node.target for node in (*norms, *calls)}  # of one norm and one layer
+    if len(names) != 2 or len(norms) != len(calls):
         return []
-    for node in norms:
-        if _reason_at_call(graph_module, node) is not None:
-            return []
     return norms
 
 
 def _norms(graph_module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in graph_module.graph.nodes if is_norm(called_module(graph_module, n))]
+    return [node for node, module in module_calls(graph_module) if is_norm(module)]
 
 
 def _has_factors(norm: nn.Module | None) -> bool:
@@ -299,9 +291,9 @@ def _fold_into_layer(
     return set(norms)
 
 
-def _remove(node: fx.Node) -> None:
-    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-    node.graph.erase_node(node)
+def _remove(node: Any) -> None:
+    """Let the readers of a call read its input."""
+    replace_node(node, node.args[0])
 
 
 def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
@@ -377,10 +369,10 @@ def _with_norm_after(layer: Any, norm: nn.Module) -> Any:
     return _with_parameters(layer, scaled_weight, _bias_of(layer, shift) * factor + shift)
 
 
-def _bias_of(layer: Any, like: torch.Tensor) -> torch.Tensor:
+def _bias_of(layer: Any, template: torch.Tensor) -> torch.Tensor:
     """Return a layer's bias, or zeros like another tensor."""
     if layer.bias is None:
-        return torch.zeros_like(like)
+        return torch.zeros_like(template)
     bias: torch.Tensor = layer.bias.detach()
     return bias
 

@@ -32,15 +32,18 @@ def minimum_scales(
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
         return None  # a grouped ConvTranspose stays in float
     rows = weight.transpose(0, 1) if transposed else weight
-    step = pair_stride(rows.shape)
+    # the weights of an output, input channels last: kernels add the products of two neighbors
     flat = rows.detach().float().movedim(1, -1).flatten(1)
     padded = functional.pad(flat, (0, 2))
+    step = pair_stride(rows.shape)
     first, second = padded[:, 0:-2:step], padded[:, 1:-1:step]
+
+    # products of opposite sign do not add up
     have_same_sign = (first > 0) == (second > 0)
-    first, second = first.abs(), second.abs()
-    sums = (first + second).clamp(max=torch.finfo(torch.float32).max)
-    largest = torch.where(have_same_sign, sums, torch.maximum(first, second))
-    return largest.amax(1) / (PAIR_LIMIT - PAIR_ROUNDING)
+    sums = (first.abs() + second.abs()).clamp(max=torch.finfo(torch.float32).max)
+    larger = torch.maximum(first.abs(), second.abs())
+    pair_sizes = torch.where(have_same_sign, sums, larger)
+    return pair_sizes.amax(1) / (PAIR_LIMIT - PAIR_ROUNDING)
 
 
 _MAX_BIAS = 2**30  # largest bias integer: near 2^31, runtimes that divide in float32 overflow
@@ -66,15 +69,9 @@ def apply_layer(
         return functional.linear(x, weight, bias)
     if isinstance(layer, TRANSPOSED):
         conv_transpose = getattr(functional, f"conv_transpose{len(layer.kernel_size)}d")
+        paddings = (layer.padding, layer.output_padding)
         return conv_transpose(
-            x,
-            weight,
-            bias,
-            layer.stride,
-            layer.padding,
-            layer.output_padding,
-            layer.groups,
-            layer.dilation,
+            x, weight, bias, layer.stride, *paddings, layer.groups, layer.dilation
         )
     return layer._conv_forward(x, weight, bias)  # handles padding_mode and string padding
 
@@ -86,9 +83,11 @@ def channel_axis(layer: nn.Module, per_channel: bool = True) -> int | None:
     """
     if not per_channel:
         return None
-    if isinstance(layer, TRANSPOSED):
-        return None if layer.groups > 1 else 1
-    return 0
+    if not isinstance(layer, TRANSPOSED):
+        return 0
+    if layer.groups > 1:
+        return None
+    return 1
 
 
 class WeightQuant(nn.Module):
@@ -128,7 +127,9 @@ class WeightQuant(nn.Module):
         return self._apply_limits(torch.where(steps > 0, steps, 1.0).float(), weight)
 
     def _apply_limits(self, scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        minimum = None if self.minimum_scales is None else self.minimum_scales(weight)
+        if self.minimum_scales is None:
+            return scales
+        minimum = self.minimum_scales(weight)
         if minimum is None:
             return scales
         if self.axis is None:
@@ -246,7 +247,7 @@ class QatConvBn(QatLayer):
             return super().forward(x)
         layer: Any = self.layer
         factor, _ = trained_factors(self.norm)
-        factor = torch.where(factor.abs() > 1e-12, factor, 1e-12).detach()
+        factor = torch.where(factor.abs() > 1e-12, factor, 1e-12).detach()  # it is divided by
         weight = self.weight_quant(scale_outputs(layer, layer.weight, factor))
         channels = (1, -1, *[1] * (weight.dim() - 2))
         y = apply_layer(layer, x, weight, None) / factor.reshape(channels)

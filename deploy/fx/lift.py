@@ -226,12 +226,13 @@ class _Lifter:
         layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
         call_nodes = set(nodes)
         inputs: set[fx.Node] = set()
+        outputs = []
         for node in nodes:
-            for source in node.all_input_nodes:
-                is_outside = source not in call_nodes and _is_tensor(source)
-                if is_outside and id(self._attribute_of(source)) not in layer_tensors:
+            for source in set(node.all_input_nodes) - call_nodes:
+                if _is_tensor(source) and id(self._attribute_of(source)) not in layer_tensors:
                     inputs.add(source)
-        outputs = [node for node in nodes if not node.users.keys() <= call_nodes]
+            if not node.users.keys() <= call_nodes:
+                outputs.append(node)
         if len(inputs) != 1 or len(outputs) != 1:
             return False
 

@@ -166,7 +166,8 @@ def _to_identifier(name: str) -> str:
 def argument_names(model: nn.Module, count: int) -> list[str]:
     """Return names of the first `count` arguments of forward, `args_0`... for `*args`."""
     names = _names(positional_parameters(model))
-    (prefix,) = _names(_parameters(model, (Parameter.VAR_POSITIONAL,))) or ["args"]
+    variadic = _parameters(model, (Parameter.VAR_POSITIONAL,))
+    prefix = variadic[0].name if variadic else "args"
     names += [f"{prefix}_{index}" for index in range(count)]
     return names[:count]
 

@@ -95,7 +95,8 @@ def measure_mode(
     signal = noise = max_error = 0.0
     with torch.no_grad():
         for batch in batches:
-            outputs, references = tensors_of(converted(*batch)), tensors_of(model(*batch))
+            outputs = tensors_of(converted(*batch))
+            references = tensors_of(model(*batch))
             for output, reference in zip(outputs, references, strict=True):
                 difference = (reference - output).double()
                 signal += float(reference.double().square().sum())
@@ -103,7 +104,9 @@ def measure_mode(
                 max_error = max(max_error, float(difference.abs().max()))
     size = stored_bytes(converted)
     ratio = used_bytes(model, batches[0]) / max(size, 1)
-    quality = sqnr_db(signal, noise) if signal or noise else math.nan
+    quality = math.nan  # all outputs are 0
+    if signal or noise:
+        quality = sqnr_db(signal, noise)
     return ModeResult(mode, size, ratio, max_error, quality)
 
 

@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deploy.fx.operations import SPELLINGS, arguments_by_name, is_call, is_op
+from deploy.fx.operations import SPELLINGS, arguments_by_name, called_module, is_call, is_op
 from deploy.fx.plain_copy import tensor_of
 
 _VIEWS_LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
@@ -110,9 +110,8 @@ def sizes_of(value: torch.Tensor) -> tuple[int, ...] | None:
 
 def _is_transparent(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether folding may pass a node: a view, or dropout in eval mode."""
-    if node.op == "call_module":
-        module = graph_module.get_submodule(str(node.target))
-        return isinstance(module, (*_IDENTITIES, nn.Flatten))
+    if isinstance(called_module(graph_module, node), _IDENTITIES):
+        return True
     if node.target is functional.dropout:
         options = arguments_by_name(node, ("input", "p", "training"))
         return options.get("training", True) is False
@@ -120,11 +119,11 @@ def _is_transparent(graph_module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_view(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return isinstance(graph_module.get_submodule(str(node.target)), nn.Flatten)
     if node.op == "call_function":
         return node.target in _VIEWS
-    return node.op == "call_method" and node.target in _VIEW_METHODS
+    if node.op == "call_method":
+        return node.target in _VIEW_METHODS
+    return isinstance(called_module(graph_module, node), nn.Flatten)
 
 
 TORCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -260,18 +259,19 @@ def _find_affine(constants: Constants, addition: fx.Node) -> tuple[fx.Node, Froz
     _, in_place_products = SPELLINGS["mul"]
     if product.target in in_place_products and len(source.users) > 1:
         return None  # multiplied in place, and read elsewhere
-    return source, FrozenNorm(factor.reshape(-1).clone(), shift.reshape(-1).clone())
+    return source, FrozenNorm(factor.flatten().clone(), shift.flatten().clone())
 
 
 def _with_constant(constants: Constants, node: fx.Node, op: str) -> tuple[Any, Any]:
     """Return (tensor, per-channel constant) of an addition or product, in either order."""
-    if not is_op(node, op) or node.kwargs or len(node.args) != 2:
+    has_two_tensors = len(node.args) == 2 and all(isinstance(x, fx.Node) for x in node.args)
+    if not is_op(node, op) or node.kwargs or not has_two_tensors:
         return None, None
-    for tensor, factor in (node.args, node.args[::-1]):
-        if isinstance(tensor, fx.Node) and isinstance(factor, fx.Node):
-            constant = constants.get(factor)
-            if isinstance(constant, torch.Tensor) and _is_per_channel(constant):
-                return tensor, constant
+    arguments: Any = node.args
+    for tensor, factor in (arguments, arguments[::-1]):
+        constant = constants.get(factor)
+        if isinstance(constant, torch.Tensor) and _is_per_channel(constant):
+            return tensor, constant
     return None, None
 
 
@@ -283,18 +283,15 @@ def _is_per_channel(constant: torch.Tensor) -> bool:
 
 def _evaluate_constants(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
     """Compute all nodes that depend on buffers only; return node -> value."""
-    values: dict[fx.Node, Any] = {}
+    interpreter = fx.Interpreter(graph_module)
+    values: dict[fx.Node, Any] = interpreter.env
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            value = tensor_of(graph_module, node.target)
-            if not isinstance(value, nn.Parameter):
-                values[node] = value
-        elif _is_pure_call(node) and values.keys() >= set(node.all_input_nodes):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            if node.op == "call_method":
-                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                values[node] = node.target(*args, **kwargs)
+            is_constant = not isinstance(tensor_of(graph_module, node.target), nn.Parameter)
+        else:
+            is_constant = _is_pure_call(node) and values.keys() >= set(node.all_input_nodes)
+        if is_constant:
+            values[node] = interpreter.run_node(node)
     return values
 
 

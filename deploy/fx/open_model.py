@@ -101,9 +101,12 @@ def _export_checked(
         fused = fuse_for_export(model, inputs)
         exported = to_onnx(fused, inputs, opset=opset, dynamic_batch=dynamic_batch)
         warning = check_float_export(exported, model, inputs).warning
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(model).__name__)
-    exported.graph.name = words.lower().strip("_") or "model"
+    snake_case_name = _WORD_START.sub("_", type(model).__name__)
+    exported.graph.name = snake_case_name.lower().strip("_") or "model"
     return exported, warning
+
+
+_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # in CamelCase
 
 
 def _is_converted(model: nn.Module) -> bool:
@@ -146,7 +149,7 @@ def open_module(
     return_dict(copied, output)
     try:
         exported, message = _export_checked(copied, inputs)
-    except (ModelError, ExportError):
+    except (ModelError, ExportError):  # perhaps the model fixes its batch
         if item_inputs[0].ndim == inputs[0].ndim:
             inputs = item_inputs  # the batch of the item, not a small one
         exported, message = _export_checked(copied, inputs, dynamic_batch=False)
@@ -168,7 +171,7 @@ def _runnable_inputs(
 
     They are a batch, or a single sample: a convolution takes both, so its dimensions decide.
     """
-    small_batch = tuple(x[:2] if x.ndim else x for x in item_inputs)
+    small_batch = tuple(map(_first_two_samples, item_inputs))
     batch_of_one = tuple(x[None] for x in item_inputs)
     convolved_dims = {_DIMENSIONS.get(type(module)) for module in model.modules()}
     candidates = [small_batch, item_inputs, batch_of_one]
@@ -186,6 +189,10 @@ def _runnable_inputs(
     if (note := dict_input_note(model)) is None:
         raise reported
     raise ModelError(f"{reported}; {note}: name its keys as the arguments of forward") from reported
+
+
+def _first_two_samples(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:2] if tensor.ndim else tensor
 
 
 @phase("exporting the PyTorch model")

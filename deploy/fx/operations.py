@@ -7,11 +7,11 @@
 import contextlib
 import io
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from deploy.errors import ConfigError, ModelError, first_line
@@ -24,7 +24,7 @@ SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "div": ((torch.div, operator.truediv, "div", "__truediv__"), (operator.itruediv, "div_")),
     "matmul": ((torch.matmul, operator.matmul, "matmul", "__matmul__"), ()),
     "neg": ((torch.neg, operator.neg, "neg", "__neg__"), ("neg_",)),
-    "relu": ((torch.relu, torch.nn.functional.relu, "relu"), (torch.relu_, "relu_")),
+    "relu": ((torch.relu, nn.functional.relu, "relu"), (torch.relu_, "relu_")),
     "flatten": ((torch.flatten, "flatten"), ()),
 }
 
@@ -38,6 +38,25 @@ def is_op(node: fx.Node, name: str) -> bool:
 def is_call(node: fx.Node) -> bool:
     """Return whether `node` calls a function or a method."""
     return node.op in ("call_function", "call_method")
+
+
+def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | None:
+    """Return the module that `node` calls, or None."""
+    if not isinstance(node, fx.Node) or node.op != "call_module":
+        return None
+    return graph_module.get_submodule(str(node.target))
+
+
+def module_calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield (node, module that it calls); the caller may edit the graph meanwhile."""
+    for node in graph_module.graph.find_nodes(op="call_module"):
+        yield node, called_module(graph_module, node)
+
+
+def replace_node(node: fx.Node, replacement: fx.Node) -> None:
+    """Let the readers of a node read another one, and remove the node."""
+    node.replace_all_uses_with(replacement)
+    node.graph.erase_node(node)
 
 
 def arguments_by_name(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
@@ -62,8 +81,7 @@ def replace_op(graph_module: fx.GraphModule, name: str, function: Callable[..., 
         _check_replaceable(node, name)
         with graph_module.graph.inserting_after(node):
             replacement = graph_module.graph.call_function(function, node.args, dict(node.kwargs))
-        node.replace_all_uses_with(replacement)
-        graph_module.graph.erase_node(node)
+        replace_node(node, replacement)
     refresh(graph_module)
     return len(nodes)
 

@@ -38,7 +38,6 @@ from deploy.fx.fuse import (
     CONVS,
     FOLDABLE,
     UNFOLDED_NORMS,
-    called_module,
     called_once,
     calls_of_module,
     fold_batch_norms,
@@ -57,7 +56,14 @@ from deploy.fx.int8_layers import (
 )
 from deploy.fx.lift import is_layer
 from deploy.fx.norms import is_norm
-from deploy.fx.operations import arguments_by_name, propagate_shapes, refresh
+from deploy.fx.operations import (
+    arguments_by_name,
+    called_module,
+    module_calls,
+    propagate_shapes,
+    refresh,
+    replace_node,
+)
 from deploy.fx.plain_copy import plain_copy, replace_submodule
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
@@ -126,8 +132,7 @@ def _replace_call(node: fx.Node, function: Callable[..., Any]) -> None:
         result = function(*args, **kwargs)
     if "rank" in node.meta:
         result.node.meta["rank"] = node.meta["rank"]
-    node.replace_all_uses_with(result.node)
-    node.graph.erase_node(node)
+    replace_node(node, result.node)
 
 
 def _silu(x: Any, inplace: bool = False) -> Any:  # the functional form has a second argument
@@ -156,9 +161,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Decompose as torch's exporter does: query and key are scaled before the product."""
-    query_shape = _shape(query.node)
+    *_, query_length, width = _shape(query.node)
     if scale is None:
-        scale = 1 / math.sqrt(query_shape[-1])
+        scale = 1 / math.sqrt(width)
     factor = math.sqrt(scale)
     products = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
     if attn_mask is not None:
@@ -166,9 +171,9 @@ def _attention(
         if attn_mask.node.meta["tensor_meta"].dtype is torch.bool:
             bias = torch.where(attn_mask, 0.0, -math.inf)
         products = products + bias
-    if is_causal:
-        sizes = query_shape[-2], _shape(key.node)[-2]
-        products = products + query.new_full(sizes, -math.inf).triu(1)
+    if is_causal:  # no position sees a later one
+        *_, key_length, _ = _shape(key.node)
+        products = products + query.new_full((query_length, key_length), -math.inf).triu(1)
     return torch.matmul(torch.softmax(products, -1), value)
 
 
@@ -411,8 +416,7 @@ def _insert(
 
 def _insert_dynamic(graph_module: fx.GraphModule, weights: Mapping[str, bool]) -> None:
     """Insert a dynamic quantizer before each Linear with a quantized weight."""
-    for node in list(graph_module.graph.nodes):
-        module = called_module(graph_module, node)
+    for node, module in module_calls(graph_module):
         if isinstance(module, nn.Linear) and str(node.target) in weights:
             source = node.args[0]
             name = f"quant_{source.name}"
@@ -430,8 +434,7 @@ def _swap_custom(
     observers: dict[fx.Node, FakeQuant],
 ) -> None:
     """Replace each custom float module by its observed class, with an observer of its output."""
-    for node in list(graph_module.graph.nodes):
-        module: Any = called_module(graph_module, node)
+    for node, module in module_calls(graph_module):
         observed_class: Any = custom.get(type(module))
         if observed_class is None:
             continue
@@ -474,8 +477,7 @@ def _wrap_weights(
 def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:
     """Merge each BatchNorm with the layer before it, to train them as one."""
     reason_by_norm: dict[str, str] = {}
-    for node in list(graph_module.graph.nodes):
-        norm: Any = called_module(graph_module, node)
+    for node, norm in module_calls(graph_module):
         if not is_norm(norm):
             continue
         layer: Any = node.args[0]
@@ -489,7 +491,6 @@ def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -
         elif module is not None and str(layer.target) not in skip:
             merged = QatConvBn(module, norm, WeightQuant(channel_axis(module), bits))
             replace_submodule(graph_module, str(layer.target), merged.train(module.training))
-            node.replace_all_uses_with(layer)
-            graph_module.graph.erase_node(node)
+            replace_node(node, layer)
     graph_module.meta[UNFOLDED_NORMS] = reason_by_norm
     graph_module.recompile()

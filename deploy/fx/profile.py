@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deploy.fx.capture import as_inputs, graph_of
 from deploy.fx.comparison import wait_for_device
-from deploy.fx.fuse import called_module
 from deploy.fx.graph_text import format_columns, target_name
+from deploy.fx.operations import called_module
 from deploy.fx.plain_copy import tensor_of
 from deploy.terminal import phase
 

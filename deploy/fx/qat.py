@@ -214,12 +214,12 @@ def _move_task(task: Task, device: torch.device | None) -> Task:
     `device`: None for that of the model, which is not copied then.
     """
     inputs = move_tensors(list(task.inputs), device or device_of(task.model))
-    moved = replace(task, inputs=inputs)
+    moved_task = replace(task, inputs=inputs)
     if device is not None:
-        moved.model = plain_copy(task.model).to(device)
+        moved_task.model = plain_copy(task.model).to(device)
         if task.teacher is not None:
-            moved.teacher = plain_copy(task.teacher).to(device)
-    return moved
+            moved_task.teacher = plain_copy(task.teacher).to(device)
+    return moved_task
 
 
 def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:

@@ -145,9 +145,15 @@ def widest_range(params: Sequence[ScaleAndZero], grid: Grid) -> ScaleAndZero:
         return params[0]
     if grid.symmetric:
         return max(scale for scale, _ in params), 0
-    lows = [(grid.qmin - zero) * float(scale) for scale, zero in params]
-    highs = [(grid.qmax - zero) * float(scale) for scale, zero in params]
+    ends = [representable_range(grid, *scale_and_zero) for scale_and_zero in params]
+    lows, highs = zip(*ends, strict=True)
     return scale_on_grid(min(lows), max(highs), grid)
+
+
+def representable_range(grid: Grid, scale: np.float32, zero_point: int) -> tuple[float, float]:
+    """Return the real values of the grid's least and greatest integer."""
+    step = float(scale)
+    return (grid.qmin - zero_point) * step, (grid.qmax - zero_point) * step
 
 
 def scale_on_grid(lo: float, hi: float, grid: Grid) -> ScaleAndZero:

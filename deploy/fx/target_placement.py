@@ -20,9 +20,9 @@ from torch import fx
 from calibrators.grids import Grid
 from deploy.errors import ConfigError
 from deploy.fx.convert import Sources
-from deploy.fx.fuse import called_module
 from deploy.fx.int8_layers import WEIGHTED, QatLayer
 from deploy.fx.marked_export import NODE_PREFIX, ExportedGraph, export_named, is_float
+from deploy.fx.operations import called_module
 from deploy.graph.bounds import RangeLimits, find_range_limits
 from deploy.graph.index import Graph
 from deploy.graph.plan import FLOAT_BY_USER, Plan

@@ -252,6 +252,9 @@ def read_batches(
     batches = []
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
-        arrays = (np.concatenate([sample[name] for sample in batch]) for name in names)
-        batches.append(tuple(map(torch.from_numpy, arrays)))
+        tensors = []
+        for name in names:
+            arrays = [sample[name] for sample in batch]
+            tensors.append(torch.from_numpy(np.concatenate(arrays)))
+        batches.append(tuple(tensors))
     return batches

@@ -53,7 +53,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.rounding import ConvWindow
-from deploy.graph.index import FLOAT, Graph, attributes, optional_input
+from deploy.graph.index import FLOAT, Graph, attributes, optional_input, other_inputs
 from deploy.graph.placement import MOVES, WEIGHTED
 
 Bounds = tuple[float, float]
@@ -91,7 +91,7 @@ def find_bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
     return limiting_bounds
 
 
-def _union(needs: Iterable[Bounds]) -> Bounds:
+def _find_loosest(needs: Iterable[Bounds]) -> Bounds:
     """Return the loosest of several bounds."""
     loosest_floor, loosest_ceiling = _UNREAD
     for floor, ceiling in needs:
@@ -118,14 +118,14 @@ class _Propagation:
         """Set the bounds of tensors; those of everything downstream are set already."""
         for tensor in filter(None, tensors):
             readers = self.graph.readers.get(tensor, [])
-            bounds = _union(self._needed_by(node, tensor) for node in readers)
+            bounds = _find_loosest(self._needed_by(node, tensor) for node in readers)
             if tensor in self.graph.outputs or tensor in self.graph.captured:
                 bounds = _UNBOUNDED  # somebody reads it beside the nodes of the main graph
             self.bounds[tensor] = bounds
 
     def _output_bounds(self, node: onnx.NodeProto) -> Bounds:
         """Return the bounds that the readers of a node's outputs need."""
-        return _union(self.bounds[name] for name in node.output if name)
+        return _find_loosest(self.bounds[name] for name in node.output if name)
 
     def _needed_by(self, node: onnx.NodeProto, tensor: str) -> Bounds:
         """Return the bounds of `tensor` that one of its readers needs."""
@@ -182,7 +182,7 @@ class _Propagation:
         return (-math.inf if low is None else low, math.inf if high is None else high)
 
     def _is_amplified(self, node: onnx.NodeProto) -> bool:
-        """Whether a reader of a node's outputs, through moves too, amplifies small differences."""
+        """Whether a reader, or one past nodes that move values, amplifies small differences."""
         tensors = list(node.output)
         for tensor in tensors:  # grows during the loop
             for reader in self.graph.readers.get(tensor, []):
@@ -202,8 +202,8 @@ class _Propagation:
         return node.op_type in _AMPLIFIES
 
     def _gated_bounds(self, product: onnx.NodeProto, tensor: str) -> Bounds:
-        """Return the bounds of tensor * gate; the gate depends on it and is 0 below a floor."""
-        factors = [name for name in product.input if name != tensor]
+        """Return the bounds of a tensor that is multiplied by a gate, which is 0 below a floor."""
+        factors = other_inputs(product, tensor)
         gate = self.graph.producer.get(factors[0]) if len(factors) == 1 else None
         if gate is None:
             return _UNBOUNDED
@@ -259,7 +259,7 @@ class _Propagation:
 
     def _scalar_operand(self, tensor: str, node: onnx.NodeProto) -> float | None:
         """Return the scalar operand of a node on a tensor, whatever its rank; None without one."""
-        operands = [name for name in node.input if name != tensor]
+        operands = other_inputs(node, tensor)
         return self.graph.scalar(operands[0]) if len(operands) == 1 else None
 
 
@@ -318,7 +318,7 @@ def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
             if score in _moved_inputs(reader):
                 scores += reader.output
             elif reader.op_type == "Mul":
-                factors = [name for name in reader.input if name != score]
+                factors = other_inputs(reader, score)
                 if not all(_is_constant_or_score(graph, factor) for factor in factors):
                     return False
     return True
@@ -385,7 +385,10 @@ def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
 
 
 def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return a note on the constant that vanishes, found back through Div and moves; else ""."""
+    """Return a note on the constant that becomes 0 in float16 and keeps a Log or divisor above 0.
+
+    It is searched upstream of divisions and of nodes that only move values. "" if there is none.
+    """
     guard: onnx.NodeProto | None = node
     while guard is not None and (guard.op_type == "Div" or guard.op_type in _PASSING):
         is_divisor = guard.op_type == "Div"

@@ -369,7 +369,7 @@ def drop_initializers(graph: onnx.GraphProto, names: Collection[str]) -> None:
 
 
 def sort_nodes(graph: onnx.GraphProto) -> bool:
-    """Sort nodes topologically with few moves; return whether the order changed.
+    """Sort nodes topologically, each as early as its inputs; return whether the order changed.
 
     Raises:
         ModelError: the graph has a cycle.
@@ -504,7 +504,7 @@ def tensor_names(*graphs: onnx.GraphProto) -> set[str]:
 
 
 def _find_stem(name: str, stems: Collection[str]) -> str | None:
-    """Return the stem that a name is with words of `ADDED` after it; None if there is none."""
+    """Return what a name is without words of `ADDED` at its end; None if it has none."""
     for stem in accumulate(re.split("([/.])", name)):
         if stem not in stems:
             continue
@@ -515,6 +515,7 @@ def _find_stem(name: str, stems: Collection[str]) -> str | None:
 
 
 def _can_be_added(word: str) -> bool:
+    """Whether a word can follow a name of the model in a name that calib8 adds."""
     return word in ADDED or word in _JOINING_WORDS or word.isdigit()
 
 

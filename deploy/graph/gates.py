@@ -38,7 +38,16 @@ from dataclasses import dataclass, replace
 import onnx
 
 from deploy.graph.edit import make_node
-from deploy.graph.index import GATE, ONNX_DOMAINS, Graph, Nodes, attributes, by_name, optional_input
+from deploy.graph.index import (
+    GATE,
+    ONNX_DOMAINS,
+    Graph,
+    Nodes,
+    attributes,
+    by_name,
+    optional_input,
+    other_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +86,13 @@ class Gate:
 
 
 def find_gates(graph: Graph) -> tuple[Gate, ...]:
-    """Return every gate whose inner tensors no other node reads, in graph order."""
+    """Return every gate (see `Gate`) whose inner tensors no other node reads, in graph order."""
     gates = []
     for node in graph.nodes:
         gate = _match_hard_sigmoid(graph, node)
         if gate is None:
             continue
+        # several scalars and one tensor may be multiplied, in any order
         longer = _append_product(graph, gate)
         while longer is not None:
             gate = longer
@@ -105,7 +115,7 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> No
     for node in nodes:
         if node.name in gate_by_end:
             gate = gate_by_end[node.name]
-            inputs = list(dict.fromkeys([gate.source, gate.factor]))
+            inputs = list(dict.fromkeys([gate.source, gate.factor]))  # one tensor in a Hard-Swish
             collapsed.append(make_node(GATE, inputs, gate.output, gate.name))
         elif node.name not in inner_nodes:
             collapsed.append(node)
@@ -160,7 +170,7 @@ def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
 
 
 def _append_product(graph: Graph, gate: Gate) -> Gate | None:
-    """Extend a gate by the Mul or Div that alone reads its output; None if there is none.
+    """Return a gate with the Mul or Div that alone reads its output; None if there is none.
 
     A positive scalar changes the gain, and one varying tensor is the factor.
     """
@@ -175,14 +185,14 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
         if product.input[0] == gate.output:
             return replace(longer, gain=gate.gain / scalar)
 
-    factors = [name for name in product.input if name != gate.output]
+    factors = other_inputs(product, gate.output)
     if product.op_type != "Mul" or gate.factor or not factors or factors[0] in graph.initializers:
         return None
     return replace(longer, factor=factors[0])
 
 
 def _append_offset(graph: Graph, gate: Gate) -> Gate:
-    """Extend a gate by a following Add of a scalar, unless a Relu or Clip follows that."""
+    """Return a gate with a following Add of a scalar, unless a Relu or Clip follows that."""
     add = graph.only_reader(gate.output, "Add")
     if add is None or graph.tail(add) != add.output[0]:
         return gate

@@ -72,6 +72,11 @@ def optional_input(node: onnx.NodeProto, index: int) -> str:
     return str(node.input[index]) if index < len(node.input) else ""
 
 
+def other_inputs(node: onnx.NodeProto, tensor: str) -> list[str]:
+    """Return the inputs of a node without one tensor."""
+    return [name for name in node.input if name != tensor]
+
+
 def names_of(items: Iterable[Any]) -> set[str]:
     """Return the names of tensors, values or nodes."""
     return {item.name for item in items}
@@ -187,10 +192,11 @@ def dims(value: onnx.ValueInfoProto) -> Shape | None:
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         return None
-    return tuple(map(_dimension, tensor.shape.dim))
+    return tuple(map(_read_dimension, tensor.shape.dim))
 
 
-def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+def _read_dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    """Return a size, the name of a symbolic one, or None for an unknown one."""
     if dim.HasField("dim_value"):
         return dim.dim_value
     return dim.dim_param or None
@@ -259,9 +265,9 @@ class Graph:
         The optimizer inlines the branch of an If with a constant condition, so tensors captured
         by nested subgraphs, and by an If whose output is itself captured, count too.
         """
-        sources: set[str] = set()
         if not self.captured:
             return frozenset()
+        sources: set[str] = set()
         inner_reads = set(self.captured)
         for node in reversed(self.nodes):
             is_captured = not inner_reads.isdisjoint(node.output)
@@ -280,12 +286,10 @@ class Graph:
     def computed_constants(self) -> frozenset[str]:
         """Tensors that nodes compute from constants alone."""
         constants = set(self.initializers)
-        results: set[str] = set()
         for node in self.nodes:
             if node.op_type not in RANDOM and constants.issuperset(iter_reads(node)):
                 constants.update(node.output)
-                results.update(node.output)
-        return frozenset(results)
+        return frozenset(constants.difference(self.initializers))
 
     @cached_property
     def depths(self) -> dict[str, int]:
@@ -295,6 +299,10 @@ class Graph:
             depth = 1 + max((depths.get(name, 0) for name in node.input), default=0)
             depths |= dict.fromkeys(node.output, depth)
         return depths
+
+    def rank(self, tensor: str) -> int:
+        """Number of dimensions of a tensor; 0 if it is unknown."""
+        return len(self.shapes.get(tensor) or ())
 
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32; True if its type is unknown."""
@@ -348,12 +356,11 @@ class Graph:
 
         A constant that would raise the rank of the result does not count.
         """
-        operands = [name for name in node.input if name != tensor]
+        operands = other_inputs(node, tensor)
         if len(node.input) != 2 or len(operands) != 1:
             return None
         constant = self.initializers.get(operands[0])
-        rank = max(1, len(self.shapes.get(tensor) or ()))
-        if constant is None or len(constant.dims) > rank:
+        if constant is None or len(constant.dims) > max(1, self.rank(tensor)):
             return None
         return self.scalar(operands[0])
 
@@ -366,7 +373,7 @@ class Graph:
         if reader.op_type in TAILS and reader.input[0] == output and self.clips_at_zero(reader):
             return str(reader.output[0])
         if node.op_type == "MatMul" and reader.op_type == "Add":
-            operands = [name for name in reader.input if name != output]
+            operands = other_inputs(reader, output)
             if len(operands) == 1 and operands[0] in self.initializers:
                 return self.tail(reader)
         return output
@@ -377,7 +384,7 @@ class Graph:
         readers = self.readers.get(output, [])
         if len(readers) != 1 or readers[0].op_type != "Add" or output in self.outputs:
             return None
-        operands = [name for name in readers[0].input if name != output]
+        operands = other_inputs(readers[0], output)
         bias = self.constants.get(operands[0]) if operands else None
         if bias is None or list(bias.dims) != [columns] or bias.data_type != FLOAT:
             return None
@@ -498,11 +505,11 @@ def match_patterns(nodes: NamedNodes, patterns: Iterable[str]) -> tuple[str, ...
             if line in names:
                 chosen.add(line)
             else:
-                chosen |= _match(nodes, line)
+                chosen |= _match_pattern(nodes, line)
     return tuple(name for name in names if name in chosen)
 
 
-def _match(nodes: NamedNodes, pattern: str) -> set[str]:
+def _match_pattern(nodes: NamedNodes, pattern: str) -> set[str]:
     """Return the names of the nodes that match one pattern for names or types."""
     matches = set()
     candidates: dict[str, None] = {}  # names or types, each once

@@ -23,7 +23,7 @@ Source: the schemas of ONNX, their functions and changelog (docs/Operators.md an
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -217,6 +217,7 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
 
 
 def _refuse_half_sums(builder: _NodeBuilder) -> None:
+    """Refuse a norm that is not float32, whose sums have another type than its input."""
     if builder.scope.dtype(builder.source) != FLOAT:
         raise CannotRewrite("its sums are of another type than its input")
 
@@ -311,15 +312,20 @@ def _write_functions(
     return inlined
 
 
+@dataclass
 class _Lowering:
-    """Lowers the nodes of one model and counts the changed ones by operator."""
+    """Lowers the nodes of one model.
 
-    def __init__(self, decomposed: Collection[str]) -> None:
-        self.decomposed = decomposed
-        self.rewritten: Counter[str] = Counter()
+    Attributes:
+        decomposed: operators to decompose although the opset has them.
+        rewritten: operator -> number of its nodes that were changed.
+    """
+
+    decomposed: Collection[str]
+    rewritten: Counter[str] = field(default_factory=Counter)
 
     def lower_node(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes of a node's older form."""
+        """Return the nodes that compute a node with operators of the older opset."""
         if not is_standard(node):
             return [node]
         opset = scope.target_opset
@@ -336,7 +342,7 @@ class _Lowering:
         return nodes
 
     def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes of a standard node's older form; a form that is the same: the node."""
+        """Return the nodes that compute a node in the older opset; the node if it may stay."""
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)
         old_schema = find_schema(op_type, scope.target_opset)

@@ -68,7 +68,7 @@ class OpsetScope:
     shapes: Mapping[str, Shape | None] = field(default_factory=dict)
 
     def enter(self, graph: onnx.GraphProto) -> OpsetScope:
-        """Return the scope inside a graph: this one plus the graph's own tensors."""
+        """Return the scope inside a graph: this one and the graph's own tensors."""
         constants = by_name(graph.initializer) | constant_nodes(graph.node)
         dtypes, shapes = dict(self.dtypes), dict(self.shapes)
         for value in declared_values(graph):
@@ -155,7 +155,7 @@ def find_upgrades(node: onnx.NodeProto, source_opset: int, opset: int) -> list[O
 
 
 def change_form(node: onnx.NodeProto, changes: Sequence[OpsetChange], scope: OpsetScope) -> Nodes:
-    """Return the nodes of a node's form after some changes of opset; the node may change.
+    """Return the nodes that compute a node after some changes of opset; the node may change.
 
     Raises:
         CannotRewrite: it has no such form.
@@ -167,7 +167,7 @@ def change_form(node: onnx.NodeProto, changes: Sequence[OpsetChange], scope: Ops
 
 
 def drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpSchema) -> None:
-    """Remove the attributes that a node's old form does not have.
+    """Remove the attributes of a node that an older opset does not have.
 
     Raises:
         CannotRewrite: one of them is not the default, or the node has more inputs or outputs.
@@ -207,6 +207,7 @@ def _set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
 
 
 def _rename_modes(node: onnx.NodeProto, _: OpsetScope, *, names: Mapping[bytes, bytes]) -> Nodes:
+    """GridSample: before opset 20 its modes had other names."""
     for attribute in node.attribute:
         if attribute.name == "mode":
             attribute.s = names.get(attribute.s, attribute.s)
@@ -385,6 +386,7 @@ def _check_empty_sizes(node: onnx.NodeProto, scope: OpsetScope) -> str:
 
 
 def _check_image(node: onnx.NodeProto, scope: OpsetScope) -> str:
+    """GridSample: before opset 20 of images only."""
     is_image = len(scope.shape(node.input[0])) == 4
     return "" if is_image else f"{node.input[0]} is not an image"
 
@@ -519,9 +521,10 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     else:
         is_one_axis = axis == -1
     drop_attribute(node, "axis")
-    _set_attribute(node, "axis", axis if is_one_axis else -1)
     if is_one_axis:
+        _set_attribute(node, "axis", axis)
         return [node]
+    _set_attribute(node, "axis", -1)  # of the matrix that Flatten makes
     if axis < 0 and shape is None:
         raise CannotRewrite(f"the shape of {source} is not known")
 

@@ -184,7 +184,7 @@ def is_global_mean(graph: Graph, node: onnx.NodeProto) -> bool:
     axes_tensor = graph.initializers.get(optional_input(node, 1))
     if axes is None and axes_tensor is not None:
         axes = numpy_helper.to_array(axes_tensor).tolist()
-    rank = len(graph.shapes.get(node.input[0]) or ())
+    rank = graph.rank(node.input[0])
     if not axes or rank < 4:
         return False
     return sorted(axis % rank for axis in axes) == list(range(2, rank))
@@ -232,7 +232,7 @@ def find_bias_add(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Return the Add after a MatMul, if both are a Gemm: 2-D, and one constant per column."""
     add = graph.only_reader(node.output[0], "Add")
     weight = graph.initializers.get(node.input[1])
-    if add is None or weight is None or len(graph.shapes.get(node.output[0]) or ()) != 2:
+    if add is None or weight is None or graph.rank(node.output[0]) != 2:
         return None
     constants = [graph.initializers[name] for name in add.input if name in graph.initializers]
     if not constants or constants[0].data_type != weight.data_type:
@@ -256,7 +256,7 @@ def reads_int8(
 
 
 def reads_float_concat(graph: Graph, node: onnx.NodeProto, int8_tensors: Collection[str]) -> bool:
-    """Whether a node reads a Concat, through moves or directly, with an input made in float.
+    """Whether a node reads a Concat, directly or past data movement, with an input made in float.
 
     TensorRT moves the Q after a Concat onto each of its inputs, which costs one more kernel for
     each input that no int8 kernel writes (NVIDIA/TensorRT issue 4366).
@@ -269,7 +269,7 @@ def reads_float_concat(graph: Graph, node: onnx.NodeProto, int8_tensors: Collect
 
 
 def has_float_sibling(graph: Graph, node: onnx.NodeProto, reasons: Mapping[str, str]) -> bool:
-    """Whether a float node, such as a gate's Mul, also reads the input of an average.
+    """Whether a float node, such as a Mul of squeeze-excite, also reads the input of an average.
 
     `reasons`: node -> why it is float, "" for the others.
     """
@@ -280,7 +280,7 @@ def has_float_sibling(graph: Graph, node: onnx.NodeProto, reasons: Mapping[str, 
 
 
 def add_concat_readers(graph: Graph, readers: dict[str, list[str]]) -> None:
-    """Make a Concat that only int8 nodes read a reader of the pairs on its inputs.
+    """Make a Concat that only int8 nodes read a reader of the Q/DQ pairs on its inputs.
 
     TensorRT moves the Q after it onto each input, where it merges with a Q of the same scale.
     """
@@ -315,7 +315,7 @@ def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> l
 
 
 def _is_made_by_heavy(graph: Graph, tensor: str, heavy: Collection[str]) -> bool:
-    """Whether a heavy node makes a tensor, through any pointwise operators."""
+    """Whether a Conv, Gemm or MatMul makes a tensor, past any pointwise operators."""
     node = graph.producer.get(tensor)
     while node is not None and (node.op_type in POINTWISE or has_constant_operand(graph, node)):
         node = graph.producer.get(graph.data_inputs(node)[0])

@@ -240,58 +240,66 @@ def _find_float_reasons(
     return reasons
 
 
+@dataclass(slots=True)
 class _Int8Flow:
     """Tensors that int8 nodes produce and read, under one state of the decisions.
 
     Attributes:
         reasons: node -> why it stays float; changes while the nodes are asked one by one.
-        produced: tensors that an int8 node produces or a heavy one reads, passed on by float nodes.
-        read: tensors that an int8 node reads, passed back by float nodes.
+        int8_outputs: tensors that an int8 node makes or a heavy one reads, and those that float
+            nodes which pass int8 on make of them.
+        int8_reads: tensors that an int8 node reads, and what such float nodes make them of.
     """
 
-    def __init__(self, graph: Graph, placement: Placement, reasons: Mapping[str, str]) -> None:
-        self.graph, self.placement, self.reasons = graph, placement, reasons
-        self.produced: set[str] = set()
-        self.read: set[str] = set()
+    graph: Graph
+    placement: Placement
+    reasons: Mapping[str, str]
+    int8_outputs: set[str] = field(default_factory=set)
+    int8_reads: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        graph, placement = self.graph, self.placement
         for node in graph.nodes:
-            if not reasons[node.name]:
+            if not self.reasons[node.name]:
                 self._add_int8_node(node)
+
+        # float nodes that pass int8 on: results go downstream, wishes to read go upstream
         passing_nodes = [node for node in graph.nodes if _passes_int8(graph, placement, node)]
         for node in passing_nodes:
-            if self.produced.issuperset(graph.data_inputs(node)):
-                self.produced.update(node.output)
+            if self.int8_outputs.issuperset(graph.data_inputs(node)):
+                self.int8_outputs.update(node.output)
         for node in reversed(passing_nodes):
-            if not self.read.isdisjoint(node.output):
-                self.read.update(graph.data_inputs(node))
+            if not self.int8_reads.isdisjoint(node.output):
+                self.int8_reads.update(graph.data_inputs(node))
 
     def _add_int8_node(self, node: onnx.NodeProto) -> None:
         """Add the tensors around a node that runs in int8."""
         graph = self.graph
-        self.read.update(graph.data_inputs(node))
-        self.produced.add(graph.tail(node))
+        self.int8_reads.update(graph.data_inputs(node))
+        self.int8_outputs.add(graph.tail(node))
         if node.op_type in self.placement.heavy:
-            self.produced.update(graph.data_inputs(node))
+            self.int8_outputs.update(graph.data_inputs(node))
         elif node.op_type == "Split":
-            self.produced.update(node.output)
-            if not self.read.isdisjoint(node.output):
-                self.read.add(graph.tail(node))
+            self.int8_outputs.update(node.output)
+            if not self.int8_reads.isdisjoint(node.output):
+                self.int8_reads.add(graph.tail(node))
 
     def find_stranded_reason(self, node: onnx.NodeProto) -> str:
         """Return why a node that can run in int8 gains nothing among its neighbours, or ""."""
         graph, placement = self.graph, self.placement
-        if placement.float_after_concat and reads_float_concat(graph, node, self.produced):
+        if placement.float_after_concat and reads_float_concat(graph, node, self.int8_outputs):
             return f"it reads a Concat whose inputs are not all {placement.precision_name}"
         if node.op_type in placement.heavy:
             return ""  # it gains enough to quantize its inputs itself
         if placement.pairs_on_outputs:
-            has_int8_inputs = self.produced.issuperset(graph.data_inputs(node))
+            has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
         else:
-            has_int8_inputs = reads_int8(graph, node, self.produced, placement.heavy)
+            has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
             if has_int8_inputs and has_float_sibling(graph, node, self.reasons):
                 return "its input is read in float too"
         if not has_int8_inputs:
             return f"an input of it is not {placement.precision_name}"
-        if graph.tail(node) not in self.read:
+        if graph.tail(node) not in self.int8_reads:
             return f"nothing after it runs in {placement.precision_name}"
         return ""
 
@@ -309,7 +317,7 @@ def _find_bias_shifts(
     weights: Iterable[WeightTarget],
     int8_gates: Iterable[Gate],
 ) -> dict[str, Gate]:
-    """Return Conv -> the gate whose shift its bias can absorb; `graph` has gates uncollapsed.
+    """Return Conv -> the gate (see `Gate`) whose shift its bias can absorb.
 
     The Conv must make the source for the gate alone, and its bias must be constant.
     """
@@ -368,7 +376,11 @@ def _decide(
     gate_by_node: Mapping[str, str],
     gemm_biases: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
-    """Return one decision per node; tails follow their head, nodes of a gate decide as one."""
+    """Return one decision per node.
+
+    A tail (Relu, Clip or bias Add) runs where the node before it runs, and the nodes of
+    a gate run where the gate runs.
+    """
     head_by_tail = {}  # output of a tail -> the node that it is fused into
     for node in graph.nodes:
         if node.op_type in placement.heavy_or_glue:
@@ -381,7 +393,7 @@ def _decide(
         name = gate_by_node.get(node.name, node.name)
         reason = float_reasons[name]
         head = head_by_tail.get(node.output[0], name)
-        if reason and head != name:
+        if reason and head != name:  # a tail runs where its head runs
             reason = "the node before it is float" if float_reasons[head] else ""
         precision = FLOAT32 if reason else placement.grid.name
         decisions.append(Decision(node.name, node.op_type, precision, reason))
@@ -389,7 +401,7 @@ def _decide(
 
 
 def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple[QdqPair, ...]:
-    """Return the pairs of a plan, inputs of the model first, then in graph order."""
+    """Return the Q/DQ pairs of a plan: on inputs of the model first, then in graph order."""
     tensors = (*graph.inputs, *graph.producer)
     if placement.pairs_everywhere or placement.pairs_on_outputs:
         paired = _find_paired_tensors(graph, placement, int8_nodes)
@@ -419,7 +431,7 @@ def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) 
 def _find_pair_readers(
     graph: Graph, placement: Placement, int8_nodes: Nodes
 ) -> dict[str, list[str]]:
-    """Return tensor with a pair -> the nodes that read the pair."""
+    """Return tensor with a Q/DQ pair -> names of the nodes that read the pair."""
     readers: dict[str, list[str]] = {}
     for node in int8_nodes:
         for name in int8_inputs(graph, node, placement.heavy):
@@ -437,7 +449,7 @@ def _find_weights(
     int8_nodes: Iterable[onnx.NodeProto],
     gemm_biases: Mapping[str, onnx.NodeProto],
 ) -> tuple[WeightTarget, ...]:
-    """Return the weights of heavy nodes that are initializers."""
+    """Return the constant weights of int8 layers (Conv, Gemm, MatMul, ...)."""
     weights = []
     for node in int8_nodes:
         if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:

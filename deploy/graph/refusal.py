@@ -100,7 +100,7 @@ def find_refusal(
 
 
 def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why a heavy node's weights, or its position at the input, speak against int8."""
+    """Return why a layer's weights, or its position at the model's input, speak against int8."""
     if node.op_type in placement.heavy:
         reason = _find_weight_refusal(graph, node, placement)
         if reason:
@@ -142,7 +142,7 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
 def _find_tensor_refusal(
     graph: Graph, node: onnx.NodeProto, placement: Placement, float_tensors: Mapping[str, str]
 ) -> str:
-    """Return why a tensor around a node cannot have a pair."""
+    """Return why a tensor that a node reads or makes cannot be quantized."""
     data_inputs = graph.data_inputs(node)
     tensors = list(data_inputs)
     if placement.pairs_on_outputs:
@@ -181,7 +181,7 @@ def _find_dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
 
 
 def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why a heavy node's weight cannot be stored in int8, or gains nothing."""
+    """Return why a layer's weight cannot be stored in int8, or gains nothing; "" if it can."""
     if node.op_type == "MatMul" and node.input[0] in graph.initializers:
         return "its constant is the first factor"
     name = node.input[1]
@@ -230,7 +230,7 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
 
 
 def is_scalar_glue(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
-    """Whether an Add or Mul of a constant is glue: the constant is a scalar that int8 can hold."""
+    """Whether an Add or Mul of a constant can run in int8: with a scalar other than 0."""
     data_inputs = graph.data_inputs(node)
     if not placement.quantizes_scalars or not data_inputs:
         return False
@@ -238,14 +238,14 @@ def is_scalar_glue(graph: Graph, placement: Placement, node: onnx.NodeProto) -> 
 
 
 def _find_pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return why a Pad cannot run on integers: it pads with more than 0, or has a tail."""
+    """Return why a Pad cannot run on integers: its value is not 0, or an activation follows."""
     if attributes(node).get("mode", b"constant") != b"constant" or pads_nonzero(graph, node):
         return "it pads with a value other than 0"
     return "" if graph.tail(node) == node.output[0] else "an activation follows it"
 
 
 def _find_kernel_refusal(node: onnx.NodeProto) -> str:
-    """Return why ONNX Runtime has no integer kernel of glue, or a kernel that differs.
+    """Return why ONNX Runtime has no integer kernel of a node, or one with other results.
 
     An interpolating Resize is computed in float between its pairs; for the average, see
     `deploy.targets.onnxruntime.rewrites`.

@@ -19,15 +19,16 @@ from deploy.metrics.output_errors import (
 )
 from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, derive_form
 from deploy.metrics.precision import GroundTruth, MeanPrecision
-from deploy.tasks import Metric, TaskFigure
+from deploy.tasks import EvaluationTask, Metric, TaskFigure
 from deploy.tasks.evaluation_task import Example, ThresholdTally
-from deploy.tasks.rows import AlikeOutputs, Top1, batch_length, split_batch
+from deploy.tasks.rows import AlikeOutputs, batch_length, split_batch
 from deploy.tasks.slices import form_samples
+from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
 from deploy.tensors import Array, HasOutputs, TensorSpec
 
 # fields of `Accuracy` that JSON leaves out
-_NOT_WRITTEN = ("alike", "silent", "carried", "labels_above", "labels_below")
+_NOT_WRITTEN = ("alike", "silent", "carried", "label_shift")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,8 @@ class Accuracy:
         classes: number of classes of the classification output. An output of class numbers without
             scores counts the distinct ones seen, labels included.
         favourite: share of the samples that the reference gives to its most frequent class.
-        labels_above: share of samples whose label is the class above the reference's.
-        labels_below: share of samples whose label is the class below the reference's.
+        label_shift: share of samples whose label is the class above the reference's; if more are
+            the class below, minus their share.
         reading: how the outputs were interpreted, or that they were not recognised.
         why: the task, and the shapes and values of the outputs that show it.
         set_task: name of the task that the user set.
@@ -67,8 +68,7 @@ class Accuracy:
     problems: tuple[str, ...] = ()
     classes: int | None = None
     favourite: float | None = None
-    labels_above: float | None = None
-    labels_below: float | None = None
+    label_shift: float | None = None
     parts: tuple[SliceAccuracy, ...] = ()
     task: TaskFigure | None = None
     precision: MeanPrecision | None = None
@@ -198,8 +198,7 @@ class Comparison:
             top1_agreement=top1.agreement,
             classes=top1.classes,
             favourite=top1.favourite,
-            labels_above=top1.labels_above,
-            labels_below=top1.labels_below,
+            label_shift=top1.label_shift,
             parts=self._truth.parts(outputs),
             task=figure,
             precision=self._truth.precision(),
@@ -213,22 +212,34 @@ class Comparison:
         )
 
 
-def find_threshold(
-    samples: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]], metric: Metric
-) -> float | None:
-    """Return the score above which the float model's boxes, labels or masks count; None without.
+SamplePairs = Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]]  # (inputs, FP32's outputs)
 
-    `samples`: (inputs, the float model's outputs) of each. `metric`: what the user set.
+
+def recognise_first(
+    samples: SamplePairs, metric: Metric
+) -> tuple[EvaluationTask | None, SamplePairs]:
+    """Return the task that the first samples show, and all samples.
+
+    Raises:
+        ConfigError: the outputs do not fit the user's task.
     """
     pairs = iter(samples)
     first = list(islice(pairs, 1))
     first += islice(pairs, max((form_samples(*pair) - 1 for pair in first), default=0))
     inputs, outputs = zip(*first, strict=True)
-    task = derive_form(outputs, inputs=inputs, metric=metric).task
+    return derive_form(outputs, inputs=inputs, metric=metric).task, chain(first, pairs)
+
+
+def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
+    """Return the score above which the float model's boxes, labels or masks count; None without.
+
+    `metric`: what the user set.
+    """
+    task, pairs = recognise_first(samples, metric)
     tally = None if task is None else task.tally()
     if not isinstance(tally, ThresholdTally):
         return None
-    for pair in chain(first, pairs):
+    for pair in pairs:
         batch = batch_length(pair[0])
         for row, reference in zip(*(split_batch(side, batch) for side in pair), strict=True):
             tally.add(row, reference, reference)

@@ -174,13 +174,13 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
                 " preprocessing, or judge on images of more classes",
             )
         return
-    above, below = accuracy.labels_above or 0.0, accuracy.labels_below or 0.0
-    if max(above, below) > _SELDOM:
-        side = "above" if above > below else "below"
+    shift = accuracy.label_shift or 0.0
+    if abs(shift) > _SELDOM:
+        side = "above" if shift > 0 else "below"
         yield (
             UNUSABLE,
             f"{FLOAT_MODEL} itself is wrong on its own images: top-1 {100 * right:.2f} %, but"
-            f" {100 * max(above, below):.0f} % of the labels are the class {side}; shift the labels"
+            f" {100 * abs(shift):.0f} % of the labels are the class {side}; shift the labels"
             " by one",
         )
         return

@@ -295,50 +295,52 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
 
 USUAL = "its mean"
 FEW = 32  # values per sample, at most, that are meaningful one by one
-_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
+_MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 
 
 def find_usual_values(
-    samples: Sequence[Array], most: float = FEW, weights: Sequence[Array] | None = None
+    samples: Sequence[Array], max_values: float = FEW, weights: Sequence[Array] | None = None
 ) -> Array | None:
-    """Return the mean over samples of up to `most` numbers that deviate little from it; or None.
+    """Return the mean over samples of a few numbers that deviate little from it; or None.
 
-    `weights`: of each number of each sample; 0 for one that is not used.
+    `max_values`: numbers of a sample, at most. `weights`: of each number of each sample; 0 for one
+    that is not used.
     """
-    first = samples[0]
-    if len(samples) < 2 or not 0 < first.size <= most:
+    shape = samples[0].shape
+    if len(samples) < 2 or not 0 < samples[0].size <= max_values:
         return None
-    if any(one.shape != first.shape or not is_floating(one) for one in samples):
+    if any(value.shape != shape or not is_floating(value) for value in samples):
         return None
     values = np.stack(samples).astype(np.float64)
-    unit = values.min() >= 0 and values.max() <= 1
-    if weights is None and unit and not are_relative(values.reshape(len(samples), -1)):
+    if weights is not None:
+        return _find_large_mean(values, np.stack(weights).astype(np.float64))
+    in_unit = values.min() >= 0 and values.max() <= 1
+    if in_unit and not are_relative(values.reshape(len(samples), -1)):
         return None  # probabilities near 1 deviate little anyway
-    weight = np.ones_like(values) if weights is None else np.stack(weights).astype(np.float64)
-    return _find_large_mean(values, weight)
+    return _find_large_mean(values, np.ones_like(values))
 
 
-def find_step_mean(values: Sequence[Array], scores: Sequence[Array]) -> Array | None:
+def find_step_mean(samples: Sequence[Array], scores: Sequence[Array]) -> Array | None:
     """Return the mean of one value a step where scores are high, if it is large; else None."""
-    rows = [(one.reshape(-1), own.reshape(-1)) for one, own in zip(values, scores, strict=True)]
-    if any(
-        one.shape != own.shape or one.size != max(v.shape)
-        for (one, own), v in zip(rows, values, strict=True)
-    ):
-        return None
-    steps = np.concatenate(rows, axis=1).astype(np.float64)[..., None]
-    return _find_large_mean(*steps)
+    for value, score in zip(samples, scores, strict=True):
+        if value.size != max(value.shape) or value.size != score.size:
+            return None
+    values = np.concatenate([value.reshape(-1, 1) for value in samples])
+    weights = np.concatenate([score.reshape(-1, 1) for score in scores])
+    return _find_large_mean(values.astype(np.float64), weights.astype(np.float64))
 
 
 def _find_large_mean(values: Array, weights: Array) -> Array | None:
     """Return the weighted mean over the rows, if most of the signal is in it; else None."""
     mean = (weights * values).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-30)
-    signal, varies = (float(np.vdot(weights, np.square(v))) for v in (values, values - mean))
-    large = varies > 0 and _MEAN_DB <= sqnr_db(signal, varies) <= ROUNDING_DB
-    return np.asarray(mean, np.float32) if large else None
+    signal = float(np.vdot(weights, np.square(values)))
+    deviation = float(np.vdot(weights, np.square(values - mean)))
+    if deviation <= 0 or not _MIN_MEAN_DB <= sqnr_db(signal, deviation) <= ROUNDING_DB:
+        return None
+    return np.asarray(mean, np.float32)
 
 
-def subtract_usual(value: Array, usual: Array) -> None:
+def subtract_usual(value: Array, mean: Array) -> None:
     """Subtract the mean from an output in place; an output of another shape stays unchanged."""
-    if value.shape[1:] == usual.shape[1:] or usual.size == 1:
-        np.subtract(value, usual, out=value, casting="unsafe")
+    if value.shape[1:] == mean.shape[1:] or mean.size == 1:
+        np.subtract(value, mean, out=value, casting="unsafe")

@@ -9,7 +9,7 @@ Until then samples are buffered.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,26 +30,15 @@ from deploy.metrics.output_errors import (
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, TaskFigure, recognise_task
 from deploy.tasks.boxes import BoxDetection
-from deploy.tasks.evaluation_task import (
-    Example,
-    TaskTally,
-    ThresholdTally,
-    find_logits,
-    find_states,
-)
+from deploy.tasks.evaluation_task import Example, TaskTally, ThresholdTally
+from deploy.tasks.first_samples import find_logits, find_states
 from deploy.tasks.keypoints import Points
 from deploy.tasks.metric import MetricTally
-from deploy.tasks.rows import (
-    Outputs,
-    batch_length,
-    is_floating,
-    split_batch,
-)
+from deploy.tasks.rows import Outputs, are_shares, batch_length, is_floating, split_batch
 from deploy.tasks.slices import OutputSlice, find_scores, form_samples, split_output
 from deploy.tensors import Array
 
-_NAMED = 4  # slices that a sentence lists
-_UNIT = 1e-3  # rounding of a probability
+_LISTED_SLICES = 4  # slices that a sentence lists
 _MAP = 4  # dimensions of maps
 
 
@@ -103,35 +92,65 @@ def derive_form(
         return OutputForm()
     count = form_samples(samples.inputs[0], samples.outputs[0])
     first = FirstSamples(samples.inputs[:count], samples.outputs[:count], metric.declared)
-    found = recognise_task(first, metric.task)
-    task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if found is None else found.parts
-    names = list(reference_outputs[0])
-    by_name = {n: task_parts[n] if n in task_parts else _parts(n, first) for n in names}
-    whole = [part for name in first.every for part in by_name[name] if not part.less]
-    scored = find_scores({p: [p.of(v) for v in samples.arrays(p.output)] for p in whole})
-    usual: dict[OutputSlice, Array] = {}
-    beside = () if found is None else _uncovered(found, first)
-    for name in names:
-        own = found is not None and name in (*task_parts, *found.covered)  # scores count everywhere
-        points = isinstance(found, Points) and name in found.outputs
-        if points or not own:
-            at = {} if name in task_parts else scored
-            parts = tuple(replace(part, at=part.at or at.get(part)) for part in by_name[name])
-            most = math.inf if points else FEW if found is None or name in beside else 0
-            means = dict(_about_mean(parts, samples, most=most))
-            usual |= {part: mean for part, mean in means.items() if mean is not None}
-            by_name[name] = tuple(means)
-    parts = tuple(part for name in names for part in by_name[name])
-    if not parts and found is None:
-        parts = tuple(OutputSlice(output=name) for name in names)
-    source = "as set by --task" if metric.task else ""
-    if not source and found is not None and metric.declared.task:
-        source = f"by {metric.declared.source}"
-    why = _evidence(found, first, by_name, source)
-    return OutputForm(parts, found, find_states(first), usual, beside, why, metric.task)
+    task, source = recognise_task(first, metric.task)
+    uncovered = () if task is None else _find_uncovered(task, first)
+
+    slices: dict[str, tuple[OutputSlice, ...]] = {}
+    for name in reference_outputs[0]:
+        if task is not None and name in task.parts:
+            slices[name] = task.parts[name]
+        else:
+            slices[name] = _slice_output(name, first)
+    slices, means = _weight_and_centre(slices, task, uncovered, samples, first)
+
+    parts = [part for name in reference_outputs[0] for part in slices[name]]
+    if not parts and task is None:
+        parts = [OutputSlice(output=name) for name in reference_outputs[0]]
+    reason = _describe_task(task, first, slices, source)
+    states = find_states(first)
+    return OutputForm(tuple(parts), task, states, means, uncovered, reason, metric.task)
 
 
-def _uncovered(task: EvaluationTask, seen: FirstSamples) -> tuple[str, ...]:
+def _weight_and_centre(
+    slices: Mapping[str, tuple[OutputSlice, ...]],
+    task: EvaluationTask | None,
+    uncovered: Collection[str],
+    samples: FirstSamples,
+    first: FirstSamples,
+) -> tuple[dict[str, tuple[OutputSlice, ...]], dict[OutputSlice, Array]]:
+    """Return the slices with the scores that weight them, and the means that they deviate from.
+
+    What the task reads counts everywhere; key points alone are measured about their mean.
+    """
+    weighted: dict[OutputSlice, list[Array]] = {}
+    for name in first.every:
+        for part in slices[name]:
+            if not part.less:
+                weighted[part] = [part.of(value) for value in samples.arrays(name)]
+    scores = find_scores(weighted)
+
+    changed = dict(slices)
+    means: dict[OutputSlice, Array] = {}
+    for name, parts in slices.items():
+        is_own = task is not None and (name in task.parts or name in task.covered)
+        are_points = isinstance(task, Points) and name in task.outputs
+        if is_own and not are_points:
+            continue
+        if task is None or name not in task.parts:
+            parts = tuple(replace(part, at=part.at or scores.get(part)) for part in parts)
+        max_values: float = FEW if task is None or name in uncovered else 0
+        if are_points:
+            max_values = math.inf
+        new_parts = []
+        for part, mean in _find_means(parts, samples, max_values):
+            new_parts.append(part)
+            if mean is not None:
+                means[part] = mean
+        changed[name] = tuple(new_parts)
+    return changed, means
+
+
+def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
     """Return the outputs that the figure of a task says nothing of.
 
     Scores before an activation and states are left out, and maps of the same shape as the task's,
@@ -139,84 +158,95 @@ def _uncovered(task: EvaluationTask, seen: FirstSamples) -> tuple[str, ...]:
     """
     if not task.covered:
         return ()
-    unseen = (name for name, parts in task.parts.items() if not parts)  # not values to compare
-    own = {*task.covered, *unseen, *find_logits(seen), *find_states(seen)}
-    maps = {one.shape for name in own for one in seen.arrays(name) if one.ndim == _MAP}
-    others = (name for name in seen.names if name not in own)
-    return tuple(
-        name
-        for name in others
-        if all(is_floating(one) and one.shape not in maps for one in seen.arrays(name))
-    )
+    covered = {*task.covered, *task.lists, *find_logits(samples), *find_states(samples)}
+    map_shapes = set()
+    for name in covered:
+        map_shapes |= {value.shape for value in samples.arrays(name) if value.ndim == _MAP}
+    uncovered = []
+    for name in samples.names:
+        values = samples.arrays(name)
+        is_stage = any(value.shape in map_shapes for value in values)
+        if name not in covered and not is_stage and all(map(is_floating, values)):
+            uncovered.append(name)
+    return tuple(uncovered)
 
 
-def _evidence(
+def _describe_task(
     task: EvaluationTask | None,
-    seen: FirstSamples,
+    samples: FirstSamples,
     slices: Mapping[str, tuple[OutputSlice, ...]],
     source: str,
 ) -> str:
     """Return why outputs are of a task: who says so, and their shapes and values, as text."""
-    how = f", {source}" if source else ""
+    said = f", {source}" if source else ""
     if task is None:
-        return f"no task{how}" if how else ""
-    own = [name for name in seen.every if name in (task.covered or seen.every)]
-    whole = {n: [p for p in slices[n] if p.axis] or [OutputSlice(output=n)] for n in own}
-    listed = [_describe(replace(part, at=None), seen.arrays(n)) for n in own for part in whole[n]]
-    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-    others = ", ".join(name for name in seen.every if name not in own) or "no other output"
-    tail = f", beside {others}" if len(own) == 1 or len(own) < len(seen.every) else ""
-    return f"{task.name}{how}: {', '.join(listed[:_NAMED])}{more}{tail}"
+        return f"no task{said}" if said else ""
+    names = [name for name in samples.every if name in (task.covered or samples.every)]
+    texts = []
+    for name in names:
+        parts = [part for part in slices[name] if part.axis] or [OutputSlice(output=name)]
+        for part in parts:
+            texts.append(_describe_slice(replace(part, at=None), samples.arrays(name)))
+    more = f" and {len(texts) - _LISTED_SLICES} more" if len(texts) > _LISTED_SLICES else ""
+    other_names = [name for name in samples.every if name not in names]
+    others = ""
+    if other_names or len(names) == 1:
+        others = f", beside {', '.join(other_names) or 'no other output'}"
+    return f"{task.name}{said}: {', '.join(texts[:_LISTED_SLICES])}{more}{others}"
 
 
-def _describe(part: OutputSlice, values: Sequence[Array]) -> str:
+def _describe_slice(part: OutputSlice, values: Sequence[Array]) -> str:
     """Return a slice's label, shape and range of values, such as `scores [N, 896] in 0..1`."""
     rows = [part.of(value) for value in values]
-    shapes = [set(side) for side in zip(*(one.shape for one in rows), strict=False)]
-    sides = [str(*side) if len(side) == 1 else "?" for side in shapes]
-    sides[:1] = ["N"] if sides[:1] == ["1"] else sides[:1]
-    finite = np.concatenate([one[np.isfinite(one)].reshape(-1) for one in rows])
-    low, high = (float(f(finite)) if finite.size else 0.0 for f in (np.min, np.max))
-    unit = low >= -_UNIT and high <= 1 + _UNIT
-    ends = "in 0..1" if unit else f"of {low:.3g} to {high:.3g}"
-    what = "whole numbers " if finite.dtype.kind in "iu" else ""
-    return f"{part.label} [{', '.join(sides)}] {what}{ends}"
+    sides = []
+    for lengths in zip(*(row.shape for row in rows), strict=False):
+        sides.append(str(lengths[0]) if len({*lengths}) == 1 else "?")
+    if sides and sides[0] == "1":
+        sides[0] = "N"
+    finite = np.concatenate([row[np.isfinite(row)].reshape(-1) for row in rows])
+    text = f"{part.label} [{', '.join(sides)}]"
+    if finite.dtype.kind in "iu":
+        text += " whole numbers"
+    if not finite.size or are_shares(finite):
+        return f"{text} in 0..1"
+    return f"{text} of {finite.min():.3g} to {finite.max():.3g}"
 
 
-def _about_mean(
-    parts: Sequence[OutputSlice], seen: FirstSamples, *, most: float
+def _find_means(
+    parts: Sequence[OutputSlice], samples: FirstSamples, max_values: float
 ) -> Iterator[tuple[OutputSlice, Array | None]]:
     """Yield (slice, its mean if it is measured about it) of the slices of an output.
 
-    All samples count, not only the first: a search puts similar ones first. `most`: values of a
-    sample, at most, that are measured so if they deviate little from their mean. A value a step is
-    if scores say where it counts.
+    All samples count, not only the first: a search puts similar ones first. `max_values`: values of
+    a sample, at most, that are measured so if they deviate little from their mean; inf for key
+    points. A value a step is measured so if scores say where it counts.
     """
-    few = most > 0 and not any(part.at for part in parts)
+    is_gated = any(part.at for part in parts)
     for part in parts:
         mean = None
-        if part.at is not None and most == math.inf:
-            values = [part.of(one[part.output]) for one in seen.outputs]
-            mean = find_usual_values(values, most, [*map(part.weights, seen.outputs)])
+        values = [part.of(outputs[part.output]) for outputs in samples.outputs]
+        if part.at is not None and max_values == math.inf:
+            weights = [part.weights(outputs) for outputs in samples.outputs]
+            mean = find_usual_values(values, max_values, weights)
         elif part.at is not None:
-            pairs = [(part.of(one[part.output]), part.at.best_scores(one)) for one in seen.outputs]
-            mean = find_step_mean(*zip(*pairs, strict=True))
-        elif few:
-            mean = find_usual_values([part.of(one) for one in seen.arrays(part.output)], most)
+            scores = [part.at.best_scores(outputs) for outputs in samples.outputs]
+            mean = find_step_mean(values, scores)
+        elif max_values and not is_gated:
+            mean = find_usual_values(values, max_values)
         yield part if mean is None else replace(part, less=USUAL), mean
 
 
-def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
+def _slice_output(name: str, samples: FirstSamples) -> tuple[OutputSlice, ...]:
     """Return the slices of an output, each of a unit of its own."""
-    if name not in seen.every:
+    if name not in samples.every:
         return (OutputSlice(output=name),)
-    samples = seen.arrays(name)
-    source = find_repeated_input(samples, seen.inputs)
+    values = samples.arrays(name)
+    source = find_repeated_input(values, samples.inputs)
     if source is not None:
         return (OutputSlice(output=name, less=source.name, resize=source.resize),)
-    if not np.issubdtype(samples[0].dtype, np.floating):  # class numbers or counts: no signal
+    if not np.issubdtype(values[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
-    return split_output(name, samples)
+    return split_output(name, values)
 
 
 def _split_samples(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples:

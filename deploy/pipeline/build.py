@@ -41,6 +41,7 @@ from deploy.pipeline.build_options import (
 from deploy.pipeline.calibration_setup import calibrate_loaded, use_qdq_calibration
 from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
 from deploy.pipeline.measure import Figures, list_engines, measure_engines
+from deploy.pipeline.readings import find_better_reading
 from deploy.pipeline.results import build_origin, publish_build, write_report
 from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets, with_log
 from deploy.report import Report
@@ -179,6 +180,9 @@ def build_with(
         calibration = _calibrate(build, stage)
         metric = replace(build.metric, threshold=calibration.score_threshold)
         build = replace(build, metric=metric)
+        better_reading = find_better_reading(calibration, metric.without_function, build.evaluation)
+        if better_reading:
+            calibration = replace(calibration, doubts=(*calibration.doubts, better_reading))
         _refuse_broken_metric(build, calibration)
         plans, plan_path = _plan_targets(build, calibration, stage)
         results = build_targets(

@@ -204,7 +204,7 @@ def prepare_build(
 ) -> PreparedBuild:
     """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`."""
     metric = judge_of(options.metric, options.task)
-    loaded = model if isinstance(model, LoadedModel) else load_float_or_qdq(model)
+    loaded = load_float_or_qdq(model)
     metric = replace(metric, declared=loaded.declaration)
     images = None if dataset is None else dataset.source
     reference, notes = find_reference_model(loaded, options.float_model, images)

@@ -146,7 +146,7 @@ def calibrate_with(
     targets: Sequence[Target],
 ) -> CalibrationResult:
     """`calibrate` with its options as one value."""
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = load(model)
     return calibrate_loaded(loaded, find_user_model(model), dataset, options, targets=targets)
 
 
@@ -187,7 +187,7 @@ def merge_with(
     targets: Sequence[Target],
 ) -> CalibrationResult:
     """`merge` with its options as one value."""
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = load(model)
     images = open_shards(ShardSet(shards, loaded))
     with phase("calibration"):
         return _calibrate_images(loaded, find_user_model(model), images, options, targets=targets)
@@ -412,7 +412,7 @@ def _refuse_idle_method(
 
 def _refuse_foreign_cache(policy: CachePolicy) -> None:
     """Finish or undo an interrupted write, then refuse to overwrite a file that is no cache."""
-    if policy.path is not None and not (policy.trust or policy.require):
+    if policy.path is not None and not policy.reuse_flag:
         folder = policy.path.parent
         recover(folder.parent if folder.name == RECORDS else folder)
         store.refuse_foreign_cache(policy.path, force=policy.force)
@@ -421,10 +421,10 @@ def _refuse_foreign_cache(policy: CachePolicy) -> None:
 def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
     """Return the path of the checkpoint; None with --until-stable, which looks at few samples."""
     policy = options.cache
-    if options.resume and (policy.require or policy.trust):
-        flag = "--require-cache" if policy.require else "--trust-cache"
+    if options.resume and policy.reuse_flag:
         raise ConfigError(
-            f"--resume goes on observing and {flag} takes a cache as it is; leave one of them out"
+            f"--resume goes on observing and {policy.reuse_flag} takes a cache as it is; leave one"
+            " of them out"
         )
     if options.until_stable is not None:
         if options.resume:

@@ -395,8 +395,9 @@ def _histogram_text(row: TensorRow, part: HistogramPart) -> str:
     )
 
 
-_FRONT_TOP, _FRONT_WORST = 30, _FLOOR - 16  # y of the float model, and of the least SQNR
-_FRONT_BEST = _FRONT_TOP + 30  # y of the largest finite SQNR
+_FRONT_HEIGHT, _FRONT_FLOOR = 180, 146  # in px
+_FRONT_TOP, _FRONT_WORST = 18, _FRONT_FLOOR - 14  # y of the float model, and of the least SQNR
+_FRONT_BEST = _FRONT_TOP + 20  # y of the largest finite SQNR
 _FRONT_MARGIN = 0.05  # of time, beside the fastest and the slowest split
 
 
@@ -408,9 +409,9 @@ def front_figure(front: Sequence[SplitRow]) -> str:
 
     times = [1.0, *(split.time for split in splits)]
     lo, hi = min(times) - _FRONT_MARGIN, max(times) + _FRONT_MARGIN
-    body = _floor_line(0, "100%", _FLOOR)
+    body = _floor_line(0, "100%", _FRONT_FLOOR)
     for value, label in _ticks(lo, hi):
-        body += _text("tick", _percent(value, lo, hi), str(_FLOOR + 15), label)
+        body += _text("tick", _percent(value, lo, hi), str(_FRONT_FLOOR + 15), label)
 
     finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
     worst_db, best_db = min(finite_db), max(*finite_db, min(finite_db) + 1)
@@ -424,18 +425,24 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     for split in splits:
         y_px = axis.x(split.sqnr_db) if math.isfinite(split.sqnr_db) else _FRONT_TOP
         kind = "kept" if split.taken else "tried"
-        body += _front_point(kind, _percent(split.time, lo, hi), y_px, str(split.number))
-    body += _text("end", "100%", str(_HEIGHT - 3), "time, FP32 = 1")
+        x = _percent(split.time, lo, hi)
+        body += _front_point(kind, x, y_px, str(split.number), is_odd=split.number % 2 == 1)
+    body += _text("end", "100%", str(_FRONT_HEIGHT - 3), "time, FP32 = 1")
     return (
-        f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
+        f'<svg class="wide" width="100%" height="{_FRONT_HEIGHT}" role="img">'
         f"<title>Time and SQNR of the splits</title>{body}</svg>"
     )
 
 
-def _front_point(kind: str, x: str, y: float, name: str) -> str:
+def _front_point(kind: str, x: str, y: float, name: str, *, is_odd: bool = True) -> str:
+    """Draw a point with its name on the left, or on the right if not `is_odd`.
+
+    In turn, so that points above each other do not hide each other's names.
+    """
     radius = 7 if kind == "kept" else 4
-    circle = f'<circle class="{kind}" cx="{x}" cy="{y:.1f}" r="{radius}"/>'
-    return circle + _text("tick name", x, f"{y - 10:.1f}", name)
+    label = _text("end name", "-10", "4", name) if is_odd else _text("name", "10", "4", name)
+    circle = f'<circle class="{kind}" r="{radius}"/>'
+    return f'<svg x="{x}" y="{y:.1f}" overflow="visible">{circle}{label}</svg>'
 
 
 _SWEEP_WIDTH, _SWEEP_HEIGHT = 480, 240

@@ -19,13 +19,11 @@ The next step, the first that applies and was not followed yet::
     else                             -> measure it, or run it
 """
 
-import math
 import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
-from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.report import figures
@@ -276,21 +274,17 @@ def speed_texts(report: Findings) -> Iterator[str]:
         if other is not None:
             other_ratio = figures.ratio(ratio * taken.time / other.time)
             level = f" ({other.level})" if other.level != taken.level else ""
-            text += f"; {other_ratio} with {_price(other)}{level}: --split {other.number}"
+            price = figures.decibels(other.sqnr_db)
+            if other.figure not in ("", taken.figure):
+                price = other.figure
+            text += f"; {other_ratio} with {price}{level}: --split {other.number}"
         if other is not None or speed is None:
             yield f"{target.name}: {text}" if len(report.targets) > 1 else text
-
-
-def _price(split: SplitRow) -> str:
-    """Return what a split keeps: the task's figure, or its SQNR."""
-    return split.figure or figures.decibels(split.sqnr_db)
 
 
 # role of a script -> where it is to be run
 _DEVICE_SCRIPTS = {"script of trtexec": "on the GPU machine", "atc command": "where atc is"}
 _PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
-_MIN_THINGS = 40  # boxes, texts or points of the float model that are enough to judge by
-_MIN_SAMPLES = 20  # samples that are enough to judge by, where nothing in them is counted
 IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
 
@@ -301,9 +295,10 @@ def next_steps(report: Findings) -> Iterator[str]:
         target, verdict = report.target_of(engine), engine.verdict
         if target is None or verdict is None:
             continue
-        if not verdict.blames_float:
-            steps = [*_rebuild_steps(report, engine, target, verdict)]
-            yield from (steps or [*_use_steps(report, engine, target)])[:1]
+        steps = [*_rebuild_steps(report, target, verdict)]
+        if not steps and not verdict.blames_float:
+            steps += _use_steps(report, engine, target)
+        yield from steps[:1]
     for target in report.targets:
         is_unusable = level_by_target.get(target.name) == UNUSABLE
         for file in target.files:
@@ -311,27 +306,27 @@ def next_steps(report: Findings) -> Iterator[str]:
                 yield f"{_DEVICE_SCRIPTS[file.role]}: sh {shlex.quote(file.path)}"
 
 
-def _rebuild_steps(
-    report: Findings, engine: EngineRow, target: TargetPart, verdict: Verdict
-) -> Iterator[str]:
+def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> Iterator[str]:
     """Yield what to build in place of an engine, or to do instead, the first step first."""
     options, page = path_of(report.files, OPTIONS), path_of(report.files, REPORT)
     build = f"calib8 build --config {shlex.quote(options)}"
-    if len(report.targets) > 1:
-        build += f" --target {target.name}"
+    build_target = f"{build} --target {target.name}" if len(report.targets) > 1 else build
     if options:
         for earlier in report.earlier:
             if earlier.target == target.name:
-                yield f"as before: {build} {earlier.flags}"
+                yield f"as before: {build_target} {earlier.flags}"
     if verdict.level not in (DOUBTFUL, UNUSABLE):
         return
 
     request = report.request or RequestPart()
-    if options and not verdict.gated and engine.accuracy is not None:
-        yield from _image_steps(engine.accuracy, request, build)
+    if options and verdict.missing_samples:
+        yield from _image_steps(verdict.missing_samples, request, build)
+    if verdict.blames_float:
+        return
     if options and (split := _better_split(target, verdict, request)):
         speed = figures.ratio(1 / split.time)
-        yield f"for {_price(split)} at about {speed}: {build} --split {split.number}"
+        price = split.figure or figures.decibels(split.sqnr_db)
+        yield f"for {price} at about {speed}: {build_target} --split {split.number}"
     if options and not verdict.gated:
         effort = request.effort.get(target.name, 0)
         if effort == 0:
@@ -349,19 +344,11 @@ def _rebuild_steps(
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
 
 
-def _image_steps(accuracy: Accuracy, request: RequestPart, build: str) -> Iterator[str]:
+def _image_steps(missing_samples: str, request: RequestPart, build: str) -> Iterator[str]:
     """Yield the steps for too few samples, or too few boxes in them, to judge by."""
-    count = accuracy.task.found if accuracy.task else None
-    needed = _MIN_SAMPLES
-    if count is not None:
-        needed = math.ceil(accuracy.samples * _MIN_THINGS / max(count, 1))
-    if needed <= accuracy.samples:
-        return
-
     if IMAGES not in request.followed:
-        images = figures.count(needed - accuracy.samples, "image")
         flag = "--eval-images" if request.has_evaluation else "--images"
-        yield f"with about {images} more to judge by: {build} {flag} FOLDER"
+        yield f"with {missing_samples}: {build} {flag} FOLDER"
     elif not request.has_evaluation:
         yield f"with other images to judge by: {build} --eval-images FOLDER"
 

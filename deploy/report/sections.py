@@ -236,7 +236,7 @@ def _search(report: Findings) -> Sections:
             rows = list(map(tables.split_row, search.front))
             blocks.append(Table(tables.FRONT_HEADS, rows, "front"))
         title = f"Splits{target_suffix(report, target.name, ' for ')}"
-        yield Section(title, blocks, len(search.front), folded=not search.front)
+        yield Section(title, blocks, len(search.front), folded=len(search.front) < 2)
 
 
 def _nodes(report: Findings) -> Sections:

@@ -72,6 +72,14 @@ class Verdict:
         return has_few or any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
 
     @property
+    def missing_samples(self) -> str:
+        """How many more samples would be enough to judge by; "" if there are enough."""
+        for reason in self.reasons:
+            if more := reason.partition(f" {_TOO_FEW}; ")[2]:
+                return more.removesuffix(_WOULD_DO)
+        return ""
+
+    @property
     def text(self) -> str:
         """Level and reasons as text."""
         return f"{self.level}: {'; '.join(self.reasons)}" if self.reasons else self.level
@@ -80,7 +88,7 @@ class Verdict:
 MIN_SHRINK = 4 / 3  # size of the float file over the engine's from which the size is a gain
 MIN_OBJECTS = 40  # fewer boxes, labels or points hide a loss of 0.025
 MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
-_TOO_FEW = "are too few"
+_TOO_FEW, _WOULD_DO = "are too few", " would do"
 _KEPT = " kept"  # ending of a figure that counts things
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
@@ -183,7 +191,7 @@ def _find_too_few(accuracy: Accuracy) -> str:
     if missing <= 0:
         return ""
     more = f"about {math.ceil(missing / 10) * 10}" if missing > 20 else str(missing)
-    return f"{count} {things} {_TOO_FEW}; {more} more{images} would do"
+    return f"{count} {things} {_TOO_FEW}; {more} more{images}{_WOULD_DO}"
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from deploy.errors import ConfigError
-from deploy.tasks import boxes, evaluation_task, indices, keypoints, maps, sequences, vectors
+from deploy.tasks import boxes, first_samples, indices, keypoints, maps, sequences, vectors
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.metric import Function, Metric, metric_of
 from deploy.tasks.rows import is_floating
 
@@ -82,24 +83,26 @@ def judge_of(
     return replace(user_metric, task=task or "", declared=declared or Declaration())
 
 
-def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | None:
-    """Return the task of the outputs; None if no recogniser is certain, or of over 64 outputs.
+def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTask | None, str]:
+    """Return the task of the outputs, and who says so as text; "" for their form.
 
-    Outputs that repeat others are left out. If no task fits the rest, states for the next call are
-    left out too. `task`: a name of `TASKS` or `NO_TASK` that the user set.
+    None if no recogniser is certain, or of over 64 outputs. Outputs that repeat others are left
+    out. If no task fits the rest, states for the next call are left out too.
+
+    `task`: a name of `TASKS` or `NO_TASK` that the user set.
 
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
     if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MAX_OUTPUTS):
-        return None
-    distinct = evaluation_task.drop_outputs(samples, evaluation_task.find_logits(samples))
+        return None, "as set by --task" if task else ""
+    distinct = first_samples.drop_outputs(samples, first_samples.find_logits(samples))
     declared_task = samples.declared.task
     if task or declared_task in TASKS:
         row = TASKS[task or declared_task]
         fitting = _recognise(distinct, [row]) or _fit(row, distinct)
         if fitting is not None:
-            return fitting
+            return fitting, "as set by --task" if task else f"by {samples.declared.source}"
         if task:
             got = [f"{name} {[*samples.outputs[0][name].shape]}" for name in samples.every[:4]]
             raise ConfigError(
@@ -107,27 +110,27 @@ def recognise_task(samples: FirstSamples, task: str = "") -> EvaluationTask | No
                 " compare values"
             )
     if declared_task in NO_TASK:
-        return None
+        return None, f"by {samples.declared.source}"
 
     rows = [row for name, row in TASKS.items() if name != "indices"]
-    return _recognise(distinct, rows) or indices.find_integers(distinct)
+    return _recognise(distinct, rows) or indices.find_integers(distinct), ""
 
 
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
     """Return the first task that fits all outputs, or those that are no states."""
     recognised = _try_without_argmax(samples, rows)
-    if recognised is None and (states_out := evaluation_task.find_states(samples)):
-        return _try_without_argmax(evaluation_task.drop_outputs(samples, states_out), rows)
+    if recognised is None and (states_out := first_samples.find_states(samples)):
+        return _try_without_argmax(first_samples.drop_outputs(samples, states_out), rows)
     return recognised
 
 
 def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
     """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
-    scores_by_argmax = evaluation_task.find_argmax_outputs(samples)
+    scores_by_argmax = first_samples.find_argmax_outputs(samples)
     choices = [samples]
     if scores_by_argmax:
-        without_argmax = evaluation_task.drop_outputs(samples, scores_by_argmax)
-        without_scores = evaluation_task.drop_outputs(samples, set(scores_by_argmax.values()))
+        without_argmax = first_samples.drop_outputs(samples, scores_by_argmax)
+        without_scores = first_samples.drop_outputs(samples, set(scores_by_argmax.values()))
         choices = [without_argmax, samples, without_scores]
     for choice in choices:
         for row in rows:

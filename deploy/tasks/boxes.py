@@ -32,10 +32,10 @@ from deploy.tasks.evaluation_task import (
     BoxExample,
     EvaluationTask,
     ExampleSelection,
-    FirstSamples,
     TaskFigure,
     ThresholdTally,
 )
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Floats, Outputs, image_size
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array

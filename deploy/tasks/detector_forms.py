@@ -37,7 +37,7 @@ from deploy.tasks.detector import (
     slice_columns,
     to_table,
 )
-from deploy.tasks.evaluation_task import FirstSamples
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Floats, activate, are_shares, correlate, image_size, sums_to_one
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
@@ -193,7 +193,7 @@ def _has_objectness(scores: Floats, layout: Layout) -> bool:
         return False
     objectness = float(scores[:, 0].mean())
     best_class = float(scores[:, 1:].max(axis=1).mean())
-    if best_class > thresholds.MIN_IDLE_SCORE and objectness < best_class:
+    if best_class > thresholds.MAX_EMPTY_SCORE and objectness < best_class:
         return _mostly_empty(scores[:, 0])
     is_loud = max(best_class, objectness) > thresholds.MIN_QUIET_SCORE
     return layout == ROWS and is_loud and objectness >= best_class
@@ -484,7 +484,7 @@ def _find_boxes(names: Sequence[str], tables: _Tables) -> tuple[list[str], bool]
 
 def _find_boxes_with_points(names: Sequence[str], tables: _Tables) -> list[str]:
     """Return the output of boxes with key points, if the only other one is a score per anchor."""
-    wide = [name for name in names if _BOX < tables.width(name) <= thresholds.MAX_POINT_COLUMNS]
+    wide = [name for name in names if tables.width(name) > _BOX]
     boxes = [name for name in wide if tables.width(name) % 2 == 0]
     scores = [name for name in names if name not in boxes]
     if len(boxes) != 1 or len(scores) != 1 or tables.width(scores[0]) != 1:
@@ -561,9 +561,9 @@ def _find_level_coding(levels: Sequence[RowLevel], tables: _Tables, *, is_set: b
     if len(levels) > 1:
         return ""
 
-    tolerance = thresholds.MAX_RELATIVE_EXCESS
+    tolerance = thresholds.MAX_OUTSIDE_PICTURE
     are_relative = rows.min() >= -tolerance and rows.max() <= 1 + tolerance
-    if are_relative and len(rows) <= thresholds.MAX_QUERIES * len(tables.samples.outputs):
+    if are_relative:
         return "centre"
     sizes = [size for inputs in tables.samples.inputs if (size := image_size(inputs)) is not None]
     if len(sizes) != len(tables.samples.inputs):
@@ -661,7 +661,7 @@ def _find_anchor_maps(samples: FirstSamples) -> RowDecoder | None:
 def _has_empty_objectness(rows: Floats, activation: str) -> bool:
     """Whether objectness is near 0 nearly everywhere, as no other column is."""
     if activation:
-        limit = float(np.log(thresholds.MAX_EMPTY_OBJECTNESS))
+        limit = float(np.log(thresholds.MAX_EMPTY_SCORE))
         box_median = float(np.median(rows[:, :_BOX]))  # box logits are centred at 0
         return bool(rows[:, _BOX].mean() < limit < box_median)
-    return are_shares(rows) and bool(rows[:, _BOX].mean() < thresholds.MAX_EMPTY_OBJECTNESS)
+    return are_shares(rows) and bool(rows[:, _BOX].mean() < thresholds.MAX_EMPTY_SCORE)

@@ -3,9 +3,6 @@
 A module of this package provides an `EvaluationTask`, a form of outputs, and its `TaskTally`, a
 running comparison of two models. Only numbers and boxes of a few samples are stored, so memory
 stays constant.
-
-Classifiers of scikit-learn, text and sound often output both scores and their Softmax or ArgMax;
-each recogniser expects only one of them.
 """
 
 from __future__ import annotations
@@ -13,17 +10,13 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-import numpy as np
-
-from deploy.tasks.declarations import Declaration
 from deploy.tasks.detections import Detections
-from deploy.tasks.rows import Floats, Outputs, image_size, is_floating
+from deploy.tasks.rows import Outputs
 from deploy.tasks.slices import OutputSlice
-from deploy.tensors import Array
 
 MOST = 4  # samples shown
 
@@ -200,14 +193,7 @@ class TaskTally(ABC, Generic[T]):
         """Return a few samples to show, those where both models differ most first."""
         return ()
 
-    def figure(
-        self,
-        figure: str,
-        value: float,
-        count: str,
-        words: str,
-        found: int | None = None,
-    ) -> TaskFigure:
+    def figure(self, figure: str, value: float, count: str, words: str) -> TaskFigure:
         """Return a figure of the task; the arguments are those of `TaskFigure`."""
         return TaskFigure(
             task=self.task.name,
@@ -216,24 +202,28 @@ class TaskTally(ABC, Generic[T]):
             count=count,
             words=words,
             samples=self.samples,
-            found=found,
             form=self.task.form,
         )
+
+    def share(self, figure: str, kept: int, total: int, words: str, new: int = 0) -> TaskFigure:
+        """Return a figure that is a share, of FP32's things or samples that the candidate keeps.
+
+        `words`: what they are, as text. `new`: number of things that FP32 does not have.
+        """
+        count = f"{kept} of {total}"
+        share = self.figure(figure, kept / total, count, f"{count} {words}")
+        return replace(share, kept=kept, counted=total, new=new)
 
     def figure_of_kept(
         self, things: str, kept: int, total: int, words: str, new: int = 0
     ) -> TaskFigure | None:
         """Return the share of FP32's things that the candidate keeps; None if it has none.
 
-        `total`: number of FP32's. `words`: when one is kept, as text. `new`: number of the
-        candidate's that FP32 does not have.
+        `total`: number of FP32's. `words`: when one is kept, as text.
         """
         if not total:
             return None
-        count = f"{kept} of {total}"
-        text = f"{count} {things} of FP32 {words}"
-        found = self.figure(f"{things} kept", kept / total, count, text)
-        return replace(found, kept=kept, counted=total, new=new)
+        return self.share(f"{things} kept", kept, total, f"{things} of FP32 {words}", new)
 
     def top1(self, same: int, compared: int, among: str) -> TaskFigure | None:
         """Return the top-1 agreement; None if nothing is compared.
@@ -243,13 +233,10 @@ class TaskTally(ABC, Generic[T]):
         """
         if not compared:
             return None
-        count = f"{same} of {compared}"
-        unit = (
-            "samples" if compared == self.samples else "outputs"
-        )  # several outputs of each sample
-        words = f"{count} {unit} keep FP32's top-1 class{among and f', {among}'}"
-        found = self.figure("top-1 agreement", same / compared, count, words)
-        return replace(found, kept=same, counted=compared)
+        # several outputs of each sample
+        unit = "samples" if compared == self.samples else "outputs"
+        words = f"{unit} keep FP32's top-1 class{among and f', {among}'}"
+        return self.share("top-1 agreement", same, compared, words)
 
 
 MIN_THINGS = 5  # things of the float model above a threshold, at least, to count there
@@ -298,147 +285,3 @@ class ThresholdTally(TaskTally[T]):
         words = f"kept, {new} new ({measure} above {self.threshold:g})"
         figure = self.figure_of_kept(self.task.name, both, fp32, words, new)
         return None if figure is None else replace(figure, found=fp32)
-
-
-@dataclass(frozen=True, slots=True)
-class FirstSamples:
-    """The float model's first samples, from which a task is recognised."""
-
-    inputs: Sequence[Outputs]  # one mapping per sample, with a batch of 1
-    # the same for floating-point and integer outputs
-    outputs: Sequence[Outputs] = field(default_factory=tuple)
-    declared: Declaration = field(default_factory=Declaration)  # what the model's file declares
-
-    def arrays(self, name: str) -> list[Array]:
-        """Return one output's array of every sample."""
-        return [one[name] for one in self.outputs]
-
-    @property
-    def of_pictures(self) -> bool:
-        """Whether a sample has a picture among its inputs."""
-        return any(image_size(one) is not None for one in self.inputs)
-
-    @property
-    def picture_size(self) -> tuple[int, int] | None:
-        """Size that the pictures of all samples have; None if they differ."""
-        sizes = {image_size(one) for one in self.inputs}
-        return sizes.pop() if len(sizes) == 1 else None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Outputs that have values in every sample."""
-        return tuple(n for n in self.every if all(np.size(one[n]) for one in self.outputs))
-
-    @property
-    def every(self) -> tuple[str, ...]:
-        """Outputs that every sample has, possibly empty."""
-        first = self.outputs[0] if self.outputs else {}
-        return tuple(name for name in first if all(name in one for one in self.outputs))
-
-
-_PICTURE = 4  # dimensions of a picture
-_CHANNELS = (1, 3, 4)
-
-
-def find_states(samples: FirstSamples) -> dict[str, str]:
-    """Return state outputs -> their inputs; none if there are no other outputs or inputs."""
-    states: dict[str, str] = {}
-    for name in samples.names:
-        source = next(_sources(name, samples, set(states.values())), None)
-        if source is not None:
-            states[name] = source
-    inputs = {name for fed in samples.inputs for name in fed}
-    only_states = len(states) == len(samples.every) or len(states) == len(inputs)
-    return {} if only_states else states
-
-
-def drop_outputs(samples: FirstSamples, states: Collection[str]) -> FirstSamples:
-    """Return the samples without these outputs."""
-    rows = [{name: one[name] for name in one if name not in states} for one in samples.outputs]
-    return replace(samples, outputs=rows)
-
-
-def _sources(name: str, samples: FirstSamples, taken: set[str]) -> Iterator[str]:
-    """Yield inputs with the output's shape and type in every sample; no scalars, no pictures."""
-    for source in samples.inputs[0] if samples.inputs else ():
-        pairs = zip(samples.arrays(name), samples.inputs, strict=False)
-        if source not in taken and all(_takes(fed.get(source), value) for value, fed in pairs):
-            yield source
-
-
-def _takes(fed: Array | None, value: Array) -> bool:
-    if fed is None or fed.shape != value.shape or fed.dtype != value.dtype:
-        return False
-    picture = value.ndim == _PICTURE and {value.shape[1], value.shape[3]} & set(_CHANNELS)
-    return bool(np.issubdtype(value.dtype, np.floating) and value.size > 1 and not picture)
-
-
-_CLOSE = 1e-4  # tolerance between two computations of a probability in float16 or float32
-
-
-def find_logits(samples: FirstSamples) -> frozenset[str]:
-    """Return outputs of raw scores whose Softmax, LogSoftmax or Sigmoid is another output.
-
-    The other one of each pair is used: its values are known to be probabilities.
-    """
-    names = [name for name in samples.names if all(map(is_floating, samples.arrays(name)))]
-    logits: set[str] = set()
-    for raw in names:
-        others = (name for name in names if name != raw and name not in logits)
-        if any(_is_activated(samples.arrays(raw), samples.arrays(name)) for name in others):
-            logits.add(raw)
-    return frozenset(logits)
-
-
-def find_argmax_outputs(samples: FirstSamples) -> dict[str, str]:
-    """Return ArgMax output -> the output of its scores."""
-    arrays = {name: samples.arrays(name) for name in samples.names}
-    floats = [name for name in samples.names if all(map(is_floating, arrays[name]))]
-    whole = [n for n in samples.names if all(np.issubdtype(v.dtype, np.integer) for v in arrays[n])]
-    pairs = ((n, own) for n in whole for own in reversed(floats))  # the first of several stays
-    return {n: own for n, own in pairs if _are_argmax(arrays[n], arrays[own])}
-
-
-def _is_activated(raw: Sequence[Array], others: Sequence[Array]) -> bool:
-    """Whether `others` are the same Softmax, LogSoftmax or Sigmoid of `raw` in every sample."""
-    pairs = list(zip(raw, others, strict=True))
-    if any(one.shape != other.shape or one.size < 2 for one, other in pairs):
-        return False
-    axes = (axis for axis, size in enumerate(raw[0].shape) if size > 1)
-    functions: list[str | int] = ["sigmoid", *axes]
-    return any(all(_fits(one, other, function) for one, other in pairs) for function in functions)
-
-
-def _fits(raw: Array, other: Array, function: str | int) -> bool:
-    values, wanted = raw.astype(np.float64), other.astype(np.float64)
-    if np.ptp(wanted) == 0:  # a constant would match any other constant
-        return False
-    if function == "sigmoid":
-        sigmoid = 1 / (1 + np.exp(-np.clip(values, -700, 700)))
-        return _near(sigmoid, wanted)
-    logarithms = _log_softmax(values, int(function))
-    return _near(np.exp(logarithms), wanted) or _near(logarithms, wanted)
-
-
-def _log_softmax(values: Floats, axis: int) -> Floats:
-    shifted = values - values.max(axis=axis, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True)))
-
-
-def _near(made: Floats, wanted: Floats) -> bool:
-    return bool((np.abs(made - wanted) <= _CLOSE * np.maximum(1, np.abs(wanted))).all())
-
-
-def _are_argmax(places: Sequence[Array], scores: Sequence[Array]) -> bool:
-    """Whether `places` are the ArgMax of `scores` along one axis, which may be kept as 1."""
-    pairs = list(zip(places, scores, strict=True))
-    axes = range(min(one.ndim for one in scores))
-    return any(all(_is_argmax(one, other, axis) for one, other in pairs) for axis in axes)
-
-
-def _is_argmax(places: Array, scores: Array, axis: int) -> bool:
-    if scores.shape[axis] < 2 or places.size * scores.shape[axis] != scores.size:
-        return False
-    best = scores.argmax(axis=axis)
-    shapes = best.shape, (*best.shape[:axis], 1, *best.shape[axis:])
-    return places.shape in shapes and bool(np.array_equal(places.reshape(-1), best.reshape(-1)))

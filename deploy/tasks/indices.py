@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Outputs, are_indices, find_indices
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
     Floats,
     Outputs,
@@ -205,7 +206,7 @@ def _find_last_activation(rows: Floats, *, is_flat: bool) -> str | None:
     has_shares = bool(last.min() >= 0 and 0 < last.max() <= 1)
     shares = to_shares(last, raw=not has_shares)
     decided_share = np.mean((shares < 0.1) | (shares > 0.9))
-    is_decided = decided_share >= thresholds.MIN_DECIDED_VISIBILITY
+    is_decided = decided_share >= thresholds.MOST_SHARE
     if has_shares:
         return "" if numbers == 3 or is_decided else None
     if are_two_sided(last, 1):
@@ -260,7 +261,7 @@ def _find_flat_numbers(samples: Sequence[Array], width: int) -> int:
     for numbers in (width,) if width else _NUMBERS:
         if length % numbers == 0 and length >= numbers * thresholds.MIN_FLAT_POINTS:
             order[numbers] = _order(vectors, numbers)
-    min_order = thresholds.MIN_POINT_STEP_ORDER
+    min_order = thresholds.MIN_ORDER
     if width:
         min_order = _order(vectors, 1) + thresholds.MIN_ORDER_LEAD
     best = max(order.values(), default=0.0)
@@ -340,7 +341,7 @@ class _AxisTally(TaskTally["SimccPoints"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         peaks = sum(_above_median(reference[name]).max(axis=1) for name in self.task.outputs)
-        is_match = peaks > thresholds.MIN_SIMCC_PEAK * np.max(peaks)
+        is_match = peaks > thresholds.MIN_VISIBLE * np.max(peaks)
         self.points += int(is_match.sum())
         for name in self.task.outputs:
             scores = candidate[name]
@@ -401,4 +402,4 @@ def _steps_per_pixel(size: tuple[int, int], columns: Array, rows: Array) -> floa
     steps = columns.shape[2] / width
     if rows.shape[2] != steps * height or not (is_floating(columns) and is_floating(rows)):
         return None
-    return steps if 1 <= steps <= thresholds.MAX_STEPS_PER_PIXEL else None
+    return steps if steps >= 1 else None

@@ -20,25 +20,13 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.tasks.evaluation_task import (
-    EvaluationTask,
-    FirstSamples,
-    TaskFigure,
-    TaskTally,
-    ThresholdTally,
-)
+from deploy.tasks import thresholds
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally, ThresholdTally
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Outputs, are_probabilities, are_shares, image_size, sums_to_one
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
-_MIN_SIDE = 16  # pixels of a side, at least
-_MAX_SCALE = 4  # scale of the input to the logits, at most
-_MIN_EQUAL_NEIGHBOURS = 0.9  # share of neighbours of one class, at least
-_MAX_LOGIT_DRIFT = 0.5  # deviation of a pixel's mean logit, relative to its logits, at most
-_MIN_POSITIVE_PIXELS = 0.75  # share of pixels whose best logit is above 0, at least
-_MAX_RARE_SHARE = 1e-3  # of pixels, up to which a class is left out of mIoU, if two exceed it
-_MIN_CLASS_PIXELS = 16  # pixels of a class, at least, if fewer than two exceed it
-_MIN_CLASS_SHARE = 0.002  # share of a picture's pixels from which a class counts as recognised
 _MAX_CLASSES = 1024
 
 
@@ -83,9 +71,9 @@ class _PixelTally(TaskTally["Pixels"]):
         total = int(self.counts.sum())
         equal = np.diagonal(self.counts).astype(np.float64)
         reference, candidate = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
-        is_counted = reference > _MAX_RARE_SHARE * total
+        is_counted = reference > thresholds.MAX_RARE_SHARE * total
         if is_counted.sum() < 2:
-            is_counted = reference >= _MIN_CLASS_PIXELS
+            is_counted = reference >= thresholds.MIN_CLASS_PIXELS
         if is_counted.sum() < 2:
             return None
 
@@ -167,6 +155,8 @@ def _has_detection_map(samples: FirstSamples) -> bool:
     """Whether one map of probabilities says where objects are, and another how large they are."""
     maps = {name: samples.arrays(name) for name in samples.names}
     maps = {name: values for name, values in maps.items() if values[0].ndim == 4}
+    if not any(_are_class_probabilities(values) for values in maps.values()):
+        return False
     for name, values in maps.items():
         cell_count = values[0].size
         if min(values[0].shape[1], values[0].shape[3]) != 1 or not all(map(are_shares, values)):
@@ -180,10 +170,19 @@ def _has_detection_map(samples: FirstSamples) -> bool:
     return False
 
 
+def _are_class_probabilities(samples: Sequence[Array]) -> bool:
+    """Whether maps are probabilities of classes, after a Softmax."""
+    return all(value.shape[1] > 1 and are_probabilities(value, 1) for value in samples)
+
+
 def _are_class_numbers(value: Array) -> bool:
     """Whether it is class numbers [1, H, W] or [1, 1, H, W], of integers or cast to floats."""
     is_map = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
-    if not is_map or min(value.shape[-2:]) < _MIN_SIDE or value.dtype.kind not in "iuf":
+    if (
+        not is_map
+        or min(value.shape[-2:]) < thresholds.MIN_MAP_SIDE
+        or value.dtype.kind not in "iuf"
+    ):
         return False
     if not (value >= 0).all():
         return False
@@ -194,7 +193,7 @@ def _are_score_maps(value: Array) -> bool:
     """Whether it is finite floating-point numbers [N, C, H, W] of several large channels."""
     if value.ndim != 4 or not np.issubdtype(value.dtype, np.floating):
         return False
-    if not 2 <= value.shape[1] <= _MAX_CLASSES or min(value.shape[2:]) < _MIN_SIDE:
+    if not 2 <= value.shape[1] <= _MAX_CLASSES or min(value.shape[2:]) < thresholds.MIN_MAP_SIDE:
         return False
     return bool(np.isfinite(value).all())
 
@@ -211,7 +210,7 @@ def _fit_pictures(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
         size = image_size(sample_inputs)
         if size is None or value.shape[0] != 1:
             return False
-        if not _has_scale(value.shape[-2:], size, _MAX_SCALE):
+        if not _has_scale(value.shape[-2:], size, thresholds.MAX_CLASS_SCALE):
             return False
     return True
 
@@ -230,34 +229,28 @@ def _are_logits(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
         return False
     classes: set[int] = set()
     for value in samples:
-        if np.mean(value < 0) < 0.2 or np.abs(value).max() < 1.5:  # a picture or probabilities
+        negative_share = np.mean(value < 0)
+        if negative_share < thresholds.MIN_NEGATIVE_SHARE:  # a picture or probabilities
             return False
-        if not _are_about_zero(value[0]):
+        if np.abs(value).max() <= thresholds.MAX_TANH or not _are_about_zero(value[0]):
             return False
         best = value[0].argmax(axis=0)
-        equal_rows, equal_columns = best[1:] == best[:-1], best[:, 1:] == best[:, :-1]
-        if min(np.mean(equal_rows), np.mean(equal_columns)) < _MIN_EQUAL_NEIGHBOURS:
+        equal_share = min(np.mean(best[1:] == best[:-1]), np.mean(best[:, 1:] == best[:, :-1]))
+        if equal_share < thresholds.MIN_EQUAL_NEIGHBOURS:
             return False
-        class_pixels = np.bincount(best.ravel())
-        classes |= {*np.flatnonzero(class_pixels > _MIN_CLASS_SHARE * best.size).tolist()}
+        pixel_counts = np.bincount(best.ravel())
+        is_large = pixel_counts > thresholds.MAX_RARE_SHARE * best.size
+        classes |= {*np.flatnonzero(is_large).tolist()}
     return len(classes) > 1
 
 
 def _are_about_zero(scores: Array) -> bool:
     """Whether pixels differ in their logits, not in their mean, and most have one above 0."""
-    mean, spread = scores.mean(axis=0, dtype=np.float64), scores.std(axis=0, dtype=np.float64)
-    positive_pixels = np.mean(scores.max(axis=0) > 0)
-    is_steady = mean.std() < _MAX_LOGIT_DRIFT * spread.mean()
-    return bool(is_steady and positive_pixels >= _MIN_POSITIVE_PIXELS)
-
-
-_MAX_CHANNELS = 4  # masks of an output, at most
-_MAX_MASK_SCALE = 8  # scale of the input to the masks, at most
-_MAX_BETWEEN = 0.25  # share of values between 0.1 and 0.9, at most
-_MIN_PEAK = 0.3  # the largest value, at least
-_MAX_PICTURE_CORRELATION = 0.9  # correlation with the input picture, at most
-_MAX_OUTSIDE = 0.15  # distance to [0, 1] of values without a final Sigmoid, at most
-_PIXEL_SHARES = {0.5: 2e-3, 0.3: 1e-3, 0.1: 5e-4}  # threshold -> share of pixels required
+    mean = scores.mean(axis=0, dtype=np.float64)
+    spread = scores.std(axis=0, dtype=np.float64)
+    positive_share = np.mean(scores.max(axis=0) > 0)
+    is_steady = mean.std() < thresholds.MAX_LOGIT_DRIFT * spread.mean()
+    return bool(is_steady and positive_share >= thresholds.MOST_SHARE)
 
 
 @dataclass(slots=True)
@@ -265,7 +258,7 @@ class _MaskTally(ThresholdTally["MaskMaps"]):
     """Counts pixels above each threshold: FP32's, the candidate's, both's."""
 
     pixels: int = 0
-    thresholds = tuple(_PIXEL_SHARES)
+    thresholds = tuple(thresholds.PIXEL_SHARES)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name, threshold in product(self.task.outputs, self.counts):
@@ -290,7 +283,7 @@ class _MaskTally(ThresholdTally["MaskMaps"]):
 
     def has_enough(self, threshold: float) -> bool:
         """Whether FP32 has enough pixels above a threshold."""
-        return self.counts[threshold][0] > _PIXEL_SHARES[threshold] * self.pixels
+        return self.counts[threshold][0] > thresholds.PIXEL_SHARES[threshold] * self.pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +322,7 @@ def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
             continue
         between = [np.mean((value > 0.1) & (value < 0.9)) for value in samples]
         peak = max(float(value.max()) for value in samples)
-        if np.mean(between) < _MAX_BETWEEN and peak >= _MIN_PEAK:
+        if np.mean(between) < thresholds.MAX_BETWEEN_SHARE and peak >= thresholds.MIN_MASK_PEAK:
             names.append(name)
     shapes = {first_samples.outputs[0][name].shape for name in names}
     return MaskMaps(tuple(names)) if len(shapes) == 1 else None
@@ -339,15 +332,19 @@ def _is_mask_map(value: Array, size: tuple[int, int] | None) -> bool:
     """Whether it is values of about 0 to 1 in a few channels, for a picture of this size."""
     if size is None or value.ndim != 4 or not np.issubdtype(value.dtype, np.floating):
         return False
-    has_channels_first = value.shape[1] <= _MAX_CHANNELS
-    if not has_channels_first and value.shape[3] > _MAX_CHANNELS:
+    has_channels_first = value.shape[1] <= thresholds.MAX_MASKS
+    if not has_channels_first and value.shape[3] > thresholds.MAX_MASKS:
         return False
     sides = value.shape[2:] if has_channels_first else value.shape[1:3]
-    if min(sides) < _MIN_SIDE or not _has_scale(sides, size, _MAX_MASK_SCALE):
+    if min(sides) < thresholds.MIN_MAP_SIDE or not _has_scale(
+        sides, size, thresholds.MAX_MASK_SCALE
+    ):
         return False
     if has_channels_first and value.shape[1] > 1 and sums_to_one(value, 1).all():
         return False
-    return bool(value.min() >= -_MAX_OUTSIDE and value.max() <= 1 + _MAX_OUTSIDE)
+    return bool(
+        value.min() >= -thresholds.MAX_MASK_EXCESS and value.max() <= 1 + thresholds.MAX_MASK_EXCESS
+    )
 
 
 def _is_picture(value: Array, inputs: Outputs) -> bool:
@@ -355,15 +352,9 @@ def _is_picture(value: Array, inputs: Outputs) -> bool:
     for picture in inputs.values():
         if picture.shape == value.shape and picture.std() > 0 and value.std() > 0:
             correlations = np.corrcoef(picture.reshape(-1).astype(np.float64), value.reshape(-1))
-            if float(correlations[0, 1]) > _MAX_PICTURE_CORRELATION:
+            if float(correlations[0, 1]) > thresholds.MAX_PICTURE_CORRELATION:
                 return True
     return False
-
-
-_MIN_CHANNELS = 4  # key points, at least
-_MIN_HEAT = 0.2  # peak of a channel whose key point is present, at least
-_MAX_PEAK_SHARE = 0.05  # share of a channel's pixels above half of its peak, at most
-_HEAT_RANGE = -0.3, 1.5  # values of heat maps, which are trained to be 0 to 1
 
 
 @dataclass(slots=True)
@@ -377,7 +368,7 @@ class _HeatTally(TaskTally["HeatMaps"]):
         maps, candidate_maps = reference[self.task.output], candidate[self.task.output]
         if self.task.last:
             maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
-        is_present = maps[0].max(axis=(1, 2)) > _MIN_HEAT
+        is_present = maps[0].max(axis=(1, 2)) > thresholds.MIN_VISIBLE
         self.peaks += int(is_present.sum())
         if maps.shape == candidate_maps.shape and np.isfinite(candidate_maps).all():
             distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps)).max(axis=1)
@@ -454,15 +445,15 @@ def _are_heat_maps(samples: Sequence[Array]) -> bool:
     """Whether values are about 0 to 1, and most channels have one narrow peak."""
     clear_shares = []
     for value in samples:
-        if not _are_score_maps(value) or value.shape[1] < _MIN_CHANNELS:
+        if not _are_score_maps(value) or value.shape[1] < thresholds.MIN_POINTS:
             return False
-        low, high = _HEAT_RANGE
+        low, high = thresholds.HEAT_RANGE
         if value.min() < low or value.max() > high:
             return False
         maps = value[0].reshape(value.shape[1], -1)
         peaks = maps.max(axis=1)
-        is_narrow = np.mean(maps > peaks[:, None] / 2, axis=1) < _MAX_PEAK_SHARE
-        clear_shares.append(float(np.mean(is_narrow & (peaks > _MIN_HEAT))))
+        is_narrow = np.mean(maps > peaks[:, None] / 2, axis=1) < thresholds.MAX_PEAK_SHARE
+        clear_shares.append(float(np.mean(is_narrow & (peaks > thresholds.MIN_VISIBLE))))
     return bool(np.mean(clear_shares) > 0.5)
 
 

@@ -20,13 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import (
-    EvaluationTask,
-    FirstSamples,
-    TaskFigure,
-    TaskTally,
-    find_states,
-)
+from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
+from deploy.tasks.first_samples import FirstSamples, find_states
 from deploy.tasks.rows import (
     Outputs,
     activate,
@@ -240,7 +235,7 @@ def _are_probabilities(name: str, samples: Sequence[Array], first_samples: First
         return False
     if all(value.size == 1 for value in samples):
         has_both_ends = values.min() < 0.1 and values.max() > 0.9
-        is_decided = np.mean((values < 0.1) | (values > 0.9)) >= thresholds.MIN_DECIDED_SHARE
+        is_decided = np.mean((values < 0.1) | (values > 0.9)) >= 0.5
         return samples[0].ndim > 0 and bool(has_both_ends and is_decided)
     if any(value.size < thresholds.MIN_TRACK_STEPS for value in samples):
         return False
@@ -315,10 +310,9 @@ class _TextTally(TaskTally["Text"]):
     def result(self) -> TaskFigure | None:
         if not self.symbols:
             return None
-        count = f"{self.equal} of {self.samples}"
         edits = f"{self.edits} edit{'s' * (self.edits != 1)}"
-        text = f"{count} texts as FP32's, {edits} in {self.symbols} symbols"
-        return self.figure("texts alike", self.equal / self.samples, count, text)
+        text = f"texts as FP32's, {edits} in {self.symbols} symbols"
+        return self.share("texts alike", self.equal, self.samples, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +430,7 @@ def _are_raw_scores(steps: Array) -> bool:
     """Whether steps may be raw scores: of both signs, and sure of their symbol."""
     has_both_signs = (steps.min(axis=1) < 0).all() and (steps.max(axis=1) > 0).all()
     confidence = activate(steps.astype(np.float64), "softmax").max(axis=1).mean()
-    return bool(has_both_signs and confidence > thresholds.MIN_SYMBOL_CONFIDENCE)
+    return bool(has_both_signs and confidence > thresholds.MIN_CONFIDENCE)
 
 
 def _is_signal(length: int, samples: FirstSamples) -> bool:
@@ -479,7 +473,7 @@ def _all_inputs(samples: FirstSamples) -> Iterator[Array]:
 
 def _is_tokens(value: Array) -> bool:
     is_whole = value.dtype in (np.int32, np.int64)
-    return is_whole and value.ndim <= 3 and value.size >= thresholds.MIN_TOKENS
+    return is_whole and value.ndim <= 3 and value.size >= thresholds.MIN_STEPS
 
 
 def _ends_with_blanks(is_blank: NDArray[np.bool_]) -> bool:

@@ -16,21 +16,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.tasks.rows import RAW, activate, are_two_sided, is_floating, sums_to_one, to_shares
+from deploy.tasks import thresholds
+from deploy.tasks.rows import (
+    Floats,
+    activate,
+    are_shares,
+    are_two_sided,
+    is_floating,
+    sums_to_one,
+    to_shares,
+)
 from deploy.tensors import Array
 
-_SAMPLES, _MORE_SAMPLES = 4, 32  # see `form_samples`
-_OF_FEW = 16  # values of an output, at most, that need more samples
-_MOST_VALUES = 1 << 26  # values of these samples together, 256 MiB of float32
-_FACTOR = 8.0  # least ratio between every row of the larger unit and any of the smaller
-_SILENT = 0.01  # rows whose peak stays below it show no unit
-_VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
-_MOST_ROWS = 1024
-_TOLERANCE = 1e-3  # rounding of a probability
-_LOW = 0.2  # scores below it are low, above 1 - it high
-_SOME = 0.1  # share of sure scores near 0, and near 1, at least
-_DECIDED = 0.75  # share of scores near 0 or 1 in one output with values, or beside 0..1, at least
-_HALF = 0.5  # the same beside as many other values
+_MAX_SAMPLE_VALUES = 1 << 26  # values of the first samples together, 256 MiB of float32
+_MAX_ROWS = 1024  # of an output that is split
 
 
 def form_samples(inputs: Mapping[str, Array], outputs: Mapping[str, Array], batch: int = 1) -> int:
@@ -40,11 +39,13 @@ def form_samples(inputs: Mapping[str, Array], outputs: Mapping[str, Array], batc
     these show that a value is a probability, near 0 in some samples and near 1 in others, or that
     values are sorted. Large arrays limit them, since all are in memory at once.
     """
-    one_value = any(one.size <= batch and one.dtype.kind == "f" for one in outputs.values())
-    few = one_value or all(one.size <= _OF_FEW * batch for one in outputs.values())
-    values = sum(one.size for one in (*inputs.values(), *outputs.values())) // batch
-    most = min(_MORE_SAMPLES, _MOST_VALUES // max(values, 1)) if few else 0
-    return max(_SAMPLES, most)
+    has_single = any(value.size <= batch and value.dtype.kind == "f" for value in outputs.values())
+    max_size = max((value.size for value in outputs.values()), default=0)
+    if not has_single and max_size > thresholds.MIN_ROW_VALUES * batch:
+        return thresholds.FORM_SAMPLES
+    total = sum(value.size for value in (*inputs.values(), *outputs.values())) // batch
+    fitting = _MAX_SAMPLE_VALUES // max(total, 1)
+    return max(thresholds.FORM_SAMPLES, min(thresholds.FORM_SAMPLES_OF_FEW, fitting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +115,12 @@ class OutputSlice:
 
 def _enlarge(scores: Array, values: tuple[int, ...]) -> Array:
     """Return a map of scores [N, 1, h, w] as large as values, if these are k times its size."""
-    if scores.ndim == len(values) == 4 and scores.shape[1] == 1:
-        high, wide = (divmod(values[axis], scores.shape[axis]) for axis in (2, 3))
-        if high == wide and high[1] == 0 < high[0]:
-            return scores.repeat(high[0], 2).repeat(high[0], 3)
-    return scores
+    if scores.ndim != 4 or len(values) != 4 or scores.shape[1] != 1:
+        return scores
+    scale, remainder = divmod(values[2], scores.shape[2])
+    if not scale or remainder or scores.shape[3] * scale != values[3]:
+        return scores
+    return scores.repeat(scale, 2).repeat(scale, 3)
 
 
 def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -132,66 +134,119 @@ def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] 
         return None
     sides = [side for side in scores[1:] if side != 1]
     if not sides:
-        return (*scores[:1], *(1 for _ in values[1:]))
-    for channels in (None, *reversed(range(1, len(values)))):
-        shape = (*(1 if axis == channels else side for axis, side in enumerate(values)),)
+        return (scores[0], *[1] * (len(values) - 1))
+    for channel_axis in (None, *reversed(range(1, len(values)))):
+        shape = [*values]
+        if channel_axis is not None:
+            shape[channel_axis] = 1
         if [side for side in shape[1:] if side != 1] == sides:
-            return shape
+            return tuple(shape)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A slice that may be scores of the cells of another one.
+
+    `values`: of all samples; `shares`: the same as probabilities, None if they are none; `is_raw`:
+    whether they are raw scores.
+    """
+
+    part: OutputSlice
+    values: Floats
+    shares: Floats | None
+    is_raw: bool
+
+    @property
+    def decided_share(self) -> float:
+        """Share of probabilities near 0 or 1."""
+        if self.shares is None:
+            return 0.0
+        return float(np.mean((self.shares < 0.1) | (self.shares > 0.9)))
+
+    @property
+    def has_both_ends(self) -> bool:
+        """Whether there are enough probabilities, low in some cells and high in others."""
+        if self.shares is None or self.shares.size < thresholds.MIN_ROW_VALUES:
+            return False
+        low, high = self.shares.min(), 1 - self.shares.max()
+        return bool(max(low, high) <= thresholds.MAX_LOW_SCORE)
 
 
 def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSlice, OutputSlice]:
     """Return slices of values that count in some cells -> the slice of these cells' scores.
 
     Such as a pitch -> its confidence, a landmark -> its visibility. Scores, one a cell, go from 0
-    to 1, low in some cells and high in others; logits have two groups on both sides of 0. The
-    values leave 0..1, so that it is clear which weights the other; or most are in between, and
-    scores are fewer, or mostly near 0 or 1.
+    to 1, low in some cells and high in others; raw scores have two groups on both sides of 0. The
+    values leave 0..1, so that it is clear which weights the other, or most are in between.
 
     `samples`: slice -> its arrays for the first few samples.
     """
-    floating = {
-        part: np.concatenate([one.reshape(-1) for one in arrays]).astype(np.float64)
-        for part, arrays in samples.items()
-        if all(one.size and is_floating(one) for one in arrays)
-    }
-    unit = [n for n, v in floating.items() if max(-v.min(), v.max() - 1) <= _TOLERANCE]
-    raw = [n for n, v in floating.items() if n not in unit and are_two_sided(v, 1)]
-    shares = {part: to_shares(floating[part], raw=part in raw) for part in (*unit, *raw)}
-    ends = {n: float(np.mean((s < 0.1) | (s > 0.9))) for n, s in shares.items()}
-    found: dict[OutputSlice, OutputSlice] = {}
-    two = len({part.output for part in samples}) == 2  # of more, a small map may be another level's
-    for part, values in floating.items():
-        between = part in unit and ends[part] < 0.5
-        for other, own in shares.items() if between or part not in unit else ():
-            heads = own.size == values.size and values.min() < 0 < values.max() <= RAW
-            logits = part in raw or heads  # as many of both signs may be another head's
-            apart = other not in (part, *(raw if logits else ())) and not other.width
-            least = _DECIDED if between or other.axis else _HALF
-            decided = ends[other] >= (0 if own.size < values.size and not other.axis else least)
-            both = own.size >= _VALUES and max(own.min(), 1 - own.max()) <= _LOW
-            if not (apart and decided and both):
+    candidates = _read_candidates(samples)
+    # of more outputs, a small map may be another level's
+    is_pair = len({part.output for part in samples}) == 2
+    scores_by_part: dict[OutputSlice, OutputSlice] = {}
+    for weighted in candidates:
+        for scores in candidates:
+            if weighted is scores or not _may_weight(scores, weighted):
                 continue
-            pairs = [*zip(samples[other], samples[part], strict=True)]
-            pairs = [(_enlarge(a, b.shape) if two else a, b) for a, b in pairs]
+            pairs = []
+            for own, value in zip(samples[scores.part], samples[weighted.part], strict=True):
+                pairs.append((_enlarge(own, value.shape) if is_pair else own, value))
             if _fit_cells(pairs):
-                activation = "sigmoid" if other in raw else ""
-                found.setdefault(part, replace(other, activation=activation))
-    return found
+                activation = "sigmoid" if scores.is_raw else ""
+                part = replace(scores.part, activation=activation)
+                scores_by_part.setdefault(weighted.part, part)
+    return scores_by_part
+
+
+def _read_candidates(samples: Mapping[OutputSlice, Sequence[Array]]) -> list[_Candidate]:
+    candidates = []
+    for part, arrays in samples.items():
+        if not all(value.size and is_floating(value) for value in arrays):
+            continue
+        values = np.concatenate([value.reshape(-1) for value in arrays]).astype(np.float64)
+        is_raw = not are_shares(values) and are_two_sided(values, 1)
+        shares = to_shares(values, raw=is_raw) if is_raw or are_shares(values) else None
+        candidates.append(_Candidate(part, values, shares, is_raw))
+    return candidates
+
+
+def _may_weight(scores: _Candidate, weighted: _Candidate) -> bool:
+    """Whether a slice may be the scores of another one's cells, by their values."""
+    are_unit = weighted.shares is not None and not weighted.is_raw
+    if are_unit and weighted.decided_share >= 0.5:
+        return False  # scores themselves
+    if not scores.has_both_ends or scores.part.width:
+        return False
+    is_same_size = scores.values.size == weighted.values.size
+    low, high = weighted.values.min(), weighted.values.max()
+    may_be_head = is_same_size and low < 0 < high <= thresholds.MAX_LOGIT
+    if scores.is_raw and (weighted.is_raw or may_be_head):
+        return False  # of another head
+    if scores.values.size < weighted.values.size and not scores.part.axis:
+        return True
+    is_doubtful = are_unit or scores.part.axis is not None
+    min_decided = thresholds.MOST_SHARE if is_doubtful else 0.5
+    return scores.decided_share >= min_decided
 
 
 def _fit_cells(pairs: Sequence[tuple[Array, Array]]) -> bool:
     """Whether there is one score for each cell of the values, not made of the value itself."""
-    fit = all(own.size > 1 < value.ndim and _cells(own.shape, value.shape) for own, value in pairs)
-    return fit and not all(_is_activation(*pair) for pair in pairs)
+    for scores, value in pairs:
+        if scores.size < 2 or value.ndim < 2 or not _cells(scores.shape, value.shape):
+            return False
+    return not all(_is_activation(*pair) for pair in pairs)
 
 
-def _is_activation(own: Array, value: Array) -> bool:
+def _is_activation(scores: Array, value: Array) -> bool:
     """Whether an output is a Softmax, or the Sigmoid of another of its size."""
-    if any(sums_to_one(own, axis).all() for axis in range(1, own.ndim)):
+    if any(sums_to_one(scores, axis).all() for axis in range(1, scores.ndim)):
         return True
+    if scores.size != value.size:
+        return False
     sigmoid = to_shares(value.astype(np.float64), raw=True)
-    return own.size == value.size and np.allclose(own.reshape(value.shape), sigmoid, atol=0.01)
+    return np.allclose(scores.reshape(value.shape), sigmoid, atol=0.01)
 
 
 def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ...]:
@@ -201,75 +256,78 @@ def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ..
     """
     candidates: list[tuple[float, tuple[OutputSlice, ...]]] = []
     for axis in (1, -1):
-        rows = _rows(samples, axis)
+        rows = _read_rows(samples, axis)
         if rows is None or (axis == -1 and samples[0].ndim == 2 and candidates):
             continue
-        spans = list(_spans(rows, 0, len(rows.peak)))
+        spans = [*_split_spans(rows, 0, len(rows.peak))]
         if len(spans) > 1:
-            slices = tuple(OutputSlice(output=output, axis=axis, start=a, stop=b) for a, b in spans)
-            candidates.append((_gap(rows, spans[0][0], spans[0][1], spans[1][1]), slices))
+            slices = []
+            for start, stop in spans:
+                slices.append(OutputSlice(output=output, axis=axis, start=start, stop=stop))
+            first_gap = _gap(rows, spans[0][0], spans[0][1], spans[1][1])
+            candidates.append((first_gap, tuple(slices)))
     if not candidates:
         return (OutputSlice(output=output),)
-    return max(candidates, key=lambda one: one[0])[1]
+    return max(candidates, key=lambda candidate: candidate[0])[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Peak magnitude of each row; whether all its values are in [0, 1], or integers beyond that.
+    """What the values of each row of an output are.
 
-    `sure`: whether they are in [0, 1], some near 0, some near 1, and few in between.
+    `peak`: largest magnitude. `in_unit`: whether all are in [0, 1]. `is_number`: whether they are
+    integers beyond that. `is_sure`: whether they are in [0, 1], some near 0, some near 1, and few
+    in between.
     """
 
-    peak: NDArray[np.float64]
-    share: NDArray[np.bool_]
-    number: NDArray[np.bool_]
-    sure: NDArray[np.bool_]
+    peak: Floats
+    in_unit: NDArray[np.bool_]
+    is_number: NDArray[np.bool_]
+    is_sure: NDArray[np.bool_]
 
     def top(self, rows: slice) -> float:
         """Peak of these rows, without class numbers unless the other rows are silent."""
         peaks = self.peak[rows]
-        others = float(peaks[~self.number[rows]].max(initial=0.0))
-        return others if others >= _SILENT else float(peaks.max())
+        value_peak = float(peaks[~self.is_number[rows]].max(initial=0.0))
+        return value_peak if value_peak >= thresholds.MAX_SILENT_PEAK else float(peaks.max())
 
 
-def _rows(samples: Sequence[Array], axis: int) -> _Rows | None:
-    """Return peaks and units along an axis; None if its rows cannot be told apart."""
-    peaks: list[NDArray[np.float64]] = []
-    shares: list[NDArray[np.bool_]] = []
-    numbers: list[NDArray[np.bool_]] = []
-    ends: list[NDArray[np.float64]] = []  # share of values near 0, and near 1
-    values = 0
+def _read_rows(samples: Sequence[Array], axis: int) -> _Rows | None:
+    """Return the rows along an axis; None if they cannot be told apart."""
+    tables = []
     for sample in samples:
-        if sample.ndim < 2 or not np.issubdtype(sample.dtype, np.floating) or sample.size == 0:
+        if sample.ndim < 2 or not sample.size or not is_floating(sample):
             return None
         rows = np.moveaxis(sample, axis, 0).reshape(sample.shape[axis], -1)
-        if not 2 <= len(rows) <= _MOST_ROWS or (peaks and len(rows) != len(peaks[0])):
-            return None
-        low, high = rows.min(axis=1).astype(np.float64), rows.max(axis=1).astype(np.float64)
-        if not np.isfinite(low + high).all():
-            return None
-        values += rows.shape[1]
-        peaks.append(np.maximum(np.abs(low), np.abs(high)))
-        shares.append((low >= -_TOLERANCE) & (high <= 1 + _TOLERANCE))
-        numbers.append((rows == np.rint(rows)).all(axis=1))
-        ends.append(np.stack([(rows < 0.1).mean(axis=1), (rows > 0.9).mean(axis=1)]))
-    if not peaks or values < _VALUES:
+        tables.append(rows)
+    row_counts = {len(rows) for rows in tables}
+    if len(row_counts) != 1 or not 2 <= row_counts.pop() <= _MAX_ROWS:
         return None
-    share, near = np.all(shares, axis=0), np.mean(ends, axis=0)
-    sure = share & (near.sum(axis=0) >= _DECIDED) & (near.min(axis=0) >= _SOME)
-    return _Rows(np.max(peaks, axis=0), share, np.all(numbers, axis=0) & ~share, sure)
+    values = np.concatenate(tables, axis=1)
+    if values.shape[1] < thresholds.MIN_ROW_VALUES:
+        return None
+
+    low, high = values.min(axis=1), values.max(axis=1)
+    tolerance = thresholds.UNIT_TOLERANCE
+    in_unit = (low >= -tolerance) & (high <= 1 + tolerance)
+    is_number = (values == np.rint(values)).all(axis=1) & ~in_unit
+    near_0, near_1 = (values < 0.1).mean(axis=1), (values > 0.9).mean(axis=1)
+    is_decided = near_0 + near_1 >= thresholds.MOST_SHARE
+    has_both_ends = np.minimum(near_0, near_1) >= thresholds.MIN_END_SHARE
+    peak = np.maximum(np.abs(low), np.abs(high)).astype(np.float64)
+    return _Rows(peak, in_unit, is_number, in_unit & is_decided & has_both_ends)
 
 
-def _spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield [start, stop) split recursively at its widest gap; unsplit if there is none."""
     gaps = [_gap(rows, start, cut, stop) for cut in range(start + 1, stop)]
     widest = max(gaps, default=0.0)
-    if widest < _FACTOR:
+    if widest < thresholds.MIN_UNIT_RATIO:
         yield start, stop
         return
     cut = start + 1 + gaps.index(widest)
-    yield from _spans(rows, start, cut)
-    yield from _spans(rows, cut, stop)
+    yield from _split_spans(rows, start, cut)
+    yield from _split_spans(rows, cut, stop)
 
 
 def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
@@ -281,13 +339,14 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     its magnitude: boxes of 0..320 may share a tensor with a score and classes 0..79. Beside sure
     probabilities other values need only leave [0, 1], such as the logarithm of a pitch.
     """
-    left, right = slice(start, cut), slice(cut, stop)
-    large, small = (left, right) if rows.peak[left].min() > rows.top(right) else (right, left)
+    large, small = slice(start, cut), slice(cut, stop)
+    if rows.peak[large].min() <= rows.top(small):
+        large, small = small, large
     top = rows.top(small)
-    if top < _SILENT or bool(rows.share[large].any()):
+    if top < thresholds.MAX_SILENT_PEAK or rows.in_unit[large].any():
         return 0.0
-    single_row = min(cut - start, stop - cut) < 2
-    if single_row and not bool(rows.share[small].all()):
+    has_single_row = min(cut - start, stop - cut) < 2
+    if has_single_row and not rows.in_unit[small].all():
         return 0.0
-    sure = bool(rows.sure[small].all())
-    return float(rows.peak[large].min()) / top * (_FACTOR if sure else 1)
+    ratio = float(rows.peak[large].min()) / top
+    return ratio * thresholds.MIN_UNIT_RATIO if rows.is_sure[small].all() else ratio

@@ -18,22 +18,15 @@ MIN_INSIDE_SHARE = 0.95  # share of boxes whose centre is nearer than that
 MIN_CENTRE_SPREAD = 0.1  # deviation of the centres, relative to the picture: a grid has 0.29
 MIN_BINS = 4  # of a distribution of distances; models have 8 or more
 MIN_PIXEL_SIDE = 4  # sides of detected boxes in pixels; logits of distances are lower
-MAX_POINT_COLUMNS = 64  # numbers of a box with its key points
 MIN_POINT_CORRELATION = 0.8  # key points of a box move with its centre
 MAX_CELL_OFFSET = 16.0  # YOLOX's raw boxes: cells from the anchor, and the logarithm of a size
-MIN_IDLE_SCORE = 0.1  # mean best class above which an objectness suppresses most rows
-MIN_QUIET_SCORE = 0.02  # the same of rows that are the first dimension, as YOLO v5's are
+MIN_QUIET_SCORE = 0.02  # mean score below which rows do not show an objectness
 DETECTION_SHARE = 1e-3  # share of the surest rows, which show the sizes of boxes
-MAX_EMPTY_OBJECTNESS = 0.05  # mean objectness of raw levels
 MIN_LIST_ROWS = 3  # rows of a list of boxes, which show its columns
-MAX_RELATIVE_EXCESS = 0.05  # of a relative box over the picture, where it is cut at the edge
-MAX_QUERIES = 1000  # queries of a DETR: more rows are anchors
 
 # --- steps and text ---
 MIN_STEPS = 4  # steps of a sample; fewer are a few vectors
 MIN_TRACK_STEPS = 8  # steps of independent probabilities; fewer are labels
-MIN_SYMBOL_CONFIDENCE = 0.8  # mean probability of the best symbol of raw scores, as CTC trains
-MIN_DECIDED_SHARE = 0.5  # share of single probabilities below 0.1 or above 0.9
 MAX_BETWEEN_SHARE = 0.25  # share of probabilities between 0.1 and 0.9
 MAX_UNDECIDED_SHARE = 0.05  # share of probabilities of several tracks between 0.3 and 0.7
 MAX_USUAL_SHARE = 0.75  # share of FP32's steps in one class, such as silence, above which only the
@@ -42,28 +35,22 @@ MIN_SYMBOLS = 11  # digits and a blank
 MIN_BLANK_SHARE = 0.2  # share of steps that CTC leaves blank
 MAX_WORD_STEPS = 16  # mean number of steps between blanks
 MAX_SYMBOL_STEPS = 3  # mean number of steps of one symbol: CTC's symbols are peaks
-MIN_TOKENS = 4  # whole numbers of an input that are tokens of a text: CTC reads pictures and sound
 MAX_SIGNAL_STRIDE = 16  # an input signal is at most so many times as long as an output signal
 
 # --- a vector per sample: classes, labels, embeddings ---
 MIN_EMBEDDING_SIZE = 32  # numbers of an embedding; of as many raw scores the best stands out
-MIN_STAND_OUT = 1.15  # best raw score, relative to the expected maximum of normal numbers
-MIN_STAND_OUT_SIDE = 1.2  # distance of the best to the mean, relative to that of the worst
+MIN_STAND_OUT = 1.2  # best raw score, relative to the expected maximum of normal numbers
 MAX_TANH = 1.05  # values of few raw scores, which leave the range of a Tanh
 MAX_LOGIT_DRIFT = 0.5  # deviation of few raw scores' mean, relative to that of the scores
 MAX_POSE_NUMBERS = 6  # numbers of a pose: angles, a rotation, a direction
 MAX_COMMON_MOTION = 0.5  # variance of a pose's mean, relative to independent numbers
 MIN_LEAD = 1.5  # lead of the best of few raw scores, relative to the range of the others
-MIN_HEAD_CONFIDENCE = 0.5  # mean probability of the best raw score in several outputs
 MIN_LABELS = 4  # fewer probabilities are numbers of something else
-MIN_LOW_SHARE = 0.5  # share of a label's probabilities below 0.1
 MIN_LOGIT_DEPTH = 0.75  # mean of labels' raw scores below 0, in standard deviations
-MAX_LABEL_CONFIDENCE = 0.8  # probability of the best of raw labels by a Softmax
 FEATURE_FACTOR = 16  # widths of networks are multiples of it, ImageNet's 1000 classes are not
 MIN_ACTIVATION = -0.375  # least value of HardSwish, the lowest of the activations
 MAX_LENGTH_DEVIATION = 1e-2  # deviation of a normalised vector's length from 1
 MIN_L1_NORM = 2.0  # of a normalised vector: less may be probabilities of a few classes
-MAX_POINT_ORDER = 0.5  # correlation of an embedding's numbers with those 1 to 3 before
 MAX_MEAN_SHARE = 0.25  # mean of an embedding's numbers, in standard deviations
 MAX_SIDE_RATIO = 1.6  # largest number to one side of 0, relative to the other side
 MAX_NORMAL_PEAK = 1.5  # largest number of an embedding, relative to that of normal numbers
@@ -71,7 +58,6 @@ MAX_NORMAL_PEAK = 1.5  # largest number of an embedding, relative to that of nor
 # --- key points ---
 MIN_POINTS, MAX_POINTS = 4, 600  # points of an output: a quadrangle, a mesh of a face
 MIN_FLAT_POINTS = 8  # points of a flat output, whose order must show
-MIN_POINT_STEP_ORDER = 0.6  # correlation of coordinates with those of the point before
 MIN_ORDER_LEAD = 0.2  # the same of known numbers per point, above that of any neighbours
 MAX_ORDER_LOSS = 0.1  # loss of correlation that is accepted for fewer numbers per point
 MEAN_COORDINATE = 0.15, 0.85  # range of the mean coordinate, relative to the picture's side
@@ -81,8 +67,45 @@ MAX_RELATIVE_COORDINATE = 1.5  # larger ones are in pixels
 MAX_END_DISTANCE = 0.02  # values as near to 0 or 1 are probabilities
 MAX_END_SHARE = 0.25  # share of relative coordinates that are as near
 MIN_VISIBLE = 0.2  # confidence of a point that is present
-MIN_DECIDED_VISIBILITY = 0.75  # share of visibilities below 0.1 or above 0.9
 MAX_POINT_DISTANCE = 0.03  # of matching points, relative to the extent of a sample's points
-MAX_STEPS_PER_PIXEL = 4  # of SimCC's columns and rows
-MIN_SIMCC_PEAK = 0.25  # peak of a point that is present, relative to the sample's highest
 MAX_SIMCC_PIXELS = 2  # distance of matching points
+
+# --- values ---
+MIN_VARIATION = 1e-3  # change of outputs from sample to sample, relative to the first one's
+SUM_ROUNDING = 1e-2  # error of a sum of probabilities in float16 over thousands of classes
+MIN_ORDERED_CLASSES = 8  # classes in an order, such as ages
+MIN_SINGLE_SHARE = 0.75  # the same of single values
+MAX_LOGIT = 40.0  # larger magnitudes are of another unit
+MIN_SIDE_DISTANCE = 5.0  # distance of raw scores on both sides of 0, in their own deviations
+MAX_CHANCE_ORDERS = 1e4  # orders of a few values, of which one is sorted by chance
+MIN_SORTED_VALUES = 5  # fewer probabilities may be in one order in every sample
+
+# --- slices of an output ---
+FORM_SAMPLES = 4  # samples from which the form is derived
+FORM_SAMPLES_OF_FEW = 32  # the same of outputs of few values
+MIN_UNIT_RATIO = 8.0  # of every row of the larger unit to any of the smaller
+MAX_SILENT_PEAK = 0.01  # rows whose peak stays below it show no unit
+MIN_ROW_VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
+MAX_LOW_SCORE = 0.2  # scores below it are low, above 1 - it high
+MIN_END_SHARE = 0.1  # share of sure scores near 0, and near 1
+
+# --- maps over a picture ---
+MIN_MAP_SIDE = 16  # pixels of a side; smaller maps are features
+MIN_EQUAL_NEIGHBOURS = 0.9  # share of neighbouring pixels of one class
+MIN_NEGATIVE_SHARE = 0.2  # share of raw scores below 0; a picture has none
+MAX_RARE_SHARE = 1e-3  # share of all pixels up to which a class is left out of mIoU
+MIN_CLASS_PIXELS = 16  # pixels of a class that counts where all others are background
+MAX_MASKS = 4  # channels of an output of masks
+MIN_MASK_PEAK = 0.3  # largest value of masks
+MAX_PICTURE_CORRELATION = 0.9  # of masks with the picture: an enhanced picture is no mask
+MAX_MASK_EXCESS = 0.15  # distance to [0, 1] of masks without a final Sigmoid
+PIXEL_SHARES = {0.5: 2e-3, 0.3: 1e-3, 0.1: 5e-4}  # threshold of masks -> share of pixels above it
+MAX_PEAK_SHARE = 0.05  # share of a heat map's pixels above half of its peak
+HEAT_RANGE = -0.3, 1.5  # values of heat maps, which are trained to be 0 to 1
+
+# --- shared by several forms ---
+MIN_CONFIDENCE = 0.8  # mean probability of the best of raw scores that a Softmax belongs to
+MOST_SHARE = 0.75  # of scores near 0 or 1, and of pixels whose best raw score is above 0
+MIN_ORDER = 0.6  # correlation of numbers in an order with those before: points, ages
+MAX_MASK_SCALE = 8  # scale of the picture to masks
+MAX_CLASS_SCALE = 4  # the same to raw scores of pixels; smaller maps are features

@@ -28,11 +28,11 @@ from deploy.tasks.evaluation_task import (
     ClassExample,
     EvaluationTask,
     ExampleSelection,
-    FirstSamples,
     TaskFigure,
     TaskTally,
     ThresholdTally,
 )
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
     Floats,
     Outputs,
@@ -211,7 +211,7 @@ def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
     if len(split_output("", [*rows[:, None]])) > 1 or not _are_few_scores(rows):
         return False
     confidence = activate(rows, "softmax").max(axis=1).mean()
-    return is_single or bool(confidence > thresholds.MIN_HEAD_CONFIDENCE)
+    return is_single or bool(confidence > 0.5)
 
 
 def _stand_out(rows: Floats) -> NDArray[np.bool_]:
@@ -219,7 +219,7 @@ def _stand_out(rows: Floats) -> NDArray[np.bool_]:
     mean = rows.mean(axis=1)
     high, low = rows.max(axis=1) - mean, mean - rows.min(axis=1)
     is_clear = high > thresholds.MIN_STAND_OUT * _normal_maximum(rows.shape[1]) * rows.std(axis=1)
-    return np.asarray(is_clear & (high > thresholds.MIN_STAND_OUT_SIDE * low))
+    return np.asarray(is_clear & (high > thresholds.MIN_STAND_OUT * low))
 
 
 def _normal_maximum(count: int) -> float:
@@ -325,14 +325,14 @@ def _are_labels(rows: Floats, *, raw: bool) -> bool:
         depth = -(rows.mean(axis=1) / np.maximum(rows.std(axis=1), 1e-30)).max()
         confidence = activate(rows, "softmax").max(axis=1).mean()
         is_deep = depth >= thresholds.MIN_LOGIT_DEPTH
-        if not is_deep or confidence > thresholds.MAX_LABEL_CONFIDENCE:
+        if not is_deep or confidence > thresholds.MIN_CONFIDENCE:
             return False
     label_counts = np.count_nonzero(shares > 0.5, axis=1)
     # a classifier's raw scores may well have two above 0 in one sample
     has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= 2
     is_between = (shares > 0.1) & (shares < 0.9)
     is_decided = is_between.mean() < thresholds.MAX_BETWEEN_SHARE
-    return bool(has_several and is_decided and np.mean(shares < 0.1) >= thresholds.MIN_LOW_SHARE)
+    return bool(has_several and is_decided and np.mean(shares < 0.1) >= 0.5)
 
 
 @dataclass(slots=True)
@@ -364,9 +364,8 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
         reference_neighbours = _find_nearest(np.stack(references))
         neighbours = _find_nearest(np.stack(candidates))
         equal = int((reference_neighbours == neighbours).sum())
-        count = f"{equal} of {vector_count}"
-        text = f"{count} nearest neighbours as FP32's, {text}"
-        return self.figure("neighbours alike", equal / vector_count, count, text)
+        text = f"nearest neighbours as FP32's, {text}"
+        return self.share("neighbours alike", equal, vector_count, text)
 
 
 def _normalize(value: Array) -> Floats:
@@ -443,7 +442,7 @@ def _are_points(rows: Floats) -> bool:
     """Whether numbers correlate with those 1 to 3 before them, as points in order do."""
     for step in (1, 2, 3):
         correlations = [correlate(row[step:], row[:-step]) for row in rows]
-        if np.mean(correlations) > thresholds.MAX_POINT_ORDER:
+        if np.mean(correlations) > thresholds.MIN_ORDER:
             return True
     return False
 

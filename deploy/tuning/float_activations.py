@@ -30,7 +30,6 @@ class FloatActivations:
     """Stored inner tensors of the float model on a few samples, from which trials start.
 
     Attributes:
-        samples: inputs and outputs of each sample.
         values: tensor -> array, for each sample.
     """
 
@@ -38,7 +37,7 @@ class FloatActivations:
         self,
         reference: onnx.ModelProto,
         changed: Iterable[Collection[str]],
-        samples: Sequence[tuple[Values, Values]],
+        samples: Sequence[Values],
     ) -> None:
         """Run the float model once per sample and store the tensors that enter changed parts.
 
@@ -52,7 +51,6 @@ class FloatActivations:
             name: node for node in reference.graph.node for name in node.output
         }
         self._constants = {tensor.name: tensor for tensor in reference.graph.initializer}
-        self.samples = samples
         self.values: list[Values] = []
         names: dict[str, None] = {}
         for nodes in changed:
@@ -60,8 +58,8 @@ class FloatActivations:
         session = OrtSession.open(
             copy_with_outputs(reference, names), threads=1, spin=False, reuse_memory=True
         )
-        for inputs, _ in samples:
-            values = session.run(inputs)
+        for sample in samples:
+            values = session.run(sample)
             if not self.values:
                 names = _limit_memory(names, values, len(samples))
             self.values.append({name: values[name] for name in names})

@@ -241,15 +241,16 @@ class Prober:
         self._count_samples(self._isolated_sample_count)
         indices = self._select_isolated()
         samples = [self._samples.samples[index] for index in indices]
+        inputs = [sample for sample, _ in samples]
         slices = [self._samples.slices[index] for index in indices]
         powers = self._samples.powers[indices]
         try:
-            activations = FloatActivations(self._request.model, int8_nodes, samples)
+            activations = FloatActivations(self._request.model, int8_nodes, inputs)
         except Calib8Error as error:
             return _TrialSamples(samples, slices, powers, error)
         extended = []
-        for (inputs, outputs), values in zip(samples, activations.values, strict=True):
-            extended.append(({**inputs, **values}, outputs))
+        for (sample, outputs), values in zip(samples, activations.values, strict=True):
+            extended.append(({**sample, **values}, outputs))
         return _TrialSamples(extended, slices, powers, activations)
 
     def _select_isolated(self) -> list[int]:

@@ -112,12 +112,14 @@ def _measure_candidates(
 ) -> tuple[Floats, OutputForm]:
     """Return the signal of every slice in every sample, [samples, slices], and their form."""
     remaining = iter(candidates)
-    first = list(islice(remaining, 1))
-    mean_samples = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first[0][0]), 1))
-    first += islice(remaining, max(form_samples(*first[0]), mean_samples) - 1)
-    inputs, outputs = zip(*first, strict=True)
+    form_candidates = list(islice(remaining, 1))
+    mean_samples = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(form_candidates[0][0]), 1))
+    form_candidates += islice(remaining, max(form_samples(*form_candidates[0]), mean_samples) - 1)
+    inputs, outputs = zip(*form_candidates, strict=True)
     form = derive_form(outputs, inputs=inputs, metric=metric)
-    slices = (form.told(outputs, sample, outputs) for sample, outputs in chain(first, remaining))
+    slices = (
+        form.told(outputs, sample, outputs) for sample, outputs in chain(form_candidates, remaining)
+    )
     return slice_signals(form, slices), form
 
 
@@ -365,7 +367,10 @@ def with_held_out_ranges(
     statistics = ranges.compute_once("held out", ObservedStatistics)  # shared by the targets
     try:
         missing = statistics.missing(target.demand(subject))
-        subtractable = [one for one in missing if _is_subtractable(ranges, one)]
+        subtractable = []
+        for observation in missing:
+            if _is_subtractable(ranges, observation):
+                subtractable.append(observation)
         if subtractable:
             count_samples(len(samples))
             held_out = observe(subtractable, samples, threads=request.threads)

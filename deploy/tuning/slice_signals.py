@@ -169,7 +169,7 @@ def noise_powers(
 ) -> list[float]:
     """Return the relative noise power of every slice in one sample.
 
-    `signal_powers`: [slices], of the sample or those of an average one, whichever are more.
+    `signal_powers`: [slices], of the sample, or of an average sample where that has more.
     """
     powers = []
     for part, signal_power in zip(form.parts, signal_powers, strict=True):

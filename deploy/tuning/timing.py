@@ -59,10 +59,10 @@ class KernelTimes:
         return sum(self.nodes.values()) + self.unattributed
 
 
-def least_kernel_times(first: KernelTimes, second: KernelTimes) -> KernelTimes:
+def least_kernel_times(times: KernelTimes, other_times: KernelTimes) -> KernelTimes:
     """Return the lesser of two times of each kernel of one model."""
-    nodes = {name: min(time, second.nodes[name]) for name, time in first.nodes.items()}
-    return KernelTimes(nodes, min(first.unattributed, second.unattributed))
+    nodes = {name: min(time, other_times.nodes[name]) for name, time in times.nodes.items()}
+    return KernelTimes(nodes, min(times.unattributed, other_times.unattributed))
 
 
 def kernel_times(
@@ -89,24 +89,26 @@ def kernel_times(
         times_by_kernel[kernel].append(microseconds)
         if op_type.removeprefix("Fused") in WEIGHTED:
             layers.add(kernel)
-    least = {name: min(times[_WARM_PROFILES:] or times) for name, times in times_by_kernel.items()}
+    least_times = {
+        name: min(times[_WARM_PROFILES:] or times) for name, times in times_by_kernel.items()
+    }
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
-    return attribute_kernels(least, float_model, pairs, layers=layers)
+    return attribute_kernels(least_times, float_model, pairs, layers=layers)
 
 
 def attribute_kernels(
     kernels: Mapping[str, float],
     model: onnx.ModelProto,
-    others: Iterable[str] = (),
+    extra_names: Iterable[str] = (),
     *,
     layers: Collection[str] = (),
 ) -> KernelTimes:
     """Count kernel times to nodes of a model, or to other names, by the longest name prefix.
 
-    `others`: further names that count for themselves. `layers`: kernels that multiply with
+    `extra_names`: further names that count for themselves. `layers`: kernels that multiply with
     weights, whatever else they compute.
     """
-    node_by_name = {name: name for name in others}
+    node_by_name = {name: name for name in extra_names}
     maker_by_tensor: dict[str, onnx.NodeProto] = {}
     unweighted: dict[str, onnx.NodeProto] = {}
     for node in model.graph.node:
@@ -201,7 +203,7 @@ def time_models(
             calm_rounds = 0 if is_quicker else calm_rounds + 1
             best = np.minimum(best, times)
             rounds.append(times)
-    halves = [np.min(rounds[first::2], axis=0) for first in (0, 1)]
+    halves = [np.min(rounds[offset::2], axis=0) for offset in (0, 1)]
     spreads = np.maximum(*halves) / best - 1
     return list(map(ModelTime, best.tolist(), spreads.tolist()))
 

@@ -1,7 +1,8 @@
 """Small models that are valid and odd, or hostile: built, or refused, each in bounded memory.
 
-What `tests/test_frontend_forms.py` and `tests/test_frontend_hostile.py` have is not here again:
-sequences, text, names like those that calib8 adds, functions and constants that double.
+What `tests/test_frontend_forms.py`, `test_frontend_hostile.py` and `test_frontend_plugins.py` have
+is not here again: sequences, text, names like those that calib8 adds, functions and constants that
+double.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def read_metadata_preprocess(
     """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
     metadata = ModelMetadata(
         properties={entry.key: entry.value[: LONGEST + 1] for entry in model.metadata_props},
-        folder=path.parent if path is not None else None,
+        folder=_find_folder(path),
         shape=_find_input_shape(model),
     )
     for location, writer, read in READERS:
@@ -83,13 +83,18 @@ def read_declaration(model: onnx.ModelProto, path: Path | None = None) -> Declar
 
     A file that cannot be read declares nothing: the outputs are then recognised by their form.
     """
-    metadata = ModelMetadata(properties={}, folder=path.parent if path is not None else None)
+    metadata = ModelMetadata(properties={}, folder=_find_folder(path))
     config = {}
     with suppress(ConfigError):
         text = metadata.read_exported(huggingface.TIMM_FILE)
         if text is not None:
             config = parse_object(text, huggingface.TIMM_FILE)
     return declare(model, config, len(read_class_names(model)))
+
+
+def _find_folder(path: Path | None) -> Path | None:
+    """Return the folder of a model's file; None for a model in memory."""
+    return None if path is None else path.parent
 
 
 def _find_input_shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
@@ -100,6 +105,3 @@ def _find_input_shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
     for dim in model.graph.input[0].type.tensor_type.shape.dim:
         shape.append(dim.dim_value if dim.dim_value > 0 else None)
     return tuple(shape)
-
-
-__all__ = ["READERS", "read_metadata_preprocess"]

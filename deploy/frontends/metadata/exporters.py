@@ -21,6 +21,7 @@ since PP-OCRv3. (Layout models have class names there: words, not characters.)
 """
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from deploy.errors import ConfigError
@@ -51,10 +52,10 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
             return None
         return StoredPreprocess(find_preset("yolo"), " YOLOv5")
 
-    size = _size(metadata.text("imgsz"))
+    size = _parse_size(metadata.text("imgsz"))
     height, width = size
     preprocess = _task_preprocess(metadata, size)
-    color = _color(metadata.text("channels"))
+    color = _parse_color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
     detail = f", imgsz {height}"
     if width != height:
@@ -80,7 +81,7 @@ def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
     )
 
 
-def _size(text: str | None) -> Size:
+def _parse_size(text: str | None) -> Size:
     """Return (height, width) of "[640, 640]" or "640"."""
     sides = parse_integers("640" if text is None else text, "imgsz")
     if len(sides) > 2:
@@ -88,7 +89,7 @@ def _size(text: str | None) -> Size:
     return sides[0], sides[-1]
 
 
-def _color(text: str | None) -> str:
+def _parse_color(text: str | None) -> str:
     """Return the color for a number of channels, which older versions did not write."""
     if text is None:
         return "rgb"
@@ -245,42 +246,43 @@ def parse_operators(text: str) -> list[dict[str, object]]:
     mappings: list[dict[str, object]] = []
     key = ""
     for line in lines[lines.index(f"{_SECTION}:") + 1 :][:_MAX_LINES]:
-        if re.match(r"[^\s-]", line):
+        if re.match(r"[^\s-]", line):  # the next section
             break
         if row := re.fullmatch(r"(- |  )(\w+):(?: (.+))?", line):
             if row[1] == "- ":
                 mappings.append({})
             key = row[2]
             if mappings and key not in mappings[-1]:
-                mappings[-1][key] = [] if row[3] is None else _value(row[3])
+                mappings[-1][key] = _parse_value(row[3])
                 continue
         elif mappings and (row := re.fullmatch(r" {2,4}- (.+)", line)):
             items = mappings[-1].get(key)
             if isinstance(items, list):
-                items.append(_value(row[1]))
+                items.append(_parse_value(row[1]))
                 continue
+        # no entry of a mapping, no new key, or no item of a list
         raise ConfigError(
             f"its {_SECTION} must be as PaddleDetection writes it, got {short_text(line)}"
         )
     return mappings
 
 
-def _value(text: str) -> object:
-    """Return a word or number, or a list of them in brackets."""
+def _parse_value(text: str | None) -> object:
+    """Return a word or number, a list of them in brackets, or [] if the items follow below."""
+    if text is None:
+        return []
     if text.startswith("[") and text.endswith("]"):
-        return [_word(word.strip()) for word in text[1:-1].split(",")]
-    return _word(text)
+        return [_parse_word(word.strip()) for word in text[1:-1].split(",")]
+    return _parse_word(text)
 
 
-def _word(text: str) -> object:
+def _parse_word(text: str) -> object:
     """Return a boolean, a number or a word."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     if not re.fullmatch(r"\w+", text):
         raise ConfigError(f"its {_SECTION} must hold numbers and words, got {short_text(text)}")
     return text

@@ -164,9 +164,9 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
 
 def _add_arithmetic(preprocess: Preprocess, data: Mapping[str, Any]) -> Preprocess:
     """Return the preprocessing with the order of channels, scale, mean and std of `data`."""
-    is_rescaled = _flag(data, "do_rescale", True)
-    is_normalized = _flag(data, "do_normalize", True)
-    color = "bgr" if _flag(data, "do_flip_channel_order", False) else "rgb"
+    is_rescaled = _read_flag(data, "do_rescale", True)
+    is_normalized = _read_flag(data, "do_normalize", True)
+    color = "bgr" if _read_flag(data, "do_flip_channel_order", False) else "rgb"
     preprocess = replace(preprocess, color=color, scale=1.0, mean=(0.0,), std=(1.0,))
     if is_rescaled:
         scale = parse_number(data.get("rescale_factor"), "rescale_factor", default=1 / 255)
@@ -182,17 +182,17 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     """Return preprocessing with the size, crop and interpolation of `data`."""
     resample = parse_number(data.get("resample", 2), "resample")
     size = data.get("size")
-    is_cropped = _flag(data, "do_center_crop", False)
-    if not _flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
+    is_cropped = _read_flag(data, "do_center_crop", False)
+    if not _read_flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
         raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
     preprocess = Preprocess(interpolation=_RESAMPLE[int(resample)])
-    sides = _sides(size)
+    sides = _as_sides(size)
     if sides.keys() == {"height", "width"} and not is_cropped:
-        return replace(preprocess, default_size=_height_width(size, "size"))
+        return replace(preprocess, default_size=_parse_height_width(size, "size"))
     if sides.keys() == {"shortest_edge"}:
         short = int(parse_number(sides["shortest_edge"], "shortest_edge"))
         if is_cropped:
-            crop = _height_width(data.get("crop_size"), "crop_size")
+            crop = _parse_height_width(data.get("crop_size"), "crop_size")
             return replace(preprocess, resize="short-side", short_side=short, default_size=crop)
         if kind.startswith("ConvNext"):
             return _convnext_resize(preprocess, short, data.get("crop_pct"))
@@ -214,18 +214,18 @@ def _convnext_resize(preprocess: Preprocess, side: int, crop_pct: object) -> Pre
     return replace(preprocess, resize="short-side", short_side=short_side, default_size=size)
 
 
-def _height_width(value: object, name: str) -> Size:
+def _parse_height_width(value: object, name: str) -> Size:
     """Return (height, width) of a mapping or a single number."""
-    sides = _sides(value)
+    sides = _as_sides(value)
     return int(parse_number(sides.get("height"), name)), int(parse_number(sides.get("width"), name))
 
 
-def _sides(value: object) -> dict[str, object]:
+def _as_sides(value: object) -> dict[str, object]:
     """Return a mapping of sides as it is, or a single number as height and width."""
     return value if isinstance(value, dict) else {"height": value, "width": value}
 
 
-def _flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
+def _read_flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
     """Return a boolean of `data`, which may be missing."""
     value = data.get(name)
     if value is None:

@@ -105,8 +105,8 @@ def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
         if region is None:
             continue
         visited |= set(region.convs)
-        if _pays(graph, context, region):
-            _widen(model, graph, region)
+        if _is_worthwhile(graph, context, region):
+            _widen_region(model, graph, region)
     drop_unread(model.graph)
 
 
@@ -118,7 +118,7 @@ def _has_uneven_groups(node: onnx.NodeProto) -> bool:
     return groups > 1 and groups % CHANNELS_AT_ONCE > 0
 
 
-def _constant(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.TensorProto | None:
+def _find_constant(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.TensorProto | None:
     """Return a Conv's weight or bias, dequantized or float."""
     if node.input[position] in graph.initializers:
         return graph.initializers[node.input[position]]
@@ -158,7 +158,7 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     None if it cannot have more channels: its constants are computed or shared, or it has groups of
     another number.
     """
-    constants = [_constant(graph, node, position) for position in constant_positions(node)]
+    constants = [_find_constant(graph, node, position) for position in constant_positions(node)]
     weight = constants[0] if constants else None
     if weight is None or None in constants:
         return None
@@ -214,7 +214,7 @@ def _reduces_pixels(graph: Graph, node: onnx.NodeProto) -> bool:
     return keeps_channels and bool(attrs.get("keepdims", 1))
 
 
-def _pays(graph: Graph, context: RewriteContext, region: _Region) -> bool:
+def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bool:
     """Whether the depthwise Convs gain enough, counted in products."""
     kernels, float_graph = context.kernels, context.float_graph
     is_eight_beyond = region.channels % CHANNELS_AT_ONCE == 8
@@ -222,7 +222,7 @@ def _pays(graph: Graph, context: RewriteContext, region: _Region) -> bool:
     float_output = {node.name: node.output[0] for node in float_graph.nodes}
     gain = cost = 0.0
     for name, conv in region.convs.items():
-        weight = _constant(graph, conv.node, WEIGHT)
+        weight = _find_constant(graph, conv.node, WEIGHT)
         assert weight is not None
         is_int8 = unshared_integers(graph, conv.node) is not None
         pixels = _pixel_count(float_graph.shapes.get(float_output.get(name, "")))
@@ -246,8 +246,8 @@ def _pixel_count(shape: Shape | None) -> int:
     return math.prod(sizes) if len(sizes) == len(shape[2:]) else 1
 
 
-def _widen(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
-    """Append the channels to everything in a region."""
+def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
+    """Append the channels to all Convs and tensors of a region."""
     added = region.added_channels
     for conv in region.convs.values():
         node = conv.node

@@ -32,7 +32,7 @@ _REL_TOLERANCE = 1e-6  # constants of a gate that are equal up to float32
 
 
 def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write the gates that stay float with fewer operators."""
+    """Write the gates (such as Hard-Swish) that stay float with fewer operators."""
     if not context.float_gates:
         return
     node_by_name = by_name(model.graph.node)
@@ -41,7 +41,7 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
         gate_nodes = [node_by_name[name] for name in gate.nodes]
         fused_gate = _FusedGate(gate, gate_nodes, _channel_count(context.float_graph, gate))
         fused_nodes = fused_gate.write()
-        if len(fused_nodes) < len(gate_nodes):
+        if len(fused_nodes) < len(gate_nodes):  # else the gate is as short as it can be
             replacements |= {name: [] for name in gate.nodes}
             replacements[gate.name] = fused_nodes
             model.graph.initializer.extend(fused_gate.constants)
@@ -72,7 +72,7 @@ class _FusedGate(ReplacementNodes):
         self.output = gate_nodes[-1].output[0]
 
     def write(self) -> Nodes:
-        """Return the nodes that compute the gate."""
+        """Return the nodes that compute factor * gain * clip(source + shift, 0, top) + offset."""
         scale = self.gate.gain * self.gate.top
         if self.gate.offset == 0 and math.isclose(scale, 1.0, rel_tol=_REL_TOLERANCE):
             return self._write_product(self.name, self.output)
@@ -80,7 +80,7 @@ class _FusedGate(ReplacementNodes):
         return [*self._write_product(product, product), *self._write_affine(product, scale)]
 
     def _write_product(self, name: str, output: str) -> Nodes:
-        """Return the gate without gain and offset."""
+        """Return the nodes that compute factor * clip(source + shift, 0, top) / top."""
         gate = self.gate
         alpha, beta = 1 / gate.top, gate.shift / gate.top
         has_usual_clip = math.isclose(alpha, 1 / 6, rel_tol=_REL_TOLERANCE)

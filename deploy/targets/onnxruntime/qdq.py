@@ -16,7 +16,7 @@ Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, signed_grid
-from calibrators.scales import Scale, Scales
+from calibrators.scales import Scales
 from deploy.errors import ExportError
 from deploy.graph.edit import copy_without_initializers, drop_dead, make_node, rebuild, set_input
 from deploy.graph.gates import Gate
@@ -67,7 +67,7 @@ def write_qdq(
     trained_scales: Mapping[str, Scales32] = MappingProxyType({}),
     memoize: Memoize = _compute_each_time,
 ) -> onnx.ModelProto:
-    """Return a copy of the model with the plan's pairs.
+    """Return a copy of a float model with the Q/DQ pairs, int8 weights and int32 biases of a plan.
 
     Args:
         model: cleaned float model, opset 13 or later, or 19 on an fp8 grid.
@@ -93,7 +93,7 @@ def write_qdq(
     read_counts = memoize("reads", lambda: count_reads(model.graph))
     quantized = copy_without_initializers(model, _replaced_constants(plan, read_counts))
     writer = _QdqWriter(
-        quantized, model, plan, scales, weight_bits, round_scales, trained_scales, memoize
+        quantized.graph, model, plan, scales, weight_bits, round_scales, trained_scales, memoize
     )
     for weight in plan.weights:
         writer.fuse_gemm(weight)
@@ -120,10 +120,15 @@ def _replaced_constants(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
     return {name for name, count in counts.items() if count == read_counts[name]}
 
 
+@dataclass
 class _QdqWriter:
     """The model being rewritten, and the nodes and initializers to add.
 
     Attributes:
+        graph: of the model being rewritten.
+        float_model: the model with all its constants.
+        nodes: name -> node of `graph`.
+        initializers: name -> constant of both models.
         producer: tensor -> the node that makes it.
         constant_nodes: nodes that read only constants.
         following_nodes: tensor -> nodes that follow it.
@@ -133,28 +138,23 @@ class _QdqWriter:
         weights: (weight, axis, whether trained, scales) -> its dequantized tensor.
     """
 
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        float_model: onnx.ModelProto,
-        plan: Plan,
-        scales: Mapping[str, Scale],
-        weight_bits: int,
-        round_scales: Callable[[Scales32], Scales32],
-        trained_scales: Mapping[str, Scales32],
-        memoize: Memoize,
-    ) -> None:
-        self.graph = model.graph
-        self.plan = plan
-        self.scales = scales
-        self.round_scales = round_scales
-        self.trained_scales = trained_scales
-        self.memoize = memoize
+    graph: onnx.GraphProto
+    float_model: onnx.ModelProto
+    plan: Plan
+    scales: Scales
+    weight_bits: int
+    round_scales: Callable[[Scales32], Scales32]
+    trained_scales: Mapping[str, Scales32]
+    memoize: Memoize
+
+    def __post_init__(self) -> None:
+        plan = self.plan
         self.weight_grid = plan.placement.weights
-        if weight_bits != self.weight_grid.bits:
-            self.weight_grid = signed_grid(weight_bits)
+        if self.weight_bits != self.weight_grid.bits:
+            self.weight_grid = signed_grid(self.weight_bits)
+        constants = self.float_model.graph.initializer
         self.nodes: dict[str, onnx.NodeProto] = by_name(self.graph.node)
-        self.initializers: dict[str, onnx.TensorProto] = by_name(float_model.graph.initializer)
+        self.initializers: dict[str, onnx.TensorProto] = by_name(constants)
         self.producer = map_producers(self.graph.node)
         self.constant_nodes: Nodes = []
         self.following_nodes: dict[str, Nodes] = {}
@@ -181,7 +181,7 @@ class _QdqWriter:
     def constant(self, name: str, array: NDArray[np.generic], grid: Grid | None = None) -> str:
         """Add an initializer unless it exists; return its name. `grid` tells fp8 from integers."""
         if name not in self.initializers:
-            tensor = _float8(name, array) if grid == FP8 else _plain(name, array)
+            tensor = _make_float8(name, array) if grid == FP8 else _make_tensor(name, array)
             self.initializers[name] = tensor
             self.graph.initializer.append(tensor)
         return name
@@ -198,7 +198,7 @@ class _QdqWriter:
         else:
             for node in self.graph.node:
                 if pair.consumers is None or node.name in pair.consumers:
-                    _redirect(node, name, target)
+                    _redirect_reads(node, name, target)
 
         shifted_params = self.quantization(name)
         grid = self.plan.placement.grid
@@ -221,7 +221,7 @@ class _QdqWriter:
         self.replacements[add.name] = []
 
     def add_shift(self, target: WeightTarget) -> WeightTarget:
-        """Add a gate's shift to the bias of the layer that makes its source; return its target."""
+        """Add a gate's shift to the bias of the layer upstream; return the new target."""
         gate = self.plan.bias_shifts.get(target.node)
         if gate is None:
             return target
@@ -241,6 +241,7 @@ class _QdqWriter:
             node.input[2] = self._stored_bias(node, str(target.bias), scales)
 
     def _has_integer_bias(self, target: WeightTarget) -> bool:
+        """Whether a layer's bias is stored as int32."""
         return self.plan.placement.quantizes_bias and target.bias in self.initializers
 
     def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
@@ -326,29 +327,34 @@ class _QdqWriter:
         return output
 
     def write_gate(self, gate: Gate) -> None:
-        """Replace the nodes of a gate by int8 ones."""
+        """Replace the nodes of a gate (such as Hard-Swish) by int8 ones."""
         nodes = [self.nodes[name] for name in gate.nodes]
         quantize_node = self.following_nodes[nodes[-1].output[0]][0]
-        shifted = ""
-        source = None
+        shifted_source = ""
+        clip_params = None
         if gate in self.plan.bias_shifts.values():
-            shifted = self._shifted_source(gate)
+            shifted_source = self._rename_shifted_source(gate)
         else:
-            source = self._clipped_source(gate)
+            clip_params = self._find_clip_params(gate)
         self.replacements |= {name: [] for name in gate.nodes}
-        self.replacements[gate.name] = self.gate_writer.gate(
-            gate, nodes, quantize_node, self.scales[gate.output], shifted=shifted, source=source
+        self.replacements[gate.name] = self.gate_writer.write_gate(
+            gate,
+            nodes,
+            quantize_node,
+            self.scales[gate.output],
+            shifted_source=shifted_source,
+            clip_params=clip_params,
         )
 
-    def _clipped_source(self, gate: Gate) -> ShiftedParams | None:
+    def _find_clip_params(self, gate: Gate) -> ShiftedParams | None:
         """Return the parameters of a gate's source if its integers are clipped directly."""
         owner = self.plan.scale_owners.get(gate.source, gate.source)
         if owner in self.gate_offsets or self.clip_shifts.get(owner) != gate.shift:
             return None
-        shifted = self.quantization(gate.source)
-        return shifted if shifted.steps else None
+        params = self.quantization(gate.source)
+        return params if params.steps else None
 
-    def _shifted_source(self, gate: Gate) -> str:
+    def _rename_shifted_source(self, gate: Gate) -> str:
         """Rename a gate's source, which now includes the shift, and drop its pair."""
         producer = self.producer[gate.source]
         name = f"{gate.source}/shifted"
@@ -363,6 +369,7 @@ class _QdqWriter:
         """
         node = self.nodes[name]
         quantize_node, dequantize_node = self.following_nodes.pop(node.output[0])
+        # from the integers of its input to those of its output, without the pair's Q
         tensor = node.input[0].removesuffix("/dequantized")
         node.input[0], node.output[0] = f"{tensor}/quantized", quantize_node.output[0]
         set_input(node, 2, quantize_node.input[2])
@@ -374,7 +381,7 @@ class _QdqWriter:
         for position, source in enumerate(node.input):
             if source in self.initializers:
                 value = numpy_helper.to_array(self.initializers[source]).item()
-                node.input[position] = self.gate_writer.number(value)
+                node.input[position] = self.gate_writer.add_number(value)
 
     def finish(self) -> None:
         """Insert all nodes in an order in which each tensor is made before it is read."""
@@ -391,7 +398,7 @@ class _QdqWriter:
 
 
 def _clip_shifts(plan: Plan) -> dict[str, float]:
-    """Return source's owner -> shift, for the gates that may clip the source's integers."""
+    """Return tensor -> shift, for the sources of gates that may clip their integers."""
     shifted_in_bias = tuple(plan.bias_shifts.values())
     shifts = {}
     for gate in plan.gates:
@@ -422,14 +429,12 @@ def matching_scales(
         return None
     if axis is None:
         return trained if trained.size == 1 else None
-    if trained.size == shape[axis]:
-        return trained
-    if trained.size == 1:
-        return np.broadcast_to(trained, (shape[axis],)).copy()
-    return None
+    if trained.size not in (1, shape[axis]):
+        return None
+    return np.broadcast_to(trained, (shape[axis],)).copy()
 
 
-def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
+def _make_tensor(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
     """Return a tensor of a type that numpy has."""
     data_type = _RAW_TYPES.get(array.dtype.str)
     if data_type is not None:  # the result of `from_array` in a tenth of the time
@@ -439,14 +444,14 @@ def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
     return numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
 
 
-def _float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
+def _make_float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
     """Return an fp8 tensor, made of raw bytes since numpy has no such type."""
     codes = fp8_codes(array, FP8)
     data_type = onnx.TensorProto.FLOAT8E4M3FN
     return helper.make_tensor(name, data_type, array.shape, codes.tobytes(), raw=True)
 
 
-def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:
+def _redirect_reads(node: onnx.NodeProto, name: str, target: str) -> None:
     """Let a node itself, not its subgraphs, read `target` in place of a tensor."""
     for position, source in enumerate(node.input):
         if source == name:

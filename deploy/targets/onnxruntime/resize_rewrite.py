@@ -29,7 +29,7 @@ from deploy.targets.onnxruntime.rewrite_base import (
 
 
 def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write each Resize between pairs that only repeats pixels as copies.
+    """Write each Resize between Q/DQ pairs that only repeats pixels as copies.
 
     Left alone: a Resize that interpolates or shifts pixels, one of unknown rank, and one whose
     pairs differ, since the integers would change.
@@ -101,7 +101,7 @@ def _repeats_pixels(attrs: Mapping[str, bytes], factors: Sequence[float]) -> boo
 
 
 def _integers_around(graph: Graph, node: onnx.NodeProto) -> tuple[str, str] | None:
-    """Return the int8 tensors before and after a node, if their pairs are equal."""
+    """Return the int8 tensors before and after a node, if scale and zero point are equal."""
     dequantize = graph.find_producer(node.input[0], "DequantizeLinear")
     quantize = graph.only_reader(node.output[0], "QuantizeLinear")
     if dequantize is None or quantize is None:
@@ -135,14 +135,12 @@ class _PixelCopies(ReplacementNodes):
         shape_nodes = self._write_shape(source)
         axes = self.constant("axes", [2, 4])
         repeats = self.constant("often", [1, 1, self.row_factor, 1, self.column_factor, 1])
-        return [
-            self.make("Transpose", [source], "turned", perm=[0, 2, 3, 1]),
-            self.make("Unsqueeze", [f"{self.name}/turned", axes], "apart"),
-            self.make("Tile", [f"{self.name}/apart", repeats], "repeated"),
-            *shape_nodes,
-            self.make("Reshape", [f"{self.name}/repeated", f"{self.name}/shape"], "rows"),
-            make_node("Transpose", [f"{self.name}/rows"], output, self.name, perm=[0, 3, 1, 2]),
-        ]
+        channels_last = self.make("Transpose", [source], "turned", perm=[0, 2, 3, 1])
+        spread = self.make("Unsqueeze", [channels_last.name, axes], "apart")
+        repeated = self.make("Tile", [spread.name, repeats], "repeated")
+        pixels = self.make("Reshape", [repeated.name, f"{self.name}/shape"], "rows")
+        channels_first = make_node("Transpose", [pixels.name], output, self.name, perm=[0, 3, 1, 2])
+        return [channels_last, spread, repeated, *shape_nodes, pixels, channels_first]
 
     def _write_shape(self, source: str) -> Nodes:
         """Return the nodes that compute NAME/shape; none if the sizes are known."""

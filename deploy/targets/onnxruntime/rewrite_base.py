@@ -105,7 +105,7 @@ class RewriteScope:
 def apply_to_model(
     rule: RewriteRule[RewriteScope], model: onnx.ModelProto, context: RewriteContext
 ) -> bool:
-    """Apply a rule to a model with pairs, in place; return whether it changed anything."""
+    """Apply a rule to a model with Q/DQ pairs, in place; return whether it changed anything."""
     return apply_rule(model.graph, rule, RewriteScope(model, context)) > 0
 
 
@@ -141,17 +141,14 @@ class ReplacementNodes:
 
         `channels`: size to append; None if the sizes are complete.
         """
-        order_name = self.constant("order", order)
-        operands = [f"{self.name}/ordered", self.constant("times", factors)]
-        nodes = [
-            self.make("Shape", [source], "sizes"),
-            self.make("Gather", [f"{self.name}/sizes", order_name], "ordered"),
-        ]
+        sizes = self.make("Shape", [source], "sizes")
+        ordered = self.make("Gather", [sizes.name, self.constant("order", order)], "ordered")
+        operands = [ordered.name, self.constant("times", factors)]
         if channels is None:
-            return [*nodes, self.make("Mul", operands, "shape")]
-        sizes = [f"{self.name}/larger", self.constant("channels", [channels])]
-        nodes.append(self.make("Mul", operands, "larger"))
-        return [*nodes, self.make("Concat", sizes, "shape", axis=0)]
+            return [sizes, ordered, self.make("Mul", operands, "shape")]
+        larger = self.make("Mul", operands, "larger")
+        parts = [larger.name, self.constant("channels", [channels])]
+        return [sizes, ordered, larger, self.make("Concat", parts, "shape", axis=0)]
 
 
 def replaced_nodes(

@@ -67,7 +67,7 @@ class Rewrite:
 
 
 def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
-    """Apply the rows of `REWRITES` in their order; a model with pairs is changed in place."""
+    """Apply the rows of `REWRITES` in their order to a model with Q/DQ pairs, which may change."""
     for rewrite in REWRITES:
         if rewrite.for_given_pairs or not context.has_given_pairs:
             model = rewrite.apply(model, context) or model
@@ -104,6 +104,7 @@ def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
     it moves integers.
     """
     if apply_to_model(_MEAN_AS_POOL, model, context):
+        # one shape for all means without keepdims
         if any(_FLAT_SHAPE in node.input for node in model.graph.node):
             shape = numpy_helper.from_array(np.array([0, -1], np.int64), _FLAT_SHAPE)
             model.graph.initializer.append(shape)
@@ -111,6 +112,7 @@ def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 
 def _why_no_pool(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    """Return why a ReduceMean is no GlobalAveragePool of an image."""
     float_mean = scope.float_node.get(node.name)
     if float_mean is None:
         return "it is no node of the float model"
@@ -127,6 +129,7 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     nodes = [make_node("GlobalAveragePool", [source], pooled, name)]
     for reader in scope.graph.readers.get(output, ()):
         if reader.op_type == "QuantizeLinear":
+            # a pair of the same scale before the Reshape, which then moves integers
             params = reader.input[1:]
             dequantized = f"{pooled}/read"
             nodes += make_pair(pooled, dequantized, pooled, params, params)
@@ -168,7 +171,7 @@ def _softmax_axis(node: onnx.NodeProto, scope: RewriteScope) -> tuple[int, int]:
     float_softmax = scope.float_node.get(node.name)
     rank = 0
     if float_softmax is not None:
-        rank = len(scope.context.float_graph.shapes.get(float_softmax.output[0]) or ())
+        rank = scope.context.float_graph.rank(float_softmax.output[0])
     axis = int(attributes(node).get("axis", -1))
     if axis < 0:
         axis += rank
@@ -283,7 +286,7 @@ def share_reads(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 
 def _float_readers(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
-    """Return the float nodes that read a DequantizeLinear, but those that only move values."""
+    """Return the float nodes that read a DequantizeLinear, without those that only move values."""
     readers = []
     for reader in scope.graph.readers.get(node.output[0], ()):
         if reader.name in scope.context.float_nodes and reader.op_type not in _MOVED_PAST:
@@ -323,8 +326,7 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
         if node.op_type != "MatMul":
             continue
         add = graph.only_reader(node.output[0], "Add")
-        rank = len(context.float_graph.shapes.get(node.output[0]) or ())
-        if add is None or rank < 3:
+        if add is None or context.float_graph.rank(node.output[0]) < 3:
             continue
         if all(_is_dequantized(graph, name) for name in node.input):
             read_counts.update(name for name in add.input if name in graph.initializers)

@@ -74,7 +74,8 @@ def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Widen the weight; return Pad, DequantizeLinear and the Conv that reads them."""
     weight = unshared_integers(scope.graph, node)
     assert weight is not None  # by the check
-    rank, added = len(weight.dims), _STEM_CHANNELS - weight.dims[1]
+    rank = len(weight.dims)
+    added = _STEM_CHANNELS - weight.dims[1]
     append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added)
 
     source, *grid = scope.graph.producer[node.input[0]].input

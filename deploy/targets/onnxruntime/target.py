@@ -92,7 +92,7 @@ class OnnxRuntime:
 
     @property
     def placement(self) -> Placement:
-        """The rules for this target's pairs."""
+        """The rules for this target's Q/DQ pairs."""
         from deploy.graph.placement import ONNXRUNTIME
 
         placement = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
@@ -182,7 +182,7 @@ class OnnxRuntime:
         return self._write_pairs(request).engine(request.cpu)
 
     def _write_pairs(self, request: BuildRequest) -> _PairedModel:
-        """Return the model with its pairs, before the rewrites for fast kernels."""
+        """Return the model with its Q/DQ pairs, before the rewrites for fast kernels."""
         from calibrators.grids import signed_grid
         from deploy.graph.plan import ModelAnalysis
         from deploy.targets.onnxruntime.dynamic import write_dynamic
@@ -191,6 +191,7 @@ class OnnxRuntime:
 
         ranges, trained = request.ranges_of(self), request.trained
         if trained is not None and self._keeps_pairs(request):
+            # the Q/DQ model of the user is the engine
             decisions = qdq_decisions(trained, request.model, self.placement)
             analysis = ModelAnalysis(request.model)
             return _PairedModel(trained.model, decisions, dict(ranges.scales), analysis)

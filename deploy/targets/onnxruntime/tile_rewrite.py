@@ -39,7 +39,7 @@ _CONSTANT_NAMES = {WEIGHT: "weight", BIAS: "bias"}
 
 
 def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
-    """Return a copy with a Conv and moves in place of each ConvTranspose between pairs.
+    """Return a copy with a Conv and moves in place of each ConvTranspose between Q/DQ pairs.
 
     Left alone: ConvTransposes whose windows overlap, have gaps or are cropped, and those that stay
     float. A model without others is returned as it is.
@@ -73,7 +73,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
 
 
 def _find_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    """Return the QuantizeLinear after a ConvTranspose and its tail, if all of it is quantized."""
+    """Return the QuantizeLinear after a ConvTranspose and its activation, if all is quantized."""
     if node.op_type != "ConvTranspose":
         return None
     if graph.find_producer(node.input[0], "DequantizeLinear") is None:
@@ -103,7 +103,7 @@ class _TiledLayer(ReplacementNodes):
         self.graph, self.node, self.tile, self.channels = graph, node, tile, channels
 
     def write_layer(self, quantize: onnx.NodeProto) -> Nodes:
-        """Return the Conv and its constants; its tail and the QuantizeLinear now read the tiles."""
+        """Return the Conv and its constants; activation and QuantizeLinear now read its tiles."""
         constants = [self._write_constant(index) for index in constant_positions(self.node)]
         inputs = [self.node.input[0], *(constant.output[0] for constant in constants)]
         output = self.node.output[0]
@@ -116,7 +116,7 @@ class _TiledLayer(ReplacementNodes):
         return [*constants, conv]
 
     def _read_tiles(self, tensor: str) -> None:
-        """Let the only reader of a tensor read its tiles."""
+        """Let the only reader of a tensor read the tensor of tiles in its place."""
         (reader,) = self.graph.readers[tensor]
         reader.input[0] = f"{tensor}{TILES}"
 
@@ -134,11 +134,11 @@ class _TiledLayer(ReplacementNodes):
         return make_node("DequantizeLinear", names, output, f"{output}/DQ", axis=axis)
 
     def write_moves(self, quantize: onnx.NodeProto, sizes: Shape) -> Nodes:
-        """Return the nodes after the QuantizeLinear, which makes tiles from now on.
+        """Return the nodes that put the pixels of the tiles in place, after the QuantizeLinear.
 
         `sizes`: shape of the ConvTranspose's output.
         """
-        output = str(quantize.output[0])
+        output = quantize.output[0]
         tiles = quantize.output[0] = f"{output}{TILES}"
         rows, columns = self.tile
         cut_shape = self.constant("apart", [0, 0, 0, rows, columns * self.channels])
@@ -148,12 +148,10 @@ class _TiledLayer(ReplacementNodes):
             self.constant("shape", [-1, height, width, self.channels])
         else:
             shape_nodes = self.scaled_shape(tiles, [0, 2, 3], [1, rows, columns], self.channels)
-        row_tiles = f"{self.name}/rows"
-        return [
-            self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1]),
-            self.make("Reshape", [f"{self.name}/turned", cut_shape], "cut"),
-            self.make("Transpose", [f"{self.name}/cut"], "moved", perm=[0, 1, 3, 2, 4]),
-            *shape_nodes,
-            self.make("Reshape", [f"{self.name}/moved", f"{self.name}/shape"], "rows"),
-            make_node("Transpose", [row_tiles], output, f"{self.name}/whole", perm=[0, 3, 1, 2]),
-        ]
+        channels_last = self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1])
+        cut_tiles = self.make("Reshape", [channels_last.name, cut_shape], "cut")
+        tile_rows = self.make("Transpose", [cut_tiles.name], "moved", perm=[0, 1, 3, 2, 4])
+        pixels = self.make("Reshape", [tile_rows.name, f"{self.name}/shape"], "rows")
+        name = f"{self.name}/whole"
+        channels_first = make_node("Transpose", [pixels.name], output, name, perm=[0, 3, 1, 2])
+        return [channels_last, cut_tiles, tile_rows, *shape_nodes, pixels, channels_first]

@@ -109,7 +109,7 @@ class GateWriter:
         self.constant_nodes = constant_nodes
         self._numbers: dict[float, str] = {}  # number -> float tensor that holds it
 
-    def number(self, value: float) -> str:
+    def add_number(self, value: float) -> str:
         """Return a dequantized tensor of one value, exact: 128 steps of |value| / 128."""
         if value not in self._numbers:
             name = self._numbers[value] = f"calib8/number/{value!r}"
@@ -121,34 +121,37 @@ class GateWriter:
             self.constant_nodes.append(make_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
         return self._numbers[value]
 
-    def gate(
+    def write_gate(
         self,
         gate: Gate,
         nodes: Sequence[onnx.NodeProto],
         quantize: onnx.NodeProto,
         output_range: Scale,
         *,
-        shifted: str = "",
-        source: ShiftedParams | None = None,
+        shifted_source: str = "",
+        clip_params: ShiftedParams | None = None,
     ) -> Nodes:
         """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
 
-        `nodes`: its float nodes, whose inputs are the outputs of the pairs upstream. `quantize`:
-        the QuantizeLinear of its output; its zero point may be replaced. `shifted`: float tensor
-        source + shift if the layer upstream computes it, else "". `source`: parameters of the
-        source if its integers are clipped directly, else None.
+        Args:
+            gate: the gate.
+            nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
+            quantize: the QuantizeLinear of its output, whose zero point may be replaced.
+            output_range: range of its output.
+            shifted_source: float tensor source + shift, if the layer upstream computes it.
+            clip_params: parameters of the source, if its integers are clipped directly.
         """
         read_name = map_read_names(nodes)
-        if source is not None:
-            clip_nodes = self._clip_integers(gate, source)
+        if clip_params is not None:
+            clip_nodes = self._clip_integers(gate, clip_params)
         else:
-            clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted)
+            clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted_source)
         product, offset_nodes = self._add_offset(gate, nodes[-1].output[0], quantize, output_range)
         operands = [read_name[gate.factor], clip_nodes[-1].output[0]]
         return [*clip_nodes, make_node("Mul", operands, product, gate.name), *offset_nodes]
 
     def _clip_by_pair(self, gate: Gate, source: str, shifted: str) -> Nodes:
-        """Return the Add of the shift, unless `shifted` has it, and a pair.
+        """Return the Add of the shift, unless `shifted` has it, and a Q/DQ pair that clips.
 
         Q saturates where the Clip does, and DQ multiplies by the gain.
         """
@@ -159,7 +162,7 @@ class GateWriter:
         nodes: Nodes = []
         if not shifted:
             shifted = f"{name}/shifted"
-            operands = [source, self.number(gate.shift)]
+            operands = [source, self.add_number(gate.shift)]
             nodes.append(make_node("Add", operands, shifted, f"{name}/Add"))
         return nodes + make_pair(shifted, name, name, clip_params, gain_params)
 
@@ -187,7 +190,7 @@ class GateWriter:
     def _add_offset(
         self, gate: Gate, output: str, quantize: onnx.NodeProto, output_range: Scale
     ) -> tuple[str, Nodes]:
-        """Return the output tensor of a gate's Mul, and the nodes that add the offset to it.
+        """Return the tensor that a gate's Mul writes, and the nodes that add the offset to it.
 
         There are none if the zero point of `quantize` adds it, else a pair and an int8 Add.
         """
@@ -204,7 +207,7 @@ class GateWriter:
         )
         params = self._parameters(name, float(scale), zero_point)
         pair = make_pair(f"{name}/float", name, name, params, params)
-        add = make_node("Add", [name, self.number(gate.offset)], output, f"{name}/Add")
+        add = make_node("Add", [name, self.add_number(gate.offset)], output, f"{name}/Add")
         return f"{name}/float", [*pair, add]
 
     def _parameters(self, name: str, scale: float, zero: int) -> list[str]:

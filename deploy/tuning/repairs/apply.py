@@ -28,7 +28,7 @@ from deploy.tuning.repairs.sample_runs import SampleComparison, gains, harms, wo
 # a sample and the float model's outputs on it
 EvaluationSample = tuple[Sample, Outputs]
 
-_SAMPLES = 16  # half of them compute the after-repairs, half evaluate them
+_SAMPLES = 16  # half of them compute the repairs, half evaluate them
 _MIN_SPLIT = 4  # samples; fewer are not split into halves
 _MAX_VALUES = 5_000_000  # input values to compute a repair from; a large sample gives many patches
 _MIN_FLOAT_DB = 60.0  # SQNR that a repaired float model must have against the original
@@ -157,9 +157,9 @@ def _choose(
     comparison = SampleComparison(
         request.subject, inputs, threads=request.threads, reference_outputs=outputs
     )
-    before = {target.name: _measure_trial(comparison, target, request)}
-    after = {target.name: _measure_trial(comparison, target, candidate)}
-    (result,) = _compare(name, before, after, _MIN_GAIN_DB)
+    original = {target.name: _measure_trial(comparison, target, request)}
+    repaired = {target.name: _measure_trial(comparison, target, candidate)}
+    (result,) = _compare(name, original, repaired, _MIN_GAIN_DB)
     return candidate if result.kept else request, result
 
 
@@ -168,22 +168,31 @@ def _measure_trial(comparison: SampleComparison, target: Target, request: BuildR
 
 
 def _compare(
-    name: str, before: Mapping[str, Accuracy], after: Mapping[str, Accuracy], min_gain_db: float
+    name: str,
+    original: Mapping[str, Accuracy],
+    repaired: Mapping[str, Accuracy],
+    min_gain_db: float,
 ) -> list[RepairResult]:
     """Return the result of a repair by target; it is kept if some target gains and none loses.
 
-    `before`, `after`: target -> accuracy; a target may be missing after.
+    `original`, `repaired`: target -> accuracy; a target may be missing after.
     """
-    shared = [target for target in before if target in after]
-    kept = len(shared) == len(before)
-    kept = kept and not any(harms(before[target], after[target]) for target in shared)
-    kept = kept and any(gains(before[target], after[target], min_gain_db) for target in shared)
-    outcome = "kept" if kept else "not kept"
+    shared = [target for target in original if target in repaired]
+    has_helped = len(shared) == len(original)
+    has_helped = has_helped and not any(
+        harms(original[target], repaired[target]) for target in shared
+    )
+    has_helped = has_helped and any(
+        gains(original[target], repaired[target], min_gain_db) for target in shared
+    )
+    outcome = "kept" if has_helped else "not kept"
     results = []
     for target in shared:
-        change = f"{worst_sqnr_db(before[target]):.1f} -> {worst_sqnr_db(after[target]):.1f} dB"
+        change = (
+            f"{worst_sqnr_db(original[target]):.1f} -> {worst_sqnr_db(repaired[target]):.1f} dB"
+        )
         sentence = f"{REPAIRS[name].title}: worst part {change}, {outcome}"
-        results.append(RepairResult(name=name, target=target, kept=kept, sentence=sentence))
+        results.append(RepairResult(name=name, target=target, kept=has_helped, sentence=sentence))
     return results
 
 
@@ -240,7 +249,7 @@ def repair_model(
         folder=folder,
         threads=threads,
     )
-    before, results = builds.measure(subject), []
+    accuracies, results = builds.measure(subject), []
     for name, repair in repairs.items():
         model = repair(subject.model, samples, threads)
         if model is None or not _is_same_model(comparison, model):
@@ -248,11 +257,11 @@ def repair_model(
             continue
         loaded = replace(subject.loaded, model=model)
         candidate = replace(subject, loaded=loaded, repairs=(*subject.repairs, name))
-        after = builds.measure(candidate)
-        comparisons = _compare(name, before, after, _MIN_MODEL_GAIN_DB)
+        repaired_accuracies = builds.measure(candidate)
+        comparisons = _compare(name, accuracies, repaired_accuracies, _MIN_MODEL_GAIN_DB)
         results += comparisons
         if any(result.kept for result in comparisons):
-            subject, before = candidate, after
+            subject, accuracies = candidate, repaired_accuracies
     if subject.repairs:
         subject = with_new_digest(subject)
     return subject, results

@@ -65,14 +65,14 @@ def _find_factors(
     for _ in range(_MAX_SWEEPS):
         largest_change = 0.0
         for link, sizes in zip(links, weight_sizes, strict=True):
-            first, second = link.first.name, link.second.name
+            upstream, downstream = link.first.name, link.second.name
             groups, out, into = sizes.shape
-            if second in factors:
-                sizes = sizes / factors[second].reshape(groups, out, 1)
-            sizes = sizes * factors[first].reshape(groups, 1, into)
-            first_range = maxima[link.first.output] / factors[first]
+            if downstream in factors:
+                sizes = sizes / factors[downstream].reshape(groups, out, 1)
+            sizes = sizes * factors[upstream].reshape(groups, 1, into)
+            first_range = maxima[link.first.output] / factors[upstream]
             step = equal_factors(first_range, sizes.max(axis=1).reshape(-1))
-            factors[first] = factors[first] * step
+            factors[upstream] = factors[upstream] * step
             largest_change = max(largest_change, float(np.abs(np.log(step)).max()))
         if largest_change < _CONVERGED:
             break

@@ -18,6 +18,7 @@ layers rounds all of them once, and in its trial models a float layer gets its o
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -160,44 +161,33 @@ def round_all_weights(
     )
     target = repair_input.target
     if target.name not in weights_by_target:
-        targets = [target]
-        for companion in request.companions:
-            if companion.name not in weights_by_target and companion.name != target.name:
-                targets.append(companion)
-        new_weights = _round_all(request.with_choices(NO_CHOICES), repair_input, targets)
+        finished = {target.name, *weights_by_target}
+        companions = [other for other in request.companions if other.name not in finished]
+        new_weights = _round_all(request.with_choices(NO_CHOICES), repair_input, companions)
         weights_by_target.update(new_weights)
     return weights_by_target[target.name]
 
 
 def _round_all(
-    request: BuildRequest, repair_input: RepairInput, targets: Sequence[Target]
+    request: BuildRequest, repair_input: RepairInput, companions: Sequence[Target]
 ) -> dict[str, dict[str, RoundedWeight]]:
     """Return target -> initializer -> rounded weight; without companions that cannot be built."""
-    exclusive_layers = _find_exclusive_layers(request.model)
-    layers: dict[str, WeightedLayer] = {}
-    grids_by_target: dict[Target, dict[str, LayerQuantization]] = {}
-    for target in targets:
-        try:
-            int8_model = target.trial(request)
-        except Calib8Error:
-            if target is repair_input.target:
-                raise
-            continue  # its own search reports it
-        grids_by_target[target] = {}
-        for layer, quantization in read_all_quantizations(int8_model, exclusive_layers).values():
-            if quantization.is_nearest and quantization.factors is None:
-                layers[layer.name] = layer
-                grids_by_target[target][layer.name] = quantization
-
-    count = len(repair_input.samples)
-    samples = [*repair_input.samples, *repair_input.held_out]
+    layers, target = _find_exclusive_layers(request.model), repair_input.target
+    grids_by_target = {target: _read_grids(request, layers, target)}
+    for companion in companions:
+        with suppress(Calib8Error):  # its own search reports it
+            grids_by_target[companion] = _read_grids(request, layers, companion)
     fits_pairs = {
         target: target.plan(request.model).placement.fits_pairs for target in grids_by_target
     }
+
+    quantized = set().union(*grids_by_target.values())
+    count = len(repair_input.samples)
+    samples = [*repair_input.samples, *repair_input.held_out]
     weights: dict[str, dict[str, RoundedWeight]] = {target.name: {} for target in grids_by_target}
     for layer, patches in layer_patches(
         repair_input.reference,
-        [layer for layer in exclusive_layers if layer.name in layers],
+        [layer for layer in layers if layer.name in quantized],
         samples,
         max_patches=_PATCHES * len(samples) // count,
         threads=repair_input.threads,
@@ -221,6 +211,18 @@ def _round_all(
     return weights
 
 
+def _read_grids(
+    request: BuildRequest, layers: tuple[WeightedLayer, ...], target: Target
+) -> dict[str, LayerQuantization]:
+    """Return layer -> its quantization for a target, without layers that keep their weights."""
+    quantized = read_all_quantizations(target.trial(request), layers)
+    grids = {}
+    for layer, quantization in quantized.values():
+        if quantization.is_nearest and quantization.factors is None:
+            grids[layer.name] = quantization
+    return grids
+
+
 def _find_exclusive_layers(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
     """Return the layers whose weight no other node reads."""
     return tuple(layer for layer in find_weighted_layers(model) if layer.is_only_reader)
@@ -230,20 +232,15 @@ class LayerInputs:
     """Input patches of a layer, from which the weights of several targets are rounded.
 
     Attributes:
-        patches: [groups, K, P].
+        grams: Gram matrices of the patches, of `_MAX_GRAM_SIZE` of their values each.
         held_out: held-out patches; None where there are too few samples.
     """
 
     def __init__(self, patches: FloatArray, held_out: FloatArray | None = None) -> None:
-        self.patches = patches
+        """`patches`: [groups, K, P]."""
+        starts = range(0, patches.shape[1], _MAX_GRAM_SIZE)
+        self.grams = [gram(patches[:, start : start + _MAX_GRAM_SIZE]) for start in starts]
         self.held_out = held_out
-        self._grams: dict[int, Float64Array] = {}
-
-    def gram(self, start: int) -> Float64Array:
-        """Return the Gram matrices of `_MAX_GRAM_SIZE` values of the patches; computed once."""
-        if start not in self._grams:
-            self._grams[start] = gram(self.patches[:, start : start + _MAX_GRAM_SIZE])
-        return self._grams[start]
 
 
 def round_weight(
@@ -273,9 +270,8 @@ def round_weight(
 
     nearest = round_to_grid(steps, grid)
     integers = nearest.copy()
-    for start in range(0, steps.shape[2], _MAX_GRAM_SIZE):
-        part = slice(start, start + _MAX_GRAM_SIZE)
-        products = inputs.gram(start)
+    for index, products in enumerate(inputs.grams):
+        part = slice(index * _MAX_GRAM_SIZE, (index + 1) * _MAX_GRAM_SIZE)
         if np.isfinite(products).all():  # else the squares overflow float32: round to nearest
             integers[:, :, part] = round_by_output(
                 steps[:, :, part], products, fixed=is_fixed[:, :, part], sweeps=_SWEEPS, grid=grid

@@ -283,29 +283,33 @@ def find_layer_links(model: onnx.ModelProto) -> tuple[LayerLink, ...]:
 
 
 def _find_link(
-    graph: Graph, layer_by_name: Mapping[str, WeightedLayer], first: WeightedLayer
+    graph: Graph, layer_by_name: Mapping[str, WeightedLayer], upstream: WeightedLayer
 ) -> LayerLink | None:
     """Return the link that starts at a layer.
 
     None where another node shares a weight, where a convolution meets a matrix product, whose
     channels are others, and at a pool between matrix products, which pools over the channels.
     """
-    tensor, has_pool = first.output, False
+    tensor, has_pool = upstream.output, False
     reader = graph.only_reader(tensor)
     while reader is not None and _commutes_with_factors(graph, reader, tensor):
         has_pool |= reader.op_type in _POOLS
         tensor = str(reader.output[0])
         reader = graph.only_reader(tensor)
 
-    second = None if reader is None else layer_by_name.get(reader.name)
-    if second is None or second.input != tensor or first.out_channels != second.in_channels:
+    downstream = None if reader is None else layer_by_name.get(reader.name)
+    if (
+        downstream is None
+        or downstream.input != tensor
+        or upstream.out_channels != downstream.in_channels
+    ):
         return None
-    if not (first.is_only_reader and second.is_only_reader):
+    if not (upstream.is_only_reader and downstream.is_only_reader):
         return None
-    matrix_products = {layer.kind in _MATRIX_PRODUCTS for layer in (first, second)}
+    matrix_products = {layer.kind in _MATRIX_PRODUCTS for layer in (upstream, downstream)}
     if len(matrix_products) == 2 or (has_pool and True in matrix_products):
         return None
-    return LayerLink(first, second)
+    return LayerLink(upstream, downstream)
 
 
 def _commutes_with_factors(graph: Graph, node: onnx.NodeProto, tensor: str) -> bool:

@@ -139,15 +139,17 @@ def worst_sqnr_db(accuracy: Accuracy) -> float:
 _MAX_LOSS_DB = 0.5  # of any slice
 
 
-def gains(before: Accuracy, after: Accuracy, min_gain_db: float) -> bool:
+def gains(original: Accuracy, repaired: Accuracy, min_gain_db: float) -> bool:
     """Whether the worst output slice gains so much."""
-    return worst_sqnr_db(after) >= worst_sqnr_db(before) + min_gain_db
+    return worst_sqnr_db(repaired) >= worst_sqnr_db(original) + min_gain_db
 
 
-def harms(before: Accuracy, after: Accuracy) -> bool:
+def harms(original: Accuracy, repaired: Accuracy) -> bool:
     """Whether an output slice loses more than 0.5 dB."""
-    old, new = _sqnr_by_slice(before), _sqnr_by_slice(after)
-    return any(new.get(name, -math.inf) < old[name] - _MAX_LOSS_DB for name in old)
+    original_db, repaired_db = _sqnr_by_slice(original), _sqnr_by_slice(repaired)
+    return any(
+        repaired_db.get(name, -math.inf) < original_db[name] - _MAX_LOSS_DB for name in original_db
+    )
 
 
 _MAX_VALUES = 1 << 25  # in memory at a time; further layers need another run of the model

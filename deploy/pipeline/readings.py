@@ -1,0 +1,209 @@
+"""Other readings of the pictures: whether the float model is surer of another color order or scale.
+
+Wrong preprocessing raises no error. But a detector finds fewer boxes, and a classifier is less
+sure, so a few samples are run in other readings too, and compared by a sign test::
+
+    sample    1    2    3    4 ... 16
+    as RGB   1.7  0.0  0.9  2.1          squared scores of FP32's boxes, or its best probability
+    as BGR   2.6  0.0  1.8  2.0
+    better    +    =    +    -           13 of 16, or 6 of 6, are more than chance
+
+A reading ends with its fourth loss, so right inputs take a few runs. A wrong scale saturates
+scores, which looks sure: other scales are tried only for a detector that finds next to nothing, and
+whose first layer does not contradict (`deploy.calibration.input_checks`). With labels, readings are
+tried if most images are of another class than FP32's, and count by the images that are right.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from deploy.calibration.calibration_result import CalibrationResult
+from deploy.calibration.input_checks import check_input_samples, renormalize
+from deploy.errors import ConfigError, FeedError
+from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess
+from deploy.feed.samples import Feed
+from deploy.metrics.accuracy import recognise_first
+from deploy.tasks import Metric
+from deploy.tasks.boxes import BoxDetection
+from deploy.tasks.detections import suppress_overlaps
+from deploy.tasks.rows import Floats, activate, are_probabilities
+from deploy.tasks.vectors import Classes
+from deploy.tensors import Array
+from deploy.terminal import phase
+
+SAMPLES = 16
+MAX_LOSSES = 3  # of 16 samples; more are chance
+MIN_DEVIATIONS = 2.4  # by which wins exceed losses: 2 % of chance
+MIN_GAIN = 1.15  # confidence of a better reading, times that of the one in use
+MAX_SILENT_BOXES = 4  # boxes in all samples up to which other scales are tried
+MAX_BOXES = 20  # boxes a sample, on average, from which a better reading is noise
+_BOX_SCORE = 0.25  # of boxes that a sentence counts
+_SWAPPED = {"rgb": "bgr", "bgr": "rgb"}
+_SCALES = {
+    "unit": "pixels / 255",
+    "raw": "pixels of 0 to 255",
+    "minus-one-to-one": "values of -1 to 1",
+    "imagenet": "ImageNet's mean and std",
+}
+
+Outputs = Mapping[str, Array]
+
+
+class Reading(NamedTuple):
+    """Preprocessing of the values.
+
+    Attributes:
+        text, used_text: the ends of "FP32 finds 14 boxes as RGB, 10 as BGR".
+        remedy: what the user should check.
+        preprocess: the preprocessing; its size and resize are not used.
+    """
+
+    text: str
+    used_text: str
+    remedy: str
+    preprocess: Preprocess
+
+
+def list_readings(
+    calibration: CalibrationResult, used: Preprocess, *, with_scales: bool
+) -> Iterator[Reading]:
+    """Yield other readings of the pictures: of the metadata, of swapped colors, of other scales."""
+    loaded, subject = calibration.loaded, calibration.subject
+    spec, metadata = loaded.inputs[0], loaded.metadata_preprocess
+    if metadata is not None and metadata.preprocess is not None:
+        with suppress(ConfigError, FeedError):  # a note says that it is not followed
+            declared, _ = complete_preprocess(metadata.preprocess, spec)
+            remedy = "leave --preprocess, --color, --mean and --std out"
+            yield Reading(f"{metadata.source} says", "fed", remedy, declared)
+
+    swapped = _SWAPPED.get(used.color or "")
+    if swapped is not None:
+        reading = replace(used, color=swapped)
+        used_text = _SWAPPED[swapped].upper()
+        yield Reading(swapped.upper(), used_text, f"check --color {swapped}", reading)
+    if not with_scales or not spec.dtype.startswith("float"):
+        return
+    model = subject.read_original() or subject.model
+    (sample,) = calibration.feed.first_samples(1)
+    for name, text in _SCALES.items():
+        values = PRESETS[name]
+        if len(values.mean) not in (1, used.channels):
+            continue
+        scaled = replace(used, scale=values.scale, mean=values.mean, std=values.std)
+        scaled_sample = {spec.name: renormalize(sample[spec.name], used, scaled)}
+        if not check_input_samples([scaled_sample], scaled, model):
+            yield Reading(text, "fed", f"check --preprocess {name}", scaled)
+
+
+@phase("trying other colors and scales")
+def find_better_reading(
+    calibration: CalibrationResult, metric: Metric, evaluation: Feed | None
+) -> str:
+    """Return that FP32 is clearly surer of another reading of the pictures; "" if it is not.
+
+    `evaluation`: the evaluation images, which may have labels of classes.
+    """
+    used, loaded = calibration.feed.preprocess, calibration.loaded
+    if used is None or len(loaded.inputs) > 1 or calibration.feed.batch > 1 or loaded.qdq:
+        return ""
+    evaluation_set = calibration.evaluation_set
+    float_outputs = evaluation_set.outputs
+    task, pairs = recognise_first(evaluation_set.samples_with_outputs(SAMPLES), metric)
+    if not isinstance(task, BoxDetection | Classes):
+        return ""
+
+    form = "finds {} boxes" if isinstance(task, BoxDetection) else ""
+    labelled = labelled_samples(evaluation) if isinstance(task, Classes) else []
+    if labelled:
+        form = f"is right on {{}} of {len(labelled)} images"
+        used_scores = [find_scores(task, x, float_outputs.recompute(x), y) for x, y in labelled]
+        if 2 * count_clear(used_scores) > len(used_scores):
+            return ""
+    else:
+        used_scores = [find_scores(task, *pair) for pair in pairs]
+
+    is_silent = isinstance(task, BoxDetection) and count_clear(used_scores) <= MAX_SILENT_BOXES
+    for reading in list_readings(calibration, used, with_scales=is_silent or bool(labelled)):
+        scores: list[Floats] = []
+        losses = 0
+        samples = evaluation_set.subset.spread_samples(SAMPLES)
+        for sample, label in labelled or ((x, None) for x in samples):
+            fed = {name: renormalize(x, used, reading.preprocess) for name, x in sample.items()}
+            scores.append(find_scores(task, fed, float_outputs.recompute(fed), label))
+            losses += confidence_of(scores[-1]) < confidence_of(used_scores[len(scores) - 1])
+            if losses > MAX_LOSSES:
+                break
+        if losses <= MAX_LOSSES and is_better(scores, used_scores):
+            return describe_reading(reading, scores, used_scores, form)
+    return ""
+
+
+def labelled_samples(evaluation: Feed | None) -> list[tuple[Outputs, int | None]]:
+    """Return spread evaluation samples with their labels; none without labels of classes."""
+    if evaluation is None or not evaluation.labels:
+        return []
+    keys = evaluation.spread_keys(evaluation.count)
+    label_by_key = dict(zip(keys, evaluation.labels, strict=False))
+    samples = evaluation.samples_by_key(evaluation.spread_keys(SAMPLES))
+    return [(sample, label_by_key[key]) for key, sample in samples]
+
+
+def find_scores(
+    task: BoxDetection | Classes, inputs: Outputs, outputs: Outputs, label: int | None = None
+) -> Floats:
+    """Return the scores of a sample's boxes, or the probability of its best class.
+
+    With a label it is 1 if the best class is the label's, else 0.
+    """
+    if isinstance(task, BoxDetection):
+        boxes = task.decoder.boxes(inputs, outputs)
+        return np.zeros(0) if boxes is None else suppress_overlaps(boxes).scores
+    row = outputs[task.outputs[0]].reshape(1, -1).astype(np.float64)
+    if label is not None:
+        return np.array([float(row.argmax() == label)])
+    probabilities = row if are_probabilities(row) else activate(row, "softmax")
+    return np.array([probabilities.max()])
+
+
+def confidence_of(scores: Floats) -> float:
+    """Return how sure the float model is of a sample."""
+    return float(np.square(scores).sum())
+
+
+def count_clear(scores: Sequence[Floats]) -> int:
+    """Return the number of clear scores in all samples: of boxes, or of images that are right."""
+    return int((np.concatenate(scores) > _BOX_SCORE).sum())
+
+
+def is_better(scores: Sequence[Floats], used_scores: Sequence[Floats]) -> bool:
+    """Whether the float model is clearly surer than with the preprocessing in use."""
+    confidences = np.array([list(map(confidence_of, rows)) for rows in (scores, used_scores)])
+    signs = np.sign(confidences[0] - confidences[1])
+    is_chance = signs.sum() < MIN_DEVIATIONS * sqrt(np.abs(signs).sum())
+    total, used_total = confidences.sum(axis=1)
+    is_noise = count_clear(scores) > MAX_BOXES * len(scores)
+    return bool(not is_chance and not is_noise and total > MIN_GAIN * used_total)
+
+
+def describe_reading(
+    reading: Reading,
+    scores: Sequence[Floats],
+    used_scores: Sequence[Floats],
+    form: str,
+) -> str:
+    """Return a sentence on a reading that is better than the one in use.
+
+    `form`: what is counted, such as "finds {} boxes"; "" for the mean probability.
+    """
+    if form:
+        count, used_count = count_clear(scores), count_clear(used_scores)
+        text = f"{form.format(count)} as {reading.text}, {used_count} as {reading.used_text}"
+    else:
+        best, used_best = (100 * float(np.mean(rows)) for rows in (scores, used_scores))
+        text = f"is {best:.0f} % sure as {reading.text}, {used_best:.0f} % as {reading.used_text}"
+    return f"FP32 {text}; {reading.remedy}"

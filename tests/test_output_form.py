@@ -1,0 +1,375 @@
+"""The form of a model's outputs: parts, weighting by scores, centring, the task."""
+
+import math
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from deploy.metrics.accuracy import Comparison
+from deploy.metrics.output_form import derive_form
+from deploy.tasks.slices import OutputSlice, split_output
+from deploy.tensors import TensorSpec
+from tests.models import as_float32
+from tests.outputs import softmax
+
+
+def corners(anchors, side=640):
+    return lambda rng: rng.uniform(0, side, (1, 4, anchors))
+
+
+def scores(classes, anchors):
+    return lambda rng: rng.uniform(0, 1, (1, classes, anchors)) ** 4
+
+
+def numbers(classes, anchors):
+    return lambda rng: rng.integers(0, classes, (1, 1, anchors))
+
+
+def several(rng, *makers):
+    """Four samples of rows below each other."""
+    samples = ([make(rng) for make in makers] for _ in range(4))
+    return [np.concatenate(rows, axis=1).astype(np.float32) for rows in samples]
+
+
+def labels(samples):
+    return [part.label for part in split_output("y", samples)]
+
+
+def test_boxes_and_scores_are_two_parts(rng):
+    assert labels(several(rng, corners(300), scores(18, 300))) == ["y[0:4]", "y[4:22]"]
+    samples = several(rng, corners(300), scores(81, 300))
+    assert labels([s.transpose(0, 2, 1) for s in samples]) == ["y[..., 0:4]", "y[..., 4:85]"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_corners_score_and_class_are_parts(order):
+    rows = [(4, 1, 1)[index] for index in order]
+    expected = [f"y[..., {sum(rows[:n])}:{sum(rows[: n + 1])}]" for n in range(3)]
+    for side, classes, seed in product((32, 640), (20, 1000), range(15)):
+        makers = [corners(100, side), scores(1, 100), numbers(classes, 100)]
+        samples = several(np.random.default_rng(seed), *(makers[index] for index in order))
+        assert labels([s.transpose(0, 2, 1) for s in samples]) == expected, (side, classes, seed)
+
+
+@pytest.mark.parametrize("sure, split", [(0.005, 2), (0.0, 2), (1.0, 3)])
+def test_corners_part_from_unsure_scores(rng, sure, split):
+    def unsure(rng):
+        return scores(1, 100)(rng) * sure
+
+    assert len(split_output("y", several(rng, corners(100), unsure, numbers(20, 100)))) == split
+
+
+@pytest.mark.parametrize("channel", [0, 31, 63])
+@pytest.mark.parametrize("size", [0.0, 0.001, 40.0])
+def test_odd_feature_channel_is_no_part(rng, channel, size):
+    samples = [rng.standard_normal((1, 64, 8, 8)) * 3 for _ in range(4)]
+    for sample in samples:
+        sample[:, channel] = rng.standard_normal((8, 8)) * size
+    assert labels(samples) == ["y"]
+
+
+FAINT = np.array([1.0, 0.9, 1e-6, 1e-7, 0.8, 1e-6]).reshape(1, 6, 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda rng: rng.uniform(0, 1, (1, 6, 500)) * FAINT, id="absent classes"),
+        pytest.param(lambda rng: rng.standard_normal((1, 21, 40, 40)) * 5, id="logits"),
+        pytest.param(lambda rng: np.array([[900.0, 800, 700, 0.2, 0.3]]), id="a vector"),
+        pytest.param(lambda rng: np.full((1, 22, 300), np.nan, np.float32), id="nan"),
+    ],
+)
+def test_values_of_one_range_stay_together(rng, make):
+    assert labels([make(rng) for _ in range(4)]) == ["y"]
+
+
+def test_batch_size_keeps_the_form(rng):
+    samples = several(rng, corners(300), scores(18, 300))
+    odd = [s * 0 for s in samples]  # never looked at: the first four decide
+    images = np.zeros((8, 3, 64, 64), np.float32)
+    inputs = [{"x": images[i : i + 1]} for i in range(8)]
+    single_form = derive_form([{"y": s} for s in samples + odd], inputs=inputs)
+    batch_form = derive_form([{"y": np.concatenate(samples + odd)}], inputs=[{"x": images}])
+    assert single_form == batch_form
+    assert len(single_form.parts) == 2
+
+
+def test_every_float_output_is_a_part(rng):
+    sample = {"a": corners(50)(rng)[0], "count": np.array([3]), "b": scores(5, 50)(rng)[0]}
+    assert [part.label for part in derive_form([sample] * 4).parts] == ["a", "b"]
+
+
+class Net:
+    """Gives what it is told to; both outputs and inputs are named y and x."""
+
+    inputs = (TensorSpec("x", "float32", ("n", 4)),)
+    outputs = (TensorSpec("y", "float32", ("n", 22, 300)),)
+
+
+def compared(references, candidates, batch, form=None):
+    comparison = Comparison(Net(), Net(), form=form)
+    for start in range(0, len(references), batch):
+        reference = np.concatenate(references[start : start + batch])
+        candidate = np.concatenate(candidates[start : start + batch])
+        comparison.add({"x": np.zeros((len(reference), 4))}, {"y": reference}, {"y": candidate})
+    return comparison.result()
+
+
+@pytest.mark.parametrize("preprocess", ["", "logits", "unit", "few"])
+@pytest.mark.parametrize(
+    ("value", "gate", "cells"),
+    [
+        ("1 40", "1 40", "1 40"),
+        ("1 40", "1 1 40", "1 40"),
+        ("1 40 1", "1 40", "1 40 1"),
+        ("1 40 4", "1 40", "1 40 1"),
+        ("1 4 40", "1 40", "1 1 40"),
+        ("1 40 4", "1 40 1", "1 40 1"),
+        ("1 2 8 8", "1 1 8 8", "1 1 8 8"),
+        ("1 2 8 8", "1 8 8", "1 1 8 8"),
+        ("1 8 8 2", "1 8 8 1", "1 8 8 1"),
+        ("1 1 32 16", "1 1 8 4", "1 1 8 4"),
+    ],
+)
+def test_values_are_weighted_by_cell_scores(value, gate, cells, preprocess):
+    """A pitch where nobody speaks is arbitrary: 14 dB of it said nothing, and kept layers float."""
+    value, gate, cells = ([int(side) for side in text.split()] for text in (value, gate, cells))
+    low, high = (-7, 4) if preprocess == "logits" else (0.001, 0.98)
+    # of few numbers the mean could be subtracted
+    mean_value = {"unit": 0.5, "few": 200}.get(preprocess, 0)
+    spread = 0.3 if preprocess == "unit" else 300 - mean_value
+    rng = np.random.default_rng(0)
+
+    def outputs(share=0.5):
+        pitch = mean_value + (rng.random(value) - (preprocess != "")) * spread
+        return as_float32({"score": np.where(rng.random(gate) < share, low, high), "pitch": pitch})
+
+    references = [outputs(), outputs(0), outputs(), outputs()]  # in one all count
+    form = derive_form(references, inputs=[{"x": np.zeros((1, 3), np.float32)}] * 4)
+    less = " - its mean" if max(value) == np.prod(value) else ""  # one value a step
+    assert [part.label for part in form.parts] == ["score", f"pitch{less} where score is high"]
+    first_sample = references[0]
+    message = form.told(first_sample, {}, first_sample)["pitch"] / (
+        first_sample["pitch"] - sum(form.usual.values())
+    )
+    scores = first_sample["score"].reshape(cells)
+    for axis in range(2, len(cells)):
+        scores = scores.repeat(message.shape[axis] // cells[axis], axis)
+    closed = np.broadcast_to(scores < 0.5, message.shape)
+    assert np.abs(message[closed]).max() < 0.01
+    assert np.abs(message[~closed]).min() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("wide", "same_output", "channels", "sure", "weight"),
+    [
+        (True, False, 1, 0.6, True),
+        (True, False, 1, 0.4, False),
+        (False, False, 1, 0.6, False),
+        (False, False, 1, 0.8, True),
+        (True, True, 1, 0.6, False),
+        (True, True, 1, 0.8, True),
+        (True, False, 2, 0, True),
+        (True, True, 2, 0.6, False),
+        (True, True, 2, 0.8, True),
+    ],
+)
+def test_weighting_scores_are_few_or_sure(wide, same_output, channels, sure, weight):
+    """As many scores as values, unsure ones, or columns of one output may be deviations."""
+    rng, steps = np.random.default_rng(0), np.arange(50)
+    scores = np.where(steps < 50 * sure, steps % 2, np.linspace(0.12, 0.88, 50))[None, :, None]
+    values = rng.normal(0, 9, (4, 1, 50, channels)) if wide else rng.uniform(0.2, 0.8, (4, 1, 50))
+    joined = [{"y": np.concatenate([value, scores], 2)} for value in values] if same_output else []
+    outputs = joined or [{"y": value, "s": scores[..., 0]} for value in values]
+    label = derive_form([*map(as_float32, outputs)]).parts[0].label
+    assert (" is high" in label) == weight
+    assert label.startswith("y[" if same_output else "y")
+
+
+def test_task_outputs_are_not_weighted(rng):
+    blocks = rng.integers(0, 5, (4, 4, 4)).repeat(8, axis=1).repeat(8, axis=2)
+    maps = 9 * np.eye(5)[blocks].transpose(0, 3, 1, 2)[:, None] - 1.8
+    edges = rng.integers(0, 2, (4, 1, 1, 32, 32))
+    outputs = [as_float32({"y": y, "edge": edge}) for y, edge in zip(maps, edges, strict=True)]
+    form = derive_form(outputs, inputs=[{"x": np.zeros((1, 3, 32, 32), np.float32)}] * 4)
+    assert form.task.name == "segmentation"
+    assert [output.label for output in form.parts] == [
+        "y",
+        "edge",
+    ]
+    assert form.beside == ("edge",)  # the classes say nothing of it
+    stages = [{**output, "coarse": output["y"] + 1} for output in outputs]
+    assert derive_form(stages, inputs=[{"x": np.zeros((1, 3, 32, 32))}] * 4).beside == ("edge",)
+
+
+def test_signals_do_not_weight_each_other():
+    time = np.arange(64) / 9
+    waves = [{"y": 9 * np.sin(time + n)[None], "z": 9 * np.cos(2 * time)[None]} for n in range(4)]
+    assert [part.label for part in derive_form(waves).parts] == ["y", "z"]
+    faces = [{"age": np.array([[30 + n]]), "of": np.array([[n % 2.0]])} for n in range(32)]
+    form = derive_form([as_float32(face) for face in faces])
+    assert [part.label for part in form.parts] == ["age - its mean", "of"]
+    assert form.why.startswith("steps: ")
+    assert form.why.endswith("beside age")
+    assert form.beside == ("age",)
+
+
+def test_single_numbers_are_centred():
+    """Ages of 35 and a spread of 17: 29 dB of the whole may be 22 of what they say."""
+    ages = [{"age": np.float32([[age]])} for age in (12, 35, 60, 31)]
+    assert [part.label for part in derive_form(ages).parts] == ["age - its mean"]
+    two = [{"y": np.float32([[20 + n % 5, 55 + 9 * n]])} for n in range(4)]
+    assert [part.label for part in derive_form(two).parts] == ["y - its mean"]
+    about_zero = [{"age": np.float32([[age]])} for age in (-12, 35, 60, -31)]
+    assert [part.label for part in derive_form(about_zero).parts] == ["age"]
+    turns = np.random.default_rng(0).normal(0, 0.3, (4, 1, 3, 3)) + np.eye(3)  # of a head
+    for values in turns, turns[:, 0, 0, 0]:
+        assert (
+            derive_form([as_float32({"y": number}) for number in values]).parts[0].less
+            == "its mean"
+        )
+    for low, high, label in (0.5, 0.7, "y - its mean"), (0.02, 0.03, "y - its mean"), (0.9, 1, "y"):
+        shares = [{"y": np.float32([number])} for number in np.linspace(low, high, 16)]
+        assert [part.label for part in derive_form(shares).parts] == [label]
+        label_of_four = "y" if low < 0.1 else label  # so far no event was seen
+        assert [part.label for part in derive_form(shares[:4]).parts] == [label_of_four]
+
+
+def test_numbers_of_two_units_are_parts():
+    """An age and a probability; a place in mm and a turn, whose best number is no class."""
+    rng = np.random.default_rng(0)
+    shares = 1 / (1 + np.exp(rng.normal(0, 4, (32, 1))))
+    faces = np.concatenate([rng.normal(40, 9, (32, 1)), shares], axis=1)
+    turns = rng.normal([1, 0, 0, 0], 0.3, (32, 4))
+    vectors = np.concatenate([rng.normal([0, 0, 800], 300, (32, 3)), turns], axis=1)
+    for rows, labels in (
+        (faces, ["y[0:1] - its mean", "y[1:2]"]),
+        (vectors, ["y[0:3] - its mean", "y[3:7] - its mean"]),
+    ):
+        form = derive_form([as_float32({"y": row[None]}) for row in rows])
+        assert form.task is None
+        assert [part.label for part in form.parts] == labels
+
+
+def compared_vectors(reference, candidate):
+    names = [TensorSpec("y", "float32", ("n", len(reference[0])))]
+    session = SimpleNamespace(inputs=(TensorSpec("x", "float32", ("n", 4)),), outputs=names)
+    comparison = Comparison(session, session)
+    for pair in zip(reference, candidate, strict=True):
+        comparison.add({"x": np.zeros((1, 4))}, *({"y": np.float32([vector])} for vector in pair))
+    return comparison.result()
+
+
+def test_centring_uses_the_mean_of_all():
+    """In a list in the order of ages the first samples are all young."""
+    ages = np.stack([np.linspace(20, 60, 100), np.linspace(30, 90, 100)] * 3, axis=1)
+    ages += np.random.default_rng(0).normal(0, 1, ages.shape)
+    (part,) = compared_vectors(ages, ages + 5).parts
+    assert part.label == "y - its mean"
+    varies = np.square(ages - ages.mean(axis=0)).sum() / (25 * ages.size)
+    assert part.sqnr_db == pytest.approx(10 * math.log10(varies), abs=1e-3)
+    longer = [*ages, np.zeros(7)]  # a sample of another shape has another mean
+    assert compared_vectors(longer, [*ages + 5, np.zeros(7)]).parts[0].sqnr_db > part.sqnr_db - 1
+
+
+@pytest.mark.parametrize(("count", "wide"), [(101, 8), (66, 3)])
+def test_neighbouring_ages_are_no_classes(count, wide):
+    """The best of many near ties changes in a tenth of the samples, the age by 0.3 %."""
+    ages = np.random.default_rng(1).uniform(0.1, 0.9, (9, 1)) * count
+    spread = np.exp(-(((np.arange(count) - ages) / wide) ** 2) / 2)
+    shares = (spread / spread.sum(axis=1, keepdims=True)).astype(np.float32)
+    assert derive_form([{"y": row[None]} for row in shares]).task is None
+
+
+def test_head_logits_do_not_weight():
+    """Logits of the angles of a head: one has two groups, another has not."""
+    rng = np.random.default_rng(0)
+    heads = rng.normal(-6, 1, (4, 2, 66))
+    heads[:, 0, 20:30] += 12
+    heads[:, 1] += np.linspace(0, 12, 66)
+    outputs = [as_float32({"yaw": head[:1], "roll": head[1:]}) for head in heads]
+    assert [part.label for part in derive_form(outputs).parts] == ["yaw", "roll"]
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("score_first", [False, True])
+def test_pitch_is_weighted_and_centred(axis, score_first):
+    """28 dB of logarithms about 5 were two semitones of voiced frames."""
+    rng = np.random.default_rng(0)
+    sure = np.repeat(rng.random((4, 1, 10)) < 0.6, 10, axis=2) * 0.96 + 0.02
+    pitch = np.where(sure > 0.5, rng.normal(5.3, 0.2, sure.shape), rng.uniform(4, 7, sure.shape))
+    columns = [sure, pitch] if score_first else [pitch, sure]
+    outputs = [
+        {"y": np.stack(pair, axis).astype(np.float32)} for pair in zip(*columns, strict=True)
+    ]
+    form = derive_form(outputs)
+    (part,) = form.usual
+    assert part.less == "its mean"
+    assert " is high" in part.label
+    assert len(form.parts) == 2
+    assert float(form.usual[part][0]) == pytest.approx(5.3, abs=0.05)
+    message = part.of(form.told(outputs[0], {}, outputs[0])["y"]).reshape(-1)
+    expected = sure[0, 0] * (pitch[0, 0] - form.usual[part][0])
+    assert np.allclose(message, expected, atol=1e-5)
+
+
+def test_probabilities_of_values_weight_nothing():
+    rows = np.random.default_rng(0).normal(size=(4, 1, 40)).astype(np.float32) * 9
+    for shares in (1 / (1 + np.exp(-rows)), np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)):
+        samples = [{"y": row, "p": share} for row, share in zip(rows, shares, strict=True)]
+        assert not any(part.at for part in derive_form(samples).parts)
+    maps = np.random.default_rng(0).normal(0, 9, (8, 1, 3, 16, 16))  # no score a cell either
+    kinds = [as_float32({"m": a, "s": softmax(b)}) for a, b in zip(maps, maps[::-1], strict=True)]
+    assert not any(part.at for part in derive_form(kinds).parts)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_worst_part_is_reported(rng, batch):
+    references = several(rng, corners(300), scores(18, 300)) * 2
+    candidates = [candidate.copy() for candidate in references]
+    for candidate in candidates:
+        candidate[:, 4:] = 0  # every score is lost
+    result = compared(references, candidates, batch)
+    assert result.outputs[0].sqnr_db > 50
+    assert result.worst == result.parts[0]
+    assert result.worst.label == "y[4:22]"
+    assert result.worst.sqnr_db == pytest.approx(0)
+    assert [part.label for part in result.parts] == ["y[4:22]", "y[0:4]"]
+    assert result.to_json()["parts"][1]["sqnr_db"] == "inf"
+    candidates[2][:, 1] = np.nan  # which is worse than any other
+    result = compared(references, candidates, batch)
+    assert result.worst.label == "y[0:4]"
+    assert np.isnan(result.worst.sqnr_db)
+
+
+def test_single_part_is_the_worst(rng):
+    references = [rng.standard_normal((1, 22, 300)).astype(np.float32) for _ in range(5)]
+    result = compared(references, [reference * np.float32(1.1) for reference in references], 2)
+    assert result.worst.label == "y"
+    assert result.worst.sqnr_db == pytest.approx(20)
+    assert result.worst.sqnr_db == result.outputs[0].sqnr_db
+
+
+def test_comparison_takes_a_given_form(rng):
+    references = several(rng, corners(300), scores(18, 300))
+    form = derive_form([{"y": reference} for reference in references])
+    assert form.parts[1] == OutputSlice(output="y", axis=1, start=4, stop=22)
+    assert len(compared(references[:1], references[:1], 1, form).parts) == 2
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_batch_size_keeps_the_task(rng, batch):
+    references = [rng.uniform(0, 1, (1, 22, 300)).astype(np.float32) for _ in range(8)]
+    references = [reference / reference.sum(axis=1, keepdims=True) for reference in references]
+    references = [reference[..., 0] for reference in references]  # probabilities [1, 22]
+    candidates = [
+        reference[:, ::-1].copy() if n % 3 else reference for n, reference in enumerate(references)
+    ]
+    result = compared(references, candidates, batch).task
+    assert result == compared(references, candidates, 1).task
+    assert result.task == "classes"
+    assert result.samples == 8
+    assert result.count == "3 of 8"

@@ -1,0 +1,102 @@
+"""Pictures in another color order or scale than the model learned from."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from deploy.pipeline.readings import is_better
+from tests.models import save_net
+
+METADATA = {"author": "Ultralytics", "version": "8.2.46", "task": "detect", "stride": "16"}
+METADATA |= {"imgsz": "[32, 32]", "names": "{0: 'tomato', 1: 'apple'}"}
+
+
+@pytest.fixture(scope="module")
+def red_squares(tmp_path_factory):
+    """A folder of 20 pictures of red squares on grey."""
+    folder = tmp_path_factory.mktemp("squares")
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        picture = rng.integers(100, 156, (32, 32, 1)).repeat(3, axis=2).astype(np.uint8)
+        row, column = rng.integers(0, 4, 2) * 8
+        picture[row : row + 8, column : column + 8] = (40, 40, 230)  # OpenCV's order is BGR
+        cv2.imwrite(str(folder / f"{number:02}.png"), picture)
+    return folder
+
+
+@pytest.fixture
+def red_detector(detector, tmp_path):
+    """(scale, metadata) -> a detector whose scores are high where red exceeds blue."""
+
+    def make(scale=1.0, metadata=None):
+        model = onnx.load(detector)
+        for tensor in model.graph.initializer:
+            weights = numpy_helper.to_array(tensor).copy()
+            if tensor.name in ("w8", "w16"):
+                weights[4:] = np.reshape([12, 0, -12], (3, 1, 1)) / weights[0, 0].size
+                weights[5] *= 0.3
+                tensor.CopyFrom(numpy_helper.from_array(weights * np.float32(scale), tensor.name))
+        if metadata:
+            onnx.helper.set_model_props(model, metadata)
+        return save_net(model, tmp_path / "red.onnx")
+
+    return make
+
+
+@pytest.fixture
+def warnings_of(run, red_squares, tmp_path):
+    """(model, *options) -> the warnings and the verdict of a build, in one line."""
+
+    def call(model, *options):
+        arguments = ("--effort", 0, "--duration", 0, "--out", tmp_path / "o", *options)
+        _, out, error = run("build", model, "--images", red_squares, *arguments)
+        return " ".join((out + error).split())
+
+    return call
+
+
+def test_right_colors_are_no_warning(red_detector, warnings_of):
+    assert "FP32 finds" not in warnings_of(red_detector())
+
+
+def test_swapped_colors_are_named(red_detector, warnings_of):
+    text = warnings_of(red_detector(), "--color", "bgr")
+    assert "Warning FP32 finds 16 boxes as RGB, 0 as BGR; check --color rgb" in text
+    assert "Verdict doubtful: the float model's inputs are in question: FP32 finds 16" in text
+
+
+def test_metadata_that_fits_better_is_named(red_detector, warnings_of):
+    text = warnings_of(red_detector(metadata=METADATA), "--color", "bgr")
+    assert "FP32 finds 16 boxes as the model's metadata (Ultralytics 8.2.46" in text
+
+
+def test_pixels_that_are_divided_needlessly_are_named(red_detector, warnings_of):
+    text = warnings_of(red_detector(scale=1 / 255), "--preprocess", "unit")
+    assert "FP32 finds 16 boxes as pixels of 0 to 255, 0 as fed; check --preprocess raw" in text
+
+
+def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
+    folder = Path(__file__).parent.parent / "datasets" / "fashion"
+    images = ("--images", folder / "calib.txt", "--eval-images", folder / "eval.txt")
+    options = ("--limit", 8, "--effort", 0, "--duration", 0, "--out", tmp_path / "o")
+    _, out, _ = run("build", folder / "fashion.onnx", *images, *options)
+    text = "FP32 is right on 14 of 16 images as values of -1 to 1, 2 as fed; check --preprocess"
+    assert f"Warning {text} minus-one-to-one" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "better"),
+    [(13, 3, True), (12, 4, False), (6, 0, True), (5, 0, False), (0, 0, False)],
+)
+def test_better_reading_wins_a_sign_test(wins, losses, better):
+    used_scores = [np.array([0.7])] * 16
+    scores = [0.99] * wins + [0.6] * losses + [0.7] * (16 - wins - losses)
+    assert is_better([np.array([score]) for score in scores], used_scores) is better
+
+
+def test_small_gain_is_not_better():
+    assert not is_better([np.array([0.74])] * 16, [np.array([0.7])] * 16)
