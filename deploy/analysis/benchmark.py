@@ -24,7 +24,7 @@ from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import SAMPLES_IN_MEMORY, Feed
 from deploy.feed.sampling import Limit
 from deploy.files.reading import read_bytes
-from deploy.frontends.metadata import read_metadata_preprocess
+from deploy.frontends.metadata import read_declaration, read_metadata_preprocess
 from deploy.frontends.onnx_reader import model_bytes, parse_model
 from deploy.machine import this_machine, usable_cores
 from deploy.metrics.accuracy import Accuracy
@@ -52,6 +52,7 @@ from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.inspector import throughput
 from deploy.tasks import Metric, judge_of
+from deploy.tasks.declarations import Declaration
 from deploy.tensors import Session, TensorSpec
 from deploy.terminal import phase, timed_phase, with_progress
 
@@ -139,6 +140,7 @@ def bench(
         metadata_preprocess = _find_metadata_preprocess(engines.values())
         feed = dataset.open(input_specs, metadata_preprocess=metadata_preprocess)
         make_inputs = partial(_take_images, feed)
+        metric = replace(metric, declared=_read_declaration(engines.values()))
         accuracies = _compare_outputs(sessions, feed, metric)
         notes = preprocessing_notes(feed)
 
@@ -314,6 +316,15 @@ def _find_metadata_preprocess(engines: Iterable[_LoadedEngine]) -> MetadataPrepr
         if preprocess:
             return preprocess
     return None
+
+
+def _read_declaration(engines: Iterable[_LoadedEngine]) -> Declaration:
+    """Return what the first ONNX model declares of its outputs."""
+    for engine in engines:
+        if engine.path.suffix.lower() == ".onnx":
+            model = parse_model(model_bytes(engine.path), str(engine.path))
+            return read_declaration(model, engine.path)
+    return Declaration()
 
 
 def _refuse_unsupported(

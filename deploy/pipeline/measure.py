@@ -110,6 +110,7 @@ def measure_engines(
         ModelError: the float model's file changed since it was loaded.
         FeedError: an image cannot be fed, or changed.
     """
+    metric = metric or Metric(None, declared=loaded.declaration)
     samples = choose_evaluation(calibration, evaluation, labels, metric)
     float_file = read_float_model(loaded)
     is_timed = duration_s > 0  # else all sessions are for accuracy only

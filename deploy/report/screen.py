@@ -263,12 +263,14 @@ def speed_texts(report: Findings) -> Iterator[str]:
         if taken is None or target.search is None:
             continue
 
-        ratio, text = 1 / taken.time, "about {} FP32 (estimated)"
         speed = engine.speed if engine else None
         if engine is not None and speed is not None:
             rivals = find_rivals(report.engines, engine)
-            ratio, text = speed.ratio, f"{{}} {rivals[0].label if rivals else 'FP32'}"
-        text = text.format(figures.ratio(ratio))
+            ratio = speed.ratio
+            text = f"{figures.ratio(ratio)} {rivals[0].label if rivals else 'FP32'}"
+        else:
+            ratio = 1 / taken.time
+            text = f"about {figures.ratio(ratio)} FP32 (estimated)"
 
         other = find_alternative(target.search.front, taken)
         if other is not None:

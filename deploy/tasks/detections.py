@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from deploy.tasks.rows import Floats
 from deploy.tensors import Array
 
-_STRIDES = (2, 4, 8)  # pixels per cell of a mask
-_WIDE, _HIGH = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])  # corners, in half sides
+_MASK_STRIDES = (2, 4, 8)  # pixels per cell of a mask
+# corners of a box in half sides, from the top left one clockwise
+_CORNERS_X, _CORNERS_Y = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,44 +30,52 @@ class InstanceMasks:
 
     def first(self, box: Floats) -> NDArray[np.bool_]:
         """Return the first box's mask [h, w], clipped to the box."""
-        rows, columns = ((np.arange(side) + 0.5) * self.stride for side in self.maps.shape[1:])
-        wide = (columns > box[0]) & (columns < box[2])
-        high = (rows > box[1]) & (rows < box[3])
-        return np.asarray((np.tensordot(self.weights[0], self.maps, 1) > 0) & wide & high[:, None])
+        rows = (np.arange(self.maps.shape[1]) + 0.5) * self.stride
+        columns = (np.arange(self.maps.shape[2]) + 0.5) * self.stride
+        in_columns = (columns > box[0]) & (columns < box[2])
+        in_rows = (rows > box[1]) & (rows < box[3])
+        is_object = np.tensordot(self.weights[0], self.maps, 1) > 0
+        return np.asarray(is_object & in_columns & in_rows[:, None])
 
 
 def make_masks(
     weights: Array, maps: Array | None, size: tuple[int, int] | None
 ) -> InstanceMasks | None:
     """Return masks of boxes in pixels; None if the maps do not match the picture's size."""
-    if maps is None or size is None or maps.ndim != 4 or maps.shape[:2] != (1, weights.shape[1]):
+    if maps is None or size is None or maps.shape[:2] != (1, weights.shape[1]):
         return None
-    stride = next((s for s in _STRIDES if maps.shape[2:] == (size[0] // s, size[1] // s)), None)
-    floating = np.issubdtype(maps.dtype, np.floating)
-    if stride is None or not floating:
+    if maps.ndim != 4 or not np.issubdtype(maps.dtype, np.floating):
         return None
-    return InstanceMasks(weights.astype(np.float64), maps[0], float(stride))
+    height, width = size
+    for stride in _MASK_STRIDES:
+        if maps.shape[2:] == (height // stride, width // stride):
+            return InstanceMasks(weights.astype(np.float64), maps[0], float(stride))
+    return None
 
 
-def are_angles(rest: Floats) -> bool:
+def are_angles(values: Floats) -> bool:
     """Whether numbers may be rotation angles of boxes, in radians."""
-    return bool(0 < np.ptp(rest) <= np.pi + 1e-3 and np.abs(rest).max() <= np.pi + 1e-3)
+    limit = np.pi + 1e-3
+    return bool(0 < np.ptp(values) <= limit and np.abs(values).max() <= limit)
 
 
 def rotate_boxes(boxes: Floats, angles: Floats) -> Floats:
     """Return corners [n, 4, 2] of boxes cx cy w h rotated about their centres."""
     cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    wide, high = (boxes[:, side, None] / 2 * ends for side, ends in ((2, _WIDE), (3, _HIGH)))
-    out = np.stack([wide * cosine - high * sine, wide * sine + high * cosine], axis=2)
-    return np.asarray(boxes[:, None, :2] + out)
+    x = boxes[:, 2, None] / 2 * _CORNERS_X
+    y = boxes[:, 3, None] / 2 * _CORNERS_Y
+    offsets = np.stack([x * cosine - y * sine, x * sine + y * cosine], axis=2)
+    return np.asarray(boxes[:, None, :2] + offsets)
 
 
 LOWEST = 0.05  # lower scores are ignored
-_OFF = 0.1  # mean distance of matching key points, at most, relative to the box's size
-_COVERED = 0.75  # IoU of matching masks, at least
-_VISIBLE = 0.5  # visibility from which a key point counts
+_MAX_POINT_DISTANCE = (
+    0.1  # mean distance of matching key points, at most, relative to the box's size
+)
+_MIN_MASK_IOU = 0.75  # IoU of matching masks, at least
+_MIN_VISIBILITY = 0.5  # visibility from which a key point counts
 IOU = 0.5  # above it two boxes are the same, for suppression and for matching
-_MOST = 1000  # boxes of an image before suppression, the best by score
+_MAX_BOXES = 1000  # boxes of an image before suppression, the best by score
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +99,8 @@ class Detections:
         masks: InstanceMasks | None = None,
     ) -> Detections:
         """Return the best by score, above `LOWEST`; boxes with NaN or Inf are left out."""
-        good = np.flatnonzero((scores > LOWEST) & np.isfinite(boxes).all(axis=1))
-        best = good[np.argsort(-scores[good], kind="stable")][:_MOST]
+        valid = np.flatnonzero((scores > LOWEST) & np.isfinite(boxes).all(axis=1))
+        best = valid[np.argsort(-scores[valid], kind="stable")][:_MAX_BOXES]
         return cls(boxes, scores, classes, points, masks).at(best)
 
     def above(self, threshold: float) -> Detections:
@@ -124,8 +133,8 @@ def detections_by_anchor(scores: Floats) -> Detections:
     So a square overlaps only with that of the same anchor.
     """
     left = 2.0 * np.arange(len(scores))
-    zero, one = np.zeros(len(scores)), np.ones(len(scores))
-    return detections_by_score(np.stack([left, zero, left + 1, one], axis=1), scores)
+    top, bottom = np.zeros(len(scores)), np.ones(len(scores))
+    return detections_by_score(np.stack([left, top, left + 1, bottom], axis=1), scores)
 
 
 def box_intersections(left: Floats, right: Floats) -> Floats:
@@ -138,21 +147,23 @@ def box_intersections(left: Floats, right: Floats) -> Floats:
 def box_ious(left: Floats, right: Floats) -> Floats:
     """Return the IoU of boxes [n, 4] and [m, 4] as [n, m]; 0 for boxes without area."""
     shared = box_intersections(left, right)
-    areas = [np.clip(b[:, 2:] - b[:, :2], 0, None).prod(axis=1) for b in (left, right)]
-    union = areas[0][:, None] + areas[1][None, :] - shared
+    left_areas = np.clip(left[:, 2:] - left[:, :2], 0, None).prod(axis=1)
+    right_areas = np.clip(right[:, 2:] - right[:, :2], 0, None).prod(axis=1)
+    union = left_areas[:, None] + right_areas[None, :] - shared
     return np.asarray(np.divide(shared, union, out=np.zeros_like(shared), where=union > 0))
 
 
-def suppress_overlaps(found: Detections, iou: float = IOU) -> Detections:
+def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
     """Greedy non-maximum suppression per class of boxes that overlap by more than `iou`."""
-    keep: list[int] = []
-    remaining = np.arange(len(found.scores))
+    kept: list[int] = []
+    remaining = np.arange(len(detections.scores))
     while remaining.size:
         best, remaining = remaining[0], remaining[1:]
-        keep.append(int(best))
-        near = box_ious(found.boxes[best : best + 1], found.boxes[remaining])[0] > iou
-        remaining = remaining[~(near & (found.classes[remaining] == found.classes[best]))]
-    return found.at(np.array(keep, np.int64))
+        kept.append(int(best))
+        ious = box_ious(detections.boxes[best : best + 1], detections.boxes[remaining])[0]
+        has_class = detections.classes[remaining] == detections.classes[best]
+        remaining = remaining[~((ious > iou) & has_class)]
+    return detections.at(np.array(kept, np.int64))
 
 
 def match_detections(
@@ -168,48 +179,53 @@ def match_detections(
     """
     iou = box_ious(reference.boxes, candidate.boxes)
     iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
-    detailed = reference.points is not None or reference.masks is not None
-    for row, column in np.argwhere(iou > IOU) if detailed else ():
-        one, other = reference.at([row]), candidate.at([column])
-        iou[row, column] *= _same_points(one, other) and _same_mask(one, other)
-    return [
-        _pairs(iou[np.ix_(reference.scores > low, candidate.scores > low)]) for low in thresholds
-    ]
+    if reference.points is not None or reference.masks is not None:
+        for row, column in np.argwhere(iou > IOU):
+            detection, other = reference.at([row]), candidate.at([column])
+            if not _have_near_points(detection, other) or not _have_same_mask(detection, other):
+                iou[row, column] = 0
+    pairs = []
+    for low in thresholds:
+        pairs.append(_pair(iou[np.ix_(reference.scores > low, candidate.scores > low)]))
+    return pairs
 
 
-def scale_to_pixels(found: Detections, size: tuple[int, int]) -> Detections:
+def scale_to_pixels(detections: Detections, size: tuple[int, int]) -> Detections:
     """Convert boxes relative to the picture into pixels of `size` (height, width)."""
-    if not len(found.boxes) or found.boxes.max() > 2:
-        return found
+    if not len(detections.boxes) or detections.boxes.max() > 2:
+        return detections
     height, width = size
     scale = np.array([width, height, width, height], np.float64)
-    points = None if found.points is None else found.points.copy()
-    if points is not None:
+    points = None
+    if detections.points is not None:
+        points = detections.points.copy()
         points[..., :2] *= scale[:2]
-    return Detections(found.boxes * scale, found.scores, found.classes, points)
+    return Detections(detections.boxes * scale, detections.scores, detections.classes, points)
 
 
-def _same_points(one: Detections, other: Detections) -> bool:
+def _have_near_points(detection: Detections, other: Detections) -> bool:
     """Whether the visible key points of two boxes are near; True if either has none."""
-    if one.points is None or other.points is None:
+    if detection.points is None or other.points is None:
         return True
-    distance = np.hypot(*(one.points - other.points)[0, :, :2].T)
-    if one.points.shape[2] > 2:
-        distance = distance[one.points[0, :, 2] > _VISIBLE]
-    size = float(np.sqrt(np.clip(one.boxes[0, 2:] - one.boxes[0, :2], 0, None).prod()))
-    return not distance.size or bool(distance.mean() <= _OFF * size)
+    distance = np.hypot(*(detection.points - other.points)[0, :, :2].T)
+    if detection.points.shape[2] > 2:
+        distance = distance[detection.points[0, :, 2] > _MIN_VISIBILITY]
+    sides = np.clip(detection.boxes[0, 2:] - detection.boxes[0, :2], 0, None)
+    max_distance = _MAX_POINT_DISTANCE * float(np.sqrt(sides.prod()))
+    return not distance.size or bool(distance.mean() <= max_distance)
 
 
-def _same_mask(one: Detections, other: Detections) -> bool:
+def _have_same_mask(detection: Detections, other: Detections) -> bool:
     """Whether the masks of two boxes overlap enough; True if either has none."""
-    if one.masks is None or other.masks is None:
+    if detection.masks is None or other.masks is None:
         return True
-    left, right = one.masks.first(one.boxes[0]), other.masks.first(other.boxes[0])
-    union = int((left | right).sum())
-    return not union or int((left & right).sum()) > _COVERED * union
+    mask = detection.masks.first(detection.boxes[0])
+    other_mask = other.masks.first(other.boxes[0])
+    union = int((mask | other_mask).sum())
+    return not union or int((mask & other_mask).sum()) > _MIN_MASK_IOU * union
 
 
-def _pairs(iou: Floats) -> list[tuple[int, int]]:
+def _pair(iou: Floats) -> list[tuple[int, int]]:
     """Return (row, column) of [n, m], assigning a separate column to each row in order."""
     pairs = []
     for row in np.flatnonzero(iou.max(axis=1, initial=0) > IOU).tolist():
