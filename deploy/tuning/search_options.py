@@ -1,8 +1,8 @@
 """Options of the search: its effort, its budget of samples, and the cost that it minimizes.
 
-The cost of a trial is log(time) + 2.5 * loss, with the time as a share of the float model's and the
-loss of the worst output slice, 0 to 1. A loss of 0.1 is worth a quarter of the time; a slice that
-is all noise costs 2.5, more than int8 ever wins.
+The cost of a trial is log(time) + 3.5 * loss, with the time as a share of the float model's and the
+loss of the worst output slice, 0 to 1. A loss of 0.1 is worth 30 % of the time; a slice that
+is all noise costs 3.5, more than int8 ever wins.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class SearchBudget:
         return self.ran + samples <= self.most
 
 
-COMMON_WEIGHT = 2.5  # default weight of loss against log(time)
-_ACCURATE_WEIGHT = 10.0  # the same where accuracy is preferred
+COMMON_WEIGHT = 3.5  # default weight of loss against log(time)
+_ACCURATE_WEIGHT = 14.0  # the same where accuracy is preferred
 _LITTLE_CLIPPING = ("lp 3", "minmax")
 # loss added for other methods, until held-back samples decide: new inputs are clipped more
 _UNSEEN = 0.02
