@@ -152,8 +152,8 @@ def test_values_are_weighted_by_cell_scores(value, gate, cells, preprocess):
     less = " - its mean" if max(value) == np.prod(value) else ""  # one value a step
     assert [part.label for part in form.parts] == ["score", f"pitch{less} where score is high"]
     first_sample = references[0]
-    message = form.told(first_sample, {}, first_sample)["pitch"] / (
-        first_sample["pitch"] - sum(form.usual.values())
+    message = form.prepare(first_sample, {}, first_sample)["pitch"] / (
+        first_sample["pitch"] - sum(form.means.values())
     )
     scores = first_sample["score"].reshape(cells)
     for axis in range(2, len(cells)):
@@ -200,9 +200,9 @@ def test_task_outputs_are_not_weighted(rng):
         "y",
         "edge",
     ]
-    assert form.beside == ("edge",)  # the classes say nothing of it
+    assert form.uncovered == ("edge",)  # the classes say nothing of it
     stages = [{**output, "coarse": output["y"] + 1} for output in outputs]
-    assert derive_form(stages, inputs=[{"x": np.zeros((1, 3, 32, 32))}] * 4).beside == ("edge",)
+    assert derive_form(stages, inputs=[{"x": np.zeros((1, 3, 32, 32))}] * 4).uncovered == ("edge",)
 
 
 def test_signals_do_not_weight_each_other():
@@ -212,9 +212,9 @@ def test_signals_do_not_weight_each_other():
     faces = [{"age": np.array([[30 + n]]), "of": np.array([[n % 2.0]])} for n in range(32)]
     form = derive_form([as_float32(face) for face in faces])
     assert [part.label for part in form.parts] == ["age - its mean", "of"]
-    assert form.why.startswith("steps: ")
-    assert form.why.endswith("beside age")
-    assert form.beside == ("age",)
+    assert form.reason.startswith("steps: ")
+    assert form.reason.endswith("beside age")
+    assert form.uncovered == ("age",)
 
 
 def test_single_numbers_are_centred():
@@ -306,13 +306,13 @@ def test_pitch_is_weighted_and_centred(axis, score_first):
         {"y": np.stack(pair, axis).astype(np.float32)} for pair in zip(*columns, strict=True)
     ]
     form = derive_form(outputs)
-    (part,) = form.usual
+    (part,) = form.means
     assert part.less == "its mean"
     assert " is high" in part.label
     assert len(form.parts) == 2
-    assert float(form.usual[part][0]) == pytest.approx(5.3, abs=0.05)
-    message = part.of(form.told(outputs[0], {}, outputs[0])["y"]).reshape(-1)
-    expected = sure[0, 0] * (pitch[0, 0] - form.usual[part][0])
+    assert float(form.means[part][0]) == pytest.approx(5.3, abs=0.05)
+    message = part.of(form.prepare(outputs[0], {}, outputs[0])["y"]).reshape(-1)
+    expected = sure[0, 0] * (pitch[0, 0] - form.means[part][0])
     assert np.allclose(message, expected, atol=1e-5)
 
 

@@ -470,7 +470,7 @@ def test_a_class_without_a_picture_and_one_beside_numbers_are_compared_too():
     assert figure(classes, classes, [sound] * 8)[0].task.name == "classes"
     beside = [{**one, "far": np.float32(made.normal(0, 1, (1, 7, 5, 2)))} for one in classes]
     form, _ = figure(beside, beside, [sound] * 8)
-    assert form.task.name == "indices" and form.beside == ("far",)
+    assert form.task.name == "indices" and form.uncovered == ("far",)
 
 
 @pytest.fixture
@@ -729,12 +729,12 @@ def task_of_heads(outputs, fed=FED):
 def test_probabilities_beside_numbers_are_classes():
     outputs = [face(n) for n in range(4)]
     form, same = figure(outputs, outputs, [FED] * 4)
-    assert form.task.form == "face: 2 classes" and form.beside == ("box", "points")
+    assert form.task.form == "face: 2 classes" and form.uncovered == ("box", "points")
     assert same.count == "4 of 4"
     ages = [{"age": np.float32([[age]])} for age in (52, 25, 8, 6)]
     outputs = [{**age, "a": shares_heads(n), "b": shares_heads(n, 7)} for n, age in enumerate(ages)]
     form = derive_form(outputs, inputs=[FED] * 4)
-    assert form.task.form == "a, b: 2 and 7 classes" and form.beside == ("age",)
+    assert form.task.form == "a, b: 2 and 7 classes" and form.uncovered == ("age",)
 
 
 @pytest.mark.parametrize("what", ["a map", "no picture", "raw"])

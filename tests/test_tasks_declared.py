@@ -11,6 +11,7 @@ from deploy.frontends import load
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric
 from deploy.tasks.declarations import ARCHITECTURES, OUTPUT_NAMES, Declaration, declare
+from tests.models import make_model
 from tests.outputs import fed
 
 ROWS = (1, 6, 8)
@@ -104,3 +105,27 @@ def test_declared_task_that_does_not_fit_leaves_it_to_the_form():
     outputs = [{"y": np.eye(4, dtype=np.float32)[k % 4][None]} for k in range(8)]
     metric = Metric(None, declared=Declaration("boxes", "config.json beside the model"))
     assert derive_form(outputs, inputs=[fed()] * 8, metric=metric).task.name == "classes"
+
+
+def task_of(outputs, ends, inputs=None):
+    metric = Metric(None, declared=Declaration(ends=ends))
+    form = derive_form(outputs, inputs=inputs or [fed()] * len(outputs), metric=metric)
+    return None if form.task is None else form.task.name
+
+
+def test_sigmoid_at_the_end_makes_labels_of_one_class_a_sample():
+    outputs = [{"y": np.float32(0.95 * np.eye(8)[k % 8][None] + 0.01)} for k in range(16)]
+    assert task_of(outputs, {"y": "sigmoid"}) == "labels"
+
+
+def test_normalized_vector_is_an_embedding():
+    weights = np.random.default_rng(0).normal(size=(8, 40)) + 1  # not symmetric about 0
+    nodes = """
+        m = MatMul (x, w) n = ReduceL2 <axes = [1]> (m) c = Clip (n, low) y = Div (m, c)
+    """
+    initial = {"w": np.float32(weights), "low": np.float32(1e-12)}
+    model = make_model(nodes, {"x": [1, 8]}, {"y": [1, 40]}, initial, opset=17)
+    assert declare(model, {}).ends == {"y": "unit"}
+    rows = np.abs(np.random.default_rng(1).normal(size=(8, 40)))
+    outputs = [{"y": np.float32(row[None] / np.linalg.norm(row))} for row in rows]
+    assert task_of(outputs, {"y": "unit"}) == "embeddings"

@@ -257,7 +257,7 @@ def test_peaks_of_heat_maps_within_a_pixel(last):
     told = [{**maps(places), "offset": offsets, "flow": np.zeros((1, 2, 6, 8), np.float32)}] * 4
     form = derive_form(told, inputs=[fed((96, 128))] * 4)
     assert "offset where heat is high" in [part.label for part in form.parts]
-    assert form.beside == ("offset", "flow")
+    assert form.uncovered == ("offset", "flow")
 
 
 @pytest.mark.parametrize(

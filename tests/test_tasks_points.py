@@ -185,8 +185,8 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
     places, scores = (f"y[{cells}{one}{every}]" for one in rows) if own else ("y", "sure")
     assert form.parts[0].label == f"{places} - its mean where {scores} is high"
     batch = {name: np.concatenate([one[name] for one in references]) for name in references[0]}
-    told, given = (form.parts[0].of(one["y"]) for one in (form.told(batch, {}, batch), batch))
-    weights = told / (given - form.usual[form.parts[0]])
+    told, given = (form.parts[0].of(one["y"]) for one in (form.prepare(batch, {}, batch), batch))
+    weights = told / (given - form.means[form.parts[0]])
     weights = weights.swapaxes(1, 2) if flat is None else weights.reshape(4, MESH, -1)
     assert weights[:, :8].max() < 0.06 and weights[:, 8:].min() > 0.9
     halves = [{"y": np.float32(line(n))[None, ::2], "s": np.float32(sure)[None]} for n in range(4)]
@@ -223,8 +223,8 @@ def test_points_count_where_there_is_an_object(unit):
     (part,) = form.parts
     assert part.label == "y - its mean where p0 is high"
     mean = np.average([one["y"] for one in alone], axis=0, weights=[0.9, 0.1] * 4)
-    assert np.allclose(form.usual[part].reshape(1, -1), mean, atol=1e-6 * unit)
-    told = form.told(alone[1], {}, alone[1])["y"]
+    assert np.allclose(form.means[part].reshape(1, -1), mean, atol=1e-6 * unit)
+    told = form.prepare(alone[1], {}, alone[1])["y"]
     assert np.allclose(told, 0.1 * (alone[1]["y"] - mean), atol=1e-6 * unit)
 
 

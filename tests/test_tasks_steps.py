@@ -571,13 +571,13 @@ def sampled(count=4, **shapes):
 
 def test_pictures_and_what_is_fed_alone_are_no_states():
     pictures = sampled(image=(1, 3, 16, 16), mask=(1, 1, 16, 16))
-    assert not derive_form(sampled(out=(1, 3, 16, 16), more=(1, 9)), inputs=pictures).carried
+    assert not derive_form(sampled(out=(1, 3, 16, 16), more=(1, 9)), inputs=pictures).states
     series = sampled(x=(1, 1, 40))
-    assert not derive_form(sampled(rebuilt=(1, 1, 40), code=(1, 8)), inputs=series).carried
+    assert not derive_form(sampled(rebuilt=(1, 1, 40), code=(1, 8)), inputs=series).states
     tokens = [{"ids": np.ones((1, 40), np.int64), "mask": np.ones((1, 40), np.int64)}] * 4
-    assert not derive_form(sampled(scores=(1, 40), code=(1, 8)), inputs=tokens).carried
+    assert not derive_form(sampled(scores=(1, 40), code=(1, 8)), inputs=tokens).states
     states = sampled(x=(1, 9), h=(2, 1, 8), c=(2, 1, 8))
-    found = derive_form(sampled(y=(1, 4), hn=(2, 1, 8), cn=(2, 1, 8)), inputs=states).carried
+    found = derive_form(sampled(y=(1, 4), hn=(2, 1, 8), cn=(2, 1, 8)), inputs=states).states
     assert found == {"hn": "h", "cn": "c"}
 
 
@@ -650,7 +650,7 @@ def form_of(outputs, picture=False):
 def test_one_of_them_is_the_task_and_the_rest_is_not_beside_it(said, picture):
     form = form_of([said(raw) for raw in drawn(4, 1, 12)], picture)
     assert form.task is not None and form.task.name == "classes"
-    assert len(form.task.outputs) == 1 and not form.beside
+    assert len(form.task.outputs) == 1 and not form.uncovered
 
 
 def test_a_picture_of_classes_is_found_in_scores_that_are_no_task_themselves():

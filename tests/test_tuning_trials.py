@@ -231,7 +231,7 @@ def test_mean_uses_more_samples_than_form():
         samples_with_outputs=lambda max_samples: (({"x": age}, {"y": age}) for age in ages)
     )
     selected, form = search_samples.select_samples(judges, 8)
-    assert [float(mean[0, 0]) for mean in form.usual.values()] == [115.5]
+    assert [float(mean[0, 0]) for mean in form.means.values()] == [115.5]
     # not the youngest and the oldest, where a Softmax hides what int8 loses before it
     indices = [int(sample["x"][0, 0]) - 100 for sample, _ in selected]
     assert indices == sorted(sampling_order(48)[:8])

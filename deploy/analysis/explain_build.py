@@ -210,8 +210,8 @@ class _WorstImages:
     ) -> tuple[float, ImageLoss]:
         """Return a rank, the worst lowest, and the loss of an image."""
         db_by_slice: dict[str, float] = {}
-        reference_values = self.form.told(reference, inputs, reference)
-        candidate_values = self.form.told(candidate, inputs, reference)
+        reference_values = self.form.prepare(reference, inputs, reference)
+        candidate_values = self.form.prepare(candidate, inputs, reference)
         for part in self.form.parts:
             if part.output in reference and part.output in candidate:
                 error = RunningError(part.label)

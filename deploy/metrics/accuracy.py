@@ -203,11 +203,11 @@ class Comparison:
             task=figure,
             precision=self._truth.precision(),
             reading=self._truth.reading(),
-            why=form.why,
+            why=form.reason,
             set_task=form.set_task,
             silent=self._truth.silent,
             alike=self._alike.alike,
-            carried=form.carried,
+            carried=form.states,
             problems=tuple(_problems(outputs, self._top1.samples, lists)),
         )
 

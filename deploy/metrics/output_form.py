@@ -44,31 +44,43 @@ _MAP = 4  # dimensions of maps
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Slices and task of a model's outputs."""
+    """Slices and task of a model's outputs.
 
-    parts: tuple[OutputSlice, ...] = ()  # slices of all outputs, in the outputs' order
+    Attributes:
+        parts: slices of all outputs, in the outputs' order.
+        task: None without one.
+        states: state outputs -> the inputs of the next call that take them.
+        means: slices that are measured about their mean -> that mean.
+        uncovered: outputs that the task does not cover.
+        reason: the task, and the shapes and values of the outputs that show it.
+        set_task: name of the task that the user set.
+    """
+
+    parts: tuple[OutputSlice, ...] = ()
     task: EvaluationTask | None = None
-    # state outputs -> the inputs of the next call that take them
-    carried: Mapping[str, str] = field(default_factory=dict)
-    # slices that are measured about their mean -> that mean
-    usual: Mapping[OutputSlice, Array] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()  # outputs that the task does not cover
-    why: str = ""  # the task, and the shapes and values of the outputs that show it
-    set_task: str = ""  # name of the task that the user set
+    states: Mapping[str, str] = field(default_factory=dict)
+    means: Mapping[OutputSlice, Array] = field(default_factory=dict)
+    uncovered: tuple[str, ...] = ()
+    reason: str = ""
+    set_task: str = ""
 
-    def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
-        """Return outputs ready to be sliced: minus an input or mean, and weighted by scores."""
-        changed = {p.output for p in self.parts if p.at or p in self.usual}
-        measured = {name: np.array(outputs[name]) for name in changed}
+    def prepare(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
+        """Return outputs ready to be sliced: minus an input or mean, and weighted by scores.
+
+        `reference`: the float model's outputs, whose scores weight those of both models.
+        """
+        changed = {part.output for part in self.parts if part.at or part in self.means}
+        prepared = {name: np.array(outputs[name]) for name in changed}
         for part in self.parts:
-            value = measured.get(part.output, outputs[part.output])
-            if part in self.usual:
-                subtract_usual(part.of(value), self.usual[part])
+            value = prepared.get(part.output, outputs[part.output])
+            if part in self.means:
+                subtract_usual(part.of(value), self.means[part])
             elif part.less:
-                measured[part.output] = subtract_input(value, inputs[part.less], part.resize)
+                source = inputs[part.less]
+                prepared[part.output] = subtract_input(value, source, part.resize)
             if part.at:
                 part.weight(value, reference)
-        return {**outputs, **measured}
+        return {**outputs, **prepared}
 
 
 def derive_form(
@@ -368,7 +380,7 @@ class OutputTally:
         figure = None if self._tally is None else self._tally.result()
         if figure is None or self._metric is not None:
             return figure
-        return replace(figure, beside=form.beside)
+        return replace(figure, beside=form.uncovered)
 
     @property
     def watched(self) -> frozenset[int]:
@@ -390,22 +402,24 @@ class OutputTally:
     def _settle(self) -> OutputForm:
         """Derive the form if it is unknown, and count the buffered samples."""
         if self._form is None:
-            buffered, self._waiting = self._waiting, []
+            batches, self._waiting = self._waiting, []
             self._form = derive_form(
-                [one[1] for one in buffered],
-                inputs=[one[0] for one in buffered],
+                [reference for _, reference, _, _ in batches],
+                inputs=[inputs for inputs, _, _, _ in batches],
                 metric=self._judge,
             )
             self._begin(self._form)
-            for inputs, reference, candidate, batch in buffered:
-                self._count(inputs, reference, candidate, batch)
+            for inputs, reference, candidate, length in batches:
+                self._count(inputs, reference, candidate, length)
         return self._form
 
     def _begin(self, form: OutputForm) -> None:
-        rows = [part for part in form.parts if part != OutputSlice(output=part.output)]
-        self._errors = {part: RunningError(part.label) for part in rows}
-        for part in (one for one in rows if one in form.usual and one.at is None):
-            self._errors[part].total = np.zeros(1)
+        for part in form.parts:
+            if part == OutputSlice(output=part.output):  # the complete output is measured already
+                continue
+            self._errors[part] = RunningError(part.label)
+            if part in form.means and part.at is None:
+                self._errors[part].total = np.zeros(1)
         self._own = None if form.task is None else form.task.tally()
         if self._judge is not None and isinstance(self._own, ThresholdTally):
             self._own.fixed_threshold = self._judge.threshold
@@ -418,15 +432,19 @@ class OutputTally:
                 )
             self._precision = PrecisionTally(form.task.decoder, self._objects)
 
-    def _count(self, inputs: Outputs, left: Outputs, right: Outputs, batch: int) -> None:
+    def _count(self, inputs: Outputs, reference: Outputs, candidate: Outputs, batch: int) -> None:
         assert self._form is not None
-        own, others = (self._form.told(one, inputs, left) for one in (left, right))
+        prepared = self._form.prepare(reference, inputs, reference)
+        prepared_candidate = self._form.prepare(candidate, inputs, reference)
         for part, error in self._errors.items():
-            error.add(part.of(own[part.output]), part.of(others[part.output]), batch)
-        counting = (self._metric, self._own, self._precision)
-        tallies = [one for one in counting if one is not None]
-        if tallies:
-            rows = [split_batch(one, batch) for one in (inputs, left, right)]
-            for sample in zip(*rows, strict=True):
-                for tally in tallies:
-                    tally.add(*sample)
+            values, others = prepared[part.output], prepared_candidate[part.output]
+            error.add(part.of(values), part.of(others), batch)
+        tallies = [
+            tally for tally in (self._metric, self._own, self._precision) if tally is not None
+        ]
+        if not tallies:
+            return
+        rows = [split_batch(arrays, batch) for arrays in (inputs, reference, candidate)]
+        for sample in zip(*rows, strict=True):
+            for tally in tallies:
+                tally.add(*sample)

@@ -45,7 +45,7 @@ from deploy.pipeline.readings import find_better_reading
 from deploy.pipeline.results import build_origin, publish_build, write_report
 from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets, with_log
 from deploy.report import Report
-from deploy.report.parts import RequestPart
+from deploy.report.parts import EngineRow, RequestPart
 from deploy.report.verdict import Gates
 from deploy.targets import Target, make_targets
 from deploy.targets.base import BuildResult
@@ -180,9 +180,6 @@ def build_with(
         calibration = _calibrate(build, stage)
         metric = replace(build.metric, threshold=calibration.score_threshold)
         build = replace(build, metric=metric)
-        better_reading = find_better_reading(calibration, metric.without_function, build.evaluation)
-        if better_reading:
-            calibration = replace(calibration, doubts=(*calibration.doubts, better_reading))
         _refuse_broken_metric(build, calibration)
         plans, plan_path = _plan_targets(build, calibration, stage)
         results = build_targets(
@@ -197,6 +194,10 @@ def build_with(
         )
         figures = _measure(build, calibration, results, stage)
         results = discard_failed(results, figures.failures, stage)
+        labelled = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
+        better_reading = find_better_reading(calibration, metric.without_function, labelled)
+        if better_reading:
+            calibration = replace(calibration, doubts=(*calibration.doubts, better_reading))
         report = write_report(
             calibration,
             results,
@@ -228,6 +229,12 @@ def _request_part(build: PreparedBuild) -> RequestPart:
         has_evaluation=build.evaluation is not None,
         is_module=build.loaded.exported is not None,
     )
+
+
+def _is_mostly_wrong(engine: EngineRow) -> bool:
+    """Whether labels show that the float model is wrong more often than right."""
+    top1 = None if engine.accuracy is None else engine.accuracy.top1_reference
+    return top1 is not None and top1 < 0.5
 
 
 def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:

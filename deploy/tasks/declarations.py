@@ -173,8 +173,18 @@ def _find_end(tensor: str, makers: Mapping[str, "onnx.NodeProto"]) -> str:
         elif node.op_type in _MOVING:
             tensors.append(node.input[0])
         else:
-            kind = ENDS.get(node.op_type, "")
+            kind = "unit" if _is_normalized(node, makers) else ENDS.get(node.op_type, "")
             if kind == "topk" and name != node.output[0]:
                 kind = "topk_indices"
             kinds.add(kind)
     return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _is_normalized(node: "onnx.NodeProto", makers: Mapping[str, "onnx.NodeProto"]) -> bool:
+    """Whether a Div divides by an L2 norm, as PyTorch's `normalize` is exported."""
+    if node.op_type != "Div":
+        return False
+    norm = makers.get(node.input[1])
+    while norm is not None and norm.op_type in ("Clip", "Expand", "Max", "Add"):
+        norm = makers.get(norm.input[0])
+    return norm is not None and norm.op_type == "ReduceL2"

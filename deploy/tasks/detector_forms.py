@@ -524,7 +524,9 @@ def _find_activation(
     if are_shares(rows):
         if last == 0 or not sums_to_one(rows).all():
             return "", None
-        return ("", winner) if is_background else None
+        if is_background:
+            return "", winner
+        return ("", last) if is_set or samples.declared.task == "boxes" else None
 
     # a Softmax has one more class, the background, and a Sigmoid none
     if samples.declared.classes and samples.declared.classes in (last, last + 1):

@@ -178,7 +178,8 @@ def find_integers(samples: FirstSamples) -> Indices | None:
         varies = len({value.tobytes() for value in values}) > 1
         if varies or len(whole) == len(samples.every):
             # [n, 3] as NonMaxSuppression gives image, class and box
-            is_selection = all(_is_selection(value) for value in values)
+            is_selection = samples.declared.ends.get(name) == "selected"
+            is_selection |= all(_is_selection(value) for value in values)
             outputs[name] = is_selection or len({value.shape for value in values}) > 1
     return Indices(outputs, parts=dict.fromkeys(outputs, ())) if outputs else None
 

@@ -313,11 +313,17 @@ def find_labels(samples: FirstSamples) -> Labels | None:
     if not samples.of_pictures and sequences.find_steps(samples) is not None:
         return None
     raw = bool(rows.min() < 0)
-    return Labels(name, rows.shape[1], raw) if _are_labels(rows, raw=raw) else None
+    min_labels = 1 if samples.declared.ends.get(name) == "sigmoid" else 2
+    are_labels = _are_labels(rows, raw=raw, min_labels=min_labels)
+    return Labels(name, rows.shape[1], raw) if are_labels else None
 
 
-def _are_labels(rows: Floats, *, raw: bool) -> bool:
-    """Whether [N, C] are independent probabilities, or their raw scores, seldom in between."""
+def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
+    """Whether [N, C] are independent probabilities, or their raw scores, seldom in between.
+
+    `min_labels`: labels above 0.5 in a sample; one may be the class of a Softmax, unless the graph
+    ends in a Sigmoid.
+    """
     shares = to_shares(rows, raw=raw)
     if not are_shares(shares) or (not raw and sums_to_one(shares).all()):
         return False
@@ -329,7 +335,7 @@ def _are_labels(rows: Floats, *, raw: bool) -> bool:
             return False
     label_counts = np.count_nonzero(shares > 0.5, axis=1)
     # a classifier's raw scores may well have two above 0 in one sample
-    has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= 2
+    has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= min_labels
     is_between = (shares > 0.1) & (shares < 0.9)
     is_decided = is_between.mean() < thresholds.MAX_BETWEEN_SHARE
     return bool(has_several and is_decided and np.mean(shares < 0.1) >= 0.5)
@@ -414,7 +420,8 @@ def find_embeddings(samples: FirstSamples) -> Embeddings | None:
     rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
     if length < thresholds.MIN_EMBEDDING_SIZE or _are_points(rows):
         return None
-    is_embedding = samples.of_pictures and are_features(rows)
+    is_embedding = samples.declared.ends.get(name) == "unit"
+    is_embedding |= samples.of_pictures and are_features(rows)
     is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
     return Embeddings(name, length) if is_embedding else None
 

@@ -353,7 +353,7 @@ class Prober:
 
         `reference`: the float model's outputs.
         """
-        slices = dict(self._form.told(outputs, inputs, reference))
+        slices = dict(self._form.prepare(outputs, inputs, reference))
         for name, (temperature, axis) in self._temperatures.items():
             if slices[name].ndim > 1:
                 slices[name] = apply_temperature(slices[name], temperature, axis)

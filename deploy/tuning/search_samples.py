@@ -118,7 +118,8 @@ def _measure_candidates(
     inputs, outputs = zip(*form_candidates, strict=True)
     form = derive_form(outputs, inputs=inputs, metric=metric)
     slices = (
-        form.told(outputs, sample, outputs) for sample, outputs in chain(form_candidates, remaining)
+        form.prepare(outputs, sample, outputs)
+        for sample, outputs in chain(form_candidates, remaining)
     )
     return slice_signals(form, slices), form
 
