@@ -124,7 +124,7 @@ class SplitChooser:
             self.search.weight *= _LOSS_WEIGHT
             self.search.refine(choice)
             self.search.weight = usual_weight
-        for level in (GOOD, DOUBTFUL):
+        for level in (GOOD, DOUBTFUL, FLOAT):
             self._look_for(level)
             choice = self._choose_tried()
             if _RANKS.index(self._level(choice)) <= _RANKS.index(level):
@@ -202,13 +202,17 @@ class SplitChooser:
         That a slower split has a verdict at least as good is assumed.
         """
         base = min(self._candidates(), key=lambda trial: trial.worst_loss)
-        self.search.layer_losses(base)
-        too_fast, good = self._bounds(level)
-        splits = [
-            split
-            for split in self.search.predicted_front()
-            if too_fast < self.search.time_of(split) < good and self._is_worthwhile(split)
-        ]
+        losses = self.search.layer_losses(base)
+        if level == FLOAT:  # whatever its time: the noisiest layers in float
+            order = sorted(losses, key=lambda layer: -losses[layer])
+            splits = [frozenset(order[:count]) for count in range(1, len(order))]
+        else:
+            too_fast, good = self._bounds(level)
+            splits = []
+            for split in self.search.predicted_front():
+                is_between = too_fast < self.search.time_of(split) < good
+                if is_between and self._is_worthwhile(split):
+                    splits.append(split)
 
         def is_good_enough(trial: Trial) -> bool:
             return _RANKS.index(self._level(trial)) <= _RANKS.index(level)
