@@ -207,7 +207,7 @@ def test_shared_range_spans_all_tensors():
     quant.update(torch.tensor([1.0]))
     quant.update(torch.tensor([3.0]))
     assert float(quant.hi) == 3.0
-    assert int(quant.outputs) == 1
+    assert int(quant.seen) == 1
 
 
 @pytest.mark.slow
