@@ -21,12 +21,11 @@ from calibrators.errors import CalibrationError
 from calibrators.tensorrt import CLASSES, HostMemory, calibrator
 from deploy.errors import BackendError
 from deploy.feed.decoding import opencv
-from deploy.targets.tensorrt.binding_types import dtype_of, shape_of
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
 from deploy.targets.tensorrt.builder import _network_flags as network_flags
 from deploy.targets.tensorrt.inspector import layer_profiler
 from deploy.targets.tensorrt.log import process_logger, record_log
-from deploy.targets.tensorrt.sdk import stand_ins
+from deploy.targets.tensorrt.sdk import dtype_of, shape_of, stand_ins
 from deploy.targets.tensorrt.session import output_allocator
 from tests.models import make_model, save_net
 

@@ -11,7 +11,7 @@ from deploy.errors import BackendError
 from deploy.method import Choices, Method
 from deploy.metrics.levels import DOUBTFUL, GOOD, TaskLoss
 from deploy.targets.base import BuildRequest
-from deploy.tuning import device_timer
+from deploy.tuning import timing
 from deploy.tuning.front import MAX_POINTS, SplitChooser, find_fastest
 from deploy.tuning.probe import Noise
 from deploy.tuning.search_options import Trial
@@ -286,12 +286,12 @@ def test_device_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monk
             name: SimpleNamespace(latency=SimpleNamespace(p50=ms)) for name, ms in sessions.items()
         }
 
-    monkeypatch.setattr(device_timer, "measure", measure)
+    monkeypatch.setattr(timing, "measure", measure)
     request = BuildRequest(
         subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=1
     )
     all_float = Choices(float_nodes=dict.fromkeys(LAYERS, "float"))
-    timer = device_timer.DeviceTimer(FakeDevice(), request, all_float, [{}])
+    timer = timing.DeviceTimer(FakeDevice(), request, all_float, [{}])
     trials = [make_trial(19, time=0.5, db=20), make_trial(16, time=0.6, db=25)]
     assert [trial.time for trial in timer.measure(trials)] == [0.8, 0.5]
     assert not list(tmp_path.iterdir())
@@ -303,7 +303,7 @@ def test_device_timer_says_why_an_engine_is_missing(tmp_path):
     request = BuildRequest(
         subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=1
     )
-    timer = device_timer.DeviceTimer(device, request, Choices(), [{}])
+    timer = timing.DeviceTimer(device, request, Choices(), [{}])
     with pytest.raises(BackendError, match="no kernel for this GPU"):
         timer.measure([make_trial(0, time=0.5, db=20)])
     assert not list(tmp_path.iterdir())

@@ -19,7 +19,6 @@ from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import capture, graph_of
-from deploy.fx.capture_errors import failing_line
 from deploy.fx.comparison import largest_difference
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms, fuse
@@ -28,7 +27,14 @@ from deploy.fx.norms import freeze_affines, is_norm
 from deploy.fx.operations import propagate_shapes, replace_op, replace_pattern
 from deploy.fx.profile import count_flops, profile
 from deploy.fx.source import load_module, user_code_line
-from deploy.fx.trace import find_function, global_wrap, replace_submodule, submodule, trace
+from deploy.fx.trace import (
+    failing_line,
+    find_function,
+    global_wrap,
+    replace_submodule,
+    submodule,
+    trace,
+)
 from tests import torch_shapes
 from tests.torch_placed import real_model
 from tests.torch_shapes import BatchNormAct2d, module, with_statistics

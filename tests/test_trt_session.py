@@ -10,11 +10,11 @@ from onnx import TensorProto
 from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
-from deploy.targets.tensorrt.binding_types import dtype_of
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
 from deploy.targets.tensorrt.cuda import CudaMemory, DeviceBuffer, open_gpu
 from deploy.targets.tensorrt.inspector import throughput
 from deploy.targets.tensorrt.profiles import InputShapeRange
+from deploy.targets.tensorrt.sdk import dtype_of
 from deploy.targets.tensorrt.session import TensorrtSession
 from tests.vendor_models import build_net, parse_nodes, save_net
 

@@ -17,7 +17,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from deploy.errors import FeedError, ModelError, first_line
-from deploy.fx.capture_errors import explain_capture_failure
 from deploy.fx.comparison import largest_magnitude
 from deploy.fx.device import device_of, fixed_seed, quiet
 from deploy.fx.lift import input_placeholders, lift_program
@@ -31,7 +30,7 @@ from deploy.fx.model_inputs import (
 )
 from deploy.fx.plain_copy import plain_copy, unwrap
 from deploy.fx.source import user_code_line
-from deploy.fx.trace import trace
+from deploy.fx.trace import explain_capture_failure, trace
 from deploy.terminal import phase
 
 CAPTURE_TOLERANCE = 1e-4  # relative to the largest output

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from deploy.errors import BackendError, ExportError, ModelError, first_line
 from deploy.fx.capture import repeat_single_sample
-from deploy.fx.capture_errors import failing_line, root_cause
 from deploy.fx.comparison import (
     floats_to_float64,
     largest_difference,
@@ -30,6 +29,7 @@ from deploy.fx.comparison import (
 )
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
+from deploy.fx.trace import failing_line, root_cause
 from deploy.graph.edit import copy_message, drop_unread, rename_tensors
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import is_global_mean

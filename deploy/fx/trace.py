@@ -14,20 +14,24 @@ would lose them. So forward hooks of layers are traced as separate nodes::
 
 import copy
 import functools
+import os
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
-from deploy.fx.capture_errors import failing_line
 from deploy.fx.model_inputs import input_names
 from deploy.fx.plain_copy import replace_submodule, unwrap
+from deploy.fx.source import user_code_line
 
 Function = Callable[..., Any]
 
@@ -265,3 +269,64 @@ def _rewrite_hint(text: str) -> str:
     if "torch.fx.wrap" in text or "len" in text:
         return "keep the function's call as a node with --wrap len (or package.function)"
     return "use tensor operations only on what depends on the input"
+
+
+# with a separator at the end, since torchvision is in the same folder as torch
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
+
+
+def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
+    """Return one sentence on a failure: module, file and line, torch's message, and a remedy."""
+    cause = root_cause(error)
+    name = innermost_module(error, model) or innermost_module(cause, model)
+    description = type(model.get_submodule(name)).__name__
+    if name:
+        description += f" ({name})"
+    if line := failing_line(cause) or failing_line(error):
+        description += f" at {line}"
+    message = " ".join(str(cause).split()).partition(" (unhinted")[0][:160]
+    return (
+        f"torch.export must be able to follow the model, and cannot follow {description}"
+        f" ({type(cause).__name__}: {message}); {_remedy(cause, name)}"
+    )
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error from which `error` was raised, in however many steps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def innermost_module(error: BaseException, model: nn.Module) -> str:
+    """Return the name of the submodule in whose forward `error` was raised, "" for the model."""
+    names = {id(module.__dict__): name for name, module in model.named_modules()}
+    innermost_name = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):  # torch.export calls copies that share __dict__
+            innermost_name = names.get(id(module.__dict__), innermost_name)
+    return innermost_name
+
+
+def failing_line(error: BaseException) -> str:
+    """Return `file:line: code` of the user's deepest frame, else of a library's, or ''."""
+    user_line = user_code_line(error)
+    if user_line:
+        return user_line
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_LIBRARIES):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def _remedy(error: BaseException, name: str) -> str:
+    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error).lower():
+        remedy = (
+            "replace `if`, `while` and .item() on the values of tensors by torch.where or"
+            " arithmetic"
+        )
+        if name:
+            remedy += f"; profile can keep that module as one node with --leaf {name}"
+        return remedy
+    return "it must run in eval mode for inputs of the shapes given, by tensor operations alone"

@@ -25,7 +25,6 @@ from deploy.runtimes.ort import continue_runs
 from deploy.targets.base import BuildRequest, Target
 from deploy.tensors import Array
 from deploy.terminal import Step, phase
-from deploy.tuning.device_timer import DeviceTimer, has_device
 from deploy.tuning.front import FrontPoint, SplitChooser, SplitSizes
 from deploy.tuning.plan_file import PlannedSplit, TargetPlan, float_reasons
 from deploy.tuning.prices import (
@@ -59,7 +58,7 @@ from deploy.tuning.search_samples import (
     with_held_out_ranges,
 )
 from deploy.tuning.sensitivity import Sensitivity
-from deploy.tuning.timing import int8_is_faster, time_models
+from deploy.tuning.timing import DeviceTimer, has_device, int8_is_faster, time_models
 
 _MIN_SAMPLES = 2  # of a trial
 _SAMPLE_SHARE = 5  # at most a fifth of the samples, so that the search stays cheap

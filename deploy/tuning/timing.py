@@ -15,18 +15,25 @@ LeakyRelu fused into a float Conv stays float where nothing after it is int8.
 Models are timed one at a time, since the idle threads of another open session spin and disturb it.
 """
 
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import onnx
 
+from deploy.errors import BackendError, SdkMissingError
 from deploy.graph.placement import WEIGHTED
+from deploy.method import Choices
+from deploy.metrics.latency import measure
 from deploy.runtimes.ort import OrtSession, profile_kernels
-from deploy.tensors import Array
+from deploy.targets.base import BuildRequest, Target
+from deploy.tensors import Array, Session
 from deploy.terminal import phase
+from deploy.tuning.search_options import Trial
 
 PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
@@ -236,3 +243,65 @@ def int8_is_faster(
     int8_time, float_time = time_models([int8, float32], samples, threads=threads)
     gain = 1 - int8_time.ms / float_time.ms
     return gain > max(_MIN_TIME_GAIN, int8_time.spread, float_time.spread)
+
+
+_DURATION_S = 1.0  # of measuring a split
+
+
+def has_device(target: Target) -> bool:
+    """Whether the SDK of a target and its device are in this machine."""
+    try:
+        target.describe_sdk()
+    except SdkMissingError:
+        return False
+    return True
+
+
+class DeviceTimer:
+    """Times trials beside the float model on a target's device.
+
+    Args:
+        target: the target.
+        request: its build request.
+        float_choices: choices with all in float.
+        samples: inputs of the runs.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        request: BuildRequest,
+        float_choices: Choices,
+        samples: Sequence[Mapping[str, Array]],
+    ) -> None:
+        self._target = target
+        self._request = request
+        self._float_choices = float_choices
+        self._samples = samples
+
+    @phase("timing splits")
+    def measure(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return the trials with their times as a share of the float model's.
+
+        Raises:
+            BackendError: an engine cannot be built or run here.
+        """
+        with tempfile.TemporaryDirectory(dir=self._request.folder) as folder:
+            sessions = {"float": self._open(self._float_choices, Path(folder) / "float")}
+            for number, trial in enumerate(trials):
+                name = f"split {number}"
+                sessions[name] = self._open(trial.choices, Path(folder) / name)
+            latencies = measure(sessions, self._samples, duration_s=_DURATION_S)
+            float_ms, *split_ms = [latency.latency.p50 for latency in latencies.values()]
+        return [
+            replace(trial, time=ms / float_ms) for trial, ms in zip(trials, split_ms, strict=True)
+        ]
+
+    def _open(self, choices: Choices, folder: Path) -> Session:
+        """Build the engine of a split in a folder of its own, and load it."""
+        folder.mkdir()
+        request = self._request.with_added_choices(choices)
+        result = self._target.build(replace(request, folder=folder))
+        if result.engine is None:
+            raise BackendError(result.error or f"{self._target.name} built no engine here")
+        return self._target.open(result.engine, threads=request.threads)

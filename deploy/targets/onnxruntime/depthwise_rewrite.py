@@ -30,14 +30,14 @@ from deploy.graph.index import (
     group_count,
     optional_input,
 )
-from deploy.targets.onnxruntime.conv_constants import (
+from deploy.targets.onnxruntime.rewrite_base import (
     BIAS,
     WEIGHT,
+    RewriteContext,
     append_zero_channels,
     constant_positions,
     unshared_integers,
 )
-from deploy.targets.onnxruntime.rewrite_base import RewriteContext
 
 CHANNELS_AT_ONCE = 16  # of ONNX Runtime's depthwise kernel
 _MIN_GAIN = 1.5  # times the cost

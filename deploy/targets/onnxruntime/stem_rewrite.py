@@ -21,12 +21,14 @@ import onnx
 from deploy.graph.edit import drop_dead, make_node
 from deploy.graph.index import Nodes, group_count, padded_name
 from deploy.graph.rewrite import RewriteRule, is_op
-from deploy.targets.onnxruntime.conv_constants import (
+from deploy.targets.onnxruntime.rewrite_base import (
     WEIGHT,
+    RewriteContext,
+    RewriteScope,
     append_zero_channels,
+    apply_to_model,
     unshared_integers,
 )
-from deploy.targets.onnxruntime.rewrite_base import RewriteContext, RewriteScope, apply_to_model
 
 _STEM_CHANNELS = 4
 _MIN_OUTPUT_CHANNELS = 16  # fewer are not worth the Pad

@@ -22,16 +22,14 @@ from onnx import numpy_helper
 from deploy.graph.edit import copy_message, drop_dead, make_node, replace_nodes
 from deploy.graph.index import Graph, Nodes, Shape
 from deploy.graph.refusal import Tile, tile_shape
-from deploy.targets.onnxruntime.conv_constants import (
+from deploy.targets.onnxruntime.rewrite_base import (
     BIAS,
     WEIGHT,
-    constant_positions,
-    stored_integers,
-)
-from deploy.targets.onnxruntime.rewrite_base import (
     ReplacementNodes,
     RewriteContext,
+    constant_positions,
     replaced_nodes,
+    stored_integers,
 )
 
 TILES = "/tiles"  # suffix of a tensor whose tiles' pixels lie as channels, rows first

@@ -21,7 +21,6 @@ from calibrators.tensorrt import Callbacks
 from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.files import atomic
 from deploy.files.reading import read_bytes
-from deploy.targets.tensorrt.binding_types import dtype_of, shape_of
 from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.log import (
     LogRecorder,
@@ -29,9 +28,16 @@ from deploy.targets.tensorrt.log import (
     process_logger,
     record_log,
 )
-from deploy.targets.tensorrt.plugin_libraries import load_plugins, plugin_digests
 from deploy.targets.tensorrt.profiles import InputShapeRange
-from deploy.targets.tensorrt.sdk import Sdk, import_tensorrt, stand_ins
+from deploy.targets.tensorrt.sdk import (
+    Sdk,
+    dtype_of,
+    import_tensorrt,
+    load_plugins,
+    plugin_digests,
+    shape_of,
+    stand_ins,
+)
 from deploy.terminal import phase
 
 if TYPE_CHECKING:

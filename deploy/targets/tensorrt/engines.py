@@ -39,9 +39,8 @@ from deploy.targets.tensorrt.cache_contents import largest_magnitudes
 from deploy.targets.tensorrt.cuda import Cuda, CudaMemory, open_gpu
 from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part
 from deploy.targets.tensorrt.missing_scales import missing_tensors, sort_missing
-from deploy.targets.tensorrt.plugin_libraries import plugin_digests
 from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
-from deploy.targets.tensorrt.sdk import Sdk
+from deploy.targets.tensorrt.sdk import Sdk, plugin_digests
 from deploy.targets.tensorrt.trt_options import (
     ALL_BASELINES,
     BF16,

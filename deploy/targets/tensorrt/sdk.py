@@ -10,10 +10,20 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deploy.errors import SdkMissingError
+from deploy.errors import BackendError, SdkMissingError
 from deploy.targets.tensorrt.cuda import open_gpu
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+from collections.abc import Iterable
+from pathlib import Path
+
+from deploy.errors import ConfigError
+from deploy.files.manifest import sha256
+from deploy.files.reading import read_bytes
+from deploy.targets.tensorrt.log import process_logger
 
 MARK = "calib8_stand_in"  # symbol that only the stand-ins export
 # trt.TacticSource -> the library that it needs.
@@ -106,3 +116,63 @@ def import_tensorrt() -> Any:
             f" on a GPU machine: {_INSTALL}"
         )
     return trt
+
+
+# trt.DataType -> numpy's name, or that of `device_types`; other names are numpy's in upper case.
+_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8"}
+_NUMPY_DTYPES = {"INT8", "INT32", "INT64", "UINT8", "BOOL"}
+
+
+def shape_of(shape: trt.Dims) -> tuple[int, ...]:
+    """Return TensorRT's shape as a tuple, dynamic dimensions as -1."""
+    return tuple(int(shape[axis]) for axis in range(len(shape)))
+
+
+def dtype_of(data_type: trt.DataType) -> str:
+    """Return the dtype name of a trt.DataType.
+
+    `trt.nptype` is not used: that of 8.5 fails with newer numpy, and none supports bfloat16.
+
+    Raises:
+        BackendError: the type has elements of less than a byte.
+    """
+    name = str(data_type).rpartition(".")[2]
+    if name in _DTYPES:
+        return _DTYPES[name]
+    if name not in _NUMPY_DTYPES:
+        raise BackendError(
+            f"an input or output must be of a type of whole bytes, got {name}; cast it in the model"
+        )
+    return name.lower()
+
+
+def load_plugins(libraries: Iterable[Path]) -> None:
+    """Register TensorRT's plugins and those of each library, as trtexec does.
+
+    Raises:
+        ConfigError: a library cannot be loaded.
+    """
+    import tensorrt as trt
+
+    trt.init_libnvinfer_plugins(process_logger(), "")
+    for path in libraries:
+        try:
+            ctypes.CDLL(str(path.resolve()), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise ConfigError(
+                f"a plugin library must load with TensorRT {trt.__version__}, got {error}; build"
+                " it for this version"
+            ) from error
+
+
+def plugin_digests(libraries: Iterable[Path]) -> dict[str, str]:
+    """Return file name -> sha256 of each plugin library.
+
+    Raises:
+        ConfigError: a library cannot be read.
+    """
+    digests = {}
+    for path in libraries:
+        content = read_bytes(path, what="a plugin library", error=ConfigError)
+        digests[path.name] = sha256(content)
+    return digests

@@ -32,12 +32,10 @@ from deploy.files.reading import read_bytes
 from deploy.machine import AcceleratorInfo
 from deploy.metrics.kernels import EngineLayer
 from deploy.metrics.latency import DeviceTimes
-from deploy.targets.tensorrt.binding_types import dtype_of, shape_of
 from deploy.targets.tensorrt.cuda import Cuda, DeviceBuffer, open_gpu
 from deploy.targets.tensorrt.inspector import layer_profiler, layers_of
 from deploy.targets.tensorrt.log import LogRecorder, create_with_logger, record_log
-from deploy.targets.tensorrt.plugin_libraries import load_plugins
-from deploy.targets.tensorrt.sdk import Sdk, find_sdk
+from deploy.targets.tensorrt.sdk import Sdk, dtype_of, find_sdk, load_plugins, shape_of
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:

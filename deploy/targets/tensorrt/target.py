@@ -186,7 +186,7 @@ class TensorRT(TensorrtOptions):
         """
         from deploy.frontends.checks import refuse_optimized
         from deploy.targets.tensorrt import cache_contents, sdk
-        from deploy.targets.tensorrt.plugin_libraries import plugin_digests
+        from deploy.targets.tensorrt.sdk import plugin_digests
 
         plugin_digests(self.plugins)  # refuses a library that cannot be read
         if self.device:
