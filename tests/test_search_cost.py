@@ -89,9 +89,9 @@ def never_usable(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usable, monkeypatch):
-    counted, make_budget = [], SearchBudget.of
+    counted, make_budget = [], SearchBudget.for_feed
     monkeypatch.setattr(
-        SearchBudget, "of", lambda *a: counted.append(make_budget(*a[:2])) or counted[-1]
+        SearchBudget, "for_feed", lambda *a: counted.append(make_budget(*a[:2])) or counted[-1]
     )
     (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
@@ -100,13 +100,13 @@ def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usabl
     assert runs["search_samples"] in (methods + IMAGES, methods + 2 * IMAGES)
     total = sum(runs.values())
     assert total <= 5 * IMAGES
-    assert [budget.ran for budget in counted] == [total]  # what is not counted is not bounded
+    assert [budget.spent for budget in counted] == [total]  # what is not counted is not bounded
 
 
 @pytest.mark.parametrize("products, factor", [(1e9, 1), (4e7, 2), (1.0, 4)])
 def test_small_model_has_a_larger_budget(products, factor):
     counts = []
-    budget = SearchBudget.of(5, 60, lambda: counts.append(1) or products)
+    budget = SearchBudget.for_feed(5, 60, lambda: counts.append(1) or products)
     assert budget.holds(500)
     assert not counts  # counted where it matters alone
     assert budget.holds(factor * 500)
@@ -118,7 +118,7 @@ def test_small_model_has_a_larger_budget(products, factor):
 def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, monkeypatch):
     """Of four calibrations the trials take most; the first choice is judged all the same."""
     monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))
-    monkeypatch.setattr(search_options, "_PRODUCTS", 0)  # as of a large model
+    monkeypatch.setattr(search_options, "_SMALL_MODEL_PRODUCTS", 0)  # as of a large model
     built = search_deep()
     assert built.code == 0
     assert runs["search_samples"] == 2 * 48 + IMAGES

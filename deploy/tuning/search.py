@@ -218,7 +218,7 @@ class Search:
 
     def _find_refused(self) -> frozenset[str]:
         """Return layers that cannot run alone in int8; nothing if no group can run."""
-        groups = split_into_groups(self.units.layers, self.effort.groups)
+        groups = split_into_groups(self.units.layers, self.effort.first_groups)
         tried = 0
         refused = set[str]()
         while groups:
@@ -227,7 +227,7 @@ class Search:
             if tried == 0 and len(failed) == len(groups):
                 break
             tried += len(groups)
-            is_last = tried >= self.effort.alone
+            is_last = tried >= self.effort.isolated_trials
             groups = []
             for group in failed:
                 if is_last or len(group) == 1:
@@ -265,7 +265,9 @@ class Search:
             earlier_best, earlier_methods = self.best, _method_labels(base)
             self._measure_sensitivity(base)
             self._try_splits(base)
-            self._try_methods(self.best, self._other_methods(self.best, self.effort.others))
+            self._try_methods(
+                self.best, self._other_methods(self.best, self.effort.retried_methods)
+            )
             self._try_methods_in_noisy_groups(self.best)
             if _method_labels(self.best) != earlier_methods:
                 self._try_splits(self.best, start=self.best.in_float)
@@ -291,8 +293,10 @@ class Search:
         measured = measure_sensitivity(
             [layer for layer in self.units.layers if layer not in self.refused],
             partial(self._measure_alone, base.choices),
-            first_groups=self.effort.groups,
-            max_trials=self.effort.alone if prior is None else self.effort.alone // 2,
+            first_groups=self.effort.first_groups,
+            max_trials=self.effort.isolated_trials
+            if prior is None
+            else self.effort.isolated_trials // 2,
             prior=prior,
         )
         self.sensitivity = measured.fitted(base.in_float, base.noise)
@@ -336,11 +340,11 @@ class Search:
         if not splits:
             return
         if start in splits:
-            index, step, max_trials = splits.index(start), 1, 1 + self.effort.again
+            index, step, max_trials = splits.index(start), 1, 1 + self.effort.retried_splits
         else:
             predicted = [self._predicted_cost(split) for split in splits]
             index = predicted.index(min(predicted))
-            step, max_trials = max(1, len(splits) // 6), self.effort.whole
+            step, max_trials = max(1, len(splits) // 6), self.effort.split_trials
 
         cost_by_index = {index: self._cost_of_split(base, splits[index])}
         while step and len(cost_by_index) < max_trials:
@@ -396,7 +400,7 @@ class Search:
             for method in self._other_methods(best, len(self.methods))
             if clips(method) != best_clips
         ]
-        rivals = self._try_methods(best, rival_methods[: self.effort.others])
+        rivals = self._try_methods(best, rival_methods[: self.effort.retried_methods])
         if not rivals:
             return is_clipping
         rival = min(rivals, key=lambda trial: trial.noise.worst)
@@ -435,12 +439,12 @@ class Search:
     def _try_methods_in_noisy_groups(self, base: Trial) -> None:
         """Try another method for the tensors of the noisiest groups that stay in int8."""
         assert self.sensitivity is not None
-        listed = self._other_methods(base, self.effort.others)
+        listed = self._other_methods(base, self.effort.retried_methods)
         methods = [method for method in listed if method is not None]
         if not methods:
             return
         method_by_tensor = dict(base.choices.methods)
-        for group in self._noisiest_int8_groups(base)[: self.effort.swaps]:
+        for group in self._noisiest_int8_groups(base)[: self.effort.swapped_groups]:
             method = self._better_method(base, group, methods)
             if method is not None:
                 method_by_tensor |= dict.fromkeys(self.units.shared_tensors(group), method)

@@ -24,88 +24,135 @@ from deploy.tuning.probe import Noise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much the search tries, for one value of `--effort`."""
+    """How much the search tries, for one value of `--effort`.
 
-    samples: int  # samples of each trial
-    few: int  # the most active of them, on which a group runs alone
-    groups: int  # groups of layers to begin with
-    alone: int  # most groups to run alone in int8
-    whole: int  # most splits to try
-    again: int  # most splits to try again after another range method was found
-    others: int  # range methods to try again on the best split, those of least loss
-    swaps: int  # noisy groups to try these methods on
-    rounds: int  # most rounds; a round starts from the best trial of the one before
-    calibrations: float  # budget in samples run, as a number of calibrations
+    Attributes:
+        samples: samples of each trial.
+        isolated_samples: the most active of them, on which a group runs alone in int8.
+        first_groups: groups of layers to begin with.
+        isolated_trials: groups to run alone in int8, at most.
+        split_trials: splits to try, at most.
+        retried_splits: splits to try again after another range method was found, at most.
+        retried_methods: range methods to try again on the best split, those of least loss.
+        swapped_groups: noisy groups to try these methods on.
+        rounds: rounds, at most; a round starts from the best trial of the one before.
+        calibrations: budget in samples run, as a number of calibrations.
+    """
+
+    samples: int
+    isolated_samples: int
+    first_groups: int
+    isolated_trials: int
+    split_trials: int
+    retried_splits: int
+    retried_methods: int
+    swapped_groups: int
+    rounds: int
+    calibrations: float
 
     @property
-    def most(self) -> int:
+    def round_trials(self) -> int:
         """Trials of one round, about."""
-        return self.alone + self._complete + self.others * self.swaps + len(COMPARABLE)
+        swaps = self.retried_methods * self.swapped_groups
+        return self.isolated_trials + self._complete_trials + swaps + len(COMPARABLE)
 
     @property
     def round_samples(self) -> int:
         """Samples that one round runs, at most."""
-        return self.few * (self.alone + self.others * self.swaps) + self.samples * self._complete
+        isolated_trials = self.isolated_trials + self.retried_methods * self.swapped_groups
+        isolated_samples = self.isolated_samples * isolated_trials
+        return isolated_samples + self.samples * self._complete_trials
 
     @property
-    def _complete(self) -> int:
-        return self.whole + self.again + self.others
+    def _complete_trials(self) -> int:
+        return self.split_trials + self.retried_splits + self.retried_methods
 
 
 EFFORTS: dict[int, Effort] = {
     1: Effort(
-        samples=8, few=2, groups=8, alone=24, whole=4, again=2, others=2, swaps=2, rounds=1,
+        samples=8,
+        isolated_samples=2,
+        first_groups=8,
+        isolated_trials=24,
+        split_trials=4,
+        retried_splits=2,
+        retried_methods=2,
+        swapped_groups=2,
+        rounds=1,
         calibrations=5,
     ),
     2: Effort(
-        samples=8, few=4, groups=16, alone=80, whole=8, again=8, others=4, swaps=8, rounds=2,
+        samples=8,
+        isolated_samples=4,
+        first_groups=16,
+        isolated_trials=80,
+        split_trials=8,
+        retried_splits=8,
+        retried_methods=4,
+        swapped_groups=8,
+        rounds=2,
         calibrations=25,
     ),
     3: Effort(
-        samples=8, few=8, groups=64, alone=400, whole=16, again=16, others=4, swaps=32, rounds=8,
+        samples=8,
+        isolated_samples=8,
+        first_groups=64,
+        isolated_trials=400,
+        split_trials=16,
+        retried_splits=16,
+        retried_methods=4,
+        swapped_groups=32,
+        rounds=8,
         calibrations=math.inf,
     ),
-}  # fmt: skip
+}
 
-_USUAL = 100  # images: with fewer, the budget is that of so many
-_PRODUCTS = 4e10  # products that any search may compute, in a few seconds
-_LARGER = 4.0  # factor by which this enlarges the budget of a small model, at most
+_MIN_IMAGES = 100  # with fewer, the budget is that of so many
+_SMALL_MODEL_PRODUCTS = 4e10  # products that any search may compute, in a few seconds
+_MAX_FACTOR = 4.0  # by which this enlarges the budget of a small model
 
 
 @dataclass(slots=True)
 class SearchBudget:
-    """Budget of a search, in samples run."""
+    """Budget of a search, in samples run.
 
-    most: float  # samples that may be run; the trials alone need far less
-    ran: int = 0  # samples run so far, each counted once per model that ran it
-    # counts the float model's products of one sample, once the budget is spent
-    products: Callable[[], float] | None = None
+    Attributes:
+        limit: samples that may be run; the trials alone need far less.
+        spent: samples run so far, each counted once per model that ran it.
+        count_products: returns the float model's products of one sample; called once, where the
+            budget would be spent.
+    """
+
+    limit: float
+    spent: int = 0
+    count_products: Callable[[], float] | None = None
 
     @classmethod
-    def of(
-        cls, calibrations: float, samples: int, products: Callable[[], float] | None = None
+    def for_feed(
+        cls, calibrations: float, samples: int, count_products: Callable[[], float] | None = None
     ) -> SearchBudget:
         """Return the budget of a number of calibrations on a feed of `samples`."""
-        return cls(calibrations * max(samples, _USUAL), products=products)
+        limit = calibrations * max(samples, _MIN_IMAGES)
+        return cls(limit, count_products=count_products)
 
     def spend(self, samples: int) -> None:
         """Count samples as run."""
-        self.ran += samples
+        self.spent += samples
 
     def holds(self, samples: int) -> bool:
         """Whether so many more samples may be run."""
-        if self.ran + samples > self.most and self.products is not None:
-            larger = _PRODUCTS / max(self.most * self.products(), 1.0)
-            self.most *= min(max(larger, 1.0), _LARGER)
-            self.products = None
-        return self.ran + samples <= self.most
+        if self.spent + samples > self.limit and self.count_products is not None:
+            factor = _SMALL_MODEL_PRODUCTS / max(self.limit * self.count_products(), 1.0)
+            self.limit *= min(max(factor, 1.0), _MAX_FACTOR)
+            self.count_products = None
+        return self.spent + samples <= self.limit
 
 
 COMMON_WEIGHT = 3.5  # default weight of loss against log(time)
 _ACCURATE_WEIGHT = 14.0  # the same where accuracy is preferred
-_LITTLE_CLIPPING = ("lp 3", "minmax")
+_CLIPS_LITTLE = ("lp 3", "minmax")
 # loss added for other methods, until held-back samples decide: new inputs are clipped more
-_UNSEEN = 0.02
+_CLIPPING_LOSS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +168,7 @@ class Trial:
     @property
     def clipping_loss(self) -> float:
         """Loss expected on inputs that did not calibrate."""
-        return _UNSEEN if clips(self.choices.method) else 0.0
+        return _CLIPPING_LOSS if clips(self.choices.method) else 0.0
 
     @property
     def mean_loss(self) -> float:
@@ -140,7 +187,7 @@ class Trial:
 
 def clips(method: Method | None) -> bool:
     """Whether a range method clips more than a few values."""
-    return (method.label if method else DEFAULT_METHOD) not in _LITTLE_CLIPPING
+    return (method.label if method else DEFAULT_METHOD) not in _CLIPS_LITTLE
 
 
 DEFAULT_EFFORT = 1

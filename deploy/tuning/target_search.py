@@ -133,7 +133,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         return TargetPlan(choices=NO_CHOICES), 0
 
     samples, form = _search_samples(setup)
-    budget = SearchBudget.of(
+    budget = SearchBudget.for_feed(
         setup.effort.calibrations,
         len(setup.request.feed),
         partial(_count_products, model, units, samples[0][0]),
@@ -229,7 +229,7 @@ def make_prober(
     if setup.is_held_out:
         fed_samples = [sample for sample, _ in samples]
         request = with_held_out_ranges(setup.target, request, fed_samples, budget.spend)
-    group_samples = len(samples) * effort.few // effort.samples
+    group_samples = len(samples) * effort.isolated_samples // effort.samples
     return Prober(
         trial,
         request,

@@ -114,7 +114,7 @@ def plan_target(
         trial=trial_builder(target, request, repairs),
         rounded=True if ROUNDING in repairs else None,
     )
-    with phase("trials", setup.effort.most * setup.effort.rounds, about=True) as step:
+    with phase("trials", setup.effort.round_trials * setup.effort.rounds, about=True) as step:
         plan, probes = run_search(setup, step)
     note = ""
     if plan.interrupted:
