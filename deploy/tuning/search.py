@@ -265,9 +265,8 @@ class Search:
             earlier_best, earlier_methods = self.best, _method_labels(base)
             self._measure_sensitivity(base)
             self._try_splits(base)
-            self._try_methods(
-                self.best, self._other_methods(self.best, self.effort.retried_methods)
-            )
+            other_methods = self._other_methods(self.best, self.effort.retried_methods)
+            self._try_methods(self.best, other_methods)
             self._try_methods_in_noisy_groups(self.best)
             if _method_labels(self.best) != earlier_methods:
                 self._try_splits(self.best, start=self.best.in_float)
@@ -290,13 +289,14 @@ class Search:
         What another target's search or another method measured says where to begin.
         """
         prior = self.sensitivity or self.prior
+        max_trials = self.effort.isolated_trials
+        if prior is not None:
+            max_trials //= 2
         measured = measure_sensitivity(
             [layer for layer in self.units.layers if layer not in self.refused],
             partial(self._measure_alone, base.choices),
             first_groups=self.effort.first_groups,
-            max_trials=self.effort.isolated_trials
-            if prior is None
-            else self.effort.isolated_trials // 2,
+            max_trials=max_trials,
             prior=prior,
         )
         self.sensitivity = measured.fitted(base.in_float, base.noise)
