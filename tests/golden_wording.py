@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 
 GOLDEN_FILE = Path(__file__).parent / "golden" / "wording.json"
+# pytest numbers the folders of a session in the order in which the tests come
+NUMBERED_FOLDER = re.compile(r"(<session>/[A-Za-z_-]+)\d+")
 # the text of an exception from elsewhere changes with Python, its library and the line that raises
 FOREIGN_TEXT = re.compile(r"\b(\w+(?:Error|SymNode)): [^;]*")
 RENEWED_MESSAGES = os.environ.get("CALIB8_RENEWED_WORDING")  # file that takes messages, a line each
@@ -31,6 +33,7 @@ class Wording:
         text = " ".join(str(message).split())
         for folder, word in self.folders.items():
             text = text.replace(folder, word)
+        text = NUMBERED_FOLDER.sub(r"\1", text)
         text = FOREIGN_TEXT.sub(r"\1: ...", text)
         self.messages.append(text)
         if RENEWED_MESSAGES:
