@@ -303,7 +303,13 @@ def _stamp(cache: Path) -> None:
 def _plan(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.tuning.plan_file import read_plan
 
-    return lambda path: lambda: [one.taken for one in read_plan(path).targets.values()]
+    return lambda path: (
+        lambda: [
+            target.with_split(split.number)
+            for target in read_plan(path).targets.values()
+            for split in target.front
+        ]
+    )
 
 
 _SETTINGS = """# The options of a build: calib8 build --config calib8.toml
