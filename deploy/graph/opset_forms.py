@@ -344,36 +344,37 @@ def _complete_input(
         node: changes in place.
         index: of the input, which has a value for each of `axes`.
         axes: counted from the front.
-        default: the values of all axes, or a tensor whose sizes they are.
+        default: name of a tensor whose sizes are the values of the other axes, or these values.
         scope: around the node.
     """
-    axis_values = node.input[index]
-    completed = node.input[index] = scope.new_name(f"{node.output[0]}_axes")
+    partial_name = node.input[index]
+    complete_name = scope.new_name(f"{node.output[0]}_axes")
+    node.input[index] = complete_name
     defaults = list(scope.shape(default)) if isinstance(default, str) else default.tolist()
-    if axis_values in scope.constants:
-        constants = scope.values(axis_values, "values")
+    if partial_name in scope.constants:
+        given_values = scope.values(partial_name, "values")
         values = list(defaults)
-        for axis, value in zip(axes, constants.tolist(), strict=True):
+        for axis, value in zip(axes, given_values.tolist(), strict=True):
             values[axis] = value
-        if all(isinstance(value, int | float) for value in values):
-            return [make_constant_node(completed, np.array(values, constants.dtype))]
+        if all(isinstance(value, int | float) for value in values):  # no size is symbolic
+            return [make_constant_node(complete_name, np.array(values, given_values.dtype))]
 
-    # join the defaults and the values of some axes, and gather the one of each axis
-    default_values = scope.new_name(f"{completed}_whole")
-    joined_values = scope.new_name(f"{completed}_both")
-    order = scope.new_name(f"{completed}_order")
-    indices = np.arange(len(defaults))
-    indices[axes] = len(defaults) + np.arange(len(axes))
+    # join the defaults and the given values, and gather the one of each axis
+    defaults_name = scope.new_name(f"{complete_name}_whole")
+    joined_name = scope.new_name(f"{complete_name}_both")
+    order_name = scope.new_name(f"{complete_name}_order")
+    order = np.arange(len(defaults))
+    order[axes] = len(defaults) + np.arange(len(axes))  # the given values follow the defaults
     if isinstance(default, str):
-        default_node = make_node("Shape", [default], default_values, f"{default_values}_Shape")
+        default_node = make_node("Shape", [default], defaults_name, f"{defaults_name}_Shape")
     else:
-        default_node = make_constant_node(default_values, default)
-    operands = [default_values, axis_values]
+        default_node = make_constant_node(defaults_name, default)
+    operands = [defaults_name, partial_name]
     return [
         default_node,
-        make_node("Concat", operands, joined_values, f"{joined_values}_Concat", axis=0),
-        make_constant_node(order, indices),
-        make_node("Gather", [joined_values, order], completed, f"{completed}_Gather"),
+        make_node("Concat", operands, joined_name, f"{joined_name}_Concat", axis=0),
+        make_constant_node(order_name, order),
+        make_node("Gather", [joined_name, order_name], complete_name, f"{complete_name}_Gather"),
     ]
 
 

@@ -133,17 +133,17 @@ class InnerTensors:
         """
         self.compared_count = 0
         self.sample_numbers: frozenset[int] = frozenset()
-        self._is_reference = is_reference
+        self._reference_is_float_model = is_reference
         self._lock = threading.Lock()
-        self._taps: dict[str, tuple[Session, TensorComparison]] = {}
+        self._engines: dict[str, tuple[Session, TensorComparison]] = {}
         for result in results:
             if result.runnable is not None and any(node.quantized for node in result.decisions):
                 self._tap(loaded, result, stand_in=result.target not in device_sessions)
-        if not self._taps:
+        if not self._engines:
             return
 
         tensors: dict[str, None] = {}
-        for _, comparison in self._taps.values():
+        for _, comparison in self._engines.values():
             tensors |= dict.fromkeys(comparison.pairs)
         self._reference = open_single_thread(copy_with_outputs(loaded.model, tensors))
         array_names = {spec.name for spec in self._reference.outputs}  # no sequences
@@ -159,23 +159,26 @@ class InnerTensors:
         if pairs:  # a fake-quant model has no DequantizeLinear
             tapped_model = copy_with_outputs(model, pairs.values())
             session = open_single_thread(tapped_model, stand_in=stand_in)
-            self._taps[result.target] = session, TensorComparison(pairs)
+            self._engines[result.target] = session, TensorComparison(pairs)
 
     def compare(self, sample: Sample) -> Mapping[str, Array] | None:
         """Compare the tensors of one sample; thread-safe.
 
-        Returns the float model's outputs, so that it need not run again; None if engines are
-        compared with another model.
+        A target whose engine fails is not compared any more; the engine reports the error.
+
+        Returns:
+            The float model's outputs, so that it need not run again; None if the reference is
+            another model.
         """
         with self._lock:
             tensors = self._reference.run(sample)
-            for target, (session, comparison) in list(self._taps.items()):
+            for target, (session, comparison) in list(self._engines.items()):
                 try:
                     comparison.add(sample, tensors, session.run(sample))
-                except BackendError:  # the engine itself reports the error
-                    del self._taps[target]
+                except BackendError:
+                    del self._engines[target]
             self.compared_count += 1
-        if not self._is_reference:
+        if not self._reference_is_float_model:
             return None
         return {name: tensors[name] for name in self._output_names}
 
@@ -184,7 +187,7 @@ class InnerTensors:
         """Target -> figures of its inner tensors."""
         if not self.compared_count:
             return {}
-        return {target: comparison.result() for target, (_, comparison) in self._taps.items()}
+        return {target: comparison.result() for target, (_, comparison) in self._engines.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,19 +241,25 @@ def _are_probabilities(name: str, samples: Sequence[Array], first_samples: First
         return False
     if first_samples.of_pictures and not _are_vectors(samples):
         return False
-    if any(all(sums_to_one(value, axis).all() for value in samples) for axis in (0, 1, 2)[:rank]):
-        return False
+    for axis in range(min(rank, 3)):
+        if all(sums_to_one(value, axis).all() for value in samples):
+            return False  # a Softmax, of which one class is chosen
     if any(_is_reconstruction(*pair) for pair in zip(samples, first_samples.inputs, strict=True)):
         return False
-    between = (values > 0.1) & (values < 0.9)
     if _are_vectors(samples):
-        # beside a class number for each step it is how sure that one is
-        others = [first_samples.outputs[0][other] for other in first_samples.names if other != name]
-        if any(other.size == samples[0].size for other in others):
-            return False
-        return bool(between.mean() < min(thresholds.MAX_BETWEEN_SHARE, np.mean(values >= 0.9)))
-    is_undecided = np.mean((values > 0.3) & (values < 0.7)) >= thresholds.MAX_UNDECIDED_SHARE
-    return not is_undecided and bool(np.mean(values > 0.5) < thresholds.MAX_BETWEEN_SHARE)
+        for other_name in first_samples.names:
+            other_output = first_samples.outputs[0][other_name]
+            if other_name != name and other_output.size == samples[0].size:
+                return False  # one number a step beside another: a class and its confidence
+        undecided_share = np.mean((values > 0.1) & (values < 0.9))
+        is_mostly_yes = undecided_share < np.mean(values >= 0.9)
+        return bool(is_mostly_yes and undecided_share < thresholds.MAX_BETWEEN_SHARE)
+    undecided_share = np.mean((values > 0.3) & (values < 0.7))
+    positive_share = np.mean(values > 0.5)
+    return bool(
+        undecided_share < thresholds.MAX_UNDECIDED_SHARE
+        and positive_share < thresholds.MAX_BETWEEN_SHARE
+    )
 
 
 def _is_reconstruction(value: Array, inputs: Outputs) -> bool:

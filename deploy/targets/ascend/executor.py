@@ -419,8 +419,11 @@ def compare_deploy_model(
         BackendError: ONNX Runtime refuses a model or a sample.
         ModelError: the sums of a layer are too large to be exact.
     """
-    layer_by_sum = {f"{n}_output0": n for n, q in layers.items() if q.record.act_bits == 16}
-    deployed = open_deploy(
+    layer_by_sum = {}  # tensor of the sums of a layer of 16 bits, which may be too large -> layer
+    for layer_name, layer in layers.items():
+        if layer.record.act_bits == 16:
+            layer_by_sum[f"{layer_name}_output0"] = layer_name
+    deploy_session = open_deploy(
         deploy_model(model, layers), threads=threads, extra_outputs=tuple(layer_by_sum)
     )
 
@@ -432,21 +435,26 @@ def compare_deploy_model(
     npu_session = open_fake_quant(npu_rounding=True)
     amct_session = open_fake_quant(npu_rounding=False)
 
-    max_difference, min_cosine = 0.0, 1.0
-    max_sums = dict.fromkeys(layer_by_sum.values(), 0.0)
+    max_npu_difference, min_amct_cosine = 0.0, 1.0
+    max_sum_shares = dict.fromkeys(layer_by_sum.values(), 0.0)
     for sample in samples:
-        outputs = deployed.run(sample)
+        outputs = deploy_session.run(sample)
         npu_outputs, amct_outputs = npu_session.run(sample), amct_session.run(sample)
-        for tensor, layer in layer_by_sum.items():
-            largest_sum = float(np.abs(outputs.pop(tensor)).max()) / _INT32_END
-            max_sums[layer] = max(max_sums[layer], largest_sum)
+        for sum_name, layer_name in layer_by_sum.items():
+            sums = outputs.pop(sum_name)
+            share = float(np.abs(sums).max()) / _INT32_END
+            max_sum_shares[layer_name] = max(max_sum_shares[layer_name], share)
         for name, value in outputs.items():
-            is_comparable = value.dtype.kind == "f" and value.size
-            if is_comparable and amct_outputs[name].shape == value.shape:
-                max_difference = max(max_difference, _relative_difference(value, npu_outputs[name]))
-                min_cosine = min(min_cosine, cosine(value, amct_outputs[name]))
+            is_float = value.dtype.kind == "f" and value.size > 0
+            if is_float and amct_outputs[name].shape == value.shape:
+                npu_difference = _relative_difference(value, npu_outputs[name])
+                max_npu_difference = max(max_npu_difference, npu_difference)
+                min_amct_cosine = min(min_amct_cosine, cosine(value, amct_outputs[name]))
     return DeployComparison(
-        samples=len(samples), same_rounding=max_difference, amct_cosine=min_cosine, sums=max_sums
+        samples=len(samples),
+        same_rounding=max_npu_difference,
+        amct_cosine=min_amct_cosine,
+        sums=max_sum_shares,
     )
 
 
