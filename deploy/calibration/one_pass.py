@@ -402,7 +402,11 @@ class ObservationSchedule:
 def schedule_observations(
     observations: Iterable[Observation], observed: ObservedStatistics
 ) -> ObservationSchedule:
-    """Return the schedule of `observe` for the observations that are not in `observed`."""
+    """Return which observations are made early and which late, of those not in `observed`.
+
+    Early ones are those that others need (`needs`) or start from (`lead`); they run on the first
+    samples before the pass.
+    """
     missing = observed.missing(with_needs(observations, observed))
     required: list[Observation] = []
     leads: list[Observation] = []

@@ -50,6 +50,7 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> tuple[Item, lis
 
 
 def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> tuple[Item, list[str]]:
+    """Return (the inputs by position, the names of the ignored elements)."""
     if value and isinstance(value[0], Mapping):
         item, ignored_names = _match_mapping(value[0], specs, item_name)
         return item, ignored_names + _number_elements(value[1:], 2)
@@ -62,8 +63,10 @@ def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> tuple[It
         )
     arrays = [as_array(element, item_name) for element in value[: len(specs)]]
     ignored = value[len(specs) :]
+    # a list of samples is no tuple of inputs and labels; labels may all be numbers
     shape = arrays[0].shape
-    if len(shape) > 1 and any(_shape(element) == shape for element in ignored):
+    looks_like_samples = any(_shape(element) == shape for element in ignored)
+    if len(shape) > 1 and looks_like_samples:
         raise FeedError(
             f"{item_name} must distinguish its inputs from its other values, got a {kind} with"
             f" several of the shape {list(shape)}; give one array per sample, or a dict of arrays"

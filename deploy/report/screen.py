@@ -259,29 +259,29 @@ def speed_texts(report: Findings) -> Iterator[str]:
     """Yield a line for each target whose front tells a speed that the table does not."""
     engine_by_target = {e.target: e for e in report.engines if not e.is_float}
     for target in report.targets:
-        taken, engine = target.built_split, engine_by_target.get(target.name)
-        if taken is None or target.search is None:
+        built, engine = target.built_split, engine_by_target.get(target.name)
+        if built is None or target.search is None:
             continue
-
-        speed = engine.speed if engine else None
-        if engine is not None and speed is not None:
+        alternative = find_alternative(target.search.front, built)
+        if engine is not None and engine.speed is not None:
+            if alternative is None:
+                continue  # the table has its speed
             rivals = find_rivals(report.engines, engine)
-            ratio = speed.ratio
+            ratio = engine.speed.ratio
             text = f"{figures.ratio(ratio)} {rivals[0].label if rivals else 'FP32'}"
         else:
-            ratio = 1 / taken.time
+            ratio = 1 / built.time
             text = f"about {figures.ratio(ratio)} FP32 (estimated)"
 
-        other = find_alternative(target.search.front, taken)
-        if other is not None:
-            other_ratio = figures.ratio(ratio * taken.time / other.time)
-            level = f" ({other.level})" if other.level != taken.level else ""
-            price = figures.decibels(other.sqnr_db)
-            if other.figure not in ("", taken.figure):
-                price = other.figure
-            text += f"; {other_ratio} with {price}{level}: --split {other.number}"
-        if other is not None or speed is None:
-            yield f"{target.name}: {text}" if len(report.targets) > 1 else text
+        if alternative is not None:
+            speed_text = figures.ratio(ratio * built.time / alternative.time)
+            accuracy_text = figures.decibels(alternative.sqnr_db)
+            if alternative.figure not in ("", built.figure):  # an equal figure tells no price
+                accuracy_text = alternative.figure
+            if alternative.level != built.level:
+                accuracy_text += f" ({alternative.level})"
+            text += f"; {speed_text} with {accuracy_text}: --split {alternative.number}"
+        yield f"{target.name}: {text}" if len(report.targets) > 1 else text
 
 
 # role of a script -> where it is to be run
