@@ -91,7 +91,6 @@ class Search:
     sensitivity: Sensitivity | None = None
     refused: frozenset[str] = frozenset()
     float_adds: Mapping[str, str] = field(default_factory=dict)
-    _measured_method: str = ""  # of the sensitivity
 
     def run(self) -> None:
         """Try methods and splits.
@@ -278,7 +277,7 @@ class Search:
 
     def layer_losses(self, base: Trial) -> dict[str, float]:
         """Return the loss that each layer adds with a trial's choices; measured once a method."""
-        if self.sensitivity is None or self._measured_method != self._label(base):
+        if self.sensitivity is None or self.sensitivity.method != self._label(base):
             self._measure_sensitivity(base)
         assert self.sensitivity is not None
         return self.sensitivity.loss_by_layer()
@@ -286,9 +285,13 @@ class Search:
     def _measure_sensitivity(self, base: Trial) -> None:
         """Measure the noise of the layers with a trial's methods.
 
-        What another target's search or another method measured says where to begin.
+        What was measured before with the same method, by another target's search too, says where
+        to begin.
         """
+        method = self._label(base)
         prior = self.sensitivity or self.prior
+        if prior is not None and prior.method != method:
+            prior = None
         max_trials = self.effort.isolated_trials
         if prior is not None:
             max_trials //= 2
@@ -299,8 +302,8 @@ class Search:
             max_trials=max_trials,
             prior=prior,
         )
-        self.sensitivity = measured.fitted(base.in_float, base.noise)
-        self._measured_method = self._label(base)
+        fitted = measured.fitted(base.in_float, base.noise)
+        self.sensitivity = replace(fitted, method=method)
 
     def _measure_alone(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Return the noise of each group with all else in float."""
@@ -412,7 +415,7 @@ class Search:
             is_clipping = best_clips != (gain_db > required_db)
         winner = best if is_clipping == best_clips else rival
         self.settled_method = self._label(winner)
-        if self.sensitivity is not None and self._measured_method != self.settled_method:
+        if self.sensitivity is not None and self.sensitivity.method != self.settled_method:
             # each method has its own noisy layers
             self._measure_sensitivity(winner)
             self._try_splits(winner)

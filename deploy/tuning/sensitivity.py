@@ -34,10 +34,12 @@ class Sensitivity:
     Attributes:
         groups: group of layers -> its noise, in the model's order.
         scale: factor from the summed noise power to the measured one.
+        method: label of the range method; each has its own noisy layers.
     """
 
     groups: Mapping[Group, Noise]
     scale: float = 1.0
+    method: str = ""
 
     def loss_by_layer(self) -> dict[str, float]:
         """Return layer -> loss of the worst output slice that it adds to that of all others."""
@@ -84,8 +86,8 @@ def measure_sensitivity(
         measure: groups -> noise of each with all else in float; None where it cannot run.
         first_groups: groups to begin with.
         max_trials: groups to measure at most.
-        prior: what another method or target measured; its noisiest groups are the first ones, and
-            the quiet ones are taken as they are.
+        prior: what another target or split measured with the same method; its noisiest groups are
+            the first ones, and the quiet ones are taken as they are.
     """
     noise_by_group, groups = _groups_of_prior(layers, prior, first_groups)
     noise_by_group |= _measure_runnable(groups, measure)
