@@ -10,6 +10,18 @@ from deploy.tasks import TaskFigure
 from deploy.tuning import search_samples
 
 
+def make_predictor():
+    """A predictor without limits, whose accuracies the test gives."""
+    return search_samples.VerdictPredictor(
+        None,
+        int8_kernels=True,
+        threads=1,
+        max_loss=None,
+        metric=None,
+        count_samples=lambda count: None,
+    )
+
+
 @pytest.mark.parametrize(
     ("first_loss", "expected_calls"), [(0.0, 1), (0.02, 1), (0.04, 2), (0.1, 2), (0.3, 2), (0.6, 1)]
 )
@@ -26,14 +38,7 @@ def test_sampling_stops_when_result_is_stable(first_loss, expected_calls, monkey
             yield Accuracy(samples=9, outputs=(), task=figure)
 
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", judge_parts)
-    judge = search_samples.VerdictPredictor(
-        None,
-        int8_kernels=True,
-        threads=1,
-        max_loss=None,
-        metric=None,
-        count_samples=lambda count: None,
-    )
+    judge = make_predictor()
     verdict = judge.predict(None, noise=0.0)
     assert len(judged_texts) == expected_calls
     assert verdict.task_loss.words == judged_texts[-1]
@@ -55,14 +60,7 @@ def test_other_task_outputs_are_judged(monkeypatch):
     )
     figures = Accuracy(samples=9, outputs=(age,), parts=(part,), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", lambda *_: [figures])
-    judge = search_samples.VerdictPredictor(
-        None,
-        int8_kernels=True,
-        threads=1,
-        max_loss=None,
-        metric=None,
-        count_samples=lambda count: None,
-    )
+    judge = make_predictor()
     verdict = judge.predict(None, noise=0.0)
     assert verdict.level == DOUBTFUL
     assert verdict.doubtful == "6.0 dB in the worst part, age"
@@ -93,14 +91,7 @@ def test_noise_shows_loss_hidden_by_boxes(box_count, lost, noise, good, monkeypa
     )
     figures = Accuracy(samples=51, outputs=(), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", lambda *_: [figures])
-    judge = search_samples.VerdictPredictor(
-        None,
-        int8_kernels=True,
-        threads=1,
-        max_loss=None,
-        metric=None,
-        count_samples=lambda count: None,
-    )
+    judge = make_predictor()
     expected = judge.predict(None, noise=noise)
     assert (expected.level == GOOD) is good
     if not good and not lost:

@@ -43,6 +43,8 @@ class FakeSearch:
     untried: list = field(default_factory=list)
     weight: float = 2.5
     refused: frozenset = frozenset()
+    pinned: frozenset = frozenset()
+    losses: dict = field(default_factory=dict)
     refinements: list = field(default_factory=list)
     is_refinable: bool = True
 
@@ -60,7 +62,7 @@ class FakeSearch:
         self.refinements.append(base)
 
     def layer_losses(self, base):
-        return {}
+        return self.losses
 
     def predicted_front(self):
         return sorted((t.in_float for t in [*self.trials, *self.untried]), key=self.time_of)
@@ -169,6 +171,20 @@ def test_split_that_wins_nothing_is_no_better_than_a_doubtful_one():
     assert chosen is doubtful
 
 
+def test_layers_that_cannot_run_stay_float_in_the_last_resort():
+    """Every split that wins nothing has the pinned units in float too."""
+    unusable = make_trial(1, time=1.1, db=1.0)
+    search = FakeSearch([unusable], pinned=frozenset(LAYERS[:1]), losses={LAYERS[1]: 1, "/g": 0})
+    better = make_trial(2, time=1.2, db=30.0)
+    search.untried.append(better)
+
+    def judge(trial):
+        return ExpectedVerdict(unusable="" if trial is better else "1 dB")
+
+    chosen, _ = choose(search, judge)
+    assert chosen is better
+
+
 def test_spent_budget_builds_the_best_of_what_was_judged():
     trials = [make_trial(n, time=0.6 + 0.01 * n, db=12.0 + n) for n in range(6)]
     judged = []
@@ -270,8 +286,10 @@ class FakeDevice:
     """A target whose engines say how long they take: 10 ms in float, 1 less a layer in int8."""
 
     name = "device"
+    builds = 0
 
     def build(self, request):
+        self.builds += 1
         engine = request.folder / "net.engine"
         engine.write_text(str(10 - len(LAYERS) + len(request.choices.float_nodes)))
         return SimpleNamespace(engine=engine, error="")
@@ -291,9 +309,12 @@ def test_device_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monk
         subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=1
     )
     all_float = Choices(float_nodes=dict.fromkeys(LAYERS, "float"))
-    timer = timing.DeviceTimer(FakeDevice(), request, all_float, [{}])
+    device = FakeDevice()
+    timer = timing.DeviceTimer(device, request, all_float, [{}])
     trials = [make_trial(19, time=0.5, db=20), make_trial(16, time=0.6, db=25)]
     assert [trial.time for trial in timer.measure(trials)] == [0.8, 0.5]
+    assert [trial.time for trial in timer.measure(trials[:1])] == [0.8]
+    assert device.builds == 4  # the float engine once
     assert not list(tmp_path.iterdir())
 
 

@@ -35,7 +35,6 @@ from deploy.graph.placement import WEIGHTED
 from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.tuning.prices import Units
-from deploy.tuning.probe import choices_key
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import Trial
 from deploy.tuning.search_samples import ExpectedVerdict
@@ -122,12 +121,14 @@ class SplitChooser:
             # methods are compared again where it is float.
             usual_weight = self.search.weight
             self.search.weight *= _LOSS_WEIGHT
-            self.search.refine(choice)
-            self.search.weight = usual_weight
+            try:
+                self.search.refine(choice)
+            finally:  # what is built after Ctrl-C is the best by the usual weight
+                self.search.weight = usual_weight
         for level in (GOOD, DOUBTFUL, FLOAT):
             self._look_for(level)
             choice = self._choose_tried()
-            if _RANKS.index(self._level(choice)) <= _RANKS.index(level):
+            if _is_as_good(self._level(choice), level):
                 break
         return choice
 
@@ -136,12 +137,12 @@ class SplitChooser:
 
         `choice`: what is built; it is always among them.
         """
-        taken_key = choices_key(choice.choices)
+        taken_key = choice.key
         points: list[FrontPoint] = []
         least_loss = math.inf
         candidates = [self._with_time(trial) for trial in self.search.eligible]
         for trial in sorted(candidates, key=lambda trial: (trial.time, trial.worst_loss)):
-            key = choices_key(trial.choices)
+            key = trial.key
             if key != taken_key and trial.worst_loss >= least_loss:
                 continue
             least_loss = min(least_loss, trial.worst_loss)
@@ -161,7 +162,7 @@ class SplitChooser:
         for trial in sorted(self._candidates(), key=self.search.cost):
             if any(other.worst_loss <= trial.worst_loss for other in judged):
                 continue
-            is_known = choices_key(trial.choices) in self._verdicts
+            is_known = trial.key in self._verdicts
             if judged and not is_known and not self.can_judge():
                 break
             judged.append(trial)
@@ -179,11 +180,8 @@ class SplitChooser:
         for trial in cheapest:
             likely.setdefault(trial.in_float, trial)
         plain = [trial for trial in cheapest if trial.in_float == self.search.refused][:1]
-        judged = [trial for trial in trials if choices_key(trial.choices) in self._verdicts]
-        wanted = {
-            choices_key(trial.choices): trial
-            for trial in (*list(likely.values())[:_LIKELY], *plain, *judged)
-        }
+        judged = [trial for trial in trials if trial.key in self._verdicts]
+        wanted = {trial.key: trial for trial in (*list(likely.values())[:_LIKELY], *plain, *judged)}
         untimed = [trial for key, trial in wanted.items() if key not in self._timed]
         if untimed:
             try:
@@ -193,8 +191,8 @@ class SplitChooser:
                 self._timed.clear()
                 return trials
             for trial in timed:
-                self._timed[choices_key(trial.choices)] = trial
-        return [self._with_time(trial) for trial in trials if self._is_timed(trial)]
+                self._timed[trial.key] = trial
+        return [self._with_time(trial) for trial in trials if trial.key in self._timed]
 
     def _look_for(self, level: str) -> None:
         """Try splits of the predicted front, by halving, for the fastest with a verdict.
@@ -205,7 +203,8 @@ class SplitChooser:
         losses = self.search.layer_losses(base)
         if level == FLOAT:  # whatever its time: the noisiest layers in float
             order = sorted(losses, key=lambda layer: -losses[layer])
-            splits = [frozenset(order[:count]) for count in range(1, len(order))]
+            pinned = self.search.pinned
+            splits = [pinned.union(order[:count]) for count in range(1, len(order))]
         else:
             too_fast, good = self._bounds(level)
             splits = []
@@ -215,7 +214,7 @@ class SplitChooser:
                     splits.append(split)
 
         def is_good_enough(trial: Trial) -> bool:
-            return _RANKS.index(self._level(trial)) <= _RANKS.index(level)
+            return _is_as_good(self._level(trial), level)
 
         find_fastest(self.search, base, splits, is_good_enough, self.can_judge)
 
@@ -223,11 +222,11 @@ class SplitChooser:
         """Return the times between which the fastest split with a verdict must be."""
         too_fast, good = 0.0, math.inf
         for trial in self.search.eligible:
-            verdict = self._verdicts.get(choices_key(trial.choices))
+            verdict = self._verdicts.get(trial.key)
             if verdict is None:
                 continue
             time = self.search.time_of(trial.in_float)
-            if _RANKS.index(verdict.level) <= _RANKS.index(level):
+            if _is_as_good(verdict.level, level):
                 good = min(good, time)
             else:
                 too_fast = max(too_fast, time)
@@ -238,7 +237,7 @@ class SplitChooser:
 
     def _level(self, trial: Trial) -> str:
         """Return the expected verdict of a trial; FLOAT where it would win nothing."""
-        key = choices_key(trial.choices)
+        key = trial.key
         if key not in self._verdicts:
             self._verdicts[key] = self.judge(trial)
         level = self._verdicts[key].level
@@ -252,12 +251,14 @@ class SplitChooser:
             time = self.search.time_of(in_float)
         return time * MIN_GAIN <= 1 or self.sizes.of(in_float) <= WORTHWHILE_SIZE
 
-    def _is_timed(self, trial: Trial) -> bool:
-        return choices_key(trial.choices) in self._timed
-
     def _with_time(self, trial: Trial) -> Trial:
         """Return a trial with its measured time, if it was timed."""
-        return self._timed.get(choices_key(trial.choices), trial)
+        return self._timed.get(trial.key, trial)
+
+
+def _is_as_good(level: str, required: str) -> bool:
+    """Whether a verdict is at least as good as another."""
+    return _RANKS.index(level) <= _RANKS.index(required)
 
 
 def find_fastest(

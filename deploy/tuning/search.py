@@ -157,7 +157,7 @@ class Search:
         """Store and return a trial; an equal one that is stored already is returned instead."""
         key = choices_key(choices)
         for trial in self.trials:
-            if choices_key(trial.choices) == key:
+            if trial.key == key:
                 return trial
         time = self.time_of(in_float)
         trial = Trial(what=name, in_float=in_float, choices=choices, noise=noise, time=time)
@@ -313,15 +313,19 @@ class Search:
 
     # ------------------------------------------------------------ splits
 
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Units that are float in every split."""
+        return self.refused.union(self.float_adds)
+
     def predicted_front(self) -> list[frozenset[str]]:
         """Return the splits of least price and noise, one a weight of noise, the fastest first."""
         losses = {} if self.sensitivity is None else self.sensitivity.loss_by_layer()
         float_price = self.prices.total(self.units, frozenset(self.units.members))
-        pinned = self.refused.union(self.float_adds)
         splits: dict[frozenset[str], None] = {}
         for weight in _NOISE_WEIGHTS if losses else (0.0,):
             split = cheapest_float_units(
-                self.prices, self.units, losses, weight=weight * float_price, pinned=pinned
+                self.prices, self.units, losses, weight=weight * float_price, pinned=self.pinned
             )
             if not split.issuperset(self.units.layers):
                 splits[split] = None

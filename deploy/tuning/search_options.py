@@ -19,7 +19,7 @@ from deploy.runtimes.ort import cpu_kind
 from deploy.targets.base import Target
 from deploy.tasks import Metric
 from deploy.tuning import CPU_NAMES, PREFERENCES, THIS_CPU
-from deploy.tuning.probe import Noise
+from deploy.tuning.probe import Noise, choices_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +164,11 @@ class Trial:
     choices: Choices
     noise: Noise
     time: float  # predicted time, as a share of the float model's
+
+    @property
+    def key(self) -> object:
+        """What is equal for trials of equal choices."""
+        return choices_key(self.choices)
 
     @property
     def clipping_loss(self) -> float:

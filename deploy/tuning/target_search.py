@@ -108,9 +108,9 @@ class SharedFindings:
 
     Attributes:
         sensitivity: noise of the layers; None until it is measured.
+        best_methods: the best method that clips and the best one that does not, all in int8.
         is_clipping: whether ranges that clip are better on samples that gave none; None until it
             is measured.
-        best_methods: the best method that clips and the best one that does not, all in int8.
     """
 
     sensitivity: Sensitivity | None = None
@@ -281,8 +281,11 @@ def _measured_prices(
 
 def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
     """Return the model with these units in float, as it would be deployed."""
-    choices = Choices(float_nodes=dict.fromkeys(units.nodes(in_float), "timed in float"))
-    return setup.target.trial(setup.request.with_added_choices(choices))
+    return setup.target.trial(setup.request.with_added_choices(_float_choices(units, in_float)))
+
+
+def _float_choices(units: Units, in_float: Iterable[str]) -> Choices:
+    return Choices(float_nodes=dict.fromkeys(units.nodes(in_float), "timed in float"))
 
 
 def _methods(setup: SearchSetup, best_methods: Sequence[Method]) -> list[Method | None]:
@@ -322,8 +325,7 @@ def _split_chooser(
     if search.prices.measured:
         measure = partial(_measure_times, setup, search, samples)
     elif not target.runs_here and setup.options.is_timed and has_device(target):
-        float_nodes = dict.fromkeys(units.nodes(units.members), "timed in float")
-        float_choices = Choices(float_nodes=float_nodes)
+        float_choices = _float_choices(units, units.members)
         measure = DeviceTimer(target, setup.request, float_choices, samples).measure
     return SplitChooser(
         search=search,

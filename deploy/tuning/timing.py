@@ -278,6 +278,7 @@ class DeviceTimer:
         self._request = request
         self._float_choices = float_choices
         self._samples = samples
+        self._float_session: Session | None = None  # built once for all calls
 
     @phase("timing splits")
     def measure(self, trials: Sequence[Trial]) -> list[Trial]:
@@ -287,7 +288,9 @@ class DeviceTimer:
             BackendError: an engine cannot be built or run here.
         """
         with tempfile.TemporaryDirectory(dir=self._request.folder) as folder:
-            sessions = {"float": self._open(self._float_choices, Path(folder) / "float")}
+            if self._float_session is None:
+                self._float_session = self._open(self._float_choices, Path(folder) / "float")
+            sessions = {"float": self._float_session}
             for number, trial in enumerate(trials):
                 name = f"split {number}"
                 sessions[name] = self._open(trial.choices, Path(folder) / name)
