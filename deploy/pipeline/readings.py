@@ -122,9 +122,9 @@ def find_better_reading(
     labelled = labelled_samples(evaluation) if isinstance(task, Classes) else []
     if labelled:
         form = f"is right on {{}} of {len(labelled)} images"
-        used_scores = [find_scores(task, x, float_outputs.recompute(x), y) for x, y in labelled]
+        used_scores = [sample_scores(task, x, float_outputs.recompute(x), y) for x, y in labelled]
     else:
-        used_scores = [find_scores(task, *pair) for pair in pairs]
+        used_scores = [sample_scores(task, *pair) for pair in pairs]
 
     is_silent = isinstance(task, BoxDetection) and count_clear(used_scores) <= MAX_SILENT_BOXES
     for reading in list_readings(calibration, used, with_scales=is_silent or bool(labelled)):
@@ -133,7 +133,7 @@ def find_better_reading(
         samples = evaluation_set.subset.spread_samples(SAMPLES)
         for sample, label in labelled or ((x, None) for x in samples):
             fed = {name: renormalize(x, used, reading.preprocess) for name, x in sample.items()}
-            scores.append(find_scores(task, fed, float_outputs.recompute(fed), label))
+            scores.append(sample_scores(task, fed, float_outputs.recompute(fed), label))
             losses += confidence_of(scores[-1]) < confidence_of(used_scores[len(scores) - 1])
             if losses > MAX_LOSSES:
                 break
@@ -152,7 +152,7 @@ def labelled_samples(evaluation: Feed | None) -> list[tuple[Outputs, int | None]
     return [(sample, label_by_key[key]) for key, sample in samples]
 
 
-def find_scores(
+def sample_scores(
     task: BoxDetection | Classes, inputs: Outputs, outputs: Outputs, label: int | None = None
 ) -> Floats:
     """Return the scores of a sample's boxes, or the probability of its best class.

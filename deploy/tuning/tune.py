@@ -106,16 +106,7 @@ def plan_target(
         return PlannedTarget(plan=plan, searched=False, note=note)
 
     request = request.with_choices(Choices(float_nodes=pinned))
-    setup = SearchSetup(
-        target=target,
-        request=request,
-        options=options,
-        has_fixed_method=has_method or request.ranges.trusted is not None,
-        trial=trial_builder(target, request, repairs),
-        rounded=True if ROUNDING in repairs else None,
-    )
-    with phase("trials", setup.effort.round_trials * setup.effort.rounds, about=True) as step:
-        plan, probes = run_search(setup, step)
+    plan, probes = _search(target, request, options, has_method=has_method, repairs=repairs)
     note = ""
     if plan.interrupted:
         note, digest = _INTERRUPTED, ""
@@ -127,6 +118,27 @@ def plan_target(
         note = _OVERRULED.format(target.name, count)
     plan = _with_pinned(replace(plan, made_from=digest), pinned)
     return PlannedTarget(plan=plan, probes=probes, note=note)
+
+
+def _search(
+    target: Target,
+    request: BuildRequest,
+    options: Tuning,
+    *,
+    has_method: bool,
+    repairs: Sequence[str],
+) -> tuple[TargetPlan, int]:
+    """Return (the plan of a new search, the number of trial models that ran)."""
+    setup = SearchSetup(
+        target=target,
+        request=request,
+        options=options,
+        has_fixed_method=has_method or request.ranges.trusted is not None,
+        trial=trial_builder(target, request, repairs),
+        rounded=True if ROUNDING in repairs else None,
+    )
+    with phase("trials", setup.effort.round_trials * setup.effort.rounds, about=True) as step:
+        return run_search(setup, step)
 
 
 def find_plan(path: Path, options: Tuning, digest: str) -> PlanFile:
