@@ -18,8 +18,8 @@ from pathlib import Path
 
 # The largest value of each figure that `counts` gives.
 LIMITS: Mapping[str, int] = {
-    "syntax nodes": 540_000,
-    "files": 320,
+    "syntax nodes": 552_000,
+    "files": 322,
     "rooms": 30,
     "class names defined twice": 0,
 }
