@@ -470,6 +470,34 @@ def test_groupnorm_and_gelu_reach_every_target(tmp_path):
     assert {"net.tensorrt.typed.onnx", "net_fake_quant_model.onnx"} <= names
 
 
+def list_domains(folder):
+    """The operator sets of every model below a folder."""
+    models = map(onnx.load, folder.rglob("*.onnx"))
+    return [[entry.domain for entry in model.opset_import] for model in models]
+
+
+def test_unused_domains_reach_no_file(tmp_path):
+    weights = as_float32({"w": np.random.default_rng(0).normal(size=(8, 3, 3, 3))})
+    domains = ("ai.onnx.ml", "com.microsoft", "pkg.onnxscript.torch_lib")
+    model = make_model("y = Conv(x, w)", {"x": ["n", 3, 6, 6]}, {"y": None}, weights)
+    model.opset_import.extend(helper.make_opsetid(domain, 1) for domain in domains)
+    x = np.random.default_rng(1).normal(size=(4, 3, 6, 6))
+    options = ("--effort", 0, "--target", "onnxruntime,tensorrt,ascend")
+    out = build_net(model, x, tmp_path / "float", *options)
+    record, deployed = out / "net_record.txt", tmp_path / "deployed"
+    run_command("ascend", "deploy", tmp_path / "float" / "net.onnx", record, "-o", deployed)
+
+    pairs = onnx.load(out / "net.tensorrt.qdq.onnx")
+    pairs.opset_import.extend(model.opset_import[1:])
+    rebuilt = build_net(pairs, x, tmp_path / "qdq", *options)
+    converted = tmp_path / "converted"
+    run_command("ascend", "convert", tmp_path / "qdq" / "net.onnx", "-o", converted)
+    for folder in (out, deployed, rebuilt, converted):
+        written = list_domains(folder)
+        assert written
+        assert written == [[""]] * len(written)
+
+
 def save_optimized(path, level, last_layer):
     """Convs and a last layer, as ONNX Runtime's optimizer stores them."""
     rng = np.random.default_rng(1)

@@ -162,7 +162,7 @@ def test_only_onnxruntime_refuses_a_plugin(build):
     assert "'TRT' ('/EfficientNMS_TRT_num')" in err
     assert "--target tensorrt" in err
     options = ("--target", "onnxruntime,tensorrt,ascend", "--soc", "Ascend310P3")
-    out, report, _ = build(detector(), *options, code=1)
+    out, report, _ = build(detector(""), *options, code=1)
     assert (out / "net.tensorrt.cache").exists()
     onnxruntime_target, *other_targets = report["targets"]
     assert "every operator" in onnxruntime_target["error"]
@@ -170,7 +170,7 @@ def test_only_onnxruntime_refuses_a_plugin(build):
 
 
 def test_ascend_keeps_the_plugin(build):
-    model = detector("mine")
+    model = detector("")
     out, report, _ = build(model, "--target", "ascend", "--soc", "Ascend310P3")
     for name in ("net_deploy_model.onnx", "net_amct_qdq.onnx"):
         assert kept_operators(out / name, model) == ["EfficientNMS_TRT", "Cast"]
@@ -180,6 +180,12 @@ def test_ascend_keeps_the_plugin(build):
         "s",
     }
     assert "EfficientNMS_TRT" in [n["op"] for n in report["targets"][0]["nodes"]]
+
+
+def test_ascend_refuses_plugin_of_other_domain(build):
+    out, _, err = build(detector("mine"), "--target", "ascend", code=1)
+    assert not out.exists()
+    assert "EfficientNMS_TRT '/EfficientNMS_TRT_num' of the domain 'mine'" in err
 
 
 def test_plugin_of_float16_model_gets_float16(build):

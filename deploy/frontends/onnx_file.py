@@ -32,6 +32,7 @@ from deploy.graph.edit import (
     copy_without_initializers,
     drop_dead,
     drop_initializer_inputs,
+    drop_unused_domains,
     empty_default_domain,
     infer_types,
     name_nodes,
@@ -193,6 +194,7 @@ def _clean(
         model, inlining_note = inline_functions(model)
         notes.append(inlining_note)
         checks.check_float(model)
+    drop_unused_domains(model)
     dense_count = write_dense(model.graph)
     notes.append(_note("Wrote {} densely.", dense_count, "sparse constant"))
     checks.check_ends(model)

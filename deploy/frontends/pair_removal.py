@@ -28,6 +28,7 @@ from deploy.graph.edit import (
     claim_name,
     copy_message,
     drop_initializer_inputs,
+    drop_unused_domains,
     make_node,
     name_nodes,
     rebuild,
@@ -85,6 +86,7 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     model = copy_message(quantized)
     if model.functions:
         model, _ = inline_functions(model)
+    drop_unused_domains(model)
     drop_initializer_inputs(model.graph)
     if not any(node.op_type in (Q, DQ) for node in model.graph.node):
         raise ModelError(

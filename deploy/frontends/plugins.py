@@ -20,6 +20,7 @@ from deploy.graph.edit import (
     copy_message,
     copy_tensor,
     drop_dead,
+    drop_unused_domains,
     rename_reads,
     replace_field,
     replace_nodes,
@@ -31,7 +32,6 @@ from deploy.graph.index import (
     ONNX_DOMAINS,
     Graph,
     Nodes,
-    all_nodes,
     all_outputs,
     all_reads,
     by_name,
@@ -255,9 +255,7 @@ def _reduce_to(
     drop_dead(graph)
     retain_named(graph.input, set(all_reads(graph.node)))
     retain_named(graph.value_info, produced)
-    domains = {node.domain for node in all_nodes(graph)}.union(ONNX_DOMAINS)
-    imports = [entry for entry in model.opset_import if entry.domain in domains]
-    replace_field(model.opset_import, imports)
+    drop_unused_domains(model)
 
 
 def is_unknown_node(node: onnx.NodeProto) -> bool:

@@ -30,7 +30,7 @@ from deploy.fx.comparison import (
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
 from deploy.fx.trace import failing_line, root_cause
-from deploy.graph.edit import copy_message, drop_unread, rename_tensors
+from deploy.graph.edit import copy_message, drop_unread, drop_unused_domains, rename_tensors
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import is_global_mean
 from deploy.runtimes.ort import OrtSession
@@ -58,6 +58,7 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
             del node.input[1:]
             del node.attribute[:]
     drop_unread(graph)
+    drop_unused_domains(result)
     return result
 
 

@@ -338,6 +338,18 @@ def empty_default_domain(model: onnx.ModelProto) -> None:
             replace_field(imports, [defaults[0], *custom])
 
 
+def drop_unused_domains(model: onnx.ModelProto) -> None:
+    """Remove the imports of operator sets that no node uses, in place.
+
+    Exporters list `ai.onnx.ml` and more in every model, and Ascend's atc reads one operator set.
+    """
+    domains = set(ONNX_DOMAINS)
+    for body in (model.graph, *model.functions):
+        domains.update(node.domain for node in all_nodes(body))
+    imports = [entry for entry in model.opset_import if entry.domain in domains]
+    replace_field(model.opset_import, imports)
+
+
 def set_opset(model: onnx.ModelProto, version: int) -> None:
     """Set the imported version of the default operator set."""
     for entry in model.opset_import:

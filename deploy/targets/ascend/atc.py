@@ -11,13 +11,15 @@ import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
-from deploy.errors import BackendError, ConfigError
+from deploy.errors import BackendError, ConfigError, ExportError
 from deploy.files import atomic
 from deploy.graph.edit import copy_message
+from deploy.graph.index import ONNX_DOMAINS, nested_nodes
 from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.base import write_script
 from deploy.targets.shape_ranges import ShapeRange, sample_shape_range
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     import onnx
     from google.protobuf.message import Message
 
+    from deploy.frontends import LoadedModel
     from deploy.targets.base import BuildRequest
 
 CHIP = "<chip>"  # placeholder in the command if the chip is not known
@@ -382,6 +385,26 @@ def lower_for_cann(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
     lowered = copy_message(lower_opset(model, opset=parser.opset).model)
     lowered.ir_version = min(lowered.ir_version, parser.ir)
     return lowered
+
+
+def refuse_other_domains(loaded: LoadedModel) -> None:
+    """Refuse operators outside of ONNX's own domain: atc reads models of one operator set (E16005).
+
+    Source: Ascend/parser, onnx_parser.cc, ConstructOriType.
+
+    Raises:
+        ExportError: names the first such node.
+    """
+    nodes = list(loaded.model.graph.node)
+    if loaded.cut_off is not None:
+        nodes += loaded.cut_off.nodes
+    for node in chain.from_iterable(map(nested_nodes, nodes)):
+        if node.domain not in ONNX_DOMAINS:
+            raise ExportError(
+                f"atc reads operators of one domain, ONNX's own, got {node.op_type} '{node.name}'"
+                f" of the domain '{node.domain}'; export the model with standard ONNX operators, or"
+                " with this one in ONNX's domain if CANN has a plugin for it"
+            )
 
 
 def strip_metadata(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -22,7 +22,12 @@ import onnx
 
 from deploy.files import atomic
 from deploy.graph.index import iter_reads, runtime_inputs
-from deploy.targets.ascend.atc import DEFAULT_CANN, lower_for_cann, strip_metadata
+from deploy.targets.ascend.atc import (
+    DEFAULT_CANN,
+    lower_for_cann,
+    refuse_other_domains,
+    strip_metadata,
+)
 from deploy.targets.ascend.config import write_config
 from deploy.targets.ascend.deploy_model import deploy_model, modified_model
 from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
@@ -153,6 +158,7 @@ def write_models(
     """
     model, layers, subject = recipe.model, recipe.layers, request.subject
     loaded = subject.loaded
+    refuse_other_domains(loaded)
     contents: dict[str, tuple[str, bytes]] = {}  # role -> ending of the name, content
     if recipe.config is not None:
         contents["quant config"] = "config.json", write_config(recipe.config).encode()

@@ -30,6 +30,7 @@ from deploy.targets.ascend.atc import (
     AippSource,
     AtcOptions,
     parse_size,
+    refuse_other_domains,
     write_om,
     write_readme,
 )
@@ -217,11 +218,13 @@ class Ascend:
 
         Raises:
             ConfigError: the configuration breaks a rule, or the method is not one of AMCT's.
+            ExportError: the model has operators that atc does not read.
             FeedError: fewer batches than batch_num.
         """
         from deploy.frontends.checks import refuse_optimized
 
         refuse_optimized(subject.model, self.name)
+        refuse_other_domains(subject.loaded)
         if subject.loaded.qdq is not None:
             from deploy.targets.prequantized import refuse_options
 
