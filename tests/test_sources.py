@@ -502,31 +502,71 @@ LABELS = np.arange(6)
 
 
 @pytest.mark.parametrize(
-    ("source", "unused"),
+    ("source", "labels"),
     [
         pytest.param(BATCH, "", id="an array"),
         pytest.param(Tensor(BATCH, needs_grad=True), "", id="a tensor"),
         pytest.param({"x": BATCH}, "", id="stacked by name"),
-        pytest.param([(BATCH[:4], LABELS[:4]), (BATCH[4:], LABELS[4:])], "number 2", id="loader"),
+        pytest.param([(BATCH[:4], LABELS[:4]), (BATCH[4:], LABELS[4:])], "value 2", id="loader"),
         pytest.param([[Tensor(row[None])] for row in BATCH], "", id="a loader of one tensor"),
-        pytest.param(({"x": b[None], "y": 1} for b in BATCH), "'y'", id="mappings with a label"),
-        pytest.param([({"x": b[None]}, 1) for b in BATCH], "number 2", id="(mapping, label)"),
+        pytest.param(
+            ({"x": b[None], "y": n} for n, b in enumerate(BATCH)), "'y'", id="mappings with a label"
+        ),
+        pytest.param(
+            [({"x": b[None]}, Tensor(np.array(n))) for n, b in zip(LABELS, BATCH, strict=True)],
+            "value 2",
+            id="(mapping, label)",
+        ),
         pytest.param(lambda: iter(BATCH), "", id="a function"),
         pytest.param(OwnReader(), "", id="get_next"),
         pytest.param(OwnReader, "", id="a class of readers"),
         pytest.param(lambda: (yield from BATCH), "", id="a function that yields"),
         pytest.param(lambda: {"x": BATCH}, "", id="a function that gives a mapping"),
-        pytest.param(Batched(), "number 2", id="a dataset of TensorFlow's"),
+        pytest.param(Batched(), "value 2", id="a dataset of TensorFlow's"),
         pytest.param(Rows(), "'label'", id="a dataset of Hugging Face's"),
         pytest.param(FeedDicts(), "", id="a loader of polygraphy's"),
     ],
 )
-def test_python_sources_give_same_samples(source, unused):
+def test_python_sources_give_same_samples(source, labels):
     feed, samples = collect_feed(source)
     assert_samples_equal(samples)
-    assert not any(note.startswith("no preprocessing") for note in feed.notes)
-    unused_notes = [note for note in feed.notes if note.startswith("left out of the items")]
-    assert (f"as no input has it: {unused}" in unused_notes[0]) if unused else not unused_notes
+    assert feed.labels == (tuple(range(6)) if labels else None)
+    assert not any("no preprocessing" in note or "ignored" in note for note in feed.notes)
+    assert [note for note in feed.notes if note.startswith("labels")] == (
+        [f"labels: {labels} of each item"] if labels else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        pytest.param([LABELS - 1], "value 2", id="-1 for no class"),
+        pytest.param([LABELS / 2], "value 2", id="values of a regression"),
+        pytest.param([LABELS[:, None].repeat(2, 1)], "value 2", id="more than one a sample"),
+        pytest.param([LABELS, LABELS], "value 2, value 3", id="labels and numbers"),
+        pytest.param(["a.jpg"], "value 2", id="a name"),
+    ],
+)
+def test_values_that_are_no_labels_are_named(values, names, wording):
+    feed = open_feed([(BATCH, *values)], [X])
+    (note,) = feed.notes
+    assert feed.labels is None and f": {names} of each" in note
+    wording.check(note)
+
+
+def test_pictures_in_memory_keep_their_labels():
+    pictures = np.random.default_rng(1).integers(0, 256, (6, 20, 20, 3)).astype(np.uint8)
+    singles = list(zip(pictures, LABELS.tolist(), strict=True))
+    mappings = [{"image": picture, "label": label} for picture, label in singles]
+    for source in (singles, [(pictures, LABELS)], mappings):
+        feed, samples = collect_feed(source, preprocess=UNIT)
+        assert feed.labels == tuple(range(6)) and len(samples) == 6
+    assert open_feed([(pictures[0], "a.jpg")], [X], preprocess=UNIT).labels is None
+
+
+def test_first_labels_of_an_endless_loader_are_read():
+    loader = ((array[None], number % 6) for number, array in enumerate(itertools.cycle(BATCH)))
+    assert open_feed(loader, [X], limit=8).labels == (0, 1, 2, 3, 4, 5, 0, 1)
 
 
 def test_python_arrays_of_different_widths(wording):
@@ -549,7 +589,7 @@ def test_inputs_are_assigned_by_order():
     feed, samples = collect_feed([(BATCH, STATES, LABELS)], X, STATE)
     assert_samples_equal(samples)
     assert np.array_equal(np.concatenate([sample["state"] for sample in samples]), STATES)
-    assert any("number 3" in note for note in feed.notes)
+    assert feed.labels == tuple(LABELS)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ import numpy as np
 
 from deploy.errors import FeedError, first_line
 from deploy.feed.arrays import (
+    LABEL_KEYS,
     ArraySource,
     arrays_by_input,
     conversion_notes,
@@ -42,7 +43,6 @@ from deploy.files.reading import format_bytes, open_regular_file, refuse_irregul
 from deploy.tensors import Array, TensorSpec
 
 SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))
-LABEL_KEYS = ("labels", "label", "y")
 _MAX_ENTRIES = 1 << 12  # arrays in an .npz file: one per input
 _COPY_CHUNK_BYTES = 1 << 20
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its names

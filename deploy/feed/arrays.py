@@ -13,7 +13,7 @@ Each array is matched to the model's input of its name. For an input of rank r, 
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,15 +29,35 @@ Specs = Sequence[TensorSpec]
 _MAX_IGNORED_NAMES = 5  # values of an item that a note names
 
 
-def match_inputs(value: object, specs: Specs, item_name: str) -> tuple[Item, list[str]]:
+LABEL_KEYS = ("labels", "label", "targets", "target", "y")  # names of class numbers beside inputs
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedItem:
+    """An item of an iterable.
+
+    Attributes:
+        arrays: the inputs.
+        unused_names: of the values that belong to no input, such as "value 2"; the first few.
+        label: the value among these that may be labels; None without one.
+        label_name: its name.
+    """
+
+    arrays: Item
+    unused_names: tuple[str, ...] = ()
+    label: object = None
+    label_name: str = ""
+
+
+def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
     """Return the inputs in an item of an iterable, and the names of everything else it holds.
 
     ::
 
         array                       the only input
-        (array, ...), [array, ...]  the inputs in order; further elements are ignored
-        ({name: array}, ...)        a mapping, as below; further elements are ignored
-        {name: array, ...}          the inputs by name; other names are ignored
+        (array, ...), [array, ...]  the inputs in order; a single further element may be labels
+        ({name: array}, ...)        a mapping, as below; likewise
+        {name: array, ...}          the inputs by name; a value of `LABEL_KEYS` may be labels
 
     Raises:
         FeedError: the item is none of these, or a tuple in which the inputs are ambiguous.
@@ -46,14 +66,17 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> tuple[Item, lis
         return _match_tuple(value, specs, item_name)
     if isinstance(value, Mapping):
         return _match_mapping(value, specs, item_name)
-    return arrays_by_input({"": as_array(value, item_name)}, specs, item_name), []
+    return MatchedItem(arrays_by_input({"": as_array(value, item_name)}, specs, item_name))
 
 
-def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> tuple[Item, list[str]]:
-    """Return (the inputs by position, the names of the ignored elements)."""
+def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedItem:
+    """Return the inputs by position."""
     if value and isinstance(value[0], Mapping):
-        item, ignored_names = _match_mapping(value[0], specs, item_name)
-        return item, ignored_names + _number_elements(value[1:], 2)
+        matched = _match_mapping(value[0], specs, item_name)
+        if len(value) == 1:
+            return matched
+        mapping_names = matched.unused_names
+        return _with_unused_elements(matched.arrays, value[1:], 2, mapping_names)
 
     kind = f"{type(value).__name__} of {len(value)}"
     if len(value) < len(specs):
@@ -62,10 +85,10 @@ def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> tuple[It
             " a dict of arrays by input name"
         )
     arrays = [as_array(element, item_name) for element in value[: len(specs)]]
-    ignored = value[len(specs) :]
+    unused_elements = value[len(specs) :]
     # a list of samples is no tuple of inputs and labels; labels may all be numbers
     shape = arrays[0].shape
-    looks_like_samples = any(_shape(element) == shape for element in ignored)
+    looks_like_samples = any(_shape(element) == shape for element in unused_elements)
     if len(shape) > 1 and looks_like_samples:
         raise FeedError(
             f"{item_name} must distinguish its inputs from its other values, got a {kind} with"
@@ -73,26 +96,89 @@ def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> tuple[It
             " by input name"
         )
     item = {spec.name: array for spec, array in zip(specs, arrays, strict=True)}
-    return item, _number_elements(ignored, len(specs) + 1)
+    return _with_unused_elements(item, unused_elements, len(specs) + 1)
 
 
-def _number_elements(elements: Sequence[object], first_number: int) -> list[str]:
+def _with_unused_elements(
+    arrays: Item, elements: Sequence[object], first_number: int, names: tuple[str, ...] = ()
+) -> MatchedItem:
+    """Return an item with the elements after its inputs; `names`: of other unused values."""
     count = min(len(elements), _MAX_IGNORED_NAMES)
-    return [f"number {number}" for number in range(first_number, first_number + count)]
+    numbers = range(first_number, first_number + count)
+    element_names = tuple(f"value {number}" for number in numbers)
+    if len(elements) != 1:
+        return MatchedItem(arrays, (*names, *element_names))
+    return MatchedItem(arrays, (*names, *element_names), elements[0], element_names[0])
 
 
-def _match_mapping(
-    value: Mapping[Any, Any], specs: Specs, item_name: str
-) -> tuple[Item, list[str]]:
+def _match_mapping(value: Mapping[Any, Any], specs: Specs, item_name: str) -> MatchedItem:
     input_names = [spec.name for spec in specs]
     if any(name not in value for name in input_names):
         raise FeedError(
             f"{item_name} must name the inputs {input_names}, got {sorted(map(str, value))};"
             " name its arrays as the model does"
         )
-    ignored_names = [repr(str(name)) for name in value if name not in input_names]
     item = {name: as_array(value[name], item_name) for name in input_names}
-    return item, ignored_names[:_MAX_IGNORED_NAMES]
+    unused_names = [repr(str(name)) for name in value if name not in input_names]
+    label_keys = [key for key in LABEL_KEYS if key in value and key not in input_names]
+    shown_names = tuple(unused_names[:_MAX_IGNORED_NAMES])
+    if not label_keys:
+        return MatchedItem(item, shown_names)
+    return MatchedItem(item, shown_names, value[label_keys[0]], repr(label_keys[0]))
+
+
+def read_item_labels(value: object, count: int) -> list[int] | None:
+    """Return the labels of an item of `count` samples; None if the value holds no labels.
+
+    Labels are whole numbers from 0, one a sample: an array [count], or a number for one sample.
+    """
+    try:
+        array = as_array(value, "the labels")
+    except FeedError:
+        return None
+    is_labels = array.dtype.kind in "iu" and array.ndim <= 1 and array.size == count
+    if not is_labels or (array < 0).any():
+        return None
+    return [int(label) for label in array.flat]
+
+
+class _UnusedValues:
+    """The values of items that belong to no input: labels if all items have some, or ignored."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        self._label_names: dict[str, None] = {}
+        self._labels: list[int] = []
+        self._is_labelled = True  # until an item has no labels
+
+    def add(self, matched: MatchedItem, sample_count: int) -> None:
+        """Add the values of an item."""
+        self._names |= dict.fromkeys(matched.unused_names)
+        labels = read_item_labels(matched.label, sample_count)
+        if labels is None:
+            self._is_labelled = False
+        else:
+            self._labels += labels
+            self._label_names[matched.label_name] = None
+
+    def labels(self, sample_count: int) -> tuple[int, ...] | None:
+        """Return the labels of the first samples; None if any has none."""
+        if not self._is_labelled:
+            return None
+        return tuple(self._labels[:sample_count])
+
+    def notes(self, input_count: int) -> Iterator[str]:
+        """Yield which values are labels and which are ignored."""
+        ignored_names = self._names
+        if self._is_labelled and self._label_names:
+            yield f"labels: {' or '.join(self._label_names)} of each item"
+            ignored_names = {name: None for name in self._names if name not in self._label_names}
+        if ignored_names:
+            inputs = "one input" if input_count == 1 else f"{input_count} inputs"
+            yield (
+                f"ignored: {', '.join(ignored_names)} of each item, since the model has {inputs};"
+                " labels are whole numbers, one a sample, or go into labels= (--labels)"
+            )
 
 
 def as_array(value: object, item_name: str) -> Array:
@@ -252,8 +338,8 @@ def open_iterable(
 
     An item is an array, a tuple that begins with arrays, or a mapping by input name. A list or a
     tuple is used directly. Anything else is read once, one item at a time, into a temporary file,
-    since samples are needed twice: for their digest and for the run. Values that belong to no
-    input, such as labels, are ignored; a note lists them.
+    since samples are needed twice: for their digest and for the run. Whole numbers beside the
+    inputs are labels, see `match_inputs`; other values are ignored, and a note lists them.
 
     Args:
         source: the items.
@@ -268,21 +354,22 @@ def open_iterable(
     is_in_memory = isinstance(source, list | tuple)
     items: list[Item] | ItemStore = [] if is_in_memory else ItemStore()
     item_ends: list[int] = []
-    ignored_names: dict[str, None] = {}
+    unused_values = _UnusedValues()
     notes: dict[str, None] = {}
     max_samples = None if has_end else limit
     total = 0
     is_cut = False
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
-        arrays, unmatched_names = match_inputs(value, specs, item_name)
-        item = {spec.name: _with_batch(arrays[spec.name], spec) for spec in specs}
-        total += count_samples(item, specs, item_name)
+        matched = match_inputs(value, specs, item_name)
+        item = {spec.name: _with_batch(matched.arrays[spec.name], spec) for spec in specs}
+        sample_count = count_samples(item, specs, item_name)
+        unused_values.add(matched, sample_count)
+        total += sample_count
         if max_samples is not None and total >= max_samples:
             total, is_cut = max_samples, True
         items.append(item)
         item_ends.append(total)
-        ignored_names |= dict.fromkeys(unmatched_names)
         notes |= dict.fromkeys(conversion_notes(item, specs))
         if is_cut:
             break
@@ -294,13 +381,18 @@ def open_iterable(
 
     if not total:
         raise FeedError(f"{name} must give samples, got none")
-    all_notes = list(notes)
-    if ignored_names:
-        all_notes.append(f"left out of the items, as no input has it: {', '.join(ignored_names)}")
+    all_notes = [*notes, *unused_values.notes(len(specs))]
     if not is_in_memory:
         count = f"{'the first ' if is_cut else ''}{total}"
         all_notes.append(f"{name} was read once into a temporary file ({count} samples)")
-    return ArraySource(specs, items, tuple(item_ends), name, notes=tuple(all_notes))
+    return ArraySource(
+        specs,
+        items,
+        tuple(item_ends),
+        name,
+        labels=unused_values.labels(total),
+        notes=tuple(all_notes),
+    )
 
 
 def _with_batch(array: Array, spec: TensorSpec) -> Array:

@@ -143,12 +143,10 @@ class SourceOpener:
     def _open_images_in_memory(self, source: FeedSource) -> Feed:
         """Open a Python object whose items are images to be preprocessed."""
         resolved = self._resolve_preprocess()
-        dtype = self.specs[0].dtype
         items, has_end = iterate_items(source)
-        images = preprocess_items(items, resolved.preprocess)
-        arrays = (image.astype(dtype, copy=False) for image in images)
+        images = preprocess_items(items, resolved.preprocess, self.specs[0].dtype)
         opened = open_iterable(
-            arrays, self.specs, has_end=has_end, limit=self.choice.required_samples
+            images, self.specs, has_end=has_end, limit=self.choice.required_samples
         )
         return self._create_feed(opened, resolved, kind="pictures in memory")
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import as_array
+from deploy.feed.arrays import LABEL_KEYS, as_array, read_item_labels
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import read_bytes
@@ -142,40 +142,49 @@ def _find_only_definition(path: str) -> str:
     return names[0]
 
 
-def preprocess_items(items: Iterable[Any], preprocess: Preprocess) -> Iterator[Array]:
-    """Preprocess images in memory; the label of an (image, label) pair is ignored.
+def preprocess_items(
+    items: Iterable[Any], preprocess: Preprocess, dtype: str
+) -> Iterator[Array | tuple[Array, int]]:
+    """Preprocess images in memory; yield each with its label if it has one.
 
     Args:
         items: uint8 [H, W, 3] RGB, or [H, W] or [H, W, 1] grey; anything numpy converts to such an
-            array, such as a Pillow image; or several as [N, H, W, C].
+            array, such as a Pillow image; or several as [N, H, W, C]. A pair of these and labels,
+            or a mapping with a single image.
         preprocess: resolved.
+        dtype: of the model's input.
 
     Raises:
         FeedError: an item is no image.
     """
     for number, item in enumerate(items):
         title = f"item {number} of the feed"
-        array = as_array(_image_of_item(item), title)
+        image_value, label_value = _split_labelled_image(item)
+        array = as_array(image_value, title)
         if array.dtype != np.uint8 or array.ndim not in (2, 3, 4) or not array.size:
             raise FeedError(
                 f"{title} must be an image to be preprocessed, uint8 [H, W, 3] or [H, W], got"
                 f" {array.dtype} {list(array.shape)}; leave the preprocessing out if the arrays"
                 " are ready to be fed"
             )
-        images = array if array.ndim == 4 else [array]
-        for image in images:
-            yield preprocess_image(to_opencv_channels(image, preprocess, title), preprocess)
+        images = array if array.ndim == 4 else array[None]
+        labels = read_item_labels(label_value, len(images))
+        for position, image in enumerate(images):
+            pixels = preprocess_image(to_opencv_channels(image, preprocess, title), preprocess)
+            values = pixels.astype(dtype, copy=False)
+            yield values if labels is None else (values, labels[position])
 
 
-def _image_of_item(item: Any) -> object:
-    """Return the image of an (image, label) pair, or the only image of a mapping."""
+def _split_labelled_image(item: Any) -> tuple[object, object]:
+    """Return (image, label) of a pair, or of a mapping with a single image; None for no label."""
     if isinstance(item, tuple) and item:
-        return item[0]
+        return item[0], item[1] if len(item) == 2 else None
     if isinstance(item, Mapping):
         images = [value for value in item.values() if np.ndim(value) >= 2]
+        labels = [item[key] for key in LABEL_KEYS if key in item]
         if len(images) == 1:
-            return images[0]
-    return item
+            return images[0], labels[0] if labels else None
+    return item, None
 
 
 def to_opencv_channels(image: Array, preprocess: Preprocess, title: str) -> Array:

@@ -109,9 +109,9 @@ def build(
         float_model: float reference of a Q/DQ model; None takes the model without its pairs.
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
-        labels: class of every evaluation image, where its list does not give it; the path of a
-            COCO json or of a text file with a class a line; or "folders", which numbers the folders
-            of the images.
+        labels: class of every evaluation image, where its list or loader does not give it; the path
+            of a COCO json or of a text file with a class a line; or "folders", which numbers the
+            folders of the images.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
         task: name of the outputs' task (`deploy.tasks.TASKS`), or "none" to compare values;

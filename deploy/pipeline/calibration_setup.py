@@ -97,8 +97,8 @@ def calibrate(
         model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module,
             which the first item of `images` exports.
         images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
-            iterable of arrays or {input: array} dicts, such as a DataLoader, whose labels are left
-            out. For a PyTorch module, arrays only.
+            iterable of arrays or {input: array} dicts, such as a DataLoader, whose labels are not
+            used. For a PyTorch module, arrays only.
         targets: names of `TARGETS`, or targets with options of their own.
         method: name of a search, or a `Method` with parameters; None is the default one.
         preprocess: how images become inputs, or some options of it by name; the rest is what the
