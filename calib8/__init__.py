@@ -8,6 +8,7 @@ A model is a file, an `onnx.ModelProto`, or a PyTorch module with a DataLoader a
 
     build(model, images)      calibrate, build int8 engines, measure; returns a Report
     calibrate(model, images)  calibrate only; `cache=` names the file that keeps it
+    check(folder, images)     the verdict on the files of a build as they are, on other images
     merge(model, shards)      one calibration of its shards
     bench(engine)             latency, `against=` a second model
     compare(first, second, images)    tensors in which two models differ
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from calib8 import cache as cache
     from calib8 import torch as torch
     from deploy.analysis.benchmark import bench as bench
+    from deploy.analysis.build_check import check as check
     from deploy.analysis.build_comparison import report as report
     from deploy.analysis.build_reader import verify as verify
     from deploy.analysis.comparison import compare as compare
@@ -78,6 +80,7 @@ _IMPORT_PATHS = {  # in the order of a user's work
     "calibrate": "deploy.pipeline.calibration_setup:calibrate",
     "merge": "deploy.pipeline.calibration_setup:merge",
     "build": "deploy.pipeline.build:build",
+    "check": "deploy.analysis.build_check:check",
     "bench": "deploy.analysis.benchmark:bench",
     "Preprocess": "deploy.feed.preprocess:Preprocess",
     "RawFiles": "deploy.feed.paths:RawFiles",

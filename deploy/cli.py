@@ -30,6 +30,10 @@ _COMMANDS = (
     ("build:build", "Calibrate (or reuse a calibration), build int8, measure, report."),
     ("calibrate:calibrate", "Calibrate only, and write the calibration cache."),
     ("calibrate:merge", "Merge the shards of a calibration."),
+    (
+        "bench:check",
+        "Check the files of a build as they are, on new images: the verdict.",
+    ),
     ("bench:bench", "Latency of one or two models, side by side."),
     ("diagnose:compare", "Find the tensors where two models, or two runtimes, differ."),
     ("diagnose:explain", "Which layers of a build lose accuracy, why, and what was tried."),

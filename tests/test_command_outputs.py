@@ -22,6 +22,7 @@ PATHS_WITH_OTHER_RULES = {
     "ascend convert --out",
     "ascend deploy --out",
     "build --labels",
+    "check --labels",
     "build --config",
     "explain --model",
     "cache check --model",

@@ -245,11 +245,11 @@ def _list_sources(
     sources = {}
     for path in paths:
         label = path.name if has_unique_names else str(path)
-        sources[label] = _EngineSource(path, _find_target(path, targets))
+        sources[label] = _EngineSource(path, find_target(path, targets))
     return sources
 
 
-def _find_target(path: Path, targets: Sequence[Target]) -> Target:
+def find_target(path: Path, targets: Sequence[Target]) -> Target:
     """Return the target of this suffix; ONNX Runtime for any other, which reports what is wrong."""
     default_targets = (target_class() for target_class in TARGETS.values())
     for target in (*targets, *default_targets):

@@ -1,4 +1,4 @@
-"""Reads a stored build: its report, its options, and its plan for an `Explanation`.
+"""Reads a stored build: its report, options, float model, and its plan for an `Explanation`.
 
 The JSON may have been edited: msgspec checks every value by its type in the report's dataclasses.
 Unknown keys are ignored.
@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from deploy.analysis.explanation import (
     ClippedRange,
     Explanation,
@@ -19,8 +21,12 @@ from deploy.analysis.explanation import (
     TensorAccuracy,
 )
 from deploy.errors import CacheError, ConfigError
+from deploy.feed.feed import Dataset, FeedSource
+from deploy.feed.paths import RawFiles
+from deploy.feed.preprocess import Preprocess, apply_user_options
 from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
+from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.method import NO_CHOICES
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
@@ -43,6 +49,7 @@ from deploy.tuning.plan_file import (
 from deploy.tuning.repairs import REPAIRS
 
 _MAX_TEXT = 60  # characters of a value in a message, and of an option's value
+_ARRAY_SUFFIXES = {".npy", ".npz"}
 _CHANGED = "was changed after it was written"
 _KIND_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
 
@@ -224,6 +231,76 @@ def path_near_report(written: str, report: Path) -> Path:
     if os.path.exists(path):
         return path
     return report.parent / path.name
+
+
+def load_float_model(
+    written: str,
+    report: Path,
+    model: Path | str | onnx.ModelProto | LoadedModel | None,
+    *,
+    flag: str,
+) -> LoadedModel:
+    """Load the float model of a build: the user's, else the one that its report names.
+
+    Args:
+        written: the model's path as the report has it.
+        report: path of the report.
+        model: the user's model; None takes that of the report.
+        flag: the command's option that names the model.
+
+    Raises:
+        ConfigError: no ONNX file is at the path in the report.
+        ModelError: the model cannot be read.
+    """
+    if model is not None:
+        return load_float_or_qdq(model)
+    path = path_near_report(written, report)
+    if not os.path.isfile(path) or path.suffix.lower() != ".onnx":
+        raise ConfigError(
+            f"images are run through the ONNX model of the build, got {written!r} in"
+            f" {report}, which is none here; name it with {flag}"
+        )
+    return load_float_or_qdq(path)
+
+
+def model_notes(report: Path, loaded: LoadedModel) -> Iterator[str]:
+    """Yield a note if the float model is not the one the build was made from."""
+    try:
+        origin = manifest.read_manifest(report.parent).made_from.get("model")
+    except CacheError:  # reported by `verify`
+        return
+    if isinstance(origin, dict) and origin.get("sha256") != loaded.digest:
+        yield (
+            f"{loaded.source or loaded.name} is not the model that was built from, or was changed"
+            " since: the figures include that difference"
+        )
+
+
+def with_stored_preprocess(dataset: Dataset, stored: Mapping[str, object], report: Path) -> Dataset:
+    """Return images with the preprocessing of a build below the user's options; arrays as is.
+
+    `stored`: preprocessing as the report has it; {} without.
+    """
+    user_options = {} if dataset.preprocess is None else dataset.preprocess
+    if not isinstance(user_options, Mapping) or not stored or _is_array(dataset.source):
+        return dataset
+    try:
+        preprocess = Preprocess.from_json(dict(stored))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"the preprocessing of a report must be one that calib8 wrote, got {error} in"
+            f" {report}; set it with options such as --mean"
+        ) from error
+    return replace(dataset, preprocess=apply_user_options(preprocess, user_options))
+
+
+def _is_array(images: FeedSource) -> bool:
+    """Whether samples are arrays as the model takes them, without a preprocessing."""
+    if isinstance(images, RawFiles):
+        return images.dtype != "uint8"
+    if isinstance(images, str | Path):
+        return Path(images).suffix.lower() in _ARRAY_SUFFIXES
+    return True
 
 
 def _explain_target(

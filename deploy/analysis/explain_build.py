@@ -7,7 +7,6 @@ Channel figures are sums over all images, so memory does not grow with their num
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,10 +17,12 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from deploy.analysis.build_reader import (
+    load_float_model,
+    model_notes,
     path_in_build,
-    path_near_report,
     read_explanation,
     sqnr_sort_key,
+    with_stored_preprocess,
 )
 from deploy.analysis.explanation import (
     ChannelLoss,
@@ -30,14 +31,11 @@ from deploy.analysis.explanation import (
     ImageResults,
     TargetExplanation,
 )
-from deploy.errors import CacheError, ConfigError, did_you_mean
+from deploy.errors import ConfigError, did_you_mean
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.parallel import Sample, run_in_order
-from deploy.feed.paths import RawFiles
-from deploy.feed.preprocess import Preprocess, PreprocessRequest, apply_user_options
 from deploy.feed.samples import Feed
-from deploy.files import manifest
-from deploy.frontends import LoadedModel, load_float_or_qdq
+from deploy.frontends import LoadedModel
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import strip_padded_channels
@@ -314,12 +312,10 @@ def explain(
     if model is not None:
         model, source = open_torch_module(model, dataset.source)
         dataset = replace(dataset, source=source)
-    loaded = _load_float_model(explanation, model)
-    build_preprocess = _read_preprocess(explanation, dataset.source)
-    preprocess = _merge_preprocess(dataset.preprocess, build_preprocess)
-    feed = replace(dataset, preprocess=preprocess).open(
-        loaded.inputs, metadata_preprocess=loaded.metadata_preprocess
-    )
+    report_path = Path(explanation.report)
+    loaded = load_float_model(explanation.model, report_path, model, flag="--model")
+    dataset = with_stored_preprocess(dataset, explanation.preprocess, report_path)
+    feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
     explained_targets = []
     for target_explanation in targets:
         if target_explanation.runnable is None:
@@ -332,14 +328,14 @@ def explain(
             with phase(target_explanation.name):
                 results = _run_images(
                     loaded,
-                    path_in_build(target_explanation.runnable, Path(explanation.report)),
+                    path_in_build(target_explanation.runnable, report_path),
                     layers,
                     feed,
                     is_native=target_explanation.native,
                     threads=worker_threads(threads),
                     task=target_explanation.set_task,
                 )
-            notes = (*results.notes, *_model_notes(explanation, loaded))
+            notes = (*results.notes, *model_notes(report_path, loaded))
             results = replace(results, notes=notes)
         explained_targets.append(replace(target_explanation, held=results))
     return replace(explanation, targets=tuple(explained_targets))
@@ -362,62 +358,6 @@ def _select_targets(explanation: Explanation, name: str | None) -> tuple[TargetE
             f" {explanation.report}; {hint}"
         )
     return targets
-
-
-def _load_float_model(
-    explanation: Explanation, model: Path | str | ModelProto | LoadedModel | None
-) -> LoadedModel:
-    """Load the float model: the user's, else that of the report."""
-    if model is not None:
-        return load_float_or_qdq(model)
-    path = path_near_report(explanation.model, Path(explanation.report))
-    if not os.path.isfile(path) or path.suffix.lower() != ".onnx":
-        raise ConfigError(
-            f"images are run through the ONNX model of the build, got {explanation.model!r} in"
-            f" {explanation.report}, which is none here; name it with --model"
-        )
-    return load_float_or_qdq(path)
-
-
-def _model_notes(explanation: Explanation, loaded: LoadedModel) -> Iterator[str]:
-    """Yield a note if the float model is not the one the build was made from."""
-    try:
-        origin = manifest.read_manifest(Path(explanation.report).parent).made_from.get("model")
-    except CacheError:  # reported by `verify`
-        return
-    if isinstance(origin, dict) and origin.get("sha256") != loaded.digest:
-        yield (
-            f"{loaded.source or loaded.name} is not the model that was built from, or was changed"
-            " since: the figures of images and channels include that difference"
-        )
-
-
-def _merge_preprocess(
-    user_options: PreprocessRequest, build_preprocess: Preprocess | None
-) -> PreprocessRequest:
-    """Return the preprocessing options of the user on top of those of the build."""
-    if build_preprocess is None or not isinstance(user_options, Mapping | None):
-        return user_options
-    return apply_user_options(build_preprocess, user_options or {})
-
-
-def _read_preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | None:
-    """Return the preprocessing in the report; None for arrays, or if the report has none."""
-    if isinstance(images, RawFiles):
-        is_array = images.dtype != "uint8"
-    elif isinstance(images, str | Path):
-        is_array = Path(images).suffix.lower() in _ARRAY_SUFFIXES
-    else:
-        is_array = True
-    if is_array or not explanation.preprocess:
-        return None
-    try:
-        return Preprocess.from_json(explanation.preprocess)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"the preprocessing of a report must be one that calib8 wrote, got {error} in"
-            f" {explanation.report}; set it with options such as --mean"
-        ) from error
 
 
 def _has_rescaled_channels(target: TargetExplanation) -> bool:

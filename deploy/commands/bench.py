@@ -1,4 +1,4 @@
-"""`calib8 bench`: latency of one or two models, side by side."""
+"""`calib8 bench` and `calib8 check`: measure files as they are; `check` judges them too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import click
 from deploy.commands import base
 from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable
 from deploy.commands.base import parse_batches as batches_of
-from deploy.commands.image_options import input_options, parse_shape, shape_option
+from deploy.commands.build import end_with_verdicts, labels_option, metric_option
+from deploy.commands.image_options import (
+    ImageArguments,
+    image_options,
+    input_options,
+    parse_shape,
+    shape_option,
+)
 from deploy.commands.model_options import TargetValues, make_target, target_field_options
+from deploy.commands.settings import max_loss_option, min_speedup_option
 from deploy.errors import ConfigError
 from deploy.files.atomic import write_text
 from deploy.terminal import say_lines
@@ -144,3 +152,71 @@ def bench(
         write_text(html_path, to_html(report))
     say_lines(to_screen(report))
     put_json(json_path, lambda: to_json(report))
+
+
+@click.command(cls=base.SectionedCommand)
+@quietable()
+@click.argument("path", type=base.InputPath("the folder of a build, or an engine"))
+@base.model_option(
+    "--against",
+    type=base.InputPath("a model"),
+    metavar="MODEL",
+    help="The float model.  [default: the one that the build names]",
+)
+@image_options
+@labels_option
+@metric_option
+@base.task_option
+@max_loss_option
+@min_speedup_option
+@base.measuring_option(
+    "--duration",
+    type=Real(min=0),
+    default=3,
+    help="Seconds of latency runs for each model; 0 skips them.",
+)
+@target_field_options(lambda option: option.changes_runs)
+@json_option
+def check(
+    path: Path,
+    against: Path | None,
+    images: ImageArguments,
+    labels: Path | None,
+    metric: str | None,
+    task: str | None,
+    max_loss: float | None,
+    min_speedup: float | None,
+    duration: float,
+    target_values: TargetValues,
+    json_path: Path | None,
+) -> None:
+    """Check the files of a build, or one engine, on new images; nothing is built or written.
+
+    The verdicts are those of a build. Preprocessing, task and limits are the build's, unless the
+    options set others. The exit code is 3 if an engine is unusable, and 1 if a file is missing or
+    cannot be run.
+
+    \b
+    Examples:
+      calib8 check build/ --images held/ --labels held.json --max-loss 0.01 --min-speedup 1.2
+      calib8 check build/ --images held.txt --quiet --json -
+      calib8 check model.int8.onnx --against model.onnx --images held/ --preprocess imagenet
+    """  # noqa: D301 (click reads the backspace)
+    from deploy.analysis.build_check import check as run_check
+    from deploy.report import to_screen
+    from deploy.report.verdict import Gates
+
+    report = run_check(
+        path,
+        images.dataset,
+        against=against,
+        labels=labels,
+        metric=metric,
+        task=task,
+        gates=Gates(max_loss=max_loss, min_speedup=min_speedup),
+        targets=[make_target(target, fields) for target, fields in target_values.items()],
+        duration_s=duration,
+        threads=images.threads,
+    )
+    say_lines(to_screen(report))
+    end_with_verdicts(report, json_path)

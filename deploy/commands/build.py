@@ -28,9 +28,24 @@ from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
+    from deploy.report import Report
     from deploy.report.verdict import Gates
     from deploy.targets import Target
     from deploy.tuning.search_options import Tuning
+
+
+labels_option = base.measuring_option(
+    "--labels",
+    type=base.FILE,
+    help="Labels of the evaluation images: a file with one class number a line, in order; a COCO"
+    " json of objects, by file name; or the word folders, if each class has a folder.",
+)
+metric_option = base.measuring_option(
+    "--metric",
+    metavar="FILE.py:FUNCTION",
+    help="Your own metric: (FP32 outputs, int8 outputs, label or None) of a sample -> number,"
+    " more is better; the report shows the mean.",
+)
 
 
 @click.command(cls=ConfiguredCommand)
@@ -52,18 +67,8 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Float model to compare a Q/DQ model with.  [default: the model without its pairs]",
 )
-@base.measuring_option(
-    "--labels",
-    type=base.FILE,
-    help="Labels of the evaluation images: a file with one class number a line, in order; a COCO"
-    " json of objects, by file name; or the word folders, if each class has a folder.",
-)
-@base.measuring_option(
-    "--metric",
-    metavar="FILE.py:FUNCTION",
-    help="Your own metric: (FP32 outputs, int8 outputs, label or None) of a sample -> number,"
-    " more is better; the report shows the mean.",
-)
+@labels_option
+@metric_option
 @base.task_option
 @base.measuring_option(
     "--duration",
@@ -131,8 +136,7 @@ def build(
     from deploy.feed.evaluation import read_labels
     from deploy.pipeline.build import build_with
     from deploy.pipeline.build_options import BuildOptions
-    from deploy.report import to_json, to_markdown, to_screen
-    from deploy.report.screen import serious_findings
+    from deploy.report import to_markdown, to_screen
 
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
@@ -157,12 +161,24 @@ def build(
         resolve_model(model, shapes, weights), dataset if dataset.source else None, options
     )
     say_lines(to_markdown(report) if calibration.verbose else to_screen(report))
+    end_with_verdicts(report, json_path, accept=gates.accept)
+
+
+def end_with_verdicts(report: Report, json_path: Path | None, *, accept: bool = False) -> None:
+    """Write the JSON, and end with code 1 if a target failed, or 3 if an engine is unusable.
+
+    `accept`: end with 0 even if an engine is unusable. Without text on stdout, failures and
+    verdicts that are not good are printed on stderr.
+    """
+    from deploy.report import to_json
+    from deploy.report.screen import serious_findings
+
     for sentence in serious_findings(report) if is_text_suppressed() else ():
         say(f"calib8: {sentence}", err=True)
     put_json(json_path, lambda: to_json(report))
     if report.failed:
         click.get_current_context().exit(1)
-    if report.unusable and not gates.accept:
+    if report.unusable and not accept:
         click.get_current_context().exit(3)
 
 

@@ -243,6 +243,20 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
     return base.add_options(run, _options())
 
 
+max_loss_option = base.search_option(
+    "--max-loss",
+    type=Real(0, 1),
+    help="Largest loss of accuracy, or of agreement with FP32 (0.01 is one in a hundred);"
+    " an engine that loses more is unusable (exit code 3).",
+)
+min_speedup_option = base.search_option(
+    "--min-speedup",
+    type=Real(min=0),
+    help="Least speed-up over FP32, on a GPU over its runtime's FP16; a slower engine is"
+    " unusable (exit code 3).",
+)
+
+
 def _options() -> list[Decorator]:
     return [
         base.search_option(
@@ -281,18 +295,8 @@ def _options() -> list[Decorator]:
             " another, known ratios of its kernels decide, and latency is not measured unless"
             " --duration is given.",
         ),
-        base.search_option(
-            "--max-loss",
-            type=Real(0, 1),
-            help="Largest loss of accuracy, or of agreement with FP32 (0.01 is one in a hundred);"
-            " an engine that loses more is unusable (exit code 3).",
-        ),
-        base.search_option(
-            "--min-speedup",
-            type=Real(min=0),
-            help="Least speed-up over FP32, on a GPU over its runtime's FP16; a slower engine is"
-            " unusable (exit code 3).",
-        ),
+        max_loss_option,
+        min_speedup_option,
         base.search_option(
             "--accept", is_flag=True, help="Exit with code 0 even if an engine is unusable."
         ),

@@ -224,6 +224,8 @@ def _request_part(build: PreparedBuild) -> RequestPart:
     return RequestPart(
         effort={target.name: tuning.for_target(target).level for target in options.targets},
         prefer=tuning.prefer,
+        max_loss=options.gates.max_loss,
+        min_speedup=options.gates.min_speedup,
         repairs=tuple(build.repairs),
         has_method=options.calibration.method is not None,
         has_evaluation=build.evaluation is not None,

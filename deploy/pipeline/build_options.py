@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, TypeVar
 
 import onnx
@@ -18,7 +19,7 @@ from deploy.calibration import one_pass, store
 from deploy.calibration.calibration_result import find_reference_model, refuse_calibration_options
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, ExportError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.evaluation import BY_FOLDER, apply_labels
 from deploy.feed.feed import Dataset, FeedSource, is_array_source
@@ -30,6 +31,7 @@ from deploy.frontends.torch_model import is_torch_module
 from deploy.machine import worker_threads
 from deploy.method import Method
 from deploy.metrics.precision import Annotations, GroundTruth
+from deploy.pipeline.results import find_earlier_report
 from deploy.report.verdict import Gates
 from deploy.targets import Target
 from deploy.tasks import Metric, judge_of
@@ -220,6 +222,7 @@ def prepare_build(
     # the files of an earlier build are refused before the evaluation images are opened
     options = _with_cache_path(options, loaded.name)
     _refuse_foreign(options, loaded)
+    _refuse_less_effort(options, loaded)
 
     dataset, evaluation = _drop_idle_preprocess(dataset, evaluation, loaded)
     evaluation_feed = None
@@ -342,6 +345,30 @@ def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
     if options.settings is not None:
         names.append(manifest.SETTINGS)
     manifest.refuse_foreign(options.out, names, force=cache.force)
+
+
+def _refuse_less_effort(options: BuildOptions, loaded: LoadedModel) -> None:
+    """Refuse to replace the files of a search by those of one with less effort.
+
+    A plan or split of the earlier build that is followed is no new search.
+    """
+    tuning = options.tuning
+    if options.calibration.cache.force or tuning.plan is not None or tuning.split is not None:
+        return
+    earlier = find_earlier_report(options.out, loaded.digest)
+    if earlier is None or earlier.request is None:
+        return
+    failed_names = {target.name for target in earlier.targets if target.error}
+    for target in options.targets:
+        earlier_effort = earlier.request.effort.get(target.name, 0)
+        effort = tuning.for_target(target).level
+        if effort < earlier_effort and target.name not in failed_names:
+            raise ExportError(
+                f"a build must not replace one that was searched with more effort, got --effort"
+                f" {effort} for {target.name} in {options.out}, which was built with --effort"
+                f" {earlier_effort}; `calib8 check {quote(str(options.out))}` checks it as it is;"
+                " else give another --out, or replace it with --force"
+            )
 
 
 def _refuse_evaluation_options(options: BuildOptions) -> None:

@@ -52,6 +52,7 @@ class Figures:
         engines: the float model first, then each target's baselines and its own engine.
         layers: target -> its inner tensors compared with the float model's.
         failures: engine -> why it cannot be opened or run.
+        absent: engine -> the runtime or device that this machine lacks for it.
         notes: sentences on how the figures were measured.
         devices: devices that run engines.
         decodes: number of images decoded for the evaluation only.
@@ -65,6 +66,7 @@ class Figures:
     engines: tuple[EngineRow, ...]
     layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     devices: tuple[AcceleratorInfo, ...] = ()
     decodes: int = 0
@@ -118,7 +120,7 @@ def measure_engines(
         loaded, float_file, samples, threads=threads, is_timed=is_timed
     )
     engines = {_FLOAT_ENGINE: float_engine}
-    failures = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
+    failures, absent = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
     reference, is_same_model = _choose_reference(float_outputs, observed_outputs, samples)
     first_runs = float_outputs.runs
     del float_outputs  # frees the weights of a session that may not be needed any more
@@ -161,6 +163,7 @@ def measure_engines(
         engines=(float_row, *_make_rows(results, measurements)),
         layers=_find_lossy_layers(inner_tensors, loaded, evaluated_results),
         failures=failures,
+        absent=absent,
         notes=(
             *_sample_notes(
                 evaluated.accuracy, evaluation, calibration, inner_tensors.compared_count
@@ -251,9 +254,14 @@ def _open_engines(
     *,
     threads: int,
     is_timed: bool,
-) -> dict[str, str]:
-    """Open all engines and add them to `engines`; return name -> why it cannot be opened."""
-    failures = {}
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Open all engines and add them to `engines`; return why others cannot be opened, by name.
+
+    Returns:
+        Engines that their runtime refused; engines whose runtime or device is not here.
+    """
+    failures: dict[str, str] = {}
+    absent: dict[str, str] = {}
     for target, result in zip(targets, results, strict=True):
         paths = dict(result.baselines)
         if result.engine is not None:
@@ -266,8 +274,9 @@ def _open_engines(
                 open_session = partial(target.open, path, threads=threads)
             try:
                 session, load_ms = _time_loading(open_session)
-            except SdkMissingError:
-                continue  # built for another machine
+            except SdkMissingError as error:  # built for another machine
+                absent[name] = str(error)
+                continue
             except BackendError as error:
                 failures[name] = str(error)
                 continue
@@ -277,7 +286,7 @@ def _open_engines(
             engines[name] = _OpenedEngine(
                 session if is_needed else None, load_ms, is_on_device, is_for_accuracy
             )
-    return failures
+    return failures, absent
 
 
 def _first_key(samples: Evaluation) -> tuple[int, ...]:

@@ -126,12 +126,12 @@ def write_report(
         alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
         notes=(*calibration.resumed, *feed.notes, *calibration.repairs, *figures.notes),
     )
-    report = follow_up(report, _earlier_report(stage.folder, loaded.digest))
+    report = follow_up(report, find_earlier_report(stage.folder, loaded.digest))
     write_pages(report, stage)
     return report
 
 
-def _earlier_report(folder: Path, model_digest: str) -> Report | None:
+def find_earlier_report(folder: Path, model_digest: str) -> Report | None:
     """Return the report of the build of the same model that is in a folder; None without."""
     with suppress(CacheError, ConfigError, KeyError, TypeError):
         if manifest.read_manifest(folder).made_from["model"]["sha256"] == model_digest:
@@ -191,10 +191,20 @@ def _flags_of(
             if former_split == former_taken:
                 return f"--split {split.number}"
     request = earlier.request
-    if request is None or request == replace(report.request or request, followed=request.followed):
+    if request is None:
+        return ""
+    equal_request = replace(
+        report.request or request,
+        followed=request.followed,
+        max_loss=request.max_loss,
+        min_speedup=request.min_speedup,
+    )
+    if request == equal_request:
         return ""
     effort, repairs = request.effort.get(target.name, 0), ",".join(request.repairs)
-    return f"--effort {effort} --prefer {request.prefer} --repair {repairs or 'none'}"
+    flags = f"--effort {effort} --prefer {request.prefer} --repair {repairs or 'none'}"
+    current_effort = report.request.effort.get(target.name, 0) if report.request else 0
+    return f"{flags} --force" if effort < current_effort else flags
 
 
 def _is_worse(engine: EngineRow, former: EngineRow) -> bool:

@@ -334,6 +334,8 @@ class RequestPart:
     Attributes:
         effort: target -> effort of its search, 0 to 3.
         prefer: "speed", "accuracy" or "size".
+        max_loss: largest loss that the user accepts; None without a limit.
+        min_speedup: least speed-up that the user accepts; None without a limit.
         repairs: names of the repairs that were tried.
         has_method: whether the user set the calibration method.
         has_evaluation: whether evaluation images were given.
@@ -343,6 +345,8 @@ class RequestPart:
 
     effort: Mapping[str, int] = field(default_factory=dict)
     prefer: str = "speed"
+    max_loss: float | None = None
+    min_speedup: float | None = None
     repairs: tuple[str, ...] = ()
     has_method: bool = False
     has_evaluation: bool = False

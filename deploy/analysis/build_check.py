@@ -1,0 +1,379 @@
+"""Check files as they were shipped: measure them on new images, and judge them as a build does.
+
+::
+
+    a build's folder: report.json, manifest  --> files, float model, preprocessing, limits
+    or an engine, and its float model        --> files, float model
+                                                   |
+    images, labels, the user's limits        ----> measured --> verdicts
+
+Nothing is built, and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+
+from deploy.analysis.benchmark import find_target
+from deploy.analysis.build_reader import (
+    StoredBuild,
+    Verification,
+    load_float_model,
+    model_notes,
+    path_in_build,
+    read_stored_build,
+    verify,
+    with_stored_preprocess,
+)
+from deploy.calibration.calibration_result import find_reference_model
+from deploy.calibration.input_checks import check_input_samples
+from deploy.errors import BackendError, ConfigError, list_first
+from deploy.feed.evaluation import BY_FOLDER, EvaluationSubset, apply_labels, read_labels
+from deploy.feed.feed import Dataset, FeedSource, to_dataset
+from deploy.feed.preprocess import PreprocessRequest
+from deploy.feed.samples import Feed
+from deploy.feed.sampling import Limit
+from deploy.files.staging import Stage
+from deploy.frontends import LoadedModel, load_float_or_qdq
+from deploy.frontends.checks import is_quantized_node
+from deploy.frontends.onnx_reader import read_model
+from deploy.graph.index import all_nodes
+from deploy.graph.plan import Decision
+from deploy.machine import this_machine, worker_threads
+from deploy.metrics.precision import Annotations
+from deploy.pipeline.build_options import open_torch_module
+from deploy.pipeline.measure import Figures, measure_engines
+from deploy.pipeline.results import engine_rows, feed_part, model_part
+from deploy.report import Report
+from deploy.report.parts import RequestPart, TargetPart
+from deploy.report.verdict import Gates
+from deploy.targets import TARGETS, Target
+from deploy.targets.base import BuildResult
+from deploy.tasks import judge_of
+from deploy.tasks.metric import Function
+from deploy.terminal import with_progress
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_MAX_NAMES = 3  # files named in a sentence
+_INPUT_SAMPLES = 8  # samples whose inputs are looked at for odd preprocessing
+
+
+@with_progress
+def check(
+    path: Path | str,
+    images: FeedSource | Dataset,
+    *,
+    against: Path | str | onnx.ModelProto | nn.Module | None = None,
+    labels: Sequence[int] | Annotations | str | Path | None = None,
+    metric: str | Function | None = None,
+    task: str | None = None,
+    gates: Gates | None = None,
+    targets: Sequence[Target] = (),
+    preprocess: PreprocessRequest = None,
+    limit: Limit = None,
+    skip_bad: bool = False,
+    duration_s: float = 3,
+    threads: int | None = None,
+    progress: bool = False,
+) -> Report:
+    """Measure the files of a build, or one engine, and judge them by a build's rules.
+
+    Nothing is built or written. Of a build, the preprocessing, the task and the limits are those it
+    was made with, where the arguments do not set others.
+
+    Args:
+        path: output folder of a build, its report.json, or the file of an engine.
+        images: evaluation images, as for `deploy.pipeline.build`.
+        against: the float model; None takes the one that the build names.
+        labels: class of every image, where its list does not give it, or as for `build`.
+        metric: "file.py:function" or a function, as for `build`.
+        task: name of the outputs' task; None takes the build's, or recognises it.
+        gates: limits in place of the build's, each by itself.
+        targets: targets with options for running engines; others use their defaults.
+        preprocess: preprocessing, or some of its options; the others come from the build.
+        limit: largest number of images, or a `Choice` of them.
+        skip_bad: skip unreadable images.
+        duration_s: seconds of latency runs a model; 0 leaves speed out.
+        threads: threads inside one inference on the CPU.
+        progress: report progress on stderr, where it takes over two seconds.
+
+    Raises:
+        ConfigError: no build and no engine at `path`, an engine without `against`, or options that
+            do not fit.
+        CacheError: the build's folder has no manifest.
+        BackendError: no file of the build can be checked here.
+        ModelError, FeedError: the float model or the images cannot be read.
+    """
+    dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    if against is not None:
+        against, source = open_torch_module(against, dataset.source)
+        dataset = replace(dataset, source=source)
+    if Path(path).suffix == ".json" or Path(path).is_dir():
+        shipped, dataset = _read_build(path, dataset, against, targets)
+    else:
+        shipped = _read_engine(Path(path), against, targets)
+    _refuse_unusable(shipped)
+
+    loaded = shipped.loaded
+    feed = dataset.open(
+        loaded.inputs,
+        metadata_preprocess=loaded.metadata_preprocess,
+        labels_by_folder=labels == BY_FOLDER,
+    )
+    if isinstance(labels, str | Path):
+        labels = read_labels(labels)
+    reference, reference_notes = find_reference_model(loaded, None, dataset.source)
+    figures = measure_engines(
+        reference,
+        shipped.targets,
+        shipped.results,
+        calibration=EvaluationSubset(feed, feed.count),
+        evaluation=feed,
+        labels=apply_labels(labels, feed),
+        metric=judge_of(metric, task or shipped.task or None, loaded.declaration),
+        duration_s=duration_s,
+        threads=worker_threads(threads),
+    )
+    is_calibration = feed.manifest()["sha256"] == shipped.calibration_digest
+    figures = replace(figures, on_calibration=is_calibration)
+    if metric is None and shipped.metric:
+        alert = f"the build was judged by its own metric, {shipped.metric}; --metric gives it here"
+        shipped = replace(shipped, alerts=(*shipped.alerts, alert))
+    report = _make_report(shipped, figures, feed, str(dataset.source), gates or Gates())
+    return replace(report, notes=(*reference_notes, *report.notes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShippedFiles:
+    """The files to check, and what they are compared with.
+
+    Attributes:
+        title: of the report.
+        loaded: the float model.
+        targets: targets of the files, which open them.
+        results: files of each target; `error` says why some of them cannot be checked.
+        folder: folder of the files.
+        gates: limits of the build.
+        task: task that the user set in the build; "" without.
+        metric: name of the metric that judged the build; "" without.
+        calibration_digest: of the build's calibration images; "" if unknown.
+        alerts: sentences on files that are not as the build wrote them.
+    """
+
+    title: str
+    loaded: LoadedModel
+    targets: tuple[Target, ...]
+    results: tuple[BuildResult, ...]
+    folder: Path
+    gates: Gates = field(default_factory=Gates)
+    task: str = ""
+    metric: str = ""
+    calibration_digest: str = ""
+    alerts: tuple[str, ...] = ()
+
+
+def _read_build(
+    folder: Path | str,
+    dataset: Dataset,
+    against: Path | str | onnx.ModelProto | LoadedModel | None,
+    targets: Sequence[Target],
+) -> tuple[_ShippedFiles, Dataset]:
+    """Return the files of a build, and the images with the build's preprocessing."""
+    build = read_stored_build(folder)
+    verification = verify(build.path.parent)
+    report = build.report
+    written_model = report.model.path if report.model else ""
+    loaded = load_float_model(written_model, build.path, against, flag="--against")
+    target_by_name = {target.name: target for target in targets}
+    chosen_targets: list[Target] = []
+    results = []
+    for part in report.targets:
+        if part.name in TARGETS:
+            chosen_targets.append(target_by_name.get(part.name) or TARGETS[part.name]())
+            results.append(_stored_result(build, part))
+
+    accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
+    metrics = [a.task.figure for a in accuracies if a.task and a.task.task == "metric"]
+    request = report.request or RequestPart()
+    stored = report.feed.preprocess if report.feed else {}
+    shipped = _ShippedFiles(
+        title=f"calib8: the files of {build.name}, checked against {loaded.source or loaded.name}",
+        loaded=loaded,
+        targets=tuple(chosen_targets),
+        results=tuple(results),
+        folder=build.path.parent,
+        gates=Gates(max_loss=request.max_loss, min_speedup=request.min_speedup),
+        task=next((a.set_task for a in accuracies if a.set_task), ""),
+        metric=next(iter(metrics), ""),
+        calibration_digest=(report.feed.digest if report.feed else "") or "",
+        alerts=(*_change_alerts(verification, results), *model_notes(build.path, loaded)),
+    )
+    return shipped, with_stored_preprocess(dataset, stored, build.path)
+
+
+def _stored_result(build: StoredBuild, part: TargetPart) -> BuildResult:
+    """Return the files of a target that can be run, at their paths now."""
+    result = BuildResult(target=part.name, error=part.error)
+    if part.error:
+        return result
+
+    engine: Path | None = None
+    baselines = {}
+    for row in build.report.engines:
+        if row.target != part.name or row.reference or row.path is None:
+            continue
+        path = path_in_build(row.path, build.path)
+        if not row.baseline:
+            engine = path
+        elif path.is_file():
+            baselines[row.label] = path
+    runnable = path_in_build(part.runnable, build.path) if part.runnable else None
+    missing = [path.name for path in (engine, runnable) if path and not path.is_file()]
+    if missing:
+        return replace(result, error=f"{missing[0]} is missing; build again, or copy it back")
+    if engine is None and runnable is None:
+        return replace(result, error="the build wrote no file of it that can be run here")
+    decisions = [Decision(row.name, row.op, row.precision, row.reason) for row in part.nodes]
+    return replace(
+        result,
+        engine=engine,
+        runnable=runnable,
+        baselines=baselines,
+        decisions=tuple(decisions),
+        method=part.method,
+    )
+
+
+def _change_alerts(verification: Verification, results: Iterable[BuildResult]) -> Iterator[str]:
+    """Yield sentences on files that are not as the build wrote them; they are checked as they are.
+
+    Missing files that are checked are errors of their targets.
+    """
+    folder, files = verification.folder, verification.manifest.files
+    changed = [name for name in verification.changed if (folder / name).is_file()]
+    if changed:
+        names = list_first(changed, _MAX_NAMES)
+        yield f"not as the build wrote it, and checked as it is: {names}"
+
+    foreign = []
+    for result in results:
+        for path in {result.engine, result.runnable, *result.baselines.values()}:
+            if path is not None and path.relative_to(folder).as_posix() not in files:
+                foreign.append(path.name)
+    if foreign:
+        names = list_first(sorted(foreign), _MAX_NAMES)
+        yield f"not in the manifest of the build, and checked as it is: {names}"
+
+
+def _read_engine(
+    path: Path,
+    against: Path | str | onnx.ModelProto | LoadedModel | None,
+    targets: Sequence[Target],
+) -> _ShippedFiles:
+    """Return one engine, of the target that its suffix shows."""
+    if against is None:
+        raise ConfigError(
+            f"an engine is checked against its float model, got {path} alone; name the model with"
+            " --against, or give the folder of a build"
+        )
+    loaded = load_float_or_qdq(against)
+    target = find_target(path, targets)
+    result = BuildResult(
+        target=target.name,
+        engine=path,
+        runnable=path if target.runs_here else None,
+        decisions=_engine_decisions(path) if target.runs_here else (_INT8_ENGINE,),
+    )
+    return _ShippedFiles(
+        title=f"calib8: {path}, checked against {loaded.source or loaded.name}",
+        loaded=loaded,
+        targets=(target,),
+        results=(result,),
+        folder=path.parent,
+    )
+
+
+_INT8_ENGINE = Decision("engine", "engine", "int8")  # of a runtime that does not list its nodes
+
+
+def _engine_decisions(path: Path) -> tuple[Decision, ...]:
+    """Return the precision of each node of an ONNX file."""
+    decisions = []
+    for node in all_nodes(read_model(path).graph):
+        precision = "int8" if is_quantized_node(node) else "float32"
+        decisions.append(Decision(node.name, node.op_type, precision))
+    return tuple(decisions)
+
+
+def _refuse_unusable(shipped: _ShippedFiles) -> None:
+    """Refuse a build of which nothing can be checked."""
+    errors = {result.target: result.error for result in shipped.results}
+    if all(errors.values()):
+        reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
+        raise BackendError(
+            f"a file of the build must be here to be checked, got none in {shipped.folder}"
+            f" ({reasons or 'no target that this calib8 knows'})"
+        )
+
+
+def _make_report(
+    shipped: _ShippedFiles, figures: Figures, feed: Feed, source: str, gates: Gates
+) -> Report:
+    """Return the report on the files: a row and a verdict for each, without files to ship."""
+    loaded = shipped.loaded
+    limits = Gates(
+        max_loss=shipped.gates.max_loss if gates.max_loss is None else gates.max_loss,
+        min_speedup=shipped.gates.min_speedup if gates.min_speedup is None else gates.min_speedup,
+    )
+    spread_samples = list(feed.spread_samples(max(1, _INPUT_SAMPLES // feed.batch)))
+    doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
+    rows = engine_rows(
+        figures,
+        shipped.results,
+        limits,
+        Stage(shipped.folder),
+        classes=loaded.classes,
+        doubts=doubts,
+    )
+    alerts = (*shipped.alerts, *_absent_alerts(shipped.results, figures.absent), *doubts)
+    return Report(
+        title=shipped.title,
+        model=model_part(loaded),
+        feed=feed_part(feed, source),
+        targets=tuple(_failed_targets(shipped.results, figures.failures)),
+        engines=rows,
+        machine=replace(this_machine(), devices=figures.devices),
+        request=RequestPart(
+            max_loss=limits.max_loss, min_speedup=limits.min_speedup, has_evaluation=True
+        ),
+        alerts=alerts,
+        notes=(*feed.notes, *figures.notes),
+    )
+
+
+def _absent_alerts(results: Sequence[BuildResult], absent: Mapping[str, str]) -> Iterator[str]:
+    """Yield one sentence for each engine that cannot be run here."""
+    for result in results:
+        if result.target not in absent or result.engine is None:
+            continue
+        checked = "so its speed is not checked, and nothing of its accuracy"
+        if result.runnable is not None:
+            checked = f"so its accuracy is that of {result.runnable.name}, and no speed is checked"
+        yield f"{result.engine.name} cannot be run here, {checked}: {absent[result.target]}"
+
+
+def _failed_targets(
+    results: Iterable[BuildResult], failures: Mapping[str, str]
+) -> Iterator[TargetPart]:
+    """Yield the targets that could not be checked."""
+    for result in results:
+        error = result.error or failures.get(result.target, "")
+        if error:
+            yield TargetPart(name=result.target, error=error)

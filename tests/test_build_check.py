@@ -1,0 +1,157 @@
+"""`calib8 check`: the files of a build as they are, on other images, by the rules of a build."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+import calib8
+from deploy.errors import BackendError, CacheError, ConfigError, ExportError
+
+PREPROCESS = {"mean": 0.5, "std": 0.25}
+QUICK = {"duration_s": 0, "preprocess": PREPROCESS, "tuning": calib8.Tuning(effort=0)}
+TARGETS = ("onnxruntime", "tensorrt", "ascend")
+
+
+def file_bytes(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage_weights(path):
+    """Draw the int8 weights of a Q/DQ model anew."""
+    model = onnx.load(path)
+    rng = np.random.default_rng(1)
+    for tensor in model.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.dtype == np.int8 and values.ndim > 1:
+            drawn = rng.integers(-100, 100, values.shape, dtype=np.int8)
+            tensor.CopyFrom(numpy_helper.from_array(drawn, tensor.name))
+    onnx.save(model, path)
+
+
+@pytest.fixture(scope="module")
+def shipped(small_cnn, pictures, tmp_path_factory):
+    """A build for every target, its limits and preprocessing set."""
+    folder = tmp_path_factory.mktemp("shipped") / "build"
+    gates = calib8.Gates(max_loss=0.5)
+    options = {"targets": TARGETS, "eval_images": pictures, "gates": gates, **QUICK}
+    calib8.build(small_cnn, pictures, out=folder, **options)
+    return folder
+
+
+@pytest.fixture
+def copy(shipped, tmp_path):
+    return shutil.copytree(shipped, tmp_path / "copy")
+
+
+def sqnr_db(engine):
+    return [output.sqnr_db for output in engine.accuracy.outputs]
+
+
+def check(path, images, **options):
+    return calib8.check(path, images, duration_s=0, **options)
+
+
+def test_check_repeats_the_builds_figures(shipped, pictures):
+    """On the build's own images: the same preprocessing, files and rules."""
+    before = file_bytes(shipped)
+    report = check(shipped, pictures)
+    built = calib8.report(shipped)
+    for target in TARGETS:
+        engine, built_engine = report.engine(target), built.engine(target)
+        assert sqnr_db(engine) == pytest.approx(sqnr_db(built_engine), abs=1e-3)
+        assert engine.verdict == built_engine.verdict
+        assert engine.path == built_engine.path
+    assert report.request.max_loss == 0.5
+    assert not report.failed
+    assert file_bytes(shipped) == before
+
+
+def test_damaged_weights_are_named_and_unusable(copy, small_cnn, pictures, run, tmp_path):
+    name = "small_cnn.int8.onnx"
+    damage_weights(copy / name)
+    limits = ("--images", pictures, "--max-loss", 0.01, "--duration", 0)
+    code, _, _ = run("check", copy, *limits, "--json", tmp_path / "found.json")
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert code == 3
+    assert any(name in alert for alert in report["alerts"])
+    levels = {e["target"]: e["verdict"]["level"] for e in report["engines"] if "verdict" in e}
+    assert levels["onnxruntime"] == "unusable"
+    assert report["request"]["max_loss"] == 0.01
+
+    code, _, err = run("check", copy / name, "--against", small_cnn, *limits, "--mean", 0.5, "-q")
+    assert code == 3
+    assert "unusable" in err
+
+
+def test_missing_file_fails_and_others_are_checked(copy, pictures, run):
+    (copy / "small_cnn.int8.onnx").unlink()
+    code, out, _ = run("check", copy, "--images", pictures, "--duration", 0)
+    assert code == 1
+    assert "small_cnn.int8.onnx is missing" in " ".join(out.split())
+    report = check(copy, pictures)
+    assert [target.name for target in report.targets] == ["onnxruntime"]
+    assert {e.target for e in report.engines if e.accuracy} == {"tensorrt", "ascend"}
+
+
+def test_engine_for_a_gpu_is_one_sentence(copy, pictures, wording):
+    """A folder built on the GPU machine, with the engine and its manifest's entry."""
+    (copy / "small_cnn.engine").write_bytes(b"made on a GPU")
+    report_path = copy / "report.json"
+    report = json.loads(report_path.read_text())
+    engine = next(e for e in report["engines"] if e["target"] == "tensorrt")
+    engine["path"] = "elsewhere/small_cnn.engine"
+    report_path.write_text(json.dumps(report))
+    alerts = check(copy, pictures).alerts
+    changed, foreign, absent = alerts
+    wording.check(changed)
+    wording.check(foreign)
+    assert "small_cnn.engine" in absent
+    assert "small_cnn.tensorrt.typed.onnx" in absent
+
+
+def test_nothing_to_check_is_refused(copy, pictures):
+    for path in copy.glob("*.onnx"):
+        path.unlink()
+    with pytest.raises(BackendError, match="small_cnn"):
+        check(copy, pictures)
+
+
+def test_folder_without_manifest_is_refused(copy, pictures):
+    (copy / "calib8" / "manifest.json").unlink()
+    with pytest.raises(CacheError, match="manifest"):
+        check(copy, pictures)
+
+
+def test_engine_alone_needs_its_float_model(shipped, pictures, small_cnn):
+    engine = shipped / "small_cnn.int8.onnx"
+    with pytest.raises(ConfigError, match="--against"):
+        check(engine, pictures)
+    row = check(engine, pictures, against=small_cnn, preprocess=PREPROCESS).engine("int8")
+    built = calib8.report(shipped).engine("onnxruntime")
+    assert sqnr_db(row) == pytest.approx(sqnr_db(built), abs=1e-3)
+
+
+def test_speed_limit_without_timing_is_doubtful(shipped, pictures):
+    report = check(shipped, pictures, gates=calib8.Gates(min_speedup=1.2))
+    assert report.engine("onnxruntime").verdict.level == "doubtful"
+    assert report.request.max_loss == 0.5  # that of the build
+
+
+def test_less_effort_replaces_no_searched_build(small_cnn, pictures, tmp_path):
+    searched = {**QUICK, "tuning": calib8.Tuning(effort=1)}
+    calib8.build(small_cnn, pictures, out=tmp_path, **searched)
+    before = file_bytes(tmp_path)
+    with pytest.raises(ExportError, match=r"--effort 0 .* --effort 1"):
+        calib8.build(small_cnn, pictures, out=tmp_path, **QUICK)
+    assert file_bytes(tmp_path) == before
+
+    calib8.build(small_cnn, pictures, out=tmp_path, **searched)
+    calib8.build(small_cnn, pictures, out=tmp_path, targets="tensorrt", **QUICK)
+    force = calib8.CachePolicy(force=True)
+    calib8.build(small_cnn, pictures, out=tmp_path, cache=force, **QUICK)
