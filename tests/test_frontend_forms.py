@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from calib8 import build
+from calibrators.scales import Scale
 from deploy.errors import ExportError, ModelError
 from deploy.frontends import load, onnx_file
 from deploy.frontends.affine import MovedLayer
@@ -23,10 +24,12 @@ from deploy.frontends.lift import raise_opset
 from deploy.graph.edit import copy_message, copy_with_outputs
 from deploy.graph.index import all_nodes
 from deploy.graph.lowering import lower_opset
+from deploy.graph.opset_forms import COMPLETIONS
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.preparation import unfuse_batchnorms
+from deploy.targets.onnxruntime.qdq import write_qdq
 from deploy.tuning.search_options import Tuning
 from tests.models import (
     as_float32,
@@ -584,23 +587,81 @@ def test_ratio_without_exact_scale_stays():
     assert load(model).model.graph.node[0] == model.graph.node[0]
 
 
-def test_resize_axes_run_beside_int8(tmp_path):
-    nodes = [
-        ("Conv", "x w", "c", {"pads": [1] * 4}),
-        ("Resize", ["c", "", "", "sizes"], "r", {"axes": [3, 2]}),
-        ("Conv", "r v", "y"),
-    ]
+def test_computed_axes_of_pad_become_all():
+    model = net("Pad", I64([1, 2]), "", "a", opset=18)
+    negated = make_node("Neg", "b", "a", name="axes")
+    model.graph.node.insert(0, negated)
+    model.graph.initializer.append(numpy_helper.from_array(I64([1]), "b"))
+    loaded = load(model)
+    assert [list(node.input) for node in loaded.model.graph.node] == [["x", "y0_axes", ""]]
+    assert "Wrote 1 Pad of some axes over all axes." in loaded.notes
+    check_agreement(loaded.model, model)
+
+
+# Operator with axes -> its inputs after the first, for axes of size 8; others have the axes alone
+AXES = {
+    "CenterCropPad": lambda axes: [I64([6, 10, 9][: len(axes)])],
+    "MeanVarianceNormalization": lambda axes: [],
+    "Pad": lambda axes: [I64([1, 2, 0, 2, 1, 0][: 2 * len(axes)]), "", I64(axes)],
+    "Resize": lambda axes: ["", "", I64([16, 12, 8][: len(axes)])],
+    "Slice": lambda axes: [I64([1] * len(axes)), I64([7] * len(axes)), I64(axes)],
+}
+
+
+def find_operators_with_axes():
+    """ONNX's operators with axes, as an input or an attribute, of the newest opset."""
+    for schema in onnx.defs.get_all_schemas():
+        names = {*schema.attributes, *(value.name for value in schema.inputs)}
+        if "axes" in names and not schema.domain and schema.name != "Squeeze":
+            yield schema.name, {"axes"} & {*schema.attributes}
+
+
+WITH_AXES = dict(sorted(find_operators_with_axes()))
+
+
+@settings(max_examples=30)
+@given(
+    operator=st.sampled_from([*WITH_AXES, *4 * list(COMPLETIONS)]),
+    axes=st.lists(st.sampled_from([1, 2, 3, -3, -2, -1]), min_size=1, max_size=3),
+    opset=st.integers(18, 27),  # that ONNX Runtime 1.32 reads
+    mode=st.sampled_from(["constant", "edge", "reflect"]),
+)
+def test_operator_with_axes_runs_beside_int8(operator, axes, opset, mode):
+    axes = list({axis % 4: axis for axis in axes}.values())
+    values = AXES.get(operator, lambda axes: [I64(axes)])(axes)
+    constants = {f"k{n}": value for n, value in enumerate(values) if not isinstance(value, str)}
+    inputs = ["c", *(f"k{n}" if f"k{n}" in constants else "" for n in range(len(values)))]
+    attributes = {"axes": axes} if WITH_AXES[operator] else {}
+    if operator == "Pad":
+        attributes["mode"] = mode
+    nodes = [("Conv", "x w b", "c", {"pads": [1] * 4}), (operator, inputs, "t", attributes)]
+    if operator == "Unsqueeze":
+        nodes.append(("Squeeze", "t k0", "s"))
+    middle = nodes[-1][2]
     rng = np.random.default_rng(0)
-    weights = as_float32(
-        {"w": rng.normal(size=(32, 32, 3, 3)), "v": rng.normal(size=(32, 32, 1, 1))}
-    )
-    ends = {"x": ["n", 32, 8, 8]}, {"y": None}
-    model = make_model(nodes, *ends, {**weights, "sizes": I64([24, 16])}, opset=19, ir=9)
-    x = rng.normal(size=(4, 32, 8, 8)).astype(F)
-    out = build_net(model, x, tmp_path, "--effort", 0)
-    (output,), (expected,) = run_net(out / "net.int8.onnx", x), run_net(model, x)
-    assert output.shape == (4, 32, 16, 24)
-    assert np.abs(output - expected).max() < 0.05 * np.abs(expected).max()
+    weights = as_float32({"w": rng.normal(0, 0.03, (8, 8, 3, 3)), "b": np.ones(8)}) | constants
+    prefix = make_model(nodes, {"x": [1, 8, 8, 8]}, {middle: None}, weights, opset=opset, ir=10)
+    x = rng.normal(size=(1, 8, 8, 8)).astype(F)
+    (value,) = run_net(prefix, x)
+    weights["v"] = rng.normal(size=(8, value.shape[1], 1, 1)).astype(F)
+    nodes.append(("Conv", f"{middle} v", "y"))
+    model = make_model(nodes, {"x": [1, 8, 8, 8]}, {"y": None}, weights, opset=opset, ir=10)
+
+    loaded = load(model).model
+    check_agreement(loaded, model)
+    plan = analyse(loaded, ONNXRUNTIME)
+    values = run_net(loaded, x, plan.activations)
+    scales = {}
+    for name, tensor in zip(plan.activations, values, strict=True):
+        lo, hi = min(float(tensor.min()), 0.0), float(tensor.max())
+        scales[name] = Scale(
+            lo=lo, hi=hi, amax=max(-lo, hi), observed_min=lo, observed_max=hi, method="minmax"
+        )
+    engine = write_qdq(loaded, plan, scales)
+    assert "QuantizeLinear" in [node.op_type for node in engine.graph.node]
+    (expected,) = OrtSession.open(engine, threads=1, optimize=False).run({"x": x}).values()
+    (output,) = run_net(engine, x)
+    assert np.abs(output - expected).max() <= 0.05 * np.abs(expected).max()
 
 
 ENGINES = {

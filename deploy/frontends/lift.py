@@ -26,6 +26,7 @@ Source: ONNX operator DequantizeLinear-21.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -68,9 +69,9 @@ from deploy.graph.index import (
     opset_of,
 )
 from deploy.graph.opset_forms import (
+    COMPLETIONS,
     OpsetScope,
     change_form,
-    complete_resize,
     find_upgrades,
     rewrite_nodes,
 )
@@ -157,35 +158,36 @@ def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: Collect
         ) from error
 
 
-def complete_resizes(model: onnx.ModelProto) -> str | None:
-    """Write each Resize of some axes over all axes, in place; return a note.
+def complete_axes(model: onnx.ModelProto) -> Counter[str]:
+    """Write each Resize, Pad and CenterCropPad of some axes over all axes, in place.
 
-    ONNX Runtime 1.32 transposes the input of such a node beside int8 layers, and not its sizes
-    (onnxruntime#28788). A Resize whose sizes cannot be computed stays.
+    ONNX Runtime 1.32 transposes the input of such a node beside int8 layers, and not its sizes or
+    pads (onnxruntime#28788, #17760). A node whose axes or sizes are not constant stays.
+
+    Returns:
+        Operator -> number of the nodes that were written over all axes.
     """
-    if all(node.op_type != "Resize" for node in all_nodes(model.graph)):
-        return None
+    completed: Counter[str] = Counter()
+    if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
+        return completed
     opset = opset_of(model)
     names = tensor_names(*all_graphs(model.graph))
-    completed: list[str] = []
     scope = OpsetScope(opset, opset, names)
-    rewrite_nodes(model.graph, scope, partial(_complete_resize_node, completed=completed))
-    return f"Wrote {len(completed)} Resize of some axes over all axes." if completed else None
+    rewrite_nodes(model.graph, scope, partial(_complete_node, completed=completed))
+    return completed
 
 
-def _complete_resize_node(
-    node: onnx.NodeProto, scope: OpsetScope, *, completed: list[str]
-) -> Nodes:
-    """Return the nodes of a completed Resize, whose name `completed` gets, or the node itself."""
-    if node.op_type != "Resize" or node.domain:
+def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, completed: Counter[str]) -> Nodes:
+    """Return the nodes of a node written over all axes, which `completed` counts, or the node."""
+    if node.op_type not in COMPLETIONS or node.domain:
         return [node]
     try:
-        nodes = complete_resize(copy_message(node), scope)
+        nodes = COMPLETIONS[node.op_type](copy_message(node), scope)
     except _FORM_ERRORS:  # ONNX Runtime says what is wrong with it
         return [node]
     if len(nodes) == 1:
         return [node]
-    completed.append(node.name)
+    completed[node.op_type] += 1
     return nodes
 
 

@@ -14,7 +14,7 @@ from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
 from deploy.frontends.fold import fold_constants, remove_identity, unfold_large, write_dense
 from deploy.frontends.lift import (
-    complete_resizes,
+    complete_axes,
     drop_casts,
     lift_opset,
     restore_float_weights,
@@ -215,7 +215,7 @@ def _clean(
     if float16_note:
         drop_casts(model.graph, Graph(model).dtypes)
     cut_off, opset_note = lift_opset(model, cut_off)
-    notes += [opset_note, complete_resizes(model)]
+    notes.append(opset_note)
 
     model, folding_notes = _fold(model)
     notes += folding_notes
@@ -299,21 +299,27 @@ def _count_inlined(
 
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """Return the model with its constants folded and idle nodes removed, and notes."""
+    """Return the model with its constants folded and idle nodes removed, and notes.
+
+    Nodes of some axes are written over all axes, as soon as these are constant.
+    """
     identities = constants = casts = 0
+    completed: Counter[str] = Counter()
     folded_nodes: dict[str, onnx.NodeProto] = {}
-    model = infer_shapes(model)
     for _ in range(_ROUNDS):
         old_counts = (identities, constants, casts)
+        completed += complete_axes(model)
+        model = infer_shapes(model)
         identities += remove_identity(model.graph)
         constants += fold_constants(model, folded_nodes)
         casts += drop_casts(model.graph, Graph(model).dtypes)
         if (identities, constants, casts) == old_counts:
             break
-        model = infer_shapes(model)
     unfolded = unfold_large(model.graph, folded_nodes)
     dead = drop_dead(model.graph)
+    completed_note = f"Wrote {checks.list_counts(completed)} of some axes over all axes."
     return model, [
+        completed_note if completed else "",
         _note("Folded {}.", constants - unfolded, "constant node"),
         _note("Kept {}, whose stored results would be larger.", unfolded, "constant node"),
         _note("Removed {}.", identities, "Identity or Dropout node"),

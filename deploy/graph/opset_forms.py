@@ -260,23 +260,31 @@ def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     return [make_constant_node(name, np.array(sizes, np.int64)), node]
 
 
-def _pad_all_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+def _complete_pad(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Pad: pads of all axes in place of those of some."""
     if not optional_input(node, 3):
         return [node]
     rank = len(scope.shape(node.input[0]))
-    some_pads = scope.values(node.input[1], "pads")
-    axes = scope.values(node.input[3], "axes")
-    pads = np.zeros((2, rank), np.int64)
-    pads[:, axes] = some_pads.reshape(2, -1)
-    name = f"{node.output[0]}/pads"
-    node.input[1] = name
+    axes = [axis % rank for axis in scope.values(node.input[3], "axes").tolist()]
+    no_pads = np.zeros(2 * rank, np.int64)
+    nodes = _complete_input(node, 1, axes + [rank + axis for axis in axes], no_pads, scope)
     del node.input[3:]
-    return [make_constant_node(name, pads.ravel()), node]
+    return [*nodes, node]
 
 
-def complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Return the nodes of a Resize over all axes in place of one of some axes; it may change.
+def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    """CenterCropPad: sizes of all axes in place of those of some."""
+    axes = attributes(node).get("axes")
+    if axes is None:
+        return [node]
+    rank = len(scope.shape(node.input[0]))
+    drop_attribute(node, "axes")
+    positive_axes = [axis % rank for axis in axes]
+    return [*_complete_input(node, 1, positive_axes, node.input[0], scope), node]
+
+
+def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    """Resize: scales or sizes of all axes in place of those of some.
 
     A Resize of all axes whose sizes need not keep the ratio of the sides stays as it is.
 
@@ -395,6 +403,14 @@ def _check_image(node: onnx.NodeProto, scope: OpsetScope) -> str:
 Check = Callable[[onnx.NodeProto, OpsetScope], str]
 Rewrite = Callable[[onnx.NodeProto, OpsetScope], Nodes]
 
+# Operator of some axes -> what writes a node over all axes, and returns it last. They raise
+# `CannotRewrite` without the rank, or without constant axes.
+COMPLETIONS: Mapping[str, Rewrite] = {
+    "CenterCropPad": _complete_crop,
+    "Pad": _complete_pad,
+    "Resize": _complete_resize,
+}
+
 
 def _change(
     opset: int, *op_types: str, check: Check = check_nothing, rewrite: Rewrite = keep_node
@@ -414,7 +430,7 @@ _NEW_MODES = {b"bilinear": b"linear", b"bicubic": b"cubic"}
 DOWNGRADES = (
     _change(20, "GridSample", check=_check_image, rewrite=partial(_rename_modes, names=_OLD_MODES)),
     _change(19, "Pad", check=_refuse_values("mode", b"wrap", reason="it wraps around")),
-    _change(18, "Pad", rewrite=_pad_all_axes),
+    _change(18, "Pad", rewrite=_complete_pad),
     _change(18, *_REDUCE_WITH_AXES, rewrite=_inputs_to_axes),
     _change(
         14,
@@ -431,7 +447,7 @@ DOWNGRADES = (
             reason="it resizes by half_pixel_symmetric",
         ),
     ),
-    _change(18, "Resize", rewrite=complete_resize),
+    _change(18, "Resize", rewrite=_complete_resize),
     _change(
         18,
         "ScatterElements",
