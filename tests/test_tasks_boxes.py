@@ -387,61 +387,35 @@ def test_masks_of_a_box_are_kept_with_it(turned, stride):
         assert figure(references, changed(references, output1=change))[1].value == 0
 
 
-def blaze(number, *, columns=16, lost=0, floor=-4.0, moved=None, flat=False, shares=False):
-    """Offsets from anchors beside a score of each; moved in pixels, boxes are 20 x 20 of them."""
+def blaze(number, *, lost=0, flat=False, shares=False):
+    """Offsets of boxes and key points from unknown anchors, beside a score of each."""
     made = np.random.default_rng(number)
-    scores = made.normal(floor, 0.5, (1, 896, 1))
+    scores = made.normal(-4, 0.5, (1, 896, 1))
     scores[0, made.choice(896, 6, replace=False)[lost:]] = 3
-    offsets = made.normal(0, 20, (1, 896, columns))
-    if moved is not None:
-        offsets[..., 2:4] = 20
-        offsets += np.where(np.isin(np.arange(columns), (2, 3)), 0, moved)
+    offsets = made.normal(0, 20, (1, 896, 16))
     scores = 1 / (1 + np.exp(-scores)) if shares else scores
     scores = scores[..., 0] if flat else scores
     return {"regressors": np.float32(offsets), "classificators": np.float32(scores)}
 
 
-SCORES = [{}, {"shares": True}, {"shares": True, "flat": True}, {"flat": True}]
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+def test_offsets_from_anchors_are_boxes_only_if_set(flat, shares):
+    references = [blaze(n, flat=flat, shares=shares) for n in range(8)]
+    form = derive_form(references, inputs=[fed()] * 8)
+    assert form.task is None
+    labels = [part.label for part in form.parts]
+    assert labels == ["regressors where classificators is high", "classificators"]
 
-
-@pytest.mark.parametrize("how", SCORES)
-def test_boxes_with_key_points_are_matched_by_anchor(how):
-    references = [blaze(n, **how) for n in range(8)]
-    form, same = figure(references, references)
-    assert ", boxes matched by anchor" in form.task.form and same.value == 1
-    assert ("sigmoid" in form.task.form) != ("shares" in how)
-    _, found = figure(references, [blaze(n, lost=2, **how) for n in range(8)])
-    assert found.words.startswith("32 of 48 boxes of FP32 kept, 0 new")
-    other = {"columns": 17}, {"floor": 0.0}  # no pairs of places; scores that are sure of much
-    for wrong in other:
-        outputs = [blaze(n, **how, **wrong) for n in range(8)]
-        assert same_task(outputs) != "boxes"
-        task = derive_form(outputs, inputs=[fed()] * 8, metric=Metric(None, task="boxes")).task
-        assert ", boxes matched by anchor" in task.form and task.covered == ()
-        assert ("sigmoid" in task.form) != ("shares" in how)
-
-
-@pytest.mark.parametrize(("moved", "kept"), [(1.0, 1), (4.0, 0), (30.0, 0)])
-@pytest.mark.parametrize("how", SCORES)
-def test_offsets_with_a_size_say_whether_the_box_of_an_anchor_is_kept(how, moved, kept):
-    """A move by 4 leaves an IoU of 0.47, or key points off by more than a tenth of 20."""
-    references = [blaze(n, moved=0, **how) for n in range(8)]
-    form, found = figure(references, [blaze(n, moved=moved, **how) for n in range(8)])
-    assert ", boxes by offset" in form.task.form and found.value == kept
-    assert not form.task.decoder.placed  # no place in the picture is known
-    (at,) = (part.at for part in form.parts if part.at)
-    assert (at.output, at.axis) == ("classificators", None if "flat" in how else -1)
-    split = {1: np.s_[:, :512], 2: np.s_[:, 512:]}
-    levels = [
-        {k + str(n): v[split[n]] for n in split for k, v in one.items()} for one in references
-    ]
-    assert same_task(levels) == "boxes"
-    few = [{**one, "regressors": one["regressors"][..., :4].swapaxes(1, 2)} for one in references]
-    assert same_task(few) == "boxes"
-    assert "boxes by offset" in figure(references, references, [fed((224, 256))] * 8)[0].task.form
-    near = np.float32([0.1, 0.1, 1, 1])
-    few = [{**one, "regressors": one["regressors"][..., :4] * near} for one in references]
-    assert "boxes matched by anchor" in figure(few, few)[0].task.form  # these are no corners
+    metric = Metric(None, task="boxes")
+    form = derive_form(references, inputs=[fed()] * 8, metric=metric)
+    scores = "scores" if shares else "sigmoid"
+    assert form.task.form == f"classificators: {scores} of 1 classes, boxes matched by anchor"
+    assert [part.label for part in form.parts] == labels
+    tally = form.task.tally()
+    for number, reference in enumerate(references):
+        tally.add(fed(), reference, blaze(number, flat=flat, shares=shares, lost=2))
+    assert tally.result().words.startswith("32 of 48 boxes of FP32 kept, 0 new")
 
 
 def test_a_turned_box_is_kept_where_its_corners_are():

@@ -468,7 +468,7 @@ def saved_faces(path):
             saved_faces,
             pictures_of_cells,
             64,
-            "scores: scores of 1 classes, boxes by offset, key points",
+            "scores: scores of 1 classes, boxes matched by anchor",
             "boxes of FP32 kept",
         ),
         (

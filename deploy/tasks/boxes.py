@@ -12,10 +12,10 @@ rows of two models are different boxes: only the column of scores is compared by
 if the length of the list varies. Other detectors: `detector_forms`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from deploy.tasks.detections import (
     scale_to_pixels,
     suppress_overlaps,
 )
+from deploy.tasks.detector import RowDecoder
 from deploy.tasks.detector_forms import find_detector
 from deploy.tasks.evaluation_task import (
     BoxExample,
@@ -38,16 +39,36 @@ from deploy.tasks.evaluation_task import (
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Floats, Outputs, image_size
 from deploy.tasks.slices import OutputSlice
-from deploy.tensors import Array
 
-ListColumns = tuple[int, int, int]  # columns of the first corner, the score and the class
-_JOINED: ListColumns = (0, 4, 5)  # of boxes, scores and classes that are put side by side
-
-# columns of a row -> layouts
-_LAYOUTS: Mapping[int, tuple[ListColumns, ...]] = {
+# numbers of a row -> columns of the first corner, the score and the class
+_LAYOUTS = {
     6: ((0, 4, 5), (0, 5, 4), (2, 1, 0)),
     7: ((1, 6, 5), (1, 5, 6), (3, 2, 1)),  # the first column is the number of the image
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ListColumns:
+    """Some columns of the rows of an output.
+
+    Attributes:
+        output: name of the output, [.., K, width], or [.., K] of one number.
+        width: numbers of a row.
+        start, count: the columns.
+    """
+
+    output: str
+    width: int = 1
+    start: int = 0
+    count: int = 1
+
+    def of(self, outputs: Outputs) -> Floats | None:
+        """Return the columns [K, count] of one sample; None for an output of another shape."""
+        value = outputs[self.output]
+        if self.width > 1 and value.shape[-1:] != (self.width,):
+            return None
+        rows = value.reshape(-1, self.width)
+        return rows[:, self.start : self.start + self.count].astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,169 +76,129 @@ class ListDecoder:
     """Decoder of end-to-end lists, in one, two or three outputs.
 
     Attributes:
-        outputs: (rows), (boxes with scores, classes), (boxes, scores) or (boxes, scores, classes).
-        columns: columns of a single output.
+        corners: columns x1 y1 x2 y2.
+        scores: column of the score.
+        numbers: column of the class number; None if there is one class.
         parts: slices of the outputs; see `EvaluationTask`.
     """
 
-    outputs: tuple[str, ...]
-    columns: ListColumns = _JOINED
+    corners: ListColumns
+    scores: ListColumns
+    numbers: ListColumns | None
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    placed: ClassVar[bool] = True
+    placed: ClassVar[bool] = True  # boxes are places in the picture
+    classes: ClassVar[int | None] = None  # a list does not contain their number
 
     @property
-    def classes(self) -> None:
-        """Number of classes: a list does not contain it."""
-        return None
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs of the list."""
+        columns = (self.corners, self.scores, self.numbers)
+        return tuple(dict.fromkeys(part.output for part in columns if part is not None))
 
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         return f"{', '.join(self.outputs)}: a list of boxes, scores and classes"
 
+    def rows(self, outputs: Outputs) -> Floats | None:
+        """Return [K, 6]: corners, score and class number; None for other shapes."""
+        corners, scores = self.corners.of(outputs), self.scores.of(outputs)
+        if corners is None or scores is None:
+            return None
+        numbers = np.zeros(scores.shape) if self.numbers is None else self.numbers.of(outputs)
+        if numbers is None or not len(corners) == len(scores) == len(numbers):
+            return None
+        return np.concatenate([corners, scores, numbers], axis=1)
+
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the boxes of one sample."""
-        rows = _join_columns([outputs[name] for name in self.outputs])
+        rows = self.rows(outputs)
         if rows is None:
             return None
-        corner, score, class_column = self.columns
-        numbers = np.nan_to_num(rows[:, class_column], nan=-1, posinf=-1, neginf=-1)
-        boxes = rows[:, corner : corner + 4]
-        return Detections.of(boxes, rows[:, score], numbers.round().astype(np.int64))
+        numbers = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
+        return Detections.of(rows[:, :4], rows[:, 4], numbers.round().astype(np.int64))
 
 
 def find_list(samples: FirstSamples) -> ListDecoder | None:
-    """Recognise a list in one, two or three outputs."""
-    decoder = _find_several(samples)
-    if decoder is not None:
-        return decoder
-    for name in samples.every:
-        values = samples.arrays(name)
-        columns = _find_columns([_join_columns([value]) for value in values])
-        if columns is None:
-            continue
-        has_classes = values[0].shape[-1] != 5
-        if has_classes or all(map(_are_falling, values)):
-            parts = {name: _slice_scores(name, columns[1], samples)}
-            return ListDecoder((name,), columns, parts)
+    """Recognise a list in one, two or three outputs, if its columns are clear."""
+    decoders_by_outputs: dict[tuple[str, ...], list[ListDecoder]] = {}
+    for decoder in _propose_lists(samples):
+        if _is_list(decoder, samples):
+            decoders_by_outputs.setdefault(decoder.outputs, []).append(decoder)
+    for decoders in decoders_by_outputs.values():
+        if len(decoders) == 1:
+            return replace(decoders[0], parts=_slice_list(decoders[0], samples))
     return None
 
 
-def _are_falling(value: Array) -> bool:
-    """Whether the scores of several boxes [.., K, 5] fall, as a list without classes has them."""
-    scores = value.reshape(-1, 5)[:, 4]
-    return len(scores) > 1 and bool((np.diff(scores) <= 0).all())
-
-
-def _find_several(samples: FirstSamples) -> ListDecoder | None:
-    """Recognise boxes with scores [.., K, 5] and classes, or boxes [.., K, 4], scores, classes."""
+def _propose_lists(samples: FirstSamples) -> Iterator[ListDecoder]:
+    """Propose columns by the shapes of outputs: of several outputs first."""
     shapes = {name: samples.outputs[0][name].shape for name in samples.every}
-    for width, other_count in ((5, 1), (4, 2)):
-        for boxes in [name for name in shapes if shapes[name][-1:] == (width,)]:
-            for others in permutations(shapes, other_count):
-                names = (boxes, *others)
-                rows = [_join_columns([one[name] for name in names]) for one in samples.outputs]
-                if not _are_list(rows, _JOINED):
-                    continue
-                scores = names[-2]
-                parts: dict[str, tuple[OutputSlice, ...]] = dict.fromkeys(names, ())
-                if other_count == 1:
-                    parts[scores] = _slice_scores(scores, 4, samples)
-                elif len({one[scores].shape for one in samples.outputs}) == 1:
-                    parts[scores] = (OutputSlice(output=scores),)
-                return ListDecoder(names, _JOINED, parts)
-    return None
+    widths = {name: shape[-1] for name, shape in shapes.items() if len(shape) > 1}
+    for name, width in widths.items():
+        corners = ListColumns(name, width, count=4)
+        if width == 5:
+            for numbers in shapes:
+                yield ListDecoder(corners, ListColumns(name, 5, 4), ListColumns(numbers))
+        if width == 4:
+            for scores, numbers in permutations(shapes, 2):
+                yield ListDecoder(corners, ListColumns(scores), ListColumns(numbers))
+    for name, width in widths.items():
+        if np.prod(shapes[name][:-2]) != 1:
+            continue
+        for corner, score, number in _LAYOUTS.get(width, ()):
+            yield ListDecoder(
+                ListColumns(name, width, corner, 4),
+                ListColumns(name, width, score),
+                ListColumns(name, width, number),
+            )
+        if width == 5:
+            yield ListDecoder(ListColumns(name, 5, count=4), ListColumns(name, 5, 4), None)
 
 
-def _slice_scores(name: str, column: int, samples: FirstSamples) -> tuple[OutputSlice, ...]:
-    """Return the slice of the scores in rows [1, K, n]; none if the length of the list varies."""
-    shapes = {value.shape for value in samples.arrays(name)}
-    if len(shapes) > 1 or len(shapes.pop()) < 3:
-        return ()
-    return (OutputSlice(output=name, axis=-1, start=column, stop=column + 1),)
+def _is_list(decoder: ListDecoder, samples: FirstSamples) -> bool:
+    """Whether rows are boxes: ordered corners, a score of 0 to 1 and a whole class number.
 
-
-def _join_columns(values: Sequence[Array]) -> Floats | None:
-    """Return [1, K, n] or [K, n] as [K, n]; several outputs are concatenated to [K, 6].
-
-    Boxes with a score [K, 5] are of class 0 without classes.
+    Without classes the scores fall, too.
     """
-    boxes, *others = values
-    if len(values) == 1 and boxes.shape[-1:] != (5,):
-        is_list = boxes.ndim >= 2 and boxes.shape[-1] in _LAYOUTS
-        if not is_list or boxes.size != boxes.shape[-2] * boxes.shape[-1]:
-            return None
-        return boxes.reshape(-1, boxes.shape[-1]).astype(np.float64)
-    if len(values) < 3 and boxes.shape[-1:] == (5,):
-        scores = boxes[..., 4]
-        classes = others[0] if others else np.zeros(scores.shape)
-        boxes, others = boxes[..., :4], [scores, classes]
-    count = boxes.size // 4
-    if boxes.shape[-1:] != (4,) or [value.size for value in others] != [count, count]:
-        return None
-    columns = [boxes.reshape(-1, 4), *(value.reshape(-1, 1) for value in others)]
-    return np.concatenate(columns, axis=1, dtype=np.float64)
-
-
-def _find_columns(samples: Sequence[Floats | None]) -> ListColumns | None:
-    """Return the only layout that fits all rows; None if there is none or several."""
-    widths = {None if rows is None else rows.shape[1] for rows in samples}
-    width = widths.pop()
-    if widths or width is None:
-        return None
-    fitting = [layout for layout in _LAYOUTS[width] if _are_list(samples, layout)]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def _are_list(samples: Sequence[Floats | None], columns: ListColumns) -> bool:
-    """Whether rows are boxes: ordered corners, a score of 0 to 1 and a whole class number."""
-    tables = [rows for rows in samples if rows is not None]
-    if not tables or len(tables) != len(samples):
-        return False
-    corner, score, class_column = columns
+    tables = []
+    for outputs in samples.outputs:
+        table = decoder.rows(outputs)
+        if table is None or not np.isfinite(table).all():
+            return False
+        if decoder.numbers is None and (len(table) < 2 or np.diff(table[:, 4]).max() > 0):
+            return False
+        tables.append(table)
     rows = np.concatenate(tables)
-    if not np.isfinite(rows).all():
-        return False
-    rows = rows[rows[:, score] > 0]  # lists of fixed length are padded
+    rows = rows[rows[:, 4] > 0]  # lists of fixed length are padded
     if len(rows) < thresholds.MIN_LIST_ROWS:
         return False
-    scores, classes = rows[:, score], rows[:, class_column]
+    scores, numbers = rows[:, 4], rows[:, 5]
     are_shares = scores.max() <= 1 + thresholds.UNIT_TOLERANCE and (scores != scores.round()).any()
-    are_numbers = classes.min() >= 0 and (classes == classes.round()).all()
-    low, high = rows[:, corner : corner + 2], rows[:, corner + 2 : corner + 4]
-    are_ordered = np.mean(np.all(high >= low, axis=1)) >= thresholds.MIN_CODED_SHARE
-    return bool(are_shares and are_numbers and are_ordered)
+    are_numbers = numbers.min() >= 0 and (numbers == numbers.round()).all()
+    are_ordered = np.all(rows[:, 2:4] >= rows[:, :2], axis=1)
+    return bool(are_shares and are_numbers and are_ordered.mean() >= thresholds.MIN_CODED_SHARE)
+
+
+def _slice_list(decoder: ListDecoder, samples: FirstSamples) -> dict[str, tuple[OutputSlice, ...]]:
+    """Return the slice of the scores; none if the length of the list varies."""
+    slices: dict[str, tuple[OutputSlice, ...]] = dict.fromkeys(decoder.outputs, ())
+    scores = decoder.scores
+    shapes = {value.shape for value in samples.arrays(scores.output)}
+    if len(shapes) > 1:
+        return slices
+    if scores.width == 1:
+        slices[scores.output] = (OutputSlice(output=scores.output),)
+    elif len(shapes.pop()) > 2:
+        stop = scores.start + 1
+        column = OutputSlice(output=scores.output, axis=-1, start=scores.start, stop=stop)
+        slices[scores.output] = (column,)
+    return slices
 
 
 _PICTURE = 4  # dimensions of pictures and feature maps
 _THRESHOLDS = (0.25, 0.15, 0.05)  # scores
-
-
-class Decoder(Protocol):
-    """Decodes one sample's outputs to boxes."""
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-
-    @property
-    def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
-        """Output -> its slices; see `EvaluationTask`."""
-
-    @property
-    def placed(self) -> bool:
-        """Whether boxes are decoded to places in the picture, not only matched by anchor."""
-
-    @property
-    def classes(self) -> int | None:
-        """Number of classes; None if the outputs do not show it."""
-
-    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """Return all boxes above the lowest threshold; None for other shapes."""
-
-
-# Tried in this order; each must be certain.
-DECODERS: tuple[Callable[[FirstSamples], Decoder | None], ...] = (find_list, find_detector)
+Decoder = ListDecoder | RowDecoder
 
 
 @dataclass(slots=True)
@@ -230,35 +211,39 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
     )
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        left = self.task.decoder.boxes(inputs, reference)
-        right = self.task.decoder.boxes(inputs, candidate)
-        left, right = (NOTHING if one is None else suppress_overlaps(one) for one in (left, right))
-        both = match_detections(left, right, tuple(self.counts))
+        reference_boxes = self._decode(inputs, reference)
+        candidate_boxes = self._decode(inputs, candidate)
+        pairs_above = match_detections(reference_boxes, candidate_boxes, self.thresholds)
         size = image_size(inputs) if self.task.decoder.placed else None
-        for threshold, pairs in zip(self.counts, both, strict=True):
-            own, others = left.above(threshold), right.above(threshold)
-            self.count(threshold, len(own.scores), len(others.scores), len(pairs))
-            if size is not None:
-                rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T
-                lost = np.setdiff1d(np.arange(len(own.scores)), rows)
-                new = np.setdiff1d(np.arange(len(others.scores)), columns)
-                own, others = scale_to_pixels(own, size), scale_to_pixels(others, size)
-                example = BoxExample(
-                    number=self.samples - 1,
-                    size=size,
-                    threshold=threshold,
-                    kept=own.at(rows),
-                    found=others.at(columns),
-                    lost=own.at(lost),
-                    new=others.at(new),
-                )
-                differs = len(example.lost.scores) + len(example.new.scores)
-                self.examples[threshold].offer(example, differs=differs, says=len(pairs))
+        for threshold, pairs in zip(self.thresholds, pairs_above, strict=True):
+            expected, detected = reference_boxes.above(threshold), candidate_boxes.above(threshold)
+            self.count(threshold, len(expected.scores), len(detected.scores), len(pairs))
+            if size is None:
+                continue
+            rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T
+            lost = np.setdiff1d(np.arange(len(expected.scores)), rows)
+            new = np.setdiff1d(np.arange(len(detected.scores)), columns)
+            expected, detected = scale_to_pixels(expected, size), scale_to_pixels(detected, size)
+            example = BoxExample(
+                number=self.samples - 1,
+                size=size,
+                threshold=threshold,
+                kept=expected.at(rows),
+                found=detected.at(columns),
+                lost=expected.at(lost),
+                new=detected.at(new),
+            )
+            self.examples[threshold].offer(example, differs=len(lost) + len(new), says=len(pairs))
+
+    def _decode(self, inputs: Outputs, outputs: Outputs) -> Detections:
+        """Return the boxes of one sample after suppression; none of other shapes."""
+        boxes = self.task.decoder.boxes(inputs, outputs)
+        return NOTHING if boxes is None else suppress_overlaps(boxes)
 
     @property
     def watched(self) -> frozenset[int]:
         """Indices of the samples that `shown` may still return."""
-        return frozenset().union(*(one.numbers for one in self.examples.values()))
+        return frozenset().union(*(selection.numbers for selection in self.examples.values()))
 
     def shown(self) -> tuple[BoxExample, ...]:
         """Return the samples at the figure's threshold."""
@@ -271,7 +256,11 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
 
 @dataclass(frozen=True, slots=True)
 class BoxDetection(EvaluationTask):
-    """Object detection."""
+    """Object detection.
+
+    Attributes:
+        decoder: reads the boxes of a model's outputs.
+    """
 
     decoder: Decoder
     name = "boxes"
@@ -302,8 +291,5 @@ def find_boxes(samples: FirstSamples) -> BoxDetection | None:
     ranks = [value.ndim for inputs in samples.inputs for value in inputs.values()]
     if ranks and max(ranks) < _PICTURE:
         return None
-    for find_decoder in DECODERS:
-        decoder = find_decoder(samples)
-        if decoder is not None:
-            return BoxDetection(decoder, parts=decoder.parts)
-    return None
+    decoder = find_list(samples) or find_detector(samples)
+    return None if decoder is None else BoxDetection(decoder, parts=decoder.parts)

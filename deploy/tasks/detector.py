@@ -11,8 +11,6 @@ cell          the same relative to the cell, (x + column) stride, exp(w) stride:
               2021, `demo_postprocess`)
 distribution  4 (m + 1) logits of the distances from the cell to the sides, in strides (Li et al.
               2020, Generalized Focal Loss): PicoDet, NanoDet, YOLO v6 and v8 before concatenation
-offset        cx cy w h in pixels, without an anchor that the outputs do not contain: it moves the
-              boxes of both models alike, so those of one row are compared
 (none)        not decoded: a detection is matched by its row and class
 ============  ===================================================================================
 
@@ -30,7 +28,6 @@ from numpy.typing import NDArray
 from deploy.tasks.detections import (
     LOWEST,
     Detections,
-    InstanceMasks,
     detections_by_anchor,
     detections_by_score,
     make_masks,
@@ -45,33 +42,30 @@ ROWS: Layout = "rows"  # [1, A, R] or [A, R]
 COLUMNS: Layout = "columns"  # [1, R, A]; [1, A] of one column
 MAP: Layout = "map"  # [1, R, H, W]
 ANCHOR_MAP: Layout = "anchor map"  # [1, 3 R, H, W] or [1, k, H, W, R]
+_LAYOUT_DIMENSIONS = {ROWS: (2, 3), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
 ANCHORS_PER_CELL = 3  # of an anchor map whose shape does not show it: YOLO v3 to v7
-CODINGS = ("corners", "centre", "cell", "distribution")  # whose places in the picture are known
+CELL_CODINGS = ("cell", "distribution")  # relative to the cells of a grid
+MAX_LOG_SIDE = 10.0  # logarithm of a side in cells; larger ones would overflow
+STRIDES = (4, 8, 16, 32, 64, 128)  # pixels from cell to cell of a detector's levels
 
 
 def to_table(value: Array | None, layout: Layout) -> Floats | None:
     """Return an output as [anchors, columns]; None if it does not have the layout."""
-    if value is None or not value.size or not np.issubdtype(value.dtype, np.floating):
+    if value is None or not value.size or value.ndim < 2 or value.dtype.kind != "f":
         return None
-    if layout == ROWS and value.ndim == 2:
+    shape = value.shape
+    if layout == ROWS and len(shape) == 2:
         return np.asarray(value, np.float64)
-    if value.ndim < 2 or len(value) != 1:
+    if shape[0] != 1 or len(shape) not in _LAYOUT_DIMENSIONS[layout]:
         return None
-    if layout == ROWS and value.ndim == 3:
-        return np.asarray(value[0], np.float64)
-    if layout == COLUMNS and value.ndim in (2, 3):
-        return np.asarray(value.reshape(-1, value.shape[-1]).T, np.float64)
-    if layout == MAP and value.ndim == 4:
-        return np.asarray(value.reshape(value.shape[1], -1).T, np.float64)
-    if layout == ANCHOR_MAP and value.ndim == 5:
-        return np.asarray(value.reshape(-1, value.shape[4]), np.float64)
-    if layout == ANCHOR_MAP and value.ndim == 4 and value.shape[1] % ANCHORS_PER_CELL == 0:
-        maps = value.reshape(ANCHORS_PER_CELL, value.shape[1] // ANCHORS_PER_CELL, -1)
-        return np.asarray(maps.transpose(0, 2, 1).reshape(-1, maps.shape[1]), np.float64)
-    return None
-
-
-STRIDES = (4, 8, 16, 32, 64, 128)  # pixels from cell to cell of a detector's levels
+    if layout == ANCHOR_MAP and len(shape) == 4:
+        if shape[1] % ANCHORS_PER_CELL:
+            return None
+        value = value.reshape(1, ANCHORS_PER_CELL, -1, *shape[2:]).transpose(0, 1, 3, 4, 2)
+    if layout == MAP:
+        value = value.reshape(1, shape[1], -1)
+    table = value.reshape(-1, value.shape[-1])
+    return np.asarray(table.T if layout in (COLUMNS, MAP) else table, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +89,15 @@ class AnchorGrid:
 
     def count(self, size: tuple[int, int]) -> int:
         """Return the number of cells of a picture of `size` pixels (height, width)."""
-        total = 0
-        for stride in self.strides:
-            rows, columns = self.sides(size, stride)
-            total += rows * columns
-        return total
+        return sum(math.prod(self.sides(size, stride)) for stride in self.strides)
 
     def cells(self, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return each cell [A, 2] as (column, row), and its stride in pixels [A]."""
         positions, strides = [], []
         for stride in self.strides:
-            row_count, column_count = self.sides(size, stride)
-            cell_count = row_count * column_count
-            rows, columns = np.divmod(np.arange(cell_count), max(column_count, 1))
+            rows, columns = np.indices(self.sides(size, stride)).reshape(2, -1)
             positions.append(np.stack([columns, rows], axis=1).astype(np.float64))
-            strides.append(np.full(cell_count, float(stride)))
+            strides.append(np.full(len(rows), float(stride)))
         return np.concatenate(positions), np.concatenate(strides)
 
 
@@ -133,8 +121,7 @@ def fits_stride(sides: tuple[int, ...], size: tuple[int, int] | None) -> bool:
     """Whether a map has the sides of the picture over a stride."""
     if size is None:
         return False
-    height, width = size
-    return any(sides == (-(-height // stride), -(-width // stride)) for stride in STRIDES)
+    return any(sides == AnchorGrid((), up=True).sides(size, stride) for stride in STRIDES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +156,7 @@ class RowLevel:
         boxes: None if boxes are not decoded.
         gate: one column that multiplies the scores, such as an objectness; None without.
         extra: key points, mask weights or an angle; None without.
-        grid: the cells, where the coding needs them.
+        grid: the cells of the rows; None if they are not one cell each.
     """
 
     scores: Columns
@@ -177,6 +164,17 @@ class RowLevel:
     gate: Columns | None = None
     extra: Columns | None = None
     grid: AnchorGrid | None = None
+
+
+def read_levels(columns: Sequence[Columns | None], outputs: Outputs) -> Floats | None:
+    """Return columns of all levels [A, n] of one sample; None for other shapes, or without."""
+    tables: list[Floats] = []
+    for level_columns in columns:
+        table = None if level_columns is None else level_columns.of(outputs)
+        if table is None or (tables and table.shape[1] != tables[0].shape[1]):
+            return None
+        tables.append(table)
+    return np.concatenate(tables)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +195,8 @@ class RowDecoder:
     """
 
     levels: tuple[RowLevel, ...]
-    coding: str
     classes: int
+    coding: str = ""
     activation: str = ""
     gate_activation: str = ""
     background: int | None = None
@@ -210,7 +208,7 @@ class RowDecoder:
     @property
     def placed(self) -> bool:
         """Whether boxes are decoded to places in the picture."""
-        return self.coding in CODINGS
+        return bool(self.coding)
 
     @property
     def form(self) -> str:
@@ -226,150 +224,93 @@ class RowDecoder:
             return f"{text}, a mask"
         return f"{text}, key points" if self.point_numbers else text
 
+    def scores(self, outputs: Outputs) -> Floats | None:
+        """Return the probabilities [A, classes] of all levels; None for other shapes."""
+        scores = read_levels([level.scores for level in self.levels], outputs)
+        column_count = self.classes + (self.background is not None)
+        if scores is None or scores.shape[1] != column_count:
+            return None
+        scores = activate(scores, self.activation)
+        if self.background is not None:
+            scores = np.delete(scores, self.background, axis=1)
+        if self.levels[0].gate is None:
+            return scores
+        gates = read_levels([level.gate for level in self.levels], outputs)
+        if gates is None or len(gates) != len(scores):
+            return None
+        return scores * activate(gates, self.gate_activation)
+
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the boxes of one sample, of all levels; None for other shapes."""
-        scores = self._read_scores(outputs)
+        scores = self.scores(outputs)
         if scores is None:
             return None
         if not self.coding:
             return detections_by_anchor(scores)
 
+        boxes = read_levels([level.boxes for level in self.levels], outputs)
         size = image_size(inputs)
         likely = np.flatnonzero(scores.max(axis=1) > LOWEST)  # few: the others are not decoded
-        boxes = self._read_boxes(outputs, likely, len(scores), size)
-        if boxes is None:
+        cells = self._cells(size, likely, len(scores))
+        if boxes is None or len(boxes) != len(scores) or cells is None:
             return None
-        corners = boxes if self.coding in ("corners", "distribution") else to_corners(boxes)
+        boxes = boxes[likely]
+        corners = decode_boxes(boxes, self.coding, *cells)
         points = masks = None
-        if self.point_numbers:
-            points = self._read_points(outputs, likely)
-            if points is None:
+        if self.point_numbers or self.mask_maps or self.has_angle:
+            extra = read_levels([level.extra for level in self.levels], outputs)
+            if extra is None:
                 return None
-        if self.coding == "offset":  # each row is a class of its own
-            return Detections.of(corners, scores[likely].max(axis=1), likely, points)
-        if self.has_angle:
-            angles = self._read_extra(outputs, likely)
-            points = None if angles is None else rotate_boxes(boxes, angles[:, 0])
-        elif self.mask_maps:
-            masks = self._read_masks(outputs, likely, size)
-            if masks is None:
+            extra = extra[likely]
+            if self.mask_maps:
+                masks = make_masks(extra, outputs.get(self.mask_maps), size)
+            elif self.has_angle:
+                points = rotate_boxes(boxes, extra[:, 0])
+            elif extra.shape[1] % self.point_numbers == 0:
+                point_count = extra.shape[1] // self.point_numbers
+                points = extra.reshape(len(extra), point_count, self.point_numbers)
+            if points is None and masks is None:
                 return None
         return detections_by_score(corners, scores[likely], points, masks)
 
-    def _read_scores(self, outputs: Outputs) -> Floats | None:
-        """Return the probabilities [A, classes] of all levels; None for other shapes."""
-        levels = []
-        for level in self.levels:
-            scores = level.scores.of(outputs)
-            column_count = self.classes + (self.background is not None)
-            if scores is None or scores.shape[1] != column_count:
-                return None
-            scores = activate(scores, self.activation)
-            if self.background is not None:
-                scores = np.delete(scores, self.background, axis=1)
-            if level.gate is not None:
-                gate = level.gate.of(outputs)
-                if gate is None or len(gate) != len(scores):
-                    return None
-                scores = scores * activate(gate, self.gate_activation)
-            levels.append(scores)
-        return np.concatenate(levels)
+    def _cells(
+        self, size: tuple[int, int] | None, rows: NDArray[np.int64], row_count: int
+    ) -> tuple[Floats, Floats] | None:
+        """Return the cells [n, 2] of some rows and their strides [n]; None for another picture.
 
-    def _read_boxes(
-        self,
-        outputs: Outputs,
-        likely: NDArray[np.int64],
-        anchor_count: int,
-        size: tuple[int, int] | None,
-    ) -> Floats | None:
-        """Return the boxes [n, 4] of some rows of all levels; None for other shapes."""
-        boxes, start = [], 0
-        for level in self.levels:
-            rows = None if level.boxes is None else level.boxes.of(outputs)
-            if rows is None or (level.grid is not None and size is None):
-                return None
-            if level.grid is not None and level.grid.count(size or (0, 0)) != len(rows):
-                return None
-            indices = likely[(likely >= start) & (likely < start + len(rows))] - start
-            start += len(rows)
-            if level.grid is None or size is None:
-                boxes.append(rows[indices, :4])
-            elif self.coding == "cell":
-                boxes.append(decode_cells(rows[indices], indices, level.grid, size))
-            else:
-                boxes.append(decode_distances(rows[indices], indices, level.grid, size))
-        return np.concatenate(boxes) if start == anchor_count else None
-
-    def _read_extra(self, outputs: Outputs, likely: NDArray[np.int64]) -> Floats | None:
-        """Return the extra columns of some rows; None without."""
-        parts = []
-        for level in self.levels:
-            if level.extra is None:
-                return None
-            rows = level.extra.of(outputs)
-            if rows is None:
-                return None
-            parts.append(rows)
-        return np.concatenate(parts)[likely]
-
-    def _read_points(self, outputs: Outputs, likely: NDArray[np.int64]) -> Floats | None:
-        """Return the key points [n, K, 2 or 3] of some rows; None for another shape."""
-        rows = self._read_extra(outputs, likely)
-        if rows is None or rows.shape[1] % self.point_numbers:
+        Boxes that are not relative to cells have cells of no size.
+        """
+        if self.coding not in CELL_CODINGS:
+            return np.zeros((len(rows), 2)), np.zeros(len(rows))
+        grids = [level.grid for level in self.levels if level.grid is not None]
+        if size is None or sum(grid.count(size) for grid in grids) != row_count:
             return None
-        point_count = rows.shape[1] // self.point_numbers
-        return rows.reshape(len(rows), point_count, self.point_numbers)
-
-    def _read_masks(
-        self, outputs: Outputs, likely: NDArray[np.int64], size: tuple[int, int] | None
-    ) -> InstanceMasks | None:
-        weights = self._read_extra(outputs, likely)
-        if weights is None:
-            return None
-        return make_masks(weights, outputs.get(self.mask_maps), size)
+        cells, strides = zip(*(grid.cells(size) for grid in grids), strict=True)
+        return np.concatenate(cells)[rows], np.concatenate(strides)[rows]
 
 
-def to_corners(boxes: Floats) -> Floats:
-    """Convert boxes [n, 4] from centre and size (cx cy w h) to corners (x1 y1 x2 y2)."""
-    half = boxes[:, 2:4] / 2
-    return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
+def decode_boxes(rows: Floats, coding: str, cells: Floats, strides: Floats) -> Floats:
+    """Return boxes as corners (x1 y1 x2 y2) [n, 4].
 
+    Args:
+        rows: coded boxes [n, 4 or more].
+        coding: as in the table above.
+        cells: (column, row) of the cell of each row [n, 2].
+        strides: its side in pixels [n].
+    """
+    if coding == "corners":
+        return rows
+    if coding == "distribution":
+        bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
+        with np.errstate(invalid="ignore"):
+            # left, top, right, bottom
+            distances = activate(bins, "softmax") @ np.arange(bins.shape[2])
+        centres = cells + 0.5
+        corners = [centres - distances[:, :2], centres + distances[:, 2:]]
+        return np.asarray(np.concatenate(corners, axis=1) * strides[:, None])
 
-def decode_cells(
-    rows: Floats, indices: NDArray[np.int64], grid: AnchorGrid, size: tuple[int, int]
-) -> Floats:
-    """Return cx cy w h in pixels of some rows of YOLOX's boxes."""
-    cells, strides = grid.cells(size)
-    sides = np.exp(np.minimum(rows[:, 2:4], math.log(max(size)) + 1))
-    positions = rows[:, :2] + cells[indices]
-    return np.concatenate([positions, sides], axis=1) * strides[indices, None]
-
-
-def decode_distances(
-    rows: Floats, indices: NDArray[np.int64], grid: AnchorGrid, size: tuple[int, int]
-) -> Floats:
-    """Return corners in pixels of some rows of distributions [n, 4 (m + 1)]."""
-    cells, strides = grid.cells(size)
-    bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
-    with np.errstate(invalid="ignore"):
-        distance = activate(bins, "softmax") @ np.arange(bins.shape[2])  # left, top, right, bottom
-    centre = cells[indices] + 0.5
-    corners = np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
-    return corners * strides[indices, None]
-
-
-def slice_columns(
-    columns: Sequence[Columns], weight: OutputSlice | None = None
-) -> dict[str, tuple[OutputSlice, ...]]:
-    """Return the slices of columns; `weight`: scores of the rows, by which they are weighted."""
-    slices: dict[str, tuple[OutputSlice, ...]] = {}
-    for part in columns:
-        axis = -1 if part.layout == ROWS else 1
-        whole = part.start == 0 and part.stop is None
-        own = OutputSlice(output=part.output, at=weight)
-        if not whole:
-            own = OutputSlice(
-                output=part.output, axis=axis, start=part.start, stop=part.stop or 0, at=weight
-            )
-        slices[part.output] = (*slices.get(part.output, ()), own)
-    return slices
+    centres, sides = rows[:, :2], rows[:, 2:4]
+    if coding == "cell":
+        centres = (centres + cells) * strides[:, None]
+        sides = np.exp(np.minimum(sides, MAX_LOG_SIDE)) * strides[:, None]
+    return np.concatenate([centres - sides / 2, centres + sides / 2], axis=1)

@@ -17,11 +17,9 @@ MAX_OUTSIDE_PICTURE = 0.1  # distance of a centre to the picture, relative to it
 MIN_INSIDE_SHARE = 0.95  # share of boxes whose centre is nearer than that
 MIN_CENTRE_SPREAD = 0.1  # deviation of the centres, relative to the picture: a grid has 0.29
 MIN_BINS = 4  # of a distribution of distances; models have 8 or more
-MIN_PIXEL_SIDE = 4  # sides of detected boxes in pixels; logits of distances are lower
 MIN_POINT_CORRELATION = 0.8  # key points of a box move with its centre
 MAX_CELL_OFFSET = 16.0  # YOLOX's raw boxes: cells from the anchor, and the logarithm of a size
 MIN_QUIET_SCORE = 0.02  # mean score below which rows do not show an objectness
-DETECTION_SHARE = 1e-3  # share of the surest rows, which show the sizes of boxes
 MIN_LIST_ROWS = 3  # rows of a list of boxes, which show its columns
 
 # --- steps and text ---
