@@ -219,6 +219,14 @@ class SingleThread(Recorder):
         return super().run(feed)
 
 
+class SlowingDown(SingleThread):
+    """Takes longer in every run."""
+
+    def run(self, feed):
+        self.cpu_ms *= 1.02
+        return super().run(feed)
+
+
 def test_calling_thread_is_timed_in_cpu_time(clock):
     int8 = SingleThread("int8", clock, cpu_ms=2, waiting_ms=30)
     fp32 = SingleThread("fp32", clock, cpu_ms=3)
@@ -233,6 +241,21 @@ def test_calling_thread_is_timed_in_cpu_time(clock):
     assert latency.to_json()["is_cpu_time"] is True
     speed = speed_up(latencies["fp32"], latency)
     assert (speed.ratio, speed.low, speed.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_settled_speed_up_ends_measuring_early(clock):
+    sessions = {"fp32": SingleThread("fp32", clock, 3), "int8": SingleThread("int8", clock, 2)}
+    latencies = measure(sessions, FEEDS, warmup_ms=0, duration_s=0.3, until_settled=True)
+    # a sixth of 0.6 s would be 10 rounds of 10 ms; 20 are enough for a p95
+    assert latencies["int8"].queries == 20
+    complete = measure(sessions, FEEDS, warmup_ms=0, duration_s=0.3)
+    assert complete["int8"].queries == 60
+
+
+def test_unsettled_speed_up_is_measured_to_the_end(clock):
+    sessions = {"fp32": SingleThread("fp32", clock, 3), "int8": SlowingDown("int8", clock, 2)}
+    measure(sessions, FEEDS, warmup_ms=0, duration_s=0.3, until_settled=True)
+    assert clock.cpu_s >= 0.6
 
 
 @pytest.mark.parametrize("knows_its_threads", [True, False])

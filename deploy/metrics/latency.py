@@ -25,6 +25,7 @@ summary"): 200 ms of warm-up, 3 s of measuring, at least 10 iterations; percenti
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -44,6 +45,8 @@ MIN_RUNS_FOR_P95 = 20  # with fewer iterations even p95 is the slowest one
 _MAX_CV_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
 _MAX_ENQUEUE_SHARE = 0.8  # of the compute time: trtexec's limit, above which the host is too slow
 _STRETCHES = 10  # of the runs, whose ratios give the interval of a speed-up
+_SETTLED_RATIO = 1.1  # high over low of an interval that longer measuring would hardly change
+_MIN_SETTLED_SHARE = 1 / 6  # of the duration, for which sessions run at least
 _TICK_MS = 1e-6  # a coarse clock may measure 0
 _HAS_THREAD_CLOCK = os.name == "posix"  # Windows counts CPU time in ticks of 15.6 ms
 
@@ -215,11 +218,14 @@ def speed_up(rival: Latency, engine: Latency) -> SpeedUp:
     """
     ratio = _ratio(rival.latency.p50, engine.latency.p50)
     fastest_ratio = _ratio(rival.latency.min, engine.latency.min)
-    stretch_ratios = _stretch_ratios(rival.samples_ms, engine.samples_ms)
-    if len(stretch_ratios) == _STRETCHES:
-        stretch_ratios = sorted(stretch_ratios)[1:-1]
-    ratios = (ratio, fastest_ratio, *stretch_ratios)
+    ratios = (ratio, fastest_ratio, *_usual_ratios(rival.samples_ms, engine.samples_ms))
     return SpeedUp(ratio=ratio, low=min(ratios), high=max(ratios))
+
+
+def _usual_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list[float]:
+    """Return the ratios of the stretches, without the outermost two."""
+    stretch_ratios = sorted(_stretch_ratios(rival_ms, engine_ms))
+    return stretch_ratios[1:-1] if len(stretch_ratios) == _STRETCHES else stretch_ratios
 
 
 def _ratio(rival_ms: float, engine_ms: float) -> float:
@@ -255,6 +261,7 @@ def measure(
     warmup_ms: float = 200,
     duration_s: float = 3,
     min_iterations: int = 10,
+    until_settled: bool = False,
 ) -> dict[str, Latency]:
     """Time sessions in interleaved runs on the same inputs.
 
@@ -264,6 +271,8 @@ def measure(
         warmup_ms: warm-up time per session; at least one run.
         duration_s: measuring time, per session on average.
         min_iterations: minimum of measured runs of each session.
+        until_settled: whether to stop before the time is up once the interval of every session's
+            speed-up over the first is narrow.
 
     Returns:
         label -> `Latency`, in the order of `sessions`.
@@ -289,13 +298,13 @@ def measure(
         warmup.run_rounds(seconds=warmup_s, rounds=1)
     timer = _InterleavedTimer(sessions, feeds)
     with timed_phase("latency", max(measured_s, min_iterations * warmup.round_s)):
-        timer.run_rounds(seconds=measured_s, rounds=min_iterations)
+        timer.run_rounds(
+            seconds=measured_s,
+            rounds=min_iterations,
+            settled_s=_MIN_SETTLED_SHARE * measured_s if until_settled else math.inf,
+        )
 
-    in_calling_thread = _run_in_calling_thread(sessions.values())
-    return {
-        label: runs.summarize(len(warmup.runs[label].host_ms), in_calling_thread=in_calling_thread)
-        for label, runs in timer.runs.items()
-    }
+    return timer.summarize(warmup)
 
 
 def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
@@ -324,14 +333,15 @@ class _Runs:
     cpu_ms: list[float] = field(default_factory=list)
     device_times: list[DeviceTimes] = field(default_factory=list)
 
+    def samples_ms(self, *, in_calling_thread: bool) -> list[float]:
+        """Return the latency of every iteration, by the clock that `latency` is measured by."""
+        if self.device_times:  # from the first byte sent to the last byte received
+            return [t.h2d_ms + t.compute_ms + t.d2h_ms for t in self.device_times]
+        return self.cpu_ms if in_calling_thread else self.host_ms
+
     def summarize(self, warmup_queries: int, *, in_calling_thread: bool) -> Latency:
         """Return the figures; `in_calling_thread`: whether sessions without a device run there."""
-        samples_ms, is_cpu_time = self.host_ms, False
-        if self.device_times:  # from the first byte sent to the last byte received
-            samples_ms = [t.h2d_ms + t.compute_ms + t.d2h_ms for t in self.device_times]
-        elif in_calling_thread:
-            samples_ms, is_cpu_time = self.cpu_ms, True
-
+        samples_ms = self.samples_ms(in_calling_thread=in_calling_thread)
         seconds = sum(self.host_ms) / 1e3
         timing = Timing.of(samples_ms)
         return Latency(
@@ -345,7 +355,7 @@ class _Runs:
             h2d=self._stage("h2d_ms"),
             gpu_compute=self._stage("compute_ms"),
             d2h=self._stage("d2h_ms"),
-            is_cpu_time=is_cpu_time,
+            is_cpu_time=in_calling_thread and not self.device_times,
             samples_ms=tuple(samples_ms),
             warnings=tuple(self._warnings(timing)),
         )
@@ -386,15 +396,45 @@ class _InterleavedTimer:
     def __init__(self, sessions: Mapping[str, Session], feeds: Feeds) -> None:
         self._sessions = sessions
         self._feeds = feeds
+        self._in_calling_thread = _run_in_calling_thread(sessions.values())
         self.runs = {label: _Runs() for label in sessions}
 
-    def run_rounds(self, *, seconds: float, rounds: int) -> None:
-        """Run rounds until both `seconds` and `rounds` are reached."""
+    def run_rounds(self, *, seconds: float, rounds: int, settled_s: float = math.inf) -> None:
+        """Run rounds until both `seconds` and `rounds` are reached.
+
+        `settled_s`: seconds after which rounds end as soon as the speed-ups are settled.
+        """
         labels = list(self._sessions)
+        start = time.perf_counter()
         for index in _rounds(seconds, rounds):
             feed = self._feeds[index % len(self._feeds)]
             for label in labels if index % 2 == 0 else reversed(labels):
                 self._time(label, feed)
+            if time.perf_counter() - start >= settled_s and self._is_settled():
+                break
+
+    def _is_settled(self) -> bool:
+        """Whether enough rounds ran, and no session's speed-up over the first changes any more."""
+        first, *others = [
+            runs.samples_ms(in_calling_thread=self._in_calling_thread)
+            for runs in self.runs.values()
+        ]
+        if len(first) < MIN_RUNS_FOR_P95 or not others:
+            return False
+        for samples_ms in others:
+            ratios = _usual_ratios(first, samples_ms)
+            if max(ratios) > _SETTLED_RATIO * min(ratios):
+                return False
+        return True
+
+    def summarize(self, warmup: _InterleavedTimer) -> dict[str, Latency]:
+        """Return label -> its figures."""
+        latencies = {}
+        for label, runs in self.runs.items():
+            latencies[label] = runs.summarize(
+                len(warmup.runs[label].host_ms), in_calling_thread=self._in_calling_thread
+            )
+        return latencies
 
     @property
     def round_s(self) -> float:

@@ -349,7 +349,7 @@ def _measure_latency(
     latency: dict[str, Latency] = {}
     for group in (on_host, on_device):
         if group:
-            latency |= measure(group, samples, duration_s=duration_s)
+            latency |= measure(group, samples, duration_s=duration_s, until_settled=True)
     return latency
 
 

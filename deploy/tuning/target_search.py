@@ -58,12 +58,13 @@ from deploy.tuning.search_samples import (
     with_held_out_ranges,
 )
 from deploy.tuning.sensitivity import Sensitivity
-from deploy.tuning.timing import DeviceTimer, has_device, int8_is_faster, time_models
+from deploy.tuning.timing import DeviceTimer, has_device, time_models
 
 _MIN_SAMPLES = 2  # of a trial
 _SAMPLE_SHARE = 5  # at most a fifth of the samples, so that the search stays cheap
 _OWN_METHOD = "its own method"  # of a target that ignores the method asked for
 _MIN_FLOAT_US = 250.0  # a float model that is faster takes mostly the runtime's own overhead
+_MAX_SHARE = 0.98  # of the float model's time: what saves less may be measurement noise
 _BELIEVED = 0.8  # share of the kernels' time: where float was disturbed, int8 seems faster than it
 
 
@@ -271,12 +272,11 @@ def _measured_prices(
     request = setup.request
     float32, int8 = _with_float(setup, units, units.members), _with_float(setup, units, ())
     prices = measure_prices(request.model, float32, int8, units, samples)
-    if prices.total(units, frozenset(units.members)) < _MIN_FLOAT_US:
-        return None
+    float_price = prices.total(units, frozenset(units.members))
     quickest = cheapest_float_units(prices, units, {}, weight=0.0)
-    split = _with_float(setup, units, quickest)
-    is_faster = int8_is_faster(split, float32, samples, threads=request.threads)
-    return prices if is_faster else None
+    if float_price < _MIN_FLOAT_US or prices.total(units, quickest) > _MAX_SHARE * float_price:
+        return None
+    return prices
 
 
 def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
@@ -352,11 +352,11 @@ def _measure_times(
     request, target, units = setup.request, setup.target, search.units
     models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
     float32 = _with_float(setup, units, units.members)
-    *times, float_time = time_models([*models, float32], samples, threads=request.threads)
+    *times_ms, float_ms = time_models([*models, float32], samples, threads=request.threads)
     lowest_share = _BELIEVED * search.prices.measured_share(units)
     timed_trials = []
-    for trial, own_time in zip(trials, times, strict=True):
-        share = max(own_time.ms / float_time.ms, lowest_share * search.time_of(trial.in_float))
+    for trial, split_ms in zip(trials, times_ms, strict=True):
+        share = max(split_ms / float_ms, lowest_share * search.time_of(trial.in_float))
         timed_trials.append(replace(trial, time=share))
     return timed_trials
 

@@ -11,18 +11,14 @@ output, with something before or after it::
 so a kernel belongs to the node with the longest name, or output name, that its name starts with.
 For a Conv with nodes fused into it that is the last node. The time is counted to the Conv: a
 LeakyRelu fused into a float Conv stays float where nothing after it is int8.
-
-Models are timed one at a time, since the idle threads of another open session spin and disturb it.
 """
 
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 from deploy.errors import BackendError, SdkMissingError
@@ -38,14 +34,8 @@ from deploy.tuning.search_options import Trial
 PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 _WARM_PROFILES = 2  # profiled runs that do not count
-_WARM_RUNS = 1  # timed runs that do not count
-_MIN_RUNS, _MIN_SECONDS = 4, 0.15  # of a model in a round
-_MIN_ROUNDS, _MAX_ROUNDS = 4, 8  # over all models: a disturbance hits only one round of each
-_CALM_ROUNDS = 3  # rounds without a quicker time, after which the machine was at its best
-_PATIENCE_S = 15.0  # runs this long average out short disturbances
-_MIN_LATE_ROUNDS = 2  # of models slower than that
-_MIN_TIME_GAIN = 0.02  # share of float's time that int8 must save for time to decide
-_QUICKER = 0.98  # of the time before; a smaller gain is clock noise
+_SPLIT_S = 0.3  # of timing a split on this CPU
+_DEVICE_SPLIT_S = 1.0  # of timing a split on a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,81 +161,20 @@ def _find_owner(kernel: str, node_by_name: Mapping[str, str]) -> str | None:
     return node_by_name[name]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTime:
-    """The quickest inference of a model.
-
-    Attributes:
-        ms: its milliseconds.
-        spread: by what share the best of every other round is slower than that of the rest.
-    """
-
-    ms: float
-    spread: float
-
-
 def time_models(
     models: Sequence[onnx.ModelProto], feeds: Sequence[Mapping[str, Array]], *, threads: int
-) -> list[ModelTime]:
-    """Return the time of each model, over rounds that repeat while one gets quicker.
+) -> list[float]:
+    """Return the milliseconds of the quickest inference of each model, timed in turns.
 
-    On a shared machine a few rounds may all be disturbed, one model's more than another's, and the
-    choice of a split would depend on that. After 15 s two rounds are enough: a search should not
-    take much longer than calibrating, also on a machine that is never calm.
+    Which split is the cheapest would depend on the disturbances of a busy machine, so the quickest
+    runs count.
     """
-    rounds: list[list[float]] = []
-    best, calm_rounds = np.full(len(models), np.inf), 0
-    start = time.perf_counter()
-    with phase("timing splits", _MIN_ROUNDS * len(models), "runs", about=True) as step:
-        while len(rounds) < _MAX_ROUNDS:
-            is_late = time.perf_counter() - start > _PATIENCE_S
-            is_calm = len(rounds) >= _MIN_ROUNDS and calm_rounds >= _CALM_ROUNDS
-            if is_calm or (is_late and len(rounds) >= _MIN_LATE_ROUNDS):
-                break
-            times = []
-            for model in models:
-                times.append(quickest_ms(model, feeds, threads=threads))
-                step()
-            is_quicker = np.any(times < _QUICKER * best)
-            calm_rounds = 0 if is_quicker else calm_rounds + 1
-            best = np.minimum(best, times)
-            rounds.append(times)
-    halves = [np.min(rounds[offset::2], axis=0) for offset in (0, 1)]
-    spreads = np.maximum(*halves) / best - 1
-    return list(map(ModelTime, best.tolist(), spreads.tolist()))
-
-
-def quickest_ms(
-    model: onnx.ModelProto, feeds: Sequence[Mapping[str, Array]], *, threads: int
-) -> float:
-    """Return the milliseconds of the quickest inference of a float or int8 model."""
-    session = OrtSession.open(model, threads=threads)
-    # one thread is this one, and its CPU time leaves out what other processes take
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    times: list[float] = []
-    start = time.perf_counter()
-    while len(times) < _WARM_RUNS + _MIN_RUNS or time.perf_counter() - start < _MIN_SECONDS:
-        feed = feeds[len(times) % len(feeds)]
-        run_start = clock()
-        session.run(feed)
-        times.append(clock() - run_start)
-    return min(times[_WARM_RUNS:]) * 1e3
-
-
-def int8_is_faster(
-    int8: onnx.ModelProto,
-    float32: onnx.ModelProto,
-    samples: Sequence[Mapping[str, Array]],
-    *,
-    threads: int,
-) -> bool:
-    """Whether int8 is faster here by more than times of the same model differ."""
-    int8_time, float_time = time_models([int8, float32], samples, threads=threads)
-    gain = 1 - int8_time.ms / float_time.ms
-    return gain > max(_MIN_TIME_GAIN, int8_time.spread, float_time.spread)
-
-
-_DURATION_S = 1.0  # of measuring a split
+    sessions = {}
+    for number, model in enumerate(models):
+        sessions[str(number)] = OrtSession.open(model, threads=threads)
+    with phase("timing splits"):
+        latencies = measure(sessions, feeds, warmup_ms=0, duration_s=_SPLIT_S, until_settled=True)
+    return [latency.run_time.min for latency in latencies.values()]
 
 
 def has_device(target: Target) -> bool:
@@ -294,7 +223,7 @@ class DeviceTimer:
             for number, trial in enumerate(trials):
                 name = f"split {number}"
                 sessions[name] = self._open(trial.choices, Path(folder) / name)
-            latencies = measure(sessions, self._samples, duration_s=_DURATION_S)
+            latencies = measure(sessions, self._samples, duration_s=_DEVICE_SPLIT_S)
             float_ms, *split_ms = [latency.latency.p50 for latency in latencies.values()]
         return [
             replace(trial, time=ms / float_ms) for trial, ms in zip(trials, split_ms, strict=True)
