@@ -408,6 +408,67 @@ def test_lifted_node_avoids_taken_names():
     assert (output == 2).all()
 
 
+def training_norm(opset, mean, variance, *, shape=IMAGE, **attributes):
+    """A BatchNormalization in training mode, as PyTorch exports it."""
+    constants = [F([1, 2, 3, 4]), F([0, 1, 0, -1]), F(mean), F(variance)]
+    if opset > 13:
+        attributes["training_mode"] = 1
+    outputs = 5 if opset < 14 else 3
+    model = net(
+        "BatchNormalization", *constants, opset=opset, shape=shape, outputs=outputs, **attributes
+    )
+    del model.graph.output[1:]
+    return model
+
+
+@pytest.mark.parametrize("opset", [9, 12, 13, 14, 15, 21])
+def test_training_norm_uses_stored_statistics(opset):
+    mean, variance = [0, 1, 2, 3], [1, 2, 3, 4]
+    loaded = load(training_norm(opset, mean, variance, epsilon=1e-3))
+    assert loaded.was_training
+    assert any("training mode" in note for note in loaded.notes)
+    constants = [F([1, 2, 3, 4]), F([0, 1, 0, -1]), F(mean), F(variance)]
+    check_agreement(loaded.model, net("BatchNormalization", *constants, opset=15, epsilon=1e-3))
+
+
+@settings(max_examples=15)
+@given(
+    opset=st.sampled_from([9, 13, 14, 15, 21]),
+    sizes=st.lists(st.integers(2, 5), min_size=1, max_size=3),
+    batch=st.sampled_from([1, "n"]),
+)
+def test_training_norm_without_statistics_is_instancenorm(opset, sizes, batch):
+    model = training_norm(opset, [0] * 4, [1] * 4, shape=[batch, 4, *sizes], epsilon=1e-3)
+    loaded = load(model)
+    assert [node.op_type for node in loaded.model.graph.node] == ["InstanceNormalization"]
+    assert not loaded.was_training
+    check_agreement(loaded.model, model, shape=[1, 4, *sizes])
+
+
+def test_training_norm_of_fixed_batch_stays():
+    model = training_norm(15, [0] * 4, [1] * 4, shape=[2, 4, 6, 8])
+    assert any("in training mode, which TensorRT" in note for note in load(model).notes)
+    check_agreement(load(model).model, model)
+
+
+def test_model_in_training_mode_builds(tmp_path):
+    nodes = [
+        ("Conv", "x w", "c"),
+        ("BatchNormalization", "c g g m g", ["n", "rm", "rv"], {"training_mode": 1}),
+        ("Relu", "n", "y"),
+    ]
+    rng = np.random.default_rng(0)
+    weights = as_float32({"w": rng.normal(size=(8, 3, 3, 3)), "g": np.full(8, 2), "m": range(8)})
+    model = make_model(nodes, {"x": ["n", 3, 8, 8]}, {"y": None}, weights, opset=15)
+    x = rng.normal(size=(4, 3, 8, 8))
+    targets = ("--target", "onnxruntime,tensorrt,ascend")
+    out = build_net(model, x, tmp_path, "--effort", 0, *targets)
+    for path in out.glob("*.onnx"):
+        assert "BatchNormalization" not in [node.op_type for node in onnx.load(path).graph.node]
+    report = json.loads((out / "report.json").read_text())
+    assert any("the file itself is in training mode" in note for note in report["notes"])
+
+
 NO_NEW_FORM = {
     "Resize": (net("Resize", F([1, 1, 0.6, 3]), opset=10, mode="nearest"), "shrinks one axis"),
     "BatchNormalization": (net("BatchNormalization", *[F([1])] * 4, opset=7, spatial=0), "spatial"),

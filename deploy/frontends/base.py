@@ -121,6 +121,8 @@ class LoadedModel:
             model.
         had_integer_weights: whether the original stores weights as integers that are float in
             `model`.
+        was_training: whether the original normalizes by the statistics of each batch, as in
+            training, where `model` uses stored ones.
         exported: the original, if it was exported here from a PyTorch model; else None.
     """
 
@@ -141,6 +143,7 @@ class LoadedModel:
     declaration: Declaration = field(default_factory=Declaration)
     qdq: QdqCalibration | None = None
     had_integer_weights: bool = False
+    was_training: bool = False
     exported: onnx.ModelProto | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Lift a model to opset 13, to float32, and to float weights.
+"""Lift a model to opset 13, to float32, to float weights, and out of training mode.
 
 `lift_opset`: opset 7 to 12 becomes 13, the first in which DequantizeLinear has a scale per channel.
 `raise_opset` goes on from there. Operators whose form changed: `deploy.graph.opset_forms`.
@@ -23,12 +23,21 @@ They have one scale, one per channel, or one per block of values along an axis. 
 quantizes activations carries its own ranges (`deploy.frontends.qdq_model`).
 
 Source: ONNX operator DequantizeLinear-21.
+
+`leave_training`: a BatchNormalization in training mode, which TensorRT refuses, uses its stored
+statistics. If it stores none, it normalizes each sample by its own, as training does in a batch of
+one::
+
+    mean, variance stored             BatchNormalization, inference
+    zeros and ones, or computed       InstanceNormalization (PyTorch: track_running_stats=False)
+
+Source: ONNX operators BatchNormalization-9 to -15 and InstanceNormalization-6.
 """
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +47,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from deploy.errors import ModelError, counted
+from deploy.frontends.affine import NORM
 from deploy.frontends.checks import is_quantized_node, to_array
 from deploy.frontends.onnx_reader import MESSAGE_LIMIT
 from deploy.frontends.plugins import CutOffNodes
@@ -58,6 +68,7 @@ from deploy.graph.index import (
     FLOAT,
     Graph,
     Nodes,
+    Shape,
     all_graphs,
     all_nodes,
     all_outputs,
@@ -78,7 +89,6 @@ from deploy.graph.opset_forms import (
 from deploy.graph.rewrite import CannotRewrite
 
 TARGET_OPSET = 13
-_TRAINED = ("BatchNormalization", "Dropout")  # outputs from the second on count in training alone
 
 # errors of a form: it has none, or attributes of the node that do not fit
 _FORM_ERRORS = (CannotRewrite, ArithmeticError, LookupError, TypeError, ValueError)
@@ -139,13 +149,13 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
         set_opset(part, opset)
 
 
-def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: Collection[str]) -> Nodes:
+def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str]) -> Nodes:
     """Return the nodes that compute a node in the newer opset."""
     changes = find_upgrades(node, scope.source_opset, scope.target_opset)
     if not changes:
         return [node]
     lifted = copy_message(node)
-    if node.op_type in _TRAINED and not any(name in read_tensors for name in node.output[1:]):
+    if node.op_type == "Dropout" and read_tensors.isdisjoint(node.output[1:]):
         del lifted.output[1:]
     try:
         return change_form(lifted, changes, scope)
@@ -189,6 +199,96 @@ def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, completed: Counte
         return [node]
     completed[node.op_type] += 1
     return nodes
+
+
+@dataclass
+class TrainingNorms:
+    """The number of BatchNormalization nodes that were in training mode, by what became of them.
+
+    Attributes:
+        inference: these use their stored statistics.
+        instances: these store no statistics, and are an InstanceNormalization.
+        training: these stay, since their statistics are read or the batch is not of one sample.
+    """
+
+    inference: int = 0
+    instances: int = 0
+    training: int = 0
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """The notes for the user."""
+        if self.inference:
+            yield (
+                f"Exported in training mode: {counted(self.inference, f'{NORM} node')} use their"
+                " stored statistics here, as model.eval() does."
+            )
+        if self.instances:
+            yield (
+                f"Wrote {counted(self.instances, f'{NORM} node')} without stored statistics as"
+                " InstanceNormalization, which training mode is for a batch of one."
+            )
+        if self.training:
+            yield (
+                f"Left {counted(self.training, f'{NORM} node')} in training mode, which TensorRT"
+                " does not read; export the model for inference (model.eval())."
+            )
+
+
+def leave_training(model: onnx.ModelProto) -> TrainingNorms:
+    """Bring each BatchNormalization out of training mode, in place.
+
+    Args:
+        model: opset 13 or newer, with folded constants and inferred shapes.
+    """
+    norms = TrainingNorms()
+    opset = opset_of(model)
+    if not any(_is_training(node, opset) for node in all_nodes(model.graph)):
+        return norms
+    read_tensors = set[str]().union(*map(count_reads, all_graphs(model.graph)))
+
+    def leave_node(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+        if not _is_training(node, opset):
+            return [node]
+        attrs = {"epsilon": attributes(node).get("epsilon", 1e-5)}
+        if not read_tensors.isdisjoint(node.output[1:]):
+            norms.training += 1
+        elif _has_statistics(node, scope):
+            norms.inference += 1
+            return [make_node(NORM, node.input, node.output[0], node.name, **attrs)]
+        elif _is_single_sample(scope.shapes.get(node.input[0])):
+            norms.instances += 1
+            op_type = "InstanceNormalization"
+            return [make_node(op_type, node.input[:3], node.output[0], node.name, **attrs)]
+        else:
+            norms.training += 1
+        return [node]
+
+    rewrite_nodes(model.graph, OpsetScope(opset, opset), leave_node)
+    return norms
+
+
+def _is_training(node: onnx.NodeProto, opset: int) -> bool:
+    """Whether a node is a BatchNormalization in training mode; before opset 14 by its outputs."""
+    if node.op_type != NORM or node.domain:
+        return False
+    if opset < 14:
+        return any(node.output[1:])
+    return bool(attributes(node).get("training_mode", 0))
+
+
+def _has_statistics(norm: onnx.NodeProto, scope: OpsetScope) -> bool:
+    """Whether mean and variance are constant, and not the zeros and ones of an untrained norm."""
+    names = norm.input[3:5]
+    if not scope.constants.keys() >= set(names):
+        return False
+    mean, variance = (to_array(scope.constants[name]) for name in names)
+    return bool(mean.any() or (variance != 1).any())
+
+
+def _is_single_sample(shape: Shape | None) -> bool:
+    """Whether a tensor is of one sample, or of any number of them, and has more than channels."""
+    return shape is not None and len(shape) > 2 and (shape[0] == 1 or not isinstance(shape[0], int))
 
 
 _HALF = 10  # onnx.TensorProto.FLOAT16

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -16,6 +17,7 @@ from deploy.frontends.fold import fold_constants, remove_identity, unfold_large,
 from deploy.frontends.lift import (
     complete_axes,
     drop_casts,
+    leave_training,
     lift_opset,
     restore_float_weights,
     widen_to_float32,
@@ -81,7 +83,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         _check_original(model)
         shared_names = _count_shared_names(model.graph)
         fed_weights = _count_fed_weights(model)
-        model, cleaning_notes, was_float16, cut_off = _clean(model, fold_batchnorm)
+        cleaned = _clean(model, fold_batchnorm)
+        model = cleaned.model
         renamed = rename_added(model.graph)
         _check_cleaned(model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
@@ -90,7 +93,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     notes = [
         _note("Renamed {} whose name another node has.", shared_names, "node"),
         integer_weights_note,
-        *cleaning_notes,
+        *cleaned.notes,
     ]
     if renamed:
         notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
@@ -102,15 +105,16 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         notes=tuple(note for note in notes if note),
         inputs=tuple(map(_make_spec, model.graph.input)),
         outputs=tuple(map(_make_spec, model.graph.output)),
-        was_float16=was_float16,
+        was_float16=cleaned.was_float16,
         has_shared_names=shared_names > 0,
         fed_weights=fed_weights,
         stamp=stamp,
-        cut_off=cut_off,
+        cut_off=cleaned.cut_off,
         metadata_preprocess=metadata_preprocess,
         classes=classes,
         declaration=read_declaration(model, path),
         had_integer_weights=integer_weights_note is not None,
+        was_training=cleaned.was_training,
     )
 
 
@@ -129,7 +133,7 @@ def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ModelError: the model is not valid.
     """
-    return _clean(copy_message(model), True)[0]
+    return _clean(copy_message(model), True).model
 
 
 def _count_fed_weights(model: onnx.ModelProto) -> int:
@@ -181,10 +185,19 @@ def _check_original(model: onnx.ModelProto) -> None:
         checks.to_array(tensor)
 
 
-def _clean(
-    model: onnx.ModelProto, fold_batchnorm: bool
-) -> tuple[onnx.ModelProto, list[str], bool, CutOffNodes | None]:
-    """Return the cleaned model, notes, whether it was float16, and the part cut off."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CleanedModel:
+    """A cleaned model, and what was found in it; see `LoadedModel`."""
+
+    model: onnx.ModelProto
+    notes: list[str]
+    was_float16: bool
+    was_training: bool
+    cut_off: CutOffNodes | None
+
+
+def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
+    """Return the model in float32, opset 13 or newer, for inference; `model` may change."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     freed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
     freed_note = "Removed {} from the list of inputs; they are constants now."
@@ -219,12 +232,20 @@ def _clean(
 
     model, folding_notes = _fold(model)
     notes += folding_notes
+    training_norms = leave_training(model)
+    notes += training_norms.notes
     if fold_batchnorm:
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
     model = infer_shapes(model)
     notes += _float_notes(model)
-    return model, [note for note in notes if note], float16_note is not None, cut_off
+    return _CleanedModel(
+        model=model,
+        notes=[note for note in notes if note],
+        was_float16=float16_note is not None,
+        was_training=training_norms.inference > 0,
+        cut_off=cut_off,
+    )
 
 
 def _clear_negative_sizes(graph: onnx.GraphProto) -> None:

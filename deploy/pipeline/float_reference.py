@@ -36,8 +36,8 @@ def read_float_model(loaded: LoadedModel) -> bytes:
     better than it is.
 
     Other models are replaced by the float32 model that was loaded: a float16 file (the CPU casts
-    around each node), a file with unknown operators (the part before them), a Q/DQ model, and a
-    model whose weights are stored as integers.
+    around each node), a file with unknown operators (the part before them), a Q/DQ model, a model
+    whose weights are stored as integers, and one in training mode.
 
     Raises:
         ModelError: the file changed since it was loaded.
@@ -49,7 +49,8 @@ def read_float_model(loaded: LoadedModel) -> bytes:
 
 def _computes_otherwise(loaded: LoadedModel) -> bool:
     """Whether the user's file computes something else than the loaded model, as is intended."""
-    return loaded.qdq is not None or loaded.had_integer_weights or loaded.cut_off is not None
+    is_float_file = loaded.qdq is None and not loaded.had_integer_weights
+    return not is_float_file or loaded.was_training or loaded.cut_off is not None
 
 
 def _read_user_file(loaded: LoadedModel) -> bytes:
