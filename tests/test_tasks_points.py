@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto
 
 from deploy.metrics.output_form import derive_form
+from deploy.tasks import Metric
 from deploy.tasks.detector import AnchorGrid
 from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, same_task
@@ -138,9 +139,7 @@ def laid(points, flat):
 
 
 @pytest.mark.parametrize("unit", [1, 2, SIDE])
-@pytest.mark.parametrize(
-    ("more", "flat"), [*product([0, 1, 2, 3], [True]), *product([0, 1], [False, None])]
-)
+@pytest.mark.parametrize(("more", "flat"), [*product([0, 1], [True, False, None])])
 def test_points_near_those_of_fp32_are_kept(more, flat, unit):
     def moved(**how):
         return [output(n, more=more, flat=flat, unit=unit, **how) for n in range(5)]
@@ -156,15 +155,13 @@ def test_points_near_those_of_fp32_are_kept(more, flat, unit):
     assert [figure(references, other, PICTURE)[1].value for other in (broken, cut)] == [0, 0]
 
 
-OWN, FLAT = product([1, 2, 3], [True], [False, True, None]), product([0, 1, 2], [False], [True])
+OWN = product([1], [True], [False, True, None], [False])
+BESIDE = product([0, 1], [False], [True, False], [False, True])
 
 
-@pytest.mark.parametrize("raw", [False, True])
-@pytest.mark.parametrize(
-    ("more", "own", "flat"), [*OWN, *FLAT, (0, False, False), (1, False, False)]
-)
+@pytest.mark.parametrize(("more", "own", "flat", "raw"), [*OWN, *BESIDE])
 def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
-    """As MoveNet and BlazePose give them: the last number, or an output, says how sure each is."""
+    """As MoveNet gives them: the third number, or an output, says how sure each is."""
     sure = np.where(np.arange(MESH) < 8, *((-5, 4) if raw else (0.05, 0.95)))
 
     def outputs(number, moved=0, seen=sure):
@@ -193,6 +190,18 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own, raw, flat):
     parts = derive_form(halves, inputs=[fed(PICTURE)] * 4).parts
     # scores of other points; most of the signal is where the points usually lie
     assert [part.label for part in parts] == ["y - its mean", "s"]
+
+
+@pytest.mark.parametrize("more", [2, 3])
+@pytest.mark.parametrize("flat", [True, False])
+def test_points_of_four_numbers_are_points_only_if_set(more, flat):
+    """As BlazePose's are: depths, visibilities and presences beside the coordinates."""
+    values = [output(n, more=more, flat=False) for n in range(4)]
+    outputs = [{"y": laid(one["y"][0, 0], flat)} for one in values]
+    assert task_of(outputs, PICTURE) != "key points"
+    metric = Metric(None, task="keypoints")
+    form = derive_form(outputs, inputs=[fed(PICTURE)] * 4, metric=metric)
+    assert form.task.form == "y: 24 key points"
 
 
 def flagged(number, *probabilities, raw=False, **how):

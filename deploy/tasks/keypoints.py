@@ -1,15 +1,15 @@
 """Key points of faces, hands and bodies as coordinates, or as distributions over two axes.
 
 `find_keypoints` (MediaPipe, MoveNet, PFLD): [N, K p], or [N, K, p] with more dimensions of 1. Each
-point has two coordinates, in pixels or relative to the picture, and up to three more numbers. In a
-flat output each point is near the one before, or another output has a score a point; coordinates of
--1 to 1 (InsightFace) are near the ones before in any output. So are points of [N, p, K], which are
-alone or beside flags.
+point has two coordinates, in pixels or relative to the picture, and perhaps a third number, a depth
+or a score. In a flat output each point is near the one before, or another output has a score a
+point; coordinates of -1 to 1 (InsightFace) are near the ones before in any output. So are points of
+[N, p, K], which are alone or beside flags.
 
 Flags are other outputs of one probability, such as whether an object is present, or which hand it
 is. If int8 decides differently, all points of the sample are lost. A single flag tells whether
-there is an object: without one, points do not count. Points that are not visible, by the last of
-their numbers or by another output, do not count either.
+there is an object: without one, points do not count. Points that are not visible, by a third
+number or by another output, do not count either.
 
 `find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
 of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels.
@@ -24,19 +24,12 @@ import numpy as np
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import (
-    Floats,
-    Outputs,
-    are_shares,
-    are_two_sided,
-    correlate,
-    is_floating,
-    to_shares,
-)
+from deploy.tasks.rows import Floats, Outputs, are_shares, correlate, is_floating
 from deploy.tasks.slices import OutputSlice, find_scores
 from deploy.tensors import Array
 
-_NUMBERS = (2, 3, 4, 5)  # numbers per point
+_NUMBERS = (2, 3)  # numbers per point that are recognised
+_ANY_NUMBERS = (2, 3, 4, 5)  # numbers per point of outputs that a user sets
 
 
 @dataclass(slots=True)
@@ -62,36 +55,39 @@ class _PointTally(TaskTally["Points"]):
         self, name: str, numbers: int, reference: Outputs, candidate: Outputs
     ) -> tuple[int, int]:
         """Return the number of FP32's present points, and of the candidate's near them."""
-        reference_points = _to_points(reference[name]).reshape(-1, numbers).astype(np.float64)
-        count = len(reference_points)
-        is_present = self._confidences(name, count, reference) > thresholds.MIN_VISIBLE
+        positions = _to_rows(reference[name], numbers)[:, :2]
+        confidences = self._confidences(name, len(positions), reference)
+        is_present = confidences > thresholds.MIN_VISIBLE
         present_count = int(is_present.sum())
         has_equal_shape = candidate[name].shape == reference[name].shape
         if not has_equal_shape or not np.isfinite(candidate[name]).all():
             return present_count, 0
 
-        points = _to_points(candidate[name]).reshape(count, numbers).astype(np.float64)
-        positions = reference_points[:, :2]
-        distance = np.linalg.norm(positions - points[:, :2], axis=1)
+        offsets = positions - _to_rows(candidate[name], numbers)[:, :2]
         # a few points do not show how large the object is
-        has_extent = present_count >= thresholds.MIN_POINTS
-        extent_points = positions[is_present] if has_extent else positions
-        extent = float(np.ptp(extent_points, axis=0).max())
-        is_match = is_present & (distance <= thresholds.MAX_POINT_DISTANCE * extent)
-        is_match &= self._confidences(name, count, candidate) > thresholds.MIN_VISIBLE / 2
+        if present_count >= thresholds.MIN_POINTS:
+            positions = positions[is_present]
+        max_distance = thresholds.MAX_POINT_DISTANCE * np.ptp(positions, axis=0).max()
+        is_match = is_present & (np.linalg.norm(offsets, axis=1) <= max_distance)
+        confidences = self._confidences(name, len(offsets), candidate)
+        is_match &= confidences > thresholds.MIN_VISIBLE / 2
         return present_count, int(is_match.sum())
 
     def _confidences(self, name: str, count: int, outputs: Outputs) -> Floats:
         """Return the confidence of each point; 1 for all if there is not one for each point."""
-        scores = next((part.at for part in self.task.parts.get(name, ())), None)
-        if scores is None:
-            return np.ones(count)
-        confidences = scores.best_scores(outputs).reshape(-1)
-        return confidences if confidences.size == count else np.ones(count)
+        for part in self.task.parts.get(name, ())[:1]:
+            if part.at is not None:
+                confidences = part.at.best_scores(outputs).reshape(-1)
+                return confidences if confidences.size == count else np.ones(count)
+        return np.ones(count)
 
     def result(self) -> TaskFigure | None:
         condition = f"within {100 * thresholds.MAX_POINT_DISTANCE:g} % of their extent"
         return self.figure_of_kept("key points", self.matches, self.points, condition)
+
+
+def _is_on(flag: OutputSlice, outputs: Outputs) -> bool:
+    return bool(np.all(flag.best_scores(outputs) > 0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,55 +111,40 @@ class Points(EvaluationTask):
 def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
     """Return the key points of an output that the user or the file says to hold such."""
     value = samples.outputs[0][name]
-    numbers = value.shape[1] if is_transposed(value.shape) else value.shape[-1]
-    if numbers not in _NUMBERS:
-        numbers = 2
-    is_divisible = value.ndim in (2, 3, 4) and value.size % numbers == 0
-    return Points({name: numbers}, (), value.size // numbers) if is_divisible else None
+    if value.ndim not in (2, 3, 4):
+        return None
+    numbers = _to_points(value).shape[-1]
+    if numbers not in _ANY_NUMBERS:
+        vectors = value.reshape(1, -1).astype(np.float64)
+        numbers = _find_ordered_numbers(vectors, _ANY_NUMBERS) or 2
+    count, remainder = divmod(value.size, numbers)
+    return None if remainder else Points({name: numbers}, (), count)
 
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Recognise outputs of points in the input's picture."""
-    size = samples.picture_size
-    if size is None:
+    if samples.picture_size is None:
         return None
-    scores_by_layout = _find_point_scores(samples)
-    layout_by_output = {layout.output: layout for layout in reversed(scores_by_layout)}
-    score_outputs = {scores.output for scores in scores_by_layout.values()}
     flags = _find_flags(samples)
-    has_flags_only = len(samples.names) == len(flags) + 1  # beside the points
+    scores_by_layout = _find_point_scores(samples)
+    score_outputs = {scores.output for scores in scores_by_layout.values()}
     points: dict[str, int] = {}
+    parts: dict[str, tuple[OutputSlice, ...]] = {flag.output: () for flag in flags}
+    count = 0
     for name in samples.names:
         if name in score_outputs:
             continue
-        width = layout_by_output[name].width if name in layout_by_output else 0
-        if numbers := _find_numbers(samples.arrays(name), size, width, has_flags_only):
+        scores, width = flags[0] if len(flags) == 1 else None, 0
+        for layout in scores_by_layout:
+            if layout.output == name:
+                scores, width = scores_by_layout[layout], layout.width
+                break
+        numbers = _find_numbers(name, samples, width=width, flag_count=len(flags))
+        if numbers:
             points[name] = numbers
-    if not points:
-        return None
-
-    parts: dict[str, tuple[OutputSlice, ...]] = {flag.output: () for flag in flags}
-    count = 0
-    for name, numbers in points.items():
-        scores = flags[0] if len(flags) == 1 else None
-        if name in layout_by_output:
-            scores = scores_by_layout[layout_by_output[name]]
-        values = samples.arrays(name)
-        parts |= _slice_points(name, values, numbers, scores)
-        count += values[0].size // numbers
-    return Points(points, flags, count, parts=parts)
-
-
-def _find_point_scores(samples: FirstSamples) -> dict[OutputSlice, OutputSlice]:
-    """Return layouts of outputs -> scores of their points in another output."""
-    layouts = [OutputSlice(output=name) for name in samples.names]
-    for name in samples.names:
-        if all(value.size == max(value.shape, default=1) for value in samples.arrays(name)):
-            layouts += [OutputSlice(output=name, width=numbers) for numbers in _NUMBERS]
-    values = {}
-    for layout in layouts:
-        values[layout] = [layout.of(value) for value in samples.arrays(layout.output)]
-    return find_scores(values)
+            parts |= _slice_points(samples.arrays(name), name, numbers, scores)
+            count += samples.outputs[0][name].size // numbers
+    return Points(points, flags, count, parts=parts) if points else None
 
 
 def _find_flags(samples: FirstSamples) -> tuple[OutputSlice, ...]:
@@ -176,140 +157,118 @@ def _find_flags(samples: FirstSamples) -> tuple[OutputSlice, ...]:
     return tuple(flags)
 
 
+def _find_point_scores(samples: FirstSamples) -> dict[OutputSlice, OutputSlice]:
+    """Return layouts of outputs -> scores of their points in another output."""
+    values = {}
+    for name in samples.names:
+        arrays = samples.arrays(name)
+        widths = [0]
+        if all(value.size == max(value.shape, default=1) for value in arrays):
+            widths += _NUMBERS
+        for width in widths:
+            layout = OutputSlice(output=name, width=width)
+            values[layout] = [layout.of(value) for value in arrays]
+    return find_scores(values)
+
+
 def _slice_points(
-    name: str, samples: Sequence[Array], numbers: int, at: OutputSlice | None
+    values: Sequence[Array], name: str, numbers: int, scores: OutputSlice | None
 ) -> dict[str, tuple[OutputSlice, ...]]:
-    """Return the slices of points that scores weight: the last of their numbers, or `at`."""
-    transposed = is_transposed(samples[0].shape)
-    is_flat = not transposed and samples[0].shape[-1] != numbers
-    complete = OutputSlice(
-        output=name, axis=1 if transposed else -1, width=numbers if is_flat else 0
-    )
-    activation = _find_last_activation(_rows(samples, numbers), is_flat=is_flat)
-    if activation is None:
-        return {} if at is None else {name: (replace(complete, at=at),)}
-    scores = replace(complete, start=numbers - 1, stop=numbers, activation=activation)
-    stop = min(numbers - 1, 3)
-    coordinates = replace(complete, stop=stop, at=scores)
-    return {name: (coordinates, replace(scores, start=stop, activation=""))}
+    """Return the slices of points that scores weight: the third of their numbers, or `scores`."""
+    points = _to_points(values[0])
+    width = 0 if points.shape[-1] == numbers else numbers
+    complete = OutputSlice(output=name, axis=1 if points is not values[0] else -1, width=width)
+    third = np.concatenate([_to_rows(value, numbers)[:, 2:] for value in values])
+    if are_shares(third) and third.max() > 0:
+        own_scores = replace(complete, start=2, stop=3)
+        return {name: (replace(complete, stop=2, at=own_scores), own_scores)}
+    return {} if scores is None else {name: (replace(complete, at=scores),)}
 
 
-def _find_last_activation(rows: Floats, *, is_flat: bool) -> str | None:
-    """Return the missing activation if the last number of points is a score, else None.
+def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: int) -> int:
+    """Return the numbers per point; 0 if the output is no points.
 
-    The last of three may be a depth, of four a box's height, of more an angle: so raw scores are
-    two groups, or in a flat output the fifth number; four or five shares are mostly near 0 or 1.
+    `width`: these numbers, if scores in another output show them; else 0.
     """
-    numbers, last = rows.shape[2], rows[:, :, -1].reshape(-1)
-    if numbers < 3:
-        return None
-    has_shares = bool(last.min() >= 0 and 0 < last.max() <= 1)
-    shares = to_shares(last, raw=not has_shares)
-    decided_share = np.mean((shares < 0.1) | (shares > 0.9))
-    is_decided = decided_share >= thresholds.MOST_SHARE
-    if has_shares:
-        return "" if numbers == 3 or is_decided else None
-    if are_two_sided(last, 1):
-        return "sigmoid"
-    is_fifth = is_flat and numbers == _NUMBERS[-1]
-    return "sigmoid" if is_fifth and is_decided and last.min() < 0 < last.max() else None
-
-
-def _find_numbers(
-    values: Sequence[Array], size: tuple[int, int], width: int, has_flags_only: bool
-) -> int | None:
-    """Return the numbers per point; None if the output is no points.
-
-    `size`: (height, width) of the picture. `width`: these numbers, if scores in another output show
-    them; else 0. `has_flags_only`: whether all other outputs are flags.
-    """
-    transposed = is_transposed(values[0].shape)
-    samples = [_to_points(value) for value in values]
-    shape = samples[0].shape
-    if any(value.shape != shape or not is_floating(value) for value in samples):
-        return None
+    values, size = samples.arrays(name), samples.picture_size
+    shape = values[0].shape
+    if any(value.shape != shape or not is_floating(value) for value in values):
+        return 0
     long_sides = [side for side in shape if side != 1]
-    if len(shape) < 2 or shape[0] != 1 or len(long_sides) > 2:
-        return None
-    is_flat = len(long_sides) == 1
-    numbers = _find_flat_numbers(samples, width) if is_flat else shape[-1]
-    if numbers not in _NUMBERS:
-        return None
-
-    rows = _rows(values, numbers)
-    in_order = True
+    if len(shape) < 2 or shape[0] != 1 or len(long_sides) > 2 or size is None:
+        return 0
+    vectors = np.stack([_to_points(value).reshape(-1) for value in values]).astype(np.float64)
+    is_flat = len(long_sides) < 2
     if not is_flat:
-        if numbers >= 4 and _find_last_activation(rows, is_flat=False) is None:
-            return None  # four may be a box
-        in_order = _find_flat_numbers(samples, numbers if transposed else 0) == numbers
-    if transposed and not (has_flags_only and in_order):
-        return None  # channels of cells, or of steps
+        width = _to_points(values[0]).shape[-1]
+    numbers = _find_ordered_numbers(vectors, (width,) if width else _NUMBERS)
+    in_order = numbers > 0
+    # channels of cells, or of steps, are in rows as well
+    if _is_transposed(shape) and not (in_order and len(samples.names) == flag_count + 1):
+        return 0
+    numbers = numbers or (0 if is_flat else width)
+    if numbers not in _NUMBERS:
+        return 0
+    rows = vectors.reshape(len(vectors), -1, numbers)
     min_points = thresholds.MIN_FLAT_POINTS if is_flat else thresholds.MIN_POINTS
-    if not min_points <= rows.shape[1] <= thresholds.MAX_POINTS:
-        return None
-    return numbers if _lie_inside(rows, size, in_order=in_order) else None
+    has_count = min_points <= rows.shape[1] <= thresholds.MAX_POINTS
+    return numbers if has_count and _lie_inside(rows, size, in_order=in_order) else 0
 
 
-def _find_flat_numbers(samples: Sequence[Array], width: int) -> int:
-    """Return the least numbers per point at which a flat output is in order; 0 without."""
-    vectors = [value.reshape(-1).astype(np.float64) for value in samples]
-    length = vectors[0].size
-    step = width or 1
-    if all((vector[step:] <= vector[:-step]).all() for vector in vectors):  # sorted scores
+def _find_ordered_numbers(vectors: Floats, choices: Sequence[int]) -> int:
+    """Return the numbers per point at which vectors [samples, K p] are in order; 0 without.
+
+    A single choice is known, and must only be in better order than any neighbours are.
+    """
+    length, step = vectors.shape[1], choices[0] if len(choices) == 1 else 1
+    if (vectors[:, step:] <= vectors[:, :-step]).all():  # sorted scores
         return 0
-    order = {}
-    for numbers in (width,) if width else _NUMBERS:
+    orders = {0: thresholds.MIN_ORDER}
+    if len(choices) == 1:
+        orders[0] = _order(vectors, 1) + thresholds.MIN_ORDER_LEAD
+    for numbers in choices:
         if length % numbers == 0 and length >= numbers * thresholds.MIN_FLAT_POINTS:
-            order[numbers] = _order(vectors, numbers)
-    min_order = thresholds.MIN_ORDER
-    if width:
-        min_order = _order(vectors, 1) + thresholds.MIN_ORDER_LEAD
-    best = max(order.values(), default=0.0)
-    if not best > min_order:
-        return 0
-    return next(n for n in order if order[n] >= best - thresholds.MAX_ORDER_LOSS)
+            orders[numbers] = _order(vectors, numbers)
+    return max(orders, key=lambda numbers: orders[numbers])
 
 
-def _order(vectors: Sequence[Floats], step: int) -> float:
+def _order(vectors: Floats, step: int) -> float:
     """Return the mean correlation of the numbers with those `step` later."""
     return float(np.mean([correlate(vector[step:], vector[:-step]) for vector in vectors]))
 
 
-def _rows(samples: Sequence[Array], numbers: int) -> Floats:
-    """Return the samples as [samples, K, numbers]."""
-    rows = [_to_points(value).reshape(-1, numbers) for value in samples]
-    return np.stack(rows).astype(np.float64)
+def _to_rows(value: Array, numbers: int) -> Floats:
+    """Return points as [K, numbers]."""
+    return _to_points(value).reshape(-1, numbers).astype(np.float64)
 
 
 def _to_points(value: Array) -> Array:
     """Return [N, p, K], with a row for each number, as [N, K, p]; other arrays unchanged."""
-    return value.swapaxes(1, 2) if is_transposed(value.shape) else value
+    return value.swapaxes(1, 2) if _is_transposed(value.shape) else value
 
 
-def is_transposed(shape: Sequence[int]) -> bool:
+def _is_transposed(shape: Sequence[int]) -> bool:
     """Whether it is [N, p, K], with a row for each of a point's numbers."""
     has_rows = len(shape) == 3 and shape[1] in _NUMBERS
     return has_rows and shape[2] >= thresholds.MIN_FLAT_POINTS
 
 
 def _lie_inside(rows: Floats, size: tuple[int, int], *, in_order: bool) -> bool:
-    """Whether the first two numbers of each point are coordinates in the picture.
+    """Whether the first two numbers of each point are coordinates about the picture's middle.
 
     They are in pixels, or relative to its side: 0 to 1 or, if `in_order`, -1 to 1.
     """
     positions = rows[:, :, :2]
     if np.abs(positions).max() > thresholds.MAX_RELATIVE_COORDINATE:
         return _are_central(positions / max(size))
-    if np.ptp(rows.sum(axis=2)) < thresholds.MAX_END_DISTANCE:
-        return False  # class probabilities
-    return _are_relative(positions) or (in_order and _are_relative((positions + 1) / 2))
-
-
-def _are_relative(positions: Floats) -> bool:
-    """Whether coordinates of 0 to 1 lie in the picture and are no probabilities."""
     end = thresholds.MAX_END_DISTANCE
-    is_end = (positions < end) | (positions > 1 - end)
-    return bool(is_end.mean() <= thresholds.MAX_END_SHARE) and _are_central(positions)
+    if np.ptp(rows.sum(axis=2)) < end:
+        return False  # class probabilities
+    for shares in (positions, (positions + 1) / 2) if in_order else (positions,):
+        is_end = (shares < end) | (shares > 1 - end)
+        if is_end.mean() <= thresholds.MAX_END_SHARE and _are_central(shares):
+            return True
+    return False
 
 
 def _are_central(positions: Floats) -> bool:
@@ -326,10 +285,6 @@ def _are_central(positions: Floats) -> bool:
 def _are_between(values: Floats, limits: tuple[float, float]) -> bool:
     low, high = limits
     return bool(((values > low) & (values < high)).all())
-
-
-def _is_on(flag: OutputSlice, outputs: Outputs) -> bool:
-    return bool(np.all(flag.best_scores(outputs) > 0.5))
 
 
 @dataclass(slots=True)

@@ -57,7 +57,6 @@ MAX_NORMAL_PEAK = 1.5  # largest number of an embedding, relative to that of nor
 MIN_POINTS, MAX_POINTS = 4, 600  # points of an output: a quadrangle, a mesh of a face
 MIN_FLAT_POINTS = 8  # points of a flat output, whose order must show
 MIN_ORDER_LEAD = 0.2  # the same of known numbers per point, above that of any neighbours
-MAX_ORDER_LOSS = 0.1  # loss of correlation that is accepted for fewer numbers per point
 MEAN_COORDINATE = 0.15, 0.85  # range of the mean coordinate, relative to the picture's side
 COORDINATE_SPREAD = 0.01, 0.5  # range of a sample's deviation, relative to the picture's side
 MAX_POINT_OUTSIDE = 0.5  # distance of a point to the picture, relative to its side
