@@ -6,7 +6,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 TEXT = (TESTS.parent / "docs" / "feeds.md").read_text("utf-8")
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ")]
-TABLE_HEADS = ("| From", "| What is read")
+TABLE_HEADS = ("| From", "| What is read", "| `--labels` | What")
 
 
 def default_test_file(row: int) -> str:

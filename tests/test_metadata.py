@@ -220,7 +220,7 @@ Preprocess:
   type: NormalizeImage
 - type: Permute
 label_list:
-- it's "anything": {
+- 'it''s "anything": {'
 """
 
 
@@ -237,7 +237,8 @@ def test_paddledetection_infer_cfg_is_read(tmp_path, wording):
         ("keep_ratio: false", "keep_ratio: true"),
         ("Permute", "PadStride"),
         ("interp: 2", "interp: [2, 3]"),
-        ("- 320", "- &a 320"),
+        ("- 320", "- [320]"),
+        ("- type: Permute", "- Permute"),
         ("  keep_ratio: false", "  keep_ratio: !!python/object:os.system"),
         ("std: [0.229, ", "std: [[" * 5000),
     ):

@@ -196,9 +196,10 @@ def test_image_pattern_equals_folder(pictures, make_cache, tmp_path, run, small_
     wording.check(run.fails(*arguments, "--images", pictures / "*.gif"))
 
 
-def test_coco_images_must_be_a_list(tmp_path, wording):
+@pytest.mark.parametrize("images", ["5", '[{"file_name": "a\\ud800.png"}]', '[{"file_name": 5}]'])
+def test_coco_images_must_be_named(images, tmp_path, wording):
     path = tmp_path / "coco.json"
-    path.write_text('{"images": 5}')
+    path.write_text(f'{{"images": {images}}}')
     with pytest.raises(FeedError) as raised:
         open_feed(path, [X])
     wording.check(raised.value)

@@ -1,6 +1,7 @@
 """What a user loses, through the command: parts, tasks, a metric of one's own, annotations."""
 
 import json
+import shutil
 import struct
 
 import cv2
@@ -9,12 +10,12 @@ import pytest
 
 import calib8
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.annotations import read_coco
 from deploy.feed.file_list import ImageFile
 from deploy.feed.pixels import boxes_to_input, preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.sources import decoded_size
 from deploy.metrics import output_form
-from deploy.metrics.precision import read_coco
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks.metric import MetricTally, metric_of
 
@@ -303,6 +304,31 @@ def test_a_coco_json_gives_both_precisions(accuracy, detector, labelled, annotat
     assert worse["precision"]["reference_50"] < report_accuracy["reference_50"]
 
 
+@pytest.mark.slow
+def test_data_yaml_calibrates_and_judges(accuracy, detector, pictures, annotations, tmp_path):
+    for split, files in (("train", range(8)), ("val", range(8, 20))):
+        for part in ("images", "labels"):
+            (tmp_path / "set" / part / split).mkdir(parents=True)
+        for number in files:
+            shutil.copy(pictures / f"{number:02}.png", tmp_path / "set" / "images" / split)
+    for row in json.loads(annotations.read_text())["annotations"]:
+        corners = np.reshape(row["bbox"], (2, 2)) / (20, 18)
+        corners[1] += corners[0]
+        low, high = corners.clip(0, 1)
+        center, sides = (low + high) / 2, high - low
+        line = f"{(row['category_id'] - 3) // 4} {center[0]} {center[1]} {sides[0]} {sides[1]}\n"
+        if row["image_id"] >= 8:
+            path = tmp_path / "set" / "labels" / "val" / f"{row['image_id']:02}.txt"
+            with path.open("a") as file:
+                file.write(line)
+    path = tmp_path / "set" / "data.yaml"
+    path.write_text("train: images/train\nval: images/val\nnames: [a, b]\n")
+    options = ("--images", path, "--eval-images", path, "--labels", path, "--effort", 0)
+    result, out = accuracy(detector, *options)
+    assert result["precision"]["reference_50"] > 0.5 and "8 samples from" in out
+    assert result["samples"] == 12
+
+
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
@@ -390,7 +416,9 @@ def test_boxes_are_scaled_to_other_pictures(build, detector, pictures, annotatio
     for folder in (pictures, larger):
         _, _, report = build(detector, *options, folder)
         precisions.append(report["engines"][1]["accuracy"]["precision"]["reference_50"])
-        message = "20 of 20 evaluation images differ in size, but not in shape, from the COCO json"
+        message = (
+            "20 of 20 evaluation images differ in size, but not in shape, from their annotations"
+        )
         assert any(message in note for note in report["notes"]) == (folder == larger)
     assert precisions[1] == pytest.approx(precisions[0], abs=0.1) and precisions[1] > 0.3
 
@@ -402,7 +430,7 @@ def test_pictures_of_another_shape_are_refused(
     cut = resaved(pictures, tmp_path / "cut", lambda picture: picture[:, :9])
     wording.check(refused(*options, cut))
     error = refused(*options, resaved(pictures, tmp_path / "turned", np.rot90))
-    assert "of 18x20 and 20x18 in the COCO json; save it as it is displayed" in error
+    assert "of 18x20 and 20x18 in the annotations; save it as it is displayed" in error
     data = json.loads(annotations.read_text())
     data["images"][0]["width"] = 0
     annotations.write_text(json.dumps(data))

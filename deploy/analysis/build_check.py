@@ -33,6 +33,7 @@ from deploy.analysis.build_reader import (
 from deploy.calibration.calibration_result import find_reference_model
 from deploy.calibration.input_checks import check_input_samples
 from deploy.errors import BackendError, ConfigError, list_first
+from deploy.feed.annotations import Annotations
 from deploy.feed.evaluation import BY_FOLDER, EvaluationSubset, apply_labels, read_labels
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
@@ -45,7 +46,6 @@ from deploy.frontends.onnx_reader import read_model
 from deploy.graph.index import all_nodes
 from deploy.graph.plan import Decision
 from deploy.machine import this_machine, worker_threads
-from deploy.metrics.precision import Annotations
 from deploy.pipeline.build_options import open_torch_module
 from deploy.pipeline.measure import Figures, measure_engines
 from deploy.pipeline.results import engine_rows, feed_part, model_part
@@ -112,6 +112,7 @@ def check(
         ModelError, FeedError: the float model or the images cannot be read.
     """
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    dataset = replace(dataset, split="val")
     if against is not None:
         against, source = open_torch_module(against, dataset.source)
         dataset = replace(dataset, source=source)

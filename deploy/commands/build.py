@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 labels_option = base.measuring_option(
     "--labels",
     type=base.FILE,
-    help="Labels of the evaluation images: a file with one class number a line, in order; a COCO"
-    " json of objects, by file name; or the word folders, if each class has a folder.",
+    help="Labels of the evaluation images: a file with one class number a line, in order; objects"
+    " by file name, as a COCO json, data.yaml or folder of YOLO's .txt or VOC's .xml; or the word"
+    " folders, if each class has a folder.",
 )
 metric_option = base.measuring_option(
     "--metric",

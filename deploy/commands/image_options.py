@@ -237,8 +237,8 @@ def take_stable_share(arguments: dict[str, Any]) -> float | None:
 
 
 SOURCES = (
-    "Folder, pattern, list file (path, or path and label) or COCO json of images, or of .npy, .npz"
-    " or .bin files; a video; or loader.py:function"
+    "Folder, pattern, list file (path, or path and label), COCO json or Ultralytics' data.yaml of"
+    " images, or of .npy, .npz or .bin files; a video; or loader.py:function"
 )
 
 
@@ -267,7 +267,7 @@ class ImageArguments:
         source: str | RawFiles = path
         if isinstance(self.dataset.source, RawFiles):
             source = with_same_format(self.dataset.source, path)
-        return replace(self.dataset, source=source, limit=None)
+        return replace(self.dataset, source=source, limit=None, split="val")
 
 
 skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")

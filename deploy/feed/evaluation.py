@@ -16,14 +16,17 @@ from typing import overload
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.annotations import Annotations, read_annotations
+from deploy.feed.images import summarize_names
 from deploy.feed.parallel import SampleStream
+from deploy.feed.paths import is_data_yaml
 from deploy.feed.pixels import boxes_to_input
 from deploy.feed.preprocess import Size, with_image_size
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import spread_evenly
 from deploy.feed.sources import Sample
 from deploy.files.reading import read_text
-from deploy.metrics.precision import Annotations, GroundTruth, Objects, read_coco
+from deploy.metrics.precision import GroundTruth, Objects
 from deploy.tensors import Array
 from deploy.terminal import phase
 
@@ -118,15 +121,16 @@ class EvaluationSubset:
 BY_FOLDER = "folders"
 _MAX_DIGITS = 9  # at most, of a class number
 _SCALED_BOXES_NOTE = (
-    "{} of {} evaluation images differ in size, but not in shape, from the COCO json; their boxes"
-    " were scaled accordingly"
+    "{} of {} evaluation images differ in size, but not in shape, from their annotations; their"
+    " boxes were scaled accordingly"
 )
 
 
 def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
-    """Read the annotations of a COCO json, or a class number at the end of each line.
+    """Read annotated objects, see `deploy.feed.annotations`, or a class number a line.
 
-    Empty lines are skipped. "folders" is no file: images are labelled by their folders.
+    The class number ends the line; empty lines are skipped. "folders" is no file: images are
+    labelled by their folders.
 
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
@@ -134,8 +138,8 @@ def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
     if str(path) == BY_FOLDER:
         return BY_FOLDER
     path = Path(path)
-    if path.suffix.lower() == ".json":
-        return read_coco(path)
+    if path.is_dir() or is_data_yaml(path) or path.suffix.lower() == ".json":
+        return read_annotations(path)
     lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
     labels = []
     for number, line in enumerate(lines, 1):
@@ -177,16 +181,51 @@ def apply_labels(
         raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
     for name in evaluation.names:
         labels.find_objects(name)  # raises if the image is not annotated
-    scaled_sizes = _find_scaled_images(labels, evaluation)
-    notes: tuple[str, ...] = ()
-    if scaled_sizes:
-        notes = (_SCALED_BOXES_NOTE.format(len(scaled_sizes), evaluation.count),)
-    objects = ObjectsInInput(labels, evaluation, scaled_sizes)
-    return GroundTruth(objects, labels.categories, notes)
+    sizes = _find_image_sizes(labels, evaluation)
+    notes = (
+        _note_scaled_boxes(labels, sizes, evaluation.count),
+        _note_unlabelled(labels, evaluation),
+    )
+    objects = ObjectsInInput(labels, evaluation, sizes)
+    return GroundTruth(objects, labels.categories, tuple(filter(None, notes)))
 
 
-def _find_scaled_images(annotations: Annotations, evaluation: Feed) -> dict[str, Size]:
-    """Return name -> size of the images whose size, but not shape, differs from the annotations.
+def _note_scaled_boxes(
+    annotations: Annotations, sizes: Mapping[str, Size], image_count: int
+) -> str:
+    """Return a note on boxes that were scaled, although their file says a size; "" without any."""
+    scaled_count = 0
+    for name in sizes:
+        scaled_count += annotations.find_objects(name).size is not None
+    if not scaled_count:
+        return ""
+    return _SCALED_BOXES_NOTE.format(scaled_count, image_count)
+
+
+def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
+    """Return a note on images without a label file; "" without any.
+
+    Raises:
+        FeedError: no image has one.
+    """
+    if annotations.unlabelled is None:
+        return ""
+    names = [name for name in evaluation.names if not annotations.has_picture(name)]
+    if len(names) == evaluation.count:
+        raise FeedError(
+            f"label files must have the names of the evaluation images, got none for"
+            f" {summarize_names(names, 3)}; give the labels of these images"
+        )
+    if not names:
+        return ""
+    return (
+        f"{len(names)} of {evaluation.count} evaluation images have no label file and count as"
+        f" images without objects: {summarize_names(names, 3)}"
+    )
+
+
+def _find_image_sizes(annotations: Annotations, evaluation: Feed) -> dict[str, Size]:
+    """Return name -> size of the images whose annotations have another size of that shape, or none.
 
     Raises:
         FeedError: an image has another shape than annotated.
@@ -198,6 +237,9 @@ def _find_scaled_images(annotations: Annotations, evaluation: Feed) -> dict[str,
             annotated_size = annotations.find_objects(name).size
             if size is None or size == annotated_size:
                 continue
+            if annotated_size is None:
+                sizes[name] = size
+                continue
             shape_difference = abs(size[0] * annotated_size[1] - size[1] * annotated_size[0])
             if shape_difference > max(*size, *annotated_size):
                 raise FeedError(_describe_other_shape(name, size, annotated_size))
@@ -207,15 +249,15 @@ def _find_scaled_images(annotations: Annotations, evaluation: Feed) -> dict[str,
 
 def _describe_other_shape(name: str, size: Size, annotated: Size) -> str:
     """Return the message for an image of another shape than annotated, perhaps rotated."""
-    remedy = "give the images that were annotated, or correct the sizes and boxes in the json"
+    remedy = "give the images that were annotated, or correct the sizes and boxes there"
     if size == annotated[::-1]:  # rotated
         remedy = (
             "save it as it is displayed, without an EXIF rotation, or swap width, height and the"
-            " boxes in the json"
+            " boxes there"
         )
     return (
         f"an image must have the width and height that its annotations say, got {name[:200]!r} of"
-        f" {size[1]}x{size[0]} and {annotated[1]}x{annotated[0]} in the COCO json; {remedy}"
+        f" {size[1]}x{size[0]} and {annotated[1]}x{annotated[0]} in the annotations; {remedy}"
     )
 
 
@@ -223,7 +265,7 @@ class ObjectsInInput(Sequence[Objects]):
     """The objects of a feed's good images; bad ones drop out while the feed is read."""
 
     def __init__(self, annotations: Annotations, feed: Feed, sizes: Mapping[str, Size]) -> None:
-        """Args: sizes: by name, of the images whose size differs from the annotations."""
+        """Args: sizes: by name, of the images whose annotations have another size, or none."""
         self._sizes = sizes
         self._annotations = annotations
         self._feed = feed
@@ -251,8 +293,9 @@ class ObjectsInInput(Sequence[Objects]):
         preprocess = self._feed.preprocess
         assert preprocess is not None
         annotation = self._annotations.find_objects(name)
-        size = self._sizes.get(name, annotation.size)
-        boxes = annotation.boxes * np.tile(np.divide(size, annotation.size)[::-1], 2)
+        annotated_size = annotation.size or (1, 1)  # boxes as shares of the sides
+        size = self._sizes.get(name, annotated_size)
+        boxes = annotation.boxes * np.tile(np.divide(size, annotated_size)[::-1], 2)
         return replace(
             annotation,
             boxes=boxes_to_input(boxes, size, preprocess),

@@ -29,6 +29,7 @@ from deploy.feed.model_preprocess import MetadataPreprocess, ResolvedPreprocess,
 from deploy.feed.paths import (
     RawFiles,
     SourceFiles,
+    Split,
     convert_arrays,
     convert_images,
     label_by_folder,
@@ -244,6 +245,7 @@ def open_feed(
     skip_bad: bool = False,
     limit: Limit = None,
     labels_by_folder: bool = False,
+    split: Split = "train",
 ) -> Feed:
     """Open images or arrays as calibration data for a model.
 
@@ -257,6 +259,7 @@ def open_feed(
         limit: maximum number of samples, spread evenly over the source (the first ones of what has
             no length: a calibrator, a generator); or a `Choice`.
         labels_by_folder: number the subfolders and use the numbers as class labels.
+        split: which images of a data.yaml are used.
 
     Raises:
         FeedError: no samples, or samples that do not fit the inputs.
@@ -273,7 +276,7 @@ def open_feed(
     )
     if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
         source = cast("FeedSource", call_loader(str(source)))
-    files = _resolve_source_files(source)
+    files = _resolve_source_files(source, split)
     if labels_by_folder:
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
@@ -291,12 +294,14 @@ class Dataset:
             else its input, decides the rest.
         skip_bad: skip unreadable images and arrays with NaN instead of raising.
         limit: use at most this number of samples, or a `Choice` of them; None uses all.
+        split: which images of a data.yaml are used.
     """
 
     source: FeedSource
     preprocess: PreprocessRequest = None
     skip_bad: bool = False
     limit: Limit = None
+    split: Split = "train"
 
     def open(
         self,
@@ -314,6 +319,7 @@ class Dataset:
             skip_bad=self.skip_bad,
             limit=self.limit,
             labels_by_folder=labels_by_folder,
+            split=self.split,
         )
 
 
@@ -323,34 +329,38 @@ def to_dataset(
     preprocess: PreprocessRequest = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    split: Split = "train",
 ) -> Dataset:
     """Return a source with these options, or a `Dataset` as it is."""
     if isinstance(images, Dataset):
         return images
-    return Dataset(source=images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    return Dataset(
+        source=images, preprocess=preprocess, skip_bad=skip_bad, limit=limit, split=split
+    )
 
 
-def is_array_source(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
-    """Return whether a source is array files or a calibrator, which take no preprocessing.
+def is_array_dataset(dataset: Dataset, specs: Sequence[TensorSpec]) -> bool:
+    """Return whether a data set is array files or a calibrator, which take no preprocessing.
 
     Raises:
         FeedError: there are no files, or both images and arrays.
     """
+    source = dataset.source
     if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
         return False  # the loader may return images
-    files = _resolve_source_files(source)
+    files = _resolve_source_files(source, dataset.split)
     if isinstance(source, RawFiles):
         return not any(source.are_images(spec, has_preprocess=True) for spec in specs)
     return isinstance(source, CalibratorScript) or (files is not None and files.are_arrays)
 
 
-def _resolve_source_files(source: FeedSource) -> SourceFiles | None:
+def _resolve_source_files(source: FeedSource, split: Split) -> SourceFiles | None:
     """Return the files that a path or a list of paths resolves to; None for other sources."""
     if isinstance(source, RawFiles):
         source = source.path
     if isinstance(source, str | os.PathLike):
         add_input_file(Path(source))
-        return resolve_files(Path(source))
+        return resolve_files(Path(source), split=split)
     if isinstance(source, list | tuple):
         return resolve_path_list(source)
     return None

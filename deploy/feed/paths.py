@@ -1,4 +1,4 @@
-"""Resolve a path to files (a folder, list, pattern, COCO json or single file), and open raw files.
+"""Resolve a path to files (a folder, list, pattern, COCO json, data.yaml or file), and raw files.
 
 Raw files have no header: the user gives their shape and dtype. They hold arrays or uint8 images::
 
@@ -10,9 +10,9 @@ Raw files have no header: the user gives their shape and dtype. They hold arrays
 import glob
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from deploy.feed.images import (
     join_suffixes,
     printable_name,
     read_list,
+    suffix_of,
     summarize_names,
     walk_files,
 )
@@ -34,11 +35,12 @@ from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess, describe
 from deploy.feed.sources import is_video
 from deploy.feed.temporary_arrays import Item
-from deploy.files.reading import read_json
+from deploy.files.reading import convert, read_json, read_yaml
 from deploy.tensors import TensorSpec
 
 _WILDCARDS = frozenset("*?[")
 _SOURCES = "a folder of images or arrays, a list file, a pattern such as 'photos/*.jpg', or a file"
+Split = Literal["train", "val"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,8 @@ class SourceFiles:
         return bool(array_files)
 
 
-def resolve_files(path: Path) -> SourceFiles:
-    """Return the files that `path` resolves to.
+def resolve_files(path: Path, *, split: Split = "train") -> SourceFiles:
+    """Return the files that `path` resolves to; of a data.yaml those of `split`.
 
     Raises:
         FeedError: the path does not exist, or the list is invalid.
@@ -96,6 +98,8 @@ def resolve_files(path: Path) -> SourceFiles:
         )
     if path.suffix.lower() == ".json":
         return SourceFiles(_read_coco_files(path), title)
+    if is_data_yaml(path):
+        return SourceFiles(_list_yaml_images(path, split), f"{split} of {title}")
     return SourceFiles(read_list(path), title)
 
 
@@ -131,7 +135,98 @@ def _read_coco_files(path: Path) -> FileList:
 
 
 def _is_file_name(value: object) -> bool:
-    return isinstance(value, str) and value != "" and "\0" not in value
+    if not isinstance(value, str) or not value or "\0" in value:
+        return False
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def is_data_yaml(path: Path | str) -> bool:
+    """Return whether the suffix is that of a data set's description, as Ultralytics reads it."""
+    return suffix_of(path) in (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataYaml:
+    """Ultralytics' description of a data set.
+
+    Attributes:
+        path: root of the images, relative to the file or to the working folder; None for the file's
+            folder.
+        train: folders or list files of images, relative to the root.
+        val: likewise.
+        names: class names, in order or by number.
+        nc: number of classes.
+        kpt_shape: shape of an object's key points; None without key points.
+
+    Source: docs.ultralytics.com, datasets/detect; `check_det_dataset` of its data/utils.py.
+    """
+
+    path: str | None = None
+    train: str | list[str] | None = None
+    val: str | list[str] | None = None
+    names: list[str] | dict[str, str] = field(default_factory=list)
+    nc: int | None = None
+    kpt_shape: Any = None
+
+    @property
+    def class_count(self) -> int | None:
+        """Number of classes; None if the file does not say it."""
+        return self.nc or len(self.names) or None
+
+
+def read_data_yaml(path: Path) -> DataYaml:
+    """Return the contents of a data.yaml.
+
+    Raises:
+        FeedError: it cannot be read, or has other values.
+    """
+    what = "a data.yaml of Ultralytics with `train`, `val` and `names`"
+    values = read_yaml(path, what=what, error=FeedError)
+    rule = f"{printable_name(str(path))} must be {what}"
+    return convert(values, DataYaml, rule=rule, error=FeedError, strict=False)
+
+
+def _list_yaml_images(path: Path, split: Split) -> FileList:
+    """Return the images of a split; their names are relative to the folder of the data.yaml."""
+    data = read_data_yaml(path)
+    places = data.train if split == "train" else data.val
+    if isinstance(places, str):
+        places = [places] if places else []
+    if not places:
+        raise FeedError(
+            f"{printable_name(str(path))} must say where the images of `{split}` are, got no"
+            f" `{split}`; add it, or give a folder or a list file"
+        )
+    files = FileList(path.parent)
+    for place in places:
+        for file in resolve_files(_locate_yaml_images(path, data.path or "", place)).files:
+            files.add(os.path.relpath(file.path, path.parent))
+    return files
+
+
+def _locate_yaml_images(path: Path, root: str, place: str) -> Path:
+    """Return a folder or list file of images that a data.yaml names.
+
+    As Ultralytics does, a `../` that leads out of the root is dropped if only that is there.
+
+    Raises:
+        FeedError: there is no such folder or list file.
+    """
+    if _is_file_name(place) and (not root or _is_file_name(root)):
+        candidates = []
+        for folder in (path.parent / root, Path(root), path.parent):
+            candidates += [folder / place, folder / place.removeprefix("../")]
+        for candidate in candidates:
+            if candidate.is_dir() or (suffix_of(candidate) == ".txt" and candidate.is_file()):
+                return candidate
+    raise FeedError(
+        f"{printable_name(str(path))} must name folders or list files (.txt) of images that exist,"
+        f" got {place[:200]!r} under {root[:200] or '.'!r}; correct `path` or the folder"
+    )
 
 
 def _resolve_folder(folder: Path) -> SourceFiles:

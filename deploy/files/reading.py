@@ -6,6 +6,7 @@ a budget of bytes::
     read_bytes, read_text      an entire file
     open_regular_file          a file to be read in pieces
     read_json, from_json       values of JSON, up to `MAX_NESTING` brackets deep
+    read_yaml, from_yaml       mappings, lists and texts of YAML
     convert                    values of JSON or TOML as a dataclass, checked by its fields' types
     refuse_irregular           for a library that opens a file by its path
 
@@ -32,6 +33,7 @@ T = TypeVar("T")
 MAX_BYTES = 16 << 30  # of a file that is read at once
 MAX_TEXT_BYTES = 64 << 20  # of a text file
 MAX_NESTING = 64  # depth of brackets in JSON
+_MAX_YAML_BYTES = 1 << 18  # a thousand class names take 30 KB; 256 KB take seconds
 _CHUNK_BYTES = 1 << 20  # per read: Python allocates the size requested
 
 _TO_SQUARE_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -171,6 +173,42 @@ def from_json(
     raise error(f"{rule}, got invalid JSON: {reason}; write it again")
 
 
+def read_yaml(path: FilePath, *, what: str, error: type[Calib8Error]) -> Any:
+    """Return the value of a YAML file, see `from_yaml`.
+
+    Raises:
+        error: see `read_text` and `from_yaml`.
+    """
+    text = read_text(path, what=what, error=error, max_bytes=_MAX_YAML_BYTES)
+    return from_yaml(text, rule=f"{os.fspath(path)} must be {what}", error=error)
+
+
+def from_yaml(text: str, *, rule: str, error: type[Calib8Error]) -> Any:
+    """Return the value of a YAML text: mappings, lists and texts, whatever its tags say.
+
+    Numbers and booleans stay texts, since "no" and 010 are names too. No tag makes an object.
+
+    Raises:
+        error: no YAML, or nested too deep.
+    """
+    import yaml
+
+    if len(text) > _MAX_YAML_BYTES:
+        raise error(f"{rule} of at most {format_bytes(_MAX_YAML_BYTES)}, got more; shorten it")
+    try:
+        return yaml.load(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as cause:
+        place = getattr(cause, "problem_mark", None)
+        reason = getattr(cause, "problem", None) or "a character that is not text"
+        if place is not None:
+            reason += f" at line {place.line + 1}"
+    except RecursionError:
+        reason = "too many nested values"
+    except (ValueError, OverflowError):  # numbers in directives and escapes
+        reason = "a number that is too large"
+    raise error(f"{rule}, got invalid YAML: {reason}; write it again")
+
+
 def convert(
     values: Any,
     kind: type[T],
@@ -180,7 +218,7 @@ def convert(
     way_out: str = "write it again",
     strict: bool = True,
 ) -> T:
-    """Return values of JSON or TOML as `kind`, such as a dataclass; unknown keys are ignored.
+    """Return values of JSON, TOML or YAML as `kind`, such as a dataclass; unknown keys are ignored.
 
     Args:
         values: lists, dicts, texts and numbers.

@@ -4,20 +4,16 @@ It equals COCO's evaluation (Lin et al. 2014; pycocotools' COCOeval, all areas, 
 and image): at each IoU of .50, .55, ... .95 boxes are matched in descending order of score, each
 with the unmatched object of its class that it overlaps most; precision is made monotonic over
 recall and sampled at 101 recalls. Boxes with a score of 0.05 or less are ignored.
-
-Annotation files: cocodataset.org, format-data, detection.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import FeedError
-from deploy.files.reading import read_json
 from deploy.tasks.boxes import Decoder
 from deploy.tasks.detections import (
     NOTHING,
@@ -33,7 +29,6 @@ IOUS = np.linspace(0.5, 0.95, 10)  # overlaps from which a box is a hit, each ev
 _RECALLS = np.linspace(0, 1, 101)  # at which precision is sampled
 _MAX_BOXES = 100  # per class and image, the best by score
 _SUPPRESSION_IOU = 0.65  # of two boxes of a class that overlap more, the better one stays
-_MAX_FILE_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
 _HIT, _MISS, _CROWD = 1, 0, -1  # outcomes of a box; one in a crowd is ignored
 
 
@@ -42,110 +37,16 @@ class Objects:
     """Annotated objects of one picture.
 
     Attributes:
-        size: (height, width) of the picture in pixels.
-        boxes: [n, 4] corners x1 y1 x2 y2 in pixels.
+        size: (height, width) of the picture in pixels; None if it is not known.
+        boxes: [n, 4] corners x1 y1 x2 y2 in pixels; without a size as shares of width and height.
         categories: [n] category ids of the file.
         crowds: [n] whether a box is a crowd (iscrowd).
     """
 
-    size: tuple[int, int]
+    size: tuple[int, int] | None
     boxes: NDArray[np.float64]
     categories: NDArray[np.int64]
     crowds: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Annotations:
-    """Contents of an annotation file.
-
-    Attributes:
-        pictures: file name without folders -> its objects.
-        categories: category ids, ascending.
-        ambiguous_names: file names that occur in several folders.
-    """
-
-    pictures: Mapping[str, Objects]
-    categories: tuple[int, ...]
-    ambiguous_names: frozenset[str] = frozenset()
-
-    def find_objects(self, name: str) -> Objects:
-        """Return the objects of a picture, by its file name.
-
-        Raises:
-            FeedError: the picture is missing, or its name is ambiguous.
-        """
-        file_name = PurePosixPath(name.replace("\\", "/")).name
-        if file_name in self.ambiguous_names:
-            raise FeedError(
-                f"images are matched with annotations by file name, {file_name[:200]!r} is several"
-                " images there; give them names of their own"
-            )
-        if file_name not in self.pictures:
-            raise FeedError(
-                f"every evaluation image must be in the annotations, {name[:200]!r} is not;"
-                " images are matched by file name"
-            )
-        return self.pictures[file_name]
-
-
-def read_coco(path: Path) -> Annotations:
-    """Return the annotations of a COCO file.
-
-    Raises:
-        FeedError: it cannot be read, or is no COCO annotation file.
-    """
-    data = read_json(path, what="a COCO json", error=FeedError, max_bytes=_MAX_FILE_BYTES)
-    try:
-        return _parse_annotations(data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise FeedError(
-            f"a COCO json has images, annotations with boxes, and categories; {path} breaks it at"
-            f" {str(error)[:100]}"
-        ) from error
-
-
-def _parse_annotations(data: dict[str, list[dict[str, object]]]) -> Annotations:
-    annotations_by_image: dict[object, list[dict[str, object]]] = {}
-    for image in data["images"]:
-        if image["id"] in annotations_by_image:
-            raise ValueError(f"an id that two images have, {image['id']!r}")
-        annotations_by_image[image["id"]] = []
-    categories = {_integer(category["id"]) for category in data["categories"]}
-    for annotation in data["annotations"]:
-        if annotation["image_id"] not in annotations_by_image:
-            raise ValueError(f"an image_id that no image has, {annotation['image_id']!r}")
-        if _integer(annotation["category_id"]) not in categories:
-            raise ValueError(f"a category_id that no category has, {annotation['category_id']!r}")
-        annotations_by_image[annotation["image_id"]].append(annotation)
-
-    pictures: dict[str, Objects] = {}
-    ambiguous_names = set()
-    for image in data["images"]:
-        name = PurePosixPath(str(image["file_name"])).name
-        if name in pictures:
-            ambiguous_names.add(name)
-        pictures[name] = _parse_objects(name, image, annotations_by_image[image["id"]])
-    return Annotations(pictures, tuple(sorted(categories)), frozenset(ambiguous_names))
-
-
-def _parse_objects(
-    name: str, image: dict[str, object], annotations: list[dict[str, object]]
-) -> Objects:
-    boxes = np.array([annotation["bbox"] for annotation in annotations], np.float64).reshape(-1, 4)
-    if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
-        raise ValueError(f"a bbox of {name!r} that is no x, y, width and height")
-    boxes[:, 2:] += boxes[:, :2]  # COCO's are x y w h
-
-    size = _integer(image["height"]), _integer(image["width"])
-    if min(size) < 1:
-        raise ValueError(f"a width or height of {name!r} below 1")
-    categories = [_integer(annotation["category_id"]) for annotation in annotations]
-    crowds = [bool(annotation.get("iscrowd", 0)) for annotation in annotations]
-    return Objects(size, boxes, np.array(categories, np.int64), np.array(crowds, np.bool_))
-
-
-def _integer(value: object) -> int:
-    return int(str(value))  # 3.5 is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +74,12 @@ class GroundTruth:
 
     Attributes:
         objects: those of each sample in order, in pixels of the input.
-        categories: category ids, ascending.
+        categories: category ids, ascending; None if these are the model's class numbers.
         notes: sentences on how they were read.
     """
 
     objects: Sequence[Objects]
-    categories: tuple[int, ...]
+    categories: tuple[int, ...] | None
     notes: tuple[str, ...] = ()
 
 
@@ -300,6 +201,15 @@ class PrecisionTally:
         """Return the model's class of each category: by order, or by the category's id."""
         category_ids = self.truth.categories
         class_count = self.decoder.classes
+        if category_ids is None:
+            max_class = int(categories.max(initial=0))
+            if class_count is not None and max_class >= class_count:
+                raise FeedError(
+                    f"the labels must have the model's classes, 0 to {class_count - 1}"
+                    f" ({self.decoder.form}), got class {max_class}; give the labels that it was"
+                    " trained with"
+                )
+            return categories
         if class_count is None or class_count == len(category_ids):
             return np.searchsorted(np.array(category_ids, np.int64), categories)
         max_id = max(category_ids, default=0)

@@ -17,6 +17,7 @@ from deploy.calibration.calibration_result import CalibrationResult, keep_float_
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
 from deploy.errors import Calib8Error
+from deploy.feed.annotations import Annotations
 from deploy.feed.evaluation import read_labels
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
@@ -27,7 +28,6 @@ from deploy.files.staging import Stage, stage_files
 from deploy.graph.index import as_names
 from deploy.method import Method
 from deploy.metrics.accuracy import Comparison, StoredOutputs
-from deploy.metrics.precision import Annotations
 from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
@@ -110,8 +110,8 @@ def build(
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list or loader does not give it; the path
-            of a COCO json or of a text file with a class a line; or "folders", which numbers the
-            folders of the images.
+            of annotated objects (a COCO json, data.yaml, a folder of YOLO's or VOC's files) or of
+            a text file with a class a line; or "folders", which numbers the folders of the images.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
         task: name of the outputs' task (`deploy.tasks.TASKS`), or "none" to compare values;
@@ -140,7 +140,7 @@ def build(
     if images is not None:
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     if eval_images is not None:
-        evaluation = to_dataset(eval_images, preprocess=preprocess, skip_bad=skip_bad)
+        evaluation = to_dataset(eval_images, preprocess=preprocess, skip_bad=skip_bad, split="val")
     options = BuildOptions(
         calibration=CalibrationOptions(
             method=method,

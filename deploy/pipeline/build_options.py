@@ -20,9 +20,10 @@ from deploy.calibration.calibration_result import find_reference_model, refuse_c
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy
 from deploy.errors import ConfigError, ExportError
+from deploy.feed.annotations import Annotations
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.evaluation import BY_FOLDER, apply_labels
-from deploy.feed.feed import Dataset, FeedSource, is_array_source
+from deploy.feed.feed import Dataset, FeedSource, is_array_dataset
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.files import manifest
@@ -30,7 +31,7 @@ from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.torch_model import is_torch_module
 from deploy.machine import worker_threads
 from deploy.method import Method
-from deploy.metrics.precision import Annotations, GroundTruth
+from deploy.metrics.precision import GroundTruth
 from deploy.pipeline.results import find_earlier_report
 from deploy.report.verdict import Gates
 from deploy.targets import Target
@@ -322,8 +323,8 @@ def _drop_idle_preprocess(
     if dataset.preprocess is None or evaluation.preprocess is None:
         return dataset, evaluation
 
-    has_arrays = is_array_source(dataset.source, loaded.inputs)
-    evaluation_has_arrays = is_array_source(evaluation.source, loaded.inputs)
+    has_arrays = is_array_dataset(dataset, loaded.inputs)
+    evaluation_has_arrays = is_array_dataset(evaluation, loaded.inputs)
     if has_arrays and not evaluation_has_arrays:
         dataset = replace(dataset, preprocess=None)
     elif evaluation_has_arrays and not has_arrays:

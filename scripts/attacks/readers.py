@@ -115,6 +115,11 @@ _COCO = json.dumps(
     },
     indent=1,
 )
+_YAML = "path: .\ntrain: .\nval: [.]\nnc: 2\nnames:\n  0: cat\n  1: dog\nkpt_shape: [17, 3]\n"
+_VOC = (
+    "<annotation><size><width>9</width><height>8</height></size><object><name>cat</name><bndbox>"
+    "<xmin>1</xmin><ymin>2</ymin><xmax>3</xmax><ymax>4.5</ymax></bndbox></object></annotation>"
+)
 _CFG = """batch_num: 4
 activation_offset: true
 skip_layers: "Gemm_logits"
@@ -179,6 +184,28 @@ def _labels(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.feed.evaluation import read_labels
 
     return lambda path: partial(read_labels, path)
+
+
+def _listed_in_yaml(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    """Descriptions of a data set that stand beside its pictures."""
+    feed = _fed(folder)
+    pictures = made(folder / "subject").pictures(0)
+    return lambda path: feed(Path(shutil.copyfile(path, pictures / "data.yaml")))
+
+
+def _label_folder(folder: Path) -> Callable[[Path], Callable[[], object]]:
+    """A folder of one label file."""
+    from deploy.feed.evaluation import read_labels
+
+    labels = folder / "own" / "labels"
+    labels.mkdir(parents=True, exist_ok=True)
+    (labels / "classes.txt").write_text("cat")
+
+    def opened(path: Path) -> Callable[[], object]:
+        shutil.copyfile(path, labels / f"0{path.suffix}")
+        return partial(read_labels, labels)
+
+    return opened
 
 
 def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], object]]]:
@@ -497,6 +524,10 @@ READERS: dict[str, Reader] = {
         Reader(name="labels", suffix=".txt", open=_labels,
                seeds=_texts("1\n2\n\n3\n", "a.png 4\nb c.png 17\n")),
         Reader(name="coco", suffix=".json", seeds=_texts(_COCO), open=_labels),
+        Reader(name="yaml", suffix=".yaml", seeds=_texts(_YAML), open=_listed_in_yaml),
+        Reader(name="yolo", suffix=".txt", seeds=_texts("0 0.5 0.5 0.1 0.2\n1 0 0 1 0 1 1\n"),
+               open=_label_folder),
+        Reader(name="voc", suffix=".xml", seeds=_texts(_VOC), open=_label_folder),
         Reader(name="npy", suffix=".npy", seeds=_npy, open=_fed),
         Reader(name="npz", suffix=".npz", seeds=_npz, open=_fed, mutate=changed_zip),
         Reader(name="values", suffix=".npy", seeds=_npy,

@@ -17,7 +17,7 @@ Source: RapidOCR writes the characters of a text recognizer into the metadata as
 images are read like PaddleOCR's `RecResizeImg`, 48 pixels high if the model leaves that open, as
 since PP-OCRv3. (Layout models have class names there: words, not characters.)
 `ppdet/engine/export_utils.py` writes the operators of `deploy/python/preprocess.py` into the
-`Preprocess` section of `infer_cfg.yml` with PyYAML's `dump`; only that form of YAML is read here.
+`Preprocess` section of `infer_cfg.yml` .
 """
 
 import re
@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import COLORS, INTERPOLATIONS, Preprocess, Size, find_preset
+from deploy.files.reading import from_yaml
 from deploy.frontends.metadata.values import (
     ModelMetadata,
     StoredPreprocess,
@@ -150,7 +151,6 @@ FILE = "infer_cfg.yml"
 _SECTION = "Preprocess"
 _HEIGHTS = (32, 48)  # pixels of a text line, in PaddleOCR's recognizers
 _MIN_CHARACTERS = 10  # characters of an alphabet: at least the digits
-_MAX_LINES = 200
 _KEYS = {
     "Resize": {"target_size", "keep_ratio", "interp"},
     "NormalizeImage": {"mean", "std", "is_scale", "norm_type"},
@@ -226,58 +226,29 @@ def _add_normalization(preprocess: Preprocess, step: dict[str, object]) -> Prepr
 
 
 def parse_operators(text: str) -> list[dict[str, object]]:
-    """Return the list of mappings in the section `Preprocess`, as PyYAML's `dump` writes it.
-
-    ::
-
-        Preprocess:
-        - interp: 2            one mapping per dash; values are numbers, words, true, false,
-          target_size:         and lists of them, below or in brackets
-          - 320
-          - 320
-          type: Resize
+    """Return the mappings in the section `Preprocess`; values are numbers, words, lists of them.
 
     Raises:
-        ConfigError: a line in another form.
+        ConfigError: a value of another form.
     """
-    lines = text.splitlines()
-    if f"{_SECTION}:" not in lines:
-        return []
-    mappings: list[dict[str, object]] = []
-    key = ""
-    for line in lines[lines.index(f"{_SECTION}:") + 1 :][:_MAX_LINES]:
-        if re.match(r"[^\s-]", line):  # the next section
-            break
-        if row := re.fullmatch(r"(- |  )(\w+):(?: (.+))?", line):
-            if row[1] == "- ":
-                mappings.append({})
-            key = row[2]
-            if mappings and key not in mappings[-1]:
-                mappings[-1][key] = _parse_value(row[3])
-                continue
-        elif mappings and (row := re.fullmatch(r" {2,4}- (.+)", line)):
-            items = mappings[-1].get(key)
-            if isinstance(items, list):
-                items.append(_parse_value(row[1]))
-                continue
-        # no entry of a mapping, no new key, or no item of a list
-        raise ConfigError(
-            f"its {_SECTION} must be as PaddleDetection writes it, got {short_text(line)}"
-        )
-    return mappings
+    data = from_yaml(text, rule=f"its {FILE} must be YAML", error=ConfigError)
+    operators = data.get(_SECTION, []) if isinstance(data, dict) else []
+    if not isinstance(operators, list) or not all(isinstance(step, dict) for step in operators):
+        raise ConfigError(f"its {_SECTION} must be a list of steps, got {short_text(operators)}")
+    return [{str(key): _parse_value(value) for key, value in step.items()} for step in operators]
 
 
-def _parse_value(text: str | None) -> object:
-    """Return a word or number, a list of them in brackets, or [] if the items follow below."""
-    if text is None:
-        return []
-    if text.startswith("[") and text.endswith("]"):
-        return [_parse_word(word.strip()) for word in text[1:-1].split(",")]
-    return _parse_word(text)
+def _parse_value(value: object) -> object:
+    """Return a word or number, or a list of them."""
+    if isinstance(value, list):
+        return [_parse_word(word) for word in value]
+    return _parse_word(value)
 
 
-def _parse_word(text: str) -> object:
+def _parse_word(text: object) -> object:
     """Return a boolean, a number or a word."""
+    if not isinstance(text, str):
+        raise ConfigError(f"its {_SECTION} must hold numbers and words, got {short_text(text)}")
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

@@ -1,0 +1,358 @@
+"""Annotated objects of images: COCO json, YOLO's label files, Pascal VOC's XML.
+
+::
+
+    COCO json             boxes x y w h in pixels; images by file name
+    YOLO    labels/0.txt  "class cx cy w h", or "class x1 y1 x2 y2 x3 y3 ..." of an outline, as
+                          shares of width and height; a picture without a file has no objects
+    VOC     0.xml         corners in pixels; classes by name, in the order of classes.txt
+
+Sources: cocodataset.org, format-data, detection; docs.ultralytics.com, datasets/detect; Pascal
+VOC's development kit.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PurePosixPath
+from xml.etree import ElementTree
+
+import numpy as np
+
+from deploy.errors import FeedError
+from deploy.feed.images import printable_name, suffix_of, walk_files
+from deploy.feed.paths import is_data_yaml, read_data_yaml, resolve_files
+from deploy.files.reading import read_json, read_text
+from deploy.metrics.precision import Objects
+from deploy.terminal import phase
+
+CLASSES_FILE = "classes.txt"  # beside label files: the name of a class a line
+_MAX_COCO_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
+_MAX_LABEL_BYTES = 16 << 20  # of one picture
+_BOX_VALUES = 4
+_MAX_SHARE_BEYOND = 0.01  # of a side, by which rounding moves a corner out of the picture
+
+
+@dataclass(frozen=True, slots=True)
+class Annotations:
+    """Annotated objects of many pictures.
+
+    Attributes:
+        pictures: file name without folders -> its objects; without suffix if `are_label_files`.
+        categories: category ids, ascending; None if these are the model's class numbers.
+        ambiguous_names: file names that occur in several folders.
+        are_label_files: whether each picture has a file of its own.
+        unlabelled: objects of a picture without a file, none; None if every picture must have one.
+    """
+
+    pictures: Mapping[str, Objects]
+    categories: tuple[int, ...] | None
+    ambiguous_names: frozenset[str] = frozenset()
+    are_label_files: bool = False
+    unlabelled: Objects | None = None
+
+    def has_picture(self, name: str) -> bool:
+        """Return whether there are annotations for a picture, by its file name."""
+        return self._key(name) in self.pictures
+
+    def find_objects(self, name: str) -> Objects:
+        """Return the objects of a picture, by its file name.
+
+        Raises:
+            FeedError: the picture is missing, or its name is ambiguous.
+        """
+        key = self._key(name)
+        if key in self.ambiguous_names:
+            raise FeedError(
+                f"images are matched with annotations by file name, {key[:200]!r} is several"
+                " images there; give them names of their own"
+            )
+        objects = self.pictures.get(key, self.unlabelled)
+        if objects is None:
+            raise FeedError(
+                f"every evaluation image must be in the annotations, {name[:200]!r} is not;"
+                " images are matched by file name"
+            )
+        return objects
+
+    def _key(self, name: str) -> str:
+        path = PurePosixPath(name.replace("\\", "/"))
+        return path.stem if self.are_label_files else path.name
+
+
+def read_annotations(path: Path) -> Annotations:
+    """Return the annotations of a COCO json, a data.yaml, or a folder of label files.
+
+    Raises:
+        FeedError: they cannot be read, or are in another format.
+    """
+    if path.is_dir():
+        return _read_label_folder(path)
+    if is_data_yaml(path):
+        return _read_yaml_labels(path)
+    return read_coco(path)
+
+
+def read_coco(path: Path) -> Annotations:
+    """Return the annotations of a COCO file.
+
+    Raises:
+        FeedError: it cannot be read, or is no COCO annotation file.
+    """
+    data = read_json(path, what="a COCO json", error=FeedError, max_bytes=_MAX_COCO_BYTES)
+    try:
+        return _parse_coco(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise FeedError(
+            f"a COCO json has images, annotations with boxes, and categories; {path} breaks it at"
+            f" {str(error)[:100]}"
+        ) from error
+
+
+def _parse_coco(data: dict[str, list[dict[str, object]]]) -> Annotations:
+    annotations_by_image: dict[object, list[dict[str, object]]] = {}
+    for image in data["images"]:
+        if image["id"] in annotations_by_image:
+            raise ValueError(f"an id that two images have, {image['id']!r}")
+        annotations_by_image[image["id"]] = []
+    categories = {_integer(category["id"]) for category in data["categories"]}
+    for annotation in data["annotations"]:
+        if annotation["image_id"] not in annotations_by_image:
+            raise ValueError(f"an image_id that no image has, {annotation['image_id']!r}")
+        if _integer(annotation["category_id"]) not in categories:
+            raise ValueError(f"a category_id that no category has, {annotation['category_id']!r}")
+        annotations_by_image[annotation["image_id"]].append(annotation)
+
+    pictures: dict[str, Objects] = {}
+    ambiguous_names = set()
+    for image in data["images"]:
+        name = PurePosixPath(str(image["file_name"])).name
+        if name in pictures:
+            ambiguous_names.add(name)
+        pictures[name] = _parse_coco_objects(name, image, annotations_by_image[image["id"]])
+    return Annotations(pictures, tuple(sorted(categories)), frozenset(ambiguous_names))
+
+
+def _parse_coco_objects(
+    name: str, image: dict[str, object], annotations: list[dict[str, object]]
+) -> Objects:
+    boxes = np.array([annotation["bbox"] for annotation in annotations], np.float64).reshape(-1, 4)
+    if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
+        raise ValueError(f"a bbox of {name!r} that is no x, y, width and height")
+    boxes[:, 2:] += boxes[:, :2]  # COCO's are x y w h
+
+    size = _integer(image["height"]), _integer(image["width"])
+    if min(size) < 1:
+        raise ValueError(f"a width or height of {name!r} below 1")
+    categories = [_integer(annotation["category_id"]) for annotation in annotations]
+    crowds = [bool(annotation.get("iscrowd", 0)) for annotation in annotations]
+    return Objects(size, boxes, np.array(categories, np.int64), np.array(crowds, np.bool_))
+
+
+def _integer(value: object) -> int:
+    return int(str(value))  # 3.5 is refused
+
+
+def _read_yaml_labels(path: Path) -> Annotations:
+    """Return the labels of the pictures that a data.yaml names as `val`."""
+    data = read_data_yaml(path)
+    if data.kpt_shape is not None:
+        raise FeedError(
+            f"labels must be of boxes or outlines, {printable_name(str(path))} has key points"
+            " (kpt_shape); leave the labels out"
+        )
+    files = resolve_files(path, split="val").files
+    label_paths = [_label_path(os.path.abspath(files.path(index))) for index in range(len(files))]
+    present_paths = list(filter(os.path.exists, label_paths))
+    if not present_paths:
+        raise FeedError(
+            f"the pictures of `val` in {printable_name(str(path))} must have label files, such as"
+            f" {printable_name(label_paths[0])}, got none; put them into a folder `labels` beside"
+            " `images`"
+        )
+    return _read_yolo(present_paths, data.class_count)
+
+
+def _label_path(image_path: str) -> str:
+    """Return the label file of an image: in `labels` instead of the last folder `images`."""
+    images, labels = f"{os.sep}images{os.sep}", f"{os.sep}labels{os.sep}"
+    return os.path.splitext(labels.join(image_path.rsplit(images, 1)))[0] + ".txt"
+
+
+def _read_label_folder(folder: Path) -> Annotations:
+    names = walk_files(folder, lambda name: suffix_of(name) in (".txt", ".xml"))
+    label_names = [name for name in names if PurePosixPath(name).name != CLASSES_FILE]
+    suffixes = set(map(suffix_of, label_names))
+    if len(suffixes) != 1:
+        raise FeedError(
+            f"a folder of labels must hold YOLO's .txt or VOC's .xml, got"
+            f" {' and '.join(sorted(suffixes)) or 'neither'} in {printable_name(str(folder))};"
+            " give the folder of one of them"
+        )
+    paths = [str(folder / name) for name in label_names]
+    if suffixes == {".xml"}:
+        return _read_voc(paths, _read_classes(folder))
+    return _read_yolo(paths, None)
+
+
+def _read_yolo(paths: Sequence[str], class_count: int | None) -> Annotations:
+    pictures: dict[str, Objects] = {}
+    ambiguous_names = set()
+    with phase("label files", len(paths), "files") as step:
+        for path in paths:
+            name = PurePath(path).stem
+            if name in pictures:
+                ambiguous_names.add(name)
+            pictures[name] = _read_yolo_file(path, class_count)
+            step()
+    return Annotations(
+        pictures,
+        None,
+        frozenset(ambiguous_names),
+        are_label_files=True,
+        unlabelled=_make_objects(None, [], []),
+    )
+
+
+def _read_yolo_file(path: str, class_count: int | None) -> Objects:
+    text = read_text(path, what="a label file", error=FeedError, max_bytes=_MAX_LABEL_BYTES)
+    boxes, classes = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        class_number, box = _parse_yolo_line(line, f"line {number} of {printable_name(path)}")
+        if class_count is not None and class_number >= class_count:
+            raise FeedError(
+                f"a class must be below the {class_count} of the data.yaml, line {number} of"
+                f" {printable_name(path)} has {class_number}; correct `names` or the label"
+            )
+        classes.append(class_number)
+        boxes.append(box)
+    return _make_objects(None, boxes, classes)
+
+
+def _parse_yolo_line(line: str, place: str) -> tuple[int, Sequence[float]]:
+    """Return (class, corners x1 y1 x2 y2 as shares of the sides) of a line.
+
+    Raises:
+        FeedError: it is neither of a box nor of an outline.
+    """
+    try:
+        values = np.array(line.split(), np.float64)
+    except ValueError:
+        values = np.empty(0)
+    shares = values[1:]
+    is_box = len(shares) == _BOX_VALUES
+    is_outline = len(shares) > _BOX_VALUES and len(shares) % 2 == 0
+    if not (is_box or is_outline) or not _is_class_number(values[0]):
+        raise FeedError(
+            "a line of labels reads class, x and y of the centre, width and height, or class and"
+            f" points x y of an outline, got {line[:60]!r} as {place}; write them as YOLO does"
+        )
+    corners = shares.reshape(-1, 2)
+    if is_box:
+        center, sides = corners
+        corners = np.stack([center - sides / 2, center + sides / 2])
+    is_inside = (shares >= -_MAX_SHARE_BEYOND) & (shares <= 1 + _MAX_SHARE_BEYOND)
+    if not is_inside.all() or (is_box and (sides < 0).any()):
+        raise FeedError(
+            f"labels must be shares of width and height, 0 to 1, got {line[:60]!r} as {place};"
+            " divide x by the picture's width and y by its height"
+        )
+    return int(values[0]), [*corners.min(axis=0), *corners.max(axis=0)]
+
+
+def _is_class_number(value: float) -> bool:
+    return bool(value >= 0) and float(value).is_integer()
+
+
+def _make_objects(
+    size: tuple[int, int] | None,
+    boxes: Sequence[Sequence[float]],
+    classes: Sequence[int],
+    crowds: Iterable[bool] | None = None,
+) -> Objects:
+    is_crowd = np.zeros(len(boxes), np.bool_)
+    if crowds is not None:
+        is_crowd[:] = list(crowds)
+    return Objects(
+        size,
+        np.array(boxes, np.float64).reshape(-1, _BOX_VALUES),
+        np.array(classes, np.int64),
+        is_crowd,
+    )
+
+
+def _read_classes(folder: Path) -> list[str]:
+    """Return the class names of `classes.txt`, in the folder of the labels or above it."""
+    for path in (folder / CLASSES_FILE, folder.parent / CLASSES_FILE):
+        if path.is_file():
+            text = read_text(path, what="a list of class names", error=FeedError)
+            return [line.strip() for line in text.splitlines() if line.strip()]
+    raise FeedError(
+        f"VOC's files name classes, which need numbers: write the names, one a line in the order"
+        f" of the model's outputs, into {printable_name(str(folder / CLASSES_FILE))}"
+    )
+
+
+def _read_voc(paths: Sequence[str], class_names: Sequence[str]) -> Annotations:
+    number_by_class = {name: number for number, name in enumerate(class_names)}
+    pictures: dict[str, Objects] = {}
+    ambiguous_names = set()
+    with phase("label files", len(paths), "files") as step:
+        for path in paths:
+            name = PurePath(path).stem
+            if name in pictures:
+                ambiguous_names.add(name)
+            pictures[name] = _read_voc_file(path, number_by_class)
+            step()
+    return Annotations(pictures, None, frozenset(ambiguous_names), are_label_files=True)
+
+
+def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
+    """Return the objects of an XML file; difficult ones are no hits and no misses, as crowds.
+
+    Raises:
+        FeedError: it is no annotation of VOC, or names a class that `classes.txt` has not.
+    """
+    text = read_text(path, what="an XML file", error=FeedError, max_bytes=_MAX_LABEL_BYTES)
+    title = printable_name(path)
+    try:
+        if "<!DOCTYPE" in text:  # its entities may grow without end
+            raise ValueError("a DOCTYPE")
+        root = ElementTree.fromstring(text)
+        size = _number(root, "size/height"), _number(root, "size/width")
+        boxes, classes, crowds = [], [], []
+        for annotation in root.findall("object"):
+            name = (annotation.findtext("name") or "").strip()
+            corners = [_number(annotation, f"bndbox/{key}") for key in _VOC_CORNERS]
+            if name not in number_by_class:
+                raise FeedError(
+                    f"the classes of VOC's files must be in {CLASSES_FILE}, got {name[:60]!r} in"
+                    f" {title} and {len(number_by_class)} classes there; add it"
+                )
+            boxes.append(corners)
+            classes.append(number_by_class[name])
+            crowds.append((annotation.findtext("difficult") or "").strip() == "1")
+        if min(size) < 1 or any(box[0] > box[2] or box[1] > box[3] for box in boxes):
+            raise ValueError("a size below 1 or corners in another order")
+    except (ElementTree.ParseError, ValueError, OverflowError) as error:
+        raise FeedError(
+            "an XML file of labels has size, and objects with name and bndbox, as Pascal VOC's,"
+            f" got {str(error)[:100]} in {title}; export the labels again"
+        ) from error
+    return _make_objects((int(size[0]), int(size[1])), boxes, classes, crowds)
+
+
+_VOC_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+
+
+def _number(element: ElementTree.Element, path: str) -> float:
+    """Return the finite number at a path of elements."""
+    text = element.findtext(path)
+    if text is None:
+        raise ValueError(f"no {path}")
+    number = float(text)
+    if not np.isfinite(number):
+        raise ValueError(f"{path} {text!r}")
+    return number
