@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deploy.calibration import trt_cache
 from deploy.calibration.trt_cache import ENTROPY2, LEGACY, MINMAX, dump, from_scales, parse
 from deploy.errors import CacheError
-from tests.models import make_model
+from tests.models import as_float32, build_net, make_model
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
 CACHES = sorted((SHARED / "caches").glob("*.cache"))
@@ -325,6 +325,25 @@ def test_check_reports_wrong_version_and_model(run, small_cnn, cache, tmp_path):
         code, out, _ = run("cache", "check", *arguments)
         assert code == 1
         assert reason in out
+
+
+def test_caches_of_dead_branch_pass_check(run, tmp_path):
+    """A branch that is 0 in every sample has no scale, and its node stays in float."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 3, 3, 3), "v": (8, 8, 1, 1), "u": (8, 8, 1, 1)}
+    weights = as_float32({name: rng.normal(size=shape) for name, shape in shapes.items()})
+    weights["dead"] = np.full(8, -99, np.float32)
+    nodes = "c = Conv(x, w) d = Conv(c, v, dead) r = Relu(d) e = Conv(r, u) y = Add(c, e)"
+    model = make_model(nodes, {"x": ["n", 3, 6, 6]}, {"y": None}, weights)
+    samples = rng.normal(size=(4, 3, 6, 6))
+    out = build_net(model, samples, tmp_path, "--target", "tensorrt", "--effort", 0)
+    paths = list(out.rglob("*.cache"))
+    assert len(paths) == 2
+    for path in paths:
+        run.ok("cache", "check", path, "--model", out / "net.tensorrt.onnx")
+    scales = parse((out / "net.tensorrt.cache").read_bytes(), origin="").scales()
+    assert all(scales.values())
+    assert set(scales) == {"x", "c", "y"}
 
 
 def test_merge_of_conflicts_needs_a_rule(run, tmp_path):

@@ -219,10 +219,12 @@ def _match_findings(match: CacheMatch) -> list[CacheFinding]:
         f" scale, from {match.used_entry_count} of {len(match.entries)} entries"
     )
     findings = [CacheFinding(text, harmful=False)]
+    foreign = _foreign_entries(match)
+    # in a cache of this model, the node of a tensor without a scale is meant to stay in float
+    is_other_model = bool(foreign) or not match.covered_tensor_count
     for tensor in match.tensors:
         if not tensor.has_scale:
-            findings.append(CacheFinding(f"{tensor.tensor}: {tensor.reason}", harmful=True))
-    foreign = _foreign_entries(match)
+            findings.append(CacheFinding(f"{tensor.tensor}: {tensor.reason}", is_other_model))
     if foreign:
         names = ", ".join(entry.name for entry in foreign[:3])
         text = (

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -263,7 +263,9 @@ class TensorRT(TensorrtOptions):
         match = match_cache(
             cache, request.model, float_nodes=request.float_nodes, placement=placement
         )
-        return _CalibratedModel(cache, match, ranges, version)
+        # TensorRT cannot quantize a tensor that is always 0: without an entry its node stays float
+        entries = tuple(entry for entry in cache.entries if entry.bits)
+        return _CalibratedModel(replace(cache, entries=entries), match, ranges, version)
 
     def _check_methods(self, *methods: Method) -> None:
         """Refuse methods that are defined for integers only if the grid is fp8."""
