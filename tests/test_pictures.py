@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import zlib
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import cv2
 import numpy as np
@@ -32,9 +30,7 @@ from deploy.feed.sampling import spread_evenly
 from deploy.report import Report, to_html, to_json, to_markdown
 from deploy.report.parts import FeedPart
 from deploy.report.previews import pictures_part, raster
-from deploy.targets.onnxruntime.run_script import run_program
 from deploy.tensors import TensorSpec
-from tests.models import make_model, save_net
 
 OPEN = "size open; give a size, such as "
 side, sizes = st.integers(1, 5000), st.tuples(st.integers(1, 64), st.integers(1, 64))
@@ -653,41 +649,3 @@ def test_picture_names_are_escaped(pictures):
     assert "&lt;script&gt;" in page
     json.dumps(to_json(report), allow_nan=False).encode()
     assert "data:" not in to_markdown(report)
-
-
-@pytest.mark.parametrize(
-    "preprocess",
-    [
-        {"size": (20, 30), "color": "rgb", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)},
-        {"size": (20, 30), "color": "grey", "interpolation": "area"},
-        {"size": (20, 30), "color": "grey", "scale": 1.0},
-        {"size": (90, 80), "color": "bgr", "interpolation": "area", "layout": "nhwc"},
-        {"size": (32, 32), "color": "rgb", "resize": "letterbox", "pad": (114.0,)},
-        {"size": (48, 32), "color": "rgb", "resize": "letterbox", "anchor": "top-left"},
-        {"size": (24, 24), "color": "rgb", "resize": "short-side", "interpolation": "cubic"},
-        {"size": (24, 64), "color": "bgr", "resize": "fit-height", "pad": (1.0, 2.0, 3.0)},
-    ],
-)
-@pytest.mark.parametrize("shape", [(37, 51), (51, 37)])
-def test_run_program_feeds_calibration_input(preprocess, shape, tmp_path):
-    preprocess = Preprocess(**{"layout": "nchw"} | preprocess)
-    colors = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
-    if preprocess.deep:
-        colors = np.random.default_rng(0).integers(0, 65536, (*shape, 1), np.uint16)
-    path = str(tmp_path / "picture.png")
-    cv2.imwrite(path, colors)
-    engine = 'it\'s """ a.onnx'  # a file's name is not code
-    save_net(make_model("y = Relu (x)", {"x": [1]}, {"y": [1]}), tmp_path / engine)
-    text = run_program(
-        engine, [TensorSpec("x", "float32", (1, 3, None, None))], preprocess, {0: engine}
-    )
-    (tmp_path / "a_run.py").write_text(text)
-    with patch("sys.argv", ["a_run.py"]):
-        program_globals = runpy.run_path(str(tmp_path / "a_run.py"))
-    assert program_globals["CLASSES"] == {0: engine}
-    data = Path(path).read_bytes()
-    grey = preprocess.color == "grey"
-    expected = preprocess_image(
-        decode_image(data, path, grey=grey, deep=preprocess.deep), preprocess
-    )
-    np.testing.assert_array_equal(program_globals["read"](path), expected, strict=True)

@@ -65,7 +65,7 @@ def _share_right(folder, scenes):
             for category in truth["annotations"]
             if files[category["image_id"]] == scene.name
         ]
-        for line in process.splitlines():
+        for line in process.splitlines()[1:]:
             label_and_score, _, box = line.partition(" [")
             box_corners = np.array(json.loads(f"[{box}")) / 2
             overlaps = [

@@ -1,14 +1,31 @@
 """`X_run.py`: a program that runs the engine on pictures, with cv2, numpy and onnxruntime alone.
 
+::
+
+    run_script.txt    reading, preparing, timing, writing
+    run_tasks.txt     parts that decode and draw outputs: those of the recognised task
+
 It repeats the arithmetic of `deploy.feed.pixels` bit for bit, so that it feeds what calibrated. A
-model whose inputs are not one picture of a fixed size has no such program.
+model whose inputs are not one picture of a fixed size has no such program. Outputs of a task that
+has no part here are listed by their shapes and ranges.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from string import Template
 
 from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import read_package_text
-from deploy.tensors import TensorSpec
+from deploy.tasks.boxes import BoxDetection, ListDecoder
+from deploy.tasks.detector import ANCHOR_MAP, COLUMNS, MAP, ROWS, Columns, RowDecoder, RowLevel
+from deploy.tasks.evaluation_task import EvaluationTask
+from deploy.tasks.indices import Ranked
+from deploy.tasks.keypoints import Points, SimccPoints, is_transposed
+from deploy.tasks.maps import HeatMaps, MaskMaps, Pixels
+from deploy.tasks.rows import Outputs
+from deploy.tasks.sequences import Text
+from deploy.tasks.vectors import Classes, Labels
+from deploy.tensors import Array, TensorSpec
 
 # how a picture is resized -> the lines that give the (height, width) of the resized picture
 _SIZES = {
@@ -50,15 +67,24 @@ def run_program(
     inputs: Sequence[TensorSpec],
     preprocess: Preprocess | None,
     classes: Mapping[int, str],
+    task: EvaluationTask | None = None,
+    outputs: Outputs | None = None,
 ) -> str | None:
     """Return the text of a program; None where the inputs are not one picture of a fixed size.
 
-    `engine`: file name of the engine, in the same folder. `preprocess`: resolved; None for arrays.
-    `classes`: class -> name; empty if unknown.
+    Args:
+        engine: file name of the engine, in the same folder.
+        inputs: of the model.
+        preprocess: resolved; None for arrays.
+        classes: class -> name; empty if unknown.
+        task: task of the outputs; None if it was not recognised.
+        outputs: outputs of a sample, for their shapes.
     """
     if preprocess is None or len(inputs) != 1:
         return None
     if preprocess.size is None or None in preprocess.size:
+        return None
+    if isinstance(inputs[0].shape[0], int) and inputs[0].shape[0] != 1:  # a fixed batch
         return None
     position = "top-left"
     if preprocess.resize == "letterbox":
@@ -69,16 +95,25 @@ def run_program(
     if position != "top-left":
         corner = "(HEIGHT - rows) // 2, (WIDTH - columns) // 2"
 
-    flag = "IMREAD_COLOR"
+    flag, frame, drawn = "IMREAD_COLOR", "frame", "    return picture.copy()\n"
     if preprocess.color == "grey":
         flag = "IMREAD_ANYDEPTH" if preprocess.deep else "IMREAD_GRAYSCALE"
-    return read_package_text(__package__, "run_script.txt").format(
+        frame = "cv2.cvtColor(frame, cv2.COLOR_BGR2GRAY)"
+        drawn = "    return cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)\n"
+        if preprocess.deep:
+            drawn = (
+                "    picture = cv2.normalize(picture, None, 0, 255, cv2.NORM_MINMAX, cv2.CV_8U)\n"
+                + drawn
+            )
+    return Template(read_package_text(__package__, "run_script.txt")).substitute(
         engine=ascii(engine),
         classes=ascii(dict(classes)),
         height=preprocess.box[0],
         width=preprocess.box[1],
         sizes=_SIZES[preprocess.resize].format(short=preprocess.short),
         flag=flag,
+        frame=frame,
+        drawn=drawn,
         kind=_interpolation_text(preprocess.interpolation),
         channels=preprocess.channels,
         order="[:, :, ::-1]" if preprocess.color == "rgb" else "",
@@ -91,7 +126,260 @@ def run_program(
         layout="" if preprocess.layout == "nhwc" else ".transpose(2, 0, 1)",
         dtype=inputs[0].dtype,
         input=ascii(inputs[0].name),
+        task=_task_text(task, outputs or {}).rstrip(),
     )
+
+
+def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
+    """Return the functions that decode and draw a task's outputs."""
+    if isinstance(task, Classes):
+        return _part("classes", outputs=ascii(task.outputs))
+    if isinstance(task, Labels):
+        sigmoid = _SIGMOID if task.raw else ""
+        return _part("labels", output=ascii(task.output), sigmoid=sigmoid)
+    if isinstance(task, Ranked):
+        return _part("ranked", output=ascii(task.output))
+    if isinstance(task, Text) and not task.first:
+        merged = _MERGED_STEPS if task.merged else ""
+        fields = {"symbols": task.symbols, "blank": task.blank, "merged": merged}
+        return _part("text", output=ascii(task.output), **fields)
+    if isinstance(task, Pixels):
+        kinds = _pixel_classes(task, outputs)
+        return _part("map", interpolation="NEAREST") + _part(
+            "segmentation", output=ascii(task.output), kinds=kinds
+        )
+    if isinstance(task, MaskMaps):
+        masks = _part("masks", outputs=ascii(task.outputs))
+        return _part("map", interpolation="LINEAR") + masks
+    if isinstance(task, Points | HeatMaps | SimccPoints):
+        scale = ""
+        if isinstance(task, Points) and _are_relative(outputs[next(iter(task.outputs))]):
+            scale = " * [WIDTH, HEIGHT]"
+        return _part("points", points=_point_lines(task, outputs), scale=scale)
+    if isinstance(task, BoxDetection):
+        return _box_text(task, outputs) or _part("values")
+    return _part("values")
+
+
+def _part(name: str, **fields: object) -> str:
+    """Return a part of run_tasks.txt, with its fields, and two empty lines after it."""
+    text = read_package_text(__package__, "run_tasks.txt")
+    (part,) = re.findall(rf"^=== {name}\n(.*?)\s*(?=^===|\Z)", text, re.MULTILINE | re.DOTALL)
+    return Template(part).substitute(fields) + "\n\n\n"
+
+
+_SIGMOID = "    scores = 1 / (1 + np.exp(-scores))\n"
+_SOFTMAX = (
+    "    scores = np.exp(scores - scores.max(axis=1, keepdims=True))\n"
+    "    scores /= scores.sum(axis=1, keepdims=True)\n"
+)
+_ACTIVATIONS = {"": "", "sigmoid": _SIGMOID, "softmax": _SOFTMAX}
+_MERGED_STEPS = (
+    "    best = best[np.insert(best[1:] != best[:-1], 0, True)]  # a repeated symbol counts once\n"
+)
+
+
+def _pixel_classes(task: Pixels, outputs: Outputs) -> str:
+    """Return the expression for the class of each pixel [h, w] of `values`, without the batch."""
+    shape = outputs[task.output].shape
+    if task.output in task.parts and not task.parts[task.output]:  # class numbers
+        return f"values.reshape({shape[-2]}, {shape[-1]})"
+    axis = -1 if task.last else 0
+    if task.classes == 1:
+        return f"(values.max(axis={axis}) > 0)"
+    return f"values.argmax(axis={axis})"
+
+
+def _point_lines(task: Points | HeatMaps | SimccPoints, outputs: Outputs) -> str:
+    """Return the lines that find key points in a model's input."""
+    if isinstance(task, SimccPoints):
+        columns, rows = map(ascii, task.outputs)
+        return (
+            f"    columns, rows = outputs[{columns}][0], outputs[{rows}][0]\n"
+            f"    places = [columns.argmax(axis=1), rows.argmax(axis=1)]\n"
+            f"    return np.stack(places, axis=1) / {task.steps_per_pixel}\n"
+        )
+    if isinstance(task, HeatMaps):
+        maps = f"outputs[{task.output!a}][0]"
+        if task.last:
+            maps += ".transpose(2, 0, 1)"
+        return (
+            f"    maps = {maps}\n"
+            "    maps = maps[maps.max(axis=(1, 2)) > conf]\n"
+            "    cells = maps.reshape(len(maps), -1).argmax(axis=1)\n"
+            "    rows, columns = np.divmod(cells, maps.shape[2])\n"
+            "    places = np.stack([columns, rows], axis=1) + 0.5\n"
+            "    return places * [WIDTH / maps.shape[2], HEIGHT / maps.shape[1]]\n"
+        )
+    tables = []
+    for name, numbers in task.outputs.items():
+        table = f"outputs[{name!a}].reshape(-1, {numbers})[:, :2]"
+        if is_transposed(outputs[name].shape):
+            table = f"outputs[{name!a}][0, :2].T"
+        tables.append(table)
+    return f"    return np.concatenate([{', '.join(tables)}])\n"
+
+
+# layout of an output -> the expression for its table: a row for each possible box
+_TABLES = {
+    ROWS: "values.reshape(-1, values.shape[-1])",
+    COLUMNS: "values.reshape(-1, values.shape[-1]).T",
+    MAP: "values.reshape(values.shape[1], -1).T",
+}
+# coding of boxes -> the lines that find their corners
+_CORNER_LINES = {
+    "corners": "    low, high = boxes[:, :2], boxes[:, 2:4]\n",
+    "centre": (
+        "    centre, size = boxes[:, :2], boxes[:, 2:4]\n"
+        "    low, high = centre - size / 2, centre + size / 2\n"
+    ),
+    "cell": (
+        "    places, sides = cells()\n"
+        "    centre, size = (boxes[:, :2] + places) * sides, np.exp(boxes[:, 2:4]) * sides\n"
+        "    low, high = centre - size / 2, centre + size / 2\n"
+    ),
+    "distribution": (
+        "    places, sides = cells()\n"
+        "    bins = np.exp(boxes.reshape(len(boxes), 4, -1))\n"
+        "    bins /= bins.sum(axis=2, keepdims=True)\n"
+        "    distances = bins @ np.arange(bins.shape[2])  # to the left, top, right, bottom\n"
+        "    low = (places + 0.5 - distances[:, :2]) * sides\n"
+        "    high = (places + 0.5 + distances[:, 2:]) * sides\n"
+    ),
+}
+_RECTANGLE = (
+    "        corners = [[int(side) for side in corner] for corner in (low, high)]\n"
+    "        cv2.rectangle(canvas, *corners, colour, 1 + max(canvas.shape) // 400)\n"
+)
+_POINT_MARKS = (
+    "        for x, y in to_picture(extra, canvas):\n"
+    "            cv2.circle(canvas, (int(x), int(y)), 3, colour, -1, cv2.LINE_AA)\n"
+)
+_MASK_TINT = (
+    "        mask = map_to_picture(extra, canvas) > 0\n"
+    "        rows, columns = np.mgrid[: mask.shape[0], : mask.shape[1]]\n"
+    "        mask &= (columns > low[0]) & (columns < high[0])\n"
+    "        mask &= (rows > low[1]) & (rows < high[1])\n"
+    "        tint(canvas, mask, colour)\n"
+)
+_ROTATED = (
+    "        centre, size = (low + high) / 2, high - low\n"
+    "        degrees = float(np.degrees(extra[0]))\n"
+    "        turned = cv2.boxPoints((centre.tolist(), size.tolist(), degrees))\n"
+    "        cv2.polylines(canvas, [np.int32(turned)], True, colour, 2)\n"
+)
+
+
+_MAX_SHARE = 2  # of a side of the input, that a place relative to it reaches
+
+
+def _box_text(task: BoxDetection, outputs: Outputs) -> str:
+    """Return the functions that decode and draw boxes; "" for a form without such."""
+    decoder = task.decoder
+    if isinstance(decoder, ListDecoder):
+        detections = decoder.boxes({}, outputs)
+        is_relative = detections is not None and _are_relative(detections.boxes)
+        scale = "    boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]\n" if is_relative else ""
+        rows = _list_lines(decoder, outputs)
+        return _part("list", rows=rows, scale=scale) + _part("boxes", outline=_RECTANGLE)
+    if not isinstance(decoder, RowDecoder) or decoder.coding not in _CORNER_LINES:
+        return ""
+    columns = [part for level in decoder.levels for part in _level_parts(level).values()]
+    layouts = {part.layout for part in columns}
+    if len(layouts) > 1 or ANCHOR_MAP in layouts:
+        return ""
+
+    scores = _ACTIVATIONS[decoder.activation]
+    if decoder.background is not None:
+        scores += f"    scores = np.delete(scores, {decoder.background}, axis=1)\n"
+    if decoder.levels[0].gate is not None:
+        gate = 'columns(outputs, "gate")'
+        if decoder.gate_activation == "sigmoid":
+            gate = f"1 / (1 + np.exp(-{gate}))"
+        scores += f"    scores = scores * {gate}\n"
+
+    boxes = decoder.levels[0].boxes
+    values = None if boxes is None else boxes.of(outputs)
+    scale = ""
+    if decoder.coding in ("corners", "centre") and values is not None and _are_relative(values):
+        scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
+
+    extra, outline, text = "[None] * len(kept)", _RECTANGLE, ""
+    if decoder.point_numbers:
+        numbers = decoder.point_numbers
+        extra = f'columns(outputs, "extra").reshape(len(boxes), -1, {numbers})[kept, :, :2]'
+        extra += " * [WIDTH, HEIGHT]" if scale else ""
+        outline += _POINT_MARKS
+    elif decoder.mask_maps:
+        maps = f"outputs[{decoder.mask_maps!a}][0]"
+        extra = f'np.tensordot(columns(outputs, "extra")[kept], {maps}, 1)'
+        outline += _MASK_TINT
+        text += _part("map", interpolation="LINEAR")
+    elif decoder.has_angle:
+        extra, outline = 'columns(outputs, "extra")[kept]', _ROTATED
+
+    strides = ""
+    grids = [level.grid for level in decoder.levels if level.grid is not None]
+    if grids:
+        strides = (
+            f"STRIDES = {[s for grid in grids for s in grid.strides]}  # pixels from cell to cell\n"
+        )
+        sides = "HEIGHT // stride", "WIDTH // stride"
+        if any(grid.up for grid in grids):  # the others have no incomplete cells
+            sides = "-(-HEIGHT // stride)", "-(-WIDTH // stride)"
+        text += _part("cells", rows=sides[0], columns=sides[1])
+    text = (
+        _part(
+            "rows",
+            levels=_levels_text(decoder.levels),
+            strides=strides,
+            table=_TABLES[layouts.pop()],
+            scores=scores,
+            corners=_CORNER_LINES[decoder.coding],
+            scale=scale,
+            extra=extra,
+        )
+        + text
+    )
+    return text + _part("boxes", outline=outline)
+
+
+def _are_relative(places: Array) -> bool:
+    """Whether places are shares of the input's sides, and not pixels."""
+    return bool(places.size and places.max() <= _MAX_SHARE)
+
+
+def _level_parts(level: RowLevel) -> dict[str, Columns]:
+    """Return name -> columns of a level."""
+    parts = {"scores": level.scores, "boxes": level.boxes, "gate": level.gate, "extra": level.extra}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _levels_text(levels: Sequence[RowLevel]) -> str:
+    """Return the levels' columns as a list of dicts."""
+    lines = []
+    for level in levels:
+        parts = []
+        for name, part in _level_parts(level).items():
+            parts.append(f'"{name}": ({part.output!a}, {part.start}, {part.stop})')
+        lines.append(f"    {{{', '.join(parts)}}},\n")
+    return f"[\n{''.join(lines)}]"
+
+
+def _list_lines(decoder: ListDecoder, outputs: Outputs) -> str:
+    """Return the lines that read corners, scores and classes of an end-to-end list."""
+    names = [f"outputs[{name!a}]" for name in decoder.outputs]
+    corner, score, kind = decoder.columns
+    width = outputs[decoder.outputs[0]].shape[-1]
+    table = f"    rows = np.float64({names[0]}).reshape(-1, {width})\n"
+    boxes = f"    boxes = rows[:, {corner} : {corner + 4}]\n"
+    if len(names) == 1 and width > 5:
+        return f"{table}{boxes}    scores, best = rows[:, {score}], rows[:, {kind}]\n"
+    scores = "rows[:, 4]" if width == 5 else f"{names[1]}.reshape(-1)"
+    best = "np.zeros(len(rows))"
+    if len(names) == (2 if width == 5 else 3):
+        best = f"{names[-1]}.reshape(-1)"
+    return f"{table}{boxes}    scores, best = {scores}, {best}\n"
 
 
 def _interpolation_text(interpolation: str) -> str:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
     from deploy.targets.onnxruntime.qdq import Memoize
     from deploy.targets.stored_weights import StoredWeight
+    from deploy.tasks.evaluation_task import EvaluationTask
+    from deploy.tasks.rows import Outputs
     from deploy.tensors import Session
 
 
@@ -337,10 +339,26 @@ def _write_program(request: BuildRequest, engine: Path) -> Path | None:
     recorded = request.manifest.get("preprocess")
     preprocess = None if recorded is None else Preprocess.from_json(recorded)
     loaded = request.subject.loaded
-    text = run_program(engine.name, loaded.inputs, preprocess, loaded.classes)
+    task, outputs = _recognise_task(request) if preprocess is not None else (None, {})
+    text = run_program(engine.name, loaded.inputs, preprocess, loaded.classes, task, outputs)
     if text is None:
         return None
     return atomic.write_text(request.folder / f"{request.name}_run.py", text)
+
+
+def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outputs]:
+    """Return the task of the float model's outputs, and the outputs of a sample."""
+    from deploy.metrics.accuracy import recognise_first
+    from deploy.tasks import Metric
+    from deploy.tasks.thresholds import FORM_SAMPLES_OF_FEW
+
+    if request.evaluation_set is None:
+        return None, {}
+    pairs = request.evaluation_set.samples_with_outputs(FORM_SAMPLES_OF_FEW)
+    metric = Metric(None, declared=request.subject.loaded.declaration)
+    task, samples = recognise_first(pairs, metric)
+    _, outputs = next(iter(samples))
+    return task, outputs
 
 
 @dataclass(frozen=True, slots=True)
