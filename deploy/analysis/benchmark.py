@@ -18,6 +18,7 @@ import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from deploy.errors import BackendError, ConfigError
+from deploy.feed.batch_axis import batch_inputs, mark_first_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.feed.preprocess import PreprocessRequest
@@ -138,9 +139,14 @@ def bench(
     else:
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         metadata_preprocess = _find_metadata_preprocess(engines.values())
-        feed = dataset.open(input_specs, metadata_preprocess=metadata_preprocess)
+        outputs = next(iter(sessions.values())).outputs
+        marked_inputs = mark_first_axes(input_specs, outputs)
+        feed = dataset.open(marked_inputs, metadata_preprocess=metadata_preprocess)
         make_inputs = partial(_take_images, feed)
-        metric = replace(metric, declared=_read_declaration(engines.values()))
+        declared = replace(
+            _read_declaration(engines.values()), batch_inputs=batch_inputs(feed.specs)
+        )
+        metric = replace(metric, declared=declared)
         accuracies = _compare_outputs(sessions, feed, metric)
         notes = preprocessing_notes(feed)
 

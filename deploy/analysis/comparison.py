@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorShapeProto
 
 from deploy.errors import BackendError, ConfigError
+from deploy.feed.batch_axis import batch_inputs, mark_first_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.samples import Feed
 from deploy.frontends.checks import type_name
@@ -168,12 +169,14 @@ def _to_json(difference: TensorDifference) -> dict[str, object]:
 
 
 def _measure_pairs(
-    pairs: Mapping[str, str], runs: Iterable[tuple[Tensors, Tensors, Tensors]]
+    pairs: Mapping[str, str],
+    runs: Iterable[tuple[Tensors, Tensors, Tensors]],
+    rows: Collection[str],
 ) -> AccuracyByTensor:
     """Return the accuracy of every pair of float tensors.
 
     `runs`: (inputs, tensors of the first model, tensors of the second one under its own names) of
-    each sample.
+    each sample. `rows`: inputs each of whose rows is one sample.
     """
     comparison: TensorComparison | None = None
     float_pairs: dict[str, str] = {}
@@ -181,7 +184,7 @@ def _measure_pairs(
         if number == 0:
             float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
             if float_pairs:
-                comparison = TensorComparison(float_pairs)
+                comparison = TensorComparison(float_pairs, rows)
         if comparison is not None:
             comparison.add(sample, first_tensors, second_tensors)
     if comparison is None:
@@ -209,6 +212,7 @@ class _CutModels:
         first_model: the reference, run in ONNX Runtime.
         second_model: the model that runs in OpenVINO.
         samples: a file for each sample.
+        rows: inputs each of whose rows is one sample.
         folder: folder for temporary files.
         threads: threads of one inference; None uses every core.
         min_sqnr_db: SQNR below which two tensors differ.
@@ -219,6 +223,7 @@ class _CutModels:
     first_model: ModelProto
     second_model: ModelProto
     samples: Sequence[Path]
+    rows: Collection[str]
     folder: Path
     threads: int | None
     min_sqnr_db: float
@@ -291,7 +296,7 @@ class _CutModels:
                 values = _read_arrays(result_file).values()
                 yield sample, session.run(sample), dict(zip(names, values, strict=True))
 
-        return _measure_pairs(pairs, run_samples())
+        return _measure_pairs(pairs, run_samples(), self.rows)
 
 
 def _output_names(model: ModelProto) -> list[str]:
@@ -341,6 +346,7 @@ def _compare_cut_models(
             first_model=first_model,
             second_model=second_model,
             samples=_write_samples(feed, folder),
+            rows=batch_inputs(feed.specs),
             folder=folder,
             threads=threads,
             min_sqnr_db=min_sqnr_db,
@@ -431,7 +437,8 @@ def compare(
     _refuse_other_inputs(first_model, second_model)
     path = Path(first) if isinstance(first, str | Path) else None
     feed = dataset.open(
-        session.inputs, metadata_preprocess=read_metadata_preprocess(first_model, path)
+        mark_first_axes(session.inputs, session.outputs),
+        metadata_preprocess=read_metadata_preprocess(first_model, path),
     )
     output_names = _output_names(first_model)
     pairs = _pair_tensors(first_model, second_model, output_names)
@@ -533,7 +540,7 @@ def _compare_tapped_models(
                 yield sample, first_session.run(sample), second_session.run(sample)
                 step()
 
-    return _measure_pairs(pairs, run_samples())
+    return _measure_pairs(pairs, run_samples(), batch_inputs(feed.specs))
 
 
 def _make_difference(

@@ -108,7 +108,7 @@ def _run_images(
 
     def add_batch(_number: int, batch: tuple[Outputs, Outputs, Outputs]) -> None:
         batch_inputs, _, _ = batch
-        length = batch_length(batch_inputs)
+        length = batch_length(batch_inputs, loaded.declaration.batch_inputs)
         rows = [split_batch(arrays, length) for arrays in batch]
         for inputs, reference, result in zip(*rows, strict=True):
             if worst_images.count >= feed.count:
@@ -316,6 +316,7 @@ def explain(
     loaded = load_float_model(explanation.model, report_path, model, flag="--model")
     dataset = with_stored_preprocess(dataset, explanation.preprocess, report_path)
     feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
+    loaded = loaded.with_inputs(feed.specs)
     explained_targets = []
     for target_explanation in targets:
         if target_explanation.runnable is None:

@@ -270,6 +270,15 @@ class ImageArguments:
         return replace(self.dataset, source=source, limit=None, split="val")
 
 
+batch_axis_option = base.image_option(
+    "--batch-axis",
+    type=click.Choice(("auto", "0", "none")),
+    default="auto",
+    show_default=True,
+    help="What the first dimension of the inputs is: 0, a batch; none, a part of each sample, as"
+    " the points of a cloud are; auto, what the shapes of model and samples show.",
+)
+
 skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")
 
 calibrator_script_option = base.image_option(
@@ -325,6 +334,7 @@ def _dataset(arguments: dict[str, Any], source: str) -> Dataset:
         preprocess=parse_preprocess({name: arguments.pop(name) for name in PREPROCESS}),
         skip_bad=arguments.pop("skip_bad"),
         limit=take_limit(arguments),
+        batch_axis=arguments.pop("batch_axis"),
     )
 
 
@@ -390,5 +400,6 @@ def _options(text: str, *, required: bool = False) -> Sequence[Callable[..., Any
         preprocess_options,
         raw_options,
         *_CHOICE,
+        batch_axis_option,
         skip_bad_option,
     )

@@ -28,10 +28,11 @@ from deploy.errors import FeedError, first_line
 from deploy.feed.arrays import (
     LABEL_KEYS,
     ArraySource,
+    SampleCounter,
     arrays_by_input,
     conversion_notes,
     count_samples,
-    has_batch_dimension,
+    has_rows,
 )
 from deploy.feed.file_list import ImageFile
 from deploy.feed.images import printable_name, suffix_of
@@ -83,13 +84,16 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
     """
     name = printable_name(path.name)
     contents = read_arrays(path, specs)
-    count = count_samples(contents.item, specs, name)
-    if not count:
+    counter = SampleCounter(specs)
+    counter.add(contents.item, name)
+    if not counter.total:
         raise FeedError(f"{name} must hold samples, got none")
     notes = conversion_notes(contents.item, specs)
     if contents.is_compressed:
         notes.insert(0, f"{name} is compressed and was unpacked into temporary files")
-    return ArraySource(specs, [contents.item], (count,), name, contents.labels, tuple(notes))
+    return ArraySource(
+        counter.specs, [contents.item], counter.item_ends, name, contents.labels, tuple(notes)
+    )
 
 
 def open_array_files(
@@ -195,32 +199,31 @@ def _open_items(
     skip_bad: bool,
 ) -> ArraySource:
     """Read the headers of all items; labels count only if every sample has one."""
-    item_ends: list[int] = []
+    counter = SampleCounter(specs)
     labels: list[int] = []
     notes: set[str] = set()
-    total = 0
     for item_paths in paths:
         file_names = " and ".join(printable_name(path.name) for path in item_paths.values())
         try:
             contents = _read_item(item_paths, specs)
-            total += count_samples(contents.item, specs, file_names)
+            counter.add(contents.item, file_names)
         except FeedError:
             if not skip_bad:
                 raise
-            total += 1  # reading the item will report the error
+            counter.add_unreadable()
         else:
             labels += contents.labels or ()
             notes.update(conversion_notes(contents.item, specs))
             if contents.is_compressed:
                 notes.add("compressed .npz files are unpacked into temporary files")
-        item_ends.append(total)
 
+    total = counter.total
     if not total:
         raise FeedError(f"{name} must hold samples, got none")
     return ArraySource(
-        specs,
-        FileItems(tuple(paths), specs),
-        tuple(item_ends),
+        counter.specs,
+        FileItems(tuple(paths), counter.specs),
+        counter.item_ends,
         name,
         tuple(labels) if len(labels) == total else None,
         tuple(sorted(notes)),
@@ -304,7 +307,7 @@ def _load_raw(path: Path, specs: Specs) -> Array:
             " per input, named as the input, into the folder"
         )
     (spec,) = specs
-    sizes = spec.shape[1:] if has_batch_dimension(spec, specs) else spec.shape
+    sizes = spec.shape[1:] if has_rows(spec) else spec.shape
     sample_shape = tuple(size for size in sizes if isinstance(size, int))
     if len(sample_shape) != len(sizes):
         raise FeedError(

@@ -10,20 +10,24 @@ Each array is matched to the model's input of its name. For an input of rank r, 
 * rank r + 1, samples stacked with their batch dimension: sample i is ``a[i]``, of any batch;
 * rank r - 1, one sample without a batch dimension (iterables only);
 * rank r with a first dimension that is no batch (a state [2, N, 64]): one sample.
+
+What a first dimension is, `deploy.feed.batch_axis` says.
 """
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 from typing import Any, Protocol
 
 import numpy as np
 
 from deploy.errors import FeedError
+from deploy.feed.batch_axis import has_open_first, rows_of_run, without_batch
 from deploy.feed.file_list import RawSample, SampleChangedError, sample_digest
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item, ItemStore
-from deploy.tensors import Array, TensorSpec
+from deploy.tensors import Array, FirstAxis, TensorSpec
 
 Specs = Sequence[TensorSpec]
 _MAX_IGNORED_NAMES = 5  # values of an item that a note names
@@ -163,7 +167,7 @@ class _UnusedValues:
 
     def labels(self, sample_count: int) -> tuple[int, ...] | None:
         """Return the labels of the first samples; None if any has none."""
-        if not self._is_labelled:
+        if not self._is_labelled or len(self._labels) < sample_count:
             return None
         return tuple(self._labels[:sample_count])
 
@@ -268,7 +272,7 @@ class ArraySource:
     @property
     def batch(self) -> int:
         """Samples of one run: 1 if the samples have their own batch, else what the model fixes."""
-        batch = fixed_batch(self.specs)
+        batch = rows_of_run(self.specs)
         if batch == 1:
             return 1
         first_item = self.items[0]
@@ -276,6 +280,15 @@ class ArraySource:
             if first_item[spec.name].ndim > len(spec.shape):  # stacked, with their own batch
                 return 1
         return batch
+
+    @property
+    def has_uneven_items(self) -> bool:
+        """Whether items hold rows in different numbers, which may be one sample each."""
+        if not any(map(has_open_first, self.specs)):
+            return False
+        pairs = zip((0, *self.item_ends), self.item_ends, strict=False)
+        counts = [end - start for start, end in pairs]
+        return len(set(counts[:-1])) > 1 or counts[-1] > counts[0]  # the last may be shorter
 
     def sample_name(self, index: int) -> str:
         """Return the sample's name for messages."""
@@ -306,7 +319,7 @@ class ArraySource:
                 raise SampleChangedError(
                     f"{item_name} changed while calib8 ran; do not change it during a run"
                 )
-        sample = {spec.name: _row(item[spec.name], spec, row, self.specs) for spec in self.specs}
+        sample = {spec.name: _row(item[spec.name], spec, row) for spec in self.specs}
 
         def decode() -> Item:
             _refuse_non_finite(sample, self.sample_name(index))
@@ -353,32 +366,31 @@ def open_iterable(
     """
     is_in_memory = isinstance(source, list | tuple)
     items: list[Item] | ItemStore = [] if is_in_memory else ItemStore()
-    item_ends: list[int] = []
+    counter = SampleCounter(specs)
     unused_values = _UnusedValues()
     notes: dict[str, None] = {}
     max_samples = None if has_end else limit
-    total = 0
     is_cut = False
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
         item = {spec.name: _with_batch(matched.arrays[spec.name], spec) for spec in specs}
-        sample_count = count_samples(item, specs, item_name)
-        unused_values.add(matched, sample_count)
-        total += sample_count
-        if max_samples is not None and total >= max_samples:
-            total, is_cut = max_samples, True
+        unused_values.add(matched, counter.add(item, item_name))
+        is_cut = max_samples is not None and counter.total >= max_samples
         items.append(item)
-        item_ends.append(total)
         notes |= dict.fromkeys(conversion_notes(item, specs))
         if is_cut:
             break
-        if max_samples is None and not has_end and total > MAX_SAMPLES:
+        if max_samples is None and not has_end and counter.total > MAX_SAMPLES:
             raise FeedError(
-                f"{name} must end, got {total:,} samples and no end; set a maximum number of"
-                " samples (--limit), and the first ones are used"
+                f"{name} must end, got {counter.total:,} samples and no end; set a maximum number"
+                " of samples (--limit), and the first ones are used"
             )
 
+    item_ends = counter.item_ends
+    if is_cut and max_samples is not None:
+        item_ends = (*item_ends[:-1], max_samples)
+    total = item_ends[-1] if item_ends else 0
     if not total:
         raise FeedError(f"{name} must give samples, got none")
     all_notes = [*notes, *unused_values.notes(len(specs))]
@@ -386,9 +398,9 @@ def open_iterable(
         count = f"{'the first ' if is_cut else ''}{total}"
         all_notes.append(f"{name} was read once into a temporary file ({count} samples)")
     return ArraySource(
-        specs,
+        counter.specs,
         items,
-        tuple(item_ends),
+        item_ends,
         name,
         labels=unused_values.labels(total),
         notes=tuple(all_notes),
@@ -402,57 +414,96 @@ def _with_batch(array: Array, spec: TensorSpec) -> Array:
     return array
 
 
-def fixed_batch(specs: Specs) -> int:
-    """Return the batch size that all inputs fix in their first of several dimensions, else 1.
-
-    An input [3, H, W] is an image without a batch dimension, no batch of 3.
-    """
-    batches: set[int | str | None] = set()
-    for spec in specs:
-        if _is_image_shape(spec.shape):
-            batches.add(1)
-        elif len(spec.shape) > 1:
-            batches.add(spec.shape[0])
-    if len(batches) != 1:
-        return 1
-    (batch,) = batches
-    return batch if isinstance(batch, int) and batch > 0 else 1
-
-
-def _is_image_shape(shape: tuple[int | str | None, ...]) -> bool:
-    if len(shape) != 3 or shape[0] != 3:
-        return False
-    return all(isinstance(side, int) and side > 3 for side in shape[1:])
-
-
 def count_samples(item: Item, specs: Specs, item_name: str) -> int:
     """Return the number of samples in an item.
 
     Raises:
         FeedError: a dtype, rank or dimension does not fit the input, or the counts differ.
     """
-    count_by_input: dict[str, int] = {}
-    for spec in specs:
-        array = item[spec.name]
-        _check_array(array, spec, specs, item_name)
-        if array.ndim > len(spec.shape) or has_batch_dimension(spec, specs):
-            count_by_input[spec.name] = array.shape[0]
-    counts = set(count_by_input.values())
-    if len(counts) > 1:
-        got = ", ".join(f"{name}: {count}" for name, count in count_by_input.items())
-        raise FeedError(f"all inputs of {item_name} must have equally many samples, got {got}")
-    return counts.pop() if counts else 1
+    counter = SampleCounter(specs)
+    counter.add(item, item_name)
+    return counter.total
 
 
-def has_batch_dimension(spec: TensorSpec, specs: Specs) -> bool:
-    """Return whether the first dimension of the input is a batch."""
-    if not spec.shape:
-        return False
-    size = spec.shape[0]
-    return not isinstance(size, int) or size == 1 or size == fixed_batch(specs)
+@dataclass(slots=True)
+class SampleCounter:
+    """The number of samples in each item, and whether every item is one complete sample.
+
+    Items are complete if the inputs of one differ in their number of rows, as a map [1, 8, H, W]
+    and its 6 regions [6, 4] do; or if each item holds just the rows that make one sample.
+
+    Attributes:
+        inputs: the inputs as the model alone shows them.
+        row_counts: rows of each item.
+    """
+
+    inputs: Specs
+    row_counts: list[int] = field(default_factory=list)
+    _has_unequal_rows: bool = False
+    _has_other_size: bool = False
+
+    def add(self, item: Item, item_name: str) -> int:
+        """Return the number of samples in an item, as far as the items up to it show.
+
+        Raises:
+            FeedError: a dtype, rank or dimension does not fit the input, or the counts differ.
+        """
+        rows: dict[str, int] = {}
+        is_stacked = False
+        for spec in self.inputs:
+            array = item[spec.name]
+            _check_array(array, spec, item_name)
+            is_stacked |= array.ndim > len(spec.shape)
+            if array.ndim > len(spec.shape) or has_rows(spec):
+                rows[spec.name] = array.shape[0]
+
+        distinct_counts = set(rows.values())
+        if len(distinct_counts) > 1:
+            fits = (_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+            if is_stacked or not all(fits):
+                got = ", ".join(f"{name}: {count}" for name, count in rows.items())
+                raise FeedError(
+                    f"all inputs of {item_name} must have equally many samples, got {got}"
+                )
+            self._has_unequal_rows = True
+        count = max(distinct_counts, default=1)
+        self._has_other_size |= is_stacked or count != rows_of_run(self.inputs)
+        self.row_counts.append(count)
+        return 1 if self.is_complete else count
+
+    def add_unreadable(self) -> None:
+        """Count an item that cannot be read as one sample; reading it will report the error."""
+        self.row_counts.append(1)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every item is one complete sample."""
+        has_parts = any(spec.first_axis is FirstAxis.PARTS for spec in self.inputs)
+        return self._has_unequal_rows or (has_parts and not self._has_other_size)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The inputs, as model and items show them."""
+        return without_batch(self.inputs) if self.is_complete else tuple(self.inputs)
+
+    @property
+    def total(self) -> int:
+        """The number of samples."""
+        return len(self.row_counts) if self.is_complete else sum(self.row_counts)
+
+    @property
+    def item_ends(self) -> tuple[int, ...]:
+        """For each item, the number of samples up to its end."""
+        counts = repeat(1, len(self.row_counts)) if self.is_complete else self.row_counts
+        return tuple(accumulate(counts))
 
 
-def _check_array(array: Array, spec: TensorSpec, specs: Specs, item_name: str) -> None:
+def has_rows(spec: TensorSpec) -> bool:
+    """Return whether the first dimension of the input counts rows, of any number in an array."""
+    return spec.first_axis in (FirstAxis.ROWS, FirstAxis.PARTS)
+
+
+def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
     got = f"{array.dtype} {list(array.shape)}"
     if not _is_convertible(array.dtype, np.dtype(spec.dtype)):
         message = (
@@ -467,7 +518,7 @@ def _check_array(array: Array, spec: TensorSpec, specs: Specs, item_name: str) -
     sizes = array.shape
     if array.ndim == len(spec.shape) + 1:  # stacked samples with their batch dimension
         sizes = sizes[1:]
-    elif has_batch_dimension(spec, specs):
+    elif has_rows(spec):
         expected_shape[0] = None  # any number of samples
     if not _fits(sizes, expected_shape) and _find_axis_order(sizes, spec) is None:
         raise FeedError(
@@ -491,11 +542,11 @@ def _fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> b
     return all(not isinstance(expected, int) or size == expected for size, expected in pairs)
 
 
-def _row(array: Array, spec: TensorSpec, row: int, specs: Specs) -> Array:
+def _row(array: Array, spec: TensorSpec, row: int) -> Array:
     """Return a sample of an array that `count_samples` accepted."""
     if array.ndim > len(spec.shape):
         values = _native_copy(array[row]).reshape(array.shape[1:])
-    elif has_batch_dimension(spec, specs):
+    elif has_rows(spec):
         values = _native_copy(array[row : row + 1])
     else:
         values = _native_copy(array).reshape(array.shape)

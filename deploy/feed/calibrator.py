@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import ArraySource, fixed_batch, has_batch_dimension, open_iterable
+from deploy.feed.arrays import ArraySource, has_rows, open_iterable
+from deploy.feed.batch_axis import rows_of_run
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
 from deploy.files import usercode
@@ -42,7 +43,7 @@ class CalibratorBatches:
         """Args: script: its name in messages; batch: from `get_batch_size`."""
         self._script, self._memory, self._specs = script, memory, specs
         self._batch = batch
-        self._rows = fixed_batch(specs) if batch == 1 else batch
+        self._rows = rows_of_run(specs) if batch == 1 else batch
         self._number = 0
         self._last_was_short = False
         self._short_batches: list[int] = []
@@ -101,7 +102,7 @@ class CalibratorBatches:
                 f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
                 f" {spec.name!r} in {self.title}"
             )
-        has_batch = has_batch_dimension(spec, self._specs)
+        has_batch = has_rows(spec)
         sample_shape = self._sample_shape(spec, window, has_batch=has_batch)
         rows = self._rows if has_batch else 1
         dtype = np.dtype(self._dtype(spec, window, rows * prod(sample_shape)))

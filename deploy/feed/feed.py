@@ -21,7 +21,8 @@ from typing import Any, cast
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import open_array_file, open_array_files, open_array_folder
-from deploy.feed.arrays import ArraySource, fixed_batch, open_iterable
+from deploy.feed.arrays import ArraySource, open_iterable
+from deploy.feed.batch_axis import AUTO, mark_first_axes, rows_of_run
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
 from deploy.feed.loaders import call_loader, is_loader_spec, iterate_items, preprocess_items
@@ -194,9 +195,11 @@ class SourceOpener:
             notes: on the source.
             default_every: default step N of "every N-th sample".
         """
-        batch = fixed_batch(self.specs)
+        specs, batch = self.specs, rows_of_run(self.specs)
         if isinstance(source, ArraySource):
             batch, notes = source.batch, source.notes
+            if source.convert is None:  # else its specs are of the files
+                specs = source.specs
         preprocess, origin = None, ""
         if resolved is not None:
             preprocess, origin = resolved.preprocess, resolved.origin
@@ -212,6 +215,7 @@ class SourceOpener:
         return Feed(
             source,
             chosen,
+            specs=specs,
             kind=kind,
             batch=batch,
             preprocess=preprocess,
@@ -267,6 +271,8 @@ def open_feed(
     """
     if not specs:
         raise FeedError("a model must have an input to be fed, got none; check the model")
+    if any(spec.first_axis is None for spec in specs):
+        specs = mark_first_axes(specs)
     opener = SourceOpener(
         specs=tuple(specs),
         preprocess=preprocess,
@@ -295,6 +301,8 @@ class Dataset:
         skip_bad: skip unreadable images and arrays with NaN instead of raising.
         limit: use at most this number of samples, or a `Choice` of them; None uses all.
         split: which images of a data.yaml are used.
+        batch_axis: "0" if the first dimension of the inputs is a batch, "none" if it is part of a
+            sample; "auto" decides by the shapes of the model and of the samples.
     """
 
     source: FeedSource
@@ -302,6 +310,7 @@ class Dataset:
     skip_bad: bool = False
     limit: Limit = None
     split: Split = "train"
+    batch_axis: str = AUTO
 
     def open(
         self,
@@ -311,6 +320,8 @@ class Dataset:
         labels_by_folder: bool = False,
     ) -> Feed:
         """Open the samples for a model with these inputs, as `open_feed`."""
+        if self.batch_axis != AUTO:
+            specs = mark_first_axes(specs, choice=self.batch_axis)
         return open_feed(
             self.source,
             specs,
@@ -330,12 +341,18 @@ def to_dataset(
     skip_bad: bool = False,
     limit: Limit = None,
     split: Split = "train",
+    batch_axis: str = AUTO,
 ) -> Dataset:
     """Return a source with these options, or a `Dataset` as it is."""
     if isinstance(images, Dataset):
         return images
     return Dataset(
-        source=images, preprocess=preprocess, skip_bad=skip_bad, limit=limit, split=split
+        source=images,
+        preprocess=preprocess,
+        skip_bad=skip_bad,
+        limit=limit,
+        split=split,
+        batch_axis=batch_axis,
     )
 
 
@@ -367,13 +384,15 @@ def _resolve_source_files(source: FeedSource, split: Split) -> SourceFiles | Non
 
 
 def describe_preprocessing(feed: Feed) -> str:
-    """Describe the preprocessing of images and where it comes from; empty for arrays."""
-    if feed.preprocess is None:
-        return ""
-    description = describe_preprocess(feed.preprocess)
-    if feed.origin:
-        description += f"; from {feed.origin}"
-    return description
+    """Describe the preprocessing of images, its origin, and what one sample is, if not plain."""
+    texts = []
+    if feed.preprocess is not None:
+        texts.append(describe_preprocess(feed.preprocess))
+        if feed.origin:
+            texts.append(f"from {feed.origin}")
+    if feed.sample_text:
+        texts.append(feed.sample_text)
+    return "; ".join(texts)
 
 
 def preprocessing_notes(feed: Feed) -> tuple[str, ...]:
@@ -381,4 +400,5 @@ def preprocessing_notes(feed: Feed) -> tuple[str, ...]:
     description = describe_preprocessing(feed)
     if not description:
         return feed.notes
-    return (f"pictures: {description}", *feed.notes)
+    subject = "samples" if feed.preprocess is None else "pictures"
+    return (f"{subject}: {description}", *feed.notes)

@@ -13,6 +13,8 @@ from itertools import islice
 from typing import Any
 
 from deploy.errors import FeedError
+from deploy.feed.arrays import ArraySource
+from deploy.feed.batch_axis import describe_samples
 from deploy.feed.parallel import SampleStream
 from deploy.feed.pixels import find_image
 from deploy.feed.preprocess import Preprocess, Size
@@ -27,7 +29,7 @@ from deploy.feed.sources import (
     VideoSource,
     read_remote_samples,
 )
-from deploy.tensors import Array
+from deploy.tensors import Array, FirstAxis, TensorSpec
 from deploy.terminal import phase
 
 # samples cached in memory: for shapes, latency runs, statistics of inner tensors
@@ -41,7 +43,9 @@ class Feed:
     Attributes:
         preprocess: the complete preprocessing, None for arrays.
         origin: where the preprocessing comes from if from the model; else empty.
-        batch: size of the first dimension of every sample: 1, or the batch that the model fixes.
+        batch: rows of every sample: 1, or as many as the model fixes.
+        kind: of the samples, such as "images" or "arrays".
+        specs: the model's inputs, with what their first dimension is for these samples.
     """
 
     def __init__(
@@ -52,17 +56,19 @@ class Feed:
         kind: str,
         skip_bad: bool,
         batch: int = 1,
+        specs: Sequence[TensorSpec] = (),
         preprocess: Preprocess | None = None,
         notes: Sequence[str] = (),
         origin: str = "",
         share: Share | None = None,
         skipped: Mapping[int, str] | None = None,
     ) -> None:
+        self.specs = tuple(specs)
+        self.kind = kind
         self.batch = batch
         self.preprocess = preprocess
         self.origin = origin
         self._source = source
-        self._kind = kind
         self._notes = tuple(notes)
         self._chosen = ChosenSamples(chosen, share, skipped or {})
         self._reader = SampleReader(
@@ -85,6 +91,15 @@ class Feed:
     def count(self) -> int:
         """Number of images or rows that are fed; known bad ones do not count."""
         return self._chosen.count
+
+    @property
+    def sample_text(self) -> str:
+        """What one sample is, where that is not plain; else empty."""
+        if isinstance(self._source, ArraySource) and self._source.has_uneven_items:
+            return "every row of an array is one sample (--batch-axis none: all its rows are)"
+        if self.kind == "arrays" or self.batch > 1:
+            return describe_samples(self.specs)
+        return ""
 
     @property
     def unpadded_count(self) -> int | None:
@@ -122,13 +137,14 @@ class Feed:
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """One class number per image or row, without the skipped ones; None without labels."""
+        """One class number per sample, without the skipped ones; None without labels."""
         labels = self._user_labels or self._source.labels
         if labels is None:
             return None
         skipped_count = len(self._chosen.skipped)
         if self._good_labels_skipped != skipped_count:
-            self._good_labels = tuple(labels[index] for index in self._chosen.good_indices())
+            good_labels = tuple(labels[index] for index in self._chosen.good_indices())
+            self._good_labels = good_labels[:: self._rows_of_sample]
             self._good_labels_skipped = skipped_count
         return self._good_labels
 
@@ -147,8 +163,15 @@ class Feed:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name per image or row, without the skipped ones."""
-        return tuple(map(self._source.sample_name, self._chosen.good_indices()))
+        """One name per sample, without the skipped ones."""
+        names = map(self._source.sample_name, self._chosen.good_indices())
+        return tuple(names)[:: self._rows_of_sample]
+
+    @property
+    def _rows_of_sample(self) -> int:
+        """Number of images or rows that make one sample."""
+        has_parts = any(spec.first_axis is FirstAxis.PARTS for spec in self.specs)
+        return self.batch if has_parts else 1
 
     def name_by_digest(self) -> dict[str, str]:
         """Return sha256 (hex) -> title of every image or row; call after a pass or `manifest`."""
@@ -236,7 +259,7 @@ class Feed:
     def settings(self) -> dict[str, Any]:
         """What is known before any sample is read, as plain JSON."""
         return {
-            "kind": self._kind,
+            "kind": self.kind,
             "batch": self.batch,
             "skip_bad": self._reader.skip_bad,
             "preprocess": self.preprocess.to_json() if self.preprocess else None,
@@ -310,7 +333,8 @@ class Feed:
         return Feed(
             self._source,
             self._chosen.indices_of(share),
-            kind=self._kind,
+            specs=self.specs,
+            kind=self.kind,
             batch=self.batch,
             preprocess=self.preprocess,
             skip_bad=self._reader.skip_bad,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from calibrators.scales import Scales
 from deploy.errors import ModelError
+from deploy.feed.batch_axis import batch_inputs
 from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.frontends.checks import to_array
 from deploy.frontends.onnx_reader import (
@@ -162,6 +163,12 @@ class LoadedModel:
         if self.cut_off is None:
             return ()
         return (self.cut_off.note(spec.name for spec in self.outputs),)
+
+    def with_inputs(self, inputs: Iterable[TensorSpec]) -> LoadedModel:
+        """Return the model with other decisions on what the first dimension of its inputs is."""
+        inputs = tuple(inputs)
+        declaration = replace(self.declaration, batch_inputs=batch_inputs(inputs))
+        return replace(self, inputs=inputs, declaration=declaration)
 
     def with_cut_off(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a model derived from `self.model` with the cut-off nodes put back.

@@ -2,14 +2,21 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 from onnx import inliner
 
-from deploy.errors import BackendError, ModelError, counted, first_line
+from deploy.errors import BackendError, Calib8Error, ModelError, counted, first_line
+from deploy.feed.batch_axis import (
+    has_open_first,
+    mark_first_axes,
+    may_lack_batch,
+    without_batch,
+)
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
@@ -55,6 +62,7 @@ from deploy.graph.index import (
     has_subgraph,
     names_of,
 )
+from deploy.metrics.bench_inputs import random_feeds
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 
@@ -64,6 +72,7 @@ _MAX_JOINED = 1 << 16  # elements of a Concat of constants whose values are prop
 _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
 _FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
 _MAX_SMALL_WEIGHT = 1 << 12  # elements of a weight that shape inference may copy
+_ANY_SIZE = 64  # of open dimensions whose size does not matter
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
@@ -97,14 +106,16 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     ]
     if renamed:
         notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
-    return LoadedModel(
+    inputs = tuple(map(_make_spec, model.graph.input))
+    outputs = tuple(map(_make_spec, model.graph.output))
+    loaded = LoadedModel(
         model=model,
         source=path,
         name=path.stem if path else model.graph.name or "model",
         digest=digest,
         notes=tuple(note for note in notes if note),
-        inputs=tuple(map(_make_spec, model.graph.input)),
-        outputs=tuple(map(_make_spec, model.graph.output)),
+        inputs=inputs,
+        outputs=outputs,
         was_float16=cleaned.was_float16,
         has_shared_names=shared_names > 0,
         fed_weights=fed_weights,
@@ -116,6 +127,42 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         had_integer_weights=integer_weights_note is not None,
         was_training=cleaned.was_training,
     )
+    return loaded.with_inputs(_mark_inputs(model, inputs, outputs))
+
+
+def _mark_inputs(
+    model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> tuple[TensorSpec, ...]:
+    """Return the inputs with what their first dimension is; in doubt, the model is run."""
+    if may_lack_batch(inputs, outputs) and _mixes_rows(model, inputs):
+        return without_batch(inputs)
+    return mark_first_axes(inputs, outputs)
+
+
+def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
+    """Whether two rows give outputs of the shapes that one row gives, and both have a say in them.
+
+    Not so for a model whose sizes are hard-coded: it refuses a second row, or ignores it.
+    """
+    shapes = {}
+    for spec in inputs:
+        sizes = [size if isinstance(size, int) else _ANY_SIZE for size in spec.shape]
+        if has_open_first(spec):
+            sizes[0] = 2
+        shapes[spec.name] = tuple(sizes)
+    try:
+        two_rows, other_rows = random_feeds(inputs, shapes=shapes, count=2)
+        one_row, other_second_row = dict(two_rows), dict(two_rows)
+        for name in [spec.name for spec in inputs if has_open_first(spec)]:
+            one_row[name] = two_rows[name][:1]
+            other_second_row[name] = np.concatenate([two_rows[name][:1], other_rows[name][1:]])
+        session = OrtSession.open(model, threads=1)
+        single, both, changed = map(session.run, (one_row, two_rows, other_second_row))
+    except Calib8Error:  # a row too many, or an input that cannot be made up
+        return False
+    has_same_shapes = all(single[name].shape == both[name].shape for name in single)
+    has_influence = any(not np.array_equal(both[name], changed[name]) for name in both)
+    return has_same_shapes and has_influence
 
 
 def _escape_unprintable(text: str) -> str:

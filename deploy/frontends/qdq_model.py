@@ -65,7 +65,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
     qdq = _read_pairs(model, str(path or name), index, loaded.model, plain.grids, constant_grids)
-    return replace(
+    model_with_pairs = replace(
         loaded,
         source=path,
         name=name,
@@ -77,6 +77,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         notes=(*_make_notes(qdq, _count_ambiguous(plain.grids)), *loaded.notes),
         qdq=qdq,
     )
+    return model_with_pairs.with_inputs(loaded.inputs)
 
 
 def _count_ambiguous(grids: PairGrids) -> int:

@@ -4,7 +4,7 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 `deploy.metrics.output_errors`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain, islice
 
@@ -119,6 +119,11 @@ class Comparison:
                 " compare an engine with the model it was built from"
             )
         self._names = names
+        self._batch_inputs = None
+        if form is not None:
+            self._batch_inputs = form.batch_inputs
+        elif metric is not None:
+            self._batch_inputs = metric.declared.batch_inputs
         self._errors = {name: RunningError(name) for name in self._names}
         objects = labels if isinstance(labels, GroundTruth) else None
         classes = None if isinstance(labels, GroundTruth) else labels
@@ -140,7 +145,7 @@ class Comparison:
         """Add one batch's outputs.
 
         Args:
-            feed: the inputs; the first one gives the batch length.
+            feed: the inputs.
             reference: outputs of the float model.
             candidate: outputs of the engine.
             count: number of samples of all batches, if the last one was padded with others.
@@ -148,7 +153,7 @@ class Comparison:
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
-        batch = batch_length(feed)
+        batch = batch_length(feed, self._batch_inputs)
         inputs: Mapping[str, Array] = feed
         left = {name: reference[name] for name in self._names}
         right = {name: candidate[name] for name in self._names}
@@ -240,7 +245,7 @@ def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
     if not isinstance(tally, ThresholdTally):
         return None
     for pair in pairs:
-        batch = batch_length(pair[0])
+        batch = batch_length(pair[0], metric.declared.batch_inputs)
         for row, reference in zip(*(split_batch(side, batch) for side in pair), strict=True):
             tally.add(row, reference, reference)
     return tally.threshold
@@ -269,10 +274,14 @@ class TensorComparison:
         pairs: the reference's tensor name -> the candidate's.
     """
 
-    def __init__(self, pairs: Mapping[str, str]) -> None:
+    def __init__(
+        self, pairs: Mapping[str, str], batch_inputs: Collection[str] | None = None
+    ) -> None:
+        """Start with no samples; `batch_inputs` as for `batch_length`."""
         if not pairs:
             raise ConfigError("a comparison of tensors needs at least one pair of names, got none")
         self.pairs = dict(pairs)
+        self._batch_inputs = batch_inputs
         self._errors = {name: RunningError(name) for name in pairs}
         self._seen = 0
 
@@ -283,7 +292,7 @@ class TensorComparison:
         candidate: Mapping[str, Array],
     ) -> None:
         """Add one batch's tensors."""
-        batch = batch_length(feed)
+        batch = batch_length(feed, self._batch_inputs)
         for name, other in self.pairs.items():
             left, right = reference[name], candidate[other]
             left, right = (

@@ -54,6 +54,7 @@ class OutputForm:
         uncovered: outputs that the task does not cover.
         reason: the task, and the shapes and values of the outputs that show it.
         set_task: name of the task that the user set.
+        batch_inputs: inputs each of whose rows is one sample; None for the first input.
     """
 
     parts: tuple[OutputSlice, ...] = ()
@@ -63,6 +64,7 @@ class OutputForm:
     uncovered: tuple[str, ...] = ()
     reason: str = ""
     set_task: str = ""
+    batch_inputs: Collection[str] | None = None
 
     def prepare(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, and weighted by scores.
@@ -99,9 +101,10 @@ def derive_form(
         ConfigError: the outputs do not fit the user's task.
     """
     metric = metric or Metric(None)
-    samples = replace(_split_samples(reference_outputs, inputs), declared=metric.declared)
+    rows = metric.declared.batch_inputs
+    samples = replace(_split_samples(reference_outputs, inputs, rows), declared=metric.declared)
     if not samples.outputs:
-        return OutputForm()
+        return OutputForm(batch_inputs=rows)
     count = form_samples(samples.inputs[0], samples.outputs[0])
     first = FirstSamples(samples.inputs[:count], samples.outputs[:count], metric.declared)
     task, source = recognise_task(first, metric.task)
@@ -120,7 +123,7 @@ def derive_form(
         parts = [OutputSlice(output=name) for name in reference_outputs[0]]
     reason = _describe_task(task, first, slices, source)
     states = find_states(first)
-    return OutputForm(tuple(parts), task, states, means, uncovered, reason, metric.task)
+    return OutputForm(tuple(parts), task, states, means, uncovered, reason, metric.task, rows)
 
 
 def _weight_and_centre(
@@ -261,13 +264,15 @@ def _slice_output(name: str, samples: FirstSamples) -> tuple[OutputSlice, ...]:
     return split_output(name, values)
 
 
-def _split_samples(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples:
+def _split_samples(
+    outputs: Sequence[Outputs], inputs: Sequence[Outputs], batch_inputs: Collection[str] | None
+) -> FirstSamples:
     """Split batches into single samples."""
     input_samples: list[Outputs] = []
     output_samples: list[Outputs] = []
-    for batch_inputs, batch_outputs in zip(inputs or [{}] * len(outputs), outputs, strict=False):
-        length = batch_length(batch_inputs)
-        input_samples += split_batch(batch_inputs, length)
+    for one_batch, batch_outputs in zip(inputs or [{}] * len(outputs), outputs, strict=False):
+        length = batch_length(one_batch, batch_inputs)
+        input_samples += split_batch(one_batch, length)
         output_samples += split_batch(batch_outputs, length)
     return FirstSamples(input_samples, output_samples)
 

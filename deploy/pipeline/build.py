@@ -80,6 +80,7 @@ def build(
     task: str | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    batch_axis: str = "auto",
     until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: str | Iterable[str] = (),
@@ -138,9 +139,17 @@ def build(
         float_model = find_user_model(opened_model)
     dataset, evaluation = None, None
     if images is not None:
-        dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        dataset = to_dataset(
+            images, preprocess=preprocess, skip_bad=skip_bad, limit=limit, batch_axis=batch_axis
+        )
     if eval_images is not None:
-        evaluation = to_dataset(eval_images, preprocess=preprocess, skip_bad=skip_bad, split="val")
+        evaluation = to_dataset(
+            eval_images,
+            preprocess=preprocess,
+            skip_bad=skip_bad,
+            split="val",
+            batch_axis=batch_axis,
+        )
     options = BuildOptions(
         calibration=CalibrationOptions(
             method=method,
@@ -178,7 +187,11 @@ def build_with(
     options = build.options
     with number_phases(*build.steps), stage_files(options.out) as stage:
         calibration = _calibrate(build, stage)
-        metric = replace(build.metric, threshold=calibration.score_threshold)
+        metric = replace(
+            build.metric,
+            threshold=calibration.score_threshold,
+            declared=calibration.loaded.declaration,
+        )
         build = replace(build, metric=metric)
         _refuse_broken_metric(build, calibration)
         plans, plan_path = _plan_targets(build, calibration, stage)
@@ -271,7 +284,7 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) 
     sample, outputs = next(iter(calibration.evaluation_set.samples_with_outputs(1)))
     labels = None if build.evaluation is None else build.evaluation.labels
     if labels is not None:
-        labels = labels[:1] * batch_length(sample)
+        labels = labels[:1] * batch_length(sample, build.metric.declared.batch_inputs)
     float_outputs = StoredOutputs(outputs)
     comparison = Comparison(float_outputs, float_outputs, metric=build.metric, labels=labels)
     comparison.add(sample, outputs, outputs)

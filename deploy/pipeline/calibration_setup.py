@@ -83,6 +83,7 @@ def calibrate(
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
+    batch_axis: str = "auto",
     until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: str | Iterable[str] = (),
@@ -106,6 +107,7 @@ def calibrate(
         cache: file to keep the calibration in, or a policy; None keeps nothing.
         skip_bad: leave out unreadable images.
         limit: the largest number of images to use, or a `Choice` of them.
+        batch_axis: what the first dimension of the inputs is, as for `Dataset`.
         until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
             two halves differ by less than this share (`deploy.calibration.stability`); None looks
             at all.
@@ -133,7 +135,9 @@ def calibrate(
         checkpoint=None if checkpoint is None else Path(checkpoint),
     )
     model, images = open_torch_module(model, images, preprocess)
-    dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    dataset = to_dataset(
+        images, preprocess=preprocess, skip_bad=skip_bad, limit=limit, batch_axis=batch_axis
+    )
     return calibrate_with(model, dataset, options, targets=make_targets(targets))
 
 
@@ -223,10 +227,11 @@ def calibrate_loaded(
     cluster = as_cluster(options.scheduler)
     if cluster is not None:
         _refuse_local_options(options)
+    images = open_dataset(loaded, dataset, cluster)
     return _calibrate_images(
-        loaded,
+        loaded.with_inputs(images.feed.specs),
         user_model,
-        open_dataset(loaded, dataset, cluster),
+        images,
         options,
         targets=targets,
         evaluation_count=evaluation_count,
@@ -351,6 +356,7 @@ def use_qdq_calibration(
         name = describe_source(dataset.source)
     feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
     feed.cache_samples(CANDIDATES, PREVIEW_COUNT)
+    loaded = loaded.with_inputs(feed.specs)
     subject = CalibrationSubject(
         loaded=loaded,
         samples=len(feed),

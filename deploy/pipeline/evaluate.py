@@ -159,7 +159,8 @@ class InnerTensors:
         if pairs:  # a fake-quant model has no DequantizeLinear
             tapped_model = copy_with_outputs(model, pairs.values())
             session = open_single_thread(tapped_model, stand_in=stand_in)
-            self._engines[result.target] = session, TensorComparison(pairs)
+            comparison = TensorComparison(pairs, loaded.declaration.batch_inputs)
+            self._engines[result.target] = session, comparison
 
     def compare(self, sample: Sample) -> Mapping[str, Array] | None:
         """Compare the tensors of one sample; thread-safe.
@@ -396,7 +397,9 @@ class _EvaluationPass:
         self._evaluation = evaluation
         self._inner_tensors = inner_tensors
         self._result = EvaluationResult()
-        self._pictures = CandidateImages(evaluation.feed)
+        metric = evaluation.metric
+        batch_inputs = None if metric is None else metric.declared.batch_inputs
+        self._pictures = CandidateImages(evaluation.feed, batch_inputs)
         self._comparisons = {
             name: Comparison(
                 reference, candidate.session, labels=evaluation.labels, metric=evaluation.metric
@@ -463,8 +466,10 @@ class CandidateImages:
     sample the caller passes the current candidates, and images of all others are dropped.
     """
 
-    def __init__(self, feed: EvaluationFeed) -> None:
+    def __init__(self, feed: EvaluationFeed, batch_inputs: Collection[str] | None = None) -> None:
+        """Start with no pictures; `batch_inputs` as for `batch_length`."""
         self._feed = feed
+        self._batch_inputs = batch_inputs
         self._sample_count = 0
         self._stored: dict[int, Array] = {}
 
@@ -473,7 +478,7 @@ class CandidateImages:
 
     def add(self, sample: Mapping[str, Array], watched: Collection[int]) -> None:
         """Add the pass's next sample; drop images of samples that `watched` no longer has."""
-        batch = batch_length(sample)
+        batch = batch_length(sample, self._batch_inputs)
         start = self._sample_count
         self._sample_count += batch
         self._stored = {n: picture for n, picture in self._stored.items() if n in watched}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from deploy.feed.batch_axis import batch_inputs
 from deploy.files import atomic
 from deploy.method import NO_CHOICES, Choices
 
@@ -93,6 +94,11 @@ class BuildRequest:
     def model(self) -> onnx.ModelProto:
         """The cleaned float model."""
         return self.subject.model
+
+    @property
+    def batch_inputs(self) -> frozenset[str]:
+        """Inputs whose first dimension is the batch."""
+        return batch_inputs(self.subject.loaded.inputs)
 
     @property
     def trained(self) -> QdqCalibration | None:

@@ -50,9 +50,11 @@ def sample_shape_range(request: BuildRequest) -> ShapeRange:
 
 def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
     """Yield the shapes of each sample, or of the first one only if all are known to be equal."""
-    input_shapes = [dims(value) or () for value in runtime_inputs(request.model.graph)]
-    # dimension 0 is the batch, and the same in all samples
-    sizes = [size for shape in input_shapes for size in shape[1:]]
+    sizes: list[int | str | None] = []
+    for value in runtime_inputs(request.model.graph):
+        shape = dims(value) or ()
+        # a batch is the same in all samples
+        sizes += shape[1:] if value.name in request.batch_inputs else shape
     is_fixed = all(isinstance(size, int) and size > 0 for size in sizes)
     feed = request.feed
     samples = feed.first_samples(1) if is_fixed or feed.has_fixed_size else feed.samples()

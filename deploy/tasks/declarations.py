@@ -94,12 +94,15 @@ class Declaration:
         source: who declares the task, as text.
         classes: number of classes; 0 if unknown.
         ends: output -> what its values are by the operator at its end, as in `ENDS`.
+        batch_inputs: inputs each of whose rows is one sample; None if that is unknown, and then
+            the first input is taken.
     """
 
     task: str = ""
     source: str = ""
     classes: int = 0
     ends: Mapping[str, str] = field(default_factory=dict)
+    batch_inputs: Collection[str] | None = None
 
 
 def declare(

@@ -5,7 +5,7 @@ values and their indices.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,17 +19,21 @@ Floats = NDArray[np.float64]
 _MIN_INDEX_BYTES = 4  # int32 and int64: smaller types are quantized values
 
 
-def batch_length(feed: Outputs) -> int:
-    """Return the number of samples in a feed: the first dimension of its first input."""
-    first = next(iter(feed.values()), None)
+def batch_length(feed: Outputs, batch_inputs: Collection[str] | None = None) -> int:
+    """Return the number of samples in a feed: the rows of its first input that has some.
+
+    `batch_inputs`: inputs each of whose rows is one sample; None takes the first input.
+    """
+    names = feed if batch_inputs is None else [name for name in feed if name in batch_inputs]
+    first = next((feed[name] for name in names), None)
     return int(first.shape[0]) if first is not None and np.ndim(first) else 1
 
 
 def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
     """Split arrays of a batch into arrays of one sample each, with a batch of 1.
 
-    The batch is the first dimension, or the second of sequences [T, N, C]. Arrays without a batch
-    dimension are left out, unless the batch is 1.
+    The batch is the first dimension, or the second of sequences [T, N, C]. Each sample has all of
+    an array without a batch dimension.
     """
     if batch == 1:
         return [{name: np.asarray(value) for name, value in arrays.items()}]
@@ -42,6 +46,8 @@ def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
                 sample[name] = value[index : index + 1]
             elif has_batch_second:
                 sample[name] = value[:, index : index + 1]
+            else:
+                sample[name] = value
     return samples
 
 

@@ -125,9 +125,9 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     if options.calibrator is not None:
         input_shapes = model_input_shapes(request)
         for name, array in sample.items():
-            has_fixed_batch = isinstance(input_shapes[name][0], int)
-            batch = array.shape[0] if has_fixed_batch else options.max_batch
-            batch_shapes[name] = (batch, *array.shape[1:])
+            batch_shapes[name] = array.shape
+            if name in request.batch_inputs and not isinstance(input_shapes[name][0], int):
+                batch_shapes[name] = (options.max_batch, *array.shape[1:])
     return BuilderSettings(
         fp16=options.rest == FP16,
         bf16=options.rest == BF16,

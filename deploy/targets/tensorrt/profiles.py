@@ -1,6 +1,6 @@
 """Optimization profiles: the shapes of dynamic inputs that an engine accepts and is tuned for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError
@@ -42,6 +42,7 @@ def sample_profiles(
         model_input_shapes(request),
         batch_shapes or sample_range.median_sample,
         max_batch=max_batch,
+        batch_inputs=request.batch_inputs,
         sample_range=sample_range,
         fixed=fixed,
     )
@@ -52,18 +53,20 @@ def profiles_for(
     opt_shapes: Mapping[str, Shape],
     *,
     max_batch: int,
+    batch_inputs: Collection[str] | None = None,
     sample_range: ShapeRange | None = None,
     fixed: bool = False,
 ) -> dict[str, InputShapeRange]:
     """Return a profile for each dynamic input.
 
-    Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0) covers 1 to
-    `max_batch`.
+    Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0, see
+    `deploy.feed.batch_axis`) covers 1 to `max_batch`.
 
     Args:
         input_shapes: see `model_input_shapes`.
         opt_shapes: input shapes that the engine is tuned for.
         max_batch: largest batch, if the batch is dynamic.
+        batch_inputs: inputs whose first dimension is the batch; None for all.
         sample_range: smallest and largest shapes of all samples; None if all are `opt_shapes`.
         fixed: accept `opt_shapes` only, as DLA does.
 
@@ -86,7 +89,8 @@ def profiles_for(
             if sample_range is not None:
                 min_shape = sample_range.min_sizes[name]
                 max_shape = sample_range.max_sizes[name]
-            if not _is_static(input_shape[0]):
+            has_batch = batch_inputs is None or name in batch_inputs
+            if has_batch and not _is_static(input_shape[0]):
                 largest_batch = max(max_batch, opt_shape[0], max_shape[0])
                 min_shape = (1, *min_shape[1:])
                 max_shape = (largest_batch, *max_shape[1:])
