@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
@@ -57,7 +57,10 @@ class Inspection:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; an open dimension is null or its name."""
-        return {"schema": "calib8-inspection/1", **asdict(self)}
+        document: dict[str, Any] = {"schema": "calib8-inspection/1", **asdict(self)}
+        for spec in (*document["inputs"], *document["outputs"]):
+            del spec["first_axis"]
+        return document
 
     def _head(self) -> Iterator[str]:
         counts = Counter(map(_precision, self.nodes))

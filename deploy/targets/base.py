@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from deploy.feed.batch_axis import batch_inputs
 from deploy.files import atomic
 from deploy.method import NO_CHOICES, Choices
 
@@ -98,6 +97,8 @@ class BuildRequest:
     @property
     def batch_inputs(self) -> frozenset[str]:
         """Inputs whose first dimension is the batch."""
+        from deploy.feed.batch_axis import batch_inputs
+
         return batch_inputs(self.subject.loaded.inputs)
 
     @property
