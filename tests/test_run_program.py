@@ -14,7 +14,7 @@ import pytest
 from deploy.feed.pixels import decode_image, preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.targets.onnxruntime.run_script import run_program
-from deploy.tasks.boxes import BoxDetection, ListDecoder
+from deploy.tasks.boxes import BoxDetection, ListColumns, ListDecoder
 from deploy.tasks.detections import suppress_overlaps
 from deploy.tasks.detector import COLUMNS, MAP, ROWS, AnchorGrid, Columns, RowDecoder, RowLevel
 from deploy.tasks.indices import Ranked
@@ -157,10 +157,16 @@ LIST = np.array([[4, 5, 20, 25, 0.9, 1], [1, 1, 8, 8, 0.2, 0]], np.float32)
 @pytest.mark.parametrize(
     ("decoder", "outputs"),
     [
-        (ListDecoder(("y",)), {"y": LIST[None]}),
-        (ListDecoder(("y",), (0, 5, 4)), {"y": LIST[None][..., [0, 1, 2, 3, 5, 4]]}),
-        (ListDecoder(("y", "k")), {"y": LIST[:, :5], "k": LIST[:, 5]}),
-        (ListDecoder(("y", "s", "k")), {"y": LIST[:, :4], "s": LIST[:, 4], "k": LIST[:, 5]}),
+        (
+            ListDecoder(
+                ListColumns("y", 6, 0, 4), ListColumns("y", 6, 4, 1), ListColumns("y", 6, 5, 1)
+            ),
+            {"y": LIST[None]},
+        ),
+        (
+            ListDecoder(ListColumns("y", 4, 0, 4), ListColumns("s"), ListColumns("k")),
+            {"y": LIST[:, :4], "s": LIST[:, 4], "k": LIST[:, 5]},
+        ),
     ],
 )
 def test_program_draws_a_list_of_boxes(decoder, outputs, tmp_path):

@@ -204,7 +204,7 @@ def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: i
     numbers = _find_ordered_numbers(vectors, (width,) if width else _NUMBERS)
     in_order = numbers > 0
     # channels of cells, or of steps, are in rows as well
-    if _is_transposed(shape) and not (in_order and len(samples.names) == flag_count + 1):
+    if is_transposed(shape) and not (in_order and len(samples.names) == flag_count + 1):
         return 0
     numbers = numbers or (0 if is_flat else width)
     if numbers not in _NUMBERS:
@@ -244,10 +244,10 @@ def _to_rows(value: Array, numbers: int) -> Floats:
 
 def _to_points(value: Array) -> Array:
     """Return [N, p, K], with a row for each number, as [N, K, p]; other arrays unchanged."""
-    return value.swapaxes(1, 2) if _is_transposed(value.shape) else value
+    return value.swapaxes(1, 2) if is_transposed(value.shape) else value
 
 
-def _is_transposed(shape: Sequence[int]) -> bool:
+def is_transposed(shape: Sequence[int]) -> bool:
     """Whether it is [N, p, K], with a row for each of a point's numbers."""
     has_rows = len(shape) == 3 and shape[1] in _NUMBERS
     return has_rows and shape[2] >= thresholds.MIN_FLAT_POINTS

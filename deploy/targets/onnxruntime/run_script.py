@@ -16,7 +16,7 @@ from string import Template
 
 from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import read_package_text
-from deploy.tasks.boxes import BoxDetection, ListDecoder
+from deploy.tasks.boxes import BoxDetection, ListColumns, ListDecoder
 from deploy.tasks.detector import ANCHOR_MAP, COLUMNS, MAP, ROWS, Columns, RowDecoder, RowLevel
 from deploy.tasks.evaluation_task import EvaluationTask
 from deploy.tasks.indices import Ranked
@@ -280,7 +280,7 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
         detections = decoder.boxes({}, outputs)
         is_relative = detections is not None and _are_relative(detections.boxes)
         scale = "    boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]\n" if is_relative else ""
-        rows = _list_lines(decoder, outputs)
+        rows = _list_lines(decoder)
         return _part("list", rows=rows, scale=scale) + _part("boxes", outline=_RECTANGLE)
     if not isinstance(decoder, RowDecoder) or decoder.coding not in _CORNER_LINES:
         return ""
@@ -366,20 +366,21 @@ def _levels_text(levels: Sequence[RowLevel]) -> str:
     return f"[\n{''.join(lines)}]"
 
 
-def _list_lines(decoder: ListDecoder, outputs: Outputs) -> str:
+def _list_lines(decoder: ListDecoder) -> str:
     """Return the lines that read corners, scores and classes of an end-to-end list."""
-    names = [f"outputs[{name!a}]" for name in decoder.outputs]
-    corner, score, kind = decoder.columns
-    width = outputs[decoder.outputs[0]].shape[-1]
-    table = f"    rows = np.float64({names[0]}).reshape(-1, {width})\n"
-    boxes = f"    boxes = rows[:, {corner} : {corner + 4}]\n"
-    if len(names) == 1 and width > 5:
-        return f"{table}{boxes}    scores, best = rows[:, {score}], rows[:, {kind}]\n"
-    scores = "rows[:, 4]" if width == 5 else f"{names[1]}.reshape(-1)"
-    best = "np.zeros(len(rows))"
-    if len(names) == (2 if width == 5 else 3):
-        best = f"{names[-1]}.reshape(-1)"
-    return f"{table}{boxes}    scores, best = {scores}, {best}\n"
+    lines = []
+    for name, part in (("scores", decoder.scores), ("best", decoder.numbers)):
+        text = "np.zeros(len(boxes))"
+        if part is not None:
+            text = f"{_list_table(part)}[:, {part.start}]"
+        lines.append(f"    {name} = {text}\n")
+    corners = decoder.corners
+    columns = f"{corners.start} : {corners.start + 4}"
+    return f"    boxes = {_list_table(corners)}[:, {columns}]\n{''.join(lines)}"
+
+
+def _list_table(part: ListColumns) -> str:
+    return f"np.float64(outputs[{part.output!a}]).reshape(-1, {part.width})"
 
 
 def _interpolation_text(interpolation: str) -> str:
