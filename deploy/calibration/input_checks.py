@@ -27,9 +27,8 @@ from onnx import numpy_helper
 
 from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import BackendError
-from deploy.feed.pixels import layout_of
+from deploy.feed.pixels import PREVIEW_COUNT, layout_of
 from deploy.feed.preprocess import PRESETS, Preprocess
-from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
 from deploy.graph.edit import extract_output, name_nodes, replace_field
 from deploy.graph.index import Graph

@@ -20,8 +20,8 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.file_list import UNREADABLE, RawSample, SampleChangedError, SampleDigests
 from deploy.feed.parallel import prefetch
+from deploy.feed.pixels import Previews
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.preview import Previews
 from deploy.feed.sampling import ChosenSamples
 from deploy.feed.sources import ImageSource, Sample, SampleSource
 from deploy.feed.temporary_arrays import ArrayLocation, TemporaryArrays

@@ -16,9 +16,8 @@ from deploy.errors import FeedError
 from deploy.feed.arrays import ArraySource
 from deploy.feed.batch_axis import describe_samples
 from deploy.feed.parallel import SampleStream
-from deploy.feed.pixels import find_image
+from deploy.feed.pixels import Preview, Previews, find_image
 from deploy.feed.preprocess import Preprocess, Size
-from deploy.feed.preview import Preview, Previews
 from deploy.feed.sample_reader import SampleReader, iterate_batches, last_batch_note, refuse_batches
 from deploy.feed.sampling import ChosenSamples, Share, create_share, digest_names, spread_evenly
 from deploy.feed.sources import (

@@ -63,7 +63,7 @@ from deploy.errors import ConfigError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import Dataset, FeedSource
 from deploy.feed.paths import RawFiles
-from deploy.feed.preview import PREVIEW_COUNT
+from deploy.feed.pixels import PREVIEW_COUNT
 from deploy.feed.samples import Feed
 from deploy.files.guard import refuse_unwritable
 from deploy.files.staging import Stage

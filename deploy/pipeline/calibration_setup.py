@@ -32,8 +32,8 @@ from deploy.calibration.shards import ShardSet, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor, refuse_until_stable
 from deploy.errors import Calib8Error, ConfigError, ModelError
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
+from deploy.feed.pixels import PREVIEW_COUNT
 from deploy.feed.preprocess import PreprocessRequest
-from deploy.feed.preview import PREVIEW_COUNT
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit
 from deploy.files.guard import guard_inputs

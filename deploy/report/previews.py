@@ -12,9 +12,8 @@ import numpy as np
 
 from deploy.feed.decoding import opencv
 from deploy.feed.images import printable_name
-from deploy.feed.pixels import describe_display
+from deploy.feed.pixels import Preview, describe_display
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.preview import Preview
 from deploy.tasks.detections import Detections
 from deploy.tasks.evaluation_task import BoxExample, ClassExample, Example
 from deploy.tensors import Array
