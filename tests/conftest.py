@@ -125,14 +125,14 @@ def detector(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("detector") / "tiny.onnx"
     side = 32
     rng = np.random.default_rng(4)
-    cells, strides = AnchorGrid((8, 16)).cells((side, side))
-    centres = ((cells + 0.5) * strides[:, None]).T
+    cells, strides = np.hsplit(AnchorGrid((8, 16)).cells((side, side)), [2])
+    centres = ((cells + 0.5) * strides).T
     spread = np.array([1, 1, 1, 1, 4, 4]).reshape(6, 1, 1, 1)
     weights = {
         "w8": rng.normal(size=(6, 3, 8, 8)) * spread * 0.06,
         "w16": rng.normal(size=(6, 3, 16, 16)) * spread * 0.03,
         "bias": np.array([0, 0, 0, 0, -4, -4]),
-        "anchors": np.concatenate([centres, np.stack([strides, strides]) * 1.5])[None],
+        "anchors": np.concatenate([centres, np.hstack([strides, strides]).T * 1.5])[None],
     }
     nodes = parse_nodes(
         "c8 = Conv <strides = [8, 8]> (x, w8, bias) c16 = Conv <strides = [16, 16]> (x, w16, bias)"

@@ -51,9 +51,9 @@ def scene(number, objects=6, classes=5):
 
 def yolo(number, *, classes=5, floor=0.001, score=0.9):
     """(cx cy w h) [A, 4] at the anchors and scores [A, C] of a picture."""
-    cells, strides = GRID.cells(SIZE)
+    cells, strides = np.hsplit(GRID.cells(SIZE), [2])
     made = np.random.default_rng(100 + number)
-    places = (cells + 0.5) * strides[:, None] + made.uniform(-2, 2, cells.shape)
+    places = (cells + 0.5) * strides + made.uniform(-2, 2, cells.shape)
     boxes = np.concatenate([places, np.tile([[3.0, 3.0]], (len(cells), 1))], axis=1)
     scores = made.uniform(0, floor, (len(cells), classes))
     seen, which = scene(number, classes=classes)

@@ -374,8 +374,8 @@ def level(stride, weights):
 
 def saved_posed(path):
     """Bright cells are objects; their two points lie at the box's corners, and further off."""
-    cells, strides = GRID.cells(LARGE)
-    middle = ((cells + 0.5) * strides[:, None]).T
+    cells, strides = np.hsplit(GRID.cells(LARGE), [2])
+    middle = ((cells + 0.5) * strides).T
     places = np.concatenate([middle, np.full_like(middle, WIDE), middle - 8, middle + 8])[None]
     weights = {"places": np.float32(places), "borders": [4, 4]}
     nodes = f"""

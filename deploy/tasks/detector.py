@@ -42,25 +42,32 @@ ROWS: Layout = "rows"  # [1, A, R] or [A, R]
 COLUMNS: Layout = "columns"  # [1, R, A]; [1, A] of one column
 MAP: Layout = "map"  # [1, R, H, W]
 ANCHOR_MAP: Layout = "anchor map"  # [1, 3 R, H, W] or [1, k, H, W, R]
-_LAYOUT_DIMENSIONS = {ROWS: (2, 3), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
+LAYOUT_DIMENSIONS = {ROWS: (2, 3), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
 ANCHORS_PER_CELL = 3  # of an anchor map whose shape does not show it: YOLO v3 to v7
-CELL_CODINGS = ("cell", "distribution")  # relative to the cells of a grid
 MAX_LOG_SIDE = 10.0  # logarithm of a side in cells; larger ones would overflow
 STRIDES = (4, 8, 16, 32, 64, 128)  # pixels from cell to cell of a detector's levels
 
 
-def to_table(value: Array | None, layout: Layout) -> Floats | None:
-    """Return an output as [anchors, columns]; None if it does not have the layout."""
+class OtherShapeError(Exception):
+    """An output does not have the shape that a decoder needs."""
+
+
+def to_table(value: Array | None, layout: Layout) -> Floats:
+    """Return an output as [anchors, columns].
+
+    Raises:
+        OtherShapeError: the output does not have the layout.
+    """
     if value is None or not value.size or value.ndim < 2 or value.dtype.kind != "f":
-        return None
+        raise OtherShapeError
     shape = value.shape
     if layout == ROWS and len(shape) == 2:
         return np.asarray(value, np.float64)
-    if shape[0] != 1 or len(shape) not in _LAYOUT_DIMENSIONS[layout]:
-        return None
+    if shape[0] != 1 or len(shape) not in LAYOUT_DIMENSIONS[layout]:
+        raise OtherShapeError
     if layout == ANCHOR_MAP and len(shape) == 4:
         if shape[1] % ANCHORS_PER_CELL:
-            return None
+            raise OtherShapeError
         value = value.reshape(1, ANCHORS_PER_CELL, -1, *shape[2:]).transpose(0, 1, 3, 4, 2)
     if layout == MAP:
         value = value.reshape(1, shape[1], -1)
@@ -91,14 +98,13 @@ class AnchorGrid:
         """Return the number of cells of a picture of `size` pixels (height, width)."""
         return sum(math.prod(self.sides(size, stride)) for stride in self.strides)
 
-    def cells(self, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return each cell [A, 2] as (column, row), and its stride in pixels [A]."""
-        positions, strides = [], []
+    def cells(self, size: tuple[int, int]) -> NDArray[np.float64]:
+        """Return column, row, and stride in pixels of each cell, [A, 3]."""
+        levels = []
         for stride in self.strides:
             rows, columns = np.indices(self.sides(size, stride)).reshape(2, -1)
-            positions.append(np.stack([columns, rows], axis=1).astype(np.float64))
-            strides.append(np.full(len(rows), float(stride)))
-        return np.concatenate(positions), np.concatenate(strides)
+            levels.append(np.stack([columns, rows, np.full(len(rows), stride)], axis=1))
+        return np.concatenate(levels).astype(np.float64)
 
 
 def find_grid(count: int, size: tuple[int, int] | None) -> AnchorGrid | None:
@@ -139,41 +145,23 @@ class Columns:
     start: int = 0
     stop: int | None = None
 
-    def of(self, outputs: Outputs) -> Floats | None:
-        """Return the columns [A, n] of one sample; None for an output of another shape."""
+    def of(self, outputs: Outputs) -> Floats:
+        """Return the columns [A, n] of one sample."""
         table = to_table(outputs.get(self.output), self.layout)
-        if table is None or table.shape[1] < (self.stop or self.start):
-            return None
+        if table.shape[1] < (self.stop or self.start):
+            raise OtherShapeError
         return table[:, self.start : self.stop]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowLevel:
-    """Columns of one level, or of all levels together.
+def read_columns(levels: Sequence[Columns], outputs: Outputs) -> Floats:
+    """Return the columns [A, n] of all levels of one sample, below each other.
 
-    Attributes:
-        scores: scores of the classes.
-        boxes: None if boxes are not decoded.
-        gate: one column that multiplies the scores, such as an objectness; None without.
-        extra: key points, mask weights or an angle; None without.
-        grid: the cells of the rows; None if they are not one cell each.
+    Raises:
+        OtherShapeError: an output has another shape, or levels have different widths.
     """
-
-    scores: Columns
-    boxes: Columns | None = None
-    gate: Columns | None = None
-    extra: Columns | None = None
-    grid: AnchorGrid | None = None
-
-
-def read_levels(columns: Sequence[Columns | None], outputs: Outputs) -> Floats | None:
-    """Return columns of all levels [A, n] of one sample; None for other shapes, or without."""
-    tables: list[Floats] = []
-    for level_columns in columns:
-        table = None if level_columns is None else level_columns.of(outputs)
-        if table is None or (tables and table.shape[1] != tables[0].shape[1]):
-            return None
-        tables.append(table)
+    tables = [columns.of(outputs) for columns in levels]
+    if len({table.shape[1] for table in tables}) != 1:
+        raise OtherShapeError
     return np.concatenate(tables)
 
 
@@ -182,7 +170,11 @@ class RowDecoder:
     """Decoder of a detector with a row per anchor, cell or query.
 
     Attributes:
-        levels: columns of each level.
+        scores: columns of the classes, of each level.
+        box_columns: columns of the boxes, of each level; empty if they are not decoded.
+        gates: columns that multiply the scores, such as an objectness; empty without.
+        extra: columns of key points, mask weights or an angle; empty without.
+        grids: the cells of each level; empty if rows are not one cell each.
         coding: how the boxes are coded; "" if they are not decoded.
         classes: number of classes, without the background.
         activation: missing activation of the scores: "", "sigmoid" or "softmax".
@@ -194,9 +186,13 @@ class RowDecoder:
         parts: slices of the outputs; see `EvaluationTask`.
     """
 
-    levels: tuple[RowLevel, ...]
-    classes: int
+    scores: tuple[Columns, ...]
+    box_columns: tuple[Columns, ...] = ()
+    gates: tuple[Columns, ...] = ()
+    extra: tuple[Columns, ...] = ()
+    grids: tuple[AnchorGrid, ...] = ()
     coding: str = ""
+    classes: int = 0
     activation: str = ""
     gate_activation: str = ""
     background: int | None = None
@@ -213,8 +209,8 @@ class RowDecoder:
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
-        names = dict.fromkeys(level.scores.output for level in self.levels)
-        objectness = "objectness and " if self.levels[0].gate else ""
+        names = dict.fromkeys(columns.output for columns in self.scores)
+        objectness = "objectness and " if self.gates else ""
         scores = self.activation or "scores"
         boxes = f"boxes by {self.coding}" if self.coding else "boxes matched by anchor"
         text = f"{', '.join(names)}: {objectness}{scores} of {self.classes} classes, {boxes}"
@@ -224,93 +220,88 @@ class RowDecoder:
             return f"{text}, a mask"
         return f"{text}, key points" if self.point_numbers else text
 
-    def scores(self, outputs: Outputs) -> Floats | None:
-        """Return the probabilities [A, classes] of all levels; None for other shapes."""
-        scores = read_levels([level.scores for level in self.levels], outputs)
-        column_count = self.classes + (self.background is not None)
-        if scores is None or scores.shape[1] != column_count:
+    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
+        """Return the boxes of one sample, of all levels; None for other shapes."""
+        try:
+            scores = self.read_scores(outputs)
+            if not self.coding:
+                return detections_by_anchor(scores)
+            return self._decode(scores, image_size(inputs), outputs)
+        except OtherShapeError:
             return None
+
+    def read_scores(self, outputs: Outputs) -> Floats:
+        """Return the probabilities [A, classes] of all levels.
+
+        Raises:
+            OtherShapeError: an output has another shape.
+        """
+        scores = read_columns(self.scores, outputs)
+        if scores.shape[1] != self.classes + (self.background is not None):
+            raise OtherShapeError
         scores = activate(scores, self.activation)
         if self.background is not None:
             scores = np.delete(scores, self.background, axis=1)
-        if self.levels[0].gate is None:
+        if not self.gates:
             return scores
-        gates = read_levels([level.gate for level in self.levels], outputs)
-        if gates is None or len(gates) != len(scores):
-            return None
+        gates = read_columns(self.gates, outputs)
+        if len(gates) != len(scores):
+            raise OtherShapeError
         return scores * activate(gates, self.gate_activation)
 
-    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """Return the boxes of one sample, of all levels; None for other shapes."""
-        scores = self.scores(outputs)
-        if scores is None:
-            return None
-        if not self.coding:
-            return detections_by_anchor(scores)
-
-        boxes = read_levels([level.boxes for level in self.levels], outputs)
-        size = image_size(inputs)
+    def _decode(self, scores: Floats, size: tuple[int, int] | None, outputs: Outputs) -> Detections:
+        """Return the boxes of one sample in a picture of a size (height, width)."""
         likely = np.flatnonzero(scores.max(axis=1) > LOWEST)  # few: the others are not decoded
-        cells = self._cells(size, likely, len(scores))
-        if boxes is None or len(boxes) != len(scores) or cells is None:
-            return None
+        boxes = read_columns(self.box_columns, outputs)
+        if len(boxes) != len(scores):
+            raise OtherShapeError
         boxes = boxes[likely]
-        corners = decode_boxes(boxes, self.coding, *cells)
-        points = masks = None
-        if self.point_numbers or self.mask_maps or self.has_angle:
-            extra = read_levels([level.extra for level in self.levels], outputs)
-            if extra is None:
-                return None
-            extra = extra[likely]
-            if self.mask_maps:
-                masks = make_masks(extra, outputs.get(self.mask_maps), size)
-            elif self.has_angle:
-                points = rotate_boxes(boxes, extra[:, 0])
-            elif extra.shape[1] % self.point_numbers == 0:
-                point_count = extra.shape[1] // self.point_numbers
-                points = extra.reshape(len(extra), point_count, self.point_numbers)
-            if points is None and masks is None:
-                return None
+        corners = boxes if self.coding == "corners" else to_corners(boxes)
+        if self.coding in CELL_CODINGS:
+            if size is None or sum(grid.count(size) for grid in self.grids) != len(scores):
+                raise OtherShapeError
+            # (column, row, stride)
+            cells = np.concatenate([grid.cells(size) for grid in self.grids])[likely]
+            corners = CELL_CODINGS[self.coding](boxes, cells[:, :2]) * cells[:, 2:]
+        if not self.extra:
+            return detections_by_score(corners, scores[likely])
+
+        extra, points, masks = read_columns(self.extra, outputs)[likely], None, None
+        if self.mask_maps:
+            masks = make_masks(extra, outputs.get(self.mask_maps), size)
+            if masks is None:
+                raise OtherShapeError
+        elif self.has_angle:
+            points = rotate_boxes(boxes, extra[:, 0])
+        elif self.point_numbers:
+            point_count, remainder = divmod(extra.shape[1], self.point_numbers)
+            if remainder:
+                raise OtherShapeError
+            points = extra.reshape(len(extra), point_count, self.point_numbers)
         return detections_by_score(corners, scores[likely], points, masks)
 
-    def _cells(
-        self, size: tuple[int, int] | None, rows: NDArray[np.int64], row_count: int
-    ) -> tuple[Floats, Floats] | None:
-        """Return the cells [n, 2] of some rows and their strides [n]; None for another picture.
 
-        Boxes that are not relative to cells have cells of no size.
-        """
-        if self.coding not in CELL_CODINGS:
-            return np.zeros((len(rows), 2)), np.zeros(len(rows))
-        grids = [level.grid for level in self.levels if level.grid is not None]
-        if size is None or sum(grid.count(size) for grid in grids) != row_count:
-            return None
-        cells, strides = zip(*(grid.cells(size) for grid in grids), strict=True)
-        return np.concatenate(cells)[rows], np.concatenate(strides)[rows]
+def to_corners(boxes: Floats) -> Floats:
+    """Convert boxes [n, 4] from centre and size (cx cy w h) to corners (x1 y1 x2 y2)."""
+    half = boxes[:, 2:4] / 2
+    return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
-def decode_boxes(rows: Floats, coding: str, cells: Floats, strides: Floats) -> Floats:
-    """Return boxes as corners (x1 y1 x2 y2) [n, 4].
+def decode_cells(rows: Floats, cells: Floats) -> Floats:
+    """Return corners in strides of YOLOX's boxes [n, 4] in cells [n, 2]."""
+    sides = np.exp(np.minimum(rows[:, 2:4], MAX_LOG_SIDE))
+    return to_corners(np.concatenate([rows[:, :2] + cells, sides], axis=1))
 
-    Args:
-        rows: coded boxes [n, 4 or more].
-        coding: as in the table above.
-        cells: (column, row) of the cell of each row [n, 2].
-        strides: its side in pixels [n].
-    """
-    if coding == "corners":
-        return rows
-    if coding == "distribution":
-        bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
-        with np.errstate(invalid="ignore"):
-            # left, top, right, bottom
-            distances = activate(bins, "softmax") @ np.arange(bins.shape[2])
-        centres = cells + 0.5
-        corners = [centres - distances[:, :2], centres + distances[:, 2:]]
-        return np.asarray(np.concatenate(corners, axis=1) * strides[:, None])
 
-    centres, sides = rows[:, :2], rows[:, 2:4]
-    if coding == "cell":
-        centres = (centres + cells) * strides[:, None]
-        sides = np.exp(np.minimum(sides, MAX_LOG_SIDE)) * strides[:, None]
-    return np.concatenate([centres - sides / 2, centres + sides / 2], axis=1)
+def decode_distances(rows: Floats, cells: Floats) -> Floats:
+    """Return corners in strides of distributions [n, 4 (m + 1)] in cells [n, 2]."""
+    bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
+    with np.errstate(invalid="ignore"):
+        # left, top, right, bottom
+        distances = activate(bins, "softmax") @ np.arange(bins.shape[2])
+    corners = [cells + 0.5 - distances[:, :2], cells + 0.5 + distances[:, 2:]]
+    return np.concatenate(corners, axis=1)
+
+
+# coding relative to the cells of a grid -> its decoder
+CELL_CODINGS = {"cell": decode_cells, "distribution": decode_distances}

@@ -4,7 +4,6 @@
 [1, 4+C, A]               boxes and a probability per class: YOLO v8, v9, v11
 [1, A, 5+C]               boxes, objectness, classes: YOLO v5, v6, v7; relative to cells: YOLOX
 [1, Q, 4+C]               relative boxes of queries: RT-DETR (Zhao et al. 2023)
-[1, A, C + 4 (m + 1)]     probabilities, then distributions of distances: NanoDet
 [1, 3 (5+C), H, W]        YOLO v3 to v7 before decoding, one output a level
 [A, 4], [A, C]            boxes and scores in two outputs, or two a level, either transposed: SSD,
                           RetinaNet, DETR, PicoDet. A third output of one column multiplies the
@@ -29,23 +28,48 @@ from deploy.tasks.detections import are_angles, make_masks
 from deploy.tasks.detector import (
     ANCHOR_MAP,
     COLUMNS,
+    LAYOUT_DIMENSIONS,
     MAP,
     ROWS,
+    AnchorGrid,
     Columns,
     Layout,
+    OtherShapeError,
     RowDecoder,
-    RowLevel,
     find_grid,
     fits_stride,
-    read_levels,
+    read_columns,
 )
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Floats, activate, are_shares, correlate, image_size, sums_to_one
 from deploy.tasks.slices import OutputSlice
+from deploy.tensors import Array
 
 _BOX = 4  # numbers of a box
+_MIN_LEVEL_MAPS = 4  # of two levels; fewer are features
 _CENTRE_BOXES = ("pred_boxes", "dets")  # names of relative boxes by centre, of DETR's exporters
-Levels = tuple[RowLevel, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowTable:
+    """An output as a table of rows.
+
+    Attributes:
+        columns: all its columns.
+        rows: their values in all samples, [A, n].
+        count: number of rows of the first sample.
+        grids: the grid whose cells the rows may be; empty without.
+    """
+
+    columns: Columns
+    rows: Floats
+    count: int
+    grids: tuple[AnchorGrid, ...]
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return int(self.rows.shape[1])
 
 
 def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder | None:
@@ -53,124 +77,103 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
 
     A form that several outputs have is none: they may be levels.
     """
+    tables = [*_read_tables(samples)]
     attempts = [(propose, False) for propose in FORMS]
     if is_set:
         attempts += [(propose, True) for propose in reversed(FORMS)]
     for propose, is_lenient in attempts:
         decoders: dict[str, RowDecoder] = {}
-        for levels in propose(samples, is_lenient):
-            output = levels[0].scores.output
-            decoder = None
-            if output not in decoders:
-                decoder = _confirm(levels, samples, is_set=is_lenient)
+        for proposed in propose(tables, samples, is_lenient):
+            try:
+                decoder = _confirm(proposed, samples, is_set=is_lenient)
+            except OtherShapeError:  # levels of different classes
+                continue
             if decoder is not None:
-                decoders[output] = decoder
+                decoders.setdefault(decoder.scores[0].output, decoder)
         if len(decoders) == 1:
             return decoders.popitem()[1]
     return None
 
 
-def _read_rows(columns: Sequence[Columns | None], samples: FirstSamples) -> Floats | None:
-    """Return the rows of all samples and levels; None without such columns, or of NaN or Inf."""
-    tables: list[Floats] = []
-    for outputs in samples.outputs:
-        table = read_levels(columns, outputs)
-        if table is None or (tables and table.shape[1] != tables[0].shape[1]):
-            return None
-        tables.append(table)
-    rows = np.concatenate(tables)
-    return rows if rows.size and np.isfinite(rows).all() else None
+def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
+    """Yield the outputs in each layout that they may have, but for NaN and Inf.
+
+    Maps have the size of the picture over a stride.
+    """
+    for name, layout in itertools.product(samples.names, LAYOUT_DIMENSIONS):
+        columns = Columns(name, layout)
+        try:
+            tables = [columns.of(outputs) for outputs in samples.outputs]
+        except OtherShapeError:
+            continue
+        if len({table.shape[1] for table in tables}) > 1:
+            continue
+        if layout in (MAP, ANCHOR_MAP) and not _fit_strides(name, samples):
+            continue
+        rows, count = np.concatenate(tables), len(tables[0])
+        if np.isfinite(rows).all():
+            grid = find_grid(count, samples.picture_size)
+            yield _RowTable(columns, rows, count, () if grid is None else (grid,))
+
+
+def _fit_strides(name: str, samples: FirstSamples) -> bool:
+    """Whether a map has the size of the picture over a stride, in every sample."""
+    for value, inputs in zip(samples.arrays(name), samples.inputs, strict=True):
+        if not fits_stride(value.shape[2:4], image_size(inputs)):
+            return False
+    return True
+
+
+def _read_rows(levels: Sequence[Columns], samples: FirstSamples) -> Floats:
+    """Return the columns of all levels and samples, below each other."""
+    return np.concatenate([read_columns(levels, outputs) for outputs in samples.outputs])
 
 
 # --- what shapes and units propose ---
 
 
-def _propose_joined(samples: FirstSamples, is_set: bool) -> Iterator[Levels]:
+def _propose_joined(
+    tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
+) -> Iterator[RowDecoder]:
     """Propose columns of one output: boxes, an objectness, classes, and what comes after."""
-    for name in samples.names:
-        values = samples.arrays(name)
-        if values[0].ndim > 1 and any(_are_classes(values, axis) for axis in (1, -1, -2)):
+    for table in tables:
+        # many more rows than columns, unless they are queries
+        min_count = min(thresholds.MIN_ROWS_PER_COLUMN * table.width, thresholds.MIN_QUERIES)
+        if table.columns.layout == ANCHOR_MAP or not table.count >= min_count:
             continue
-        for layout in _possible_layouts(values[0].shape):
-            rows = _read_rows([Columns(name, layout)], samples)
-            if rows is None:
-                continue
-            yield from _propose_distributions(name, layout, rows, samples)
-            level = _split_columns(name, layout, rows, samples, is_set=is_set)
-            if level is not None:
-                yield (level,)
+        values = samples.arrays(table.columns.output)
+        if table.width > _BOX and not any(_are_classes(values, axis) for axis in (1, -1, -2)):
+            yield from _split_columns(table, samples.declared.classes, is_set=is_set)
 
 
-def _are_classes(values: Sequence[np.ndarray], axis: int) -> bool:
+def _are_classes(values: Sequence[Array], axis: int) -> bool:
     """Whether values sum to 1 along a dimension, as classes of steps or of pixels do."""
     return all(sums_to_one(value, axis).all() for value in values)
 
 
-def _possible_layouts(shape: tuple[int, ...]) -> list[Layout]:
-    """Return the layouts in which an output may have a row per anchor: many more than columns."""
-    if len(shape) not in (2, 3, 4) or (len(shape) > 2 and shape[0] != 1):
-        return []
-    if len(shape) == 4:
-        return [MAP] if _are_anchors(shape[2] * shape[3], shape[1]) else []
-    rows, columns = shape[-2:]
-    layouts = []
-    if _are_anchors(columns, rows):
-        layouts.append(COLUMNS)
-    if _are_anchors(rows, columns):
-        layouts.append(ROWS)
-    return layouts
-
-
-def _are_anchors(row_count: int, column_count: int) -> bool:
-    are_many = row_count >= thresholds.MIN_ROWS_PER_COLUMN * column_count
-    return column_count > _BOX and (are_many or row_count >= thresholds.MIN_QUERIES)
-
-
-def _count_leading_shares(rows: Floats) -> int:
-    """Return the number of columns, from the first on, whose values lie from 0 to 1."""
-    return next((k for k, column in enumerate(rows.T) if not are_shares(column)), rows.shape[1])
-
-
-def _propose_distributions(
-    name: str, layout: Layout, rows: Floats, samples: FirstSamples
-) -> Iterator[Levels]:
-    """Propose classes, then distributions of distances from the cells of a grid."""
-    class_count = _count_leading_shares(rows)
-    grid = find_grid(len(rows) // len(samples.outputs), samples.picture_size)
-    if class_count and grid is not None and _are_bins(rows[:, class_count:]):
-        scores, bins = Columns(name, layout, 0, class_count), Columns(name, layout, class_count)
-        yield (RowLevel(scores=scores, boxes=bins, grid=grid),)
-
-
-def _are_bins(rows: Floats) -> bool:
-    """Whether columns may be logits of four distributions."""
-    bin_count, remainder = divmod(rows.shape[1], 4)
-    return bin_count >= thresholds.MIN_BINS and not remainder and rows.min() < 0
-
-
-def _split_columns(
-    name: str, layout: Layout, rows: Floats, samples: FirstSamples, *, is_set: bool
-) -> RowLevel | None:
-    """Return boxes, an objectness, classes and what comes after; None without probabilities."""
-    column_count = rows.shape[1]
-    score_count = _count_leading_shares(rows[:, _BOX:])
-    class_count = samples.declared.classes
+def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Iterator[RowDecoder]:
+    """Propose four numbers of a box, then probabilities, and what comes after."""
+    score_count = 0
+    while _BOX + score_count < table.width and are_shares(table.rows[:, _BOX + score_count]):
+        score_count += 1
     if class_count and score_count >= class_count:
-        score_count = class_count + (column_count == _BOX + 1 + class_count)
+        score_count = class_count + (table.width == _BOX + 1 + class_count)
     if not score_count and is_set:
-        score_count = column_count - _BOX
+        score_count = table.width - _BOX
     if not score_count:
-        return None
+        return
 
     end = _BOX + score_count
-    has_objectness = _has_objectness(_to_probabilities(rows[:, _BOX:end]), layout)
-    first_class = _BOX + has_objectness
-    return RowLevel(
-        scores=Columns(name, layout, first_class, end),
-        boxes=Columns(name, layout, 0, _BOX),
-        gate=Columns(name, layout, _BOX, first_class) if has_objectness else None,
-        extra=Columns(name, layout, end) if end < column_count else None,
-        grid=find_grid(len(rows) // len(samples.outputs), samples.picture_size),
+    scores = _to_probabilities(table.rows[:, _BOX:end])
+    first_class = _BOX + _has_objectness(scores, table.columns.layout)
+    gates = replace(table.columns, start=_BOX, stop=first_class)
+    extra = replace(table.columns, start=end)
+    yield RowDecoder(
+        scores=(replace(table.columns, start=first_class, stop=end),),
+        box_columns=(replace(table.columns, stop=_BOX),),
+        gates=(gates,) if first_class > _BOX else (),
+        extra=(extra,) if end < table.width else (),
+        grids=table.grids,
     )
 
 
@@ -203,140 +206,106 @@ def _are_mostly_empty(best_scores: Floats) -> bool:
     return bool(np.median(best_scores) < thresholds.MAX_EMPTY_SCORE)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _RowTable:
-    """An output as a table.
-
-    Attributes:
-        columns: all its columns.
-        rows: their values in all samples.
-        count: number of rows of the first sample.
-    """
-
-    columns: Columns
-    rows: Floats
-    count: int
-
-    @property
-    def width(self) -> int:
-        """Number of columns."""
-        return int(self.rows.shape[1])
-
-
-def _propose_separate(samples: FirstSamples, is_set: bool) -> Iterator[Levels]:
+def _propose_separate(
+    tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
+) -> Iterator[RowDecoder]:
     """Propose outputs of scores and boxes, of all levels or of each, which has its row count."""
-    tables_by_count: dict[int, list[_RowTable]] = {}
-    for name, layout in _find_layouts(samples).items():
-        columns = Columns(name, layout)
-        rows = _read_rows([columns], samples)
-        first_table = columns.of(samples.outputs[0])
-        if rows is not None and first_table is not None and len(first_table) > 1:
-            table = _RowTable(columns, rows, len(first_table))
-            tables_by_count.setdefault(table.count, []).append(table)
-
-    levels = []
-    for tables in tables_by_count.values():
-        if is_set and len(tables) == 1:
-            continue
-        level = _pair_tables(tables, samples, is_set=is_set)
-        if level is None:
-            return
-        levels.append(level)
-    row_count = sum(tables_by_count)
-    gate_count = sum(level.gate is not None for level in levels)
-    if gate_count in (0, len(levels)) and (is_set or row_count >= thresholds.MIN_ANCHORS):
-        yield from [tuple(levels)] if levels else []
+    layouts = [ROWS, COLUMNS]
+    if sum(table.columns.layout == MAP for table in tables) >= _MIN_LEVEL_MAPS:
+        layouts.append(MAP)
+    levels: list[RowDecoder] = []
+    paired_outputs: set[str] = set()
+    for count in sorted({table.count for table in tables if table.count > 1}, reverse=True):
+        level_tables: dict[str, _RowTable] = {}
+        for table in tables:
+            if table.count == count and table.columns.layout in layouts:
+                level_tables.setdefault(table.columns.output, table)
+        level = _pair_tables([*level_tables.values()], is_set=is_set)
+        if level is not None and paired_outputs.isdisjoint(level_tables):
+            levels.append(level)
+            paired_outputs |= {*level_tables}
+    levels.sort(key=lambda level: samples.names.index(level.scores[0].output))
+    yield from _join_levels(levels)
 
 
-def _find_layouts(samples: FirstSamples) -> dict[str, Layout]:
-    """Return output -> its layout; the longer side of an output with four numbers is the anchors.
-
-    Maps are rows of cells if there are as many as two levels have, of the picture's strides.
-    """
-    shapes = {name: samples.outputs[0][name].shape for name in samples.names}
-    maps = [name for name, shape in shapes.items() if len(shape) == 4]
-    are_levels = len(maps) >= 4 and all(_fit_strides(name, samples) for name in maps)
-    row_counts = set()
-    for shape in shapes.values():
-        if len(shape) == 3 and shape[0] == 1:
-            row_counts.add(max(shape) if _BOX in shape[1:] else shape[1])
-    layouts = {}
-    for name, shape in shapes.items():
-        if len(shape) == 4 and are_levels:
-            layouts[name] = MAP
-        elif len(shape) in (2, 3):
-            is_transposed = shape[-1] in row_counts and shape[-2] < shape[-1]
-            layouts[name] = COLUMNS if is_transposed else ROWS
-    return layouts
+def _join_levels(levels: Sequence[RowDecoder]) -> Iterator[RowDecoder]:
+    """Yield the columns of all levels; none if only some levels have a gate."""
+    gates = [gate for level in levels for gate in level.gates]
+    grids = [grid for level in levels for grid in level.grids]
+    extra = [columns for level in levels for columns in level.extra]
+    if levels and len(gates) in (0, len(levels)):
+        yield RowDecoder(
+            scores=tuple(level.scores[0] for level in levels),
+            box_columns=tuple(columns for level in levels for columns in level.box_columns),
+            gates=tuple(gates),
+            extra=tuple(extra) if len(extra) == len(levels) else (),
+            grids=tuple(grids) if len(grids) == len(levels) else (),
+        )
 
 
-def _fit_strides(name: str, samples: FirstSamples) -> bool:
-    """Whether a map has the size of the picture over a stride, in every sample."""
-    for value, inputs in zip(samples.arrays(name), samples.inputs, strict=True):
-        if not fits_stride(value.shape[2:4], image_size(inputs)):
-            return False
-    return True
-
-
-def _pair_tables(
-    tables: Sequence[_RowTable], samples: FirstSamples, *, is_set: bool
-) -> RowLevel | None:
+def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | None:
     """Choose the boxes, the scores and a gate among outputs with equally many rows."""
-    grid = find_grid(tables[0].count, samples.picture_size)
-    boxes = [table for table in tables if table.width == _BOX]
-    boxes = [table for table in boxes if not sums_to_one(table.rows).all()]
-    if len(boxes) > 1:  # one may be the scores of four classes
-        named = [table for table in boxes if table.columns.output in _CENTRE_BOXES]
-        boxes = named or [table for table in boxes if not _are_scores(table.rows)]
-    if not boxes and grid is not None:
-        boxes = [table for table in tables if _are_bins(table.rows)]
-    if is_set and len(boxes) != 1:  # the widest one
-        wide = [table for table in tables if table.width >= _BOX]
-        boxes = sorted(wide, key=lambda table: (are_shares(table.rows), -table.width))[:1]
-    if len(boxes) != 1:
-        return None
-
-    others = [table for table in tables if table is not boxes[0]]
+    wide = [table for table in tables if table.width >= _BOX]
+    boxes = [table for table in wide if table.width == _BOX or _has_distances(table)]
+    boxes = sorted(boxes or (wide if is_set else []), key=_unlike_boxes)[:1]
+    others = [table for table in tables if table not in boxes]
     scores = [table for table in others if are_shares(table.rows)]
     scores = scores or [table for table in others if table.width == 2] or others
-    gates = [table for table in scores if table.width == 1]
-    gate = gates[-1] if len(scores) == 2 and gates else None
-    scores = [table for table in scores if table is not gate]
-    if len(scores) != 1:
+    gates = [table for table in scores if table.width == 1][-1:] if len(scores) == 2 else []
+    scores = [table for table in scores if table not in gates]
+    if len(boxes) != 1 or len(scores) != 1:
         return None
-    points = [table for table in others if table not in (scores[0], gate)]
-    return RowLevel(
-        scores=scores[0].columns,
-        boxes=boxes[0].columns,
-        gate=None if gate is None else gate.columns,
-        extra=points[0].columns if points else None,
-        grid=grid,
+    points = [table for table in others if table not in (*scores, *gates)]
+    return RowDecoder(
+        scores=(scores[0].columns,),
+        box_columns=(boxes[0].columns,),
+        gates=tuple(table.columns for table in gates),
+        extra=tuple(table.columns for table in points[:1]),
+        grids=boxes[0].grids,
     )
+
+
+def _unlike_boxes(table: _RowTable) -> tuple[bool, bool, int]:
+    """Return a key that is least of the output of boxes; another one may be of four classes."""
+    is_named = table.columns.output in _CENTRE_BOXES
+    return not is_named, _are_scores(table.rows), table.width
+
+
+def _has_distances(table: _RowTable) -> bool:
+    """Whether rows may be distributions of distances from the cells of a grid."""
+    return bool(table.grids) and _are_bins(table.rows)
+
+
+def _are_bins(rows: Floats) -> bool:
+    """Whether columns may be logits of four distributions."""
+    bin_count, remainder = divmod(rows.shape[1], 4)
+    return bin_count >= thresholds.MIN_BINS and not remainder and rows.min() < 0
 
 
 def _are_scores(rows: Floats) -> bool:
     """Whether four columns are scores of classes, not boxes: few rows have a high one."""
     if are_shares(rows):
-        return bool(np.mean(rows.max(axis=1) < thresholds.MAX_EMPTY_SCORE) > 0.5)
+        return bool(sums_to_one(rows).all()) or _are_mostly_empty(rows.max(axis=1))
     return _find_raw_activation(rows) is not None
 
 
-def _propose_anchor_maps(samples: FirstSamples, is_set: bool) -> Iterator[Levels]:
+def _propose_anchor_maps(
+    tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
+) -> Iterator[RowDecoder]:
     """Propose levels of YOLO v3 to v7 with several anchors per cell, if every output is one."""
     levels = []
-    for name in samples.every:
-        rows = _read_rows([Columns(name, ANCHOR_MAP)], samples)
-        if rows is None or rows.shape[1] <= _BOX + 1 or not _fit_strides(name, samples):
-            return
+    for table in tables:
+        if table.columns.layout != ANCHOR_MAP or table.width <= _BOX + 1:
+            continue
         # no other column is near 0 nearly everywhere
-        probabilities = _to_probabilities(rows)
+        probabilities = _to_probabilities(table.rows)
         objectness, box_median = probabilities[:, _BOX], np.median(probabilities[:, :_BOX])
-        if not objectness.mean() < thresholds.MAX_EMPTY_SCORE < box_median:
-            return
-        scores = Columns(name, ANCHOR_MAP, _BOX + 1, rows.shape[1])
-        levels.append(RowLevel(scores=scores, gate=Columns(name, ANCHOR_MAP, _BOX, _BOX + 1)))
-    if len(levels) > 1:
-        yield tuple(levels)
+        if objectness.mean() < thresholds.MAX_EMPTY_SCORE < box_median:
+            scores = replace(table.columns, start=_BOX + 1, stop=table.width)
+            gate = replace(table.columns, start=_BOX, stop=_BOX + 1)
+            levels.append(RowDecoder(scores=(scores,), gates=(gate,)))
+    if len(levels) == len(samples.every) > 1:
+        yield from _join_levels(levels)
 
 
 # Tried in this order; what a user sets, in the reverse order
@@ -346,76 +315,68 @@ FORMS = (_propose_joined, _propose_separate, _propose_anchor_maps)
 # --- what values confirm ---
 
 
-def _confirm(levels: Levels, samples: FirstSamples, *, is_set: bool) -> RowDecoder | None:
+def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> RowDecoder | None:
     """Return the decoder of proposed columns; None if the values are no scores and boxes.
 
     If it `is_set` that they are, rows may all detect something, and boxes may have any coding.
     """
-    score_rows = _read_rows([level.scores for level in levels], samples)
-    if score_rows is None:
-        return None
-    is_separate = levels[0].boxes is not None and levels[0].boxes.output != levels[0].scores.output
-    activation: str | None = _missing_sigmoid(score_rows)
-    background = None
+    score_rows = _read_rows(proposed.scores, samples)
+    outputs_of_rows = {columns.output for columns in (*proposed.scores, *proposed.box_columns)}
+    is_separate = len(outputs_of_rows) > len(proposed.scores)
+    activation, background = _missing_sigmoid(score_rows), None
     if is_separate:
-        activation, background = _find_activation(score_rows, samples, is_set=is_set)
-    if activation is None:
-        return None
-    gate_rows = _read_rows([level.gate for level in levels], samples)
-    decoder = RowDecoder(
-        levels=levels,
+        found = _find_activation(score_rows, samples, is_set=is_set)
+        if found is None:
+            return None
+        activation, background = found
+    gate_activation = ""
+    if proposed.gates:
+        gate_activation = _missing_sigmoid(_read_rows(proposed.gates, samples))
+    decoder = replace(
+        proposed,
         classes=score_rows.shape[1] - (background is not None),
         activation=activation,
-        gate_activation="" if gate_rows is None else _missing_sigmoid(gate_rows),
+        gate_activation=gate_activation,
         background=background,
     )
-    best = []
-    for outputs in samples.outputs:
-        scores = decoder.scores(outputs)
-        if scores is None:
-            return None
-        best.append(scores.max(axis=1))
-    if not is_set and not _are_mostly_empty(np.concatenate(best)):
+    best = [decoder.read_scores(outputs).max(axis=1) for outputs in samples.outputs]
+    has_rows = len(best[0]) >= thresholds.MIN_ANCHORS
+    if not is_set and not (has_rows and _are_mostly_empty(np.concatenate(best))):
         return None
-    if levels[0].boxes is None:
+    if not decoder.box_columns:
         return decoder
 
-    decoder = replace(decoder, coding=_find_coding(levels, samples))
-    if not (decoder.coding or is_separate or is_set):
+    decoder = replace(decoder, coding=_find_coding(decoder, samples))
+    if is_separate:
+        decoder = replace(decoder, parts=_slice_levels(decoder, samples))
+    elif decoder.coding or is_set:
+        decoder = replace(decoder, parts=_slice_columns(decoder, samples))
+    else:
         return None
-    slices: dict[str, tuple[OutputSlice, ...]] = {}
-    for level in levels:
-        if is_separate:
-            slices |= _slice_level(level, decoder, samples)
-        else:
-            slices |= _slice_columns(level, samples)
-    return _read_extra(replace(decoder, parts=slices), samples)
+    return _read_extra(decoder, samples)
 
 
 def _find_activation(
     rows: Floats, samples: FirstSamples, *, is_set: bool
-) -> tuple[str | None, int | None]:
-    """Return (missing activation, class of the background); (None, None) if there is neither."""
-    last = rows.shape[1] - 1
+) -> tuple[str, int | None] | None:
+    """Return (missing activation, class of the background); None if the values fit neither."""
+    last, class_count = rows.shape[1] - 1, samples.declared.classes
+    background = _find_background(rows)
     if are_shares(rows):
         if last == 0 or not sums_to_one(rows).all():
             return "", None
-        background = _find_background(rows)
         if background is None and is_set:
             background = last
-        return ("", background) if background is not None else (None, None)
+        return None if background is None else ("", background)
 
     # a Softmax has one more class, the background, and a Sigmoid none
-    if samples.declared.classes == last + 1:
+    if class_count == last + 1:
         return "sigmoid", None
-    found = _find_raw_activation(rows)
-    if last and samples.declared.classes == last:
-        background = None if found is None else found[1]
+    if last and class_count == last:
         return "softmax", last if background is None else background
-    if found is not None:
+    found = _find_raw_activation(rows)
+    if found is not None or not is_set:
         return found
-    if not is_set:
-        return None, None
     is_sigmoid = last == 0 or np.median(rows.max(axis=1)) < 0
     return ("sigmoid", None) if is_sigmoid else ("softmax", last)
 
@@ -436,37 +397,34 @@ def _find_background(rows: Floats) -> int | None:
     return winner if is_clear and len(wins) > 1 and winner in (0, len(wins) - 1) else None
 
 
-def _find_coding(levels: Levels, samples: FirstSamples) -> str:
+def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:
     """Return the coding of the boxes, as in `RowDecoder`; "" if they cannot be decoded.
 
     Centres of boxes lie in the picture, all over it.
     """
-    box_columns = [level.boxes for level in levels]
-    rows = _read_rows(box_columns, samples)
-    if rows is None:
-        return ""
+    rows = _read_rows(decoder.box_columns, samples)
     if rows.shape[1] > _BOX:
-        has_grids = all(level.grid is not None for level in levels)
-        return "distribution" if has_grids and _are_bins(rows) else ""
-    if box_columns[0] is not None and box_columns[0].output in _CENTRE_BOXES:
+        return "distribution" if decoder.grids and _are_bins(rows) else ""
+    if decoder.box_columns[0].output in _CENTRE_BOXES:
         return "centre"
 
-    places = _find_places(box_columns, rows, samples)
+    is_single = len(decoder.box_columns) == 1
+    places = _find_places(decoder.box_columns, rows, samples)
     if places is not None:
         low, high = places[:, :2], places[:, 2:]
         if _are_corners(low, high) and _are_all_over((low + high) / 2):
             return "corners"
-        if len(levels) == 1 and _are_mostly(high >= 0) and _are_all_over(low):
+        if is_single and _are_mostly(high >= 0) and _are_all_over(low):
             return "centre"
 
     # logarithms of sizes relative to cells have both signs
     are_small = _are_mostly(np.abs(rows) < thresholds.MAX_CELL_OFFSET)
-    has_cells = levels[0].gate is not None and levels[0].grid is not None and len(levels) == 1
+    has_cells = is_single and decoder.gates and decoder.grids
     return "cell" if has_cells and are_small and rows[:, 2:].min() < 0 else ""
 
 
 def _find_places(
-    box_columns: Sequence[Columns | None], rows: Floats, samples: FirstSamples
+    box_columns: Sequence[Columns], rows: Floats, samples: FirstSamples
 ) -> Floats | None:
     """Return boxes relative to the picture; None for pixels of a picture of unknown size."""
     tolerance = thresholds.MAX_OUTSIDE_PICTURE
@@ -474,11 +432,11 @@ def _find_places(
         return rows
     places = []
     for inputs, outputs in zip(samples.inputs, samples.outputs, strict=True):
-        boxes, size = read_levels(box_columns, outputs), image_size(inputs)
-        if boxes is None or size is None:
+        size = image_size(inputs)
+        if size is None:
             return None
         height, width = size
-        places.append(boxes / (width, height, width, height))
+        places.append(read_columns(box_columns, outputs) / (width, height, width, height))
     return np.concatenate(places)
 
 
@@ -503,11 +461,10 @@ def _are_mostly(conditions: NDArray[np.bool_]) -> bool:
 
 def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     """Return the decoder with its further columns: mask weights, an angle or key points."""
-    extra = _read_rows([level.extra for level in decoder.levels], samples)
-    boxes = _read_rows([level.boxes for level in decoder.levels], samples)
-    if extra is None or boxes is None:
+    if not decoder.extra:
         return decoder
-    width = extra.shape[1]
+    extra = _read_rows(decoder.extra, samples)
+    boxes, width = _read_rows(decoder.box_columns, samples), extra.shape[1]
     maps = [name for name in samples.names if _are_prototypes(name, width, samples)]
     if len(maps) == 1:
         return replace(decoder, mask_maps=maps[0])
@@ -543,21 +500,21 @@ def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
 # --- slices whose noise is measured ---
 
 
-def _slice_columns(level: RowLevel, samples: FirstSamples) -> dict[str, tuple[OutputSlice, ...]]:
+def _slice_columns(
+    decoder: RowDecoder, samples: FirstSamples
+) -> dict[str, tuple[OutputSlice, ...]]:
     """Return the slices of an output with boxes, scores and further columns."""
-    name, axis = level.scores.output, -1 if level.scores.layout == ROWS else 1
-    parts = [part for part in (level.boxes, level.gate or level.scores, level.extra) if part]
-    starts = sorted(part.start for part in parts)
-    stops = [*starts[1:], samples.outputs[0][name].shape[axis]]
+    boxes, scores = decoder.box_columns[0], (decoder.gates or decoder.scores)[0]
+    axis = -1 if scores.layout == ROWS else 1
+    starts = [boxes.start, scores.start, *(columns.start for columns in decoder.extra)]
+    stops = [*starts[1:], samples.outputs[0][scores.output].shape[axis]]
     slices = []
     for start, stop in zip(starts, stops, strict=True):
-        slices.append(OutputSlice(output=name, axis=axis, start=start, stop=stop))
-    return {name: tuple(slices)}
+        slices.append(OutputSlice(output=scores.output, axis=axis, start=start, stop=stop))
+    return {scores.output: tuple(slices)}
 
 
-def _slice_level(
-    level: RowLevel, decoder: RowDecoder, samples: FirstSamples
-) -> dict[str, tuple[OutputSlice, ...]]:
+def _slice_levels(decoder: RowDecoder, samples: FirstSamples) -> dict[str, tuple[OutputSlice, ...]]:
     """Return the slices of outputs of scores and boxes; boxes are weighted by their rows' scores.
 
     The scores or the gate, whichever has the lower mean, are the weight: the other one may be
@@ -567,21 +524,23 @@ def _slice_level(
     if decoder.background is not None:
         start = 1 if decoder.background == 0 else 0
         stop = start + decoder.classes
-    weights = [_slice_scores(level.scores, samples, decoder.activation, start, stop)]
-    if level.gate is not None:
-        weights.append(_slice_scores(level.gate, samples, decoder.gate_activation))
-    means = []
-    for weight in weights:
-        means.append(np.mean([weight.best_scores(outputs).mean() for outputs in samples.outputs]))
-    best_weight = weights[int(np.argmin(means))]
-
     slices: dict[str, tuple[OutputSlice, ...]] = {}
-    for weight in weights:
-        slices[weight.output] = (OutputSlice(output=weight.output),)
-    for part in (level.boxes, level.extra):
-        if part is not None:
-            slices[part.output] = (OutputSlice(output=part.output, at=best_weight),)
+    for level, columns in enumerate(decoder.scores):
+        weights = [_slice_scores(columns, samples, decoder.activation, start, stop)]
+        for gate in decoder.gates[level : level + 1]:
+            weights.append(_slice_scores(gate, samples, decoder.gate_activation))
+        weight = min(weights, key=lambda part: _mean_score(part, samples))
+        for part in weights:
+            slices[part.output] = (OutputSlice(output=part.output),)
+        boxes_and_points = decoder.box_columns[level], *decoder.extra[level : level + 1]
+        for weighted in boxes_and_points:
+            slices[weighted.output] = (OutputSlice(output=weighted.output, at=weight),)
     return slices
+
+
+def _mean_score(scores: OutputSlice, samples: FirstSamples) -> float:
+    """Return the mean over all rows of their best score."""
+    return float(np.mean([scores.best_scores(outputs).mean() for outputs in samples.outputs]))
 
 
 def _slice_scores(
