@@ -27,7 +27,7 @@ A model is a file, an `onnx.ModelProto`, or a PyTorch module with a DataLoader a
 
 Images      Preprocess, RawFiles, Choice
 Options     Method, CachePolicy, Cluster, Tuning, Gates
-Targets     TARGETS: OnnxRuntime, TensorRT, Ascend
+Targets     TARGETS: OnnxRuntime, TensorRT, TensorRTForRTX, Ascend
 Result      Report
 Errors      Calib8Error, and one class for each kind of failure
 
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from deploy.targets import Ascend as Ascend
     from deploy.targets import OnnxRuntime as OnnxRuntime
     from deploy.targets import TensorRT as TensorRT
+    from deploy.targets import TensorRTForRTX as TensorRTForRTX
     from deploy.tuning.search_options import Tuning as Tuning
     from deploy.version import __version__ as __version__
 
@@ -93,6 +94,7 @@ _IMPORT_PATHS = {  # in the order of a user's work
     "TARGETS": "deploy.targets:TARGETS",
     "OnnxRuntime": "deploy.targets:OnnxRuntime",
     "TensorRT": "deploy.targets:TensorRT",
+    "TensorRTForRTX": "deploy.targets:TensorRTForRTX",
     "Ascend": "deploy.targets:Ascend",
     "Report": "deploy.report:Report",
     **{name: f"deploy.errors:{name}" for name in errors.__all__},

@@ -257,11 +257,12 @@ def _list_sources(
 
 def find_target(path: Path, targets: Sequence[Target]) -> Target:
     """Return the target of this suffix; ONNX Runtime for any other, which reports what is wrong."""
-    default_targets = (target_class() for target_class in TARGETS.values())
-    for target in (*targets, *default_targets):
-        if path.suffix in target.engines:
-            return target
-    return OnnxRuntime()
+    target_by_suffix: dict[str, Target] = {}
+    for target in (*targets, *(target_class() for target_class in TARGETS.values())):
+        for suffix in target.engines:
+            target_by_suffix.setdefault(suffix, target)
+    matching = [suffix for suffix in target_by_suffix if path.name.endswith(suffix)]
+    return target_by_suffix[max(matching, key=len)] if matching else OnnxRuntime()
 
 
 def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSource]:

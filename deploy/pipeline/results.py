@@ -453,7 +453,7 @@ def _target_part(
 def _earlier_file_alerts(model_name: str, target: str, stage: Stage) -> Iterator[str]:
     """Yield a note on files of an earlier build of the same model that this one did not write."""
     names = []
-    for ending in TARGETS[target].writes if target in TARGETS else ():
+    for ending in TARGETS[target]().writes if target in TARGETS else ():
         name = f"{model_name}{ending}"
         if (stage.folder / name).exists() and not (stage.temporary_folder / name).exists():
             names.append(name)

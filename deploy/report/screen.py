@@ -285,7 +285,11 @@ def speed_texts(report: Findings) -> Iterator[str]:
 
 
 # role of a script -> where it is to be run
-_DEVICE_SCRIPTS = {"script of trtexec": "on the GPU machine", "atc command": "where atc is"}
+_DEVICE_SCRIPTS = {
+    "script of trtexec": "on the GPU machine",
+    "script of TensorRT for RTX": "on the GPU machine",
+    "atc command": "where atc is",
+}
 _PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
 IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
@@ -372,6 +376,9 @@ def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) ->
 
 def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Iterator[str]:
     """Yield how to measure or run an engine, the first step first."""
+    has_device_script = any(file.role in _DEVICE_SCRIPTS for file in target.files)
+    if engine.latency is None and has_device_script:
+        return
     bench = _bench_command(report, engine)
     if engine.verdict and engine.verdict.level == FLOAT and bench:
         yield f"on the CPU that will run it: {bench}"

@@ -10,11 +10,13 @@ from deploy.errors import ConfigError, did_you_mean
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import Target
 from deploy.targets.onnxruntime.target import OnnxRuntime
+from deploy.targets.tensorrt.rtx import TensorRTForRTX
 from deploy.targets.tensorrt.target import TensorRT
 
 TARGETS: dict[str, type[Target]] = {
     "onnxruntime": OnnxRuntime,
     "tensorrt": TensorRT,
+    "tensorrt-rtx": TensorRTForRTX,
     "ascend": Ascend,
 }
 
@@ -51,4 +53,13 @@ def make_targets(targets: str | Sequence[str | Target]) -> list[Target]:
     return list(target_by_name.values())
 
 
-__all__ = ["TARGETS", "Ascend", "OnnxRuntime", "Target", "TensorRT", "find_target", "make_targets"]
+__all__ = [
+    "TARGETS",
+    "Ascend",
+    "OnnxRuntime",
+    "Target",
+    "TensorRT",
+    "TensorRTForRTX",
+    "find_target",
+    "make_targets",
+]

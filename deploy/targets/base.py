@@ -202,7 +202,6 @@ class Target(Protocol):
 
     Attributes:
         engines: suffixes of the engine files that `open` loads.
-        writes: endings of the files that `build` writes, after the model's name.
         runs_here: whether ONNX Runtime runs the engine on this machine's CPU, so that the search
             can use its latency.
         own_method: text: the algorithms that find this target's ranges whatever --method says; ""
@@ -210,9 +209,12 @@ class Target(Protocol):
     """
 
     engines: ClassVar[tuple[str, ...]]
-    writes: ClassVar[tuple[str, ...]]
     runs_here: ClassVar[bool]
     own_method: ClassVar[str]
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Endings of the files that `build` writes, after the model's name."""
 
     @property
     def alternatives(self) -> tuple[str, ...]:

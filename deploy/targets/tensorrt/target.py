@@ -246,10 +246,10 @@ class TensorRT(TensorrtOptions):
         """Return the Q/DQ model."""
         from deploy.targets.tensorrt.cache_qdq import to_qdq
 
-        match = self._calibrate(request).match
+        match = self.calibrate_scales(request).match
         return to_qdq(request.model, match.plan, match.scales)
 
-    def _calibrate(self, request: BuildRequest) -> _CalibratedModel:
+    def calibrate_scales(self, request: BuildRequest) -> _CalibratedModel:
         """Return the cache of the chosen ranges, matched to the model."""
         from deploy.targets.tensorrt import cache_contents
         from deploy.targets.tensorrt.cache_match import match_cache
@@ -281,9 +281,9 @@ class TensorRT(TensorrtOptions):
         """Write the files, and the engine if TensorRT and a GPU are available."""
         from deploy.targets.tensorrt import cache_contents, engines, trtexec
 
-        calibrated = self._calibrate(request)
+        calibrated = self.calibrate_scales(request)
         match, version = calibrated.match, calibrated.version
-        model_set = self._make_models(request, calibrated)
+        model_set = self.make_models(request, calibrated)
         float32_nodes = model_set.float32_nodes
         evaluated_role = self._evaluated_role(model_set.models, version)
         runnable_part = model_set.models[evaluated_role] if request.plugin_decisions else None
@@ -318,7 +318,7 @@ class TensorRT(TensorrtOptions):
             error=built.failure,
         )
 
-    def _make_models(self, request: BuildRequest, calibrated: _CalibratedModel) -> _TensorrtModels:
+    def make_models(self, request: BuildRequest, calibrated: _CalibratedModel) -> _TensorrtModels:
         """Return the float model, unless the grid is fp8, the Q/DQ model and the typed one."""
         from deploy.targets.stored_weights import read_stored_weights
 

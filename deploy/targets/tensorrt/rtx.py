@@ -1,0 +1,319 @@
+"""The TensorRT for RTX target: engines that are compiled here, without a GPU.
+
+::
+
+    typed model  --NVIDIA's compiler, this machine-->  X.sm86-sm89-sm120-1.7.1.116.rtx.engine
+                                                         |
+                     the runtime of the same version, which finishes it for the GPU it runs on
+
+Source: TensorRT-RTX documentation, "CPU-Only AOT and TensorRT-RTX Engines"; the support matrix.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.files import atomic, manifest
+from deploy.targets.base import BuildRequest, BuildResult, write_script
+from deploy.targets.options import check_options, option
+from deploy.targets.tensorrt.target import TensorRT
+from deploy.targets.tensorrt.trt_options import FP8, INT8, TYPED
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.calibration.observation import CalibrationSubject, Observation
+    from deploy.graph.plan import FloatNodes, Plan
+    from deploy.targets.tensorrt.profiles import InputShapeRange
+    from deploy.tensors import Session
+
+_PACKAGE = "tensorrt_rtx"
+_INSTALL = "pip install '.[rtx]'"
+# generation of GPUs -> its compute capability, a member of `ComputeCapability`
+_CAPABILITIES = {"turing": "SM75", "ampere": "SM86", "ada": "SM89", "blackwell": "SM120"}
+_FP8_GENERATIONS = ("ada", "blackwell")
+_PARSER = "11.0.0"  # TensorRT whose ONNX parser reads the same operators
+_TYPED_ENDING = ".rtx.onnx"
+_ENGINE_ENDING = ".rtx.engine"
+_SCRIPT_ENDING = "_rtx.sh"  # measures the engine on its GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRTForRTX:
+    """The TensorRT for RTX target, with its options.
+
+    Attributes:
+        gpus: generations of GPUs that the engine is compiled for: "turing", "ampere", "ada" or
+            "blackwell"; empty for all from Ampere on, in fp8 from Ada on.
+        precision: quantized type: "int8" or "fp8" (E4M3).
+        max_batch: largest batch of an engine with a dynamic batch.
+        name: "tensorrt-rtx", the target's name in files, reports and on the command line.
+    """
+
+    gpus: tuple[str, ...] = option(
+        (),
+        flag="--rtx-gpu",
+        choices=tuple(_CAPABILITIES),
+        help="Generation of GPUs to compile for; by default all from Ampere on, in fp8 from Ada"
+        " on.",
+    )
+    precision: str = option(
+        INT8,
+        flag="--rtx-precision",
+        choices=(INT8, FP8),
+        help="Grid of what is quantized; fp8 is for GPUs from Ada on.",
+        changes_placement=True,
+    )
+    max_batch: int = option(
+        8, flag="--rtx-max-batch", minimum=1, help="Largest batch of a dynamic engine."
+    )
+    name: str = "tensorrt-rtx"
+    engines: ClassVar[tuple[str, ...]] = (_ENGINE_ENDING,)
+    runs_here: ClassVar[bool] = False
+    own_method: ClassVar[str] = ""
+    alternatives: ClassVar[tuple[str, ...]] = ()
+    configured: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.precision != FP8:
+            return
+        for generation in self.gpus:
+            if generation not in _FP8_GENERATIONS:
+                raise ConfigError(
+                    f"fp8 is for GPUs of {' and '.join(_FP8_GENERATIONS)}, got --rtx-gpu"
+                    f" {generation} with --rtx-precision fp8; leave one of them out"
+                )
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Endings of the files that `build` writes with the installed compiler."""
+        ending = self._engine_ending
+        if not ending:
+            return (_TYPED_ENDING,)
+        return _TYPED_ENDING, ending, f"{ending}.json", _SCRIPT_ENDING
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Compute capabilities that the engine is compiled for, such as "SM89"."""
+        if self.gpus:
+            generations: Sequence[str] = self.gpus
+        elif self.precision == FP8:
+            generations = _FP8_GENERATIONS
+        else:
+            generations = ("ampere", "ada", "blackwell")
+        return tuple(_CAPABILITIES[generation] for generation in generations)
+
+    @property
+    def _engine_ending(self) -> str:
+        """Ending of the engine's file; "" without the compiler."""
+        version = _installed_version()
+        capabilities = "-".join(self.capabilities).lower()
+        return f".{capabilities}-{version}{_ENGINE_ENDING}" if version else ""
+
+    @property
+    def _typed_target(self) -> TensorRT:
+        """The TensorRT target, whose typed model is compiled."""
+        return TensorRT(precision=self.precision, version=_PARSER)
+
+    def scaled_tensors(
+        self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """List every float tensor, as TensorRT's target does."""
+        return self._typed_target.scaled_tensors(model, float_nodes)
+
+    def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
+        """Return the quantization plan of the typed model."""
+        return self._typed_target.plan(model, float_nodes)
+
+    def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
+        """Return the observations to make: those of TensorRT's target.
+
+        Raises:
+            ConfigError, ModelError, ExportError: as `TensorRT.demand`.
+        """
+        return self._typed_target.demand(subject)
+
+    def trial(self, request: BuildRequest) -> onnx.ModelProto:
+        """Return the Q/DQ model."""
+        return self._typed_target.trial(request)
+
+    def build(self, request: BuildRequest) -> BuildResult:
+        """Write the typed model, and compile it if TensorRT for RTX is installed."""
+        from deploy.targets.tensorrt import cache_contents, engines
+
+        typed_target = self._typed_target
+        calibrated = typed_target.calibrate_scales(request)
+        model_set = typed_target.make_models(request, calibrated)
+        decisions = (*calibrated.match.plan.decisions, *request.plugin_decisions)
+        if TYPED not in model_set.models:
+            return BuildResult(
+                target=self.name, decisions=decisions, error="; ".join(model_set.notes)
+            )
+        complete_model = request.with_plugin_nodes(model_set.models[TYPED])
+        typed_model, lowering_note = engines.lower_for_tensorrt(complete_model, _PARSER)
+        typed_path = request.folder / f"{request.name}{_TYPED_ENDING}"
+        atomic.write_bytes(typed_path, typed_model.SerializeToString(deterministic=True))
+
+        files = {"typed model for TensorRT for RTX": typed_path}
+        engine: Path | None = None
+        error = ""
+        notes = [*model_set.notes, lowering_note]
+        try:
+            engine = files["TensorRT for RTX engine"] = self._compile(request, typed_path)
+            command = f'exec tensorrt_rtx --loadEngine={shlex.quote(engine.name)} "$@"'
+            script = request.folder / f"{request.name}{_SCRIPT_ENDING}"
+            files["script of TensorRT for RTX"] = write_script(script, command)
+        except SdkMissingError as missing:
+            notes.append(f"no engine was compiled: {missing}")
+        except BackendError as failure:
+            error = str(failure)
+        return BuildResult(
+            target=self.name,
+            engine=engine,
+            runnable=None if request.plugin_decisions else typed_path,
+            files=files,
+            decisions=decisions,
+            method=request.chosen_ranges.chosen_by,
+            ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, _PARSER),
+            weights=model_set.weights,
+            notes=tuple(filter(None, notes)),
+            error=error,
+        )
+
+    def _compile(self, request: BuildRequest, typed_path: Path) -> Path:
+        """Compile the typed model, or reuse the engine of the same model; return its path.
+
+        Raises:
+            SdkMissingError: TensorRT for RTX is not installed.
+            BackendError: the compiler refuses the model.
+        """
+        from deploy.targets.tensorrt.profiles import sample_profiles
+
+        library = _import_library()
+        profiles = sample_profiles(request, max_batch=self.max_batch, fixed=False, batch_shapes={})
+        path = request.folder / f"{request.name}{self._engine_ending}"
+        made_from = {
+            "tensorrt_rtx": library.__version__,
+            "compute_capabilities": self.capabilities,
+            "model_sha256": manifest.sha256(typed_path.read_bytes()),
+            "profiles": {
+                name: (shapes.min_shape, shapes.opt_shape, shapes.max_shape)
+                for name, shapes in profiles.items()
+            },
+        }
+        engine = manifest.read_if_made_from(request.earlier_file(path.name), made_from)
+        if engine is None:
+            engine = compile_engine(typed_path, self.capabilities, profiles)
+        return manifest.write_with_note(path, engine, made_from)
+
+    def describe_sdk(self) -> str:
+        """Name the installed compiler.
+
+        Raises:
+            SdkMissingError: it is not installed.
+        """
+        return f"TensorRT for RTX {_import_library().__version__}, which compiles without a GPU"
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """Refuse: an engine runs in NVIDIA's own runtime.
+
+        Raises:
+            SdkMissingError: always.
+        """
+        raise SdkMissingError(
+            f"{engine.name} runs in the runtime of TensorRT for RTX, on an RTX GPU, and not here:"
+            f" tensorrt_rtx --loadEngine={engine.name}"
+        )
+
+
+def compile_engine(
+    model: Path, capabilities: Sequence[str], profiles: Mapping[str, InputShapeRange]
+) -> bytes:
+    """Return the engine of a strongly typed model, compiled without a GPU.
+
+    Args:
+        model: ONNX file.
+        capabilities: compute capabilities to compile for, names of `ComputeCapability`.
+        profiles: shapes of each dynamic input.
+
+    Raises:
+        SdkMissingError: TensorRT for RTX is not installed.
+        BackendError: it refuses the model; the message quotes its log.
+    """
+    library = _import_library()
+    logger = _process_logger()
+    logger.errors.clear()
+    builder = library.Builder(logger)
+    network = builder.create_network(0)
+    parser = library.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(model)):
+        errors = [str(parser.get_error(index).desc()) for index in range(parser.num_errors)]
+        raise _refusal(model, errors or logger.errors)
+
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = len(capabilities)
+    for index, capability in enumerate(capabilities):
+        config.set_compute_capability(getattr(library.ComputeCapability, capability), index)
+    if profiles:
+        profile = builder.create_optimization_profile()
+        for name, shapes in profiles.items():
+            profile.set_shape(name, shapes.min_shape, shapes.opt_shape, shapes.max_shape)
+        config.add_optimization_profile(profile)
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        raise _refusal(model, logger.errors)
+    return bytes(engine)
+
+
+def _refusal(model: Path, errors: Sequence[str]) -> BackendError:
+    reason = " | ".join(errors) or "its log says nothing"
+    return BackendError(f"TensorRT for RTX cannot compile {model.name}: {reason}")
+
+
+def _installed_version() -> str:
+    """Return the version of the installed TensorRT for RTX; "" without."""
+    try:
+        return metadata.version(_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _import_library() -> Any:
+    """Import and return the module `tensorrt_rtx`.
+
+    Raises:
+        SdkMissingError: it is not installed, or its library cannot be loaded.
+    """
+    try:
+        import tensorrt_rtx
+    except (ImportError, OSError) as error:
+        raise SdkMissingError(
+            f"an engine is compiled by TensorRT for RTX, which is not on this machine ({error}):"
+            f" {_INSTALL}"
+        ) from error
+    return tensorrt_rtx
+
+
+@cache
+def _process_logger() -> Any:
+    """Return the one logger of this process; it prints nothing and keeps errors in `errors`."""
+    library = _import_library()
+
+    class Logger(library.ILogger):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            library.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= library.ILogger.Severity.ERROR:
+                self.errors.append(message)
+
+    return Logger()
