@@ -18,8 +18,8 @@ from pathlib import Path
 
 # The largest value of each figure that `counts` gives.
 LIMITS: Mapping[str, int] = {
-    "syntax nodes": 552_000,
-    "files": 322,
+    "syntax nodes": 556_000,
+    "files": 326,
     "rooms": 30,
     "class names defined twice": 0,
 }
