@@ -24,7 +24,7 @@ from deploy.cli import cli
 from deploy.errors import ConfigError, FeedError, ModelError, SdkMissingError
 from deploy.files.manifest import name_output
 from deploy.frontends import load
-from deploy.frontends.torch_model import parse_shape
+from deploy.frontends.input_shapes import parse_shape
 from deploy.fx.convert import calibrate
 from deploy.fx.device import DeviceAdapter, device_of, find_device, move_tensors
 from deploy.fx.open_model import export_torch, open_module, open_torch
@@ -95,8 +95,9 @@ def test_bad_module_arguments_are_refused(tmp_path, refusal, wording):
     wording.check(raised.value)
     with pytest.raises(ConfigError, match=r"file\.py:factory"):
         load(str(HERE / "resnet18.py"))
-    (tmp_path / "model.onnx").touch()
-    wording.check(refusal("inspect", tmp_path / "model.onnx", "--input", "1x3"))
+    model = tmp_path / "model.onnx"
+    model.touch()
+    wording.check(refusal("inspect", model, "--weights", model))
     for text in ("", "3x", "0x3", "axb", "1X3", "1x-3", "1x3 "):
         with pytest.raises(ConfigError, match="like 1x3x224x224"):
             parse_shape(text)

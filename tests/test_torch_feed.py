@@ -20,7 +20,7 @@ from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.files.usercode import MODEL_LIBRARIES
 from deploy.frontends import load
-from deploy.frontends.torch_model import is_torch_spec, parse_input
+from deploy.frontends.input_shapes import is_torch_spec, parse_input
 from deploy.fx import model_inputs
 from deploy.fx.open_model import open_torch
 from deploy.fx.source import _MAKERS, load_module

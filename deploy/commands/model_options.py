@@ -36,7 +36,8 @@ def model_options(command: Command) -> Command:
     )
     shapes = _input_option(
         "Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
-        " ids=1x128:int64; the name is an argument of its forward or a key of its dict."
+        " ids=1x128:int64; the name is an argument of its forward or a key of its dict. For an ONNX"
+        " file, a shape in place of the file's."
     )
     return shapes(weights(command))
 
@@ -48,18 +49,19 @@ def _input_option(text: str) -> Callable[[Command], Command]:
 
 
 def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Path | LoadedModel:
-    """Return an ONNX file as it is, and a PyTorch model exported and loaded.
+    """Return an ONNX file as it is, or loaded with other shapes; a PyTorch model exported.
 
     Raises:
-        ConfigError: shapes or weights for an ONNX file.
+        ConfigError: weights for an ONNX file.
         SdkMissingError, ModelError, ExportError: as `export_torch`.
     """
-    from deploy.frontends.torch_model import is_torch_spec, parse_input
+    from deploy.frontends.input_shapes import is_torch_spec, load_with_shapes, parse_input
+
+    inputs = [parse_input(text) for text in shapes]
 
     if is_torch_spec(model):
         from deploy.fx.open_model import open_torch
 
-        inputs = [parse_input(text) for text in shapes]
         return open_torch(
             str(model),
             [spec.shape for spec in inputs],
@@ -67,11 +69,9 @@ def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) ->
             names=[spec.name for spec in inputs],
             weights=weights,
         )
-    if shapes or weights:
-        raise ConfigError(
-            f"--input and --weights are for a model given as file.py:factory, got {model}"
-        )
-    return model
+    if weights:
+        raise ConfigError(f"--weights is for a model given as file.py:factory, got {model}")
+    return load_with_shapes(model, inputs) if inputs else model
 
 
 def leaf_option(command: Command) -> Command:
@@ -136,7 +136,7 @@ def torch_inputs(
     Raises:
         ConfigError, FeedError: both, no shape, or no sample or names for this model.
     """
-    from deploy.frontends.torch_model import parse_input
+    from deploy.frontends.input_shapes import parse_input
     from deploy.fx.device import device_of, move_tensors
     from deploy.fx.model_inputs import (
         accept_named_inputs,

@@ -7,10 +7,10 @@ import onnx
 from deploy.errors import ModelError, QuantizedError
 from deploy.frontends.base import LoadedModel, Loader
 from deploy.frontends.checks import check_float
+from deploy.frontends.input_shapes import is_torch_spec, load_torch
 from deploy.frontends.lift import restore_float_weights
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.onnx_reader import model_bytes, parse_model
-from deploy.frontends.torch_model import is_torch_spec, load_torch
 from deploy.terminal import phase
 
 __all__ = ["FRONTENDS", "LoadedModel", "Loader", "is_quantized", "load", "load_float_or_qdq"]

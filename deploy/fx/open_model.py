@@ -22,8 +22,8 @@ from deploy.feed.paths import RawFiles
 from deploy.files.atomic import write_bytes
 from deploy.files.manifest import write_model
 from deploy.frontends.base import LoadedModel
+from deploy.frontends.input_shapes import missing_shape_error
 from deploy.frontends.onnx_file import load_onnx
-from deploy.frontends.torch_model import missing_shape_error
 from deploy.fx.capture import as_inputs, repeat_single_sample, run_model
 from deploy.fx.comparison import FLOAT32_TOLERANCE, largest_difference, largest_magnitude
 from deploy.fx.device import quiet

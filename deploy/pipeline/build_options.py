@@ -28,7 +28,7 @@ from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.files import manifest
 from deploy.frontends import LoadedModel, load_float_or_qdq
-from deploy.frontends.torch_model import is_torch_module
+from deploy.frontends.input_shapes import is_torch_module
 from deploy.machine import worker_threads
 from deploy.method import Method
 from deploy.metrics.precision import GroundTruth

@@ -1,0 +1,247 @@
+"""Shapes that the user gives to inputs: of a PyTorch model, and in place of an ONNX file's own.
+
+`deploy.fx.open_model` exports a PyTorch model with them. A fully convolutional ONNX file takes
+another size, unless a node has the size of the file inside::
+
+    x [1,3,64,64] -- Conv [1,8,32,32] -- Reshape to [1,8,1024]        of the file
+    x [1,3,96,96] -- Conv [1,8,48,48] -- Reshape to [1,8,1024]        refused: 1024 is inside
+                                         Reshape to [1,8,-1]          taken
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+
+import numpy as np
+import onnx
+
+from deploy.errors import BackendError, ConfigError, ModelError, did_you_mean, first_line
+from deploy.files.usercode import is_library_model
+from deploy.frontends import checks
+from deploy.frontends.base import LoadedModel
+from deploy.frontends.fold import static_shapes
+from deploy.frontends.metadata import read_declaration, read_metadata_preprocess
+from deploy.frontends.onnx_file import infer_shapes, load_onnx, read_source
+from deploy.graph.edit import copy_message
+from deploy.graph.index import runtime_inputs
+from deploy.runtimes.ort import OrtSession
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_SHAPE = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)*")
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+DTYPES = (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+def is_torch_spec(source: object) -> bool:
+    """Return whether `source` is `file.py:factory`, or a named model such as timm:resnet18."""
+    path, _, name = str(source).rpartition(":")
+    return (path.endswith(".py") and name.isidentifier()) or is_library_model(source)
+
+
+def is_torch_module(source: object) -> TypeGuard[nn.Module]:
+    """Return whether `source` is a module or an exported program; torch is not imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    return isinstance(source, torch.nn.Module | torch.export.ExportedProgram)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Parse `1x3x224x224` to (1, 3, 224, 224).
+
+    Raises:
+        ConfigError: not positive integers joined by x.
+    """
+    if not _SHAPE.fullmatch(text):
+        raise ConfigError(f"an input shape is like 1x3x224x224, got {text!r}")
+    return tuple(map(int, text.split("x")))
+
+
+class InputRequest(NamedTuple):
+    """An input given by the user: dtype None for the model's own, name None for the next input."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    name: str | None = None
+
+
+def parse_input(text: str) -> InputRequest:
+    """Parse `1x3x8x8`, `1x128:int64` or `ids=1x128:int64` to shape, dtype and name.
+
+    Raises:
+        ConfigError: no shape, or no dtype of `DTYPES`.
+    """
+    name, equals, shape_and_dtype = text.rpartition("=")
+    shape, colon, dtype = shape_and_dtype.partition(":")
+    if (equals and not name) or (colon and dtype not in DTYPES):
+        message = (
+            "an input is like 1x3x224x224, 1x128:int64 or mask=1x128, of a dtype of"
+            f" {', '.join(DTYPES)}, got {text!r}"
+        )
+        suggestion = did_you_mean(dtype, DTYPES)
+        raise ConfigError(f"{message}; {suggestion}" if suggestion else message)
+    return InputRequest(parse_shape(shape), dtype or None, name or None)
+
+
+def load_torch(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
+    """Raise: a PyTorch model needs the shapes of its inputs, which FRONTENDS cannot pass.
+
+    Raises:
+        ConfigError: always; `deploy.fx.open_model.open_torch` takes the shapes.
+    """
+    if not is_torch_spec(source):
+        raise ConfigError(f"a PyTorch model is given as file.py:factory, got {str(source)!r}")
+    raise missing_shape_error(source)
+
+
+def missing_shape_error(spec: object) -> ConfigError:
+    """Return the error for a PyTorch model without input shapes."""
+    return ConfigError(
+        f"{spec} needs the shape of its input: --input 1x3x224x224, once for each input"
+    )
+
+
+# operators that may have sizes inside, so that their output stays as large as for another input
+_SIZED = ("Expand", "Reshape", "Resize", "Slice", "Upsample")
+
+
+def load_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
+    """Load a float ONNX file whose inputs have other shapes than the file says.
+
+    An open first dimension stays open, as the batch of an exported PyTorch model.
+
+    Args:
+        path: of the file.
+        inputs: shapes by name, or in the order of the model's inputs.
+
+    Raises:
+        ConfigError: an input that the model does not have, or one of another rank or dtype.
+        ModelError: see `load_onnx`; or a node has the file's size inside, which is named.
+    """
+    _, model, _ = read_source(path)
+    resized = copy_message(model)
+    changed_inputs = _set_shapes(resized, inputs)
+    if list(resized.graph.input) == list(model.graph.input):
+        return load_onnx(path, True)
+    note = f"Took {', '.join(changed_inputs)} in place of the file's."
+    try:
+        _refuse_fixed_sizes(model, resized)
+        loaded = load_onnx(resized, True)
+        _refuse_failing_run(loaded)
+    except ModelError as error:
+        reason, _, _ = str(error).partition("; ")
+        raise type(error)(
+            f"{path} must take inputs of other sizes to be given {' and '.join(changed_inputs)}"
+            f" (--input): {reason}; export the model at this size"
+        ) from error
+    return replace(
+        loaded,
+        name=path.stem,
+        exported=resized,
+        notes=(note, *loaded.notes),
+        metadata_preprocess=read_metadata_preprocess(resized, path),
+        declaration=read_declaration(resized, path),
+    )
+
+
+def _set_shapes(model: onnx.ModelProto, inputs: Sequence[InputRequest]) -> list[str]:
+    """Give inputs their shapes, in place, and forget all others; return a text for each input."""
+    values = list(runtime_inputs(model.graph))
+    value_by_name = {value.name: value for value in values}
+    texts = []
+    for position, request in enumerate(inputs):
+        name = request.name
+        if name is None and position < len(values):
+            name = values[position].name
+        value = value_by_name.get(name or "")
+        if value is None:
+            raise ConfigError(
+                f"--input gives shapes of the model's inputs, {', '.join(value_by_name)}, got"
+                f" {name or f'{len(inputs)} of them'}; name these"
+            )
+        _set_shape(value, request)
+        texts.append(f"{value.name} {'x'.join(map(str, request.shape))}")
+
+    del model.graph.value_info[:]
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    return texts
+
+
+def _set_shape(value: onnx.ValueInfoProto, request: InputRequest) -> None:
+    dimensions = value.type.tensor_type.shape.dim
+    dtype = checks.type_name(value.type.tensor_type.elem_type)
+    if len(dimensions) != len(request.shape) or request.dtype not in (None, dtype):
+        raise ConfigError(
+            f"the shape of {value.name} must have {len(dimensions)} dimensions of {dtype}, got"
+            f" {'x'.join(map(str, request.shape))} of {request.dtype or dtype}; give it as the file"
+            " does"
+        )
+    for axis, (dimension, size) in enumerate(zip(dimensions, request.shape, strict=True)):
+        is_open_batch = axis == 0 and dimension.dim_value < 1
+        if not is_open_batch:
+            dimension.dim_value = size
+
+
+def _refuse_fixed_sizes(file_model: onnx.ModelProto, model: onnx.ModelProto) -> None:
+    """Refuse a model in which a node of `_SIZED` has a size of the file inside.
+
+    Raises:
+        ModelError: a node's input has another shape than in the file, and its output has not, or a
+            Reshape makes several samples of one.
+    """
+    file_shapes, shapes = _shapes_of_a_sample(file_model), _shapes_of_a_sample(model)
+    for node in model.graph.node:
+        if node.op_type not in _SIZED:
+            continue
+        tensors = (node.input[0], node.output[0])
+        if not all(name in file_shapes and name in shapes for name in tensors):
+            continue
+        file_input, file_output = (file_shapes[name] for name in tensors)
+        input_shape, output_shape = (shapes[name] for name in tensors)
+        is_fixed = input_shape != file_input and output_shape == file_output
+        is_batch_split = input_shape[:1] == file_input[:1] and output_shape[:1] != file_output[:1]
+        if is_fixed or (is_batch_split and node.op_type == "Reshape"):
+            raise ModelError(
+                f"the {node.op_type} {node.name or node.output[0]!r} makes {list(output_shape)} of"
+                f" {list(input_shape)}, by a size of the file inside"
+            )
+
+
+def _refuse_failing_run(loaded: LoadedModel) -> None:
+    """Refuse a model that does not run on zeros; open dimensions are 1.
+
+    Raises:
+        ModelError: it does not run.
+    """
+    zeros = {}
+    for spec in loaded.inputs:
+        shape = [size if isinstance(size, int) else 1 for size in spec.shape]
+        zeros[spec.name] = np.zeros(shape, spec.dtype)
+    try:
+        OrtSession.open(loaded.model, threads=1, optimize=False).run(zeros)
+    except BackendError as error:
+        raise ModelError(f"the model must run, got: {first_line(error)}") from error
+
+
+def _shapes_of_a_sample(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, with a batch of 1 where it is open.
+
+    Raises:
+        ModelError: the shapes contradict each other, as where a node has others inside.
+    """
+    sample_model = copy_message(model)
+    for value in runtime_inputs(sample_model.graph):
+        dimensions = value.type.tensor_type.shape.dim
+        if dimensions and dimensions[0].dim_value < 1:
+            dimensions[0].dim_value = 1
+    for output in sample_model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    return static_shapes(infer_shapes(sample_model).graph)
