@@ -21,15 +21,18 @@ from deploy.errors import ExportError, ModelError
 from deploy.frontends import load, onnx_file
 from deploy.frontends.affine import MovedLayer
 from deploy.frontends.lift import raise_opset
+from deploy.graph import lowering
 from deploy.graph.edit import copy_message, copy_with_outputs
 from deploy.graph.index import all_nodes
 from deploy.graph.lowering import lower_opset
 from deploy.graph.opset_forms import COMPLETIONS
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
-from deploy.runtimes.ort import OrtSession
+from deploy.runtimes.ort import OrtSession, runs_pairs
+from deploy.targets.ascend.atc import lower_for_cann
 from deploy.targets.ascend.preparation import unfuse_batchnorms
 from deploy.targets.onnxruntime.qdq import write_qdq
+from deploy.targets.tensorrt.engines import lower_for_tensorrt
 from deploy.tuning.search_options import Tuning
 from tests.models import (
     as_float32,
@@ -138,6 +141,8 @@ CASES = {  # a node, the older opset, and what computes the same there, where it
     "Swish": (net("Swish", opset=24), 17, "Sigmoid Mul"),
     "Gelu": (net("Gelu", opset=20), 17, "Constant Div Erf Constant Add Mul Constant Mul"),
     "CastLike": (net("CastLike", np.int32(1), opset=19), 13, "Cast"),
+    "blocks in the same order": (net("SpaceToDepth", opset=28, blocksize=2, mode="DCR"), 13),
+    "a Celu of more types": (net("Celu", opset=28), 13),
 }
 
 
@@ -214,7 +219,11 @@ REFUSED = {
         net("Split", opset=18, outputs=2, shape=["n", 4], num_outputs=2),
         "not known",
     ),
-    "an opset of the future": (net("Relu", opset=26), "between opset 13 and 25, got 26 for 17"),
+    "a remainder of floats": (net("Mod", F(2), opset=28), "it divides floats by fmod=0"),
+    "blocks in another order": (
+        net("SpaceToDepth", opset=28, blocksize=2, mode="CRD"),
+        "attribute mode",
+    ),
 }
 
 
@@ -532,6 +541,63 @@ def test_groupnorm_and_gelu_reach_every_target(tmp_path):
     out = build_net(model, x, tmp_path, "--effort", 0, "--target", "tensorrt,ascend")
     names = {path.name for path in out.iterdir()}
     assert {"net.tensorrt.typed.onnx", "net_fake_quant_model.onnx"} <= names
+
+
+def plain_net(opset):
+    """Operators whose form is the same in every opset."""
+    nodes = """
+        c = Conv(x, w) n = BatchNormalization(c, g, b, m, g) r = Relu(n)
+        p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r) j = Concat <axis = 1> (p, p)
+        a = GlobalAveragePool(j) f = Flatten(a) y = Gemm(f, v, d)
+    """
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 3, 3, 3), "v": (16, 5), "d": 5, "m": 8, "b": 8}
+    weights = as_float32({name: rng.normal(size=shape) for name, shape in shapes.items()})
+    weights["g"] = np.ones(8, F)
+    return make_model(nodes, {"x": ["n", 3, 8, 8]}, {"y": None}, weights, opset=opset, ir=8)
+
+
+OPSETS = range(7, onnx.defs.onnx_opset_version() + 1)
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_every_opset_reaches_every_parser(opset):
+    loaded = load(plain_net(opset))
+    for_tensorrt, note = lower_for_tensorrt(loaded.model, "8.5.3")
+    assert "does not read" not in note
+    x = np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(F)
+    (expected,) = run_net(plain_net(13), x)
+    for lowered in (loaded.model, for_tensorrt, lower_for_cann(loaded.model, "8.0")):
+        (output,) = run_net(lowered, x)
+        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_every_opset_builds_equal_files(tmp_path):
+    x = np.random.default_rng(1).normal(size=(4, 3, 8, 8)).astype(F)
+    outputs = {}
+    options = ("--effort", 0, "--target", "onnxruntime,tensorrt,ascend")
+    for opset in (7, 13, 18, *OPSETS[-5:]):  # the test above takes them all
+        out = build_net(plain_net(opset), x, tmp_path / str(opset), *options)
+        for name in ("net.int8.onnx", "net.tensorrt.qdq.onnx", "net_fake_quant_model.onnx"):
+            outputs[opset, name] = run_net(out / name, x)[0]
+        assert onnx.load(out / "net_deploy_model.onnx").opset_import[0].version <= 18
+    for (_, name), output in outputs.items():
+        np.testing.assert_array_equal(output, outputs[7, name])
+
+
+def test_unknown_change_of_operator_is_refused(monkeypatch):
+    monkeypatch.setattr(lowering, "NEWEST", 17)
+    model = net("Split", opset=18, outputs=2, axis=1, num_outputs=2)
+    with pytest.raises(ExportError, match="opset 18 changed it"):
+        lower_opset(model, opset=17)
+    assert lower_opset(net("Sigmoid", opset=18), opset=17).model.opset_import[0].version == 17
+
+
+def test_newest_opset_is_lowered_to_onnxruntime():
+    loaded = load(plain_net(28))
+    assert loaded.was_newer == (not runs_pairs(28))
+    assert runs_pairs(loaded.model.opset_import[0].version)
 
 
 def list_domains(folder):

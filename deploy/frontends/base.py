@@ -124,6 +124,7 @@ class LoadedModel:
             `model`.
         was_training: whether the original normalizes by the statistics of each batch, as in
             training, where `model` uses stored ones.
+        was_newer: whether the original is of an opset whose Q/DQ pairs ONNX Runtime does not run.
         exported: the original, if it was exported here from a PyTorch model; else None.
     """
 
@@ -145,6 +146,7 @@ class LoadedModel:
     qdq: QdqCalibration | None = None
     had_integer_weights: bool = False
     was_training: bool = False
+    was_newer: bool = False
     exported: onnx.ModelProto | None = None
 
     @property

@@ -10,7 +10,14 @@ import numpy as np
 import onnx
 from onnx import inliner
 
-from deploy.errors import BackendError, Calib8Error, ModelError, counted, first_line
+from deploy.errors import (
+    BackendError,
+    Calib8Error,
+    ExportError,
+    ModelError,
+    counted,
+    first_line,
+)
 from deploy.feed.batch_axis import (
     has_open_first,
     mark_first_axes,
@@ -61,9 +68,11 @@ from deploy.graph.index import (
     declared_values,
     has_subgraph,
     names_of,
+    opset_of,
 )
+from deploy.graph.lowering import OLDEST, lower_opset
 from deploy.metrics.bench_inputs import random_feeds
-from deploy.runtimes.ort import OrtSession
+from deploy.runtimes.ort import OrtSession, runs_pairs, runtime_version
 from deploy.tensors import TensorSpec
 
 _ROUNDS = 8  # folding a Shape creates new constants; real models need two rounds
@@ -126,6 +135,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         declaration=read_declaration(model, path),
         had_integer_weights=integer_weights_note is not None,
         was_training=cleaned.was_training,
+        was_newer=cleaned.was_newer,
     )
     return loaded.with_inputs(_mark_inputs(model, inputs, outputs))
 
@@ -240,6 +250,7 @@ class _CleanedModel:
     notes: list[str]
     was_float16: bool
     was_training: bool
+    was_newer: bool
     cut_off: CutOffNodes | None
 
 
@@ -275,7 +286,8 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     if float16_note:
         drop_casts(model.graph, Graph(model).dtypes)
     cut_off, opset_note = lift_opset(model, cut_off)
-    notes.append(opset_note)
+    model, lowering_note = lower_to_runtime(model)
+    notes += [opset_note, lowering_note]
 
     model, folding_notes = _fold(model)
     notes += folding_notes
@@ -291,8 +303,31 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
         notes=[note for note in notes if note],
         was_float16=float16_note is not None,
         was_training=training_norms.inference > 0,
+        was_newer=lowering_note != "",
         cut_off=cut_off,
     )
+
+
+def lower_to_runtime(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    """Return the model in the newest opset whose pairs ONNX Runtime runs; a note, "" if unchanged.
+
+    Args:
+        model: opset 13 or newer.
+
+    Raises:
+        ModelError: a node has no form in that opset.
+    """
+    opset = newest_opset = opset_of(model)
+    while newest_opset > OLDEST and not runs_pairs(newest_opset):
+        newest_opset -= 1
+    if newest_opset == opset:
+        return model, ""
+    try:
+        lowered = lower_opset(model, opset=newest_opset).model
+    except ExportError as error:
+        raise ModelError(str(error)) from error
+    note = f"Written in opset {newest_opset}, got {opset}, whose pairs {runtime_version()} lacks."
+    return infer_shapes(lowered), note
 
 
 def _clear_negative_sizes(graph: onnx.GraphProto) -> None:

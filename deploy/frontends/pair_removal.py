@@ -21,7 +21,7 @@ from onnx import numpy_helper
 from deploy.errors import ModelError
 from deploy.frontends import checks
 from deploy.frontends.fold import fold_constants, remove_identity
-from deploy.frontends.onnx_file import inline_functions
+from deploy.frontends.onnx_file import inline_functions, lower_to_runtime
 from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, PairGrids, Q, find_pair_grid
 from deploy.frontends.plugins import check_part_valid
 from deploy.graph.edit import (
@@ -87,6 +87,7 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     if model.functions:
         model, _ = inline_functions(model)
     drop_unused_domains(model)
+    model, _ = lower_to_runtime(model)
     drop_initializer_inputs(model.graph)
     if not any(node.op_type in (Q, DQ) for node in model.graph.node):
         raise ModelError(

@@ -11,8 +11,9 @@ An operator that ONNX defines as a function (Attention) becomes that function's 
 Norms and activations of opset 14 to 24 are decomposed as PyTorch writes them for older opsets,
 since parsers match that form when they fuse a norm. The last node keeps the name and the output.
 
-This covers every operator change between opset 13 and 25. Changes not handled here concern types,
+This covers every operator change between opset 13 and 28. Changes not handled here concern types,
 which shape inference checks at the end, or attributes, which are dropped if they hold the default.
+An operator that a later opset changed is refused, since its meaning may be another.
 
 onnx's version converter does not suffice: downwards it refuses any Split or Pad, handles no
 operator without an older version, and leaves a Mish of opset 18 in a model of 17 (onnx 1.23).
@@ -61,7 +62,7 @@ from deploy.graph.opset_forms import (
 )
 from deploy.graph.rewrite import CannotRewrite
 
-OLDEST, NEWEST = 13, 25  # opsets whose operator changes are handled here
+OLDEST, NEWEST = 13, 28  # opsets whose operator changes are handled here
 # Operator -> opset that changed the meaning of the same node.
 _OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
 
@@ -258,7 +259,7 @@ def lower_opset(
     custom operators stay as they are.
 
     Args:
-        model: opset 13 to 25.
+        model: opset 13 or newer.
         opset: 13 or newer.
         decomposed: operators to decompose although the opset has them.
 
@@ -270,10 +271,10 @@ def lower_opset(
     if source_opset <= opset and op_types.isdisjoint(decomposed):
         return LoweredModel(model, {})
     target_opset = min(source_opset, opset)
-    if not OLDEST <= target_opset <= source_opset <= NEWEST:
+    if target_opset < OLDEST:
         raise ExportError(
-            f"a model is lowered between opset {OLDEST} and {NEWEST}, got {source_opset} for"
-            f" {opset}; export it with opset {opset}"
+            f"a model is lowered to opset {OLDEST} or newer, got {target_opset}; export it with"
+            f" opset {OLDEST}"
         )
 
     lowered = infer_types(_write_functions(model, target_opset, decomposed), data_prop=True)
@@ -357,6 +358,8 @@ class _Lowering:
 
         if schema is None or schema.since_version == old_schema.since_version:
             return [node]
+        if schema.since_version > NEWEST:
+            raise CannotRewrite(f"opset {schema.since_version} changed it")
         changes = find_downgrades(node, scope.source_opset, scope.target_opset)
         nodes = change_form(copy_message(node), changes, scope)
         if nodes[-1].op_type == op_type:

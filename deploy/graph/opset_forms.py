@@ -400,6 +400,14 @@ def _check_image(node: onnx.NodeProto, scope: OpsetScope) -> str:
     return "" if is_image else f"{node.input[0]} is not an image"
 
 
+def _check_remainder(node: onnx.NodeProto, scope: OpsetScope) -> str:
+    """Mod: before opset 28 the remainder of floats has the sign of the dividend."""
+    is_integer = np.issubdtype(
+        helper.tensor_dtype_to_np_dtype(scope.dtype(node.input[0])), np.integer
+    )
+    return "" if is_integer or attributes(node).get("fmod", 0) else "it divides floats by fmod=0"
+
+
 Check = Callable[[onnx.NodeProto, OpsetScope], str]
 Rewrite = Callable[[onnx.NodeProto, OpsetScope], Nodes]
 
@@ -428,6 +436,7 @@ _NEW_MODES = {b"bilinear": b"linear", b"bicubic": b"cubic"}
 
 # By operator, the newest opset first; a rewrite returns the node itself last
 DOWNGRADES = (
+    _change(28, "Mod", check=_check_remainder),
     _change(20, "GridSample", check=_check_image, rewrite=partial(_rename_modes, names=_OLD_MODES)),
     _change(19, "Pad", check=_refuse_values("mode", b"wrap", reason="it wraps around")),
     _change(18, "Pad", rewrite=_complete_pad),

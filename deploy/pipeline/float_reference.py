@@ -36,13 +36,14 @@ def read_float_model(loaded: LoadedModel) -> bytes:
     better than it is.
 
     Other models are replaced by the float32 model that was loaded: a float16 file (the CPU casts
-    around each node), a file with unknown operators (the part before them), a Q/DQ model, a model
-    whose weights are stored as integers, and one in training mode.
+    around each node), a file of an opset that ONNX Runtime does not run, a file with unknown
+    operators (the part before them), a Q/DQ model, a model whose weights are stored as integers,
+    and one in training mode.
 
     Raises:
         ModelError: the file changed since it was loaded.
     """
-    if loaded.was_float16 or _computes_otherwise(loaded):
+    if loaded.was_float16 or loaded.was_newer or _computes_otherwise(loaded):
         return bytes(loaded.model.SerializeToString())
     return _read_user_file(loaded)
 

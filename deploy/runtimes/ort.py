@@ -123,6 +123,23 @@ def cpu_kind() -> str:
     return "vnni" if (sums == 255 * 127 * 64).all() else "avx2"
 
 
+_PAIR_MODEL = """<ir_version: 8, opset_import: ["" : {opset}]>
+pair (float[1] x) => (float[1] y) <float s = {{1}}, uint8 z = {{0}}>
+{{ q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }}"""
+
+
+@cache
+def runs_pairs(opset: int) -> bool:
+    """Return whether ONNX Runtime has kernels for the Q/DQ pairs of an opset."""
+    from onnx import parser
+
+    try:
+        OrtSession.open(parser.parse_model(_PAIR_MODEL.format(opset=opset)), threads=1, spin=False)
+    except BackendError:
+        return False
+    return True
+
+
 def _create_session(
     source: str | bytes, options: onnxruntime.SessionOptions, disabled_optimizers: Sequence[str]
 ) -> onnxruntime.InferenceSession:

@@ -373,7 +373,7 @@ def lower_for_cann(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
     of nodes downstream needs them.
 
     Args:
-        model: float model of opset 13 to 25.
+        model: float model of opset 13 or newer.
         cann: key of `PARSERS`.
 
     Raises:
