@@ -45,18 +45,9 @@ def test_a_text_is_known_by_its_steps_symbols_and_blanks(best, symbols, fed_with
     assert (same_task([outputs], [fed_too]) == "text") == text
 
 
-def test_slots_of_a_number_plate_keep_their_repeats():
-    def plate(*best):
-        scores = rng().standard_normal((9, 37))
-        scores[np.arange(9), [*best, *[36] * (9 - len(best))]] = 12
-        return {"y": softmax(scores)[None].astype(np.float32)}
-
-    references = [plate(1, 1, 5, 5, 30), plate(4, 4, 4, 4, 8, 9), plate(7, 2, 3, 30), plate(3, 3)]
-    form, same = figure(references, references)
-    assert form.task.form == "y: text of 36 symbols, blank 36, one a slot" and same.value == 1
-    fewer = [plate(1, 5, 5, 30), *references[1:]]  # one 1 of two is lost
-    assert figure(references, fewer)[1].words == "3 of 4 texts as FP32's, 1 edit in 17 symbols"
-    assert edit_distance([1, 2, 3], []) == 3 and edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
+def test_edit_distance_counts_changed_symbols():
+    assert edit_distance([1, 2, 3], []) == 3
+    assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
 
 
 SPELLED = {
@@ -105,7 +96,7 @@ def test_long_stretches_without_the_first_class_are_no_text(classes):
     assert same_task(long) == "steps"
     for run, task in (3, "text"), (4, "steps"):  # of one symbol
         best = np.repeat([0, 3, 0, 4, 5] * 4, run)
-        assert same_task([{"y": framed(best, classes)[None]}] * 4) == task
+        assert same_task([{"y": softmax(framed(best, classes))[None]}] * 4) == task
     sure = [
         {"kind": np.zeros((1, 40), int) + n, "sure": softmax(framed([0, 1] * 20)).max(1)[None]}
         for n in range(4)
@@ -141,7 +132,7 @@ def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
 SOUND = [{"sound": np.zeros((1, 800), np.float32)}] * 4
 
 
-@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 10)])
+@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (1, 1, 50), (50,)])
 def test_values_of_steps_are_compared_by_their_side(shape):
     count, made = int(np.prod(shape)), rng()
 
@@ -178,32 +169,6 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
     assert same_task([{**one, "size": np.array(2.5)} for one in said]) == "steps"
     assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
     assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
-
-
-def sounding(number, keys, on=0.02, steps=60):
-    """Probabilities of notes, which rest at 0.05 to 0.25."""
-    made = np.random.default_rng(number)
-    rest = made.uniform(0.05, 0.25, (1, steps, keys))
-    return np.where(made.uniform(size=rest.shape) < on, 0.8, rest).astype(np.float32)
-
-
-def test_notes_and_their_beginnings_are_decisions_of_steps():
-    def output(number):
-        return {"notes": sounding(number, 40), "onsets": sounding(number + 9, 40, 0.01)}
-
-    sound = [{"sound": np.zeros((1, 800, 1), np.float32)}] * 4
-    references = [output(n) for n in range(4)]
-    form, same = figure(references, references, sound)
-    assert form.task.form.startswith("notes, onsets: probabilities") and same.value == 1
-    on = sum(int((value > 0.5).sum()) for one in references for value in one.values())
-    lost = [{**one, "onsets": one["onsets"] * 0.6} for one in references]
-    _, found = figure(references, lost, sound)
-    kept = sum(int((one["notes"] > 0.5).sum()) for one in references)
-    assert found.figure == "steps alike but the usual" and found.count == f"{kept} of {on}"
-    shorter = [{**one, "onsets": one["onsets"][:, :50]} for one in references]
-    assert figure(references, shorter, sound)[1].value < 0.8
-    assert same_task(references) is None  # of pictures: maps
-    assert same_task([{k: v + 0.2 for k, v in one.items()} for one in references], sound) is None
 
 
 def test_several_outputs_may_each_have_a_class_for_a_letter():
@@ -290,22 +255,6 @@ def frames(path, sure=0.0):
 silence = partial(frames, sure=100)
 
 
-def notes(path):
-    """How loud each of seven features is, and how much louder than that again."""
-    weight = np.zeros((FEATURES - 1, FEATURES, 5))
-    weight[np.arange(FEATURES - 1), 1 + np.arange(FEATURES - 1), 2] = 1
-    own = np.eye(FEATURES - 1)[..., None]
-    nodes = """
-        c = Conv <pads = [2, 2]> (x, w) r = Relu (c)
-        c1 = Conv (r, w1, b) t1 = Transpose <perm = [0, 2, 1]> (c1) y = Sigmoid (t1)
-        c2 = Conv (r, w2, b) t2 = Transpose <perm = [0, 2, 1]> (c2) onsets = Sigmoid (t2)
-    """
-    weights = {"w": weight, "w1": own * 15, "w2": own * 12, "b": np.full(FEATURES - 1, -21.0)}
-    outputs = {name: [1, STEPS, FEATURES - 1] for name in ("y", "onsets")}
-    inputs = {"x": [1, FEATURES, STEPS]}
-    return save_net(make_model(nodes, inputs, outputs, as_float32(weights)), path)
-
-
 # f: one number a filter of w1, over all steps
 SUMMED = """
     c1 = Conv <pads = [2, 2]> (x, w1) r1 = Relu (c1)
@@ -375,16 +324,6 @@ def test_samples_in_which_nothing_is_found_prove_nothing(build):
     assert told["task"] is None and told["reading"].endswith("next to nothing on these samples")
     said = "doubtful: the float model finds nothing, or the same everywhere, in all 24 samples"
     assert code == 0 and said in " ".join(out.split())
-
-
-@pytest.mark.parametrize("large", [1.0, 100.0])
-def test_decisions_of_several_outputs_decide_the_verdict(build, large):
-    code, out, told = build(notes, large=large)
-    task = told["task"]
-    assert task["form"].startswith("y, onsets: probabilities")
-    assert task["figure"] == "steps alike but the usual" and "Steps alike but the usual" in out
-    assert (task["value"] > 0.9, code) == ((True, 0) if large == 1 else (False, 3))
-    assert "probabilities on FP32's side of 0.5" in out
 
 
 def test_of_numbers_that_hardly_vary_what_varies_is_judged(build):
@@ -492,36 +431,17 @@ def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, a
     [
         (of((0.95, 2), (0.05, 6)), True),
         (of((0.95, 2), (0.05, 5)), False),  # eight steps
-        (of((0.9, 30), (0.89, 24), (0.05, 46)), True),
-        (of((0.9, 30), (0.5, 25), (0.05, 45)), False),
-        (of((0.95, 10), (0.5, 9), (0.1, 81)), True),
-        (of((0.95, 10), (0.11, 10), (0, 80)), False),
+        (of((0.95, 30), (0.89, 25), (0.05, 45)), True),  # a quarter may be in between
+        (of((0.95, 30), (0.5, 26), (0.05, 44)), False),
         (of((0.95, 8)), False),
-        (of((0.95, 7), (0.45, 1)), True),
+        (of((0.95, 7), (0.1, 1)), False),
+        (of((0.9, 7), (0.05, 1)), False),
         (of((1.1, 2), (0.05, 6)), False),
         (of((0.95, 2), (-0.1, 6)), False),
     ],
 )
 def test_values_of_steps_are_probabilities_where_few_are_between(values, are):
     outputs = [{"y": values.reshape(1, -1)}] * 4
-    assert (same_task(outputs, SOUND) == "steps") == are
-
-
-@pytest.mark.parametrize(
-    ("values", "are"),
-    [
-        (of((0.9, 19), (0.1, 61)), True),
-        (of((0.9, 20), (0.1, 60)), False),
-        (of((0.9, 1), (0.1, 79)), True),
-        (of((0.9, 9), (0.4, 3), (0.1, 68)), True),
-        (of((0.9, 9), (0.4, 4), (0.1, 67)), False),
-        (of((0.9, 9), (0.3, 36), (0.1, 35)), True),
-        (of((1.1, 9), (0.1, 71)), False),
-        (of((0.9, 9), (-0.1, 71)), False),
-    ],
-)
-def test_decisions_are_a_few_probabilities_above_a_half_in_several_outputs(values, are):
-    outputs = [{"y": values.reshape(1, -1, 10)}] * 4  # 8 steps, or 7
     assert (same_task(outputs, SOUND) == "steps") == are
 
 

@@ -6,13 +6,16 @@ of the best k is the same. The last of k are near ties, so a set counts a fifth.
 
 `find_integers`: other class numbers and indices, such as those that NonMaxSuppression selects. They
 are equal or not, at the same place or, in lists of varying length, as rows in any order.
+
+`PlaceCounts` counts class numbers at places, here and for steps and pixels.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
@@ -21,9 +24,86 @@ from deploy.tasks.rows import Outputs, are_indices, find_indices
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
+NO_CLASS = np.iinfo(np.int64).min  # stands at places without a class, as of a score of NaN
 _SET_WEIGHT = 5.0  # a wrong share of the best k's set counts as much as a fifth of it in top-1
 _MIN_INDEX_BYTES = 4  # int32 and int64: smaller types are quantized values
 _PADDING = -1  # integers that fill a list up
+
+
+@dataclass(slots=True)
+class PlaceCounts:
+    """Numbers of places by class, among the places where FP32 has a class.
+
+    Attributes:
+        reference: class -> number of places by FP32.
+        candidate: the same by the candidate; it has no class where its output has another shape.
+        equal: class -> number of places where both have it.
+    """
+
+    reference: Counter[int] = field(default_factory=Counter)
+    candidate: Counter[int] = field(default_factory=Counter)
+    equal: Counter[int] = field(default_factory=Counter)
+
+    def add(self, reference: NDArray[np.int64], candidate: NDArray[np.int64]) -> tuple[int, int]:
+        """Add the class numbers of one sample; return how many places are equal, and how many are.
+
+        `NO_CLASS` marks a place without a class.
+        """
+        if candidate.shape != reference.shape:
+            candidate = np.full_like(reference, NO_CLASS)
+        has_class = reference != NO_CLASS
+        is_equal = has_class & (reference == candidate)
+        self.reference += _count_values(reference[has_class])
+        self.candidate += _count_values(candidate[has_class])
+        self.equal += _count_values(reference[is_equal])
+        return int(is_equal.sum()), int(has_class.sum())
+
+    @property
+    def usual_class(self) -> int:
+        """FP32's most frequent class; of several the lowest."""
+        return max(sorted(self.reference), key=self.reference.__getitem__, default=0)
+
+
+def _count_values(values: Array) -> Counter[int]:
+    numbers, counts = np.unique(values, return_counts=True)
+    return Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class CountedPlaces:
+    """Places that count, and FP32's usual class in each output.
+
+    Attributes:
+        equal: number of places that count where both models have the same class.
+        total: number of places that count.
+        usual_classes: FP32's most frequent class in each output, if places where both models have
+            it do not count; empty if all places count.
+    """
+
+    equal: int
+    total: int
+    usual_classes: tuple[int, ...] = ()
+
+
+def count_places(outputs: Sequence[PlaceCounts]) -> CountedPlaces | None:
+    """Return the places that count; None if FP32 has one class at all places of an output.
+
+    If FP32 has its most frequent class, such as silence or background, at nearly all places, a
+    constant candidate would have most of them: then only places where either model has another
+    class count.
+    """
+    total = sum(counts.reference.total() for counts in outputs)
+    equal = sum(counts.equal.total() for counts in outputs)
+    usual_classes = tuple(counts.usual_class for counts in outputs)
+    usual_total = usual_equal = 0
+    for counts, usual_class in zip(outputs, usual_classes, strict=True):
+        usual_total += counts.reference[usual_class]
+        usual_equal += counts.equal[usual_class]
+    if usual_total == total:
+        return None
+    if usual_total <= thresholds.MAX_USUAL_SHARE * total:
+        return CountedPlaces(equal, total)
+    return CountedPlaces(equal - usual_equal, total - usual_equal, usual_classes)
 
 
 @dataclass(slots=True)
@@ -110,49 +190,34 @@ def _is_class(value: Array) -> bool:
 
 @dataclass(slots=True)
 class _IndexTally(TaskTally["Indices"]):
-    """Counts integers: FP32's, the candidate's, both's; those in places also by value."""
+    """Counts integers at their places, and rows of lists in any order."""
 
-    reference_count: int = 0
-    candidate_count: int = 0
-    common_count: int = 0
-    reference_values: Counter[int] = field(default_factory=Counter)
-    common_values: Counter[int] = field(default_factory=Counter)
+    places: PlaceCounts = field(default_factory=PlaceCounts)
+    rows: int = 0
+    common_rows: int = 0
+    new: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name, is_list in self.task.outputs.items():
-            left, right = np.atleast_1d(reference[name]), np.atleast_1d(candidate[name])
+            numbers, candidate_numbers = np.atleast_1d(reference[name], candidate[name])
             if is_list:
-                common = Counter(map(str, left.tolist())) & Counter(map(str, right.tolist()))
-                self._count(len(left), len(right), common.total())
-                continue
-            is_equal = np.zeros(left.shape, bool)
-            if left.shape == right.shape:
-                is_equal = left == right
-            self._count(left.size, right.size, int(is_equal.sum()))
-            self.reference_values.update(left.ravel().tolist())
-            self.common_values.update(left[is_equal].tolist())
-
-    def _count(self, reference: int, candidate: int, common: int) -> None:
-        self.reference_count += reference
-        self.candidate_count += candidate
-        self.common_count += common
+                rows = Counter(map(str, numbers.tolist()))
+                equal = (rows & Counter(map(str, candidate_numbers.tolist()))).total()
+                self.rows += len(numbers)
+                self.common_rows += equal
+                self.new += len(candidate_numbers) - equal
+            else:
+                equal, _ = self.places.add(numbers.astype(np.int64), candidate_numbers)
+                self.new += candidate_numbers.size - equal
 
     def result(self) -> TaskFigure | None:
-        """Return the share kept; None if FP32 gives nothing, or one value at every place.
-
-        A value that FP32 gives to most places, such as the background, counts only where the models
-        differ.
-        """
-        ((usual_value, usual_count),) = self.reference_values.most_common(1) or [(0, 0)]
-        if self.reference_count == usual_count:
-            return None
-        left_out, text = 0, ""
-        if usual_count > thresholds.MAX_USUAL_SHARE * self.reference_count:
-            left_out = self.common_values[usual_value]
-            text = f", without {usual_value}, the usual one, where both have it"
-        new = self.candidate_count - self.common_count
-        kept, total = self.common_count - left_out, self.reference_count - left_out
-        return self.figure_of_kept("indices", kept, total, f"kept, {new} new{text}", new)
+        """Return the share kept; None if FP32 gives nothing, or one value at every place."""
+        places = count_places([self.places]) or CountedPlaces(0, 0)
+        text = f"kept, {self.new} new"
+        if places.usual_classes:
+            text += f", without {places.usual_classes[0]}, the usual one, where both have it"
+        kept, total = places.equal + self.common_rows, places.total + self.rows
+        return self.figure_of_kept("indices", kept, total, text, self.new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +236,12 @@ class Indices(EvaluationTask):
 
 def find_integers(samples: FirstSamples) -> Indices | None:
     """Recognise integers from 0 on; beside other outputs they must differ from sample to sample."""
-    whole = [name for name in samples.every if all(map(_are_whole, samples.arrays(name)))]
+    names = [name for name in samples.every if all(map(_are_class_numbers, samples.arrays(name)))]
     outputs = {}
-    for name in whole:
+    for name in names:
         values = samples.arrays(name)
         varies = len({value.tobytes() for value in values}) > 1
-        if varies or len(whole) == len(samples.every):
+        if varies or len(names) == len(samples.every):
             # [n, 3] as NonMaxSuppression gives image, class and box
             is_selection = samples.declared.ends.get(name) == "selected"
             is_selection |= all(_is_selection(value) for value in values)
@@ -188,7 +253,7 @@ def _is_selection(value: Array) -> bool:
     return value.ndim == 2 and value.shape[1] == 3 and len(value) != 1
 
 
-def _are_whole(value: Array) -> bool:
+def _are_class_numbers(value: Array) -> bool:
     """Whether it may hold class numbers or indices."""
     is_index_type = value.dtype.kind in "iu" and value.dtype.itemsize >= _MIN_INDEX_BYTES
     if not is_index_type or not value.ndim:

@@ -1,19 +1,18 @@
 """Sequences: a class per step (voice activity, taggers), or text by CTC.
 
-`find_steps`: [N, T, C] or [N, C, T] probabilities of a class per step, or their logarithms (raw
-scores are compared by value, unless `--task steps` says what they are). Or independent
-probabilities [N, T], [N, T, 1] or [N, T, K], such as the keys of a piano, and a single one [N, 1],
-such as a wake word: they count by their side of 0.5. Several outputs may each have scores of the
-same steps, such as the diacritics of a letter, or notes and their onsets.
+`find_steps`: probabilities of a class per step, [N, T, C] or [N, C, T], or their logarithms; raw
+scores are compared by value, unless `--task steps` says what they are. Several outputs may each
+have scores of the same steps, such as the diacritics of a letter. Or decisions: independent
+probabilities [N, T] or [N, T, 1], such as the beginnings of words, and a single one [N, 1], such as
+a wake word. They count by their side of 0.5.
 
 `find_text`: CTC (Graves et al. 2006), a symbol or the blank per step, [N, T, C] or [T, N, C]; of
 pictures also [N, C, T], and of a height of 1, [N, C, 1, T] or [N, T, 1, C]. The blank is the first
 or the last symbol, and stands between symbols. Texts are decoded greedily: repeats merged, blanks
-dropped. If blanks only follow the last symbol in every sample, each step is the slot of a symbol,
-as in number plates, and repeats stay.
+dropped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, find_states
+from deploy.tasks.indices import NO_CLASS, PlaceCounts, count_places
 from deploy.tasks.rows import (
     Outputs,
     activate,
@@ -33,67 +33,70 @@ from deploy.tasks.rows import (
 from deploy.tensors import Array
 
 
+def _read_steps(value: Array, axis: int) -> Array | None:
+    """Return the scores of one sample as [T, C]; None for other shapes.
+
+    `axis`: dimension of the classes, 1 or 2 of [1, T, C], [T, 1, C] or [1, C, T]. Maps of a height
+    of 1 are read as these.
+    """
+    if value.ndim == 4 and value.shape[2] == 1:
+        value = value[:, :, 0]
+    if value.ndim != 3 or not value.size:
+        return None
+    steps = np.moveaxis(value, axis, 2)
+    return steps.reshape(-1, steps.shape[2]) if 1 in steps.shape[:2] else None
+
+
+def _read_step_samples(samples: Sequence[Array], axis: int) -> list[Array]:
+    """Return the steps of all samples; none if a sample has none, or another number of classes."""
+    tables = []
+    for value in samples:
+        steps = _read_steps(value, axis)
+        if steps is None or len(steps) < thresholds.MIN_STEPS or steps.shape[1] < 2:
+            return []
+        tables.append(steps)
+    has_equal_classes = len({steps.shape[1] for steps in tables}) == 1
+    return tables if has_equal_classes else []
+
+
 @dataclass(slots=True)
 class _StepTally(TaskTally["Steps"]):
-    """Counts steps by class and output: FP32's and equal ones; and the worst sample."""
+    """Counts the steps of each output by class, and remembers the worst sample."""
 
     worst_share: float = 1.0
-    reference_counts: list[NDArray[np.int64]] = field(init=False)
-    equal_counts: list[NDArray[np.int64]] = field(init=False)
+    counts: list[PlaceCounts] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reference_counts = [np.zeros(count, np.int64) for count in self.task.classes]
-        self.equal_counts = [np.zeros(count, np.int64) for count in self.task.classes]
+        self.counts = [PlaceCounts() for _ in self.task.outputs]
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        sample_count = sample_equal = 0
+        sample_equal = sample_total = 0
         for index, name in enumerate(self.task.outputs):
-            no_class = self.task.classes[index]
-            reference_classes = self.task.step_classes(reference[name], no_class)
-            classes = self.task.step_classes(candidate[name], no_class)
-            if classes.shape != reference_classes.shape:
-                classes = np.full_like(reference_classes, no_class)
-            is_valid = reference_classes < no_class
-            is_equal = is_valid & (reference_classes == classes)
-            self.reference_counts[index] += _count(reference_classes[is_valid], no_class)
-            self.equal_counts[index] += _count(reference_classes[is_equal], no_class)
-            sample_count += int(is_valid.sum())
-            sample_equal += int(is_equal.sum())
-        if sample_count:
-            self.worst_share = min(self.worst_share, sample_equal / sample_count)
+            equal, total = self.counts[index].add(
+                self.task.read_classes(reference[name], index),
+                self.task.read_classes(candidate[name], index),
+            )
+            sample_equal += equal
+            sample_total += total
+        if sample_total:
+            self.worst_share = min(self.worst_share, sample_equal / sample_total)
 
     def result(self) -> TaskFigure | None:
-        """Return the share of equal steps.
-
-        If FP32 gives nearly all steps to one class, such as silence, a constant candidate would
-        have most of them: then only steps that either model gives to another class count. None if
-        FP32 gives all of them to one class.
-        """
-        total = sum(int(counts.sum()) for counts in self.reference_counts)
-        equal = sum(int(counts.sum()) for counts in self.equal_counts)
-        usual_classes = [int(counts.argmax()) for counts in self.reference_counts]
-        usual_total = sum(int(counts.max()) for counts in self.reference_counts)
-        if usual_total == total:
+        """Return the share of equal steps; None if FP32 gives all of them to one class."""
+        counted = count_places(self.counts)
+        if counted is None:
             return None
-
-        text = f"{equal} of {total} {self.task.agreement}"
-        name, share, count = "steps alike", equal / total, f"{equal} of {total}"
-        if usual_total > thresholds.MAX_USUAL_SHARE * total:
-            usual_equal = 0
-            for counts, usual_class in zip(self.equal_counts, usual_classes, strict=True):
-                usual_equal += int(counts[usual_class])
-            others, others_equal = total - usual_equal, equal - usual_equal
-            name, share = "steps alike but the usual", others_equal / others
-            count = f"{others_equal} of {others}"
-            usual = _name_classes(usual_classes)
+        total = sum(counts.reference.total() for counts in self.counts)
+        equal = sum(counts.equal.total() for counts in self.counts)
+        name, count = "steps alike", f"{equal} of {total}"
+        text = f"{count} {self.task.agreement}"
+        if counted.usual_classes:
+            name, count = "steps alike but the usual", f"{counted.equal} of {counted.total}"
+            usual = _name_classes(counted.usual_classes)
             text += f", {count} of those that are not in both models of {usual}"
         if total > self.samples:
             text += f", {100 * self.worst_share:.1f} % in the worst sample"
-        return self.figure(name, share, count, text)
-
-
-def _count(classes: NDArray[np.int64], class_count: int) -> NDArray[np.int64]:
-    return np.bincount(classes, minlength=class_count)
+        return self.figure(name, counted.equal / counted.total, count, text)
 
 
 def _name_classes(classes: Sequence[int]) -> str:
@@ -137,30 +140,26 @@ class Steps(EvaluationTask):
             return "steps of FP32's class"
         return "scores on FP32's side of 0" if self.raw else "probabilities on FP32's side of 0.5"
 
-    def step_classes(self, value: Array, class_count: int) -> NDArray[np.int64]:
-        """Return the class of each step; `class_count` for a step of NaN.
-
-        Empty for another form.
-        """
+    def read_classes(self, value: Array, index: int) -> NDArray[np.int64]:
+        """Return the class of each step of an output, by its index; none for another shape."""
         if self.axis is None:
-            values = value.reshape(-1)
-            sides = (values > (0 if self.raw else 0.5)).astype(np.int64)
-            return np.where(np.isnan(values), class_count, sides)
-        steps = _to_steps(value, self.axis)
-        if steps is None or steps.shape[1] != class_count:
+            scores = value.reshape(-1)
+            sides = (scores > (0 if self.raw else 0.5)).astype(np.int64)
+            return np.where(np.isnan(scores), NO_CLASS, sides)
+        steps = _read_steps(value, self.axis)
+        if steps is None or steps.shape[1] != self.classes[index]:
             return np.zeros(0, np.int64)
-        best = np.asarray(steps.argmax(axis=1), np.int64)
-        best[np.isnan(steps).any(axis=1)] = class_count
-        return best
+        best_classes = np.asarray(steps.argmax(axis=1), np.int64)
+        best_classes[np.isnan(steps).any(axis=1)] = NO_CLASS
+        return best_classes
 
 
 def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
     """Return the steps of an output that the user or the file says to hold such."""
     values = samples.arrays(name)
-    flat_values = np.concatenate([value.reshape(-1) for value in values])
-    raw = not are_shares(flat_values)
     is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(_is_vector, values))
     if is_independent or values[0].ndim != 3:
+        raw = not all(map(are_shares, values))
         return Steps((name,), (2,), None, raw) if values[0].ndim in (1, 2, 3) else None
     axis = _find_class_axis(values) or 2
     return Steps((name,), (values[0].shape[axis],), axis)
@@ -175,122 +174,84 @@ def find_steps(samples: FirstSamples) -> Steps | None:
         if name not in states and all(map(is_floating, values)):
             values_by_name[name] = values
 
-    probabilities = [
-        name for name, values in values_by_name.items() if _are_probabilities(name, values, samples)
-    ]
-    others = [values for name, values in values_by_name.items() if name not in probabilities]
-    if probabilities and all(map(_are_vectors, others)):
-        return Steps(tuple(probabilities), (2,) * len(probabilities), None)
+    decisions = [name for name in values_by_name if _are_decisions(name, samples)]
+    others = [name for name in values_by_name if name not in decisions]
+    if decisions and all(map(_is_vector, (samples.outputs[0][name] for name in others))):
+        return Steps(tuple(decisions), (2,) * len(decisions), None)
 
-    axes = {name: _find_class_axis(values) for name, values in values_by_name.items()}
-    names = [name for name, axis in axes.items() if axis is not None]
-    if not names or len({axes[name] for name in names}) > 1:
-        return _find_slow_symbols(samples)
-    axis = axes[names[0]]
-    assert axis is not None
-    counts = [value.shape[3 - axis] for value in values_by_name[names[0]]]
-    if any(_have_steps(values_by_name[name], counts) for name in axes if name not in names):
-        return None  # places of what is found at each step
-    if any([value.shape[3 - axis] for value in values_by_name[name]] != counts for name in names):
+    axis_by_name = {}
+    for name, values in values_by_name.items():
+        axis = _find_class_axis(values)
+        if axis is not None:
+            axis_by_name[name] = axis
+    if len(set(axis_by_name.values())) != 1:
         return None
-    classes = tuple(values_by_name[name][0].shape[axis] for name in names)
-    return Steps(tuple(names), classes, axis)
+    return _join_steps(values_by_name, axis_by_name)
 
 
-def _have_steps(samples: Sequence[Array], counts: Sequence[int]) -> bool:
-    """Whether an output has as many steps, in every sample."""
-    return all(
-        value.ndim <= 3 and count in value.shape
-        for value, count in zip(samples, counts, strict=True)
-    )
+def _join_steps(
+    values_by_name: dict[str, list[Array]], axis_by_name: dict[str, int]
+) -> Steps | None:
+    """Return the outputs of classes, if they and no other outputs are of the same steps."""
+    (axis,) = {*axis_by_name.values()}
+    classes = []
+    step_counts = set()
+    for name in axis_by_name:
+        tables = _read_step_samples(values_by_name[name], axis)
+        classes.append(tables[0].shape[1])
+        step_counts.add(tuple(map(len, tables)))
+    if len(step_counts) != 1:
+        return None
 
-
-def _are_vectors(samples: Sequence[Array]) -> bool:
-    return all(map(_is_vector, samples))
+    (counts,) = step_counts
+    for name, values in values_by_name.items():
+        has_steps = all(
+            value.ndim <= 3 and count in value.shape
+            for value, count in zip(values, counts, strict=True)
+        )
+        if has_steps and name not in axis_by_name:
+            return None  # numbers of what is found at each step
+    return Steps(tuple(axis_by_name), tuple(classes), axis)
 
 
 def _is_vector(value: Array) -> bool:
     return value.size == max(value.shape, default=1)
 
 
-def _find_slow_symbols(samples: FirstSamples) -> Steps | None:
-    """Return steps with a blank whose symbols last too long for text."""
-    text, _ = _find_symbols(samples) or (None, 0.0)
-    if text is None or samples.outputs[0][text.output].ndim != 3:
-        return None
-    return Steps((text.output,), (text.symbols,), 1 if text.first else 2)
+def _are_decisions(name: str, samples: FirstSamples) -> bool:
+    """Whether an output is independent probabilities, mostly decided, to both sides.
 
-
-def _are_probabilities(name: str, samples: Sequence[Array], first_samples: FirstSamples) -> bool:
-    """Whether an output holds independent probabilities, mostly decided, on both sides of 0.5.
-
-    Of pictures only [N, T] and [N, 1] count: others may be maps. An operator at the end, if known,
-    must be a Sigmoid.
+    An operator at the end, if known, must be a Sigmoid. Scores that sum to 1 are those of classes,
+    and an output in the shape of an input may be an autoencoder's.
     """
-    if first_samples.declared.ends.get(name, "sigmoid") != "sigmoid":
+    values = samples.arrays(name)
+    if samples.declared.ends.get(name, "sigmoid") != "sigmoid" or not values[0].ndim:
         return False
-    rank = min(value.ndim for value in samples)
-    values = np.concatenate([value.reshape(-1) for value in samples])
-    if not are_shares(values) or not values.min() < 0.5 < values.max():
+    shares = np.concatenate([value.reshape(-1) for value in values])
+    if not all(map(_is_vector, values)) or not are_shares(shares):
         return False
-    if all(value.size == 1 for value in samples):
-        has_both_ends = values.min() < 0.1 and values.max() > 0.9
-        is_decided = np.mean((values < 0.1) | (values > 0.9)) >= 0.5
-        return samples[0].ndim > 0 and bool(has_both_ends and is_decided)
-    if any(value.size < thresholds.MIN_TRACK_STEPS for value in samples):
-        return False
-    if first_samples.of_pictures and not _are_vectors(samples):
-        return False
-    for axis in range(min(rank, 3)):
-        if all(sums_to_one(value, axis).all() for value in samples):
-            return False  # a Softmax, of which one class is chosen
-    if any(_is_reconstruction(*pair) for pair in zip(samples, first_samples.inputs, strict=True)):
-        return False
-    if _are_vectors(samples):
-        for other_name in first_samples.names:
-            other_output = first_samples.outputs[0][other_name]
-            if other_name != name and other_output.size == samples[0].size:
-                return False  # one number a step beside another: a class and its confidence
-        undecided_share = np.mean((values > 0.1) & (values < 0.9))
-        is_mostly_yes = undecided_share < np.mean(values >= 0.9)
-        return bool(is_mostly_yes and undecided_share < thresholds.MAX_BETWEEN_SHARE)
-    undecided_share = np.mean((values > 0.3) & (values < 0.7))
-    positive_share = np.mean(values > 0.5)
-    return bool(
-        undecided_share < thresholds.MAX_UNDECIDED_SHARE
-        and positive_share < thresholds.MAX_BETWEEN_SHARE
-    )
-
-
-def _is_reconstruction(value: Array, inputs: Outputs) -> bool:
-    """Whether an output has the shape of an input, as an autoencoder's has."""
-    return any(source.shape == value.shape and source.size > 1 for source in inputs.values())
+    is_single = all(value.size == 1 for value in values)
+    if not is_single:
+        if any(value.size < thresholds.MIN_TRACK_STEPS for value in values):
+            return False
+        if all(sums_to_one(value.reshape(-1)).all() for value in values):
+            return False
+        for value, inputs in zip(values, samples.inputs, strict=True):
+            if any(source.shape == value.shape for source in inputs.values()):
+                return False
+    between_share = np.mean((shares > 0.1) & (shares < 0.9))
+    max_share = 0.5 if is_single else thresholds.MAX_BETWEEN_SHARE
+    return bool(shares.min() < 0.1 and shares.max() > 0.9 and between_share <= max_share)
 
 
 def _find_class_axis(samples: Sequence[Array]) -> int | None:
     """Return the axis of probabilities of classes, 1 or 2; None if neither or both fit."""
-    axes = [axis for axis in (1, 2) if _are_class_probabilities(samples, axis)]
+    axes = []
+    for axis in (1, 2):
+        tables = _read_step_samples(samples, axis)
+        if tables and all(map(are_probabilities_or_logs, tables)):
+            axes.append(axis)
     return axes[0] if len(axes) == 1 else None
-
-
-def _are_class_probabilities(samples: Sequence[Array], axis: int) -> bool:
-    """Whether all samples are enough steps of probabilities of as many classes along `axis`."""
-    for value in samples:
-        steps = _to_steps(value, axis)
-        if steps is None or len(steps) < thresholds.MIN_STEPS or steps.shape[1] < 2:
-            return False
-        if not are_probabilities_or_logs(steps):
-            return False
-    return len({value.shape[axis] for value in samples}) == 1
-
-
-def _to_steps(value: Array, axis: int) -> Array | None:
-    """Return [1, T, C], [T, 1, C] or [1, C, T] as [T, C]; None for other shapes."""
-    if value.ndim != 3 or not value.size:
-        return None
-    if axis == 1:
-        return value[0].T if value.shape[0] == 1 else None
-    return value.reshape(-1, value.shape[2]) if 1 in value.shape[:2] else None
 
 
 @dataclass(slots=True)
@@ -302,16 +263,11 @@ class _TextTally(TaskTally["Text"]):
     edits: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        reference_text = self._decode(reference[self.task.output]) or []
-        text = self._decode(candidate[self.task.output])
+        reference_text = self.task.decode(reference[self.task.output]) or []
+        text = self.task.decode(candidate[self.task.output])
         self.equal += int(text == reference_text)
         self.symbols += len(reference_text)
         self.edits += edit_distance(reference_text, text or [])
-
-    def _decode(self, value: Array) -> list[int] | None:
-        """Return the text of one sample; None for another shape."""
-        steps = _to_symbol_steps(value, first=self.task.first)
-        return None if steps is None else self.task.decode(steps)
 
     def result(self) -> TaskFigure | None:
         if not self.symbols:
@@ -329,170 +285,114 @@ class Text(EvaluationTask):
         output: name of the output.
         symbols: number of symbols with the blank.
         blank: number of the blank.
-        merged: whether repeated symbols are merged.
-        first: whether the scores of a step are the first dimension, not the last.
+        axis: dimension of the symbols, 1 or 2.
     """
 
     output: str
     symbols: int
     blank: int
-    merged: bool = True
-    first: bool = False
+    axis: int
     name = "text"
     tally_type = _TextTally
 
     @property
     def form(self) -> str:
         """How the output is interpreted."""
-        slots = "" if self.merged else ", one a slot"
-        return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}{slots}"
+        return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}"
 
-    def decode(self, steps: Array) -> list[int]:
-        """Return the text of scores [T, C]: the best symbol of each step, blanks dropped."""
+    def decode(self, value: Array) -> list[int] | None:
+        """Return the text of one sample, without repeats and blanks; None for another shape."""
+        steps = _read_steps(value, self.axis)
+        if steps is None or steps.shape[1] != self.symbols:
+            return None
         best = steps.argmax(axis=1)
-        if self.merged:
-            best = best[np.concatenate([[True], best[1:] != best[:-1]])]
-        return [int(symbol) for symbol in best if symbol != self.blank]
-
-
-def find_text(samples: FirstSamples) -> Text | None:
-    """Recognise text if the only output is such a sequence."""
-    text, symbol_steps = _find_symbols(samples) or (None, 0.0)
-    return text if symbol_steps <= thresholds.MAX_SYMBOL_STEPS else None
+        is_new = np.concatenate([[True], best[1:] != best[:-1]])
+        return [int(symbol) for symbol in best[is_new] if symbol != self.blank]
 
 
 def fit_text(name: str, samples: FirstSamples) -> Text | None:
     """Return the text of an output that the user or the file says to hold such."""
-    for first in (False, True):
-        steps = [_to_symbol_steps(value, first=first) for value in samples.arrays(name)]
-        tables = [table for table in steps if table is not None]
-        if len(tables) == len(steps) and len({table.shape[1] for table in tables}) == 1:
-            symbol_count = tables[0].shape[1]
-            best = np.concatenate([table.argmax(axis=1) for table in tables])
-            is_last = np.mean(best == symbol_count - 1) > np.mean(best == 0)
-            return Text(name, symbol_count, symbol_count - 1 if is_last else 0, first=first)
+    for axis in (2, 1):
+        tables = _read_step_samples(samples.arrays(name), axis)
+        if tables and tables[0].shape[1] >= thresholds.MIN_SYMBOLS:
+            symbols = tables[0].shape[1]
+            best = np.concatenate([steps.argmax(axis=1) for steps in tables])
+            is_last = np.mean(best == symbols - 1) > np.mean(best == 0)
+            return Text(name, symbols, symbols - 1 if is_last else 0, axis)
     return None
 
 
-def _find_symbols(samples: FirstSamples) -> tuple[Text, float] | None:
-    """Return the text, and the mean number of steps of a symbol, if steps have a blank."""
+def find_text(samples: FirstSamples) -> Text | None:
+    """Recognise text if the only output is such a sequence."""
     if len(samples.names) != 1:
         return None
     (name,) = samples.names
-    for first in (False, True) if samples.of_pictures else (False,):
-        steps = []
-        for value in samples.arrays(name):
-            sample_steps = _to_symbol_steps(value, first=first)
-            if sample_steps is None:
-                break
-            steps.append(sample_steps)
-        if len(steps) == len(samples.outputs):
-            symbols = _read_symbols(name, steps, samples, first=first)
-            if symbols is not None:
-                return symbols
+    for axis in (2, 1) if samples.of_pictures else (2,):
+        tables = _read_step_samples(samples.arrays(name), axis)
+        if tables and not _has_input_per_step(tables, samples):
+            blank = _find_blank(tables)
+            if blank is not None:
+                return Text(name, tables[0].shape[1], blank, axis)
     return None
 
 
-def _read_symbols(
-    name: str, samples: Sequence[Array], first_samples: FirstSamples, *, first: bool
-) -> tuple[Text, float] | None:
+def _find_blank(samples: Sequence[Array]) -> int | None:
+    """Return the blank of scores [T, C] per sample, the most frequent symbol; None for no text."""
     symbol_count = samples[0].shape[1]
-    if any(steps.shape[1] != symbol_count for steps in samples):
-        return None
-    are_raw = not all(map(are_probabilities_or_logs, samples))
-    if are_raw and _is_signal(symbol_count, first_samples):
-        return None
-    if are_raw and not all(map(_are_raw_scores, samples)):
+    if symbol_count < thresholds.MIN_SYMBOLS or not all(map(_are_symbol_scores, samples)):
         return None
     best = [np.asarray(steps.argmax(axis=1), np.int64) for steps in samples]
-    counts = _count(np.concatenate(best), symbol_count)
+    counts = np.bincount(np.concatenate(best), minlength=symbol_count)
     blank = int(counts.argmax())
-    is_rare = counts[blank] < thresholds.MIN_BLANK_SHARE * counts.sum()
-    if blank not in (0, symbol_count - 1) or is_rare or np.count_nonzero(counts) < 2:
+    is_frequent = thresholds.MIN_BLANK_SHARE * counts.sum() <= counts[blank] < counts.sum()
+    if blank not in (0, symbol_count - 1) or not is_frequent:
         return None
-    word_steps, symbol_steps = _mean_runs(best, blank)
-    if word_steps > thresholds.MAX_WORD_STEPS or _has_input_per_step(samples, first_samples):
-        return None
-    merged = not all(_ends_with_blanks(classes == blank) for classes in best)
-    return Text(name, symbol_count, blank, merged, first), symbol_steps
+
+    # each sample begins as if after a blank
+    symbols = np.concatenate([np.array([blank, *classes]) for classes in best])
+    is_symbol, is_change = symbols[1:] != blank, symbols[1:] != symbols[:-1]
+    step_count = int(is_symbol.sum())
+    run_count = int((is_symbol & is_change).sum())
+    word_count = int((is_symbol & (symbols[:-1] == blank)).sum())
+    are_short_words = step_count <= thresholds.MAX_WORD_STEPS * word_count
+    are_peaks = step_count <= thresholds.MAX_SYMBOL_STEPS * run_count
+    return blank if are_short_words and are_peaks else None
 
 
-def _to_symbol_steps(value: Array, *, first: bool) -> Array | None:
-    """Return [1, T, C], [T, 1, C] or [1, T, 1, C] as [T, C]; None for other shapes.
-
-    `first`: C is before T.
-    """
-    sides = [side for side in value.shape if side != 1]
-    if value.ndim not in (3, 4) or len(sides) != 2 or (value.ndim == 4 and value.shape[1] == 1):
-        return None
-    if not is_floating(value):
-        return None
-    steps = value.reshape(sides).T if first else value.reshape(sides)
-    is_long = len(steps) >= thresholds.MIN_STEPS and steps.shape[1] >= thresholds.MIN_SYMBOLS
-    return steps if is_long else None
-
-
-def _are_raw_scores(steps: Array) -> bool:
-    """Whether steps may be raw scores: of both signs, and sure of their symbol."""
+def _are_symbol_scores(steps: Array) -> bool:
+    """Whether steps are probabilities, or raw scores of both signs, sure of their symbol."""
+    if are_probabilities_or_logs(steps):
+        return True
     has_both_signs = (steps.min(axis=1) < 0).all() and (steps.max(axis=1) > 0).all()
     confidence = activate(steps.astype(np.float64), "softmax").max(axis=1).mean()
     return bool(has_both_signs and confidence > thresholds.MIN_CONFIDENCE)
 
 
-def _is_signal(length: int, samples: FirstSamples) -> bool:
-    """Whether an output has the length of an input signal [N, C, L], or a whole part of it."""
-    for value in samples.inputs[0].values():
-        stride, remainder = divmod(value.shape[-1] if value.ndim == 3 else 0, length)
-        if not remainder and 1 <= stride <= thresholds.MAX_SIGNAL_STRIDE:
-            return True
-    return False
-
-
-def _mean_runs(samples: Sequence[NDArray[np.int64]], blank: int) -> tuple[float, float]:
-    """Return the mean length of runs of symbols between blanks, and of runs of one symbol."""
-    best = np.concatenate([np.array([blank, *classes]) for classes in samples])
-    is_symbol, is_change = best[1:] != blank, best[1:] != best[:-1]
-    run_count = int((is_symbol & is_change).sum())
-    word_count = int((is_symbol & (best[:-1] == blank)).sum())
-    symbol_count = int(is_symbol.sum())
-    return symbol_count / max(word_count, 1), symbol_count / max(run_count, 1)
-
-
 def _has_input_per_step(samples: Sequence[Array], first_samples: FirstSamples) -> bool:
-    """Whether there is an input vector per step, or tokens are an input.
+    """Whether tokens are an input, or an input has a vector per step, or as many values as symbols.
 
     CTC has fewer steps than its input, which is a picture or sound.
     """
-    if any(map(_is_tokens, _all_inputs(first_samples))):
-        return True
     for steps, inputs in zip(samples, first_samples.inputs, strict=True):
-        shapes = [value.shape for value in inputs.values() if value.ndim == 3]
-        if not any(shape[:2] == (1, len(steps)) or shape[2] == steps.shape[1] for shape in shapes):
+        has_vectors = False
+        for value in inputs.values():
+            is_whole = value.dtype in (np.int32, np.int64)
+            if is_whole and value.ndim <= 3 and value.size >= thresholds.MIN_STEPS:
+                return True
+            if value.ndim == 3:
+                is_of_steps = value.shape[:2] == (1, len(steps))
+                has_vectors |= is_of_steps or value.shape[2] == steps.shape[1]
+        if not has_vectors:
             return False
     return True
 
 
-def _all_inputs(samples: FirstSamples) -> Iterator[Array]:
-    for inputs in samples.inputs:
-        yield from inputs.values()
-
-
-def _is_tokens(value: Array) -> bool:
-    is_whole = value.dtype in (np.int32, np.int64)
-    return is_whole and value.ndim <= 3 and value.size >= thresholds.MIN_STEPS
-
-
-def _ends_with_blanks(is_blank: NDArray[np.bool_]) -> bool:
-    """Whether no symbol follows a blank."""
-    return bool((is_blank[1:] >= is_blank[:-1]).all())
-
-
-def edit_distance(text: Sequence[int], other: Sequence[int]) -> int:
+def edit_distance(text: Sequence[int], other_text: Sequence[int]) -> int:
     """Return the Levenshtein distance (Levenshtein 1965)."""
-    row = list(range(len(other) + 1))
+    row = list(range(len(other_text) + 1))
     for i, symbol in enumerate(text, 1):
         diagonal, row[0] = row[0], i
-        for j, other_symbol in enumerate(other, 1):
+        for j, other_symbol in enumerate(other_text, 1):
             substitution = diagonal + (symbol != other_symbol)
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, substitution)
     return row[-1]

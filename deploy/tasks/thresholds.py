@@ -26,14 +26,12 @@ MIN_LIST_ROWS = 3  # rows of a list of boxes, which show its columns
 MIN_STEPS = 4  # steps of a sample; fewer are a few vectors
 MIN_TRACK_STEPS = 8  # steps of independent probabilities; fewer are labels
 MAX_BETWEEN_SHARE = 0.25  # share of probabilities between 0.1 and 0.9
-MAX_UNDECIDED_SHARE = 0.05  # share of probabilities of several tracks between 0.3 and 0.7
 MAX_USUAL_SHARE = 0.75  # share of FP32's steps in one class, such as silence, above which only the
 # others are counted
 MIN_SYMBOLS = 11  # digits and a blank
 MIN_BLANK_SHARE = 0.2  # share of steps that CTC leaves blank
 MAX_WORD_STEPS = 16  # mean number of steps between blanks
 MAX_SYMBOL_STEPS = 3  # mean number of steps of one symbol: CTC's symbols are peaks
-MAX_SIGNAL_STRIDE = 16  # an input signal is at most so many times as long as an output signal
 
 # --- a vector per sample: classes, labels, embeddings ---
 MIN_EMBEDDING_SIZE = 32  # numbers of an embedding; of as many raw scores the best stands out
