@@ -9,7 +9,8 @@ a wake word. They count by their side of 0.5.
 `find_text`: CTC (Graves et al. 2006), a symbol or the blank per step, [N, T, C] or [T, N, C]; of
 pictures also [N, C, T], and of a height of 1, [N, C, 1, T] or [N, T, 1, C]. The blank is the first
 or the last symbol, and stands between symbols. Texts are decoded greedily: repeats merged, blanks
-dropped.
+dropped. If blanks only follow the last symbol in every sample, each step is the slot of a symbol,
+as in number plates, and repeats stay.
 """
 
 from collections.abc import Sequence
@@ -286,28 +287,32 @@ class Text(EvaluationTask):
         symbols: number of symbols with the blank.
         blank: number of the blank.
         axis: dimension of the symbols, 1 or 2.
+        merged: whether repeated symbols are merged.
     """
 
     output: str
     symbols: int
     blank: int
     axis: int
+    merged: bool = True
     name = "text"
     tally_type = _TextTally
 
     @property
     def form(self) -> str:
         """How the output is interpreted."""
-        return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}"
+        slots = "" if self.merged else ", one a slot"
+        return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}{slots}"
 
     def decode(self, value: Array) -> list[int] | None:
-        """Return the text of one sample, without repeats and blanks; None for another shape."""
+        """Return the text of one sample, without blanks; None for another shape."""
         steps = _read_steps(value, self.axis)
         if steps is None or steps.shape[1] != self.symbols:
             return None
         best = steps.argmax(axis=1)
-        is_new = np.concatenate([[True], best[1:] != best[:-1]])
-        return [int(symbol) for symbol in best[is_new] if symbol != self.blank]
+        if self.merged:
+            best = best[np.concatenate([[True], best[1:] != best[:-1]])]
+        return [int(symbol) for symbol in best if symbol != self.blank]
 
 
 def fit_text(name: str, samples: FirstSamples) -> Text | None:
@@ -332,7 +337,10 @@ def find_text(samples: FirstSamples) -> Text | None:
         if tables and not _has_input_per_step(tables, samples):
             blank = _find_blank(tables)
             if blank is not None:
-                return Text(name, tables[0].shape[1], blank, axis)
+                is_blank = [steps.argmax(axis=1) == blank for steps in tables]
+                # blanks after the last symbol alone fill the slots that a sample leaves
+                merged = any((flags[1:] < flags[:-1]).any() for flags in is_blank)
+                return Text(name, tables[0].shape[1], blank, axis, merged)
     return None
 
 

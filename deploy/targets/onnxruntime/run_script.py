@@ -139,7 +139,7 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
         return _part("labels", output=ascii(task.output), sigmoid=sigmoid)
     if isinstance(task, Ranked):
         return _part("ranked", output=ascii(task.output))
-    if isinstance(task, Text) and not task.first:
+    if isinstance(task, Text) and task.axis == 2:
         merged = _MERGED_STEPS if task.merged else ""
         fields = {"symbols": task.symbols, "blank": task.blank, "merged": merged}
         return _part("text", output=ascii(task.output), **fields)
