@@ -293,7 +293,7 @@ class Text(EvaluationTask):
     output: str
     symbols: int
     blank: int
-    axis: int
+    axis: int = 2
     merged: bool = True
     name = "text"
     tally_type = _TextTally
