@@ -16,7 +16,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.targets.onnxruntime.run_script import run_program
 from deploy.tasks.boxes import BoxDetection, ListColumns, ListDecoder
 from deploy.tasks.detections import suppress_overlaps
-from deploy.tasks.detector import COLUMNS, MAP, ROWS, AnchorGrid, Columns, RowDecoder, RowLevel
+from deploy.tasks.detector import COLUMNS, MAP, ROWS, AnchorGrid, Columns, RowDecoder
 from deploy.tasks.indices import Ranked
 from deploy.tasks.keypoints import Points, SimccPoints
 from deploy.tasks.maps import HeatMaps, MaskMaps, Pixels
@@ -116,15 +116,12 @@ def test_program_finds_the_boxes_that_are_judged(coding, layout, extra, rng, tmp
 
     end = box_width + class_count
     tail = Columns("y", layout, end, end + extra_width) if extra_width else None
-    level = RowLevel(
-        scores=Columns("y", layout, box_width, end),
-        boxes=Columns("y", layout, 0, box_width),
-        gate=tail if extra == "gate" else None,
-        extra=tail if extra != "gate" else None,
-        grid=GRID if coding in ("cell", "distribution") else None,
-    )
     decoder = RowDecoder(
-        levels=(level,),
+        scores=(Columns("y", layout, box_width, end),),
+        box_columns=(Columns("y", layout, 0, box_width),),
+        gates=(tail,) if tail is not None and extra == "gate" else (),
+        extra=(tail,) if tail is not None and extra != "gate" else (),
+        grids=(GRID,),
         coding=coding,
         classes=3,
         gate_activation="sigmoid",

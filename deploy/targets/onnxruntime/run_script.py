@@ -17,7 +17,15 @@ from string import Template
 from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import read_package_text
 from deploy.tasks.boxes import BoxDetection, ListColumns, ListDecoder
-from deploy.tasks.detector import ANCHOR_MAP, COLUMNS, MAP, ROWS, Columns, RowDecoder, RowLevel
+from deploy.tasks.detector import (
+    ANCHOR_MAP,
+    CELL_CODINGS,
+    COLUMNS,
+    MAP,
+    ROWS,
+    Columns,
+    RowDecoder,
+)
 from deploy.tasks.evaluation_task import EvaluationTask
 from deploy.tasks.indices import Ranked
 from deploy.tasks.keypoints import Points, SimccPoints, is_transposed
@@ -284,24 +292,24 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
         return _part("list", rows=rows, scale=scale) + _part("boxes", outline=_RECTANGLE)
     if not isinstance(decoder, RowDecoder) or decoder.coding not in _CORNER_LINES:
         return ""
-    columns = [part for level in decoder.levels for part in _level_parts(level).values()]
-    layouts = {part.layout for part in columns}
+    layouts = set()
+    for levels in _columns_by_name(decoder).values():
+        layouts |= {part.layout for part in levels}
     if len(layouts) > 1 or ANCHOR_MAP in layouts:
         return ""
 
     scores = _ACTIVATIONS[decoder.activation]
     if decoder.background is not None:
         scores += f"    scores = np.delete(scores, {decoder.background}, axis=1)\n"
-    if decoder.levels[0].gate is not None:
+    if decoder.gates:
         gate = 'columns(outputs, "gate")'
         if decoder.gate_activation == "sigmoid":
             gate = f"1 / (1 + np.exp(-{gate}))"
         scores += f"    scores = scores * {gate}\n"
 
-    boxes = decoder.levels[0].boxes
-    values = None if boxes is None else boxes.of(outputs)
     scale = ""
-    if decoder.coding in ("corners", "centre") and values is not None and _are_relative(values):
+    is_placed = decoder.coding in ("corners", "centre")
+    if is_placed and _are_relative(decoder.box_columns[0].of(outputs)):
         scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
 
     extra, outline, text = "[None] * len(kept)", _RECTANGLE, ""
@@ -319,19 +327,17 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
         extra, outline = 'columns(outputs, "extra")[kept]', _ROTATED
 
     strides = ""
-    grids = [level.grid for level in decoder.levels if level.grid is not None]
-    if grids:
-        strides = (
-            f"STRIDES = {[s for grid in grids for s in grid.strides]}  # pixels from cell to cell\n"
-        )
+    if decoder.coding in CELL_CODINGS:
+        all_strides = [stride for grid in decoder.grids for stride in grid.strides]
+        strides = f"STRIDES = {all_strides}  # pixels from cell to cell\n"
         sides = "HEIGHT // stride", "WIDTH // stride"
-        if any(grid.up for grid in grids):  # the others have no incomplete cells
+        if any(grid.up for grid in decoder.grids):  # the others have no incomplete cells
             sides = "-(-HEIGHT // stride)", "-(-WIDTH // stride)"
         text += _part("cells", rows=sides[0], columns=sides[1])
     text = (
         _part(
             "rows",
-            levels=_levels_text(decoder.levels),
+            levels=_levels_text(decoder),
             strides=strides,
             table=_TABLES[layouts.pop()],
             scores=scores,
@@ -349,18 +355,20 @@ def _are_relative(places: Array) -> bool:
     return bool(places.size and places.max() <= _MAX_SHARE)
 
 
-def _level_parts(level: RowLevel) -> dict[str, Columns]:
-    """Return name -> columns of a level."""
-    parts = {"scores": level.scores, "boxes": level.boxes, "gate": level.gate, "extra": level.extra}
-    return {name: part for name, part in parts.items() if part is not None}
+def _columns_by_name(decoder: RowDecoder) -> dict[str, tuple[Columns, ...]]:
+    """Return name -> columns of each level."""
+    columns = {"scores": decoder.scores, "boxes": decoder.box_columns, "gate": decoder.gates}
+    columns["extra"] = decoder.extra
+    return {name: levels for name, levels in columns.items() if levels}
 
 
-def _levels_text(levels: Sequence[RowLevel]) -> str:
+def _levels_text(decoder: RowDecoder) -> str:
     """Return the levels' columns as a list of dicts."""
+    columns_by_name = _columns_by_name(decoder)
     lines = []
-    for level in levels:
+    for level in zip(*columns_by_name.values(), strict=True):
         parts = []
-        for name, part in _level_parts(level).items():
+        for name, part in zip(columns_by_name, level, strict=True):
             parts.append(f'"{name}": ({part.output!a}, {part.start}, {part.stop})')
         lines.append(f"    {{{', '.join(parts)}}},\n")
     return f"[\n{''.join(lines)}]"
