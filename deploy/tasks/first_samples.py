@@ -4,13 +4,14 @@ Classifiers of scikit-learn, text and sound often output both scores and their S
 each recogniser expects only one of them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.rows import Floats, Outputs, image_size, is_floating
+from deploy.tasks.rows import Outputs, image_size, is_floating, to_shares
 from deploy.tensors import Array
 
 _PICTURE = 4  # dimensions of a picture
@@ -71,11 +72,10 @@ def find_states(samples: FirstSamples) -> dict[str, str]:
     """Return state outputs -> their inputs; none if there are no other outputs or inputs."""
     input_by_state: dict[str, str] = {}
     input_names = samples.inputs[0] if samples.inputs else {}
-    for name in samples.names:
-        for source in input_names:
-            if source not in input_by_state.values() and _is_state(name, source, samples):
-                input_by_state[name] = source
-                break
+    for name, source in itertools.product(samples.names, input_names):
+        is_paired = name in input_by_state or source in input_by_state.values()
+        if not is_paired and _is_state(name, source, samples):
+            input_by_state[name] = source
     has_other_outputs = len(input_by_state) < len(samples.every)
     has_other_inputs = len(input_by_state) < len(input_names)
     return input_by_state if has_other_outputs and has_other_inputs else {}
@@ -87,11 +87,14 @@ def _is_state(name: str, source: str, samples: FirstSamples) -> bool:
         fed = inputs.get(source)
         if fed is None or fed.shape != value.shape or fed.dtype != value.dtype:
             return False
-        if not np.issubdtype(value.dtype, np.floating) or value.size < 2:
+        if value.dtype.kind != "f" or value.size < 2:
             return False
         if value.ndim == _PICTURE and {value.shape[1], value.shape[3]} & _CHANNELS:
             return False
     return True
+
+
+# --- outputs that are computed of another one ---
 
 
 def find_logits(samples: FirstSamples) -> frozenset[str]:
@@ -99,79 +102,72 @@ def find_logits(samples: FirstSamples) -> frozenset[str]:
 
     The other one of each pair is used: its values are known to be probabilities.
     """
-    names = [name for name in samples.names if all(map(is_floating, samples.arrays(name)))]
-    logits: set[str] = set()
-    for raw in names:
-        for name in names:
-            is_distinct = name != raw and name not in logits
-            if is_distinct and _are_activated(samples.arrays(raw), samples.arrays(name)):
-                logits.add(raw)
-    return frozenset(logits)
-
-
-def _are_activated(raw: Sequence[Array], activated: Sequence[Array]) -> bool:
-    """Whether outputs are the same Softmax, LogSoftmax or Sigmoid of `raw` in every sample."""
-    pairs = [*zip(raw, activated, strict=True)]
-    for scores, value in pairs:
+    floats: dict[str, list[Array]] = {}
+    for name in samples.names:
+        arrays = samples.arrays(name)
         # a constant would match any other constant
-        if scores.shape != value.shape or scores.size < 2 or np.ptp(value) == 0:
-            return False
-    if all(_is_close(_sigmoid(scores), value) for scores, value in pairs):
-        return True
-    for axis, size in enumerate(raw[0].shape):
-        if size < 2:
+        if all(is_floating(value) and np.ptp(value) > 0 for value in arrays):
+            floats[name] = arrays
+    logits: set[str] = set()
+    for raw, name in itertools.permutations(floats, 2):
+        if name in logits:
             continue
-        logarithms = [_log_softmax(scores, axis) for scores in raw]
-        if all(map(_is_close, logarithms, activated)):
-            return True
-        if all(map(_is_close, map(np.exp, logarithms), activated)):
-            return True
-    return False
-
-
-def _sigmoid(scores: Array) -> Floats:
-    exact = np.clip(scores.astype(np.float64), -700, 700)
-    return np.asarray(1 / (1 + np.exp(-exact)))
-
-
-def _log_softmax(scores: Array, axis: int) -> Floats:
-    shifted = scores.astype(np.float64)
-    shifted -= shifted.max(axis=axis, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True)))
-
-
-def _is_close(computed: Floats, value: Array) -> bool:
-    exact = value.astype(np.float64)
-    tolerance = _TOLERANCE * np.maximum(1, np.abs(exact))
-    return bool((np.abs(computed - exact) <= tolerance).all())
+        if any(_are_computed(compute, floats[raw], floats[name]) for compute in _ACTIVATIONS):
+            logits.add(raw)
+    return frozenset(logits)
 
 
 def find_argmax_outputs(samples: FirstSamples) -> dict[str, str]:
     """Return ArgMax output -> the output of its scores, the first of several."""
-    arrays: Mapping[str, list[Array]] = {name: samples.arrays(name) for name in samples.names}
     scores_by_argmax: dict[str, str] = {}
-    for name, indices in arrays.items():
-        if not all(np.issubdtype(value.dtype, np.integer) for value in indices):
-            continue
-        for scores, values in arrays.items():
-            if all(map(is_floating, values)) and _are_argmax(indices, values):
-                scores_by_argmax.setdefault(name, scores)
+    for name, scores in itertools.permutations(samples.names, 2):
+        indices, values = samples.arrays(name), samples.arrays(scores)
+        has_types = indices[0].dtype.kind in "iu" and all(map(is_floating, values))
+        if has_types and _are_computed(_argmax, values, indices):
+            scores_by_argmax.setdefault(name, scores)
     return scores_by_argmax
 
 
-def _are_argmax(indices: Sequence[Array], scores: Sequence[Array]) -> bool:
-    """Whether these are the ArgMax of `scores` along one axis, which may be kept as 1."""
-    for axis in range(min(value.ndim for value in scores)):
-        pairs = zip(indices, scores, strict=True)
-        if all(_is_argmax(index, value, axis) for index, value in pairs):
+Computation = Callable[[Array, int], Array]  # of an array, along an axis
+
+
+def _are_computed(compute: Computation, sources: Sequence[Array], values: Sequence[Array]) -> bool:
+    """Whether values are computed of the sources along one axis, in every sample."""
+    for axis in range(min(source.ndim for source in sources)):
+        pairs = zip(sources, values, strict=True)
+        if all(_is_computed(compute, axis, source, value) for source, value in pairs):
             return True
     return False
 
 
-def _is_argmax(indices: Array, scores: Array, axis: int) -> bool:
-    if scores.shape[axis] < 2 or indices.size * scores.shape[axis] != scores.size:
+def _is_computed(compute: Computation, axis: int, source: Array, value: Array) -> bool:
+    before, side, after = source.shape[:axis], source.shape[axis], source.shape[axis + 1 :]
+    if side < 2 or value.shape not in (source.shape, (*before, 1, *after), (*before, *after)):
         return False
-    best = scores.argmax(axis=axis, keepdims=True)
-    if indices.shape not in (best.shape, best.squeeze(axis).shape):
+    computed = compute(source.astype(np.float64), axis)
+    if computed.size != value.size:
         return False
-    return bool(np.array_equal(indices.reshape(-1), best.reshape(-1)))
+    computed = computed.reshape(value.shape)
+    if computed.dtype.kind == "i":
+        return np.array_equal(computed, value)
+    return np.allclose(computed, value.astype(np.float64), rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _sigmoid(scores: Array, axis: int) -> Array:
+    return to_shares(scores)
+
+
+def _log_softmax(scores: Array, axis: int) -> Array:
+    shifted = scores - scores.max(axis=axis, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True)))
+
+
+def _softmax(scores: Array, axis: int) -> Array:
+    return np.asarray(np.exp(_log_softmax(scores, axis)))
+
+
+def _argmax(scores: Array, axis: int) -> Array:
+    return np.asarray(scores.argmax(axis=axis))
+
+
+_ACTIVATIONS: tuple[Computation, ...] = (_sigmoid, _softmax, _log_softmax)
