@@ -419,28 +419,3 @@ def test_what_is_none(shares):
     sums_to_1 = np.array([[-0.5, 1.5]])
     assert sums_to_one(sums_to_1).all() and not are_probabilities(sums_to_1)
     assert list(sums_to_one(np.array([[0.4, 0.6], [0.4, 0.5]]))) == [True, False]
-
-
-def detection_map(number, size=(64, 64)):
-    """Where objects are, how far their edges lie in 8 directions, and a class of each pixel."""
-    made = np.random.default_rng(number)
-    kinds = np.zeros(size, int)
-    for top, left in made.integers(0, 48, (3, 2)):
-        kinds[top : top + 10, left : left + 10] = made.integers(1, 3)
-    near = np.where(kinds, 0.95, 0.01) + made.uniform(0, 0.01, size)
-    scores = np.eye(3)[kinds].transpose(2, 0, 1) * 9
-    return {
-        "prob": np.float32(near[None, None]),
-        "dist": np.float32(made.uniform(0, 12, (1, 8, *size))),
-        "classes": np.float32(softmax(scores[None], 1)),
-    }
-
-
-def test_detection_map_beside_sizes_is_the_task():
-    references = [detection_map(n) for n in range(4)]
-    inputs = [fed((64, 64))] * 4
-    form, same = figure(references, references, inputs)
-    assert form.task.name == "masks" and form.task.outputs == ("prob",) and same.value == 1
-    assert "dist where prob is high" in [part.label for part in form.parts]
-    without_sizes = [{"classes": one["classes"]} for one in references]
-    assert same_task(without_sizes, inputs) == "segmentation"
