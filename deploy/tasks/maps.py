@@ -42,7 +42,7 @@ def _fit_pictures(samples: Sequence[Array], inputs: Sequence[Outputs], max_scale
     """Whether each map [1, ..., H, W] is as large as its picture, or at most that much smaller."""
     for value, sample_inputs in zip(samples, inputs, strict=True):
         size = image_size(sample_inputs)
-        if size is None or value.shape[0] != 1:
+        if size is None or value.shape[:1] != (1,) or value.ndim < 3:
             return False
         for side, picture_side in zip(value.shape[-2:], size, strict=True):
             if not side <= picture_side <= max_scale * side:
