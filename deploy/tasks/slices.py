@@ -10,6 +10,7 @@ Rows of one unit differ in magnitude too: the probability of an absent class is 
 present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -144,33 +145,44 @@ def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] 
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A slice that may be scores of the cells of another one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SliceValues:
+    """Values of a slice, which may be the scores of the cells of another one.
 
-    `values`: of all samples; `shares`: the same as probabilities, None if they are none; `is_raw`:
-    whether they are raw scores.
+    Attributes:
+        part: the slice.
+        values: of all samples, flat.
+        are_shares: whether they are probabilities.
+        are_raw: whether they are raw scores.
+        decided_share: share of probabilities near 0 or 1; 0 of other values.
+        has_both_ends: whether there are probabilities, low in some cells and high in others.
     """
 
     part: OutputSlice
     values: Floats
-    shares: Floats | None
-    is_raw: bool
+    are_shares: bool
+    are_raw: bool
+    decided_share: float = 0.0
+    has_both_ends: bool = False
 
-    @property
-    def decided_share(self) -> float:
-        """Share of probabilities near 0 or 1."""
-        if self.shares is None:
-            return 0.0
-        return float(np.mean((self.shares < 0.1) | (self.shares > 0.9)))
 
-    @property
-    def has_both_ends(self) -> bool:
-        """Whether there are enough probabilities, low in some cells and high in others."""
-        if self.shares is None or self.shares.size < thresholds.MIN_ROW_VALUES:
-            return False
-        low, high = self.shares.min(), 1 - self.shares.max()
-        return bool(max(low, high) <= thresholds.MAX_LOW_SCORE)
+def _read_values(part: OutputSlice, arrays: Sequence[Array]) -> _SliceValues:
+    values = np.concatenate([value.reshape(-1) for value in arrays]).astype(np.float64)
+    has_shares = are_shares(values)
+    has_raw_scores = not has_shares and are_two_sided(values, 1)
+    slice_values = _SliceValues(
+        part=part, values=values, are_shares=has_shares, are_raw=has_raw_scores
+    )
+    if not has_shares and not has_raw_scores:
+        return slice_values
+    shares = to_shares(values, raw=has_raw_scores)
+    farthest_end = max(shares.min(), 1 - shares.max())
+    has_count = shares.size >= thresholds.MIN_ROW_VALUES
+    return replace(
+        slice_values,
+        decided_share=float(np.mean((shares < 0.1) | (shares > 0.9))),
+        has_both_ends=bool(has_count and farthest_end <= thresholds.MAX_LOW_SCORE),
+    )
 
 
 def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSlice, OutputSlice]:
@@ -182,53 +194,40 @@ def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSl
 
     `samples`: slice -> its arrays for the first few samples.
     """
-    candidates = _read_candidates(samples)
+    slices = []
+    for part, arrays in samples.items():
+        if all(value.size and is_floating(value) for value in arrays):
+            slices.append(_read_values(part, arrays))
     # of more outputs, a small map may be another level's
     is_pair = len({part.output for part in samples}) == 2
     scores_by_part: dict[OutputSlice, OutputSlice] = {}
-    for weighted in candidates:
-        for scores in candidates:
-            if weighted is scores or not _may_weight(scores, weighted):
-                continue
-            pairs = []
-            for own, value in zip(samples[scores.part], samples[weighted.part], strict=True):
-                pairs.append((_enlarge(own, value.shape) if is_pair else own, value))
-            if _fit_cells(pairs):
-                activation = "sigmoid" if scores.is_raw else ""
-                part = replace(scores.part, activation=activation)
-                scores_by_part.setdefault(weighted.part, part)
+    for weighted, scores in itertools.permutations(slices, 2):
+        if weighted.part in scores_by_part or not _may_weight(scores, weighted):
+            continue
+        pairs = []
+        for shares, value in zip(samples[scores.part], samples[weighted.part], strict=True):
+            pairs.append((_enlarge(shares, value.shape) if is_pair else shares, value))
+        if _fit_cells(pairs):
+            activation = "sigmoid" if scores.are_raw else ""
+            scores_by_part[weighted.part] = replace(scores.part, activation=activation)
     return scores_by_part
 
 
-def _read_candidates(samples: Mapping[OutputSlice, Sequence[Array]]) -> list[_Candidate]:
-    candidates = []
-    for part, arrays in samples.items():
-        if not all(value.size and is_floating(value) for value in arrays):
-            continue
-        values = np.concatenate([value.reshape(-1) for value in arrays]).astype(np.float64)
-        is_raw = not are_shares(values) and are_two_sided(values, 1)
-        shares = to_shares(values, raw=is_raw) if is_raw or are_shares(values) else None
-        candidates.append(_Candidate(part, values, shares, is_raw))
-    return candidates
-
-
-def _may_weight(scores: _Candidate, weighted: _Candidate) -> bool:
+def _may_weight(scores: _SliceValues, weighted: _SliceValues) -> bool:
     """Whether a slice may be the scores of another one's cells, by their values."""
-    are_unit = weighted.shares is not None and not weighted.is_raw
-    if are_unit and weighted.decided_share >= 0.5:
+    if weighted.are_shares and weighted.decided_share >= 0.5:
         return False  # scores themselves
     if not scores.has_both_ends or scores.part.width:
         return False
-    is_same_size = scores.values.size == weighted.values.size
-    low, high = weighted.values.min(), weighted.values.max()
-    may_be_head = is_same_size and low < 0 < high <= thresholds.MAX_LOGIT
-    if scores.is_raw and (weighted.is_raw or may_be_head):
-        return False  # of another head
+    if scores.are_raw:
+        is_same_size = scores.values.size == weighted.values.size
+        low, high = weighted.values.min(), weighted.values.max()
+        if weighted.are_raw or (is_same_size and low < 0 < high <= thresholds.MAX_LOGIT):
+            return False  # of another head
     if scores.values.size < weighted.values.size and not scores.part.axis:
         return True
-    is_doubtful = are_unit or scores.part.axis is not None
-    min_decided = thresholds.MOST_SHARE if is_doubtful else 0.5
-    return scores.decided_share >= min_decided
+    is_doubtful = weighted.are_shares or scores.part.axis is not None
+    return scores.decided_share >= (thresholds.MOST_SHARE if is_doubtful else 0.5)
 
 
 def _fit_cells(pairs: Sequence[tuple[Array, Array]]) -> bool:
@@ -254,42 +253,33 @@ def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ..
 
     `samples`: its arrays for the first few samples, each [1, ...] or without a batch.
     """
-    candidates: list[tuple[float, tuple[OutputSlice, ...]]] = []
     for axis in (1, -1):
         rows = _read_rows(samples, axis)
-        if rows is None or (axis == -1 and samples[0].ndim == 2 and candidates):
+        if rows is None:
             continue
-        spans = [*_split_spans(rows, 0, len(rows.peak))]
-        if len(spans) > 1:
-            slices = []
-            for start, stop in spans:
-                slices.append(OutputSlice(output=output, axis=axis, start=start, stop=stop))
-            first_gap = _gap(rows, spans[0][0], spans[0][1], spans[1][1])
-            candidates.append((first_gap, tuple(slices)))
-    if not candidates:
-        return (OutputSlice(output=output),)
-    return max(candidates, key=lambda candidate: candidate[0])[1]
+        slices = []
+        for start, stop in _split_spans(rows, 0, len(rows.peak)):
+            slices.append(OutputSlice(output=output, axis=axis, start=start, stop=stop))
+        if len(slices) > 1:
+            return tuple(slices)
+    return (OutputSlice(output=output),)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """What the values of each row of an output are.
 
-    `peak`: largest magnitude. `in_unit`: whether all are in [0, 1]. `is_number`: whether they are
-    integers beyond that. `is_sure`: whether they are in [0, 1], some near 0, some near 1, and few
-    in between.
+    Attributes:
+        peak: largest magnitude.
+        in_unit: whether all are in [0, 1].
+        is_number: whether they are integers beyond that, such as class numbers.
+        is_sure: whether they are in [0, 1], some near 0, some near 1, and few in between.
     """
 
     peak: Floats
     in_unit: NDArray[np.bool_]
     is_number: NDArray[np.bool_]
     is_sure: NDArray[np.bool_]
-
-    def top(self, rows: slice) -> float:
-        """Peak of these rows, without class numbers unless the other rows are silent."""
-        peaks = self.peak[rows]
-        value_peak = float(peaks[~self.is_number[rows]].max(initial=0.0))
-        return value_peak if value_peak >= thresholds.MAX_SILENT_PEAK else float(peaks.max())
 
 
 def _read_rows(samples: Sequence[Array], axis: int) -> _Rows | None:
@@ -298,23 +288,20 @@ def _read_rows(samples: Sequence[Array], axis: int) -> _Rows | None:
     for sample in samples:
         if sample.ndim < 2 or not sample.size or not is_floating(sample):
             return None
-        rows = np.moveaxis(sample, axis, 0).reshape(sample.shape[axis], -1)
-        tables.append(rows)
-    row_counts = {len(rows) for rows in tables}
-    if len(row_counts) != 1 or not 2 <= row_counts.pop() <= _MAX_ROWS:
+        tables.append(np.moveaxis(sample, axis, 0).reshape(sample.shape[axis], -1))
+    if len({len(table) for table in tables}) > 1 or not 2 <= len(tables[0]) <= _MAX_ROWS:
         return None
     values = np.concatenate(tables, axis=1)
     if values.shape[1] < thresholds.MIN_ROW_VALUES:
         return None
 
-    low, high = values.min(axis=1), values.max(axis=1)
     tolerance = thresholds.UNIT_TOLERANCE
-    in_unit = (low >= -tolerance) & (high <= 1 + tolerance)
+    in_unit = np.all((values >= -tolerance) & (values <= 1 + tolerance), axis=1)
     is_number = (values == np.rint(values)).all(axis=1) & ~in_unit
     near_0, near_1 = (values < 0.1).mean(axis=1), (values > 0.9).mean(axis=1)
     is_decided = near_0 + near_1 >= thresholds.MOST_SHARE
     has_both_ends = np.minimum(near_0, near_1) >= thresholds.MIN_END_SHARE
-    peak = np.maximum(np.abs(low), np.abs(high)).astype(np.float64)
+    peak = np.abs(values).max(axis=1).astype(np.float64)
     return _Rows(peak, in_unit, is_number, in_unit & is_decided & has_both_ends)
 
 
@@ -340,13 +327,21 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     probabilities other values need only leave [0, 1], such as the logarithm of a pitch.
     """
     large, small = slice(start, cut), slice(cut, stop)
-    if rows.peak[large].min() <= rows.top(small):
+    small_peak = _find_peak(rows, small)
+    if rows.peak[large].min() <= small_peak:
         large, small = small, large
-    top = rows.top(small)
-    if top < thresholds.MAX_SILENT_PEAK or rows.in_unit[large].any():
+        small_peak = _find_peak(rows, small)
+    if small_peak < thresholds.MAX_SILENT_PEAK or rows.in_unit[large].any():
         return 0.0
     has_single_row = min(cut - start, stop - cut) < 2
     if has_single_row and not rows.in_unit[small].all():
         return 0.0
-    ratio = float(rows.peak[large].min()) / top
+    ratio = float(rows.peak[large].min()) / small_peak
     return ratio * thresholds.MIN_UNIT_RATIO if rows.is_sure[small].all() else ratio
+
+
+def _find_peak(rows: _Rows, span: slice) -> float:
+    """Return the peak of some rows, without class numbers unless the other rows are silent."""
+    peaks = rows.peak[span]
+    value_peak = float(peaks[~rows.is_number[span]].max(initial=0.0))
+    return value_peak if value_peak >= thresholds.MAX_SILENT_PEAK else float(peaks.max())
