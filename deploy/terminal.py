@@ -10,6 +10,9 @@
 Names of tensors, paths and texts come from files that anybody may have written: an escape sequence
 in them could color, move or rewrite what the terminal shows.
 
+While a command runs, `print` of a user's loader or metric, or of a library, goes to stderr
+(`separate_stdout`): `--json -` is JSON whatever they print.
+
 Progress goes to stderr::
 
     with show_progress():                             one run; no progress without it
@@ -30,16 +33,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TextIO, TypeVar
 
 _SHOWS_TEXT: ContextVar[bool] = ContextVar("_SHOWS_TEXT", default=True)  # whether stdout gets text
 _PRINT_LOCK = threading.Lock()  # a separate thread draws the progress line
 _DEFAULT_COLUMNS = 80  # if the terminal does not report its width
 _drawn_lines: list[str] = []  # the current progress line, if any
+_separate_stdout: list[TextIO] = []  # the stdout of `say` while all others print to stderr
 
 
 def visible(line: str) -> str:
@@ -71,6 +75,59 @@ def without_text(suppressed: bool = True) -> Iterator[None]:
 def is_text_suppressed() -> bool:
     """Return whether text is suppressed, so that serious messages must go to stderr."""
     return not _SHOWS_TEXT.get()
+
+
+@contextmanager
+def separate_stdout() -> Iterator[None]:
+    """Leave stdout to this module: whatever else is printed goes to stderr, until the end.
+
+    That is what a user's code and libraries print, from Python, C or a child process.
+    """
+    if _separate_stdout or sys.stdout is None or sys.stderr is None:
+        yield
+        return
+    with ExitStack() as restored:
+        _separate_stdout.append(_redirect_descriptor(restored))
+        restored.callback(_separate_stdout.clear)
+        restored.enter_context(redirect_stdout(sys.stderr))
+        yield
+
+
+_STDOUT, _STDERR = 1, 2  # descriptors, whatever `sys.stdout` is
+
+
+def _redirect_descriptor(restored: ExitStack) -> TextIO:
+    """Let descriptor 1 lead to stderr until `restored` ends; return a stream to the real stdout."""
+    stream = sys.stdout
+    stream.flush()
+    try:
+        descriptor = os.dup(_STDOUT)
+        os.dup2(_STDERR, _STDOUT)
+    except OSError:  # one of them is closed
+        return stream
+    restored.callback(os.close, descriptor)
+    restored.callback(os.dup2, descriptor, _STDOUT)
+    restored.callback(_flush_c)  # what C still holds is not to come out behind the JSON
+    with suppress(OSError, ValueError):  # a stream in memory has no descriptor
+        if stream.fileno() == _STDOUT:
+            stream = os.fdopen(
+                os.dup(descriptor), "w", encoding=stream.encoding, errors=stream.errors
+            )
+            restored.callback(_close, stream)
+    return stream
+
+
+def _flush_c() -> None:
+    """Print what C's stdio holds back, as it does unless stdout is a terminal."""
+    import ctypes  # imported here, so that --help need not wait for it
+
+    with suppress(OSError, AttributeError, TypeError):  # no libc of that kind
+        ctypes.CDLL(None).fflush(None)
+
+
+def _close(stream: TextIO) -> None:
+    with suppress(OSError):  # a closed pipe or a full disk, reported when the text was printed
+        stream.close()
 
 
 def say(line: str = "", *, err: bool = False) -> None:
@@ -128,12 +185,13 @@ def _put(text: str, *, err: bool) -> None:
 def _write(text: str, *, err: bool) -> None:
     import click  # imported here, so that progress needs no click
 
-    click.echo(_encodable(text, err=err), nl=False, err=err)
+    stream = sys.stderr if err else next(iter(_separate_stdout), sys.stdout)
+    click.echo(_encodable(text, stream), file=stream, nl=False, err=err)
 
 
-def _encodable(text: str, *, err: bool) -> str:
+def _encodable(text: str, stream: TextIO | None) -> str:
     """Escape characters that the stream's encoding lacks."""
-    encoding = getattr(sys.stderr if err else sys.stdout, "encoding", None) or "utf-8"
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -397,7 +455,7 @@ def _format_bar(phases: Sequence[Phase], now: float) -> str:
     if share is None:
         return f"{names}: {description}"[:columns]
     bar_format = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {description}"
-    is_ascii = _encodable("█", err=True) != "█"
+    is_ascii = _encodable("█", sys.stderr) != "█"
     line = tqdm.format_meter(
         share, 1, 1, ncols=columns, prefix=names, bar_format=bar_format, ascii=is_ascii
     )

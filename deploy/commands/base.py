@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from deploy.errors import ConfigError
-from deploy.terminal import say_data, say_lines, show_progress, without_text
+from deploy.terminal import say_data, say_lines, separate_stdout, show_progress, without_text
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
 SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General"
@@ -195,6 +195,11 @@ class SectionedCommand(click.Command):
                 for path in value if isinstance(value, tuple) else (value,):
                     param.type.check(path)
         return extra_args
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what a user's code prints meanwhile goes to stderr."""
+        with separate_stdout():
+            return super().invoke(ctx)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The parameters, with `--help` and `--help-all`."""
