@@ -3,8 +3,8 @@
 `find_classes`: probabilities (rows that sum to 1) and their logarithms are certain, also beside
 other numbers, which are compared by value. Raw scores are accepted if the best one stands out as no
 direction of an embedding does; or if there are few, they exceed a Tanh's range, and their mean
-hardly changes from sample to sample. Very few may be angles of a pose: there one must stand off
-from the rest, or move against it. Several outputs of few raw scores each, such as the characters of
+hardly changes from sample to sample. Very few may be angles of a pose: these must move against each
+other. Several outputs of few raw scores each, such as the characters of
 a licence plate, must all be confident of their class.
 
 `find_labels`: independent probabilities, nearly all near 0 or 1, or their raw scores, nearly all
@@ -55,22 +55,18 @@ _MIN_NEIGHBOUR_VECTORS = 8  # vectors needed for a nearest-neighbour figure
 
 
 def to_vector(value: Array) -> Floats | None:
-    """Return [1, C], with more dimensions of 1 or none, as [C]; None for other shapes."""
+    """Return [1, C], with more dimensions of 1 or none, as [C]; None for others, or of NaN."""
     if value.ndim < 2 or value.shape[1] < 2 or value.size != value.shape[1]:
         return None
-    if not np.issubdtype(value.dtype, np.floating):
-        return None
-    return value.reshape(-1).astype(np.float64)
+    return value.reshape(-1).astype(np.float64) if is_floating(value) else None
 
 
 def _stack_vectors(samples: Sequence[Array]) -> Floats | None:
     """Return the vectors of all samples as [samples, C]; None if these are no finite vectors."""
-    rows = [to_vector(value) for value in samples]
-    vectors = [row for row in rows if row is not None]
-    if len(vectors) != len(rows) or len({row.size for row in vectors}) != 1:
+    rows = [row for value in samples if (row := to_vector(value)) is not None]
+    if len(rows) != len(samples) or len({row.size for row in rows}) != 1:
         return None
-    stacked = np.stack(vectors)
-    return stacked if np.isfinite(stacked).all() else None
+    return np.stack(rows)
 
 
 def fit_classes(name: str, samples: FirstSamples) -> "Classes | None":
@@ -172,35 +168,38 @@ class Classes(EvaluationTask):
 
 def find_classes(samples: FirstSamples) -> Classes | None:
     """Recognise outputs of one score vector per sample; with probabilities others may exist."""
-    rows_by_name = {name: _stack_vectors(samples.arrays(name)) for name in samples.names}
-    probabilities, raw_scores = {}, {}
-    for name, rows in rows_by_name.items():
+    probabilities, raw_scores, others = {}, {}, []
+    for name in samples.names:
+        rows = _stack_vectors(samples.arrays(name))
         if rows is None or are_sorted([*rows]) or are_ordered([*rows]):
-            continue
-        if are_probabilities_or_logs(rows):
+            others.append(name)
+        elif are_probabilities_or_logs(rows):
             probabilities[name] = rows
-        elif are_raw_scores(rows, is_single=len(rows_by_name) == 1):
+        elif are_raw_scores(rows, is_single=len(samples.names) == 1):
             raw_scores[name] = rows
+        else:
+            others.append(name)
 
     # beside probabilities other vectors may be mere numbers, beside raw scores they may not
-    scores = probabilities or (raw_scores if len(raw_scores) == len(rows_by_name) else {})
-    others = [name for name in samples.names if name not in scores]
-    if not scores or not all(_are_numbers(samples.arrays(name)) for name in others):
+    scores = probabilities or raw_scores
+    if probabilities:
+        others += raw_scores
+    if not scores or (others and not probabilities):
+        return None
+    if not all(map(_is_vector, (samples.outputs[0][name] for name in others))):
+        return None
+    if samples.of_pictures and any(map(are_features, scores.values())):
         return None
     if not samples.of_pictures:
         may_be_steps = not probabilities and sequences.find_steps(samples) is not None
         if others or may_be_steps:
             return None
-    if samples.of_pictures and any(map(are_features, scores.values())):
-        return None
     return Classes(tuple(scores), tuple(rows.shape[1] for rows in scores.values()))
 
 
-def _are_numbers(samples: Sequence[Array]) -> bool:
-    """Whether each sample has one vector (or scalar) of finite numbers."""
-    return all(
-        value.size == max(value.shape, default=1) and is_floating(value) for value in samples
-    )
+def _is_vector(value: Array) -> bool:
+    """Whether a sample has one vector, or scalar, of finite numbers."""
+    return value.size == max(value.shape, default=1) and is_floating(value)
 
 
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
@@ -236,22 +235,11 @@ def _are_few_scores(rows: Floats) -> bool:
         return False
     if rows.shape[1] > thresholds.MAX_POSE_NUMBERS:
         return True
-    return _move_against(rows) or _has_clear_best(rows)
-
-
-def _move_against(rows: Floats) -> bool:
-    """Whether some of the numbers fall while others rise, over the samples."""
+    # angles of a pose change each for itself, scores of classes against each other
     changes = rows - rows.mean(axis=0)
-    independent = float(changes.var(axis=1).mean()) / (rows.shape[1] - 1)
-    return bool(changes.mean(axis=1).var() < thresholds.MAX_COMMON_MOTION * independent)
-
-
-def _has_clear_best(rows: Floats) -> bool:
-    """Whether on average one number stands off from the others, as that of a confident class."""
-    if rows.shape[1] < 3:
-        return False
-    ranked = np.sort(rows, axis=1).mean(axis=0)
-    return bool(ranked[-1] - ranked[-2] > thresholds.MIN_LEAD * (ranked[-2] - ranked[0]))
+    independent_variance = float(changes.var(axis=1).mean()) / (rows.shape[1] - 1)
+    common_variance = float(changes.mean(axis=1).var())
+    return bool(common_variance < thresholds.MAX_COMMON_MOTION * independent_variance)
 
 
 @dataclass(slots=True)
@@ -271,7 +259,7 @@ class _LabelTally(ThresholdTally["Labels"]):
     def _read(self, value: Array) -> Floats:
         """Return the probabilities of one sample; none above 0 for another shape."""
         row = to_vector(value)
-        if row is None or row.size != self.task.count or not np.isfinite(row).all():
+        if row is None or row.size != self.task.count:
             return np.zeros(self.task.count)
         return to_shares(row, raw=self.task.raw)
 
@@ -404,21 +392,25 @@ class Embeddings(EvaluationTask):
 
 
 def find_embeddings(samples: FirstSamples) -> Embeddings | None:
-    """Recognise one output of vectors; other outputs may be vectors of tokens."""
-    outputs = samples.outputs[0]
-    floating = [name for name in samples.names if np.issubdtype(outputs[name].dtype, np.floating)]
-    names = [name for name in floating if outputs[name].ndim != 3]
-    if len(names) != 1:
+    """Recognise one output of vectors; other outputs may be vectors of tokens, as long as it."""
+    vectors, token_lengths = {}, set()
+    for name in samples.names:
+        values = samples.arrays(name)
+        if not np.issubdtype(values[0].dtype, np.floating):
+            continue
+        if values[0].ndim == 3:
+            token_lengths.add(values[0].shape[2])
+        else:
+            vectors[name] = values
+    if len(vectors) != 1:
         return None
-    (name,) = names
-    length = outputs[name].size
-    if any(outputs[other].shape[2] != length for other in floating if other != name):
-        return None
-    values = samples.arrays(name)
-    if not _are_numbers(values) or {value.size for value in values} != {length}:
+    ((name, values),) = vectors.items()
+    length = values[0].size
+    has_equal_length = {value.size for value in values} | token_lengths == {length}
+    if length < thresholds.MIN_EMBEDDING_SIZE or not has_equal_length:
         return None
     rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
-    if length < thresholds.MIN_EMBEDDING_SIZE or _are_points(rows):
+    if not all(map(_is_vector, values)) or _are_points(rows):
         return None
     is_embedding = samples.declared.ends.get(name) == "unit"
     is_embedding |= samples.of_pictures and are_features(rows)
