@@ -435,7 +435,7 @@ def test_training_norm_uses_stored_statistics(opset):
     mean, variance = [0, 1, 2, 3], [1, 2, 3, 4]
     loaded = load(training_norm(opset, mean, variance, epsilon=1e-3))
     assert loaded.was_training
-    assert any("training mode" in note for note in loaded.notes)
+    assert any("training mode" in note for note in loaded.alerts)
     constants = [F([1, 2, 3, 4]), F([0, 1, 0, -1]), F(mean), F(variance)]
     check_agreement(loaded.model, net("BatchNormalization", *constants, opset=15, epsilon=1e-3))
 
@@ -456,7 +456,7 @@ def test_training_norm_without_statistics_is_instancenorm(opset, sizes, batch):
 
 def test_training_norm_of_fixed_batch_stays():
     model = training_norm(15, [0] * 4, [1] * 4, shape=[2, 4, 6, 8])
-    assert any("in training mode, which TensorRT" in note for note in load(model).notes)
+    assert any("in training mode, which TensorRT" in note for note in load(model).alerts)
     check_agreement(load(model).model, model)
 
 
@@ -475,7 +475,7 @@ def test_model_in_training_mode_builds(tmp_path):
     for path in out.glob("*.onnx"):
         assert "BatchNormalization" not in [node.op_type for node in onnx.load(path).graph.node]
     report = json.loads((out / "report.json").read_text())
-    assert any("the file itself is in training mode" in note for note in report["notes"])
+    assert any(alert.startswith("The file is in training mode: ") for alert in report["alerts"])
 
 
 NO_NEW_FORM = {

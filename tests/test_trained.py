@@ -382,10 +382,13 @@ class Writer:
         self.nodes.append(make_node(op, inputs, [output], name=f"n_{output}", **attributes))
         return output
 
-    def pair(self, tensor, scale, zero, **attributes):
+    def pair(self, tensor, scale, zero, *, limits=(), **attributes):
         parameters = [self.hold(f"{tensor}_s", np.asarray(scale, np.float32))]
         parameters += [] if zero is None else [self.hold(f"{tensor}_z", zero)]
         q = self.node("QuantizeLinear", [tensor, *parameters], f"{tensor}_q", **attributes)
+        if limits:
+            ends = [self.hold(f"{tensor}_{code}", np.asarray(code, zero.dtype)) for code in limits]
+            q = self.node("Clip", [q, *ends], f"{tensor}_k")
         return self.node("DequantizeLinear", [q, *parameters], f"{tensor}_dq", **attributes)
 
     def weight(self, name, value):
@@ -468,7 +471,58 @@ def tflite():
     return w.model(w.conv(a, w.weight("w2", W2), w.hold("b2", B2)), shape=(1, 4, 18, 18))
 
 
-SPELLINGS = [modelopt, onnxruntime, nncf, torchao, tflite]
+def brevitas(bits=8, constants=True):
+    """QCDQ: the integers of activations and weights clipped before they become floats."""
+    w, limits = Writer(constants=constants), (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
+    top, zero = limits[1], np.int8(0)
+    scales, zeros = np.full(8, 0.6 / top), np.zeros(8, np.int8)
+    w1 = w.pair(w.hold("w1", W1), scales, zeros, limits=limits, axis=0)
+    nibbles = w.hold("w2", (W2 / 0.1).round().astype(np.int8))  # its Clip leaves 4 bits of them
+    ends = [w.hold("low", np.int8(-7)), w.hold("high", np.int8(7))]
+    scale = w.hold("w2_s", np.float32(0.1))
+    w2 = w.node("DequantizeLinear", [w.node("Clip", [nibbles, *ends], "w2_k"), scale], "w2_dq")
+    x = w.pair("x", 4 / top, zero, limits=limits)
+    a = w.node("Relu", [w.conv(x, w1, w.hold("b1", B1), to="c1")], "r1")
+    a = w.pair(a, 3 / top, zero, limits=limits)
+    return w.model(w.conv(a, w2, w.hold("b2", B2)))
+
+
+def modelopt_float16():
+    """`modelopt` in float16 behind a Cast of its float32 input, and a Cast of the output."""
+    model = float16_modelopt()
+    for node in model.graph.node:
+        node.input[:] = ["xh" if name == "x" else name for name in node.input]
+        node.output[:] = ["yh" if name == "y" else name for name in node.output]
+    model.graph.node.insert(0, make_node("Cast", "x", "xh", name="in", to=TensorProto.FLOAT16))
+    model.graph.node.append(make_node("Cast", "yh", "y", name="out", to=TensorProto.FLOAT))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
+    return model
+
+
+SPELLINGS = [modelopt, onnxruntime, nncf, torchao, tflite, brevitas, modelopt_float16]
+
+
+def test_pair_behind_cast_is_the_inputs():
+    qdq = load_float_or_qdq(modelopt_float16()).qdq
+    assert qdq.scales["x"].amax == pytest.approx(0.03 * 127, rel=1e-3)
+    assert not {"n_c1", "n_y"} & qdq.float_reasons.keys()
+
+
+@pytest.mark.parametrize("constants", [True, False])
+def test_clip_of_codes_limits_the_weights(constants):
+    model = brevitas(constants=constants)
+    loaded = load_float_or_qdq(model)
+    assert not {"n_c1", "n_y"} & loaded.qdq.float_reasons.keys()
+    tensors = {t.name: numpy_helper.to_array(t) for t in loaded.model.graph.initializer}
+    expected = {"n_c1.weight": W1.clip(-0.6, 0.6), "n_y.weight": W2.clip(-0.7, 0.7)}
+    for name, weight in expected.items():
+        assert np.abs(tensors[name] - weight).max() < 0.051
+        assert np.abs(tensors[name]).max() <= np.abs(weight).max() * (1 + 1e-6)
+
+
+def test_clip_to_fewer_bits_is_named(refusal):
+    assert "a Clip leaves fewer than 8 bits of it" in refusal(brevitas(bits=4))
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda model: model.__name__)

@@ -123,7 +123,7 @@ def inspect(
         tensors=tuple(chosen_target.scaled_tensors(loaded.model, float_names)),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
-        notes=(*loaded.cut_notes, *loaded.notes),
+        notes=(*loaded.alerts, *loaded.notes),
     )
 
 

@@ -46,9 +46,6 @@ _FLOAT16_NOTE = (
     "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
     " reported next to it."
 )
-_TRAINING_NOTE = (
-    "FP32 is {} with the stored statistics of its norms; the file itself is in training mode."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,8 +234,6 @@ def find_reference_model(
             notes.append(_INTEGER_WEIGHTS_NOTE.format(loaded.name))
         if loaded.was_float16:
             notes.append(_FLOAT16_NOTE.format(loaded.name))
-        if loaded.was_training:
-            notes.append(_TRAINING_NOTE.format(loaded.name))
         return loaded, tuple(notes)
     if images is None:
         if float_model is not None:

@@ -124,6 +124,7 @@ class LoadedModel:
             `model`.
         was_training: whether the original normalizes by the statistics of each batch, as in
             training, where `model` uses stored ones.
+        training_notes: on norms of the original that are in training mode.
         was_newer: whether the original is of an opset whose Q/DQ pairs ONNX Runtime does not run.
         exported: the original, if it was exported here from a PyTorch model; else None.
     """
@@ -146,6 +147,7 @@ class LoadedModel:
     qdq: QdqCalibration | None = None
     had_integer_weights: bool = False
     was_training: bool = False
+    training_notes: tuple[str, ...] = ()
     was_newer: bool = False
     exported: onnx.ModelProto | None = None
 
@@ -160,11 +162,11 @@ class LoadedModel:
         return identities
 
     @property
-    def cut_notes(self) -> tuple[str, ...]:
-        """A note on the nodes that are not part of `model`; empty if all are."""
+    def alerts(self) -> tuple[str, ...]:
+        """Notes on norms in training mode, and on the nodes that are not part of `model`."""
         if self.cut_off is None:
-            return ()
-        return (self.cut_off.note(spec.name for spec in self.outputs),)
+            return self.training_notes
+        return (self.cut_off.note(spec.name for spec in self.outputs), *self.training_notes)
 
     def with_inputs(self, inputs: Iterable[TensorSpec]) -> LoadedModel:
         """Return the model with other decisions on what the first dimension of its inputs is."""

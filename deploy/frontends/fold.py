@@ -16,7 +16,7 @@ random numbers and large Expands, renames weights, and holds a model four times 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,12 +71,21 @@ class _FoldingScope:
     folded: dict[str, onnx.NodeProto]
 
 
-def fold_constants(model: onnx.ModelProto, folded: dict[str, onnx.NodeProto]) -> int:
+def fold_constants(
+    model: onnx.ModelProto,
+    folded: dict[str, onnx.NodeProto],
+    *,
+    chosen: Callable[[onnx.NodeProto], bool] = lambda node: True,
+) -> int:
     """Turn constant nodes of the main graph into initializers, in place; return their number.
 
     Nodes stay if they are random, have subgraphs, are of a custom domain, produce a graph output,
-    or produce more than 2**20 elements (and more than they read). `folded` gets the others, by
-    their outputs.
+    or produce more than 2**20 elements (and more than they read).
+
+    Args:
+        model: changes.
+        folded: gets the nodes that became initializers, by their outputs.
+        chosen: node -> whether it may become an initializer.
     """
     graph = model.graph
     scope = _FoldingScope(
@@ -86,7 +95,12 @@ def fold_constants(model: onnx.ModelProto, folded: dict[str, onnx.NodeProto]) ->
         outputs=names_of(graph.output),
         folded=folded,
     )
-    return apply_rule(graph, _FOLD_CONSTANT, scope)
+    rule = RewriteRule(
+        pattern=lambda node: chosen(node) and _can_be_constant(node),
+        check=_check_constant,
+        rewrite=_fold_node,
+    )
+    return apply_rule(graph, rule, scope)
 
 
 def _can_be_constant(node: onnx.NodeProto) -> bool:
@@ -122,9 +136,6 @@ def _fold_node(node: onnx.NodeProto, scope: _FoldingScope) -> Nodes:
     scope.model.graph.initializer.extend(tensors)
     scope.folded.update(dict.fromkeys(node.output, copy_message(node)))
     return []
-
-
-_FOLD_CONSTANT = RewriteRule(pattern=_can_be_constant, check=_check_constant, rewrite=_fold_node)
 
 
 def _read_shape(node: onnx.NodeProto, shape: tuple[int, ...]) -> onnx.TensorProto:

@@ -220,8 +220,8 @@ class TrainingNorms:
         """The notes for the user."""
         if self.inference:
             yield (
-                f"Exported in training mode: {counted(self.inference, f'{NORM} node')} use their"
-                " stored statistics here, as model.eval() does."
+                f"The file is in training mode: {counted(self.inference, f'{NORM} node')} set to"
+                " the stored statistics, as by model.eval(), in FP32 too."
             )
         if self.instances:
             yield (

@@ -135,6 +135,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         declaration=read_declaration(model, path),
         had_integer_weights=integer_weights_note is not None,
         was_training=cleaned.was_training,
+        training_notes=cleaned.training_notes,
         was_newer=cleaned.was_newer,
     )
     return loaded.with_inputs(_mark_inputs(model, inputs, outputs))
@@ -250,6 +251,7 @@ class _CleanedModel:
     notes: list[str]
     was_float16: bool
     was_training: bool
+    training_notes: tuple[str, ...]
     was_newer: bool
     cut_off: CutOffNodes | None
 
@@ -292,7 +294,6 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     model, folding_notes = _fold(model)
     notes += folding_notes
     training_norms = leave_training(model)
-    notes += training_norms.notes
     if fold_batchnorm:
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
@@ -303,6 +304,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
         notes=[note for note in notes if note],
         was_float16=float16_note is not None,
         was_training=training_norms.inference > 0,
+        training_notes=tuple(training_norms.notes),
         was_newer=lowering_note != "",
         cut_off=cut_off,
     )

@@ -25,9 +25,11 @@ from deploy.frontends.onnx_file import inline_functions, lower_to_runtime
 from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, PairGrids, Q, find_pair_grid
 from deploy.frontends.plugins import check_part_valid
 from deploy.graph.edit import (
+    bypass,
     claim_name,
     copy_message,
     drop_initializer_inputs,
+    drop_unread,
     drop_unused_domains,
     make_node,
     name_nodes,
@@ -96,8 +98,56 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
         )
     remove_identity(model.graph)
     name_nodes(model.graph)
+    _remove_clips_of_codes(model)
     _move_quantizers(model)
     return model
+
+
+def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
+    """Remove each Clip between the halves of a pair, in place, as Brevitas writes it (QCDQ).
+
+    ::
+
+        x --> Q --> Clip(-127, 127) --> DQ     becomes     x --> Q --> DQ
+
+    Weights become the clipped integers. A Clip that leaves out more codes than the lowest one
+    stays: its pair has fewer bits, and is refused.
+    """
+    index = Graph(model)
+    clips = [node for node in index.nodes if node.op_type == "Clip" and _clips_codes(node, index)]
+    if not clips:
+        return
+    names = names_of(clips)
+    sources = {clip.input[0] for clip in clips}
+
+    def makes_codes(node: onnx.NodeProto) -> bool:
+        """Whether a node makes the codes of a weight, if all that it reads is constant."""
+        is_quantizer = not sources.isdisjoint(node.output)
+        return node.name in names or is_quantizer or node.op_type == "Constant"
+
+    fold_constants(model, {}, chosen=makes_codes)
+    bypass(model.graph, lambda node: node.name in names and _is_implied(node, index))
+    drop_unread(model.graph)
+
+
+def _clips_codes(clip: onnx.NodeProto, index: Graph) -> bool:
+    """Whether a Clip stands between the halves of a pair, or between weights and their DQ."""
+    readers = index.readers.get(clip.output[0], [])
+    return any(reader.op_type == DQ and reader.input[0] == clip.output[0] for reader in readers)
+
+
+def _is_implied(clip: onnx.NodeProto, index: Graph) -> bool:
+    """Whether a Clip leaves out no code of its pair but the lowest one."""
+    quantizer = index.find_producer(clip.input[0], Q)
+    grid = None if quantizer is None else find_pair_grid(quantizer, index)
+    if grid is None:
+        return False
+    limits = []
+    for position, default in ((1, grid.min_code), (2, grid.max_code)):
+        limit = index.constants.get(optional_input(clip, position))
+        limits.append(default if limit is None else checks.to_array(limit).item())
+    low, high = limits
+    return low <= grid.min_code + 1 and high >= grid.max_code
 
 
 def _move_quantizers(model: onnx.ModelProto) -> None:

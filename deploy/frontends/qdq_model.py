@@ -23,7 +23,7 @@ from deploy.frontends.metadata import (
     read_metadata_preprocess,
 )
 from deploy.frontends.onnx_file import load_onnx, read_source
-from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
+from deploy.frontends.pair_removal import StrippedModel, prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import (
     DQ,
     PairGrid,
@@ -36,12 +36,13 @@ from deploy.frontends.pairs import (
     spread_ranges,
     weight_grid,
 )
-from deploy.graph.edit import copy_message
+from deploy.graph.edit import copy_message, tensor_names
 from deploy.graph.index import TAILS, Graph, all_nodes, by_name
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
 
 _METHOD = "trained"
+_COPIES = ("Cast", "Identity", "Dropout")  # cleaning removes them
 _CONTRIB = "com.microsoft"
 
 
@@ -64,7 +65,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
             f" {loaded.cut_off.first_unknown_text};"
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
-    qdq = _read_pairs(model, str(path or name), index, loaded.model, plain.grids, constant_grids)
+    grids = _find_cleaned_grids(plain, loaded.model)
+    qdq = _read_pairs(model, str(path or name), index, loaded.model, grids, constant_grids)
     model_with_pairs = replace(
         loaded,
         source=path,
@@ -74,10 +76,30 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         metadata_preprocess=read_metadata_preprocess(original, path),
         classes=read_class_names(original),
         declaration=read_declaration(original, path),
-        notes=(*_make_notes(qdq, _count_ambiguous(plain.grids)), *loaded.notes),
+        notes=(*_make_notes(qdq, _count_ambiguous(grids)), *loaded.notes),
         qdq=qdq,
     )
     return model_with_pairs.with_inputs(loaded.inputs)
+
+
+def _find_cleaned_grids(stripped: StrippedModel, cleaned: onnx.ModelProto) -> PairGrids:
+    """Return the grids of the pairs by the tensors of the cleaned model.
+
+    A tensor behind a Cast that cleaning removed has the values of the Cast's input. The grids of
+    other tensors that cleaning removed are left out.
+    """
+    producer = Graph(stripped.model).producer
+    tensors = tensor_names(cleaned.graph)
+    grids: dict[str, tuple[PairGrid, ...]] = {}
+    for tensor, tensor_grids in stripped.grids.items():
+        while tensor not in tensors and tensor in producer:
+            node = producer[tensor]
+            if node.op_type not in _COPIES:
+                break
+            tensor = node.input[0]
+        if tensor in tensors:
+            grids[tensor] = (*grids.get(tensor, ()), *tensor_grids)
+    return grids
 
 
 def _count_ambiguous(grids: PairGrids) -> int:
@@ -132,8 +154,10 @@ def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -
     if not grid.is_8_bit:
         raise UnfitError(f"it is quantized to {grid.dtype}")
     if node.op_type == Q:
-        readers = index.readers.get(node.output[0], [])
-        if not any(reader.op_type == DQ for reader in readers):
+        readers = [reader.op_type for reader in index.readers.get(node.output[0], [])]
+        if "Clip" in readers:
+            raise UnfitError("a Clip leaves fewer than 8 bits of it")
+        if DQ not in readers:
             raise UnfitError("no DequantizeLinear reads it")
         return
     quantizer = index.find_producer(node.input[0], Q)
@@ -155,12 +179,9 @@ def _read_pairs(
     graph = Graph(plain)
     positive_tensors = never_negative(plain)
     scales = {}
-    remaining_grids = {}  # without those of tensors that cleaning removed
     for tensor, tensor_grids in grids.items():
-        if tensor in graph.producer or tensor in graph.inputs:
-            ranges = [_make_range(grid, tensor in positive_tensors) for grid in tensor_grids]
-            scales[tensor] = max(ranges, key=lambda scale: scale.hi - scale.lo)
-            remaining_grids[tensor] = tensor_grids
+        ranges = [_make_range(grid, tensor in positive_tensors) for grid in tensor_grids]
+        scales[tensor] = max(ranges, key=lambda scale: scale.hi - scale.lo)
     weight_scales, float_reasons, nodes_with_output_pair = _read_layers(index, graph)
     return QdqCalibration(
         model=model,
@@ -169,7 +190,7 @@ def _read_pairs(
         weight_scales=weight_scales,
         float_reasons=float_reasons,
         nodes_with_output_pair=nodes_with_output_pair,
-        grids=remaining_grids,
+        grids=grids,
         constant_grids=constant_grids,
     )
 

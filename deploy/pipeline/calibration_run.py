@@ -504,7 +504,7 @@ def _make_result(
         runs=run.runs,
         notes=notes,
         doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
-        warnings=(*subject.loaded.cut_notes, *warnings),
+        warnings=(*subject.loaded.alerts, *warnings),
         has_random_outputs=has_random_outputs,
         score_threshold=score_threshold,
         cache=cache,

@@ -250,7 +250,7 @@ class _Deployment:
             model=model_part(loaded),
             targets=(target,),
             machine=this_machine(),
-            notes=(*loaded.cut_notes, _NO_IMAGES),
+            notes=(*loaded.alerts, _NO_IMAGES),
         )
         dataset = self.inputs.dataset
         if dataset is None:
@@ -259,7 +259,7 @@ class _Deployment:
             report,
             feed=feed_part(feed, str(dataset.source)),
             engines=self.make_rows(result, feed, stage),
-            notes=(*loaded.cut_notes, *feed.notes),
+            notes=(*loaded.alerts, *feed.notes),
         )
 
 
