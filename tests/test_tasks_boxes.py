@@ -334,6 +334,8 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
     middle, far = np.full(2, 4.0), 8 * np.array([2, 1, 3, 1])  # of the first cell of stride 8
     wanted = np.concatenate([middle - far[:2], middle + far[2:]])
     assert np.abs(boxes - wanted).max(axis=1).min() < 1e-6
+    narrow = changed(references, box8=lambda v: v[:, :-1] if maps else v[..., :-1])
+    assert figure(references, narrow, inputs)[1].value == 0
     moved = changed(references, box8=lambda v: np.roll(v, bins, axis=1 if maps else 2))
     assert figure(references, moved, inputs)[1].value < 0.9
     silent = [{k: v * k.startswith("box") for k, v in one.items()} for one in references]
@@ -446,7 +448,8 @@ def test_boxes_and_scores_may_be_turned(boxes, scores):
     assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
     moved = changed(references, boxes=lambda v: v + 2)  # of boxes 3 wide
     fewer = changed(references, scores=lambda v: v[..., 1:, 1:])  # of another form
-    assert [figure(references, other)[1].value for other in (moved, fewer)] == [0, 0]
+    narrow = changed(references, boxes=lambda v: v[..., :1] if boxes == "rows" else v[:, :1])
+    assert [figure(references, other)[1].value for other in (moved, fewer, narrow)] == [0, 0, 0]
 
 
 GATED = [{}, {"classes": 4}, {"raw": True}, {"raw": True, "maps": True, "classes": 4}]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
+from deploy.errors import ConfigError
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric
 from deploy.tasks.detector import AnchorGrid
@@ -202,6 +203,15 @@ def test_points_of_four_numbers_are_points_only_if_set(more, flat):
     metric = Metric(None, task="keypoints")
     form = derive_form(outputs, inputs=[fed(PICTURE)] * 4, metric=metric)
     assert form.task.form == "y: 24 key points"
+
+
+def test_flat_points_of_varying_length_are_refused():
+    outputs = [{"y": output(n)["y"][:, : 2 * MESH - n]} for n in range(4)]
+    with pytest.raises(ConfigError, match="keypoints"):
+        derive_form(outputs, inputs=[fed(PICTURE)] * 4, metric=Metric(None, task="keypoints"))
+    tally = derive_form([output(0)] * 4, inputs=[fed(PICTURE)] * 4).task.tally()
+    tally.add(fed(PICTURE), outputs[1], outputs[1])
+    assert tally.result() is None
 
 
 def flagged(number, *probabilities, raw=False, **how):

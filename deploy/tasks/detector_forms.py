@@ -258,7 +258,7 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
     points = [table for table in others if table not in (*scores, *gates)]
     return RowDecoder(
         scores=(scores[0].columns,),
-        box_columns=(boxes[0].columns,),
+        box_columns=(replace(boxes[0].columns, stop=boxes[0].width),),
         gates=tuple(table.columns for table in gates),
         extra=tuple(table.columns for table in points[:1]),
         grids=boxes[0].grids,

@@ -55,6 +55,8 @@ class _PointTally(TaskTally["Points"]):
         self, name: str, numbers: int, reference: Outputs, candidate: Outputs
     ) -> tuple[int, int]:
         """Return the number of FP32's present points, and of the candidate's near them."""
+        if reference[name].size % numbers:  # a flat output of varying length
+            return 0, 0
         positions = _to_rows(reference[name], numbers)[:, :2]
         confidences = self._confidences(name, len(positions), reference)
         is_present = confidences > thresholds.MIN_VISIBLE
@@ -117,8 +119,9 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
     if numbers not in _ANY_NUMBERS:
         vectors = value.reshape(1, -1).astype(np.float64)
         numbers = _find_ordered_numbers(vectors, _ANY_NUMBERS) or 2
-    count, remainder = divmod(value.size, numbers)
-    return None if remainder else Points({name: numbers}, (), count)
+    if any(value.size % numbers for value in samples.arrays(name)):
+        return None
+    return Points({name: numbers}, (), value.size // numbers)
 
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
