@@ -45,8 +45,6 @@ class FakeSearch:
     refused: frozenset = frozenset()
     pinned: frozenset = frozenset()
     losses: dict = field(default_factory=dict)
-    refinements: list = field(default_factory=list)
-    is_refinable: bool = True
 
     @property
     def eligible(self):
@@ -54,12 +52,6 @@ class FakeSearch:
 
     def cost(self, trial):
         return trial.cost(self.weight)
-
-    def can_refine(self):
-        return self.is_refinable
-
-    def refine(self, base):
-        self.refinements.append(base)
 
     def layer_losses(self, base):
         return self.losses
@@ -119,7 +111,6 @@ def test_cheapest_trial_is_built_though_few_layers_are_int8():
     search = FakeSearch([all_int8, two_layers, eleven_layers])
     chosen, _ = choose(search, good_from(15))
     assert chosen is eleven_layers
-    assert not search.refinements
 
 
 def test_equal_time_with_less_loss_wins():
@@ -141,7 +132,7 @@ def test_no_trial_of_the_best_verdict_costs_less(weight):
             for n, (t, d) in enumerate(zip(times, decibels, strict=True))
         ]
         judge = good_from(25)
-        search = FakeSearch(trials, weight=weight, is_refinable=False)
+        search = FakeSearch(trials, weight=weight)
         chosen, _ = choose(search, judge)
         levels = {judge(trial).level for trial in trials}
         best = GOOD if GOOD in levels else DOUBTFUL
@@ -162,7 +153,6 @@ def test_search_goes_on_where_no_trial_is_good():
     search = FakeSearch([fast], [make_trial(4, time=0.8, db=30.0)])
     chosen, _ = choose(search, good_from(24))
     assert chosen.time == 0.8
-    assert search.refinements == [fast]
 
 
 def test_split_that_wins_nothing_is_no_better_than_a_doubtful_one():
@@ -190,7 +180,7 @@ def test_spent_budget_builds_the_best_of_what_was_judged():
     judged = []
     judge = good_from(90)
     chosen, _ = choose(
-        FakeSearch(trials, is_refinable=False),
+        FakeSearch(trials),
         lambda trial: judged.append(trial) or judge(trial),
         judgements=1,
     )

@@ -11,9 +11,8 @@
 The rule: the trial of least cost, log(time) + weight * loss, among those with the best expected
 verdict. Trials are judged in the order of their cost, on the evaluation samples and as their engine
 will be, until one is good. One that loses at least as much as another that was judged cannot have a
-better verdict at more cost, so it is not judged. Where none is good, the search goes on with more
-weight on loss. Where the cheapest is not good, the fastest good split of the predicted front is
-looked for by halving::
+better verdict at more cost, so it is not judged. Where the cheapest is not good, the fastest good
+split of the predicted front is looked for by halving::
 
     fastest   bad  .  .  bad  .  GOOD  .  .  .  .   nearly float
                              look here
@@ -42,7 +41,6 @@ from deploy.tuning.search_samples import ExpectedVerdict
 MAX_POINTS = 8  # of the front that is kept
 WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
 _LIKELY = 3  # splits that are timed before one is chosen
-_LOSS_WEIGHT = 4.0  # factor on the weight of loss where the cheapest split is not good
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
 
 
@@ -116,15 +114,6 @@ class SplitChooser:
         if self._level(cheapest) == GOOD:
             return choice
 
-        if self._level(choice) != GOOD and self.search.can_refine():
-            # A layer that drowns all others in noise hides which method is good for them, so the
-            # methods are compared again where it is float.
-            usual_weight = self.search.weight
-            self.search.weight *= _LOSS_WEIGHT
-            try:
-                self.search.refine(choice)
-            finally:  # what is built after Ctrl-C is the best by the usual weight
-                self.search.weight = usual_weight
         for level in (GOOD, DOUBTFUL, FLOAT):
             self._look_for(level)
             choice = self._choose_tried()
@@ -160,11 +149,11 @@ class SplitChooser:
         """Return the trial of least cost among the tried ones with the best verdict."""
         judged: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
-            if any(other.worst_loss <= trial.worst_loss for other in judged):
-                continue
-            is_known = trial.key in self._verdicts
-            if judged and not is_known and not self.can_judge():
-                break
+            if trial.key not in self._verdicts:
+                if any(cheaper.worst_loss <= trial.worst_loss for cheaper in judged):
+                    continue
+                if judged and not self.can_judge():
+                    break
             judged.append(trial)
             if self._level(trial) == GOOD:
                 break

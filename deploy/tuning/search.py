@@ -10,13 +10,13 @@ Terms:
 
 Steps::
 
-    every method, all in int8            -> the best one
+    every method, all in int8            -> the best that clips and the best that does not
+    these two on samples without range   -> the method
     Adds in float, the layers in int8    -> whether they stay so, where time is not measured
     groups alone in int8, halved         -> noise of each layer (`deploy.tuning.sensitivity`)
     kernels of both models, or products  -> price of each unit (`deploy.tuning.prices`)
     least price + weight * noise         -> one split a weight, from "fastest" to "nearly float"
     the likely splits, tried             -> the split of least cost
-    other methods, for all tensors and for the noisiest groups -> ranges
 
 `deploy.tuning.front` chooses among the trials.
 """
@@ -44,9 +44,9 @@ from deploy.tuning.sensitivity import (
 
 # of the float model's price: from splits by time alone to nearly everything in float
 _NOISE_WEIGHTS = (0.0, *(2.0 ** (step / 2) for step in range(-12, 29)))
-_METHOD_GAIN = 0.8  # share of a group's loss: another method must lose less than this
 _ADDS_GAIN = 0.1  # loss that Adds in float must save, worth a quarter of the time
-_CLEARLY_DB = 1.0  # gain on held-back samples that a method which clips needs
+_DROWNED_LOSS = 0.3  # about 10 dB: methods are compared where the noisiest layers are float
+_CLEARLY_DB = 0.5  # gain on held-back samples that a method which clips needs
 _TRIED = "tried in float"  # reason of trials, which nobody reads
 
 
@@ -64,7 +64,10 @@ class Search:
         effort: how much is tried.
         weight: of loss against log(time).
         rounded: whether trials have rounded weights; None without that repair.
-        can_refine: whether the budget allows a further round.
+        held_back_gain: returns how many dB a trial's worst slice has more than another's on samples
+            that gave no range; None where all samples are needed for the ranges.
+        is_clipping: whether the best method is one that clips, as held-back samples of this search
+            or of another target's showed; None until they are compared.
         add_units: units of Adds without weights, the residual stream.
         prior: what another target's search measured of the layers; None measures it.
         trials: the trials that ran, in order.
@@ -83,7 +86,8 @@ class Search:
     effort: Effort
     weight: float = COMMON_WEIGHT
     rounded: bool | None = None
-    can_refine: Callable[[], bool] = lambda: True
+    held_back_gain: Callable[[Trial, Trial], float | None] = lambda trial, rival: None
+    is_clipping: bool | None = None
     add_units: frozenset[str] = frozenset()
     prior: Sensitivity | None = None
     trials: list[Trial] = field(default_factory=list)
@@ -100,11 +104,15 @@ class Search:
                 cause.
         """
         self._try_all_in_int8()
-        best_method = min(self.trials, key=lambda trial: trial.mean_loss)
-        if best_method.noise.worst < QUIET_LOSS:
-            self._try_splits(best_method)  # by time alone: no layer needs to be float
+        best = min(self.trials, key=lambda trial: trial.mean_loss)
+        if best.noise.worst > _DROWNED_LOSS:
+            self._refine(best)
+            best = self.best
+        best = self._settle_method(best)
+        if best.noise.worst < QUIET_LOSS:
+            self._try_splits(best)  # by time alone: no layer needs to be float
         else:
-            self.refine(self._with_float_adds(best_method))
+            self._refine(best)
 
     # ------------------------------------------------------------ the trials
 
@@ -178,9 +186,6 @@ class Search:
                 text = f"all layers in {self.precision}"
         if len(self.methods) > 1:
             text += f", {self._method_label(choices.method)}"
-            count = len(choices.methods)
-            if count:
-                text += f", another for {count} tensor{'s' if count > 1 else ''}"
         return text
 
     def _with_float(self, choices: Choices, units: Iterable[str]) -> Choices:
@@ -210,10 +215,8 @@ class Search:
             )
 
     def _try_methods_in_int8(self) -> bool:
-        """Try every method with all units in int8; return whether one ran."""
-        plain = replace(NO_CHOICES, rounded=self.rounded)
-        choices = [plain, *(replace(plain, method=method) for method in self.methods[1:])]
-        return any(self._run_trials(self.refused, choices))
+        """Try the methods with all units in int8; return whether one ran."""
+        return bool(self._try_methods(self.refused, replace(NO_CHOICES, rounded=self.rounded)))
 
     def _find_refused(self) -> frozenset[str]:
         """Return layers that cannot run alone in int8; nothing if no group can run."""
@@ -252,49 +255,31 @@ class Search:
         self.float_adds = dict.fromkeys(sorted(self.add_units), reason)
         return trial
 
-    # ------------------------------------------------------------ rounds
+    # ------------------------------------------------------------ noise of the layers
 
-    def refine(self, base: Trial) -> None:
-        """Try splits and methods from a trial on, in rounds.
-
-        One more round follows where the last one found another method: it changes which layers are
-        noisy.
-        """
-        for finished in range(1, self.effort.rounds + 2):
-            earlier_best, earlier_methods = self.best, _method_labels(base)
-            self._measure_sensitivity(base)
-            self._try_splits(base)
-            other_methods = self._other_methods(self.best, self.effort.retried_methods)
-            self._try_methods(self.best, other_methods)
-            self._try_methods_in_noisy_groups(self.best)
-            if _method_labels(self.best) != earlier_methods:
-                self._try_splits(self.best, start=self.best.in_float)
-            base = self.best
-            has_same_method = _method_labels(base)[0] == earlier_methods[0]
-            is_last = finished >= self.effort.rounds and has_same_method
-            if base is earlier_best or is_last or not self.can_refine():
-                break
+    def _refine(self, base: Trial) -> None:
+        """Try splits with the methods of a trial, by the noise of each layer."""
+        base = self._with_float_adds(base)
+        self._measure_sensitivity(base)
+        self._try_splits(base)
 
     def layer_losses(self, base: Trial) -> dict[str, float]:
         """Return the loss that each layer adds with a trial's choices; measured once a method."""
-        if self.sensitivity is None or self.sensitivity.method != self._label(base):
-            self._measure_sensitivity(base)
+        self._measure_sensitivity(base)
         assert self.sensitivity is not None
         return self.sensitivity.loss_by_layer()
 
     def _measure_sensitivity(self, base: Trial) -> None:
-        """Measure the noise of the layers with a trial's methods.
+        """Measure the noise of the layers with a trial's method, once.
 
-        What was measured before with the same method, by another target's search too, says where
-        to begin.
+        What another target's search measured with the same method says where to begin.
         """
         method = self._label(base)
-        prior = self.sensitivity or self.prior
-        if prior is not None and prior.method != method:
-            prior = None
-        max_trials = self.effort.isolated_trials
-        if prior is not None:
-            max_trials //= 2
+        if self.sensitivity is not None and self.sensitivity.method == method:
+            return
+        prior, max_trials = None, self.effort.isolated_trials
+        if self.prior is not None and self.prior.method == method:
+            prior, max_trials = self.prior, max_trials // 2
         measured = measure_sensitivity(
             [layer for layer in self.units.layers if layer not in self.refused],
             partial(self._measure_alone, base.choices),
@@ -331,13 +316,13 @@ class Search:
                 splits[split] = None
         return sorted(splits, key=self.time_of)
 
-    def _try_splits(self, base: Trial, *, start: frozenset[str] | None = None) -> None:
+    def _try_splits(self, base: Trial) -> None:
         """Try splits of the predicted front, from the most promising one on.
 
         ::
 
             split    fastest  .  .  .  x  .  .  .  nearly float
-            1st                        o                  least predicted cost, or `start`
+            1st                        o                  least predicted cost
             2nd, 3rd          o                 o         its neighbours at a distance
             then                 o  .  .  o               nearer, about the cheapest so far
 
@@ -346,12 +331,9 @@ class Search:
         splits = self.predicted_front()
         if not splits:
             return
-        if start in splits:
-            index, step, max_trials = splits.index(start), 1, 1 + self.effort.retried_splits
-        else:
-            predicted = [self._predicted_cost(split) for split in splits]
-            index = predicted.index(min(predicted))
-            step, max_trials = max(1, len(splits) // 6), self.effort.split_trials
+        predicted = [self._predicted_cost(split) for split in splits]
+        index, step = predicted.index(min(predicted)), max(1, len(splits) // 6)
+        max_trials = self.effort.split_trials
 
         cost_by_index = {index: self._cost_of_split(base, splits[index])}
         while step and len(cost_by_index) < max_trials:
@@ -383,120 +365,56 @@ class Search:
 
     # ------------------------------------------------------------ methods
 
-    def settle_method(
-        self, held_back_db: Callable[[Trial], float], is_clipping: bool | None
-    ) -> bool | None:
-        """Choose between the methods that clip and those that do not, for the best split.
+    def _settle_method(self, base: Trial) -> Trial:
+        """Return the trial of a split with the method that is settled on.
 
-        What a range clips is rare, so the few samples of a trial may not show it. Splits are then
-        tried with the chosen method.
-
-        Args:
-            held_back_db: returns the SQNR of a trial's worst slice on samples that gave no range.
-            is_clipping: whether another target's search chose a method that clips; None measures.
-
-        Returns:
-            Whether the chosen method clips; None if there was nothing to choose.
+        What a range clips is rare, so the few samples of a trial may not show it: held-back samples
+        decide whether the best method that clips is better than the best that does not.
         """
-        best = self.best
-        best_clips = clips(best.choices.method)
-        if is_clipping == best_clips:
-            return is_clipping
-        rival_methods = [
-            method
-            for method in self._other_methods(best, len(self.methods))
-            if clips(method) != best_clips
-        ]
-        rivals = self._try_methods(best, rival_methods[: self.effort.retried_methods])
-        if not rivals:
-            return is_clipping
-        rival = min(rivals, key=lambda trial: trial.noise.worst)
-        if not best_clips and rival.noise.worst >= best.noise.worst:
-            return is_clipping
-        if is_clipping is None:
-            gain_db = held_back_db(rival) - held_back_db(best)
-            required_db = 0.0 if best_clips else _CLEARLY_DB
-            is_clipping = best_clips != (gain_db > required_db)
-        winner = best if is_clipping == best_clips else rival
-        self.settled_method = self._label(winner)
-        if self.sensitivity is not None and self.sensitivity.method != self.settled_method:
-            # each method has its own noisy layers
-            self._measure_sensitivity(winner)
-            self._try_splits(winner)
-        return is_clipping
+        if len(self.methods) == 1:
+            return base
+        trials = self._try_methods(base.in_float, base.choices)
+        trial_by_kind: dict[bool, Trial] = {}
+        for trial in sorted(trials, key=lambda trial: trial.noise.mean):
+            trial_by_kind.setdefault(clips(trial.choices.method), trial)
+        if len(trial_by_kind) == 2:
+            settled = self._better_kind(trial_by_kind[True], trial_by_kind[False])
+        else:
+            (settled,) = trial_by_kind.values()
+        self.settled_method = self._label(settled)
+        return settled
+
+    def _better_kind(self, clipping: Trial, unclipping: Trial) -> Trial:
+        """Return the better of two trials, of which one has ranges that clip."""
+        if clipping.noise.worst >= unclipping.noise.worst:
+            return unclipping
+        gain_db = self.held_back_gain(clipping, unclipping)
+        if gain_db is None:
+            return min(unclipping, clipping, key=lambda trial: trial.mean_loss)
+        self.is_clipping = gain_db > _CLEARLY_DB
+        return clipping if self.is_clipping else unclipping
 
     def best_methods(self) -> tuple[Method, ...]:
         """Return the best method that clips and the best one that does not, all in int8."""
         best_by_kind: dict[bool, Trial] = {}
         for trial in sorted(self.trials, key=lambda trial: trial.noise.mean):
-            if trial.in_float == self.refused and not trial.choices.methods:
+            if trial.in_float == self.refused:
                 best_by_kind.setdefault(clips(trial.choices.method), trial)
         methods = [trial.choices.method or self.methods[0] for trial in best_by_kind.values()]
         return tuple(method for method in methods if method is not None)
 
-    def _try_methods(self, base: Trial, methods: Sequence[Method | None]) -> list[Trial]:
-        """Try a trial's split with other methods; return what ran."""
-        choices = []
-        for method in methods:
-            stored_method = None if method is self.methods[0] else method
-            choices.append(replace(base.choices, method=stored_method, methods={}))
-        trials = self._run_trials(base.in_float, choices)
+    def _try_methods(self, in_float: frozenset[str], choices: Choices) -> list[Trial]:
+        """Try a split with the methods, other choices the same; return what ran.
+
+        Where another target's search showed whether to clip, only methods of that kind are tried.
+        """
+        methods = [None, *self.methods[1:]]  # None is the first
+        likely_methods = [method for method in methods if clips(method) == self.is_clipping]
+        method_choices = []
+        for method in likely_methods or methods:
+            method_choices.append(replace(choices, method=method))
+        trials = self._run_trials(in_float, method_choices)
         return [trial for trial in trials if trial is not None]
-
-    def _try_methods_in_noisy_groups(self, base: Trial) -> None:
-        """Try another method for the tensors of the noisiest groups that stay in int8."""
-        assert self.sensitivity is not None
-        listed = self._other_methods(base, self.effort.retried_methods)
-        methods = [method for method in listed if method is not None]
-        if not methods:
-            return
-        method_by_tensor = dict(base.choices.methods)
-        for group in self._noisiest_int8_groups(base)[: self.effort.swapped_groups]:
-            method = self._better_method(base, group, methods)
-            if method is not None:
-                method_by_tensor |= dict.fromkeys(self.units.shared_tensors(group), method)
-        if method_by_tensor != base.choices.methods:
-            self._run_trials(base.in_float, [replace(base.choices, methods=method_by_tensor)])
-
-    def _noisiest_int8_groups(self, base: Trial) -> list[Group]:
-        """Return the groups with no layer in float, the noisiest first."""
-        assert self.sensitivity is not None
-        noise_by_group = self.sensitivity.groups
-        in_int8 = [group for group in noise_by_group if base.in_float.isdisjoint(group)]
-        return sorted(in_int8, key=lambda group: -noise_by_group[group].worst)
-
-    def _better_method(self, base: Trial, group: Group, methods: Sequence[Method]) -> Method | None:
-        """Return the method by which a group alone in int8 loses clearly less; None without one."""
-        everything = {*self.units.layers, *self.float_adds}
-        alone = self._with_float(replace(base.choices, methods={}), everything.difference(group))
-        tensors = self.units.shared_tensors(group)
-        trials = [alone]
-        for method in methods:
-            trials.append(replace(alone, methods=dict.fromkeys(tensors, method)))
-        noises = self.prober.isolated_noises(trials, [self.units.nodes(group)] * len(trials))
-        own_loss, *losses = [math.inf if noise is None else noise.worst for noise in noises]
-        lowest = min(losses)
-        if math.isinf(own_loss) or lowest >= _METHOD_GAIN * own_loss:
-            return None
-        return methods[losses.index(lowest)]
-
-    def _other_methods(self, base: Trial, max_count: int) -> list[Method | None]:
-        """Return the other methods of least loss with all in int8; none once one is settled."""
-        if self.settled_method:
-            return []
-        loss_by_label: dict[str, float] = {}
-        for trial in self.trials:
-            if trial.in_float == self.refused and not trial.choices.methods:
-                label = self._label(trial)
-                loss_by_label[label] = min(trial.mean_loss, loss_by_label.get(label, math.inf))
-        own_label = self._label(base)
-        others = []
-        for method in self.methods:
-            label = self._method_label(method)
-            if label in loss_by_label and label != own_label:
-                others.append(method)
-        others.sort(key=lambda method: loss_by_label[self._method_label(method)])
-        return others[:max_count]
 
     def _label(self, trial: Trial) -> str:
         """Return the label of a trial's method."""
@@ -506,10 +424,3 @@ class Search:
         """Return the label of a method; None is the first of the methods."""
         method = method or self.methods[0]
         return self.own_method if method is None else method.label
-
-
-def _method_labels(trial: Trial) -> tuple[str, dict[str, str]]:
-    """Return the label of a trial's method, and those of single tensors."""
-    label_by_tensor = {tensor: method.label for tensor, method in trial.choices.methods.items()}
-    method = trial.choices.method
-    return method.label if method is not None else "", label_by_tensor

@@ -32,10 +32,6 @@ class Effort:
         first_groups: groups of layers to begin with.
         isolated_trials: groups to run alone in int8, at most.
         split_trials: splits to try, at most.
-        retried_splits: splits to try again after another range method was found, at most.
-        retried_methods: range methods to try again on the best split, those of least loss.
-        swapped_groups: noisy groups to try these methods on.
-        rounds: rounds, at most; a round starts from the best trial of the one before.
         calibrations: budget in samples run, as a number of calibrations.
     """
 
@@ -44,28 +40,12 @@ class Effort:
     first_groups: int
     isolated_trials: int
     split_trials: int
-    retried_splits: int
-    retried_methods: int
-    swapped_groups: int
-    rounds: int
     calibrations: float
 
     @property
-    def round_trials(self) -> int:
-        """Trials of one round, about."""
-        swaps = self.retried_methods * self.swapped_groups
-        return self.isolated_trials + self._complete_trials + swaps + len(COMPARABLE)
-
-    @property
-    def round_samples(self) -> int:
-        """Samples that one round runs, at most."""
-        isolated_trials = self.isolated_trials + self.retried_methods * self.swapped_groups
-        isolated_samples = self.isolated_samples * isolated_trials
-        return isolated_samples + self.samples * self._complete_trials
-
-    @property
-    def _complete_trials(self) -> int:
-        return self.split_trials + self.retried_splits + self.retried_methods
+    def trials(self) -> int:
+        """Trials of a search, about."""
+        return self.isolated_trials + self.split_trials + len(COMPARABLE)
 
 
 EFFORTS: dict[int, Effort] = {
@@ -75,10 +55,6 @@ EFFORTS: dict[int, Effort] = {
         first_groups=8,
         isolated_trials=24,
         split_trials=4,
-        retried_splits=2,
-        retried_methods=2,
-        swapped_groups=2,
-        rounds=1,
         calibrations=5,
     ),
     2: Effort(
@@ -87,10 +63,6 @@ EFFORTS: dict[int, Effort] = {
         first_groups=16,
         isolated_trials=80,
         split_trials=8,
-        retried_splits=8,
-        retried_methods=4,
-        swapped_groups=8,
-        rounds=2,
         calibrations=25,
     ),
     3: Effort(
@@ -99,10 +71,6 @@ EFFORTS: dict[int, Effort] = {
         first_groups=64,
         isolated_trials=400,
         split_trials=16,
-        retried_splits=16,
-        retried_methods=4,
-        swapped_groups=32,
-        rounds=8,
         calibrations=math.inf,
     ),
 }

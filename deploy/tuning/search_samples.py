@@ -64,7 +64,7 @@ _MIN_HALVED = 40  # samples, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
-_MIN_SHOWING = 40  # boxes or labels of the float model whose count shows a loss of 0.025
+_MIN_SHOWING = 20  # boxes or labels of the float model whose count shows a loss of 0.05
 
 
 def max_sample_count(evaluation_set: EvaluationSet) -> int:
@@ -183,20 +183,21 @@ class VerdictPredictor:
         so few boxes or labels that their count shows no loss.
         """
         reasons: dict[str, str] = {}
-        task_loss = None
+        task_loss, hides_loss = None, False
         try:
             for accuracy in self._accuracies(model):
                 if any(output.not_finite[0] for output in accuracy.outputs):
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
                 reasons = _find_reasons(accuracy, self.max_loss)
                 task_loss = measure_loss(accuracy, self.max_loss)
-                if _is_certain(reasons, accuracy, task_loss):
+                hides_loss = task_loss is not None and self._hides_loss(task_loss, noise)
+                if _is_certain(reasons, accuracy, task_loss) and not hides_loss:
                     break
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
 
         doubtful = reasons.get(DOUBTFUL, "")
-        if not doubtful and task_loss is not None and self._hides_loss(task_loss, noise):
+        if not doubtful and task_loss is not None and hides_loss:
             doubtful = f"{task_loss.words}, too few to show what int8 loses"
         return ExpectedVerdict(
             unusable=reasons.get(UNUSABLE, ""), doubtful=doubtful, task_loss=task_loss
@@ -328,15 +329,15 @@ def halved_requests(
 ) -> list[BuildRequest]:
     """Return two requests: ranges of the second half of the evaluation samples, and of all others.
 
-    The request alone where half of the samples is too little for ranges, or if the statistics
-    cannot be subtracted. `count_samples` as in `with_held_out_ranges`.
+    Empty where half of the samples is too little for ranges, or if the statistics cannot be
+    subtracted. `count_samples` as in `with_held_out_ranges`.
     """
     assert request.evaluation_set is not None
     ranges = request.ranges
     demand = target.demand(request.subject)
     is_too_small = ranges.trusted is not None or len(request.feed) < _MIN_HALVED
     if is_too_small or not all(_is_subtractable(ranges, observation) for observation in demand):
-        return [request]
+        return []
 
     second_keys = second_half(request.evaluation_set.subset)
     second = ranges.compute_once("halves", ObservedStatistics)  # shared by the targets
@@ -356,10 +357,13 @@ def with_held_out_ranges(
     request: BuildRequest,
     samples: Sequence[Sample],
     count_samples: Callable[[int], None] = lambda _: None,
+    *,
+    observes_again: bool = True,
 ) -> BuildRequest:
     """Return the request with ranges of all samples but these; unchanged if it cannot be.
 
-    `count_samples`: called with the number of samples that are run for it.
+    `count_samples`: called with the number of samples that are run for it. `observes_again`:
+    whether to run all other samples for statistics that cannot be subtracted.
     """
     ranges, other_count = request.ranges, len(request.feed) - len(samples)
     if ranges.trusted is not None or not 0 < other_count < LARGE_FEED:
@@ -372,6 +376,8 @@ def with_held_out_ranges(
         for observation in missing:
             if _is_subtractable(ranges, observation):
                 subtractable.append(observation)
+        if len(subtractable) < len(missing) and not observes_again:
+            return request
         if subtractable:
             count_samples(len(samples))
             held_out = observe(subtractable, samples, threads=request.threads)

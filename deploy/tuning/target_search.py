@@ -81,6 +81,7 @@ class SearchSetup:
         rounded: whether trials have rounded weights; None without that repair.
         is_held_out: whether ranges of trials come from other samples than their own, which are
             samples of the calibration.
+        observes_again: whether to run all other samples for those ranges, if need be.
     """
 
     target: Target
@@ -90,6 +91,7 @@ class SearchSetup:
     trial: Callable[[BuildRequest], onnx.ModelProto]
     rounded: bool | None
     is_held_out: bool = True
+    observes_again: bool = True
 
     @property
     def effort(self) -> Effort:
@@ -139,10 +141,12 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         len(setup.request.feed),
         partial(_count_products, model, units, samples[0][0]),
     )
-    prober = make_prober(setup, samples, form, step, budget)
-    timed_samples = same_shape_samples([sample for sample, _ in samples])
     # what the search of the first target learns, for those after it
     shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
+    if shared.is_clipping is not None:  # ranges without the samples matter less from then on
+        setup = replace(setup, observes_again=False)
+    prober = make_prober(setup, samples, form, step, budget)
+    timed_samples = same_shape_samples([sample for sample, _ in samples])
     search = Search(
         units=units,
         prices=_unit_prices(setup, units, timed_samples),
@@ -153,7 +157,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         effort=setup.effort,
         weight=setup.options.weight,
         rounded=setup.rounded,
-        can_refine=lambda: budget.holds(setup.effort.round_samples + 2 * _judged_samples(setup)),
+        held_back_gain=partial(_held_back_gain, setup, budget.spend),
+        is_clipping=shared.is_clipping,
         add_units=find_add_units(model, units),
         prior=shared.sensitivity,
     )
@@ -163,15 +168,13 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         search.run()
         if prober.metric_error is not None and search.best.noise.accuracy is None:
             raise prober.metric_error  # a metric that fails on noisy trials only is a loss of all
-        if len(search.methods) > 1:
-            held_back_db = partial(_held_back_db, setup, budget.spend)
-            shared.is_clipping = search.settle_method(held_back_db, shared.is_clipping)
         choice = chooser.choose()
     except KeyboardInterrupt:
         if not search.trials:
             raise
         continue_runs()
         choice, is_interrupted = search.best, True
+    shared.is_clipping = search.is_clipping
     if shared.sensitivity is None:
         shared.sensitivity = search.sensitivity
     if not shared.best_methods:
@@ -229,7 +232,13 @@ def make_prober(
 
     if setup.is_held_out:
         fed_samples = [sample for sample, _ in samples]
-        request = with_held_out_ranges(setup.target, request, fed_samples, budget.spend)
+        request = with_held_out_ranges(
+            setup.target,
+            request,
+            fed_samples,
+            budget.spend,
+            observes_again=setup.observes_again,
+        )
     group_samples = len(samples) * effort.isolated_samples // effort.samples
     return Prober(
         trial,
@@ -361,21 +370,31 @@ def _measure_times(
     return timed_trials
 
 
-def _held_back_db(setup: SearchSetup, count_samples: Callable[[int], None], trial: Trial) -> float:
-    """Return the SQNR in dB of a trial's worst slice on evaluation samples, by held-back ranges."""
+def _held_back_gain(
+    setup: SearchSetup, count_samples: Callable[[int], None], trial: Trial, rival: Trial
+) -> float | None:
+    """Return how many dB more a trial's worst slice has than its rival's, by held-back ranges.
+
+    Half of the samples run with ranges of the other half, and the other way round. None where half
+    of the samples is too little for ranges.
+    """
     halves = halved_requests(setup.target, setup.request, count_samples)
-    models = [setup.trial(half.with_added_choices(trial.choices)) for half in halves]
+    if not halves:
+        return None
     metric = setup.options.metric
-    comparison = GrowingComparison(
-        models,
-        setup.evaluation_set,
-        None if metric is None else metric.without_function,
-        int8_kernels=setup.target.runs_here,
-    )
     max_samples = max(CANDIDATES // 3, min(CANDIDATES, max_sample_count(setup.evaluation_set)))
-    worst = comparison.compare(max_samples, threads=setup.request.threads).worst
-    count_samples(len(comparison.keys))
-    return math.inf if worst is None else worst.sqnr_db
+    sqnr_db = []
+    for candidate in (trial, rival):
+        comparison = GrowingComparison(
+            [setup.trial(half.with_added_choices(candidate.choices)) for half in halves],
+            setup.evaluation_set,
+            None if metric is None else metric.without_function,
+            int8_kernels=setup.target.runs_here,
+        )
+        worst = comparison.compare(max_samples, threads=setup.request.threads).worst
+        count_samples(len(comparison.keys))
+        sqnr_db.append(math.inf if worst is None else worst.sqnr_db)
+    return sqnr_db[0] - sqnr_db[1]
 
 
 def _judged_samples(setup: SearchSetup) -> int:

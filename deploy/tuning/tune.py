@@ -137,7 +137,7 @@ def _search(
         trial=trial_builder(target, request, repairs),
         rounded=True if ROUNDING in repairs else None,
     )
-    with phase("trials", setup.effort.round_trials * setup.effort.rounds, about=True) as step:
+    with phase("trials", setup.effort.trials, about=True) as step:
         return run_search(setup, step)
 
 
