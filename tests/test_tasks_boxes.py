@@ -123,25 +123,29 @@ def test_detections_are_the_thousand_best_above_the_lowest_score():
     assert Detections.of(boxes, scores, np.arange(1200)).classes.tolist() == [3, 7]
 
 
-@pytest.mark.parametrize(
-    ("moved", "seen", "columns", "same"),
-    [
-        (1.9, 1, 20, True),
-        (2.1, 1, 20, False),
-        (2.1, 0.5, 20, True),  # points that are seen
-        (0, 1, 16, True),
-        (0, 1, 15, False),  # masks of more than three quarters
-    ],
-)
-def test_boxes_are_one_where_points_and_masks_are_alike_too(moved, seen, columns, same):
-    def found(moved, columns):
-        points = np.array([[[5 + moved, 5, seen], [9, 9, 0.4]]])
-        cells = np.broadcast_to(np.where(np.arange(20) < columns, 1.0, -1.0), (1, 20, 20))
-        masks = detections.InstanceMasks(np.ones((1, 1)), cells, 1.0)
-        box = np.array([[0.0, 0, 20, 20]])
-        return Detections(box, np.ones(1), np.zeros(1, np.int64), points, masks)
+def single_box(shapes):
+    return Detections(np.array([[0.0, 0, 20, 20]]), np.ones(1), np.zeros(1, np.int64), shapes)
 
-    assert bool(match_detections(found(0, 20), found(moved, columns))[0]) == same
+
+@pytest.mark.parametrize(
+    ("moved", "seen", "same"), [(1.9, 1, True), (2.1, 1, False), (2.1, 0.5, True)]
+)
+def test_boxes_match_if_seen_points_are_near(moved, seen, same):
+    def points(moved):
+        return detections.BoxPoints(np.array([[[5 + moved, 5, seen], [9, 9, 0.4]]]))
+
+    pairs = match_detections(single_box(points(0)), single_box(points(moved)))
+    assert bool(pairs[0]) == same
+
+
+@pytest.mark.parametrize(("columns", "same"), [(16, True), (15, False)])
+def test_boxes_match_if_masks_share_three_quarters(columns, same):
+    def masks(columns):
+        cells = np.broadcast_to(np.where(np.arange(20) < columns, 1.0, -1.0), (1, 20, 20))
+        return detections.InstanceMasks(np.ones((1, 1)), cells, 1.0)
+
+    pairs = match_detections(single_box(masks(20)), single_box(masks(columns)))
+    assert bool(pairs[0]) == same
 
 
 def ended(number, layout=(0, 4, 5), columns=6, pad=4):

@@ -1,7 +1,8 @@
-"""Detections of one image: boxes, masks, key points; suppression, and matching of two models."""
+"""Detections of one image: boxes, key points, masks; suppression, and matching of two models."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,31 +12,88 @@ from numpy.typing import NDArray
 from deploy.tasks.rows import Floats
 from deploy.tensors import Array
 
+LOWEST = 0.05  # lower scores are ignored
+IOU = 0.5  # above it two boxes are the same, for suppression and for matching
+_MAX_BOXES = 1000  # boxes of an image before suppression, the best by score
+_MAX_POINT_DISTANCE = 0.1  # mean distance of matching key points, relative to the box's size
+_MIN_VISIBILITY = 0.5  # visibility from which a key point counts
+_MIN_MASK_IOU = 0.75  # IoU of matching masks, at least
 _MASK_STRIDES = (2, 4, 8)  # pixels per cell of a mask
 # corners of a box in half sides, from the top left one clockwise
 _CORNERS_X, _CORNERS_Y = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])
+Indices = NDArray[np.bool_] | NDArray[np.int64] | list[int]
+
+
+class BoxShapes(ABC):
+    """What is known of the objects in boxes, beyond the boxes."""
+
+    @abstractmethod
+    def at(self, indices: Indices) -> BoxShapes:
+        """Return those of some boxes, by mask or indices."""
+
+    @abstractmethod
+    def is_like(self, candidate: BoxShapes, box: Floats, candidate_box: Floats) -> bool:
+        """Whether the shape of a single box [4] is like the candidate's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InstanceMasks:
-    """Masks of an image's boxes: where a weighted sum of prototype maps is above 0 (YOLACT)."""
+class BoxPoints(BoxShapes):
+    """Key points of an image's boxes.
 
-    weights: Floats  # [n, m] weights of the maps, a row per box
-    maps: NDArray[np.floating]  # [m, h, w] prototypes
-    stride: float  # side of a cell in the boxes' unit
+    Attributes:
+        places: [n, K, 2] in the boxes' unit, or [n, K, 3] with their visibility.
+    """
 
-    def at(self, keep: NDArray[np.bool_] | NDArray[np.int64] | list[int]) -> InstanceMasks:
+    places: Floats
+
+    def at(self, indices: Indices) -> BoxPoints:
+        """Return the points of some boxes."""
+        return BoxPoints(self.places[indices])
+
+    def is_like(self, candidate: BoxShapes, box: Floats, candidate_box: Floats) -> bool:
+        """Whether the visible points are near, relative to the size of the box."""
+        if not isinstance(candidate, BoxPoints):
+            return False
+        distances = np.hypot(*(self.places - candidate.places)[0, :, :2].T)
+        if self.places.shape[2] > 2:
+            distances = distances[self.places[0, :, 2] > _MIN_VISIBILITY]
+        size = float(np.sqrt(np.clip(box[2:] - box[:2], 0, None).prod()))
+        return not distances.size or bool(distances.mean() <= _MAX_POINT_DISTANCE * size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InstanceMasks(BoxShapes):
+    """Masks of an image's boxes: where a weighted sum of prototype maps is above 0 (YOLACT).
+
+    Attributes:
+        weights: weights [n, m] of the maps, a row per box.
+        maps: prototypes [m, h, w].
+        stride: side of a cell in the boxes' unit.
+    """
+
+    weights: Floats
+    maps: NDArray[np.floating]
+    stride: float
+
+    def at(self, indices: Indices) -> InstanceMasks:
         """Return the masks of some boxes."""
-        return InstanceMasks(self.weights[keep], self.maps, self.stride)
+        return InstanceMasks(self.weights[indices], self.maps, self.stride)
+
+    def is_like(self, candidate: BoxShapes, box: Floats, candidate_box: Floats) -> bool:
+        """Whether the masks overlap enough."""
+        if not isinstance(candidate, InstanceMasks):
+            return False
+        mask, candidate_mask = self.first(box), candidate.first(candidate_box)
+        union = int((mask | candidate_mask).sum())
+        return not union or int((mask & candidate_mask).sum()) > _MIN_MASK_IOU * union
 
     def first(self, box: Floats) -> NDArray[np.bool_]:
         """Return the first box's mask [h, w], clipped to the box."""
-        rows = (np.arange(self.maps.shape[1]) + 0.5) * self.stride
-        columns = (np.arange(self.maps.shape[2]) + 0.5) * self.stride
+        rows, columns = (np.indices(self.maps.shape[1:]) + 0.5) * self.stride
         in_columns = (columns > box[0]) & (columns < box[2])
         in_rows = (rows > box[1]) & (rows < box[3])
         is_object = np.tensordot(self.weights[0], self.maps, 1) > 0
-        return np.asarray(is_object & in_columns & in_rows[:, None])
+        return np.asarray(is_object & in_columns & in_rows)
 
 
 def make_masks(
@@ -44,7 +102,7 @@ def make_masks(
     """Return masks of boxes in pixels; None if the maps do not match the picture's size."""
     if maps is None or size is None or maps.shape[:2] != (1, weights.shape[1]):
         return None
-    if maps.ndim != 4 or not np.issubdtype(maps.dtype, np.floating):
+    if maps.ndim != 4 or maps.dtype.kind != "f":
         return None
     height, width = size
     for stride in _MASK_STRIDES:
@@ -68,26 +126,21 @@ def rotate_boxes(boxes: Floats, angles: Floats) -> Floats:
     return np.asarray(boxes[:, None, :2] + offsets)
 
 
-LOWEST = 0.05  # lower scores are ignored
-_MAX_POINT_DISTANCE = (
-    0.1  # mean distance of matching key points, at most, relative to the box's size
-)
-_MIN_MASK_IOU = 0.75  # IoU of matching masks, at least
-_MIN_VISIBILITY = 0.5  # visibility from which a key point counts
-IOU = 0.5  # above it two boxes are the same, for suppression and for matching
-_MAX_BOXES = 1000  # boxes of an image before suppression, the best by score
-
-
 @dataclass(frozen=True, slots=True)
 class Detections:
-    """Boxes of one image, the best score first."""
+    """Boxes of one image, the best score first.
 
-    boxes: Floats  # [n, 4] corners x1 y1 x2 y2, in pixels or relative to the picture
-    scores: Floats  # [n] 0 to 1
-    classes: NDArray[np.int64]  # [n] class numbers
-    # [n, K, 2] key points in the same unit, or [n, K, 3] with their visibility; None without
-    points: Floats | None = None
-    masks: InstanceMasks | None = None  # one per box; None without
+    Attributes:
+        boxes: corners x1 y1 x2 y2 [n, 4], in pixels or relative to the picture.
+        scores: 0 to 1, [n].
+        classes: class numbers [n].
+        shapes: key points or masks, one per box; None without.
+    """
+
+    boxes: Floats
+    scores: Floats
+    classes: NDArray[np.int64]
+    shapes: BoxShapes | None = None
 
     @classmethod
     def of(
@@ -95,36 +148,34 @@ class Detections:
         boxes: Floats,
         scores: Floats,
         classes: NDArray[np.int64],
-        points: Floats | None = None,
-        masks: InstanceMasks | None = None,
+        shapes: BoxShapes | None = None,
     ) -> Detections:
         """Return the best by score, above `LOWEST`; boxes with NaN or Inf are left out."""
         valid = np.flatnonzero((scores > LOWEST) & np.isfinite(boxes).all(axis=1))
         best = valid[np.argsort(-scores[valid], kind="stable")][:_MAX_BOXES]
-        return cls(boxes, scores, classes, points, masks).at(best)
+        return cls(boxes, scores, classes, shapes).at(best)
 
     def above(self, threshold: float) -> Detections:
         """Return the boxes with a score above the threshold."""
         return self.at(self.scores > threshold)
 
-    def at(self, keep: NDArray[np.bool_] | NDArray[np.int64] | list[int]) -> Detections:
+    def at(self, indices: Indices) -> Detections:
         """Return some of the boxes, by mask or indices."""
-        points = None if self.points is None else self.points[keep]
-        masks = None if self.masks is None else self.masks.at(keep)
-        return Detections(self.boxes[keep], self.scores[keep], self.classes[keep], points, masks)
+        shapes = None if self.shapes is None else self.shapes.at(indices)
+        return Detections(self.boxes[indices], self.scores[indices], self.classes[indices], shapes)
 
 
 NOTHING = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
 
 
 def detections_by_score(
-    boxes: Floats, scores: Floats, points: Floats | None = None, masks: InstanceMasks | None = None
+    boxes: Floats, scores: Floats, shapes: BoxShapes | None = None
 ) -> Detections:
     """Return boxes [A, 4] with the best class of their scores [A, C]."""
     with np.errstate(invalid="ignore"):
         classes = np.asarray(np.nan_to_num(scores, nan=-1.0).argmax(axis=1), np.int64)
     best = np.take_along_axis(scores, classes[:, None], axis=1)[:, 0]
-    return Detections.of(boxes, best, classes, points, masks)
+    return Detections.of(boxes, best, classes, shapes)
 
 
 def detections_by_anchor(scores: Floats) -> Detections:
@@ -137,10 +188,10 @@ def detections_by_anchor(scores: Floats) -> Detections:
     return detections_by_score(np.stack([left, top, left + 1, bottom], axis=1), scores)
 
 
-def box_intersections(left: Floats, right: Floats) -> Floats:
+def box_intersections(boxes: Floats, others: Floats) -> Floats:
     """Return the area that boxes [n, 4] and [m, 4] share, as [n, m]."""
-    low = np.maximum(left[:, None, :2], right[None, :, :2])
-    high = np.minimum(left[:, None, 2:], right[None, :, 2:])
+    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
     return np.asarray(np.clip(high - low, 0, None).prod(axis=2))
 
 
@@ -155,15 +206,15 @@ def box_ious(left: Floats, right: Floats) -> Floats:
 
 def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
     """Greedy non-maximum suppression per class of boxes that overlap by more than `iou`."""
-    kept: list[int] = []
+    best_boxes: list[int] = []
     remaining = np.arange(len(detections.scores))
     while remaining.size:
         best, remaining = remaining[0], remaining[1:]
-        kept.append(int(best))
+        best_boxes.append(int(best))
         ious = box_ious(detections.boxes[best : best + 1], detections.boxes[remaining])[0]
         has_class = detections.classes[remaining] == detections.classes[best]
         remaining = remaining[~((ious > iou) & has_class)]
-    return detections.at(np.array(kept, np.int64))
+    return detections.at(np.array(best_boxes, np.int64))
 
 
 def match_detections(
@@ -171,66 +222,45 @@ def match_detections(
 ) -> list[list[tuple[int, int]]]:
     """Match the reference's boxes with the candidate's, at each score threshold.
 
-    Boxes match by class, IoU above `IOU`, and key points and masks if both have them. Each of the
-    candidate's boxes matches one; the reference's boxes choose in descending order of score.
+    Boxes match by class, IoU above `IOU`, and key points or masks. Each of the candidate's boxes
+    matches one; the reference's boxes choose in descending order of score.
 
     Returns:
         For each threshold, pairs of indices among the boxes above it.
     """
     iou = box_ious(reference.boxes, candidate.boxes)
     iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
-    if reference.points is not None or reference.masks is not None:
+    if reference.shapes is not None and candidate.shapes is not None:
         for row, column in np.argwhere(iou > IOU):
-            detection, other = reference.at([row]), candidate.at([column])
-            if not _have_near_points(detection, other) or not _have_same_mask(detection, other):
+            shape, candidate_shape = reference.shapes.at([row]), candidate.shapes.at([column])
+            boxes = reference.boxes[row], candidate.boxes[column]
+            if not shape.is_like(candidate_shape, *boxes):
                 iou[row, column] = 0
     pairs = []
-    for low in thresholds:
-        pairs.append(_pair(iou[np.ix_(reference.scores > low, candidate.scores > low)]))
+    for threshold in thresholds:
+        is_above = reference.scores > threshold, candidate.scores > threshold
+        pairs.append(_pair(iou[np.ix_(*is_above)]))
     return pairs
-
-
-def scale_to_pixels(detections: Detections, size: tuple[int, int]) -> Detections:
-    """Convert boxes relative to the picture into pixels of `size` (height, width)."""
-    if not len(detections.boxes) or detections.boxes.max() > 2:
-        return detections
-    height, width = size
-    scale = np.array([width, height, width, height], np.float64)
-    points = None
-    if detections.points is not None:
-        points = detections.points.copy()
-        points[..., :2] *= scale[:2]
-    return Detections(detections.boxes * scale, detections.scores, detections.classes, points)
-
-
-def _have_near_points(detection: Detections, other: Detections) -> bool:
-    """Whether the visible key points of two boxes are near; True if either has none."""
-    if detection.points is None or other.points is None:
-        return True
-    distance = np.hypot(*(detection.points - other.points)[0, :, :2].T)
-    if detection.points.shape[2] > 2:
-        distance = distance[detection.points[0, :, 2] > _MIN_VISIBILITY]
-    sides = np.clip(detection.boxes[0, 2:] - detection.boxes[0, :2], 0, None)
-    max_distance = _MAX_POINT_DISTANCE * float(np.sqrt(sides.prod()))
-    return not distance.size or bool(distance.mean() <= max_distance)
-
-
-def _have_same_mask(detection: Detections, other: Detections) -> bool:
-    """Whether the masks of two boxes overlap enough; True if either has none."""
-    if detection.masks is None or other.masks is None:
-        return True
-    mask = detection.masks.first(detection.boxes[0])
-    other_mask = other.masks.first(other.boxes[0])
-    union = int((mask | other_mask).sum())
-    return not union or int((mask & other_mask).sum()) > _MIN_MASK_IOU * union
 
 
 def _pair(iou: Floats) -> list[tuple[int, int]]:
     """Return (row, column) of [n, m], assigning a separate column to each row in order."""
     pairs = []
     for row in np.flatnonzero(iou.max(axis=1, initial=0) > IOU).tolist():
-        best = int(iou[row].argmax())
-        if iou[row, best] > IOU:
-            iou[:, best] = 0
-            pairs.append((row, best))
+        column = int(iou[row].argmax())
+        if iou[row, column] > IOU:
+            iou[:, column] = 0
+            pairs.append((row, column))
     return pairs
+
+
+def scale_to_pixels(detections: Detections, size: tuple[int, int]) -> Detections:
+    """Convert boxes relative to the picture into pixels of `size` (height, width).
+
+    Key points and masks are left out, since boxes are matched before.
+    """
+    if not len(detections.boxes) or detections.boxes.max() > 2:
+        return detections
+    height, width = size
+    boxes = detections.boxes * np.array([width, height, width, height], np.float64)
+    return Detections(boxes, detections.scores, detections.classes)

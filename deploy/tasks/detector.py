@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 
 from deploy.tasks.detections import (
     LOWEST,
+    BoxPoints,
+    BoxShapes,
     Detections,
     detections_by_anchor,
     detections_by_score,
@@ -266,19 +268,20 @@ class RowDecoder:
         if not self.extra:
             return detections_by_score(corners, scores[likely])
 
-        extra, points, masks = read_columns(self.extra, outputs)[likely], None, None
+        extra = read_columns(self.extra, outputs)[likely]
+        shapes: BoxShapes | None = None
         if self.mask_maps:
-            masks = make_masks(extra, outputs.get(self.mask_maps), size)
-            if masks is None:
+            shapes = make_masks(extra, outputs.get(self.mask_maps), size)
+            if shapes is None:
                 raise OtherShapeError
         elif self.has_angle:
-            points = rotate_boxes(boxes, extra[:, 0])
+            shapes = BoxPoints(rotate_boxes(boxes, extra[:, 0]))
         elif self.point_numbers:
             point_count, remainder = divmod(extra.shape[1], self.point_numbers)
             if remainder:
                 raise OtherShapeError
-            points = extra.reshape(len(extra), point_count, self.point_numbers)
-        return detections_by_score(corners, scores[likely], points, masks)
+            shapes = BoxPoints(extra.reshape(len(extra), point_count, self.point_numbers))
+        return detections_by_score(corners, scores[likely], shapes)
 
 
 def to_corners(boxes: Floats) -> Floats:

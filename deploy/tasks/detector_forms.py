@@ -515,41 +515,37 @@ def _slice_columns(
 
 
 def _slice_levels(decoder: RowDecoder, samples: FirstSamples) -> dict[str, tuple[OutputSlice, ...]]:
-    """Return the slices of outputs of scores and boxes; boxes are weighted by their rows' scores.
+    """Return the slices of outputs of scores, and of boxes, which their rows' scores weight."""
+    slices: dict[str, tuple[OutputSlice, ...]] = {}
+    for columns in (*decoder.scores, *decoder.gates):
+        slices[columns.output] = (OutputSlice(output=columns.output),)
+    weights = _find_weights(decoder, samples)
+    for weighted in (decoder.box_columns, decoder.extra):
+        for columns, weight in zip(weighted, weights, strict=False):
+            slices[columns.output] = (OutputSlice(output=columns.output, at=weight),)
+    return slices
 
-    The scores or the gate, whichever has the lower mean, are the weight: the other one may be
-    arbitrary without an object.
+
+def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> list[OutputSlice]:
+    """Return the slice of the scores of each level, or of its gate if that has the lower mean.
+
+    The other one may be arbitrary without an object.
     """
+    weights, activation = decoder.scores, decoder.activation
     start, stop = 0, 0  # the columns of the classes, without the background; 0, 0 for all
     if decoder.background is not None:
         start = 1 if decoder.background == 0 else 0
         stop = start + decoder.classes
-    slices: dict[str, tuple[OutputSlice, ...]] = {}
-    for level, columns in enumerate(decoder.scores):
-        weights = [_slice_scores(columns, samples, decoder.activation, start, stop)]
-        for gate in decoder.gates[level : level + 1]:
-            weights.append(_slice_scores(gate, samples, decoder.gate_activation))
-        weight = min(weights, key=lambda part: _mean_score(part, samples))
-        for part in weights:
-            slices[part.output] = (OutputSlice(output=part.output),)
-        boxes_and_points = decoder.box_columns[level], *decoder.extra[level : level + 1]
-        for weighted in boxes_and_points:
-            slices[weighted.output] = (OutputSlice(output=weighted.output, at=weight),)
+    if decoder.gates:
+        scores = activate(_read_rows(decoder.scores, samples), activation).max(axis=1)
+        gates = activate(_read_rows(decoder.gates, samples), decoder.gate_activation)
+        if gates.mean() < scores.mean():
+            weights, activation, start, stop = decoder.gates, decoder.gate_activation, 0, 0
+    slices = []
+    for columns in weights:
+        axis: int | None = -1 if columns.layout == ROWS else 1
+        if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
+            axis = None  # one number a row
+        weight = OutputSlice(output=columns.output, axis=axis, start=start, stop=stop)
+        slices.append(replace(weight, activation=activation))
     return slices
-
-
-def _mean_score(scores: OutputSlice, samples: FirstSamples) -> float:
-    """Return the mean over all rows of their best score."""
-    return float(np.mean([scores.best_scores(outputs).mean() for outputs in samples.outputs]))
-
-
-def _slice_scores(
-    columns: Columns, samples: FirstSamples, activation: str, start: int = 0, stop: int = 0
-) -> OutputSlice:
-    """Return the slice of scores; without an axis if the output has one number a row."""
-    axis: int | None = -1 if columns.layout == ROWS else 1
-    if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
-        axis = None
-    return OutputSlice(
-        output=columns.output, axis=axis, start=start, stop=stop, activation=activation
-    )
