@@ -1,10 +1,25 @@
 """The options of a build as a file: calib8.toml and --config."""
 
 import os
+import random
 import shutil
 import sys
+from pathlib import Path
 
+import click
 import pytest
+
+from deploy.calibration.cluster import connect_client
+from deploy.commands.build import build
+from deploy.errors import Calib8Error, ModelError
+from deploy.feed.calibrator import CalibratorScript
+from deploy.feed.loaders import call_loader
+from deploy.files.usercode import load_function
+from deploy.targets import TensorRT
+from deploy.targets.ascend.atc import AtcOptions
+from deploy.targets.tensorrt.sdk import plugin_digests
+from deploy.tasks.metric import metric_of
+from tests.conftest import save_small_cnn
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -126,33 +141,104 @@ def test_undecodable_path_stays_out_of_config(run, small_cnn, pictures, tmp_path
     assert run("build", "--config", file, "--images", folder)[0] == 0
 
 
-@pytest.mark.parametrize("foreign_path", ["theirs/c.toml", "theirs"])
-def test_code_in_foreign_config_needs_trust(foreign_path, run, tmp_path, monkeypatch):
-    """Also for root, who may read every file."""
-    config = tmp_path / "theirs" / "c.toml"
+def load_any_function(spec):
+    load_function(spec, what="a model", form="file.py:function", error=ModelError)
+
+
+def connect(address):
+    with connect_client(address):
+        pass
+
+
+# what runs code -> the code, in the folder of a test
+OPENERS = {
+    call_loader: ("code.py", "code.py:make"),
+    load_any_function: ("code.py:make",),
+    CalibratorScript: ("code.py:make",),
+    metric_of: ("code.py:make",),
+    lambda path: plugin_digests([Path(path)]): ("code.so",),
+    connect: ("tcp://127.0.0.1:1",),
+    lambda flag: TensorRT(trtexec_flags=(flag,)): ("--dynamicPlugins=code.so",),
+    lambda flag: AtcOptions(extra=(flag,)): ("--custom=code.so",),
+}
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("RAN").touch()
+def make(): raise ValueError
+"""
+# who may write the config: path -> change of its mode; None if another user owns it
+OWNERS = {
+    "mine": {},
+    "sticky": {"a": 0o1777},
+    "file of another": {"a/b/c.toml": None},
+    "folder of another": {"a/b": None},
+    "file of all": {"a/b/c.toml": 0o666},
+    "folder of all": {"a/b": 0o777},
+    "folder above of all": {"a": 0o777},
+    "target of a link": {"real.toml": None},
+    "target of all": {"real.toml": 0o666},
+}
+TEXT_OPTIONS = [
+    max(param.opts, key=len).lstrip("-")
+    for param in build.params
+    if not getattr(param, "is_flag", False) and not hasattr(param.type, "choices")
+]
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_foreign_config_runs_no_code(owner, tmp_path, monkeypatch):
+    """Whichever option of the file names it, and whichever opener gets it."""
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "a" / "b" / "c.toml"
+    config.parent.mkdir(parents=True)
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "code.so").touch()
+    (tmp_path / "m.onnx").touch()
+    if "real.toml" in OWNERS[owner]:
+        config.symlink_to(tmp_path / "real.toml")
+    config.touch()
+    for path, mode in OWNERS[owner].items():
+        if mode is not None:
+            (tmp_path / path).chmod(mode)
+    foreign_paths = {tmp_path / path for path, mode in OWNERS[owner].items() if mode is None}
     stat = os.stat
-    config.parent.mkdir()
 
     def foreign_stat(path, *arguments, **options):
         status = stat(path, *arguments, **options)
-        uid = status.st_uid + (path == tmp_path / foreign_path)
+        uid = status.st_uid + (path in foreign_paths)
         return os.stat_result((*status[:4], uid, *status[5:]))
 
+    monkeypatch.setattr("deploy.files.usercode.os.stat", foreign_stat)
+    monkeypatch.setattr("deploy.calibration.cluster.CONNECT_S", 0.0)
+    rng = random.Random(owner)
+    passed_count = 0
+    for _ in range(200):
+        key, opener = rng.choice(TEXT_OPTIONS), rng.choice(list(OPENERS))
+        code = rng.choice(OPENERS[opener])
+        config.write_text(f"[build]\n{key} = '{code}'\n")
+        try:
+            with build.make_context("build", ["m.onnx", "--config", str(config)]):
+                opener(code)
+        except (click.ClickException, Calib8Error) as error:
+            passed_count += "--trust-config" not in str(error)
+        else:
+            passed_count += 1
+    assert (tmp_path / "RAN").exists() == (owner in ("mine", "sticky"))
+    assert (passed_count > 100) == (owner in ("mine", "sticky"))
+
+
+def test_typed_code_runs_beside_foreign_config(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("deploy.commands.settings.os.stat", foreign_stat)
-    for key, value in {
-        "metric": "'m.py:score'",
-        "images": "'l.py:make'",
-        "eval-images": "'l.py:make'",
-        "calibrator-script": "'c.py:make'",
-        "scheduler": "'tcp://x:1'",
-        "plugin": "'a.so'",
-        "model": "'net.py:make'",
-    }.items():
-        config.write_text(f"[build]\n{key} = {value}\n")
-        error = run.fails("build", "--config", config)
-        assert f"--trust-config, got {key} = {value} in {config}" in error
-    for arguments in (["--trust-config"], ["none.onnx"]):  # the latter names another model
-        assert "trust-config" not in run("build", *arguments, "--config", config)[2]
-    monkeypatch.undo()
-    assert "trust-config" not in run("build", "--config", config)[2]
+    (tmp_path / "code.py").write_text(CODE)
+    config = tmp_path / "c.toml"
+    config.write_text("[build]\nimages = 'code.py'\n")
+    config.chmod(0o666)
+    model = save_small_cnn(tmp_path / "m.onnx")
+    arguments = ("build", model, "--config", config)
+    error = run.fails(*arguments)
+    assert "--trust-config" in error
+    assert "code.py" in error
+    assert not (tmp_path / "RAN").exists()
+    for trusted in (["--trust-config"], ["--images", "./code.py:make"]):
+        assert "ValueError" in run.fails(*arguments, *trusted)
+        (tmp_path / "RAN").unlink()

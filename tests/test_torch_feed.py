@@ -18,7 +18,7 @@ from torch import nn
 from deploy.errors import ConfigError, FeedError, ModelError, SdkMissingError
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
-from deploy.files.usercode import MODEL_LIBRARIES
+from deploy.files.usercode import MODEL_LIBRARIES, distrust_config
 from deploy.frontends import load
 from deploy.frontends.input_shapes import is_torch_spec, parse_input
 from deploy.fx import model_inputs
@@ -306,7 +306,8 @@ FAKE = {
     "    return nn.Linear(3, 4)\n"
     "def get_model_builder(name):\n    return {'ssd': detector}[name]\n",
     "ultralytics": "from torch import nn\nclass YOLO:\n    def __init__(self, name):\n"
-    "        assert name == 'yolov8n.yaml'\n        self.model = nn.Linear(3, 5)\n",
+    "        assert name.endswith('/cfg/models/v8/yolov8n.yaml') or name == 'own/net.yaml'\n"
+    "        self.model = nn.Linear(3, 5)\n",
 }
 
 
@@ -318,6 +319,9 @@ def packages(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
+    family = tmp_path / "packages" / "ultralytics" / "cfg" / "models" / "v8" / "yolov8.yaml"
+    family.parent.mkdir(parents=True)
+    family.touch()
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     yield
     for name in FAKE:
@@ -347,6 +351,23 @@ def test_library_models_load_by_name(packages, tmp_path, wording):
     wording.check(raised.value)
     with pytest.raises(ConfigError, match=r"such as ultralytics:yolov8n\.yaml"):
         load_module("ultralytics:yolov8n.pt")
+    for spec in ("timm:hf-hub:someone/net", "timm:local-dir:net", "torchvision:../net"):
+        with pytest.raises(ConfigError, match="by its name"):
+            load_module(spec)
+
+
+def test_foreign_yaml_of_ultralytics_needs_trust(packages, tmp_path, monkeypatch):
+    """Ultralytics evaluates a file's `activation`; the package's own file is not code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "yolov8n.yaml").touch()
+    config = tmp_path / "c.toml"
+    config.touch(0o666)
+    config.chmod(0o666)
+    with distrust_config(config, ["m.onnx"]):
+        assert load_module("ultralytics:yolov8n.yaml").out_features == 5
+        with pytest.raises(ConfigError, match="--trust-config"):
+            load_module("ultralytics:own/net.yaml")
+    assert load_module("ultralytics:own/net.yaml").out_features == 5
 
 
 def test_missing_package_is_named(tmp_path, monkeypatch, wording):

@@ -38,6 +38,7 @@ from deploy.feed.feed import FeedSource
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit, Share
+from deploy.files.usercode import refuse_foreign_code
 from deploy.terminal import phase, say_progress
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ def connect_client(address: str) -> Iterator[Client]:
     Raises:
         SdkMissingError: dask.distributed is not installed.
         BackendError: no scheduler answers at this address, or the connection breaks.
+        ConfigError: `refuse_foreign_code`, since dask runs what a scheduler sends.
     """
+    refuse_foreign_code(address)
     with _silence_dask():
         client = _open_client(address)
         try:

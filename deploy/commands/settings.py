@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial, wraps
@@ -31,8 +30,6 @@ _ONE_RUN_KEYS = frozenset(("config", "trust-config", "force", "resume", "help"))
 _UNWRITTEN_KEYS = _ONE_RUN_KEYS | frozenset(
     ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
 )  # without effect on what is built, so not written
-# code that is no Python file: a library, dask's tasks
-_CODE_KEYS = frozenset(("plugin", "scheduler"))
 # option on the line -> options of the file that it replaces
 _RIVALS = {
     "split": ("plan", "effort"),
@@ -57,7 +54,7 @@ _CONFIG = (
         section=GENERAL,
         is_flag=True,
         expose_value=False,
-        help="Run the code that --config names although the file or its folder is another user's.",
+        help="Run the code that --config names although another user can write the file.",
     ),
 )
 config_options = partial(base.add_options, options=_CONFIG)
@@ -71,7 +68,7 @@ class ConfiguredCommand(SectionedCommand):
 
         Raises:
             ConfigError: the file cannot be read, has an unknown option, or a value of the wrong
-                type; or it is another user's and names code.
+                type.
         """
         parsed = self.make_parser(ctx).parse_args(list(args))[0]
         value_types = str, bool, list, tuple  # anything else is a placeholder of click
@@ -87,8 +84,9 @@ class ConfiguredCommand(SectionedCommand):
                 for rival in rivals if name in line_values else ():
                     file_values.pop(rival, None)
             if "trust_config" not in line_values:
-                used_values = {k: v for k, v in file_values.items() if k not in line_values}
-                _refuse_foreign_code(self, file, used_values)
+                from deploy.files.usercode import distrust_config
+
+                ctx.with_resource(distrust_config(file, _texts(line_values)))
             ctx.default_map = file_values
             if (file.parent / MANIFEST_NAME).exists():  # a build's own file
                 ctx.default_map = {"out": str(file.parent), **file_values}
@@ -96,22 +94,9 @@ class ConfiguredCommand(SectionedCommand):
         return super().parse_args(ctx, args)
 
 
-def _refuse_foreign_code(command: click.Command, file: Path, values: Mapping[str, Any]) -> None:
-    """Refuse to run code that a file names if it, or its folder, is not this user's."""
-    links = (file.absolute(), file.resolve())
-    paths = {*links, *(path.parent for path in links)}
-    if all(os.stat(path).st_uid == os.geteuid() for path in paths):
-        return
-
-    for key, param in _param_by_key(command).items():
-        value = values.get(param.name or "")
-        for text in value if isinstance(value, list) else [value]:
-            names_file = str(text).rpartition(":")[0].endswith(".py")
-            if text and (names_file or key in _CODE_KEYS):
-                raise ConfigError(
-                    f"code named in a file of another user runs only with --trust-config, got"
-                    f" {key} = {text!r} in {file}; read that code first"
-                )
+def _texts(values: Mapping[str, Any]) -> Iterator[str]:
+    for value in values.values():
+        yield from map(str, value if isinstance(value, list | tuple) else (value,))
 
 
 def settings_text() -> str:

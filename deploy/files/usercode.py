@@ -2,29 +2,101 @@
 
 The file is imported under a unique name, with its folder on `sys.path` during the import, so that
 it can import modules next to it.
+
+Whatever runs code that is named by a text asks `refuse_foreign_code` first, just before running it:
+Python files, plugin libraries, a scheduler, flags of another program. In a command whose `--config`
+another user can write, only code that the command line names passes.
 """
 
 import hashlib
 import importlib.util
 import os
 import signal
+import stat
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import numpy as np
 
 from deploy.errors import Calib8Error, ConfigError, Terminated
 from deploy.files.reading import refuse_irregular
 
 # Libraries whose models are given as `package:name`: import name -> name for pip.
 MODEL_LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "ultralytics": "ultralytics"}
+
+
+@dataclass(frozen=True, slots=True)
+class _ForeignConfig:
+    """A file of `--config` that another user can write, and the code that the user typed."""
+
+    file: Path
+    typed_code: frozenset[str]
+
+
+_FOREIGN_CONFIGS: list[_ForeignConfig] = []  # of the command that runs, for all its threads
+
+
+@contextmanager
+def distrust_config(file: Path, typed_texts: Iterable[str]) -> Iterator[None]:
+    """Refuse all code but that of the command line in the body, if another user can write `file`.
+
+    Args:
+        file: the file of `--config`.
+        typed_texts: values of the command line; code of `file.py:function` may be named by both.
+    """
+    if not _is_foreign(file):
+        yield
+        return
+    typed_code = set()
+    for text in typed_texts:
+        typed_code |= {_normalized(text), _normalized(text.rpartition(":")[0])}
+    config = _ForeignConfig(file, frozenset(typed_code))
+    _FOREIGN_CONFIGS.append(config)
+    try:
+        yield
+    finally:
+        _FOREIGN_CONFIGS.remove(config)
+
+
+def refuse_foreign_code(code: object) -> None:
+    """Refuse code that the command line does not name, if the command has a foreign `--config`.
+
+    Args:
+        code: a file, library, address or flag, as the user gives it.
+
+    Raises:
+        ConfigError: another user can write the file of `--config`, and may have named the code.
+    """
+    for config in _FOREIGN_CONFIGS:
+        if _normalized(code) not in config.typed_code:
+            raise ConfigError(
+                f"code runs only with --trust-config where another user can write {config.file},"
+                f" got {str(code)!r}; read that code first"
+            )
+
+
+def _normalized(code: object) -> str:
+    """Return a name without './' and doubled slashes; '..' stays, since a link may precede it."""
+    return str(Path(str(code)))
+
+
+def _is_foreign(file: Path) -> bool:
+    """Return whether another user owns a file or its folder, or anyone may write or replace it."""
+    paths = (file.absolute(), file.resolve())
+    owned_paths = (*paths, *(path.parent for path in paths))
+    if any(os.stat(path).st_uid != os.geteuid() for path in owned_paths):
+        return True
+    if any(os.stat(path).st_mode & stat.S_IWOTH for path in paths):
+        return True
+    folders = {folder for path in paths for folder in path.parents}
+    modes = [os.stat(folder).st_mode for folder in folders]
+    return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in modes)
 
 
 def is_library_model(spec: object) -> bool:
@@ -43,7 +115,8 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
         error: class of the error raised for an error in the file.
 
     Raises:
-        ConfigError: the spec has another form, or there is no such file or function.
+        ConfigError: the spec has another form, or there is no such file or function; or
+            `refuse_foreign_code`.
         error: importing the file failed; the message names the user's file and line.
     """
     path, _, name = spec.rpartition(":")
@@ -67,6 +140,8 @@ def wrap_user_errors(
     Afterwards the working folder, numpy's handling of errors, and the handlers of Ctrl-C and
     SIGTERM are as they were. A working folder that the code set is there in its next call.
     """
+    import numpy as np  # not at the top, for a quick --help
+
     try:
         with _SURROUNDINGS.restored(), np.errstate():
             yield
@@ -154,6 +229,7 @@ def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = (
 
 
 def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
+    refuse_foreign_code(path)
     resolved = path.resolve()
     name = f"calib8_user_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, resolved)

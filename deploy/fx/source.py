@@ -3,9 +3,11 @@
 - `file.py:factory` is the user's code, which is run.
 - `timm:resnet18`, or a name of torchvision or ultralytics, has random weights, the same every time;
   nothing is downloaded or unpickled.
+- `ultralytics:net.yaml` is run too if the file is not the package's own: ultralytics evaluates it.
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -18,7 +20,7 @@ from torch import nn
 
 from deploy.errors import ConfigError, ModelError, SdkMissingError, first_line
 from deploy.files import usercode
-from deploy.files.usercode import is_library_model
+from deploy.files.usercode import is_library_model, refuse_foreign_code
 from deploy.fx.device import fixed_seed
 from deploy.fx.plain_copy import _EXPORTED, _kind_and_hint, refuse_nan, unwrap
 from deploy.fx.weights import load_weights
@@ -29,10 +31,15 @@ def create_named_model(spec: str) -> Any:
 
     Raises:
         SdkMissingError: the package is not installed, or cannot be imported.
-        ConfigError: a name for ultralytics is not a .yaml file.
+        ConfigError: no name, such as a path, or for ultralytics no .yaml file.
         ModelError: the package cannot create it; the message quotes its error.
     """
     package, _, name = spec.partition(":")
+    if package != "ultralytics" and not _MODEL_NAME.fullmatch(name):
+        raise ConfigError(
+            f"a model of {package} is given by its name there, such as {package}:resnet18, got"
+            f" {name!r}; paths and hubs are not read"
+        )
     if find_spec(package) is None:
         raise SdkMissingError(
             f"{spec} is a model of {package}, which is not installed:"
@@ -81,8 +88,28 @@ def _ultralytics(name: str) -> Any:
             f"a model of ultralytics is named by its .yaml file, such as ultralytics:yolov8n.yaml,"
             f" got {name!r}; a .pt file holds pickled code, which is not run here"
         )
-    return import_module("ultralytics").YOLO(name).model
+    package = import_module("ultralytics")
+    package_file = _find_ultralytics_file(Path(package.__file__ or "").parent, name)
+    if package_file is None:
+        refuse_foreign_code(f"ultralytics:{name}")
+    return package.YOLO(str(package_file or name)).model
 
+
+def _find_ultralytics_file(package: Path, name: str) -> Path | None:
+    """Return the path of the package's own file for a name; None if it has none.
+
+    A name such as yolov8n.yaml means yolov8.yaml at size n: ultralytics reads both from the path.
+    """
+    if not _MODEL_NAME.fullmatch(name):
+        return None
+    family = re.sub(r"(\d+)[nslmx]", r"\1", name, count=1)
+    for path in sorted(package.glob("cfg/models/**/*.y*ml")):
+        if path.name in (name, family):
+            return path.with_name(name)
+    return None
+
+
+_MODEL_NAME = re.compile(r"[\w.-]+")  # of a model or file in a library, never a path
 
 _MAKERS: dict[str, Callable[[str], Any]] = {
     "timm": lambda name: import_module("timm").create_model(name, pretrained=False),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError, ConfigError, ExportError
 from deploy.files import atomic
+from deploy.files.usercode import refuse_foreign_code
 from deploy.graph.edit import copy_message
 from deploy.graph.index import ONNX_DOMAINS, nested_nodes
 from deploy.targets.ascend.proto import message_class, print_text
@@ -72,6 +73,7 @@ class AtcOptions:
         names: set[str] = set()
         for flag in self.extra:
             name = check_flag(flag)
+            refuse_foreign_code(flag)
             if name in names:
                 raise ConfigError(f"an atc flag is given once, got --{name} twice; leave one out")
             names.add(name)

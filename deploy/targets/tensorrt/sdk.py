@@ -23,6 +23,7 @@ from pathlib import Path
 from deploy.errors import ConfigError
 from deploy.files.manifest import sha256
 from deploy.files.reading import read_bytes
+from deploy.files.usercode import refuse_foreign_code
 from deploy.targets.tensorrt.log import process_logger
 
 MARK = "calib8_stand_in"  # symbol that only the stand-ins export
@@ -150,12 +151,13 @@ def load_plugins(libraries: Iterable[Path]) -> None:
     """Register TensorRT's plugins and those of each library, as trtexec does.
 
     Raises:
-        ConfigError: a library cannot be loaded.
+        ConfigError: a library cannot be loaded, or `refuse_foreign_code`.
     """
     import tensorrt as trt
 
     trt.init_libnvinfer_plugins(process_logger(), "")
     for path in libraries:
+        refuse_foreign_code(path)
         try:
             ctypes.CDLL(str(path.resolve()), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
@@ -166,13 +168,14 @@ def load_plugins(libraries: Iterable[Path]) -> None:
 
 
 def plugin_digests(libraries: Iterable[Path]) -> dict[str, str]:
-    """Return file name -> sha256 of each plugin library.
+    """Return file name -> sha256 of each plugin library, which trtexec and TensorRT then load.
 
     Raises:
-        ConfigError: a library cannot be read.
+        ConfigError: a library cannot be read, or `refuse_foreign_code`.
     """
     digests = {}
     for path in libraries:
+        refuse_foreign_code(path)
         content = read_bytes(path, what="a plugin library", error=ConfigError)
         digests[path.name] = sha256(content)
     return digests

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
+from deploy.files.usercode import refuse_foreign_code
 from deploy.targets.options import check_options, option
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class TensorrtOptions:
         check_options(self)
         for flag in self.trtexec_flags:
             _check_trtexec_flag(flag)
+            refuse_foreign_code(flag)  # a flag may load a library or write any file
         if self.dla:
             self._check_dla()
         if self.calibrator is not None and self.form == "qdq":
