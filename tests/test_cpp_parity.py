@@ -93,7 +93,7 @@ def ask_feed(cpp, out, source, *specs, **options):
     )
     answer = cpp("feed", source=str(source), spec=spec, out=str(out), **feed_options)
     # C++ names its own option in front of that of the command line.
-    text = json.dumps(answer).replace("FeedOptions::skip_bad, --skip-bad", "--skip-bad")
+    text = json.dumps(answer).replace("(skip_bad)", "(--skip-bad)")
     return json.loads(text)
 
 

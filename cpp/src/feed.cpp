@@ -102,7 +102,7 @@ void check_files_exist(const std::vector<Picture>& pictures, const std::string& 
                   std::to_string(pictures.size()) + " in " + title +
                   " do not: " + list_first_names(missing) +
                   "; paths in a list are relative to it; correct the paths or links, or skip bad"
-                  " ones (FeedOptions::skip_bad, --skip-bad)");
+                  " ones (skip_bad)");
 }
 
 void check_limit(const std::optional<std::size_t>& limit) {
@@ -322,7 +322,7 @@ struct Feed::State {
       if (!skip_bad) {
         throw FeedError(std::string(error.what()) + "; " + std::to_string(chosen.size()) +
                         " were to be fed: correct or remove it, or skip bad ones"
-                        " (FeedOptions::skip_bad, --skip-bad)");
+                        " (skip_bad)");
       }
       const std::lock_guard lock(mutex);
       skipped[index] = error.what();
