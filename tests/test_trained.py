@@ -13,6 +13,7 @@ from deploy.frontends import load_float_or_qdq
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.prequantized import qdq_decisions
+from deploy.targets.stored_weights import read_stored_weights
 from tests.models import make_model, make_node, run_command, save_net
 
 ALL_TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
@@ -451,7 +452,7 @@ def torchao():
     """The zero point left out where it is 0 of uint8, a Linear whose weight is transposed."""
     w = Writer()
     a = w.conv_relu(w.pair("x", 0.03, np.uint8(128)))
-    a = w.pair(w.node("GlobalAveragePool", [a], "p"), 0.02, None)
+    a = w.pair(w.node("GlobalAveragePool", [a], "p"), 0.004, None)
     a = w.node("Flatten", [a], "f")
     dq = [w.hold("m", M), w.hold("m_s", np.full(5, 0.01, np.float32))]
     dq.append(w.hold("m_z", np.zeros(5, np.int8)))
@@ -534,7 +535,8 @@ def test_every_spelling_goes_to_every_target(build_model, spelling, tmp_path):
             "name"
         ]
     accuracy = [engine["accuracy"] for engine in report["engines"][1:]]
-    assert all(part["sqnr_db"] > 20 for value in accuracy for part in value["parts"])
+    assert all(float(part["sqnr_db"]) > 20 for value in accuracy for part in value["parts"])
+    assert any("net.qdq.onnx itself, computed as it is written" in n for n in report["notes"])
     assert (out / "net.qdq_deploy_model.onnx").exists()
 
 
@@ -617,6 +619,33 @@ def test_widened_depthwise_layer_keeps_its_integers(build_model):
     assert "rounded again" not in notes["onnxruntime"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "group"), [((8, 8, 3, 3), 1), ((6, 8, 1, 1), 1), ((8, 1, 3, 3), 8)]
+)
+def test_symmetric_weights_fit_cpus_without_vnni(build_model, shape, group):
+    rng, w = np.random.default_rng(4), Writer()
+    weight = rng.normal(size=shape).astype(np.float32)
+    weight[:3, :, 0, 0] *= 0.1  # channels whose pairs fit as they are
+    weight[:3, 0, -1, -1] = 4
+    steps = np.abs(weight).reshape(len(weight), -1).max(1) / 127  # all of int8
+    x = w.pair(w.conv_relu(w.pair("x", 0.03, np.int8(0))), 0.02, np.int8(0))
+    stored = w.pair(w.hold("v", weight), steps, np.zeros(len(weight), np.int8), axis=0)
+    output = w.pair(w.node("Conv", [x, stored], "y", group=group), 0.1, np.int8(0))
+    model = w.model(output, shape=(1, len(weight), None, None))
+    out, _, notes = build_model(model, "--target", "onnxruntime", "--for", "vnni")
+    engine = onnx.load(out / "net.int8.onnx")
+    assert not any(weight.saturates for weight in read_stored_weights(engine, on_cpus=True))
+    assert "can saturate" not in notes["onnxruntime"]
+
+    given, written = integers(model)["n_y"], integers(engine)["n_y"]
+    count = len(weight)
+    is_kept = written[1][:count] == given[1]
+    assert np.array_equal(written[0][:count][is_kept], given[0][is_kept])
+    is_depthwise = group > 1
+    assert is_kept.all() == is_depthwise
+    assert ("rounded again" in notes["onnxruntime"]) == (not is_depthwise)
+
+
 def test_lowest_weight_code_is_kept(build_model):
     out, _, notes = build_model(torchao(), "--target", "tensorrt")
     layers = integers(onnx.load(out / "net.tensorrt.qdq.onnx"))
@@ -631,7 +660,8 @@ def test_weights_with_zero_point_are_rerounded(build_model):
     _, _, notes = build_model(
         w.model(w.conv(x, w1), shape=WIDE_SHAPE), "--target", "tensorrt,onnxruntime"
     )
-    assert "a bias that fills int32): 1 (n_y)" in notes["tensorrt"]
+    assert "rounded again" in notes["tensorrt"]
+    assert "1 (n_y)" in notes["tensorrt"]
     assert "Kept to the bit" in notes["onnxruntime"]
 
 

@@ -122,6 +122,9 @@ def measure_engines(
     engines = {_FLOAT_ENGINE: float_engine}
     failures, absent = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
     reference, is_same_model = _choose_reference(float_outputs, observed_outputs, samples)
+    given_outputs = _open_given_pairs(loaded)
+    if given_outputs is not None:
+        reference, is_same_model = given_outputs, False
     first_runs = float_outputs.runs
     del float_outputs  # frees the weights of a session that may not be needed any more
 
@@ -169,6 +172,7 @@ def measure_engines(
                 evaluated.accuracy, evaluation, calibration, inner_tensors.compared_count
             ),
             *_constant_notes(loaded, latency),
+            *_given_pairs_notes(loaded, is_reference=given_outputs is not None),
         ),
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
@@ -314,6 +318,28 @@ def _choose_reference(
     if outputs_match(file_values, observed_outputs.get(keys[0], sample)):
         return observed_outputs, True
     return float_outputs, False
+
+
+def _open_given_pairs(loaded: LoadedModel) -> ReferenceOutputs | None:
+    """Return the outputs of a given Q/DQ model, computed on demand as its pairs are written.
+
+    None for a float model, and for pairs that ONNX Runtime has no kernels for.
+    """
+    if loaded.qdq is None:
+        return None
+    try:
+        session = open_single_thread(loaded.qdq.model, stand_in=True)
+    except BackendError:
+        return None
+    return ReferenceOutputs(lambda: session, [spec.name for spec in loaded.outputs])
+
+
+def _given_pairs_notes(loaded: LoadedModel, *, is_reference: bool) -> Iterator[str]:
+    """Yield the note on the model that a Q/DQ model's engines are compared with."""
+    if loaded.qdq is not None:
+        name = Path(loaded.qdq.name).name
+        reference = f"{name} itself, computed as it is written" if is_reference else "FP32"
+        yield f"accuracy is measured beside {reference}; speed and size beside FP32"
 
 
 def _find_candidates(

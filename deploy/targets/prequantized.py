@@ -108,7 +108,8 @@ def rewritten_notes(
     if changed:
         yield (
             "Weights with channels that were rounded again, because their scales do not fit (a zero"
-            f" point, or a bias that fills int32): {len(changed)}"
+            " point, a bias that fills int32, or for onnxruntime products that saturate CPUs"
+            f" without VNNI): {len(changed)}"
             f" ({', '.join(changed[:_MAX_NAMES])}); all others keep their integers."
         )
 

@@ -47,6 +47,28 @@ def compute_weight_scales(
     return pair_scales(channel_rows(weight, fits), scales)
 
 
+def fit_trained_scales(
+    tensor: onnx.TensorProto, scales: NDArray[np.float32], node: onnx.NodeProto
+) -> NDArray[np.float32]:
+    """Return the scales of a trained weight, larger for channels whose pairs would saturate.
+
+    Args:
+        tensor: the weight in real units, multiples of `scales`.
+        scales: float32 [C], or [1].
+        node: the node that reads the weight.
+    """
+    weight = numpy_helper.to_array(tensor)
+    if _depthwise(weight, node):
+        return scales
+    rows = channel_rows(weight, node)
+    fitting_scales = pair_scales(rows, scales)
+    steps = pair_sums(rows).max(axis=1, initial=0.0)
+    if scales.size == 1:
+        steps = steps.max(keepdims=True)
+    # trained weights are whole steps, so the limit itself is free of rounding
+    return np.where(np.rint(steps / scales) > PAIR_LIMIT, fitting_scales, scales)
+
+
 def largest_pairs(stored: NDArray[Any], node: onnx.NodeProto) -> Float64Array | None:
     """Return each channel's largest sum of a weight pair in steps, [C]; None if never paired.
 

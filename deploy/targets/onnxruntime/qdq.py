@@ -39,7 +39,7 @@ from deploy.targets.onnxruntime.uint8_gates import (
     fit_output_offset,
     make_pair,
 )
-from deploy.targets.stored_weights import compute_weight_scales
+from deploy.targets.stored_weights import compute_weight_scales, fit_trained_scales
 
 _INT32_MAX = 2**31 - 1
 # little-endian numpy types whose bytes are those of the ONNX tensor
@@ -245,12 +245,14 @@ class _QdqWriter:
         return self.plan.placement.quantizes_bias and target.bias in self.initializers
 
     def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
-        """Return the scales of a weight: trained ones, or those of its values."""
+        """Return the scales of a weight: trained ones if they fit, or those of its values."""
         tensor, grid = self.initializers[target.name], self.weight_grid
         trained = self.trained_scales.get(target.node)
         scales = matching_scales(trained, tuple(tensor.dims), target.axis)
+        fits_pairs = self.plan.placement.fits_pairs
+        if scales is not None and fits_pairs:
+            scales = fit_trained_scales(tensor, scales, node)
         if scales is None:
-            fits_pairs = self.plan.placement.fits_pairs
             fitted_node = node if fits_pairs else None
             scales = self.memoize(
                 (target.name, target.axis, grid, fits_pairs),
