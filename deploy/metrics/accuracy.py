@@ -4,9 +4,11 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 `deploy.metrics.output_errors`.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +19,13 @@ from deploy.metrics.output_errors import (
     RunningError,
     plain_json,
 )
-from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, derive_form
-from deploy.metrics.precision import GroundTruth, MeanPrecision
+from deploy.metrics.output_form import OutputForm, SliceAccuracy, derive_form
+from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, Metric, TaskFigure
-from deploy.tasks.evaluation_task import Example, ThresholdTally
-from deploy.tasks.rows import AlikeOutputs, batch_length, split_batch
-from deploy.tasks.slices import form_samples
+from deploy.tasks.boxes import BoxDetection
+from deploy.tasks.evaluation_task import Example, TaskTally, ThresholdTally
+from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batch
+from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
 from deploy.tensors import Array, HasOutputs, TensorSpec
@@ -86,12 +89,25 @@ class Accuracy:
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON types; numbers JSON has no word for become "inf" or "nan"."""
-        names = (one.name for one in fields(self) if one.name not in _NOT_WRITTEN)
+        names = [item.name for item in fields(self) if item.name not in _NOT_WRITTEN]
         return {name: plain_json(getattr(self, name)) for name in names}
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Arrays of one batch: inputs, the float model's outputs, the engine's; number of samples."""
+
+    inputs: Outputs
+    reference: Outputs
+    candidate: Outputs
+    length: int
+
+
 class Comparison:
-    """Accumulates one candidate's figures against the reference, batch by batch."""
+    """Accumulates one candidate's figures against the reference, batch by batch.
+
+    The first samples are buffered until the form of the outputs can be derived from them.
+    """
 
     def __init__(
         self,
@@ -112,27 +128,33 @@ class Comparison:
             ConfigError: outputs whose names differ.
         """
         names = [spec.name for spec in reference.outputs if spec.dtype != "str"]
-        others = {spec.name for spec in candidate.outputs}
-        if not names or set(names) - others:
+        candidate_names = {spec.name for spec in candidate.outputs}
+        if not names or set(names) - candidate_names:
             raise ConfigError(
-                f"both models must have the same outputs, got {names} and {sorted(others)};"
-                " compare an engine with the model it was built from"
+                f"both models must have the same outputs, got {names} and"
+                f" {sorted(candidate_names)}; compare an engine with the model it was built from"
             )
-        self._names = names
-        self._batch_inputs = None
-        if form is not None:
-            self._batch_inputs = form.batch_inputs
-        elif metric is not None:
-            self._batch_inputs = metric.declared.batch_inputs
-        self._errors = {name: RunningError(name) for name in self._names}
         objects = labels if isinstance(labels, GroundTruth) else None
         classes = None if isinstance(labels, GroundTruth) else labels
-        top1_labels = classes if metric is None or metric.function is None else None
+        self._metric = Metric(None) if metric is None else metric
+        settings = self._metric.declared if form is None else form
+        self._batch_inputs = settings.batch_inputs
+        self._metric_tally = self._metric.tally(classes)
+        top1_labels = classes if self._metric_tally is None else None
         self._top1 = Top1(top1_labels)
-        several = len(self._names) > 1 and top1_labels is not None
-        self._heads = {name: Top1(top1_labels, name) for name in self._names if several}
+        has_heads = len(names) > 1 and top1_labels is not None
+        self._heads = {name: Top1(top1_labels, name) for name in names if has_heads}
         self._alike = AlikeOutputs()
-        self._truth = OutputTally(form, metric=metric, labels=classes, objects=objects)
+        self._objects = objects
+        self._errors = {name: RunningError(name) for name in names}
+
+        self._waiting: list[_Batch] = []
+        self._form: OutputForm | None = None
+        self._slice_errors: dict[OutputSlice, RunningError] = {}
+        self._task_tally: TaskTally[Any] | None = None
+        self._precision: PrecisionTally | None = None
+        if form is not None:
+            self._begin(form)
 
     def add(
         self,
@@ -153,30 +175,92 @@ class Comparison:
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
-        batch = batch_length(feed, self._batch_inputs)
-        inputs: Mapping[str, Array] = feed
-        left = {name: reference[name] for name in self._names}
-        right = {name: candidate[name] for name in self._names}
-        if count is not None and self._top1.samples + batch > count:
-            rows = count - self._top1.samples
-            inputs, left, right = (_first(arrays, rows, batch) for arrays in (feed, left, right))
-            batch = rows
+        length = batch_length(feed, self._batch_inputs)
+        rows = length if count is None else min(length, count - self._top1.samples)
+        batch = _Batch(
+            inputs=_first_rows(feed, rows, length),
+            reference=_first_rows({name: reference[name] for name in self._errors}, rows, length),
+            candidate=_first_rows({name: candidate[name] for name in self._errors}, rows, length),
+            length=rows,
+        )
         for name, error in self._errors.items():
-            error.add(left[name], right[name], batch)
-        self._top1.add(left, right, batch, at_once=not self._heads)
+            error.add(batch.reference[name], batch.candidate[name], rows)
+        self._top1.add(batch.reference, batch.candidate, rows, at_once=not self._heads)
         for head in self._heads.values():
-            head.add(left, right, batch, at_once=False)
-        self._alike.add(left, batch)
-        self._truth.add(inputs, left, right, batch)
+            head.add(batch.reference, batch.candidate, rows, at_once=False)
+        self._alike.add(batch.reference, rows)
+
+        self._waiting.append(batch)
+        needed = form_samples(batch.inputs, batch.reference, rows)
+        if self._form is not None or self._top1.samples >= needed:
+            self._settle()
+
+    def _settle(self) -> OutputForm:
+        """Derive the form if it is unknown, and count the buffered samples."""
+        batches, self._waiting = self._waiting, []
+        if self._form is None:
+            reference_outputs = [batch.reference for batch in batches]
+            inputs = [batch.inputs for batch in batches]
+            self._begin(derive_form(reference_outputs, inputs=inputs, metric=self._metric))
+        assert self._form is not None
+        for batch in batches:
+            self._count(self._form, batch)
+        return self._form
+
+    def _begin(self, form: OutputForm) -> None:
+        """Start to count the slices and the task of a form."""
+        self._form = form
+        for part in form.parts:
+            if part != OutputSlice(output=part.output):  # complete outputs are measured already
+                is_centred = part in form.means and part.at is None
+                self._slice_errors[part] = RunningError(
+                    part.label, total=np.zeros(1) if is_centred else None
+                )
+        self._task_tally = None if form.task is None else form.task.tally()
+        if isinstance(self._task_tally, ThresholdTally):
+            self._task_tally.fixed_threshold = self._metric.threshold
+        if self._objects is not None:
+            if not isinstance(form.task, BoxDetection) or not form.task.decoder.placed:
+                raise FeedError(
+                    "annotations of boxes need a model whose boxes can be read from its outputs;"
+                    " this one's cannot, so leave the labels out or give a metric of your own"
+                )
+            self._precision = PrecisionTally(form.task.decoder, self._objects)
+
+    def _count(self, form: OutputForm, batch: _Batch) -> None:
+        reference = form.prepare(batch.reference, batch.inputs, batch.reference)
+        candidate = form.prepare(batch.candidate, batch.inputs, batch.reference)
+        for part, error in self._slice_errors.items():
+            values = part.of(reference[part.output])
+            error.add(values, part.of(candidate[part.output]), batch.length)
+        tallies = [
+            tally
+            for tally in (self._metric_tally, self._task_tally, self._precision)
+            if tally is not None
+        ]
+        if not tallies:
+            return
+        samples = zip(
+            split_batch(batch.inputs, batch.length),
+            split_batch(batch.reference, batch.length),
+            split_batch(batch.candidate, batch.length),
+            strict=True,
+        )
+        for sample in samples:
+            for tally in tallies:
+                tally.add(*sample)
 
     @property
     def watched(self) -> frozenset[int]:
         """Indices of the samples whose pictures `shown` may need."""
-        return self._truth.watched
+        if self._form is None:
+            return frozenset(range(self._top1.samples))
+        return frozenset() if self._task_tally is None else self._task_tally.watched
 
     def shown(self) -> tuple[Example, ...]:
         """Return a few samples where both models differ most, the worst first."""
-        return self._truth.shown()
+        self._settle()
+        return () if self._task_tally is None else self._task_tally.shown()
 
     def result(self) -> Accuracy:
         """Return the figures so far.
@@ -186,15 +270,15 @@ class Comparison:
         """
         if self._top1.samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
+        form = self._settle()
         outputs = tuple(error.result() for error in self._errors.values())
-        figure, form = self._truth.task(), self._truth.form
-        task = form.task
-        kind = (
-            "beside others" if figure is not None and figure.beside else task.name if task else ""
-        )
-        first = task.outputs[0] if isinstance(task, Classes) else ""
-        top1 = self._heads.get(first, self._top1).result(kind)
-        lists = frozenset[str]() if task is None else task.lists
+        figure = self._task_figure(form)
+        kind = "" if form.task is None else form.task.name
+        if figure is not None and figure.beside:
+            kind = "beside others"
+        first_output = form.task.outputs[0] if isinstance(form.task, Classes) else ""
+        top1 = self._heads.get(first_output, self._top1).result(kind)
+        is_silent = form.task is not None and self._metric_tally is None and figure is None
         return Accuracy(
             samples=self._top1.samples,
             outputs=outputs,
@@ -204,17 +288,61 @@ class Comparison:
             classes=top1.classes,
             favourite=top1.favourite,
             label_shift=top1.label_shift,
-            parts=self._truth.parts(outputs),
+            parts=self._slice_figures(form, outputs),
             task=figure,
-            precision=self._truth.precision(),
-            reading=self._truth.reading(),
+            precision=None if self._precision is None else self._precision.result(),
+            reading=_describe_form(form.task, is_silent=is_silent),
             why=form.reason,
             set_task=form.set_task,
-            silent=self._truth.silent,
+            silent=is_silent,
             alike=self._alike.alike,
             carried=form.states,
-            problems=tuple(_problems(outputs, self._top1.samples, lists)),
+            problems=tuple(_problems(outputs, self._top1.samples, form.lists)),
         )
+
+    def _task_figure(self, form: OutputForm) -> TaskFigure | None:
+        """Return the user metric's figure, else the task's; None if there is none."""
+        if self._metric_tally is not None:
+            return self._metric_tally.result()
+        figure = None if self._task_tally is None else self._task_tally.result()
+        return None if figure is None else replace(figure, beside=form.uncovered)
+
+    def _slice_figures(
+        self, form: OutputForm, outputs: Sequence[OutputAccuracy]
+    ) -> tuple[SliceAccuracy, ...]:
+        """Return the slices' figures, the worst first; NaN is the worst of all.
+
+        `outputs`: figures of the complete outputs, which are not computed twice.
+        """
+        figures_by_slice = {OutputSlice(output=output.name): output for output in outputs}
+        for part, error in self._slice_errors.items():
+            figures_by_slice[part] = error.result()
+        slice_figures = []
+        for part in form.parts:
+            figures = figures_by_slice[part]
+            if part.output in form.lists and figures.other_shape:
+                continue  # rows of lists of different lengths are not the same boxes
+            slice_figures.append(
+                SliceAccuracy(
+                    label=part.label,
+                    output=part.output,
+                    sqnr_db=figures.sqnr_db,
+                    cosine_mean=figures.cosine_mean,
+                    cosine_min=figures.cosine_min,
+                    max_abs_error=figures.max_abs_error,
+                    less="" if part.at else part.less,
+                )
+            )
+        # NaN has no order: in a comparison with -inf it counts as such
+        slice_figures.sort(key=lambda f: -math.inf if math.isnan(f.sqnr_db) else f.sqnr_db)
+        return tuple(slice_figures)
+
+
+def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:
+    """Return how the outputs were interpreted, as text."""
+    if task is None:
+        return "the form of the outputs does not tell what they are for"
+    return task.form + ("; FP32 finds next to nothing on these samples" if is_silent else "")
 
 
 SamplePairs = Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]]  # (inputs, FP32's outputs)
@@ -331,9 +459,12 @@ def _problems(
             )
 
 
-def _first(outputs: Mapping[str, Array], rows: int, batch: int) -> dict[str, Array]:
+def _first_rows(outputs: Outputs, rows: int, batch: int) -> Outputs:
     """Return the first `rows` rows of every output whose first dimension is the batch."""
-    return {
-        name: value[:rows] if np.ndim(value) and value.shape[0] == batch else value
-        for name, value in outputs.items()
-    }
+    if rows == batch:
+        return outputs
+    cut = {}
+    for name, value in outputs.items():
+        has_batch = np.ndim(value) and value.shape[0] == batch
+        cut[name] = value[:rows] if has_batch else value
+    return cut

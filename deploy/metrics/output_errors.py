@@ -36,7 +36,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from deploy.tasks.rows import Outputs, are_relative, is_floating
+from deploy.tasks.rows import Floats, Outputs, are_relative, is_floating
 from deploy.tensors import Array
 
 _NOT_WRITTEN = ("zeros", "empty")  # fields that JSON leaves out
@@ -45,97 +45,119 @@ _BLOCK = 1 << 13  # values of a row summed at a time; for more, BLAS wakes its t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputAccuracy:
-    """Errors of one output (or inner tensor) of the candidate against the reference's."""
+    """Errors of one output (or inner tensor) of the candidate against the reference's.
+
+    Attributes:
+        name: name of the output.
+        sqnr_db: signal to quantization noise ratio; inf if both are equal, NaN if not finite.
+        cosine_mean: mean of the samples' cosines; of one value a sample the cosine over all.
+        cosine_min: minimum of the samples' cosines, or the cosine over all.
+        max_abs_error: largest absolute difference of any element, in the tensor's own unit.
+        not_finite: number of samples with NaN or Inf (in the reference, in the candidate).
+        other_shape: number of samples whose shapes differ, as the number of detections may.
+        zeros: whether all values of both are 0, so that equality means nothing.
+        empty: whether neither had a value in any sample.
+    """
 
     name: str
-    sqnr_db: float  # signal to quantization noise ratio; inf if both are equal, NaN if not finite
-    # cosine_mean, cosine_min: mean and minimum of the samples' cosines; the cosine over all samples
-    # if each has one value
+    sqnr_db: float
     cosine_mean: float
     cosine_min: float
-    max_abs_error: float  # largest absolute difference of any element, in the tensor's own unit
-    # number of samples with NaN or Inf (in the reference, in the candidate)
+    max_abs_error: float
     not_finite: tuple[int, int] = (0, 0)
-    other_shape: int = 0  # number of samples whose shapes differ (such as the number of detections)
-    zeros: bool = False  # whether all values of both are 0, so that equality means nothing
-    empty: bool = False  # whether neither had a value in any sample
+    other_shape: int = 0
+    zeros: bool = False
+    empty: bool = False
 
 
 @dataclass(slots=True)
 class RunningError:
-    """Running sums of one output, in O(1) memory."""
+    """Running sums of one output, in O(1) memory.
+
+    Attributes:
+        name: name of the output.
+        total: sum of the reference's rows, if only what varies about their mean is signal.
+        sums: the sums of `_pair_sums` over all rows.
+        max_values: largest number of values of a row.
+        cosine_sum: sum of the rows' cosines.
+        cosine_min: least cosine of a row.
+        samples: number of rows that were summed.
+        max_error: largest absolute difference.
+        not_finite: number of rows with NaN or Inf in the reference, in the candidate.
+        other_shape: number of samples whose shapes differ.
+        empty: number of samples without values.
+    """
 
     name: str
-    signal: float = 0.0
-    other: float = 0.0
-    product: float = 0.0
-    noise: float = 0.0
-    longest: int = 0
+    total: Floats | None = None
+    sums: Floats = field(default_factory=lambda: np.zeros(4))
+    max_values: int = 0
     cosine_sum: float = 0.0
     cosine_min: float = math.inf
     samples: int = 0
-    max_abs: float = 0.0
+    max_error: float = 0.0
     not_finite: list[int] = field(default_factory=lambda: [0, 0])
     other_shape: int = 0
     empty: int = 0
-    # sum of the rows, where only what deviates from their mean is signal
-    total: Array | None = None
 
     def add(self, reference: Array, candidate: Array, batch: int) -> None:
         """Add one batch, row by row."""
-        left, right = np.asarray(reference), np.asarray(candidate)
-        if left.shape != right.shape:
+        reference, candidate = np.asarray(reference), np.asarray(candidate)
+        if reference.shape != candidate.shape:
             self.other_shape += batch
-            return
-        if left.size == 0:  # nothing detected in this sample, by both
+        elif reference.size == 0:  # nothing detected in this sample, by both
             self.empty += batch
-            return
-        for one, other in zip(_rows(left, batch), _rows(right, batch), strict=True):
-            self._add_row(one, other)
+        else:
+            for row_pair in zip(_rows(reference, batch), _rows(candidate, batch), strict=True):
+                self._add_row(*row_pair)
 
-    def _add_row(self, left: Array, right: Array) -> None:
-        sums = _Sums.of(left, right)
-        if not sums.finite:
-            self.not_finite[0] += not np.isfinite(left).all()
-            self.not_finite[1] += not np.isfinite(right).all()
-            if not (np.isfinite(left).all() and np.isfinite(right).all()):
+    def _add_row(self, reference: Array, candidate: Array) -> None:
+        sums, max_error = _pair_sums(reference, candidate)
+        if not np.isfinite(sums).all():  # NaN, Inf, or a sum that overflowed
+            broken = [not np.isfinite(row).all() for row in (reference, candidate)]
+            self.not_finite[0] += broken[0]
+            self.not_finite[1] += broken[1]
+            if any(broken):
                 return
-        self.signal += sums.left
-        if self.total is not None and self.total.size in (1, left.size):
-            self.total = self.total + left.astype(np.float64)
-        self.other += sums.right
-        self.product += sums.product
-        self.longest = max(self.longest, left.size)
-        self.noise += sums.difference
-        self.max_abs = max(self.max_abs, sums.largest)
-        self.cosine_sum += sums.cosine
-        self.cosine_min = min(self.cosine_min, sums.cosine)
+        self.sums += sums
+        if self.total is not None and self.total.size in (1, reference.size):
+            self.total = self.total + reference.astype(np.float64)
+        self.max_values = max(self.max_values, reference.size)
+        self.max_error = max(self.max_error, max_error)
+        row_cosine = _cosine(sums)
+        self.cosine_sum += row_cosine
+        self.cosine_min = min(self.cosine_min, row_cosine)
         self.samples += 1
 
     def result(self) -> OutputAccuracy:
         """Return the figures so far."""
-        nothing = self.samples == 0 and self.empty == 0
-        broken = any(self.not_finite) or self.other_shape > 0 or nothing
-        mean, minimum = (math.nan, math.nan) if broken else self._cosines()
-        usual = 0.0 if self.total is None else float(np.square(self.total).sum())
-        signal = self.signal - usual / max(self.samples, 1)
+        signal, noise = float(self.sums[0]), float(self.sums[3])
+        zeros = signal == noise == 0
+        if self.total is not None:
+            signal -= float(np.square(self.total).sum()) / max(self.samples, 1)
+        db = sqnr_db(signal, noise)
+        cosine_mean, cosine_min, max_error = *self._cosines(), self.max_error
+        has_nothing = self.samples == 0 and self.empty == 0
+        is_broken = any(self.not_finite) or self.other_shape > 0 or has_nothing
+        if is_broken:
+            db = cosine_mean = cosine_min = max_error = math.nan
         return OutputAccuracy(
             name=self.name,
-            sqnr_db=math.nan if broken else sqnr_db(signal, self.noise),
-            cosine_mean=mean,
-            cosine_min=minimum,
-            max_abs_error=math.nan if broken else self.max_abs,
+            sqnr_db=db,
+            cosine_mean=cosine_mean,
+            cosine_min=cosine_min,
+            max_abs_error=max_error,
             not_finite=(self.not_finite[0], self.not_finite[1]),
             other_shape=self.other_shape,
-            zeros=not broken and self.signal == self.noise == 0,
-            empty=not broken and self.samples == 0,
+            zeros=zeros and not is_broken,
+            empty=self.samples == 0 and not is_broken,
         )
 
     def _cosines(self) -> tuple[float, float]:
         """Return their mean and minimum; of single values only the sign would count."""
-        if self.longest > 1:
+        if self.max_values > 1:
             return self.cosine_sum / self.samples, self.cosine_min
-        overall = _cosine(self.signal, self.other, self.product)
+        overall = _cosine(self.sums)
         return overall, overall
 
 
@@ -146,64 +168,51 @@ def sqnr_db(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
-def cosine(left: Array, right: Array) -> float:
+def cosine(reference: Array, candidate: Array) -> float:
     """Cosine of two tensors of one size, in float64; 1 if both are zero, 0 if only one is."""
-    return _Sums.of(np.asarray(left).reshape(-1), np.asarray(right).reshape(-1)).cosine
+    sums, _ = _pair_sums(np.asarray(reference).reshape(-1), np.asarray(candidate).reshape(-1))
+    return _cosine(sums)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Products of two rows, summed in float64: each with itself, with the other, the difference."""
+def _pair_sums(reference: Array, candidate: Array) -> tuple[Floats, float]:
+    """Return sums over two rows, in float64, and their largest absolute difference.
 
-    left: float
-    right: float
-    product: float
-    difference: float
-    largest: float
-
-    @classmethod
-    def of(cls, left: Array, right: Array) -> _Sums:
-        """Sum block by block, each of which fits a core's cache."""
-        sums, largest = np.zeros(4), 0.0
-        with np.errstate(invalid="ignore", over="ignore"):
-            for start in range(0, left.size, _BLOCK):
-                one = left[start : start + _BLOCK].astype(np.float64)
-                other = right[start : start + _BLOCK].astype(np.float64)
-                difference = one - other
-                sums += (one @ one, other @ other, one @ other, difference @ difference)
-                largest = max(largest, float(np.abs(difference, out=difference).max()))
-        left_sum, right_sum, product, noise = (float(total) for total in sums)
-        return cls(left_sum, right_sum, product, noise, largest)
-
-    @property
-    def finite(self) -> bool:
-        """Whether neither row held NaN or Inf, nor overflowed."""
-        return math.isfinite(self.left + self.right + self.difference)
-
-    @property
-    def cosine(self) -> float:
-        return _cosine(self.left, self.right, self.product)
+    The sums are those of the reference's squares, the candidate's squares, the products, and the
+    squared differences, block by block, each of which fits a core's cache.
+    """
+    sums, max_error = np.zeros(4), 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, reference.size, _BLOCK):
+            expected = reference[start : start + _BLOCK].astype(np.float64)
+            actual = candidate[start : start + _BLOCK].astype(np.float64)
+            error = expected - actual
+            sums += (expected @ expected, actual @ actual, expected @ actual, error @ error)
+            max_error = max(max_error, float(np.abs(error, out=error).max()))
+    return sums, max_error
 
 
-def _cosine(left: float, right: float, product: float) -> float:
-    """Cosine from the sums of squares and products; 1 if both are zero, 0 if only one is."""
-    norms = math.sqrt(left) * math.sqrt(right)
-    return float(left == right) if norms == 0 else min(max(product / norms, -1.0), 1.0)
+def _cosine(sums: Floats) -> float:
+    """Cosine from the sums of `_pair_sums`; 1 if both are zero, 0 if only one is."""
+    reference, candidate, product, _ = map(float, sums)
+    norms = math.sqrt(reference) * math.sqrt(candidate)
+    if norms == 0:
+        return float(reference == candidate)
+    return min(max(product / norms, -1.0), 1.0)
 
 
 def _rows(value: Array, batch: int) -> Array:
     """Reshape [N, ...] to [N, values]; to one row if the first dimension is not the batch."""
-    rows = batch if value.ndim > 0 and value.shape[0] == batch else 1
+    rows = batch if value.shape[:1] == (batch,) else 1
     return value.reshape(rows, -1)
 
 
 def plain_json(value: object) -> object:
     """Return plain JSON types of figures: dataclasses, sequences and numbers."""
     if is_dataclass(value):
-        names = (one.name for one in fields(value) if one.name not in _NOT_WRITTEN)
+        names = [item.name for item in fields(value) if item.name not in _NOT_WRITTEN]
         return {name: plain_json(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
-        return [plain_json(one) for one in value]
+        return [plain_json(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -251,12 +260,9 @@ def _given_back_db(samples: Sequence[Array], sources: Sequence[Array], resize: s
     """Return the SQNR in dB that the bare input would have as output; 0 where it does not fit."""
     signal = change = 0.0
     for value, source in zip(samples, sources, strict=False):
-        if value.ndim < _PICTURE or not np.issubdtype(source.dtype, np.floating):
-            return 0.0
-        if not np.issubdtype(value.dtype, np.floating):
-            return 0.0
-        enlarged = enlarge_input(source, value.shape, resize)
-        if enlarged is None:
+        are_floats = value.dtype.kind == source.dtype.kind == "f"
+        enlarged = enlarge_input(source, value.shape, resize) if are_floats else None
+        if enlarged is None or value.ndim < _PICTURE:
             return 0.0
         signal += float(np.square(value, dtype=np.float64).sum())
         change += float(np.square(np.subtract(value, enlarged, dtype=np.float64)).sum())
@@ -275,22 +281,20 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
         return source if source.shape == shape else None
     if len(shape) != _PICTURE or source.ndim != _PICTURE or not source.size:
         return None
-    channels_last = source.shape[3] == shape[3] and source.shape[1] != shape[1]
-    height_axis = 1 if channels_last else 2
-    scale, remainder = divmod(shape[height_axis], source.shape[height_axis])
-    scaled = [*source.shape]
-    scaled[height_axis] *= scale
-    scaled[height_axis + 1] *= scale
-    if remainder or not 2 <= scale <= _MAX_SCALE or tuple(scaled) != shape:
-        return None
+    if source.shape[3] == shape[3] and source.shape[1] != shape[1]:  # channels last
+        channels_first = shape[0], shape[3], shape[1], shape[2]
+        enlarged = enlarge_input(np.moveaxis(source, 3, 1), channels_first, resize)
+        return None if enlarged is None else np.moveaxis(enlarged, 1, 3)
 
-    channels_first = np.moveaxis(source, 3, 1) if channels_last else source
-    height, width = shape[height_axis : height_axis + 2]
-    planes = []
-    for plane in channels_first.reshape(-1, *channels_first.shape[2:]).astype(np.float64):
-        planes.append(cv2.resize(plane, (width, height), interpolation=_RESIZES[resize]))
-    enlarged = np.stack(planes).reshape(*channels_first.shape[:2], height, width)
-    return np.moveaxis(enlarged, 1, 3) if channels_last else enlarged
+    scale = shape[2] // source.shape[2]
+    batch, channels, rows, columns = source.shape
+    if not 2 <= scale <= _MAX_SCALE or shape != (batch, channels, rows * scale, columns * scale):
+        return None
+    enlarged = np.empty(shape, np.float64)
+    for index in np.ndindex(batch, channels):
+        plane = source[index].astype(np.float64)
+        enlarged[index] = cv2.resize(plane, (shape[3], shape[2]), interpolation=_RESIZES[resize])
+    return enlarged
 
 
 USUAL = "its mean"
@@ -299,42 +303,33 @@ _MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it c
 
 
 def find_usual_values(
-    samples: Sequence[Array], max_values: float = FEW, weights: Sequence[Array] | None = None
+    samples: Sequence[Array], weights: Sequence[Array] | None = None
 ) -> Array | None:
-    """Return the mean over samples of a few numbers that deviate little from it; or None.
+    """Return the mean over samples of numbers that deviate little from it; or None.
 
-    `max_values`: numbers of a sample, at most. `weights`: of each number of each sample; 0 for one
-    that is not used.
+    `weights`: of each number of each sample; 0 for one that is not used.
     """
     shape = samples[0].shape
-    if len(samples) < 2 or not 0 < samples[0].size <= max_values:
+    if len(samples) < 2 or samples[0].size == 0:
         return None
     if any(value.shape != shape or not is_floating(value) for value in samples):
         return None
-    values = np.stack(samples).astype(np.float64)
-    if weights is not None:
-        return _find_large_mean(values, np.stack(weights).astype(np.float64))
-    in_unit = values.min() >= 0 and values.max() <= 1
-    if in_unit and not are_relative(values.reshape(len(samples), -1)):
-        return None  # probabilities near 1 deviate little anyway
-    return _find_large_mean(values, np.ones_like(values))
+    values = np.stack(samples)
+    if weights is None:
+        in_unit = values.min() >= 0 and values.max() <= 1
+        if in_unit and not are_relative(values.reshape(len(samples), -1)):
+            return None  # probabilities near 1 deviate little anyway
+        weights = [np.ones(shape)] * len(samples)
+
+    return find_large_mean(values, np.stack(weights))
 
 
-def find_step_mean(samples: Sequence[Array], scores: Sequence[Array]) -> Array | None:
-    """Return the mean of one value a step where scores are high, if it is large; else None."""
-    for value, score in zip(samples, scores, strict=True):
-        if value.size != max(value.shape) or value.size != score.size:
-            return None
-    values = np.concatenate([value.reshape(-1, 1) for value in samples])
-    weights = np.concatenate([score.reshape(-1, 1) for score in scores])
-    return _find_large_mean(values.astype(np.float64), weights.astype(np.float64))
-
-
-def _find_large_mean(values: Array, weights: Array) -> Array | None:
+def find_large_mean(values: Array, weights: Array) -> Array | None:
     """Return the weighted mean over the rows, if most of the signal is in it; else None."""
-    mean = (weights * values).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-30)
-    signal = float(np.vdot(weights, np.square(values)))
-    deviation = float(np.vdot(weights, np.square(values - mean)))
+    rows, shares = values.astype(np.float64), weights.astype(np.float64)
+    mean = (shares * rows).sum(axis=0) / np.maximum(shares.sum(axis=0), 1e-30)
+    signal = float(np.vdot(shares, np.square(rows)))
+    deviation = float(np.vdot(shares, np.square(rows - mean)))
     if deviation <= 0 or not _MIN_MEAN_DB <= sqnr_db(signal, deviation) <= ROUNDING_DB:
         return None
     return np.asarray(mean, np.float32)
