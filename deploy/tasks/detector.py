@@ -54,8 +54,8 @@ class OtherShapeError(Exception):
     """An output does not have the shape that a decoder needs."""
 
 
-def to_table(value: Array | None, layout: Layout) -> Floats:
-    """Return an output as [anchors, columns].
+def to_table(value: Array | None, layout: Layout) -> Array:
+    """Return an output as [anchors, columns], as a view where that is possible.
 
     Raises:
         OtherShapeError: the output does not have the layout.
@@ -64,7 +64,7 @@ def to_table(value: Array | None, layout: Layout) -> Floats:
         raise OtherShapeError
     shape = value.shape
     if layout == ROWS and len(shape) == 2:
-        return np.asarray(value, np.float64)
+        return value
     if shape[0] != 1 or len(shape) not in LAYOUT_DIMENSIONS[layout]:
         raise OtherShapeError
     if layout == ANCHOR_MAP and len(shape) == 4:
@@ -74,7 +74,7 @@ def to_table(value: Array | None, layout: Layout) -> Floats:
     if layout == MAP:
         value = value.reshape(1, shape[1], -1)
     table = value.reshape(-1, value.shape[-1])
-    return np.asarray(table.T if layout in (COLUMNS, MAP) else table, np.float64)
+    return table.T if layout in (COLUMNS, MAP) else table
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Columns:
     start: int = 0
     stop: int | None = None
 
-    def of(self, outputs: Outputs) -> Floats:
+    def of(self, outputs: Outputs) -> Array:
         """Return the columns [A, n] of one sample."""
         table = to_table(outputs.get(self.output), self.layout)
         if table.shape[1] < (self.stop or self.start):
@@ -164,7 +164,7 @@ def read_columns(levels: Sequence[Columns], outputs: Outputs) -> Floats:
     tables = [columns.of(outputs) for columns in levels]
     if len({table.shape[1] for table in tables}) != 1:
         raise OtherShapeError
-    return np.concatenate(tables)
+    return np.concatenate(tables, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

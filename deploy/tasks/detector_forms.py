@@ -62,7 +62,7 @@ class _RowTable:
     """
 
     columns: Columns
-    rows: Floats
+    rows: Array
     count: int
     grids: tuple[AnchorGrid, ...]
 
@@ -101,14 +101,15 @@ def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
     Maps have the size of the picture over a stride.
     """
     for name, layout in itertools.product(samples.names, LAYOUT_DIMENSIONS):
+        # large maps, such as of the picture's size, are not read
+        if layout in (MAP, ANCHOR_MAP) and not _fit_strides(name, samples):
+            continue
         columns = Columns(name, layout)
         try:
             tables = [columns.of(outputs) for outputs in samples.outputs]
         except OtherShapeError:
             continue
         if len({table.shape[1] for table in tables}) > 1:
-            continue
-        if layout in (MAP, ANCHOR_MAP) and not _fit_strides(name, samples):
             continue
         rows, count = np.concatenate(tables), len(tables[0])
         if np.isfinite(rows).all():
@@ -177,15 +178,15 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
     )
 
 
-def _to_probabilities(rows: Floats) -> Floats:
+def _to_probabilities(rows: Array) -> Array:
     return activate(rows, _missing_sigmoid(rows))
 
 
-def _missing_sigmoid(rows: Floats) -> str:
+def _missing_sigmoid(rows: Array) -> str:
     return "" if are_shares(rows) else "sigmoid"
 
 
-def _has_objectness(scores: Floats, layout: Layout) -> bool:
+def _has_objectness(scores: Array, layout: Layout) -> bool:
     """Whether the first column is an objectness: classes are arbitrary where there is no object.
 
     If the data do not show it, tables with the anchors first have it, as v5's and v7's do; those of
@@ -201,7 +202,7 @@ def _has_objectness(scores: Floats, layout: Layout) -> bool:
     return layout == ROWS and is_loud and objectness >= best_class
 
 
-def _are_mostly_empty(best_scores: Floats) -> bool:
+def _are_mostly_empty(best_scores: Array) -> bool:
     """Whether at least half of the rows detect nothing."""
     return bool(np.median(best_scores) < thresholds.MAX_EMPTY_SCORE)
 
@@ -276,13 +277,13 @@ def _has_distances(table: _RowTable) -> bool:
     return bool(table.grids) and _are_bins(table.rows)
 
 
-def _are_bins(rows: Floats) -> bool:
+def _are_bins(rows: Array) -> bool:
     """Whether columns may be logits of four distributions."""
     bin_count, remainder = divmod(rows.shape[1], 4)
     return bin_count >= thresholds.MIN_BINS and not remainder and rows.min() < 0
 
 
-def _are_scores(rows: Floats) -> bool:
+def _are_scores(rows: Array) -> bool:
     """Whether four columns are scores of classes, not boxes: few rows have a high one."""
     if are_shares(rows):
         return bool(sums_to_one(rows).all()) or _are_mostly_empty(rows.max(axis=1))
@@ -381,7 +382,7 @@ def _find_activation(
     return ("sigmoid", None) if is_sigmoid else ("softmax", last)
 
 
-def _find_raw_activation(rows: Floats) -> tuple[str, int | None] | None:
+def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
     """Return (missing activation, class of the background) if nearly all rows detect nothing."""
     if np.mean(rows.max(axis=1) < 0) >= thresholds.MIN_EMPTY_SHARE:
         return "sigmoid", None
@@ -389,7 +390,7 @@ def _find_raw_activation(rows: Floats) -> tuple[str, int | None] | None:
     return None if background is None else ("softmax", background)
 
 
-def _find_background(rows: Floats) -> int | None:
+def _find_background(rows: Array) -> int | None:
     """Return the first or the last class if it is the best of most rows; else None."""
     wins = np.bincount(rows.argmax(axis=1), minlength=rows.shape[1])
     winner = int(wins.argmax())

@@ -195,7 +195,8 @@ def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: i
     """
     values, size = samples.arrays(name), samples.picture_size
     shape = values[0].shape
-    if any(value.shape != shape or not is_floating(value) for value in values):
+    is_large = values[0].size > thresholds.MAX_POINTS * _NUMBERS[-1]
+    if is_large or any(value.shape != shape or not is_floating(value) for value in values):
         return 0
     long_sides = [side for side in shape if side != 1]
     if len(shape) < 2 or shape[0] != 1 or len(long_sides) > 2 or size is None:
