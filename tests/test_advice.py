@@ -205,6 +205,11 @@ def test_steps_for_a_doubtful_engine_never_repeat():
     assert first_step(report) == "use the float model: m.onnx"
 
 
+def test_quantized_model_is_not_searched_next():
+    report = detector("doubtful", boxes=60, samples=60, is_quantized=True)
+    assert "calib8 build FLOAT.onnx" in first_step(report)
+
+
 @pytest.mark.parametrize(("effort", "flags"), [(0, "--effort 1"), (1, "--prefer accuracy")])
 def test_followed_effort_is_not_the_next_step(effort, flags):
     """Even if nothing was searched, as for a model without a choice."""

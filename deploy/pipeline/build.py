@@ -243,6 +243,7 @@ def _request_part(build: PreparedBuild) -> RequestPart:
         has_method=options.calibration.method is not None,
         has_evaluation=build.evaluation is not None,
         is_module=build.loaded.exported is not None,
+        is_quantized=build.loaded.qdq is not None,
     )
 
 

@@ -340,6 +340,7 @@ class RequestPart:
         has_method: whether the user set the calibration method.
         has_evaluation: whether evaluation images were given.
         is_module: whether the model came from PyTorch.
+        is_quantized: whether it is a Q/DQ model, of which nothing is calibrated or searched.
         followed: names of next steps that builds of this model in the same folder have followed.
     """
 
@@ -351,6 +352,7 @@ class RequestPart:
     has_method: bool = False
     has_evaluation: bool = False
     is_module: bool = False
+    is_quantized: bool = False
     followed: tuple[str, ...] = ()
 
 

@@ -16,6 +16,7 @@ The next step, the first that applies and was not followed yet::
                           otherwise  -> a split of a better level -> a search -> without the user's
                                         method -> more effort and repairs, once -> training with
                                         int8 (PyTorch) -> the float model
+                        of a Q/DQ model  -> the float model that it was made from
     else                             -> measure it, or run it
 """
 
@@ -333,7 +334,9 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         speed = figures.ratio(1 / split.time)
         price = split.figure or figures.decibels(split.sqnr_db)
         yield f"for {price} at about {speed}: {build_target} --split {split.number}"
-    if options and not verdict.gated:
+    if request.is_quantized:
+        yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
+    elif options and not verdict.gated:
         effort = request.effort.get(target.name, 0)
         if effort == 0:
             yield f"{build} --effort 1"
