@@ -55,6 +55,11 @@ class BackendError(Calib8Error):
     """A runtime refused to build or to run a model."""
 
 
+def extra_hint(extra: str) -> str:
+    """Return how to install an optional part; its name at a package index is anybody's."""
+    return f"pip install '.[{extra}]' in a clone of calib8"
+
+
 class SdkMissingError(BackendError):
     """The SDK or the device that this step needs is not on this machine."""
 

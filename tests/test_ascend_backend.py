@@ -18,6 +18,7 @@ from deploy.errors import Calib8Error, ConfigError, ModelError, SdkMissingError
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
+from deploy.report.screen import next_steps
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import Ascend
 from deploy.targets.ascend.aipp import write_aipp
@@ -373,8 +374,37 @@ def test_atc_script_runs_from_any_folder(small_cnn, data, tmp_path, monkeypatch)
     moved_folder = out.rename(tmp_path / "moved")
     for folder in (tmp_path, moved_folder, Path("/")):
         script = os.path.relpath(moved_folder / f"{small_cnn.stem}_atc.sh", folder)
-        done = subprocess.run(["sh", script], cwd=folder, env=environment, capture_output=True)
+        command = ["sh", script, "Ascend310P3"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_atc_script_takes_the_chip(small_cnn, data, tmp_path, wording):
+    tools = path_with_atc(tmp_path, 'for a in "$@"; do echo "$a"; done')
+    for soc, argument in ((None, "Ascend310P3"), ("Ascend310B1", None)):
+        out = tmp_path / f"{soc}"
+        quick = {"duration_s": 0, "tuning": Tuning(effort=0)}
+        report = build(small_cnn, data, out=out, targets=[Ascend(soc=soc)], **quick)
+        script = out / f"{small_cnn.stem}_atc.sh"
+        commands = [["sh", script, argument or "ignored"], ["sh", script]]
+        environment = {**os.environ, "PATH": tools}
+        done, alone = (subprocess.run(c, env=environment, capture_output=True) for c in commands)
+        assert f"--soc_version={argument or soc}\n".encode() in done.stdout
+        assert (alone.returncode == 0) == (argument is None)
+        steps = [step for step in next_steps(report) if "atc" in step]
+        assert all(
+            step.endswith(f"_atc.sh{' ' * bool(argument)}{argument or ''}") for step in steps
+        )
+        readme = (out / f"{small_cnn.stem}_README.txt").read_text()
+        assert f"sh {script.name} {argument}" in readme or soc in readme
+
+
+@pytest.mark.parametrize(("size", "is_odd"), [("1280x720", True), ("720x1280", False)])
+def test_frames_higher_than_wide_are_named(size, is_odd, wording):
+    alerts = Ascend(aipp=True, source_size=size)._source().alerts
+    assert bool(alerts) == is_odd
+    for alert in alerts:
+        wording.check(alert)
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,7 @@ def test_noisy_server_is_refused_once(small_cnn, pictures):
 
 def test_missing_dask_names_its_extra(small_cnn, pictures, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(SdkMissingError, match=r"pip install 'calib8\[dask\]'"):
+    with pytest.raises(SdkMissingError, match=r"pip install '\.\[dask\]'"):
         calibrate(small_cnn, pictures, scheduler=UNUSED_ADDRESS)
 
 

@@ -18,6 +18,8 @@ from calib8 import __version__
 from deploy.calibration.reuse import CachePolicy
 from deploy.cli import cli, main
 from deploy.commands import base
+from deploy.commands.base import Real, parse_trt_version
+from deploy.commands.image_options import parse_size_option
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.sampling import Choice
 from deploy.report.verdict import Gates
@@ -488,3 +490,29 @@ def test_group_command_is_suggested_once(arguments, run):
     code, _, error = run(*arguments.split())
     assert code == 2
     assert error.count("did you mean") == 1
+
+
+def test_shares_may_be_in_percent():
+    share = Real(0, 1)
+    assert [share.convert(text, None, None) for text in ("7%", "0.5 %", "100%")] == [0.07, 0.005, 1]
+    for number_type, text in ((share, "101%"), (share, "nan%"), (share, "%"), (Real(min=0), "7%")):
+        with pytest.raises(click.BadParameter):
+            number_type.convert(text, None, None)
+
+
+def test_size_of_one_number_is_a_square():
+    assert parse_size_option("640") == (640, 640)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"), [("10.3", "10.3.0"), ("10.14.1", "10.14.1"), ("8.6", "8.6"), (None, None)]
+)
+def test_tensorrt_version_is_completed(text, version, capsys):
+    assert parse_trt_version(None, None, text) == version
+    assert ("10.3.0" in capsys.readouterr().err) == (text == "10.3")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_folder_that_takes_no_files_is_named(pictures, small_cnn, run):
+    message = run.fails("build", small_cnn, "--images", pictures, "--out", "/proc/build")
+    assert "written to, got /proc;" in message

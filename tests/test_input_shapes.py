@@ -5,7 +5,7 @@ import onnx
 import pytest
 
 from deploy.errors import ConfigError, ModelError
-from deploy.frontends.input_shapes import load_with_shapes, parse_input
+from deploy.frontends.input_shapes import open_with_shapes, parse_input
 from tests.models import make_model, run_net
 
 WEIGHT = np.random.default_rng(0).normal(size=(8, 3, 3, 3)).astype(np.float32)
@@ -64,7 +64,7 @@ def test_convolutional_file_takes_other_sizes(tail, batch, save):
     rng = np.random.default_rng(len(tail))
     sides = [int(side) for side in rng.integers(5, 40, 2) * 2]
     path = save(tail, CONVOLUTIONAL[tail], batch)
-    loaded = load_with_shapes(path, [parse_input(f"1x3x{sides[0]}x{sides[1]}")])
+    loaded = open_with_shapes(path, [parse_input(f"1x3x{sides[0]}x{sides[1]}")])
     assert loaded.inputs[0].shape == (batch, 3, *sides) and loaded.name == "net"
     x = rng.normal(size=(1, 3, *sides)).astype(np.float32)
     expected = run_net(make_net(tail, CONVOLUTIONAL[tail], batch, sides), x)
@@ -78,30 +78,30 @@ def test_node_with_a_size_inside_is_named(tail, batch, save):
     if "r = Reshape" in tail:
         node = "Reshape"
     with pytest.raises(ModelError, match=f"{node}.*{node}_|{node}_.*{node}"):
-        load_with_shapes(save(tail, FIXED[tail], batch), [parse_input("1x3x48x32")])
+        open_with_shapes(save(tail, FIXED[tail], batch), [parse_input("1x3x48x32")])
 
 
 def test_equal_shape_leaves_the_file(save):
     path = save("y = Relu(c)", {})
-    assert load_with_shapes(path, [parse_input("x=1x3x16x16")]).source == path
+    assert open_with_shapes(path, [parse_input("x=1x3x16x16")]).source == path
 
 
 @pytest.mark.parametrize("text", ["1x3x48", "z=1x3x8x8", "1x3x8x8:uint8"])
 def test_shape_of_another_input_is_refused(text, save, wording):
     with pytest.raises(ConfigError) as refusal:
-        load_with_shapes(save("y = Relu(c)", {}), [parse_input(text)])
+        open_with_shapes(save("y = Relu(c)", {}), [parse_input(text)])
     wording.check(refusal.value)
 
 
 def test_number_of_channels_is_refused(save):
     with pytest.raises(ModelError, match="Conv_c"):
-        load_with_shapes(save("y = Relu(c)", {}), [parse_input("1x4x16x16")])
+        open_with_shapes(save("y = Relu(c)", {}), [parse_input("1x4x16x16")])
 
 
 def test_more_shapes_than_inputs_are_refused(save):
     shape = parse_input("1x3x8x8")
     with pytest.raises(ConfigError, match="got 2 of them"):
-        load_with_shapes(save("y = Relu(c)", {}), [shape, shape])
+        open_with_shapes(save("y = Relu(c)", {}), [shape, shape])
 
 
 @pytest.mark.slow

@@ -107,6 +107,41 @@ def test_array_files_equal_stacked_file(kind, form, tmp_path, make_cache):
         assert make_cache(source) == make_cache(tmp_path / "stacked.npy")
 
 
+@pytest.mark.parametrize("kind", ["npy", "npz"])
+def test_array_files_may_lack_the_batch(kind, tmp_path):
+    for number, array in enumerate(BATCH):
+        if kind == "npy":
+            np.save(tmp_path / f"{number}.npy", array)
+        else:
+            np.savez(tmp_path / f"{number}.npz", x=array, label=number)
+    feed, samples = collect_feed(tmp_path)
+    assert_samples_equal(samples)
+    assert feed.labels == (tuple(range(6)) if kind == "npz" else None)
+
+
+@pytest.mark.parametrize("address", ["rtsp://host:554/a b", "https://host/x.zip", "S3://bucket"])
+def test_addresses_are_no_paths(address, small_cnn, tmp_path, run):
+    sources = (["--images", address], ["--images", tmp_path, "--eval-images", address])
+    for arguments in (*([small_cnn, *source] for source in sources), [address]):
+        assert f"address {address};" in run.fails("build", *arguments)
+    with pytest.raises(ConfigError, match=f"address {address};"):
+        open_feed(address, [X])
+
+
+def test_separators_of_windows_are_named(tmp_path, wording):
+    (tmp_path / "list.txt").write_text("images\\a.jpg\nimages\\b.jpg\n")
+    with pytest.raises(FeedError) as refusal:
+        open_feed(tmp_path / "list.txt", [X])
+    wording.check(refusal.value)
+
+
+def test_foreign_data_set_is_no_list(tmp_path, wording):
+    (tmp_path / "a.mat").write_bytes(b"MATLAB 5.0 MAT-file".ljust(124) + b"\0\1IM" + bytes(64))
+    with pytest.raises(FeedError) as refusal:
+        open_feed(tmp_path / "a.mat", [X])
+    wording.check(refusal.value)
+
+
 def test_list_of_stacked_files_with_labels(tmp_path):
     np.save(tmp_path / "a.npy", BATCH[:4])
     np.save(tmp_path / "b.npy", BATCH[4:])
@@ -718,7 +753,7 @@ def test_commands_take_open_sizes(sized_pictures, wide_net, tmp_path, command):
         ("--size 24x24 --multiple 8", "a multiple is for sides that depend on the image, got 8"),
         ("--multiple 8", "leaves its size open; give a size, such as 224x224, or 224x* or native"),
         ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
-        ("--size 24", "a size reads HxW, such as 224x224, 48x* or native, got '24'"),
+        ("--size 24x24x3", "a size reads HxW, such as 224x224, 224, 48x* or native, got '24x24x3'"),
         ("--size 1x* --resize stretch", None),
         ("--size 820x*", "at most 16384 pixels, got 820x16400 for image 0.png of 2x40"),
     ],

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deploy.errors import extra_hint
+
 ROOT = Path(__file__).parent.parent
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
 NO_PROGRESS = (
@@ -30,7 +32,7 @@ def test_a_torch_command_names_the_extra():
     assert done.returncode == 0
     assert done.stdout == ""
     error = "calib8: error: PyTorch models need torch, which is not installed:"
-    assert done.stderr == f"{error} pip install 'calib8[torch]'\n" * 5
+    assert done.stderr == f"{error} {extra_hint('torch')}\n" * 5
 
 
 def test_help_needs_no_torch():
@@ -54,5 +56,5 @@ try: calib8.torch.trace
 except calib8.SdkMissingError as error: print(error)
 """
     done = run(code)
-    assert "pip install 'calib8[torch]'" in done.stdout
+    assert extra_hint("torch") in done.stdout
     assert done.stderr == ""

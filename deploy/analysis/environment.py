@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from calibrators.kernel import describe_kernel, kernel
-from deploy.errors import Calib8Error
+from deploy.errors import Calib8Error, extra_hint
 from deploy.machine import INT8_FLAGS, this_machine
 from deploy.targets import TARGETS
 from deploy.version import __version__
 
-# package -> its purpose, and the command that installs it
+# package -> its purpose, and the extra that installs it
 _OPTIONAL_PACKAGES = {
-    "torch": ("trace, fuse and export PyTorch models", "pip install '.[torch]'"),
-    "distributed": ("calibrate on the workers of a dask scheduler", "pip install '.[dask]'"),
-    "openvino": ("run models in OpenVINO beside ONNX Runtime", "pip install '.[openvino]'"),
+    "torch": ("trace, fuse and export PyTorch models", "torch"),
+    "distributed": ("calibrate on the workers of a dask scheduler", "dask"),
+    "openvino": ("run models in OpenVINO beside ONNX Runtime", "openvino"),
 }
 
 
@@ -83,9 +83,9 @@ def _check_targets() -> Iterator[EnvironmentCheck]:
 
 
 def _check_packages() -> Iterator[EnvironmentCheck]:
-    for name, (purpose, command) in _OPTIONAL_PACKAGES.items():
+    for name, (purpose, extra) in _OPTIONAL_PACKAGES.items():
         try:
             yield EnvironmentCheck(name, True, version(name))
         except PackageNotFoundError:
-            details = f"not installed; to {purpose}: {command}"
+            details = f"not installed; to {purpose}: {extra_hint(extra)}"
             yield EnvironmentCheck(name, False, details)

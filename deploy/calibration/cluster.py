@@ -33,7 +33,7 @@ from deploy.calibration.cluster_jobs import Cluster, ClusterJob, collect_version
 from deploy.calibration.observation import CalibrationSubject, Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.shards import shard_fingerprint
-from deploy.errors import BackendError, FeedError, SdkMissingError, first_line
+from deploy.errors import BackendError, FeedError, SdkMissingError, extra_hint, first_line
 from deploy.feed.feed import FeedSource
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.samples import Feed
@@ -116,7 +116,7 @@ def _import_distributed() -> Any:
         import distributed
     except ImportError as error:
         raise SdkMissingError(
-            "--scheduler needs dask.distributed, which is not installed; pip install 'calib8[dask]'"
+            f"--scheduler needs dask.distributed, which is not installed; {extra_hint('dask')}"
         ) from error
     return distributed
 

@@ -57,6 +57,7 @@ from deploy.calibration.taps import (
 from deploy.errors import CalibrationError, ExportError, FeedError
 from deploy.feed.parallel import NO_PAUSE, Pause, Sample, run_in_order
 from deploy.feed.sampling import next_check
+from deploy.files.guard import refuse_unwritable
 from deploy.files.reading import format_bytes
 from deploy.graph.index import Graph
 from deploy.machine import memory_bytes, trim_memory
@@ -473,7 +474,12 @@ def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, t
 
 
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
-    """Refuse a folder whose disk has too little space for the int8 weights of each target."""
+    """Refuse a folder that takes no files, or no int8 weights of each target.
+
+    Raises:
+        ExportError: it is not writable, or its disk has too little space.
+    """
+    refuse_unwritable(folder / "report.json")
     existing_folder = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
     float_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     required = targets * float_bytes // _FLOAT_BYTES

@@ -8,7 +8,10 @@ that no command imports anything for it.
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from decimal import Decimal, InvalidOperation
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +22,8 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from deploy.errors import ConfigError
-from deploy.terminal import say_data, say_lines, separate_stdout, show_progress, without_text
+from deploy.files.reading import refuse_address
+from deploy.terminal import say, say_data, say_lines, separate_stdout, show_progress, without_text
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
 SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General"
@@ -34,11 +38,19 @@ class InputPath(click.Path):
     """A path that must exist: `SectionedCommand` checks it before anything heavy is imported.
 
     Patterns, `file.py:function` and `package:name` are left to what reads them.
+
+    Raises:
+        ConfigError: the address of a page or a stream.
     """
 
     def __init__(self, what: str, path_type: type = Path) -> None:
         super().__init__(path_type=path_type)
         self.what = what
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert to a path, in which the two slashes of an address would be one."""
+        refuse_address(value)
+        return super().convert(value, param, ctx)
 
     def check(self, path: object) -> None:
         """Raise `ConfigError` if there is nothing; a path that may not be read is not judged."""
@@ -242,12 +254,15 @@ _MAX_BATCH = 65_536
 
 
 class Real(click.FloatRange):
-    """A finite number, within bounds where they are given."""
+    """A finite number, within bounds where they are given; a share, 0 to 1, may be in percent."""
 
     name = "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert and refuse infinity and NaN, which no bound would refuse."""
+        if isinstance(value, str) and value.endswith("%") and self.max == 1:
+            with suppress(InvalidOperation):  # told with its bounds, as any other text
+                value = float(Decimal(value[:-1]) / 100)  # 7% is 0.07 exactly
         number = super().convert(value, param, ctx)
         if isinstance(number, float) and not math.isfinite(number):
             self.fail(f"{value!r} is no finite number.", param, ctx)
@@ -255,6 +270,14 @@ class Real(click.FloatRange):
 
     def _describe_range(self) -> str:
         return "" if self.min is None and self.max is None else super()._describe_range()
+
+
+def parse_trt_version(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """Parse a version of TensorRT: 10.3 as 10.3.0; 8.6 stays, since it may be 8.6.0 or 8.6.1."""
+    if text is None or not re.fullmatch(r"\d{2}\.\d{1,2}", text, re.ASCII):
+        return text
+    say(f"--trt-version {text} is read as {text}.0", err=True)
+    return f"{text}.0"
 
 
 def parse_batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:

@@ -124,7 +124,11 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
 @cache.command(short_help="Rewrite a cache for another TensorRT version.")
 @click.argument("path", type=FILE, metavar="CACHE")
 @click.option(
-    "--trt-version", required=True, metavar="X.Y.Z", help="TensorRT version that will read it."
+    "--trt-version",
+    required=True,
+    metavar="X.Y.Z",
+    callback=base.parse_trt_version,
+    help="TensorRT version that will read it.",
 )
 @_ALGORITHM
 @out_option(type=OutputFile("cache"), help="File to write.")
@@ -151,7 +155,12 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
 @shows_progress
 @click.argument("path", type=FILE, metavar="CACHE")
 @click.option("--model", type=FILE, metavar="ONNX", help="Model the cache should fit.")
-@click.option("--trt-version", metavar="X.Y.Z", help="TensorRT version that will read it.")
+@click.option(
+    "--trt-version",
+    metavar="X.Y.Z",
+    callback=base.parse_trt_version,
+    help="TensorRT version that will read it.",
+)
 @_ALGORITHM
 @_PARSER
 @_VERBOSE
@@ -259,6 +268,7 @@ def to_qdq(
 @click.option(
     "--trt-version",
     metavar="X.Y.Z",
+    callback=base.parse_trt_version,
     help="TensorRT version that will read the cache.  [default: the installed one, else"
     f" {DEFAULT_TRT_VERSION}]",
 )

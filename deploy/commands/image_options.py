@@ -25,8 +25,8 @@ PRESET_NAMES = (  # of `deploy.feed.preprocess`, repeated here so that --help im
 )
 PREPROCESS = {
     "preset": f"Preset: how images become inputs: {PRESET_NAMES}.",
-    "size": "Input size as HxW; 48x* or native keep sides of each image. Default: the model's"
-    " size.",
+    "size": "Input size as HxW, or N for NxN; 48x* or native keep sides of each image. Default: the"
+    " model's size.",
     "multiple": "Round the sides that --size leaves to the image to multiples of N.",
     "resize": "How to resize: stretch, letterbox, short-side or fit-height.",
     "short_side": "Short side in pixels before the centre crop.",
@@ -93,13 +93,17 @@ def _parse_preprocess_option(name: str, text: str) -> object:
 
 
 def parse_size_option(text: str) -> Sides:
-    """`HxW` as (height, width); `*` and `native` as None."""
-    sides = "*x*" if text.lower() == "native" else text.lower()
+    """`HxW` as (height, width), a number as a square; `*` and `native` as None."""
+    sides = text.lower()
+    if sides == "native":
+        sides = "*x*"
+    elif sides.isdecimal():
+        sides = f"{sides}x{sides}"
     height, separator, width = sides.partition("x")
     if not separator or "x" in width:
         raise ConfigError(
-            f"a size reads HxW, such as 224x224, 48x* or native, got {text!r}; * leaves a side to"
-            " each image"
+            f"a size reads HxW, such as 224x224, 224, 48x* or native, got {text!r}; * leaves a side"
+            " to each image"
         )
     return _parse_side(height), _parse_side(width)
 

@@ -55,7 +55,7 @@ def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) ->
         ConfigError: weights for an ONNX file.
         SdkMissingError, ModelError, ExportError: as `export_torch`.
     """
-    from deploy.frontends.input_shapes import is_torch_spec, load_with_shapes, parse_input
+    from deploy.frontends.input_shapes import is_torch_spec, open_with_shapes, parse_input
 
     inputs = [parse_input(text) for text in shapes]
 
@@ -71,7 +71,7 @@ def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) ->
         )
     if weights:
         raise ConfigError(f"--weights is for a model given as file.py:factory, got {model}")
-    return load_with_shapes(model, inputs) if inputs else model
+    return open_with_shapes(model, inputs) if inputs else model
 
 
 def leaf_option(command: Command) -> Command:

@@ -41,7 +41,7 @@ from deploy.feed.temporary_arrays import Item
 from deploy.files.archives import HEADER_LOCK, check_archive, read_array_header
 from deploy.files.guard import add_input_file
 from deploy.files.reading import format_bytes, open_regular_file, refuse_irregular
-from deploy.tensors import Array, TensorSpec
+from deploy.tensors import Array, FirstAxis, TensorSpec
 
 SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))
 _MAX_ENTRIES = 1 << 12  # arrays in an .npz file: one per input
@@ -273,6 +273,10 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
     name = printable_name(path.name)
     labels = _take_labels(arrays, specs)
     item = arrays_by_input(arrays, specs, name)
+    for spec in specs:
+        array = item[spec.name]
+        if spec.first_axis is FirstAxis.ROWS and array.ndim == len(spec.shape) - 1:
+            item[spec.name] = array[None]  # a sample without its batch dimension
     if labels is not None:
         count = count_samples(item, specs, name)
         if len(labels) != count:
@@ -284,9 +288,9 @@ def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | No
     """Remove the labels from the arrays of a file and return them; None without labels."""
     input_names = {spec.name for spec in specs}
     for key in LABEL_KEYS:
-        if key in input_names or key not in arrays or arrays[key].ndim != 1:
+        if key in input_names or key not in arrays or arrays[key].ndim > 1:
             continue
-        labels = arrays.pop(key)
+        labels = np.atleast_1d(arrays.pop(key))  # a number, beside a single sample
         is_integer = labels.dtype.kind in "iu"
         if not is_integer or (labels.size and labels.min() < 0):
             got = labels.min() if labels.dtype.kind == "i" else labels.dtype

@@ -8,7 +8,7 @@ Each array is matched to the model's input of its name. For an input of rank r, 
 
 * rank r, a batch: sample i is ``a[i:i+1]`` (also if the input's own batch is fixed);
 * rank r + 1, samples stacked with their batch dimension: sample i is ``a[i]``, of any batch;
-* rank r - 1, one sample without a batch dimension (iterables only);
+* rank r - 1, one sample without a batch dimension;
 * rank r with a first dimension that is no batch (a state [2, N, 64]): one sample.
 
 What a first dimension is, `deploy.feed.batch_axis` says.
@@ -166,10 +166,9 @@ class _UnusedValues:
             self._label_names[matched.label_name] = None
 
     def labels(self, sample_count: int) -> tuple[int, ...] | None:
-        """Return the labels of the first samples; None if any has none."""
-        if not self._is_labelled or len(self._labels) < sample_count:
-            return None
-        return tuple(self._labels[:sample_count])
+        """Return the labels of all samples; None if they are not one for each."""
+        self._is_labelled &= len(self._labels) == sample_count
+        return tuple(self._labels) if self._is_labelled else None
 
     def notes(self, input_count: int) -> Iterator[str]:
         """Yield which values are labels and which are ignored."""
@@ -393,6 +392,7 @@ def open_iterable(
     total = item_ends[-1] if item_ends else 0
     if not total:
         raise FeedError(f"{name} must give samples, got none")
+    labels = unused_values.labels(counter.total)
     all_notes = [*notes, *unused_values.notes(len(specs))]
     if not is_in_memory:
         count = f"{'the first ' if is_cut else ''}{total}"
@@ -402,7 +402,7 @@ def open_iterable(
         items,
         item_ends,
         name,
-        labels=unused_values.labels(total),
+        labels=None if labels is None else labels[:total],
         notes=tuple(all_notes),
     )
 

@@ -51,6 +51,7 @@ from deploy.feed.sources import (
     is_video,
 )
 from deploy.files.guard import add_input_file, add_input_files
+from deploy.files.reading import refuse_address
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
 
@@ -376,6 +377,7 @@ def _resolve_source_files(source: FeedSource, split: Split) -> SourceFiles | Non
     if isinstance(source, RawFiles):
         source = source.path
     if isinstance(source, str | os.PathLike):
+        refuse_address(source)
         add_input_file(Path(source))
         return resolve_files(Path(source), split=split)
     if isinstance(source, list | tuple):

@@ -143,7 +143,7 @@ def _iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
 def _not_a_list(path: Path) -> FeedError:
     return FeedError(
         f"{printable_name(str(path))} must be {_SOURCE_KINDS}, got a file that is none of these;"
-        " check the path"
+        " check the path, or read the file in a loader (loader.py:function)"
     )
 
 

@@ -9,6 +9,7 @@ a budget of bytes::
     read_yaml, from_yaml       mappings, lists and texts of YAML
     convert                    values of JSON or TOML as a dataclass, checked by its fields' types
     refuse_irregular           for a library that opens a file by its path
+    refuse_address             https:// and the like, in place of a path
 
 A refusal is one sentence, raised as the caller's error class. A file that is read is an input of
 the run (`deploy.files.guard`). `deploy.files.archives` reads zip archives and .npy arrays.
@@ -24,7 +25,7 @@ from contextlib import contextmanager
 from importlib import resources
 from typing import IO, Any, TypeVar
 
-from deploy.errors import Calib8Error
+from deploy.errors import Calib8Error, ConfigError
 from deploy.files.guard import add_input_file
 
 FilePath = str | os.PathLike[str]
@@ -264,6 +265,19 @@ def refuse_irregular(path: FilePath, *, what: str, error: type[Calib8Error]) -> 
     """
     os.close(_open_descriptor(path, what, error))
     add_input_file(os.fspath(path))
+
+
+def refuse_address(path: object) -> None:
+    """Refuse the address of a page or a stream in place of a path.
+
+    Raises:
+        ConfigError: `path` begins like https:// or rtsp://.
+    """
+    if isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        raise ConfigError(
+            f"a path must be of a file or a folder, got the address {path}; download it, or record"
+            " a stream as a video, and give that file"
+        )
 
 
 def is_utf8_path(path: FilePath) -> bool:

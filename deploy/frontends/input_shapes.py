@@ -112,7 +112,7 @@ def missing_shape_error(spec: object) -> ConfigError:
 _SIZED = ("Expand", "Reshape", "Resize", "Slice", "Upsample")
 
 
-def load_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
+def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
     """Load a float ONNX file whose inputs have other shapes than the file says.
 
     An open first dimension stays open, as the batch of an exported PyTorch model.

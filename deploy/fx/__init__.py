@@ -6,9 +6,9 @@ raises `SdkMissingError`, so commands import it when they run.
 
 from importlib.util import find_spec
 
-from deploy.errors import SdkMissingError
+from deploy.errors import SdkMissingError, extra_hint
 
 if find_spec("torch") is None:
     raise SdkMissingError(
-        "PyTorch models need torch, which is not installed: pip install 'calib8[torch]'"
+        f"PyTorch models need torch, which is not installed: {extra_hint('torch')}"
     )

@@ -444,7 +444,10 @@ def _target_part(
         files=file_rows(result.files, stage),
         runnable=_final_path(result.runnable, stage),
         search=search,
-        alerts=tuple(_earlier_file_alerts(calibration.loaded.name, result.target, stage)),
+        alerts=(
+            *result.alerts,
+            *_earlier_file_alerts(calibration.loaded.name, result.target, stage),
+        ),
         notes=(*search_notes, *result.notes),
         error=error,
     )

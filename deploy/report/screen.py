@@ -285,11 +285,12 @@ def speed_texts(report: Findings) -> Iterator[str]:
         yield f"{target.name}: {text}" if len(report.targets) > 1 else text
 
 
-# role of a script -> where it is to be run
+# role of a script -> where it is to be run, and its argument
 _DEVICE_SCRIPTS = {
-    "script of trtexec": "on the GPU machine",
-    "script of TensorRT for RTX": "on the GPU machine",
-    "atc command": "where atc is",
+    "script of trtexec": ("on the GPU machine", ""),
+    "script of TensorRT for RTX": ("on the GPU machine", ""),
+    "atc command": ("where atc is", ""),
+    "atc command, with the chip as argument": ("where atc is, for its chip", " Ascend310P3"),
 }
 _PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
 IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
@@ -310,7 +311,8 @@ def next_steps(report: Findings) -> Iterator[str]:
         is_unusable = level_by_target.get(target.name) == UNUSABLE
         for file in target.files:
             if file.role in _DEVICE_SCRIPTS and not is_unusable:
-                yield f"{_DEVICE_SCRIPTS[file.role]}: sh {shlex.quote(file.path)}"
+                place, argument = _DEVICE_SCRIPTS[file.role]
+                yield f"{place}: sh {shlex.quote(file.path)}{argument}"
 
 
 def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploy.errors import BackendError, SdkMissingError, first_line
+from deploy.errors import BackendError, SdkMissingError, extra_hint, first_line
 from deploy.machine import usable_cores
 from deploy.runtimes.ort import CpuSession, Model, model_source
 from deploy.tensors import Array, TensorSpec
@@ -172,7 +172,7 @@ def _import_openvino() -> Any:
     except ImportError as error:
         raise SdkMissingError(
             "the runtime openvino must be installed on this machine, got none;"
-            " `pip install 'calib8[openvino]'`, or run the model in ONNX Runtime only"
+            f" {extra_hint('openvino')}, or run the model in ONNX Runtime only"
         ) from error
     return openvino
 

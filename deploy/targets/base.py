@@ -173,6 +173,7 @@ class BuildResult:
         ranges: tensor -> its range in these files.
         weights: the quantized weights as these files hold them.
         notes: sentences for the user: steps that were left out, and the command that does each.
+        alerts: sentences on what may be wrong in the options.
         error: one sentence on why the target or only its engine failed; "" if it did not.
     """
 
@@ -187,6 +188,7 @@ class BuildResult:
     ranges: Mapping[str, Scale] = field(default_factory=dict)
     weights: tuple[StoredWeight, ...] = ()
     notes: tuple[str, ...] = ()
+    alerts: tuple[str, ...] = ()
     error: str = ""
 
     @property

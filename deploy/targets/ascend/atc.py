@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
 CHIP = "<chip>"  # placeholder in the command if the chip is not known
+_CHIP_ARGUMENT = '--soc_version="${1:?the chip is the argument of this script, e.g. Ascend310P3}"'
+SCRIPT_ROLE = "atc command"
+CHIP_SCRIPT_ROLE = "atc command, with the chip as argument"
 
 # Values of --soc_version, used only to correct their spelling: other names pass unchanged.
 # Source: hicann/ge, docs of atc and its tests.
@@ -177,14 +180,17 @@ def _readme_text(
     `files`: role -> path of every other file.
     """
     script, om = shlex.quote(f"{name}_atc.sh"), shlex.quote(f"{name}.om")
-    chip = options.soc or f"{CHIP}: name it with --soc, or edit {name}_atc.sh"
+    chip_text, argument, remark = f", chip {options.soc}", "", ""
+    if options.soc is None:
+        chip_text, argument = "", " Ascend310P3"
+        remark = ", for the chip that `npu-smi info` names (Ascend + the name)"
     lines = [
-        f"{name} in int8 for Ascend, chip {chip}, CANN {cann} or newer.",
+        f"{name} in int8 for Ascend{chip_text}, CANN {cann} or newer.",
         "",
         "On a machine with CANN, in this folder (any copy of it, anywhere):",
         "",
-        "1. Compile the .om",
-        f"       sh {script}",
+        f"1. Compile the .om{remark}",
+        f"       sh {script}{argument}",
         "2. Measure it on the NPU",
         f"       python3 -m ais_bench --model {om} --loop 100",
         "3. Compare its tensors with the float model's (MindStudio's msit)",
@@ -228,10 +234,16 @@ def write_om(
     )
     command_text = shlex.join(command)
     script = request.folder / f"{request.name}_atc.sh"
-    files["atc command"] = write_script(script, f"exec {command_text}")
-    if options.soc is None or which("atc") is None:
-        reason = "name the chip with --soc" if options.soc is None else NO_ATC
+    if options.soc is None:
+        placeholder = shlex.quote(f"--soc_version={CHIP}")
+        script_text = command_text.replace(placeholder, _CHIP_ARGUMENT)
+        files[CHIP_SCRIPT_ROLE] = write_script(script, f"exec {script_text}")
+        reason = f"name the chip with --soc, or as the argument of {script.name}"
         return None, [*notes, f"No .om: {reason}. The command: {command_text}"], ""
+
+    files[SCRIPT_ROLE] = write_script(script, f"exec {command_text}")
+    if which("atc") is None:
+        return None, [*notes, f"No .om: {NO_ATC}. The command: {command_text}"], ""
     try:
         engine = _run_atc(command, request.folder / f"{request.name}.om")
     except BackendError as error:
@@ -329,6 +341,17 @@ class AippSource:
     def is_yuv(self) -> bool:
         """Whether the images are YUV 4:2:0, from a camera, a video or DVPP."""
         return self.color in _YUV
+
+    @property
+    def alerts(self) -> tuple[str, ...]:
+        """A sentence on a size that may have been meant as width x height; () without one."""
+        if self.size is None or self.size[0] <= self.size[1]:
+            return ()
+        height, width = self.size
+        return (
+            f"the frames are {height} high, {width} wide: a camera's {height}x{width} is written"
+            f" --source-size {width}x{height}",
+        )
 
 
 def parse_size(text: str) -> tuple[int, int]:
