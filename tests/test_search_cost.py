@@ -96,7 +96,7 @@ def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usabl
     (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
     # splits are judged on all samples, none twice: each on 48, then on the other 52
-    methods = 0 if target == "ascend" else 2 * 48  # two methods were compared too
+    methods = 0 if target == "ascend" else 2 * 24  # two methods were compared too
     judged_samples = runs["search_samples"] - methods
     assert judged_samples > 0
     assert judged_samples % IMAGES == 0
@@ -123,7 +123,7 @@ def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, mo
     monkeypatch.setattr(search_options, "_SMALL_MODEL_PRODUCTS", 0)  # as of a large model
     built = search_deep()
     assert built.code == 0
-    assert runs["search_samples"] == 2 * 48 + IMAGES
+    assert runs["search_samples"] == 2 * 24 + IMAGES
     assert sum(runs.values()) <= 4 * IMAGES + IMAGES
     (row,) = built.report["targets"]
     (taken,) = (split for split in row["search"]["front"] if split.get("taken"))

@@ -52,6 +52,7 @@ _MIN_SORTED_SIZE = 4096  # with fewer values, every candidate is evaluated direc
 _SUM_CHUNK = 1 << 16  # values converted to float64 at a time
 _MAX_STEPS = 1 << 19  # largest total number of steps per block of candidates
 _MAX_TABLE_SIZE = 1 << 20  # up to this size a table by position is faster than sorting positions
+_MIN_ZEROS = 0.25  # share of the data from which zeros are counted apart
 _COUNT_CHUNK = 1 << 18  # several values per bin, since each chunk adds all bins once
 
 
@@ -409,6 +410,10 @@ class IfmrHistogram:
 
     def _count(self, data: Float32Array) -> None:
         scale = np.float32(FINE_BINS / self.full_range)
+        zeros = data.size - np.count_nonzero(data)
+        if zeros > _MIN_ZEROS * data.size:  # after a Relu: they need no index
+            self.counts[FINE_BINS] += zeros
+            data = data[data != 0]
         for chunk in np.split(data, range(_COUNT_CHUNK, data.size, _COUNT_CHUNK)):
             index = (chunk * scale).astype(np.intp)  # the type that bincount needs no copy of
             index += FINE_BINS

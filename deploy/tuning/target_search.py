@@ -61,6 +61,7 @@ from deploy.tuning.sensitivity import Sensitivity
 from deploy.tuning.timing import DeviceTimer, has_device, time_models
 
 _MIN_SAMPLES = 2  # of a trial
+_MIN_COMPARED = 16  # samples that two methods are compared on, however large
 _SAMPLE_SHARE = 5  # at most a fifth of the samples, so that the search stays cheap
 _OWN_METHOD = "its own method"  # of a target that ignores the method asked for
 _MIN_FLOAT_US = 250.0  # a float model that is faster takes mostly the runtime's own overhead
@@ -382,7 +383,7 @@ def _held_back_gain(
     if not halves:
         return None
     metric = setup.options.metric
-    max_samples = max(CANDIDATES // 3, min(CANDIDATES, max_sample_count(setup.evaluation_set)))
+    max_samples = max(_MIN_COMPARED, min(CANDIDATES // 2, max_sample_count(setup.evaluation_set)))
     sqnr_db = []
     for candidate in (trial, rival):
         comparison = GrowingComparison(
