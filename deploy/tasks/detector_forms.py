@@ -245,24 +245,37 @@ def _join_levels(levels: Sequence[RowDecoder]) -> Iterator[RowDecoder]:
 
 
 def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | None:
-    """Choose the boxes, the scores and a gate among outputs with equally many rows."""
-    wide = [table for table in tables if table.width >= _BOX]
-    boxes = [table for table in wide if table.width == _BOX or _has_distances(table)]
-    boxes = sorted(boxes or (wide if is_set else []), key=_unlike_boxes)[:1]
-    others = [table for table in tables if table not in boxes]
-    scores = [table for table in others if are_shares(table.rows)]
-    scores = scores or [table for table in others if table.width == 2] or others
-    gates = [table for table in scores if table.width == 1][-1:] if len(scores) == 2 else []
-    scores = [table for table in scores if table not in gates]
-    if len(boxes) != 1 or len(scores) != 1:
+    """Choose the boxes, the scores, a gate and key points among outputs with equally many rows."""
+    box_tables = [table for table in tables if table.width == _BOX or _has_distances(table)]
+    if is_set and not box_tables:
+        box_tables = [table for table in tables if table.width > _BOX]
+    if not box_tables:
         return None
-    points = [table for table in others if table not in (*scores, *gates)]
+    boxes = min(box_tables, key=_unlike_boxes)
+
+    score_tables = [table for table in tables if table is not boxes and are_shares(table.rows)]
+    if not score_tables:
+        score_tables = [table for table in tables if table is not boxes]
+        score_tables = [table for table in score_tables if table.width == 2] or score_tables
+    gates: tuple[Columns, ...] = ()
+    gate_tables = [table for table in score_tables if table.width == 1]
+    if len(score_tables) == 2 and gate_tables:
+        gates = (gate_tables[-1].columns,)
+        score_tables.remove(gate_tables[-1])
+    if len(score_tables) != 1:
+        return None
+
+    scores = score_tables[0].columns
+    columns_of_points = [table.columns for table in tables if table is not boxes]
+    columns_of_points = [
+        columns for columns in columns_of_points if columns not in (scores, *gates)
+    ]
     return RowDecoder(
-        scores=(scores[0].columns,),
-        box_columns=(replace(boxes[0].columns, stop=boxes[0].width),),
-        gates=tuple(table.columns for table in gates),
-        extra=tuple(table.columns for table in points[:1]),
-        grids=boxes[0].grids,
+        scores=(scores,),
+        box_columns=(replace(boxes.columns, stop=boxes.width),),
+        gates=gates,
+        extra=tuple(columns_of_points[:1]),
+        grids=boxes.grids,
     )
 
 

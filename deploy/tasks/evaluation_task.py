@@ -23,24 +23,40 @@ MOST = 4  # samples shown
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoxExample:
-    """Boxes of both models in one sample above a threshold, in pixels of the model's input."""
+    """Boxes of both models in one sample above a threshold, in pixels of the model's input.
 
-    number: int  # index of the sample, from 0
-    size: tuple[int, int]  # (height, width) of the model's input
+    Attributes:
+        number: index of the sample, from 0.
+        size: (height, width) of the model's input.
+        threshold: least score.
+        kept: FP32's boxes that the candidate finds too.
+        found: the candidate's boxes that match them, in the same order.
+        lost: boxes of FP32 only.
+        new: boxes of the candidate only.
+    """
+
+    number: int
+    size: tuple[int, int]
     threshold: float
-    kept: Detections  # FP32 boxes that the candidate finds too
-    found: Detections  # the candidate's boxes that match them, in the same order
-    lost: Detections  # boxes of FP32 only
-    new: Detections  # boxes of the candidate only
+    kept: Detections
+    found: Detections
+    lost: Detections
+    new: Detections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassExample:
-    """One sample to which the two models assign different classes."""
+    """One sample to which the two models assign different classes.
 
-    number: int  # index of the sample, from 0
+    Attributes:
+        number: index of the sample, from 0.
+        output: name of the output.
+        reference: (class, its score) by FP32.
+        candidate: the same by the candidate.
+    """
+
+    number: int
     output: str
-    # reference, candidate: (class, its score) by FP32 and by the candidate
     reference: tuple[int, float]
     candidate: tuple[int, float]
 
@@ -51,7 +67,12 @@ E = TypeVar("E", bound=Example)
 
 @dataclass(slots=True)
 class ExampleSelection(Generic[E]):
-    """Keeps the `MOST` samples that differ most, and as many that agree."""
+    """Selects the `MOST` samples that differ most, and as many that agree.
+
+    Attributes:
+        differing: (minus the difference, index, example) of samples, the worst first.
+        agreeing: (minus the number of predictions, index, example), the most first.
+    """
 
     differing: list[tuple[float, int, E]] = field(default_factory=list)
     agreeing: list[tuple[float, int, E]] = field(default_factory=list)
@@ -65,20 +86,19 @@ class ExampleSelection(Generic[E]):
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Indices of the samples kept so far."""
+        """Indices of the selected samples."""
         return frozenset(number for _, number, _ in (*self.differing, *self.agreeing))
 
     def result(self) -> tuple[E, ...]:
         """Return the differing samples, the worst first, and at least one that agrees, if any."""
         room = MOST - 1 if self.agreeing else MOST
-        first = self.differing[:room]
-        rest = self.agreeing[: MOST - len(first)]
-        return tuple(example for _, _, example in [*first, *rest])
+        entries = [*self.differing[:room], *self.agreeing][:MOST]
+        return tuple(example for _, _, example in entries)
 
 
-def _insert(row: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> None:
-    bisect.insort(row, entry, key=lambda one: one[:2])
-    del row[MOST:]
+def _insert(selection: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> None:
+    bisect.insort(selection, entry, key=lambda entry: entry[:2])
+    del selection[MOST:]
 
 
 FEW_COUNTED = 100  # things of FP32 below which the interval of their share is shown
@@ -95,22 +115,37 @@ def share_interval(kept: int, total: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFigure:
-    """Figure of a task: how much of the float model's predictions the candidate reproduces."""
+    """Figure of a task: how much of the float model's predictions the candidate reproduces.
 
-    task: str  # name of the task, such as "boxes" or "classes"
-    figure: str  # name of the figure, such as "boxes kept"
-    value: float  # more is better; 1 for full agreement, any scale for a user's metric
+    Attributes:
+        task: name of the task, such as "boxes" or "classes".
+        figure: name of the figure, such as "boxes kept".
+        value: more is better; 1 for full agreement, any scale for a user's metric.
+        words: the figure as text.
+        count: the figure in short, such as "84 of 88".
+        samples: number of samples.
+        found: number of boxes or labels of the float model; None for other tasks.
+        new: boxes, labels or indices of the candidate only.
+        kept: boxes, points or samples that the candidate reproduces; 0 where there are none.
+        counted: all of FP32's.
+        reference: the float model's own value.
+        form: how the outputs are interpreted.
+        beside: outputs that the task does not cover.
+    """
+
+    task: str
+    figure: str
+    value: float
     words: str
-    count: str  # the figure in short, such as "84 of 88"
+    count: str
     samples: int
-    found: int | None = None  # number of boxes or labels of the float model; None for other tasks
-    new: int = 0  # boxes, labels or indices of the candidate only
-    # boxes, points or samples that the candidate keeps, and all of FP32's; 0 where there are none
+    found: int | None = None
+    new: int = 0
     kept: int = 0
     counted: int = 0
-    reference: float = 1.0  # the float model's own value
+    reference: float = 1.0
     form: str = ""
-    beside: tuple[str, ...] = ()  # outputs that the task does not cover
+    beside: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -129,15 +164,21 @@ class TaskFigure:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTask(ABC):
-    """A recognised task: a form of outputs."""
+    """A recognised task: a form of outputs.
+
+    Attributes:
+        name: name of the task.
+        tally_type: class of its tally.
+        reads: how the outputs are interpreted, with fields of the task.
+        parts: output -> its slices, if the task knows them better than the data shows. An output
+            without slices is not compared value by value, such as a list of detections in varying
+            order.
+    """
 
     name: ClassVar[str]
     tally_type: ClassVar[type[TaskTally[Any]]]
-    # output -> its slices, if the task knows them better than the data shows. An output without
-    # slices is not compared value by value, such as a list of detections in varying order
+    reads: ClassVar[str] = ""
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict, kw_only=True)
-
-    reads: ClassVar[str] = ""  # how the outputs are interpreted, with fields of the task
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -167,6 +208,10 @@ class TaskTally(ABC, Generic[T]):
     """A running comparison in constant memory.
 
     In outputs with NaN or of another shape the candidate has nothing.
+
+    Attributes:
+        task: the task.
+        samples: number of samples so far.
     """
 
     task: T
@@ -245,20 +290,25 @@ MIN_SHARE_ABOVE = 0.1  # of those above the next lower threshold; fewer are a de
 
 @dataclass(slots=True)
 class ThresholdTally(TaskTally[T]):
-    """A tally of detected things, such as boxes or labels, above each threshold."""
+    """A tally of detected things, such as boxes or labels, above each threshold.
 
-    fixed_threshold: float | None = None  # that of the calibration
-    # threshold -> numbers of FP32's, of the candidate's, and of both's
+    Attributes:
+        thresholds: the highest first.
+        fixed_threshold: that of the calibration; None without.
+        counts: threshold -> numbers of FP32's, of the candidate's, and of both's.
+    """
+
+    thresholds: ClassVar[tuple[float, ...]]
+    fixed_threshold: float | None = None
     counts: dict[float, list[int]] = field(init=False)
-    thresholds: ClassVar[tuple[float, ...]]  # the highest first
 
     def __post_init__(self) -> None:
         self.counts = {threshold: [0, 0, 0] for threshold in self.thresholds}
 
     def count(self, threshold: float, reference: int, candidate: int, both: int) -> None:
         """Add the numbers of one sample."""
-        for place, number in enumerate((reference, candidate, both)):
-            self.counts[threshold][place] += number
+        for index, number in enumerate((reference, candidate, both)):
+            self.counts[threshold][index] += number
 
     @property
     def threshold(self) -> float | None:
@@ -272,9 +322,10 @@ class ThresholdTally(TaskTally[T]):
 
     def has_enough(self, threshold: float) -> bool:
         """Whether FP32 has enough above a threshold."""
-        next_lower = self.thresholds[self.thresholds.index(threshold) :][:2][-1]
+        lower_thresholds = [lower for lower in self.thresholds if lower < threshold]
         count = self.counts[threshold][0]
-        return count >= MIN_THINGS and count >= MIN_SHARE_ABOVE * self.counts[next_lower][0]
+        lower_count = self.counts[lower_thresholds[0]][0] if lower_thresholds else count
+        return count >= max(MIN_THINGS, MIN_SHARE_ABOVE * lower_count)
 
     def share_kept(self, measure: str) -> TaskFigure | None:
         """Return the share of FP32's above that threshold of a measure, such as the score."""

@@ -51,22 +51,30 @@ def form_samples(inputs: Mapping[str, Array], outputs: Mapping[str, Array], batc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSlice:
-    """A slice of an output, the complete output, or its difference from an input or its mean."""
+    """A slice of an output, the complete output, or its difference from an input or its mean.
+
+    Attributes:
+        output: name of the output.
+        axis: 1 or -1, the dimension of the rows; None for the complete output.
+        start, stop: the rows, half open; stop 0 for all from start on.
+        width: numbers per cell of a flat output, whose rows are the last dimension of
+            [N, cells, width].
+        less: name of the input, or `USUAL` for the mean, that is subtracted from the output first.
+        resize: interpolation that makes that input as large as the output; "" if it is.
+        at: scores of the same cells. Each cell is weighted by its best score, since values of cells
+            without an object are not used.
+        activation: missing activation of scores: "", "sigmoid" or "softmax".
+    """
 
     output: str
-    axis: int | None = None  # 1 or -1, the dimension of the rows; None for the complete output
-    # start, stop: the rows, half open; stop 0 for all from start on
+    axis: int | None = None
     start: int = 0
     stop: int = 0
-    # numbers per cell of a flat output, whose rows are the last dimension of [N, cells, width]
     width: int = 0
-    # name of the input, or `USUAL` for the mean, that is subtracted from the output first
     less: str = ""
-    resize: str = ""  # interpolation that makes that input as large as the output; "" if it is
-    # scores of the same cells. Each cell is weighted by its best score, since values of cells
-    # without an object are not used
+    resize: str = ""
     at: "OutputSlice | None" = None
-    activation: str = ""  # missing activation of scores: "", "sigmoid" or "softmax"
+    activation: str = ""
 
     @property
     def label(self) -> str:
