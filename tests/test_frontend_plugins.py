@@ -227,6 +227,19 @@ def test_nodes_after_plugin_are_lowered(build):
     assert any("ReduceMax of opset 13" in n for n in report["targets"][0]["notes"])
 
 
+@pytest.mark.parametrize("opset", [18, 20, 26])
+def test_nodes_after_plugin_are_lowered_for_cann(build, opset):
+    model = with_node(detector("", opset=opset), "ReduceMax", "out_boxes axes", "top", keepdims=0)
+    model.graph.initializer.append(constant("axes", np.int64([1])))
+    model.graph.node[4].attribute.append(helper.make_attribute("num_outputs", 2))
+    out, _, _ = build(model, "--target", "ascend", "--cann", "5.0")
+    written = onnx.load(out / "net_deploy_model.onnx")
+    assert written.opset_import[0].version == 13
+    reduction = written.graph.node[-1]
+    assert list(reduction.input) == ["out_boxes"]
+    assert [list(a.ints) for a in reduction.attribute if a.name == "axes"] == [[1]]
+
+
 def test_nodes_after_plugin_are_lifted(build, wording):
     model = detector(opset=11)
     with_node(model, "Squeeze", "out_boxes", "flat", axes=[0])

@@ -37,7 +37,7 @@ Source: ONNX operators BatchNormalization-9 to -15 and InstanceNormalization-6.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -117,13 +117,9 @@ def lift_opset(
     if cut_off is None:
         _lift((model,), TARGET_OPSET)
     else:
-        cut_off_model = onnx.ModelProto(opset_import=cut_off.opsets)
-        cut_off_model.graph.node.extend(cut_off.nodes)
-        cut_off_model.graph.initializer.extend(cut_off.constants)
-        cut_off_model.graph.output.extend(cut_off.outputs)
+        cut_off_model = cut_off.to_model()
         _lift((model, cut_off_model), TARGET_OPSET)
-        nodes, opsets = tuple(cut_off_model.graph.node), tuple(cut_off_model.opset_import)
-        cut_off = replace(cut_off, nodes=nodes, opsets=opsets)
+        cut_off = cut_off.with_nodes_of(cut_off_model)
     return cut_off, f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
 
 

@@ -8,8 +8,10 @@ are put back into the files for the runtimes that know them::
           '------ cut model ------'           '------- behind -------'
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 from onnx import helper
@@ -40,7 +42,7 @@ from deploy.graph.index import (
     nested_nodes,
     opset_of,
 )
-from deploy.graph.lowering import is_standard
+from deploy.graph.lowering import is_standard, lower_opset
 from deploy.graph.opset_forms import find_upgrades
 from deploy.graph.plan import FLOAT32, Decision
 
@@ -98,8 +100,11 @@ class CutOffNodes:
         """Return the entire model: `model` (the part before the cut), and the cut-off nodes.
 
         Raises:
-            ExportError: a cut-off node means something else in the opset of `model`.
+            ExportError: a cut-off node has no form in the opset of `model`.
         """
+        if opset_of(model) < self._opset:
+            lowered = lower_opset(self.to_model(), opset=opset_of(model)).model
+            return self.with_nodes_of(lowered).append_to(model)
         self._refuse_opset(opset_of(model))
         complete = copy_message(model)
         graph = complete.graph
@@ -115,6 +120,27 @@ class CutOffNodes:
             if entry.domain not in domains:
                 complete.opset_import.append(entry)
         return complete
+
+    @property
+    def _opset(self) -> int:
+        return opset_of(onnx.ModelProto(opset_import=self.opsets))
+
+    def to_model(self) -> onnx.ModelProto:
+        """Return the nodes as a model of their own, whose inputs have no types."""
+        model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=self.opsets)
+        model.graph.node.extend(self.nodes)
+        model.graph.initializer.extend(self.constants)
+        model.graph.output.extend(self.outputs)
+        return model
+
+    def with_nodes_of(self, model: onnx.ModelProto) -> CutOffNodes:
+        """Return the part with the nodes, constants and opsets of a model made from `to_model`."""
+        return replace(
+            self,
+            nodes=tuple(model.graph.node),
+            constants=tuple(model.graph.initializer),
+            opsets=tuple(model.opset_import),
+        )
 
     def _add_constants(self, graph: onnx.GraphProto, nodes: Nodes) -> None:
         """Add the constants that `nodes` read, under another name if one was changed in `graph`."""
@@ -133,7 +159,7 @@ class CutOffNodes:
 
     def _refuse_opset(self, opset: int) -> None:
         """Refuse an opset that changed the operator of a cut-off node."""
-        source_opset = opset_of(onnx.ModelProto(opset_import=self.opsets))
+        source_opset = self._opset
         changed_types: set[str] = set()
         for node in self.nodes:
             for inner in nested_nodes(node):
