@@ -369,7 +369,10 @@ def test_bad_experiments_are_refused(run, tmp_path):
         ((VALUES, "--dtype", "qint32"), "a search finds the scale of quint8 or qint8"),
         ((VALUES, "--scale", "1,2"), "give --axis, or one of each"),
         ((VALUES, "--axis", "4"), "one of 1 dimensions, got 4"),
-        *(((text,), "values are a JSON array of numbers") for text in ("[1, [2]]", "[]", '["a"]')),
+        *(
+            ((text,), "values are a JSON array of numbers")
+            for text in ("[1, [2]]", "[]", '["a"]', f"[1{'0' * 400}]")
+        ),
         (("3.5",), "write it as '[3.5]'"),
         (("-1, 2",), "write it as '[-1, 2]'"),
         (("-7", "--scale", "1"), "write it as '[-7]'"),

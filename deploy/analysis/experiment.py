@@ -237,7 +237,7 @@ def read_values(text: str) -> Real:
     numbers = from_json(text, rule=_RULE, error=ConfigError)
     try:
         return _to_real(np.array(numbers, np.float64))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{_RULE}, got {text[:60]!r}: {error}") from error
 
 

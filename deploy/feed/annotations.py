@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from deploy.errors import FeedError
 from deploy.feed.images import printable_name, suffix_of, walk_files
 from deploy.feed.paths import is_data_yaml, read_data_yaml, resolve_files
-from deploy.files.reading import read_json, read_text
+from deploy.files.reading import convert, read_json, read_text
 from deploy.metrics.precision import Objects
 from deploy.terminal import phase
 
@@ -93,64 +94,85 @@ def read_annotations(path: Path) -> Annotations:
     return read_coco(path)
 
 
+@dataclass(frozen=True, slots=True)
+class _CocoImage:
+    id: int | float | str
+    file_name: str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class _CocoAnnotation:
+    image_id: int | float | str
+    category_id: int
+    bbox: tuple[float, float, float, float]
+    iscrowd: Any = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _CocoCategory:
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _CocoFile:
+    images: list[_CocoImage]
+    annotations: list[_CocoAnnotation]
+    categories: list[_CocoCategory]
+
+
 def read_coco(path: Path) -> Annotations:
     """Return the annotations of a COCO file.
 
     Raises:
         FeedError: it cannot be read, or is no COCO annotation file.
     """
-    data = read_json(path, what="a COCO json", error=FeedError, max_bytes=_MAX_COCO_BYTES)
+    values = read_json(path, what="a COCO json", error=FeedError, max_bytes=_MAX_COCO_BYTES)
+    rule = f"{path} must be a COCO json with images, annotations with boxes, and categories"
+    data = convert(values, _CocoFile, rule=rule, error=FeedError, strict=False)
     try:
-        return _parse_coco(data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise FeedError(
-            f"a COCO json has images, annotations with boxes, and categories; {path} breaks it at"
-            f" {str(error)[:100]}"
-        ) from error
+        return _group_by_image(data)
+    except ValueError as error:
+        raise FeedError(f"{rule}, got {str(error)[:100]}; write it again") from error
 
 
-def _parse_coco(data: dict[str, list[dict[str, object]]]) -> Annotations:
-    annotations_by_image: dict[object, list[dict[str, object]]] = {}
-    for image in data["images"]:
-        if image["id"] in annotations_by_image:
-            raise ValueError(f"an id that two images have, {image['id']!r}")
-        annotations_by_image[image["id"]] = []
-    categories = {_integer(category["id"]) for category in data["categories"]}
-    for annotation in data["annotations"]:
-        if annotation["image_id"] not in annotations_by_image:
-            raise ValueError(f"an image_id that no image has, {annotation['image_id']!r}")
-        if _integer(annotation["category_id"]) not in categories:
-            raise ValueError(f"a category_id that no category has, {annotation['category_id']!r}")
-        annotations_by_image[annotation["image_id"]].append(annotation)
+def _group_by_image(data: _CocoFile) -> Annotations:
+    annotations_by_image: dict[int | float | str, list[_CocoAnnotation]] = {}
+    for image in data.images:
+        if image.id in annotations_by_image:
+            raise ValueError(f"an id that two images have, {image.id!r}")
+        annotations_by_image[image.id] = []
+    categories = {category.id for category in data.categories}
+    for annotation in data.annotations:
+        if annotation.image_id not in annotations_by_image:
+            raise ValueError(f"an image_id that no image has, {annotation.image_id!r}")
+        if annotation.category_id not in categories:
+            raise ValueError(f"a category_id that no category has, {annotation.category_id!r}")
+        annotations_by_image[annotation.image_id].append(annotation)
 
     pictures: dict[str, Objects] = {}
     ambiguous_names = set()
-    for image in data["images"]:
-        name = PurePosixPath(str(image["file_name"])).name
+    for image in data.images:
+        name = PurePosixPath(image.file_name).name
         if name in pictures:
             ambiguous_names.add(name)
-        pictures[name] = _parse_coco_objects(name, image, annotations_by_image[image["id"]])
+        pictures[name] = _coco_objects(image, annotations_by_image[image.id])
     return Annotations(pictures, tuple(sorted(categories)), frozenset(ambiguous_names))
 
 
-def _parse_coco_objects(
-    name: str, image: dict[str, object], annotations: list[dict[str, object]]
-) -> Objects:
-    boxes = np.array([annotation["bbox"] for annotation in annotations], np.float64).reshape(-1, 4)
+def _coco_objects(image: _CocoImage, annotations: list[_CocoAnnotation]) -> Objects:
+    boxes = np.array([annotation.bbox for annotation in annotations], np.float64).reshape(-1, 4)
     if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
-        raise ValueError(f"a bbox of {name!r} that is no x, y, width and height")
+        raise ValueError(f"a bbox of {image.file_name!r} that is no x, y, width and height")
     boxes[:, 2:] += boxes[:, :2]  # COCO's are x y w h
 
-    size = _integer(image["height"]), _integer(image["width"])
-    if min(size) < 1:
-        raise ValueError(f"a width or height of {name!r} below 1")
-    categories = [_integer(annotation["category_id"]) for annotation in annotations]
-    crowds = [bool(annotation.get("iscrowd", 0)) for annotation in annotations]
+    if min(image.height, image.width) < 1:
+        raise ValueError(f"a width or height of {image.file_name!r} below 1")
+    categories = [annotation.category_id for annotation in annotations]
+    crowds = [bool(annotation.iscrowd) for annotation in annotations]
+    size = image.height, image.width
     return Objects(size, boxes, np.array(categories, np.int64), np.array(crowds, np.bool_))
-
-
-def _integer(value: object) -> int:
-    return int(str(value))  # 3.5 is refused
 
 
 def _read_yaml_labels(path: Path) -> Annotations:

@@ -115,27 +115,36 @@ def _resolve_pattern(pattern: Path) -> SourceFiles:
     return SourceFiles(FileList("", usable_names), title)
 
 
+@dataclass(frozen=True, slots=True)
+class _CocoImage:
+    file_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _CocoImages:
+    images: list[_CocoImage]
+
+
 def _read_coco_files(path: Path) -> FileList:
     """Return the image files of COCO annotations: in the folder `images` beside them, if there."""
-    data = read_json(path, what="COCO annotations", error=FeedError)
-    rows = data.get("images") if isinstance(data, dict) else None
-    names: list[Any] = []
-    for row in rows if isinstance(rows, list) else ():
-        if isinstance(row, dict):
-            names.append(row.get("file_name"))
+    values = read_json(path, what="COCO annotations", error=FeedError)
+    rule = (
+        f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
+        " `file_name`"
+    )
+    way_out = "give a folder or a list file"
+    data = convert(values, _CocoImages, rule=rule, error=FeedError, way_out=way_out)
+    names = [image.file_name for image in data.images]
     if not names or not all(map(_is_file_name, names)):
-        raise FeedError(
-            f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
-            " `file_name`, got others; give a folder or a list file"
-        )
+        raise FeedError(f"{rule}, got none or no name of a file; {way_out}")
     folder = path.parent
     if (folder / "images" / names[0]).exists():
         folder = folder / "images"
     return FileList(folder, names)
 
 
-def _is_file_name(value: object) -> bool:
-    if not isinstance(value, str) or not value or "\0" in value:
+def _is_file_name(value: str) -> bool:
+    if not value or "\0" in value:
         return False
     try:
         os.fsencode(value)

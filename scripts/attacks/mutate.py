@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
+from typing import Any
 
 Change = Callable[[random.Random, bytes, bytes], bytes]
 
@@ -103,3 +105,52 @@ CHANGES: tuple[Change, ...] = (
     _flip, _flip, _set, _set, _remove, _repeat, _swap, _cut, _insert, _insert, _overwrite, _number,
     _number, _splice,
 )  # fmt: skip
+
+
+VALUES: tuple[Any, ...] = (
+    *(3, -1, 0, 10**400, 2.5, float("nan"), float("inf"), "", "3", "a\ud800", None, True, [], {}),
+    *([[]], [None], [3], {"id": 3}, {"a": {}}, ["a", 1]),
+)
+
+
+def retyped(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """JSON or TOML whose values are of other types, in every second case; else as `mutated`."""
+    if rng.random() < 0.5:
+        return mutated(rng, data, other)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        data = _retype(rng, data)
+    return data
+
+
+def _retype(rng: random.Random, data: bytes) -> bytes:
+    value = rng.choice(VALUES)
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return _retype_line(rng, data, json.dumps(value).encode())
+    if not isinstance(document, dict | list):
+        return json.dumps([value]).encode()
+    places: list[tuple[Any, Any]] = []
+    pending = [document]
+    while pending:
+        parent = pending.pop()
+        keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+        places += [(parent, key) for key in keys]
+        pending += [parent[key] for key in keys if isinstance(parent[key], dict | list)]
+    if not places:
+        return json.dumps(value).encode()
+    parent, key = rng.choice(places)
+    parent[key] = value
+    return json.dumps(document).encode()
+
+
+_LINE = re.compile(rb"(?m)^([^=\n]+ = ).*$")
+
+
+def _retype_line(rng: random.Random, data: bytes, value: bytes) -> bytes:
+    """Another value on one line of TOML."""
+    lines = list(_LINE.finditer(data))
+    if not lines:
+        return data
+    line = rng.choice(lines)
+    return data[: line.end(1)] + value + data[line.end() :]

@@ -22,6 +22,7 @@ from scripts.attacks.archives import changed_png, changed_zip
 from scripts.attacks.fields import changed_fields
 from scripts.attacks.forms import forms
 from scripts.attacks.fuzz import Reader
+from scripts.attacks.mutate import retyped
 from scripts.attacks.options import option_texts, with_options
 from scripts.attacks.subject import TARGETS, made
 
@@ -106,7 +107,9 @@ def _onnx(folder: Path) -> list[bytes]:
 
 _COCO = json.dumps(
     {
-        "images": [{"id": n, "file_name": f"{n}.png", "height": 9, "width": 8} for n in range(3)],
+        "images": [
+            {"id": n, "file_name": f"{n:02}.png", "height": 9, "width": 8} for n in range(3)
+        ],
         "annotations": [
             {"id": n, "image_id": n % 3, "category_id": 1, "bbox": [1, 2.5, 3, 4], "iscrowd": 0}
             for n in range(4)
@@ -169,13 +172,13 @@ def _unit(kind: type[Preprocess]) -> Preprocess:
     return kind(size=(_SIDE, _SIDE))
 
 
-def _listed(folder: Path) -> Callable[[Path], Callable[[], object]]:
-    """Lists of pictures that stand beside them."""
-    feed = _fed(folder)
-    pictures = made(folder / "subject").pictures(0)
+def _listed_in(name: str) -> Callable[[Path], Callable[[Path], Callable[[], object]]]:
+    """Lists of pictures, or descriptions of a data set, that stand beside the pictures."""
 
-    def opened(path: Path) -> Callable[[], object]:
-        return feed(Path(shutil.copyfile(path, pictures / "list.txt")))
+    def opened(folder: Path) -> Callable[[Path], Callable[[], object]]:
+        feed = _fed(folder)
+        pictures = made(folder / "subject").pictures(0)
+        return lambda path: feed(Path(shutil.copyfile(path, pictures / name)))
 
     return opened
 
@@ -184,13 +187,6 @@ def _labels(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.feed.evaluation import read_labels
 
     return lambda path: partial(read_labels, path)
-
-
-def _listed_in_yaml(folder: Path) -> Callable[[Path], Callable[[], object]]:
-    """Descriptions of a data set that stand beside its pictures."""
-    feed = _fed(folder)
-    pictures = made(folder / "subject").pictures(0)
-    return lambda path: feed(Path(shutil.copyfile(path, pictures / "data.yaml")))
 
 
 def _label_folder(folder: Path) -> Callable[[Path], Callable[[], object]]:
@@ -506,25 +502,30 @@ READERS: dict[str, Reader] = {
     for reader in (
         Reader(name="cache", suffix=".cache", seeds=_caches, open=_shown),
         Reader(name="fingerprint", suffix=".json", seeds=_of_build("calib8/*.cache.json"),
-               open=_judged(".json")),
+               open=_judged(".json"), mutate=retyped),
         Reader(name="statistics", suffix=".npz", seeds=_of_build("calib8/*.cache.npz"),
                open=_judged(".npz"), mutate=changed_zip, cases=2000),
         Reader(name="shard", suffix=".shard", seeds=_shards, open=_sharded, mutate=changed_zip,
                cases=2000),
         Reader(name="checkpoint", suffix=".checkpoint", seeds=_checkpoints, open=_resumed,
                mutate=changed_zip, cases=1000),
-        Reader(name="plan", suffix=".toml", seeds=_of_build("calib8/*.plan.toml"), open=_plan),
-        Reader(name="settings", suffix=".toml", seeds=_texts(_SETTINGS), open=_settings),
+        Reader(name="plan", suffix=".toml", seeds=_of_build("calib8/*.plan.toml"), open=_plan,
+               mutate=retyped),
+        Reader(name="settings", suffix=".toml", seeds=_texts(_SETTINGS), open=_settings,
+               mutate=retyped),
         Reader(name="report", suffix=".json", seeds=_of_build("report.json"),
-               open=lambda folder: lambda path: ["explain", str(path)], cases=5000),
+               open=lambda folder: lambda path: ["explain", str(path)], mutate=retyped, cases=5000),
         Reader(name="builds", suffix=".json", seeds=_of_build("report.json"),
-               open=lambda folder: lambda path: ["report", str(path), str(path)], cases=3000),
-        Reader(name="list", suffix=".txt", open=_listed,
+               open=lambda folder: lambda path: ["report", str(path), str(path)], mutate=retyped,
+               cases=3000),
+        Reader(name="list", suffix=".txt", open=_listed_in("list.txt"),
                seeds=_texts("00.png\n01.png\n", "# of mine\r\n00.png 3\r\n01.png 4\r\n")),
         Reader(name="labels", suffix=".txt", open=_labels,
                seeds=_texts("1\n2\n\n3\n", "a.png 4\nb c.png 17\n")),
-        Reader(name="coco", suffix=".json", seeds=_texts(_COCO), open=_labels),
-        Reader(name="yaml", suffix=".yaml", seeds=_texts(_YAML), open=_listed_in_yaml),
+        Reader(name="coco", suffix=".json", seeds=_texts(_COCO), open=_labels, mutate=retyped),
+        Reader(name="coco-images", suffix=".json", seeds=_texts(_COCO), open=_listed_in("a.json"),
+               mutate=retyped, cases=3000),
+        Reader(name="yaml", suffix=".yaml", seeds=_texts(_YAML), open=_listed_in("data.yaml")),
         Reader(name="yolo", suffix=".txt", seeds=_texts("0 0.5 0.5 0.1 0.2\n1 0 0 1 0 1 1\n"),
                open=_label_folder),
         Reader(name="voc", suffix=".xml", seeds=_texts(_VOC), open=_label_folder),
@@ -544,16 +545,17 @@ READERS: dict[str, Reader] = {
         Reader(name="trained", suffix=".onnx", seeds=_of_build("*.int8.onnx"), open=_trained,
                cases=2000),
         Reader(name="processor", suffix=".json", seeds=_texts(_PROCESSOR),
-               open=_beside("preprocessor_config.json"), cases=5000),
+               open=_beside("preprocessor_config.json"), mutate=retyped, cases=5000),
         Reader(name="timm", suffix=".json", seeds=_texts(_TIMM), open=_beside("config.json"),
-               cases=5000),
+               mutate=retyped, cases=5000),
         Reader(name="paddle", suffix=".yml", seeds=_texts(_INFER), open=_beside("infer_cfg.yml"),
                cases=5000),
         Reader(name="record", suffix=".txt", seeds=_of_build("*_record.txt"), open=_ascend),
-        Reader(name="quant", suffix=".json", seeds=_of_build("*_config.json"), open=_ascend),
+        Reader(name="quant", suffix=".json", seeds=_of_build("*_config.json"), open=_ascend,
+               mutate=retyped),
         Reader(name="simple-cfg", suffix=".cfg", seeds=_texts(_CFG), open=_ascend),
         Reader(name="aipp", suffix=".cfg", seeds=_texts(_AIPP), open=_ascend),
-        Reader(name="note", suffix=".json", open=_noted, seeds=_texts(
+        Reader(name="note", suffix=".json", open=_noted, mutate=retyped, seeds=_texts(
             '{"model": "a", "batch": 8, "shape": [1, 3], "sha256": "0"}')),
         Reader(name="patterns", suffix=".txt", seeds=_texts(_PATTERNS), open=_patterns,
                cases=5000),

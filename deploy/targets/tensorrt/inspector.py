@@ -25,7 +25,10 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from deploy.errors import ConfigError
 from deploy.metrics.kernels import EngineLayer
@@ -73,14 +76,25 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
         document = json.loads(text)
     except ValueError:  # an engine without layer information
         return ()
-    layers = document.get("Layers", []) if isinstance(document, dict) else []
-    detailed = [layer for layer in layers if isinstance(layer, dict)]
-    return tuple(_layer(layer) for layer in detailed if layer.get("LayerType") not in _IDLE)
+    layers = document.get("Layers") if isinstance(document, dict) else None
+    detailed_layers = []
+    for values in layers if isinstance(layers, list) else ():
+        with suppress(ValueError):  # a name only, or a form of another version
+            detailed_layers.append(msgspec.convert(values, _InspectedLayer))
+    return tuple(_layer(layer) for layer in detailed_layers if layer.kind not in _IDLE)
 
 
-def _layer(layer: Mapping[str, Any]) -> EngineLayer:
-    name, kind = str(layer.get("Name", "")), str(layer.get("LayerType", ""))
-    metadata, foreign = str(layer.get("Metadata", "")), _FOREIGN.fullmatch(name)
+class _InspectedLayer(msgspec.Struct):
+    name: str = msgspec.field(name="Name", default="")
+    kind: str = msgspec.field(name="LayerType", default="")
+    metadata: str | None = msgspec.field(name="Metadata", default=None)
+    inputs: list[dict[str, Any]] | None = msgspec.field(name="Inputs", default=None)
+    outputs: list[dict[str, Any]] | None = msgspec.field(name="Outputs", default=None)
+
+
+def _layer(layer: _InspectedLayer) -> EngineLayer:
+    name, kind = layer.name, layer.kind
+    metadata, foreign = layer.metadata or "", _FOREIGN.fullmatch(name)
     nodes = _nodes(foreign[1] if foreign else name, metadata)
     if foreign is None:
         return EngineLayer(
@@ -97,9 +111,9 @@ def _layer(layer: Mapping[str, Any]) -> EngineLayer:
     return EngineLayer(name=name, kind=kind, block=kind, end_nodes=end_nodes)
 
 
-def _precision(layer: Mapping[str, Any]) -> str:
+def _precision(layer: _InspectedLayer) -> str:
     """Return the type of the first input, or of the first output if there are no inputs."""
-    tensors = [*(layer.get("Inputs") or []), *(layer.get("Outputs") or [])]
+    tensors = [*(layer.inputs or ()), *(layer.outputs or ())]
     if not tensors:
         return ""
     text = str(tensors[0].get("Datatype", tensors[0].get("Format/Datatype", "")))
