@@ -184,28 +184,13 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
     assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
 
 
-def test_several_outputs_may_each_have_a_class_for_a_letter():
-    """The vowel, the dot and the accent of each letter, by a model that adds them to a text."""
-    kinds = {"vowel": 16, "dot": 3, "accent": 4}
-
-    def output(number):
-        made = np.random.default_rng(number)
-        best = {name: made.integers(0, count, 30) for name, count in kinds.items()}
-        scores = {name: framed(best[name], kinds[name], made) for name in kinds}
-        return {name: np.float32(softmax(value, -1))[None] for name, value in scores.items()}
-
+def test_several_outputs_of_the_same_steps_are_no_task():
     letters = [{"letters": np.ones((1, 30), np.float32)}] * 4
-    references = [output(n) for n in range(4)]
-    form, same = figure(references, references, letters)
-    assert form.task.form == "vowel, dot, accent: 16, 3, 4 classes a step" and same.value == 1
-    dot = references[0]["dot"].copy()
-    dot[0, :6] = np.roll(dot[0, :6], 1, axis=-1)
-    _, found = figure(references, [{**references[0], "dot": dot}, *references[1:]], letters)
-    assert found.count == "354 of 360"
-    assert found.words == "354 of 360 steps of FP32's class, 93.3 % in the worst sample"
-    shorter = [{**one, "dot": one["dot"][:, :20]} for one in references]
-    assert same_task(shorter, letters) is None  # not of the same letters
-    vectors = [{**one, "size": rng().standard_normal((1, 30, 8))} for one in references]
+    dots = [{"dot": softmax(framed(spoken(n, 3), 3))[None]} for n in range(4)]
+    assert same_task(dots, letters) == "steps"
+    accents = [{**output, "accent": output["dot"][:, ::-1]} for output in dots]
+    assert same_task(accents, letters) is None
+    vectors = [{**output, "size": rng().standard_normal((1, 60, 8))} for output in dots]
     assert same_task(vectors, letters) is None  # features, or a regression of each
 
 

@@ -140,15 +140,14 @@ class Comparison:
         settings = self._metric.declared if form is None else form
         self._batch_inputs = settings.batch_inputs
         self._metric_tally = self._metric.tally(classes)
-        top1_labels = classes if self._metric_tally is None else None
-        self._top1 = Top1(top1_labels)
-        has_heads = len(names) > 1 and top1_labels is not None
-        self._heads = {name: Top1(top1_labels, name) for name in names if has_heads}
+        self._labels = classes if self._metric_tally is None else None
         self._alike = AlikeOutputs()
+        self._samples = 0
         self._objects = objects
         self._errors = {name: RunningError(name) for name in names}
 
         self._waiting: list[_Batch] = []
+        self._top1 = Top1(self._labels)
         self._form: OutputForm | None = None
         self._slice_errors: dict[OutputSlice, RunningError] = {}
         self._task_tally: TaskTally[Any] | None = None
@@ -176,7 +175,7 @@ class Comparison:
             FeedError: labels that do not fit the samples or the classes.
         """
         length = batch_length(feed, self._batch_inputs)
-        rows = length if count is None else min(length, count - self._top1.samples)
+        rows = length if count is None else min(length, count - self._samples)
         batch = _Batch(
             inputs=_first_rows(feed, rows, length),
             reference=_first_rows({name: reference[name] for name in self._errors}, rows, length),
@@ -185,14 +184,12 @@ class Comparison:
         )
         for name, error in self._errors.items():
             error.add(batch.reference[name], batch.candidate[name], rows)
-        self._top1.add(batch.reference, batch.candidate, rows, at_once=not self._heads)
-        for head in self._heads.values():
-            head.add(batch.reference, batch.candidate, rows, at_once=False)
         self._alike.add(batch.reference, rows)
 
+        self._samples += rows
         self._waiting.append(batch)
         needed = form_samples(batch.inputs, batch.reference, rows)
-        if self._form is not None or self._top1.samples >= needed:
+        if self._form is not None or self._samples >= needed:
             self._settle()
 
     def _settle(self) -> OutputForm:
@@ -216,6 +213,8 @@ class Comparison:
                 self._slice_errors[part] = RunningError(
                     part.label, total=np.zeros(1) if is_centred else None
                 )
+        if isinstance(form.task, Classes):
+            self._top1 = Top1(self._labels, form.task.outputs[0])
         self._task_tally = None if form.task is None else form.task.tally()
         if isinstance(self._task_tally, ThresholdTally):
             self._task_tally.fixed_threshold = self._metric.threshold
@@ -228,6 +227,7 @@ class Comparison:
             self._precision = PrecisionTally(form.task.decoder, self._objects)
 
     def _count(self, form: OutputForm, batch: _Batch) -> None:
+        self._top1.add(batch.reference, batch.candidate, batch.length)
         reference = form.prepare(batch.reference, batch.inputs, batch.reference)
         candidate = form.prepare(batch.candidate, batch.inputs, batch.reference)
         for part, error in self._slice_errors.items():
@@ -254,7 +254,7 @@ class Comparison:
     def watched(self) -> frozenset[int]:
         """Indices of the samples whose pictures `shown` may need."""
         if self._form is None:
-            return frozenset(range(self._top1.samples))
+            return frozenset(range(self._samples))
         return frozenset() if self._task_tally is None else self._task_tally.watched
 
     def shown(self) -> tuple[Example, ...]:
@@ -268,7 +268,7 @@ class Comparison:
         Raises:
             FeedError: no sample, or labels that do not fit.
         """
-        if self._top1.samples == 0:
+        if self._samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         form = self._settle()
         outputs = tuple(error.result() for error in self._errors.values())
@@ -276,11 +276,10 @@ class Comparison:
         kind = "" if form.task is None else form.task.name
         if figure is not None and figure.beside:
             kind = "beside others"
-        first_output = form.task.outputs[0] if isinstance(form.task, Classes) else ""
-        top1 = self._heads.get(first_output, self._top1).result(kind)
+        top1 = self._top1.result(kind)
         is_silent = form.task is not None and self._metric_tally is None and figure is None
         return Accuracy(
-            samples=self._top1.samples,
+            samples=self._samples,
             outputs=outputs,
             top1_reference=top1.reference,
             top1_candidate=top1.candidate,
@@ -297,7 +296,7 @@ class Comparison:
             silent=is_silent,
             alike=self._alike.alike,
             carried=form.states,
-            problems=tuple(_problems(outputs, self._top1.samples, form.lists)),
+            problems=tuple(_problems(outputs, self._samples, form.lists)),
         )
 
     def _task_figure(self, form: OutputForm) -> TaskFigure | None:

@@ -11,7 +11,7 @@ are equal or not, at the same place or, in lists of varying length, as rows in a
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,6 +28,21 @@ NO_CLASS = np.iinfo(np.int64).min  # stands at places without a class, as of a s
 _SET_WEIGHT = 5.0  # a wrong share of the best k's set counts as much as a fifth of it in top-1
 _MIN_INDEX_BYTES = 4  # int32 and int64: smaller types are quantized values
 _PADDING = -1  # integers that fill a list up
+
+
+@dataclass(frozen=True, slots=True)
+class CountedPlaces:
+    """Places that count.
+
+    Attributes:
+        equal: number of those where both models have the same class.
+        total: number of all.
+        usual_class: FP32's class that does not count where both models have it; None for none.
+    """
+
+    equal: int = 0
+    total: int = 0
+    usual_class: int | None = None
 
 
 @dataclass(slots=True)
@@ -58,52 +73,26 @@ class PlaceCounts:
         self.equal += _count_values(reference[is_equal])
         return int(is_equal.sum()), int(has_class.sum())
 
-    @property
-    def usual_class(self) -> int:
-        """FP32's most frequent class; of several the lowest."""
-        return max(sorted(self.reference), key=self.reference.__getitem__, default=0)
+    def without_usual(self) -> CountedPlaces | None:
+        """Return the places that count; None if FP32 has one class at all of them.
+
+        If FP32 has its most frequent class, such as silence or background, at nearly all places, a
+        constant candidate would have most of them: then only places where either model has another
+        class count.
+        """
+        total, equal = self.reference.total(), self.equal.total()
+        if len(self.reference) < 2:
+            return None
+        usual_class = max(sorted(self.reference), key=self.reference.__getitem__)
+        if self.reference[usual_class] <= thresholds.MAX_USUAL_SHARE * total:
+            return CountedPlaces(equal, total)
+        common = self.equal[usual_class]
+        return CountedPlaces(equal - common, total - common, usual_class)
 
 
 def _count_values(values: Array) -> Counter[int]:
     numbers, counts = np.unique(values, return_counts=True)
     return Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class CountedPlaces:
-    """Places that count, and FP32's usual class in each output.
-
-    Attributes:
-        equal: number of places that count where both models have the same class.
-        total: number of places that count.
-        usual_classes: FP32's most frequent class in each output, if places where both models have
-            it do not count; empty if all places count.
-    """
-
-    equal: int
-    total: int
-    usual_classes: tuple[int, ...] = ()
-
-
-def count_places(outputs: Sequence[PlaceCounts]) -> CountedPlaces | None:
-    """Return the places that count; None if FP32 has one class at all places of an output.
-
-    If FP32 has its most frequent class, such as silence or background, at nearly all places, a
-    constant candidate would have most of them: then only places where either model has another
-    class count.
-    """
-    total = sum(counts.reference.total() for counts in outputs)
-    equal = sum(counts.equal.total() for counts in outputs)
-    usual_classes = tuple(counts.usual_class for counts in outputs)
-    usual_total = usual_equal = 0
-    for counts, usual_class in zip(outputs, usual_classes, strict=True):
-        usual_total += counts.reference[usual_class]
-        usual_equal += counts.equal[usual_class]
-    if usual_total == total:
-        return None
-    if usual_total <= thresholds.MAX_USUAL_SHARE * total:
-        return CountedPlaces(equal, total)
-    return CountedPlaces(equal - usual_equal, total - usual_equal, usual_classes)
 
 
 @dataclass(slots=True)
@@ -212,10 +201,10 @@ class _IndexTally(TaskTally["Indices"]):
 
     def result(self) -> TaskFigure | None:
         """Return the share kept; None if FP32 gives nothing, or one value at every place."""
-        places = count_places([self.places]) or CountedPlaces(0, 0)
+        places = self.places.without_usual() or CountedPlaces()
         text = f"kept, {self.new} new"
-        if places.usual_classes:
-            text += f", without {places.usual_classes[0]}, the usual one, where both have it"
+        if places.usual_class is not None:
+            text += f", without {places.usual_class}, the usual one, where both have it"
         kept, total = places.equal + self.common_rows, places.total + self.rows
         return self.figure_of_kept("indices", kept, total, text, self.new)
 

@@ -1,8 +1,7 @@
 """Sequences: a class per step (voice activity, taggers), or text by CTC.
 
 `find_steps`: probabilities of a class per step, [N, T, C] or [N, C, T], or their logarithms; raw
-scores are compared by value, unless `--task steps` says what they are. Several outputs may each
-have scores of the same steps, such as the diacritics of a letter. Or decisions: independent
+scores are compared by value, unless `--task steps` says what they are. Or decisions: independent
 probabilities [N, T] or [N, T, 1], such as the beginnings of words, and a single one [N, 1], such as
 a wake word. They count by their side of 0.5.
 
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, find_states
-from deploy.tasks.indices import NO_CLASS, PlaceCounts, count_places
+from deploy.tasks.indices import NO_CLASS, PlaceCounts
 from deploy.tasks.rows import (
     Outputs,
     activate,
@@ -62,49 +61,32 @@ def _read_step_samples(samples: Sequence[Array], axis: int) -> list[Array]:
 
 @dataclass(slots=True)
 class _StepTally(TaskTally["Steps"]):
-    """Counts the steps of each output by class, and remembers the worst sample."""
+    """Counts steps by class, and remembers the worst sample."""
 
+    steps: PlaceCounts = field(default_factory=PlaceCounts)
     worst_share: float = 1.0
-    counts: list[PlaceCounts] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = [PlaceCounts() for _ in self.task.outputs]
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        sample_equal = sample_total = 0
-        for index, name in enumerate(self.task.outputs):
-            equal, total = self.counts[index].add(
-                self.task.read_classes(reference[name], index),
-                self.task.read_classes(candidate[name], index),
-            )
-            sample_equal += equal
-            sample_total += total
-        if sample_total:
-            self.worst_share = min(self.worst_share, sample_equal / sample_total)
+        classes = self.task.read_classes(reference[self.task.output])
+        equal, total = self.steps.add(classes, self.task.read_classes(candidate[self.task.output]))
+        if total:
+            self.worst_share = min(self.worst_share, equal / total)
 
     def result(self) -> TaskFigure | None:
         """Return the share of equal steps; None if FP32 gives all of them to one class."""
-        counted = count_places(self.counts)
+        counted = self.steps.without_usual()
         if counted is None:
             return None
-        total = sum(counts.reference.total() for counts in self.counts)
-        equal = sum(counts.equal.total() for counts in self.counts)
-        name, count = "steps alike", f"{equal} of {total}"
+        total = self.steps.reference.total()
+        name, count = "steps alike", f"{self.steps.equal.total()} of {total}"
         text = f"{count} {self.task.agreement}"
-        if counted.usual_classes:
+        if counted.usual_class is not None:
             name, count = "steps alike but the usual", f"{counted.equal} of {counted.total}"
-            usual = _name_classes(counted.usual_classes)
-            text += f", {count} of those that are not in both models of {usual}"
+            usual_text = f"the usual class {counted.usual_class}"
+            text += f", {count} of those that are not in both models of {usual_text}"
         if total > self.samples:
             text += f", {100 * self.worst_share:.1f} % in the worst sample"
         return self.figure(name, counted.equal / counted.total, count, text)
-
-
-def _name_classes(classes: Sequence[int]) -> str:
-    """Return the most frequent class, or that of each output, as text."""
-    if len(set(classes)) == 1:
-        return f"the usual class {classes[0]}"
-    return f"their output's usual class, {', '.join(map(str, classes))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +94,14 @@ class Steps(EvaluationTask):
     """Classes of steps.
 
     Attributes:
-        outputs: names of the outputs.
-        classes: number of classes of each; 2 for independent probabilities, the sides of 0.5.
+        output: name of the output.
+        classes: number of classes; 2 for independent probabilities, the sides of 0.5.
         axis: dimension of the classes, 1 or 2; None for independent probabilities.
         raw: whether these are logits, before the Sigmoid.
     """
 
-    outputs: tuple[str, ...]
-    classes: tuple[int, ...]
+    output: str
+    classes: int
     axis: int | None
     raw: bool = False
     name = "steps"
@@ -128,11 +110,10 @@ class Steps(EvaluationTask):
     @property
     def form(self) -> str:
         """How the output is interpreted."""
-        names = ", ".join(self.outputs)
         if self.axis is None:
             scores = "raw scores" if self.raw else "probabilities"
-            return f"{names}: {scores} of steps or labels, each its own"
-        return f"{names}: {', '.join(map(str, self.classes))} classes a step"
+            return f"{self.output}: {scores} of steps or labels, each its own"
+        return f"{self.output}: {self.classes} classes a step"
 
     @property
     def agreement(self) -> str:
@@ -141,14 +122,14 @@ class Steps(EvaluationTask):
             return "steps of FP32's class"
         return "scores on FP32's side of 0" if self.raw else "probabilities on FP32's side of 0.5"
 
-    def read_classes(self, value: Array, index: int) -> NDArray[np.int64]:
-        """Return the class of each step of an output, by its index; none for another shape."""
+    def read_classes(self, value: Array) -> NDArray[np.int64]:
+        """Return the class of each step of one sample; none for another shape."""
         if self.axis is None:
             scores = value.reshape(-1)
             sides = (scores > (0 if self.raw else 0.5)).astype(np.int64)
             return np.where(np.isnan(scores), NO_CLASS, sides)
         steps = _read_steps(value, self.axis)
-        if steps is None or steps.shape[1] != self.classes[index]:
+        if steps is None or steps.shape[1] != self.classes:
             return np.zeros(0, np.int64)
         best_classes = np.asarray(steps.argmax(axis=1), np.int64)
         best_classes[np.isnan(steps).any(axis=1)] = NO_CLASS
@@ -161,13 +142,13 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
     is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(_is_vector, values))
     if is_independent or values[0].ndim != 3:
         raw = not all(map(are_shares, values))
-        return Steps((name,), (2,), None, raw) if values[0].ndim in (1, 2, 3) else None
+        return Steps(name, 2, None, raw) if values[0].ndim in (1, 2, 3) else None
     axis = _find_class_axis(values) or 2
-    return Steps((name,), (values[0].shape[axis],), axis)
+    return Steps(name, values[0].shape[axis], axis)
 
 
 def find_steps(samples: FirstSamples) -> Steps | None:
-    """Recognise outputs of steps; others may be states, or numbers of a sample."""
+    """Recognise the output of steps; others may be states, or numbers of a sample."""
     states = find_states(samples)
     values_by_name = {}
     for name in samples.names:
@@ -177,42 +158,29 @@ def find_steps(samples: FirstSamples) -> Steps | None:
 
     decisions = [name for name in values_by_name if _are_decisions(name, samples)]
     others = [name for name in values_by_name if name not in decisions]
-    if decisions and all(map(_is_vector, (samples.outputs[0][name] for name in others))):
-        return Steps(tuple(decisions), (2,) * len(decisions), None)
+    if len(decisions) == 1 and all(_is_vector(samples.outputs[0][name]) for name in others):
+        return Steps(decisions[0], 2, None)
 
     axis_by_name = {}
     for name, values in values_by_name.items():
         axis = _find_class_axis(values)
         if axis is not None:
             axis_by_name[name] = axis
-    if len(set(axis_by_name.values())) != 1:
+    if len(axis_by_name) != 1:
         return None
-    return _join_steps(values_by_name, axis_by_name)
+    ((name, axis),) = axis_by_name.items()
+    tables = _read_step_samples(values_by_name.pop(name), axis)
+    if any(_have_steps(values, tables) for values in values_by_name.values()):
+        return None  # numbers of what is found at each step
+    return Steps(name, tables[0].shape[1], axis)
 
 
-def _join_steps(
-    values_by_name: dict[str, list[Array]], axis_by_name: dict[str, int]
-) -> Steps | None:
-    """Return the outputs of classes, if they and no other outputs are of the same steps."""
-    (axis,) = {*axis_by_name.values()}
-    classes = []
-    step_counts = set()
-    for name in axis_by_name:
-        tables = _read_step_samples(values_by_name[name], axis)
-        classes.append(tables[0].shape[1])
-        step_counts.add(tuple(map(len, tables)))
-    if len(step_counts) != 1:
-        return None
-
-    (counts,) = step_counts
-    for name, values in values_by_name.items():
-        has_steps = all(
-            value.ndim <= 3 and count in value.shape
-            for value, count in zip(values, counts, strict=True)
-        )
-        if has_steps and name not in axis_by_name:
-            return None  # numbers of what is found at each step
-    return Steps(tuple(axis_by_name), tuple(classes), axis)
+def _have_steps(samples: Sequence[Array], tables: Sequence[Array]) -> bool:
+    """Whether an output has as many steps, in every sample."""
+    return all(
+        value.ndim <= 3 and len(steps) in value.shape
+        for value, steps in zip(samples, tables, strict=True)
+    )
 
 
 def _is_vector(value: Array) -> bool:

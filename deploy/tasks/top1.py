@@ -38,7 +38,6 @@ class Top1:
         `name`: output to read the class from; None derives it from the first batch.
         """
         self.labels = labels
-        self.label_error: FeedError | None = None  # not raised: labels may be for another output
         self.samples = self.reference_hits = self.candidate_hits = self.agreement_count = 0
         self.shifts = Counter[int]()  # 1, -1 -> labels above and below the reference's class
         self.name = name
@@ -48,20 +47,12 @@ class Top1:
         self.class_counts: Counter[int] = Counter()  # class -> samples the reference gives to it
         self.is_ranked = True  # until a sample is not in descending order
 
-    def add(self, reference: Outputs, candidate: Outputs, batch: int, *, at_once: bool) -> None:
-        """Add one batch; unless `at_once`, errors of labels are raised by `result`.
+    def add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
+        """Add one batch.
 
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
-        try:
-            self._add(reference, candidate, batch)
-        except FeedError as error:
-            if at_once:
-                raise
-            self.label_error = self.label_error or error
-
-    def _add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
         start, self.samples = self.samples, self.samples + batch
         if self.name is None:
             self._choose(reference, batch)
@@ -140,8 +131,6 @@ class Top1:
             FeedError: labels that do not fit.
         """
         labelled = self.labels is not None
-        if self.label_error is not None:
-            raise self.label_error
         if self.labels is not None:
             self._check_labels(self.labels)
         counted = self.samples if self.has_classes and (labelled or kind == "classes") else 0
