@@ -501,7 +501,17 @@ def modelopt_float16():
     return model
 
 
-SPELLINGS = [modelopt, onnxruntime, nncf, torchao, tflite, brevitas, modelopt_float16]
+def padded():
+    """A Pad of some axes between pairs, which ONNX Runtime cannot run beside int8 layers."""
+    w = Writer()
+    a = w.pair(w.conv_relu(w.pair("x", 0.03, np.uint8(120))), 0.02, np.uint8(0))
+    pads = [w.hold("pads", np.array([1, 1, 1, 1])), "", w.hold("axes", np.array([2, -1]))]
+    a = w.pair(w.node("Pad", [a, *pads], "p", mode="edge"), 0.02, np.uint8(0))
+    c = w.conv(a, w.weight("w2", W2), w.hold("b2", B2))
+    return w.model(w.pair(c, 0.05, np.uint8(128)), opset=19, shape=(1, 4, 18, 18))
+
+
+SPELLINGS = [padded, modelopt, onnxruntime, nncf, torchao, tflite, brevitas, modelopt_float16]
 
 
 def test_pair_behind_cast_is_the_inputs():
@@ -545,7 +555,7 @@ def test_float_model_matches_except_for_rounding(spelling, images_file):
     loaded = load_float_or_qdq(spelling())
     feed = {"x": np.load(images_file)[:1].clip(-2, 2)}
     float_outputs = OrtSession.open(loaded.model, threads=1).run(feed)
-    for name, value in OrtSession.open(spelling(), threads=1).run(feed).items():
+    for name, value in OrtSession.open(spelling(), threads=1, optimize=False).run(feed).items():
         assert not [n for n in loaded.model.graph.node if n.op_type.endswith("quantizeLinear")]
         error = np.square(float_outputs[name] - value).mean() / np.square(value).mean()
         assert error < 0.01, name

@@ -21,7 +21,8 @@ from onnx import numpy_helper
 from deploy.errors import ModelError
 from deploy.frontends import checks
 from deploy.frontends.fold import fold_constants, remove_identity
-from deploy.frontends.onnx_file import inline_functions, lower_to_runtime
+from deploy.frontends.lift import complete_axes
+from deploy.frontends.onnx_file import infer_shapes, inline_functions, lower_to_runtime
 from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, PairGrids, Q, find_pair_grid
 from deploy.frontends.plugins import check_part_valid
 from deploy.graph.edit import (
@@ -49,6 +50,7 @@ from deploy.graph.index import (
     opset_of,
     optional_input,
 )
+from deploy.graph.opset_forms import COMPLETIONS
 from deploy.graph.placement import CUTS, MOVES, WEIGHTED
 from deploy.graph.plan import cannot_be_negative
 
@@ -100,7 +102,10 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     name_nodes(model.graph)
     _remove_clips_of_codes(model)
     _move_quantizers(model)
-    return model
+    if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
+        return model
+    typed_model = infer_shapes(copy_message(model))  # a node is completed if its rank is known
+    return typed_model if complete_axes(typed_model) else model
 
 
 def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
