@@ -111,3 +111,6 @@ def test_build_takes_the_size(save, pictures, tmp_path, run):
     quick = ("--effort", 0, "--duration", 0, "--accept", "--out", tmp_path / "o")
     out = run.ok("build", path, "--input", "1x3x24x32", "--images", pictures, *quick)
     assert "24x32" in out and (tmp_path / "o" / "net.int8.onnx").exists()
+    again = ("--images", pictures, "--limit", 8)
+    assert "24x32" in run.ok("check", tmp_path / "o", *again, "--duration", 0)
+    run.ok("explain", tmp_path / "o", *again)

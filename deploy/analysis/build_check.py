@@ -191,7 +191,8 @@ def _read_build(
     verification = verify(build.path.parent)
     report = build.report
     written_model = report.model.path if report.model else ""
-    loaded = load_float_model(written_model, build.path, against, flag="--against")
+    shapes = report.model.shapes if report.model else ()
+    loaded = load_float_model(written_model, build.path, against, shapes=shapes, flag="--against")
     target_by_name = {target.name: target for target in targets}
     chosen_targets: list[Target] = []
     results = []

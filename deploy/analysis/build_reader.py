@@ -6,7 +6,7 @@ Unknown keys are ignored.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from deploy.feed.preprocess import Preprocess, apply_user_options
 from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
 from deploy.frontends import LoadedModel, load_float_or_qdq
+from deploy.frontends.input_shapes import open_with_shapes, parse_input
 from deploy.method import NO_CHOICES
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
@@ -197,6 +198,7 @@ def read_explanation(folder: Path) -> Explanation:
         report=str(build.path),
         plan=plan_path,
         model=report.model.path if report.model else "",
+        shapes=report.model.shapes if report.model else (),
         preprocess=report.feed.preprocess if report.feed else {},
         targets=tuple(targets),
     )
@@ -238,6 +240,7 @@ def load_float_model(
     report: Path,
     model: Path | str | onnx.ModelProto | LoadedModel | None,
     *,
+    shapes: Sequence[str],
     flag: str,
 ) -> LoadedModel:
     """Load the float model of a build: the user's, else the one that its report names.
@@ -246,21 +249,23 @@ def load_float_model(
         written: the model's path as the report has it.
         report: path of the report.
         model: the user's model; None takes that of the report.
+        shapes: of the inputs in place of the file's, as the report has them.
         flag: the command's option that names the model.
 
     Raises:
         ConfigError: no ONNX file is at the path in the report.
         ModelError: the model cannot be read.
     """
-    if model is not None:
-        return load_float_or_qdq(model)
-    path = path_near_report(written, report)
-    if not os.path.isfile(path) or path.suffix.lower() != ".onnx":
-        raise ConfigError(
-            f"images are run through the ONNX model of the build, got {written!r} in"
-            f" {report}, which is none here; name it with {flag}"
-        )
-    return load_float_or_qdq(path)
+    if model is None:
+        model = path_near_report(written, report)
+        if not os.path.isfile(model) or model.suffix.lower() != ".onnx":
+            raise ConfigError(
+                f"images are run through the ONNX model of the build, got {written!r} in"
+                f" {report}, which is none here; name it with {flag}"
+            )
+    if shapes and isinstance(model, str | Path):
+        return open_with_shapes(Path(model), [parse_input(text) for text in shapes])
+    return load_float_or_qdq(model)
 
 
 def model_notes(report: Path, loaded: LoadedModel) -> Iterator[str]:

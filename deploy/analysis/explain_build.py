@@ -313,7 +313,9 @@ def explain(
         model, source = open_torch_module(model, dataset.source)
         dataset = replace(dataset, source=source)
     report_path = Path(explanation.report)
-    loaded = load_float_model(explanation.model, report_path, model, flag="--model")
+    loaded = load_float_model(
+        explanation.model, report_path, model, shapes=explanation.shapes, flag="--model"
+    )
     dataset = with_stored_preprocess(dataset, explanation.preprocess, report_path)
     feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
     loaded = loaded.with_inputs(feed.specs)

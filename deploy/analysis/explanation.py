@@ -179,6 +179,7 @@ class Explanation:
         report: path of the report.
         plan: path of the plan; None without one.
         model: path of the float model.
+        shapes: of its inputs in place of the file's.
         preprocess: how the images of the build became inputs.
         targets: one entry per target.
     """
@@ -187,6 +188,7 @@ class Explanation:
     report: str
     plan: str | None = None
     model: str = ""
+    shapes: tuple[str, ...] = ()
     preprocess: Mapping[str, object] = field(default_factory=dict)
     targets: tuple[TargetExplanation, ...] = ()
 

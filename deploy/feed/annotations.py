@@ -12,8 +12,8 @@ VOC's development kit.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
@@ -212,12 +212,19 @@ def _read_label_folder(folder: Path) -> Annotations:
             " give the folder of one of them"
         )
     paths = [str(folder / name) for name in label_names]
-    if suffixes == {".xml"}:
-        return _read_voc(paths, _read_classes(folder))
-    return _read_yolo(paths, None)
+    if suffixes == {".txt"}:
+        return _read_yolo(paths, None)
+    number_by_class = {name: number for number, name in enumerate(_read_classes(folder))}
+    return _read_label_files(paths, lambda path: _read_voc_file(path, number_by_class))
 
 
 def _read_yolo(paths: Sequence[str], class_count: int | None) -> Annotations:
+    annotations = _read_label_files(paths, lambda path: _read_yolo_file(path, class_count))
+    return replace(annotations, unlabelled=_make_objects(None, [], []))
+
+
+def _read_label_files(paths: Sequence[str], read_file: Callable[[str], Objects]) -> Annotations:
+    """Return the objects of label files, one file a picture, by their names without suffix."""
     pictures: dict[str, Objects] = {}
     ambiguous_names = set()
     with phase("label files", len(paths), "files") as step:
@@ -225,15 +232,9 @@ def _read_yolo(paths: Sequence[str], class_count: int | None) -> Annotations:
             name = PurePath(path).stem
             if name in pictures:
                 ambiguous_names.add(name)
-            pictures[name] = _read_yolo_file(path, class_count)
+            pictures[name] = read_file(path)
             step()
-    return Annotations(
-        pictures,
-        None,
-        frozenset(ambiguous_names),
-        are_label_files=True,
-        unlabelled=_make_objects(None, [], []),
-    )
+    return Annotations(pictures, None, frozenset(ambiguous_names), are_label_files=True)
 
 
 def _read_yolo_file(path: str, class_count: int | None) -> Objects:
@@ -315,20 +316,6 @@ def _read_classes(folder: Path) -> list[str]:
         f"VOC's files name classes, which need numbers: write the names, one a line in the order"
         f" of the model's outputs, into {printable_name(str(folder / CLASSES_FILE))}"
     )
-
-
-def _read_voc(paths: Sequence[str], class_names: Sequence[str]) -> Annotations:
-    number_by_class = {name: number for number, name in enumerate(class_names)}
-    pictures: dict[str, Objects] = {}
-    ambiguous_names = set()
-    with phase("label files", len(paths), "files") as step:
-        for path in paths:
-            name = PurePath(path).stem
-            if name in pictures:
-                ambiguous_names.add(name)
-            pictures[name] = _read_voc_file(path, number_by_class)
-            step()
-    return Annotations(pictures, None, frozenset(ambiguous_names), are_label_files=True)
 
 
 def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:

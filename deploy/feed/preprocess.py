@@ -383,8 +383,7 @@ def _resolve_size(
             raise FeedError(
                 f"the size must fit the input {describe(spec)}, which accepts no other, got"
                 f" {format_size(size)}; leave the size out to use the model's own, or, if the"
-                " model is fully"
-                " convolutional, declare the sides of its inputs and outputs open (dim_param)"
+                " model is fully convolutional, give it another one (--input 1x3x256x256)"
             )
     return size
 

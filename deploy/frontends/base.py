@@ -126,7 +126,10 @@ class LoadedModel:
             training, where `model` uses stored ones.
         training_notes: on norms of the original that are in training mode.
         was_newer: whether the original is of an opset whose Q/DQ pairs ONNX Runtime does not run.
-        exported: the original, if it was exported here from a PyTorch model; else None.
+        exported: the original, if it was exported here from a PyTorch model, or the file with other
+            shapes; else None.
+        resized_file: the file whose inputs have other shapes here; None without any.
+        given_shapes: these shapes as text, such as "x=1x3x256x256".
     """
 
     model: onnx.ModelProto
@@ -150,6 +153,8 @@ class LoadedModel:
     training_notes: tuple[str, ...] = ()
     was_newer: bool = False
     exported: onnx.ModelProto | None = None
+    resized_file: Path | None = None
+    given_shapes: tuple[str, ...] = ()
 
     @property
     def identities(self) -> dict[str, str]:

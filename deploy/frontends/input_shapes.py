@@ -130,7 +130,7 @@ def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
     changed_inputs = _set_shapes(resized, inputs)
     if list(resized.graph.input) == list(model.graph.input):
         return load_onnx(path, True)
-    note = f"Took {', '.join(changed_inputs)} in place of the file's."
+    note = f"Took {' and '.join(changed_inputs)} in place of the file's shapes."
     try:
         _refuse_fixed_sizes(model, resized)
         loaded = load_onnx(resized, True)
@@ -145,6 +145,8 @@ def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
         loaded,
         name=path.stem,
         exported=resized,
+        resized_file=path,
+        given_shapes=tuple(changed_inputs),
         notes=(note, *loaded.notes),
         metadata_preprocess=read_metadata_preprocess(resized, path),
         declaration=read_declaration(resized, path),
@@ -167,7 +169,7 @@ def _set_shapes(model: onnx.ModelProto, inputs: Sequence[InputRequest]) -> list[
                 f" {name or f'{len(inputs)} of them'}; name these"
             )
         _set_shape(value, request)
-        texts.append(f"{value.name} {'x'.join(map(str, request.shape))}")
+        texts.append(f"{value.name}={'x'.join(map(str, request.shape))}")
 
     del model.graph.value_info[:]
     for output in model.graph.output:

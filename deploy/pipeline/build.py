@@ -242,7 +242,7 @@ def _request_part(build: PreparedBuild) -> RequestPart:
         repairs=tuple(build.repairs),
         has_method=options.calibration.method is not None,
         has_evaluation=build.evaluation is not None,
-        is_module=build.loaded.exported is not None,
+        is_module=build.loaded.exported is not None and build.loaded.resized_file is None,
         is_quantized=build.loaded.qdq is not None,
     )
 

@@ -286,7 +286,8 @@ def model_part(loaded: LoadedModel) -> ModelPart:
     """Return the float model's part of a report."""
     version_by_domain = {item.domain: item.version for item in loaded.model.opset_import}
     return ModelPart(
-        path=str(loaded.source or loaded.name),
+        path=str(loaded.source or loaded.resized_file or loaded.name),
+        shapes=loaded.given_shapes,
         opset=version_by_domain.get("", version_by_domain.get("ai.onnx")),
         nodes=len(loaded.model.graph.node),
         inputs=tuple(_describe(spec) for spec in loaded.inputs),

@@ -23,6 +23,7 @@ class ModelPart:
 
     Attributes:
         path: of its file; its name if it was in memory.
+        shapes: given to its inputs in place of the file's, as --input takes them.
         size_bytes: of the file and its external data.
         opset: of the ONNX domain.
         nodes: number of nodes.
@@ -31,6 +32,7 @@ class ModelPart:
     """
 
     path: str
+    shapes: tuple[str, ...] = ()
     size_bytes: int | None = None
     opset: int | None = None
     nodes: int | None = None

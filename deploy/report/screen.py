@@ -405,7 +405,8 @@ def _bench_command(report: Findings, engine: EngineRow) -> str:
     if not report.model or not engine.path:
         return ""
     models = shlex.quote(engine.path)
-    if PurePath(report.model.path).suffix:  # else it was in memory, and this is a name
+    # a model in memory has a name, no path; a file of another size is not to be compared
+    if PurePath(report.model.path).suffix and not report.model.shapes:
         models = f"{shlex.quote(report.model.path)} --against {models}"
     return f"calib8 bench {models}"
 
