@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.errors import ConfigError
-from deploy.graph.index import match_nodes, match_patterns
+from deploy.graph.index import MODULE_SCOPES, match_nodes, match_patterns, module_paths
 from tests.models import make_model
 
 NAMES = st.lists(
@@ -49,6 +49,47 @@ NET = make_model([(op, "x", "y", {"name": name}) for name, op in NODES.items()],
 )
 def test_nodes_match_names_patterns_and_types(patterns, matches):
     assert match_nodes(NET, patterns) == matches
+
+
+SCOPES_BY_NODE = {  # as torch's exporter stores them; the last one is the operation
+    "node_Conv_17": "['', 'r1', 'r1.a', 'r1.a.1', '_native_batch_norm']",
+    "node_relu_1": "['', 'r1', 'r1.a', 'r1.a.2', 'relu_1']",
+    "node_add": "['', 'r1', 'add']",
+    "node_linear": "['', 'fc', 'linear']",
+    "node_mean": "['', 'mean']",
+    "node_odd": "no list",
+}
+
+
+def make_exported():
+    nodes = [("Relu", "x", "y", {"name": name}) for name in SCOPES_BY_NODE]
+    model = make_model(nodes, {}, {})
+    for node in model.graph.node:
+        node.metadata_props.add(key=MODULE_SCOPES, value=SCOPES_BY_NODE[node.name])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("r1.a.1", ("node_Conv_17",)),
+        ("r1", ("node_Conv_17", "node_relu_1", "node_add")),
+        ("r1.a.*", ("node_Conv_17", "node_relu_1")),
+        ("fc", ("node_linear",)),
+        ("node_add", ("node_add",)),
+    ],
+)
+def test_module_path_matches_its_nodes(pattern, matches):
+    assert match_nodes(make_exported(), [pattern]) == matches
+
+
+def test_module_path_is_of_innermost_module():
+    assert module_paths(make_exported()) == {
+        "node_Conv_17": "r1.a.1",
+        "node_relu_1": "r1.a.2",
+        "node_add": "r1",
+        "node_linear": "fc",
+    }
 
 
 @pytest.mark.parametrize(

@@ -412,5 +412,5 @@ def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
             kind=reason_kind(reason),
             reason=reason,
             operators=tuple(dict.fromkeys(node.op for node in groups[key])),
-            nodes=tuple(node.name for node in groups[key]),
+            nodes=tuple(node.module or node.name for node in groups[key]),
         )

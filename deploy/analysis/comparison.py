@@ -26,7 +26,7 @@ from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_file import read_source
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.edit import copy_with_outputs, extract_output
-from deploy.graph.index import Graph, runtime_inputs
+from deploy.graph.index import Graph, module_scopes, runtime_inputs
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import pair_tensors_by_name
 from deploy.metrics.output_errors import OutputAccuracy
@@ -54,12 +54,14 @@ class TensorDifference:
         node: name of the first model's node that makes it.
         operator: operator of that node.
         accuracy: accuracy of the second model's tensor against the first's.
+        module: path of its PyTorch module; "" if the file does not say.
     """
 
     tensor: str
     node: str
     operator: str
     accuracy: OutputAccuracy
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -125,8 +127,8 @@ class ModelComparison:
             return f"They do not part: no tensor is below {self.min_sqnr_db:g} dB."
         return (
             f"They part at {difference.tensor!r}, made by {difference.operator}"
-            f" {difference.node!r}: {difference.accuracy.sqnr_db:.1f} dB, the first below"
-            f" {self.min_sqnr_db:g} dB."
+            f" {difference.module or difference.node!r}: {difference.accuracy.sqnr_db:.1f} dB, the"
+            f" first below {self.min_sqnr_db:g} dB."
         )
 
     def to_json(self) -> dict[str, object]:
@@ -153,7 +155,7 @@ def _screen_line(difference: TensorDifference) -> str:
     accuracy = difference.accuracy
     return (
         f"{accuracy.sqnr_db:8.1f}  {accuracy.cosine_mean:8.5f}  {difference.tensor}"
-        f"  ({difference.operator} {difference.node})"
+        f"  ({difference.operator} {difference.module or difference.node})"
     )
 
 
@@ -163,6 +165,7 @@ def _to_json(difference: TensorDifference) -> dict[str, object]:
     return {
         "tensor": difference.tensor,
         "node": difference.node,
+        "module": difference.module,
         "operator": difference.operator,
         **values,
     }
@@ -552,7 +555,14 @@ def _make_difference(
         return TensorDifference(tensor=tensor, node=tensor, operator="input", accuracy=accuracy)
     while node.op_type in (Q, DQ) and node.input[0] in node_by_output:
         node = node_by_output[node.input[0]]
-    return TensorDifference(tensor=tensor, node=node.name, operator=node.op_type, accuracy=accuracy)
+    scopes = module_scopes(node)
+    return TensorDifference(
+        tensor=tensor,
+        node=node.name,
+        operator=node.op_type,
+        module=scopes[-1] if scopes else "",
+        accuracy=accuracy,
+    )
 
 
 def _refuse_other_inputs(first_model: ModelProto, second_model: ModelProto) -> None:

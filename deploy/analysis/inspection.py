@@ -75,7 +75,9 @@ class Inspection:
 
     def _all_nodes(self) -> Iterator[str]:
         for node in self.nodes:
-            yield f"  {_precision(node):5} {node.op:20} {node.name}  {node.reason}".rstrip()
+            module = f"  in {node.module}" if node.module else ""
+            text = f"  {_precision(node):5} {node.op:20} {node.name}{module}  {node.reason}"
+            yield text.rstrip()
 
     def _node_groups(self) -> Iterator[str]:
         counts: Counter[tuple[bool, str, str, str]] = Counter()
@@ -119,7 +121,7 @@ def inspect(
     return Inspection(
         model=str(loaded.source or loaded.name),
         target=chosen_target.name,
-        nodes=node_rows(chosen_target.plan(loaded.model, float_names).decisions),
+        nodes=node_rows(chosen_target.plan(loaded.model, float_names).decisions, loaded.model),
         tensors=tuple(chosen_target.scaled_tensors(loaded.model, float_names)),
         inputs=loaded.inputs,
         outputs=loaded.outputs,

@@ -152,8 +152,8 @@ keep_float_option = base.calibration_option(
     "--keep-float",
     multiple=True,
     metavar="NODES",
-    help="Nodes to keep in float: a name, a pattern such as '/model.22/*', op:Sigmoid, or @FILE"
-    " with one of these a line. May be repeated.",
+    help="Nodes to keep in float: a name, a pattern such as '/model.22/*', a PyTorch module's"
+    " path, op:Sigmoid, or @FILE with one of these a line. May be repeated.",
 )
 
 require_cache_option = base.cache_option(

@@ -30,8 +30,14 @@ from deploy.fx.comparison import (
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
 from deploy.fx.trace import failing_line, root_cause
-from deploy.graph.edit import copy_message, drop_unread, drop_unused_domains, rename_tensors
-from deploy.graph.index import Graph, attributes
+from deploy.graph.edit import (
+    copy_message,
+    drop_unread,
+    drop_unused_domains,
+    rename_tensors,
+    replace_field,
+)
+from deploy.graph.index import MODULE_SCOPES, Graph, attributes
 from deploy.graph.placement import is_global_mean
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import phase
@@ -40,14 +46,18 @@ from deploy.terminal import phase
 def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy without the exporter's metadata, and with ReduceMean as GlobalAveragePool.
 
-    The metadata holds paths of this machine. Runtimes have no int8 kernel for ReduceMean, which the
-    exporter writes for a global average pool.
+    The metadata holds paths of this machine; only the nodes' paths in the module stay. Runtimes
+    have no int8 kernel for ReduceMean, which the exporter writes for a global average pool.
     """
     result = copy_message(model)
     graph = result.graph
-    for holder in (result, graph, *graph.node, *graph.initializer, *graph.value_info):
+    for holder in (result, graph, *graph.initializer, *graph.value_info):
         del holder.metadata_props[:]
         holder.ClearField("doc_string")
+    for node in graph.node:
+        scopes = [entry for entry in node.metadata_props if entry.key == MODULE_SCOPES]
+        replace_field(node.metadata_props, scopes)
+        node.ClearField("doc_string")
     for value in (*graph.input, *graph.output):
         del value.metadata_props[:]
     graph_index = Graph(result)

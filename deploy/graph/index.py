@@ -18,13 +18,15 @@ such a model with another one finds the naming rule here (`PADDED_SUFFIX`).
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deploy.errors import ConfigError, did_you_mean
@@ -479,18 +481,55 @@ def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+MODULE_SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of a node, by torch's exporter
+_MAX_SCOPES = 4096  # characters that are read of it
+_SCOPE = re.compile(r"'([^']*)'")
+
+
+def module_scopes(node: onnx.NodeProto) -> tuple[str, ...]:
+    """Return the paths of the PyTorch modules around a node, outermost first.
+
+    Such as ("r1", "r1.a", "r1.a.1"); () if the file does not say.
+    """
+    for entry in node.metadata_props:
+        if entry.key == MODULE_SCOPES:
+            scopes = _SCOPE.findall(entry.value[:_MAX_SCOPES])
+            return tuple(filter(None, scopes[:-1]))  # the last one is the operation
+    return ()
+
+
+def module_paths(model: onnx.ModelProto) -> dict[str, str]:
+    """Return node -> path of its PyTorch module, such as "r1.a.1", where the file says it."""
+    path_by_node = {}
+    for node in model.graph.node:
+        scopes = module_scopes(node)
+        if scopes:
+            path_by_node[node.name] = scopes[-1]
+    return path_by_node
+
+
 def match_nodes(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the main graph's nodes that match any pattern, in graph order.
+
+    The path of a PyTorch module stands for all of its nodes.
 
     Raises:
         ConfigError: a pattern matches no node, or its file cannot be read.
     """
     nodes = [(node.name, node.op_type) for node in model.graph.node if node.name]
-    return match_patterns(nodes, patterns)
+    scopes = {node.name: module_scopes(node) for node in model.graph.node}
+    return match_patterns(nodes, patterns, scopes=scopes)
 
 
-def match_patterns(nodes: NamedNodes, patterns: Iterable[str]) -> tuple[str, ...]:
+def match_patterns(
+    nodes: NamedNodes,
+    patterns: Iterable[str],
+    *,
+    scopes: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> tuple[str, ...]:
     """Return the names of the nodes that match any pattern, in the order of the nodes.
+
+    `scopes`: node -> paths of the modules around it.
 
     Raises:
         ConfigError: a pattern matches nothing, or its file cannot be read.
@@ -505,19 +544,22 @@ def match_patterns(nodes: NamedNodes, patterns: Iterable[str]) -> tuple[str, ...
             if line in names:
                 chosen.add(line)
             else:
-                chosen |= _match_pattern(nodes, line)
+                chosen |= _match_pattern(nodes, line, scopes)
     return tuple(name for name in names if name in chosen)
 
 
-def _match_pattern(nodes: NamedNodes, pattern: str) -> set[str]:
-    """Return the names of the nodes that match one pattern for names or types."""
+def _match_pattern(
+    nodes: NamedNodes, pattern: str, scopes: Mapping[str, Sequence[str]]
+) -> set[str]:
+    """Return the names of the nodes that match one pattern for names, modules or types."""
     matches = set()
-    candidates: dict[str, None] = {}  # names or types, each once
+    candidates: dict[str, None] = {}  # names and modules, or types, each once
     for name, op_type in nodes:
-        candidate = TYPE + op_type if pattern.startswith(TYPE) else name
-        candidates[candidate] = None
-        if fnmatchcase(candidate, pattern):
-            matches.add(name)
+        is_type = pattern.startswith(TYPE)
+        for candidate in [TYPE + op_type] if is_type else [name, *scopes.get(name, ())]:
+            candidates[candidate] = None
+            if fnmatchcase(candidate, pattern):
+                matches.add(name)
     if not matches:
         help_text = "`calib8 inspect --all` lists names and types"
         hint = did_you_mean(pattern, list(candidates), help_text)

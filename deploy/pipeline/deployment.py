@@ -239,7 +239,7 @@ class _Deployment:
             name=result.target,
             method=result.method,
             options=changed_options(self.target),
-            nodes=node_rows(result.decisions),
+            nodes=node_rows(result.decisions, loaded.model),
             weights=weight_rows(result.weights),
             files=file_rows(result.files, stage),
             runnable=str(stage.published_path(result.files["fake-quant model"])),

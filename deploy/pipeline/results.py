@@ -438,7 +438,7 @@ def _target_part(
         method=result.method,
         options=result.options,
         reused=not error and not set(calibration.observed_now).intersection(observations),
-        nodes=node_rows(result.decisions),
+        nodes=node_rows(result.decisions, calibration.loaded.model),
         tensors=clip_rows(calibration, result, layers),
         weights=weight_rows(result.weights),
         layers=layers,

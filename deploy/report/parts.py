@@ -1,10 +1,14 @@
 """The parts of a report: plain frozen values, read by the output formats, without any logic."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
 from deploy.calibration.sample_checks import HalvesAgreement
+from deploy.graph.index import module_paths
 from deploy.graph.plan import Decision
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
@@ -13,6 +17,9 @@ from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report.figures import EngineLayersPart
 from deploy.report.previews import BoxRow, ClassRow, PicturesPart
 from deploy.report.verdict import Verdict
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
@@ -133,12 +140,14 @@ class NodeRow:
         op: its operator.
         precision: its type, such as "int8" or "float32".
         reason: why it is float; "" if it is quantized.
+        module: path of its PyTorch module; "" if the file does not say.
     """
 
     name: str
     op: str
     precision: str = "int8"
     reason: str = ""
+    module: str = ""
 
     @property
     def quantized(self) -> bool:
@@ -469,12 +478,20 @@ class TargetPart:
         return " ".join(f"{flag} {value}".strip() for flag, value in self.options.items())
 
 
-def node_rows(decisions: Iterable[Decision]) -> tuple[NodeRow, ...]:
-    """Return a row for each of a target's decisions."""
-    return tuple(
-        NodeRow(name=d.node, op=d.op_type, precision=d.precision, reason=d.reason)
-        for d in decisions
-    )
+def node_rows(decisions: Iterable[Decision], model: ModelProto) -> tuple[NodeRow, ...]:
+    """Return a row for each of a target's decisions on the nodes of a model."""
+    path_by_node = module_paths(model)
+    rows = []
+    for decision in decisions:
+        row = NodeRow(
+            name=decision.node,
+            op=decision.op_type,
+            precision=decision.precision,
+            reason=decision.reason,
+            module=path_by_node.get(decision.node, ""),
+        )
+        rows.append(row)
+    return tuple(rows)
 
 
 def tensor_rows(
