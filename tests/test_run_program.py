@@ -14,9 +14,18 @@ import pytest
 from deploy.feed.pixels import decode_image, preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.targets.onnxruntime.run_script import run_program
-from deploy.tasks.boxes import BoxDetection, ListColumns, ListDecoder
+from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detections import suppress_overlaps
-from deploy.tasks.detector import COLUMNS, MAP, ROWS, AnchorGrid, Columns, RowDecoder
+from deploy.tasks.detector import (
+    COLUMNS,
+    LIST,
+    LIST_NUMBERS,
+    MAP,
+    ROWS,
+    AnchorGrid,
+    Columns,
+    RowDecoder,
+)
 from deploy.tasks.indices import Ranked
 from deploy.tasks.keypoints import Points, SimccPoints
 from deploy.tasks.maps import HeatMaps, MaskMaps, Pixels
@@ -148,21 +157,29 @@ def test_program_finds_the_boxes_that_are_judged(coding, layout, extra, rng, tmp
     assert program["show"](outputs, canvas, 1.1) == ["no boxes above 1.1"]
 
 
-LIST = np.array([[4, 5, 20, 25, 0.9, 1], [1, 1, 8, 8, 0.2, 0]], np.float32)
+ROWS_OF_LIST = np.array([[4, 5, 20, 25, 0.9, 1], [1, 1, 8, 8, 0.2, 0]], np.float32)
 
 
 @pytest.mark.parametrize(
     ("decoder", "outputs"),
     [
         (
-            ListDecoder(
-                ListColumns("y", 6, 0, 4), ListColumns("y", 6, 4, 1), ListColumns("y", 6, 5, 1)
+            RowDecoder(
+                scores=(Columns("y", LIST, 4, 5),),
+                box_columns=(Columns("y", LIST, 0, 4),),
+                numbers=(Columns("y", LIST, 5, 6),),
+                is_list=True,
             ),
-            {"y": LIST[None]},
+            {"y": ROWS_OF_LIST[None]},
         ),
         (
-            ListDecoder(ListColumns("y", 4, 0, 4), ListColumns("s"), ListColumns("k")),
-            {"y": LIST[:, :4], "s": LIST[:, 4], "k": LIST[:, 5]},
+            RowDecoder(
+                scores=(Columns("s", LIST_NUMBERS),),
+                box_columns=(Columns("y", LIST, 0, 4),),
+                numbers=(Columns("k", LIST_NUMBERS),),
+                is_list=True,
+            ),
+            {"y": ROWS_OF_LIST[:, :4], "s": ROWS_OF_LIST[:, 4], "k": ROWS_OF_LIST[:, 5]},
         ),
     ],
 )

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import FeedError
-from deploy.tasks.boxes import Decoder
 from deploy.tasks.detections import (
     NOTHING,
     Detections,
@@ -23,6 +22,7 @@ from deploy.tasks.detections import (
     scale_to_pixels,
     suppress_overlaps,
 )
+from deploy.tasks.detector import RowDecoder
 from deploy.tasks.rows import Floats, Outputs, image_size
 
 IOUS = np.linspace(0.5, 0.95, 10)  # overlaps from which a box is a hit, each evaluated by itself
@@ -173,7 +173,7 @@ class PrecisionTally:
         candidate: counts of the int8 model.
     """
 
-    decoder: Decoder
+    decoder: RowDecoder
     truth: GroundTruth
     samples: int = 0
     reference: AveragePrecision = field(default_factory=AveragePrecision)

@@ -5,17 +5,16 @@ figure is the share of FP32's boxes that are kept; new boxes are counted beside 
 at three score thresholds. The one reported is kept with the calibration; it is the highest above
 which the float model has enough boxes.
 
-`ListDecoder` decodes boxes that the model has suppressed itself, lists of corners, score and class:
+Lists are boxes that the model has suppressed itself, with corners, score and class: those of
 end-to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and
 MMDetection's exports (corners with score, and classes). Such lists are sorted by score, so equal
 rows of two models are different boxes: only the column of scores is compared by value, and nothing
 if the length of the list varies. Other detectors: `detector_forms`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from deploy.tasks.detections import (
     scale_to_pixels,
     suppress_overlaps,
 )
-from deploy.tasks.detector import RowDecoder
+from deploy.tasks.detector import LIST, LIST_NUMBERS, Columns, OtherShapeError, RowDecoder
 from deploy.tasks.detector_forms import find_detector
 from deploy.tasks.evaluation_task import (
     BoxExample,
@@ -37,7 +36,7 @@ from deploy.tasks.evaluation_task import (
     ThresholdTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Floats, Outputs, image_size
+from deploy.tasks.rows import Outputs, image_size
 from deploy.tasks.slices import OutputSlice
 
 # numbers of a row -> columns of the first corner, the score and the class
@@ -47,129 +46,70 @@ _LAYOUTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ListColumns:
-    """Some columns of the rows of an output.
-
-    Attributes:
-        output: name of the output, [.., K, width], or [.., K] of one number.
-        width: numbers of a row.
-        start, count: the columns.
-    """
-
-    output: str
-    width: int = 1
-    start: int = 0
-    count: int = 1
-
-    def of(self, outputs: Outputs) -> Floats | None:
-        """Return the columns [K, count] of one sample; None for an output of another shape."""
-        value = outputs[self.output]
-        if self.width > 1 and value.shape[-1:] != (self.width,):
-            return None
-        rows = value.reshape(-1, self.width)
-        return rows[:, self.start : self.start + self.count].astype(np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class ListDecoder:
-    """Decoder of end-to-end lists, in one, two or three outputs.
-
-    Attributes:
-        corners: columns x1 y1 x2 y2.
-        scores: column of the score.
-        numbers: column of the class number; None if there is one class.
-        parts: slices of the outputs; see `EvaluationTask`.
-    """
-
-    corners: ListColumns
-    scores: ListColumns
-    numbers: ListColumns | None
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    placed: ClassVar[bool] = True  # boxes are places in the picture
-    classes: ClassVar[int | None] = None  # a list does not contain their number
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The outputs of the list."""
-        columns = (self.corners, self.scores, self.numbers)
-        return tuple(dict.fromkeys(part.output for part in columns if part is not None))
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-        return f"{', '.join(self.outputs)}: a list of boxes, scores and classes"
-
-    def rows(self, outputs: Outputs) -> Floats | None:
-        """Return [K, 6]: corners, score and class number; None for other shapes."""
-        corners, scores = self.corners.of(outputs), self.scores.of(outputs)
-        if corners is None or scores is None:
-            return None
-        numbers = np.zeros(scores.shape) if self.numbers is None else self.numbers.of(outputs)
-        if numbers is None or not len(corners) == len(scores) == len(numbers):
-            return None
-        return np.concatenate([corners, scores, numbers], axis=1)
-
-    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """Return the boxes of one sample."""
-        rows = self.rows(outputs)
-        if rows is None:
-            return None
-        numbers = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
-        return Detections.of(rows[:, :4], rows[:, 4], numbers.round().astype(np.int64))
-
-
-def find_list(samples: FirstSamples) -> ListDecoder | None:
+def find_list(samples: FirstSamples) -> RowDecoder | None:
     """Recognise a list in one, two or three outputs, if its columns are clear."""
-    decoders_by_outputs: dict[tuple[str, ...], list[ListDecoder]] = {}
+    decoders_by_outputs: dict[tuple[str, ...], list[RowDecoder]] = {}
     for decoder in _propose_lists(samples):
         if _is_list(decoder, samples):
-            decoders_by_outputs.setdefault(decoder.outputs, []).append(decoder)
+            decoders_by_outputs.setdefault(decoder.list_outputs, []).append(decoder)
     for decoders in decoders_by_outputs.values():
         if len(decoders) == 1:
             return replace(decoders[0], parts=_slice_list(decoders[0], samples))
     return None
 
 
-def _propose_lists(samples: FirstSamples) -> Iterator[ListDecoder]:
+def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
     """Propose columns by the shapes of outputs: of several outputs first."""
     shapes = {name: samples.outputs[0][name].shape for name in samples.every}
     widths = {name: shape[-1] for name, shape in shapes.items() if len(shape) > 1}
     for name, width in widths.items():
-        corners = ListColumns(name, width, count=4)
+        corners, scores = Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5)
         if width == 5:
             for numbers in shapes:
-                yield ListDecoder(corners, ListColumns(name, 5, 4), ListColumns(numbers))
+                yield _list_decoder(corners, scores, Columns(numbers, LIST_NUMBERS))
         if width == 4:
-            for scores, numbers in permutations(shapes, 2):
-                yield ListDecoder(corners, ListColumns(scores), ListColumns(numbers))
+            for score_output, numbers in permutations(shapes, 2):
+                scores = Columns(score_output, LIST_NUMBERS)
+                yield _list_decoder(corners, scores, Columns(numbers, LIST_NUMBERS))
     for name, width in widths.items():
         if np.prod(shapes[name][:-2]) != 1:
             continue
         for corner, score, number in _LAYOUTS.get(width, ()):
-            yield ListDecoder(
-                ListColumns(name, width, corner, 4),
-                ListColumns(name, width, score),
-                ListColumns(name, width, number),
+            yield _list_decoder(
+                Columns(name, LIST, corner, corner + 4),
+                Columns(name, LIST, score, score + 1),
+                Columns(name, LIST, number, number + 1),
             )
         if width == 5:
-            yield ListDecoder(ListColumns(name, 5, count=4), ListColumns(name, 5, 4), None)
+            yield _list_decoder(Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5))
 
 
-def _is_list(decoder: ListDecoder, samples: FirstSamples) -> bool:
+def _list_decoder(corners: Columns, scores: Columns, *numbers: Columns) -> RowDecoder:
+    return RowDecoder(
+        scores=(scores,),
+        box_columns=(corners,),
+        numbers=numbers,
+        coding="corners",
+        is_list=True,
+    )
+
+
+def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     """Whether rows are boxes: ordered corners, a score of 0 to 1 and a whole class number.
 
     Without classes the scores fall, too.
     """
-    tables = []
-    for outputs in samples.outputs:
-        table = decoder.rows(outputs)
-        if table is None or not np.isfinite(table).all():
-            return False
-        if decoder.numbers is None and (len(table) < 2 or np.diff(table[:, 4]).max() > 0):
-            return False
-        tables.append(table)
+    try:
+        tables = [decoder.read_list(outputs) for outputs in samples.outputs]
+    except OtherShapeError:
+        return False
+    if not decoder.numbers:
+        for table in tables:
+            if len(table) < 2 or np.diff(table[:, 4]).max() > 0:
+                return False
     rows = np.concatenate(tables)
+    if not np.isfinite(rows).all():
+        return False
     rows = rows[rows[:, 4] > 0]  # lists of fixed length are padded
     if len(rows) < thresholds.MIN_LIST_ROWS:
         return False
@@ -180,14 +120,14 @@ def _is_list(decoder: ListDecoder, samples: FirstSamples) -> bool:
     return bool(are_shares and are_numbers and are_ordered.mean() >= thresholds.MIN_CODED_SHARE)
 
 
-def _slice_list(decoder: ListDecoder, samples: FirstSamples) -> dict[str, tuple[OutputSlice, ...]]:
+def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> dict[str, tuple[OutputSlice, ...]]:
     """Return the slice of the scores; none if the length of the list varies."""
-    slices: dict[str, tuple[OutputSlice, ...]] = dict.fromkeys(decoder.outputs, ())
-    scores = decoder.scores
+    slices: dict[str, tuple[OutputSlice, ...]] = dict.fromkeys(decoder.list_outputs, ())
+    (scores,) = decoder.scores
     shapes = {value.shape for value in samples.arrays(scores.output)}
     if len(shapes) > 1:
         return slices
-    if scores.width == 1:
+    if scores.layout == LIST_NUMBERS:
         slices[scores.output] = (OutputSlice(output=scores.output),)
     elif len(shapes.pop()) > 2:
         stop = scores.start + 1
@@ -198,7 +138,6 @@ def _slice_list(decoder: ListDecoder, samples: FirstSamples) -> dict[str, tuple[
 
 _PICTURE = 4  # dimensions of pictures and feature maps
 _THRESHOLDS = (0.25, 0.15, 0.05)  # scores
-Decoder = ListDecoder | RowDecoder
 
 
 @dataclass(slots=True)
@@ -262,7 +201,7 @@ class BoxDetection(EvaluationTask):
         decoder: reads the boxes of a model's outputs.
     """
 
-    decoder: Decoder
+    decoder: RowDecoder
     name = "boxes"
     tally_type = _BoxTally
 
@@ -274,7 +213,7 @@ class BoxDetection(EvaluationTask):
     @property
     def lists(self) -> frozenset[str]:
         """The outputs of lists of boxes."""
-        return frozenset(self.decoder.outputs if isinstance(self.decoder, ListDecoder) else ())
+        return frozenset(self.decoder.list_outputs)
 
 
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:

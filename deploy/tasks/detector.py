@@ -1,6 +1,7 @@
-"""Decoder of detectors with a row of numbers per anchor, cell or query.
+"""Decoder of detectors with a row of numbers per anchor, cell or query, or per box of a list.
 
-Scores and boxes may share an output, or have one each, or one each per level.
+Scores and boxes may share an output, or have one each, or one each per level. Lists are boxes that
+the model has suppressed itself, with a class number each.
 
 ============  ===================================================================================
 coding        four numbers of a box, or more
@@ -44,6 +45,9 @@ ROWS: Layout = "rows"  # [1, A, R] or [A, R]
 COLUMNS: Layout = "columns"  # [1, R, A]; [1, A] of one column
 MAP: Layout = "map"  # [1, R, H, W]
 ANCHOR_MAP: Layout = "anchor map"  # [1, 3 R, H, W] or [1, k, H, W, R]
+LIST: Layout = "list"  # [.., K, R]
+LIST_NUMBERS: Layout = "list numbers"  # [.., K], one number a box
+# dimensions of outputs with a row per anchor
 LAYOUT_DIMENSIONS = {ROWS: (2, 3), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
 ANCHORS_PER_CELL = 3  # of an anchor map whose shape does not show it: YOLO v3 to v7
 MAX_LOG_SIDE = 10.0  # logarithm of a side in cells; larger ones would overflow
@@ -60,12 +64,16 @@ def to_table(value: Array | None, layout: Layout) -> Array:
     Raises:
         OtherShapeError: the output does not have the layout.
     """
+    if value is not None and layout == LIST_NUMBERS:
+        return value.reshape(-1, 1)
+    if value is not None and layout == LIST and value.ndim > 1:
+        return value.reshape(-1, value.shape[-1])
     if value is None or not value.size or value.ndim < 2 or value.dtype.kind != "f":
         raise OtherShapeError
     shape = value.shape
     if layout == ROWS and len(shape) == 2:
         return value
-    if shape[0] != 1 or len(shape) not in LAYOUT_DIMENSIONS[layout]:
+    if shape[0] != 1 or len(shape) not in LAYOUT_DIMENSIONS.get(layout, ()):
         raise OtherShapeError
     if layout == ANCHOR_MAP and len(shape) == 4:
         if shape[1] % ANCHORS_PER_CELL:
@@ -176,9 +184,11 @@ class RowDecoder:
         box_columns: columns of the boxes, of each level; empty if they are not decoded.
         gates: columns that multiply the scores, such as an objectness; empty without.
         extra: columns of key points, mask weights or an angle; empty without.
+        numbers: column of the class numbers of a list; empty without.
+        is_list: whether the model has suppressed the boxes itself.
         grids: the cells of each level; empty if rows are not one cell each.
         coding: how the boxes are coded; "" if they are not decoded.
-        classes: number of classes, without the background.
+        classes: number of classes, without the background; None for a list, which has no such.
         activation: missing activation of the scores: "", "sigmoid" or "softmax".
         gate_activation: the same of the gates.
         background: class of the background, which is left out; None without.
@@ -192,9 +202,11 @@ class RowDecoder:
     box_columns: tuple[Columns, ...] = ()
     gates: tuple[Columns, ...] = ()
     extra: tuple[Columns, ...] = ()
+    numbers: tuple[Columns, ...] = ()
+    is_list: bool = False
     grids: tuple[AnchorGrid, ...] = ()
     coding: str = ""
-    classes: int = 0
+    classes: int | None = None
     activation: str = ""
     gate_activation: str = ""
     background: int | None = None
@@ -209,8 +221,16 @@ class RowDecoder:
         return bool(self.coding)
 
     @property
+    def list_outputs(self) -> tuple[str, ...]:
+        """Outputs of a list; none of other detectors."""
+        columns = (*self.box_columns, *self.scores, *self.numbers) if self.is_list else ()
+        return tuple(dict.fromkeys(part.output for part in columns))
+
+    @property
     def form(self) -> str:
         """How the outputs are interpreted."""
+        if self.is_list:
+            return f"{', '.join(self.list_outputs)}: a list of boxes, scores and classes"
         names = dict.fromkeys(columns.output for columns in self.scores)
         objectness = "objectness and " if self.gates else ""
         scores = self.activation or "scores"
@@ -225,12 +245,31 @@ class RowDecoder:
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the boxes of one sample, of all levels; None for other shapes."""
         try:
+            if self.is_list:
+                rows = self.read_list(outputs)
+                classes = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
+                return Detections.of(rows[:, :4], rows[:, 4], classes.round().astype(np.int64))
             scores = self.read_scores(outputs)
             if not self.coding:
                 return detections_by_anchor(scores)
             return self._decode(scores, image_size(inputs), outputs)
         except OtherShapeError:
             return None
+
+    def read_list(self, outputs: Outputs) -> Floats:
+        """Return corners, score and class number of a list, [K, 6].
+
+        Raises:
+            OtherShapeError: an output has another shape.
+        """
+        columns = [read_columns(part, outputs) for part in (self.box_columns, self.scores)]
+        if self.numbers:
+            columns.append(read_columns(self.numbers, outputs))
+        else:
+            columns.append(np.zeros((len(columns[0]), 1)))
+        if len({len(rows) for rows in columns}) > 1:
+            raise OtherShapeError
+        return np.concatenate(columns, axis=1)
 
     def read_scores(self, outputs: Outputs) -> Floats:
         """Return the probabilities [A, classes] of all levels.
@@ -239,7 +278,7 @@ class RowDecoder:
             OtherShapeError: an output has another shape.
         """
         scores = read_columns(self.scores, outputs)
-        if scores.shape[1] != self.classes + (self.background is not None):
+        if scores.shape[1] != (self.classes or 0) + (self.background is not None):
             raise OtherShapeError
         scores = activate(scores, self.activation)
         if self.background is not None:

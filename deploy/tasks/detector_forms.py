@@ -547,9 +547,10 @@ def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> list[OutputSlic
     """
     weights, activation = decoder.scores, decoder.activation
     start, stop = 0, 0  # the columns of the classes, without the background; 0, 0 for all
-    if decoder.background is not None:
-        start = 1 if decoder.background == 0 else 0
-        stop = start + decoder.classes
+    if decoder.background == 0:
+        start, stop = 1, 1 + (decoder.classes or 0)
+    elif decoder.background is not None:
+        stop = decoder.background
     if decoder.gates:
         scores = activate(_read_rows(decoder.scores, samples), activation).max(axis=1)
         gates = activate(_read_rows(decoder.gates, samples), decoder.gate_activation)

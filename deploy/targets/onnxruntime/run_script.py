@@ -16,11 +16,12 @@ from string import Template
 
 from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import read_package_text
-from deploy.tasks.boxes import BoxDetection, ListColumns, ListDecoder
+from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detector import (
     ANCHOR_MAP,
     CELL_CODINGS,
     COLUMNS,
+    LIST,
     MAP,
     ROWS,
     Columns,
@@ -284,13 +285,13 @@ _MAX_SHARE = 2  # of a side of the input, that a place relative to it reaches
 def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     """Return the functions that decode and draw boxes; "" for a form without such."""
     decoder = task.decoder
-    if isinstance(decoder, ListDecoder):
+    if decoder.is_list:
         detections = decoder.boxes({}, outputs)
         is_relative = detections is not None and _are_relative(detections.boxes)
         scale = "    boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]\n" if is_relative else ""
-        rows = _list_lines(decoder)
+        rows = _list_lines(decoder, outputs)
         return _part("list", rows=rows, scale=scale) + _part("boxes", outline=_RECTANGLE)
-    if not isinstance(decoder, RowDecoder) or decoder.coding not in _CORNER_LINES:
+    if decoder.coding not in _CORNER_LINES:
         return ""
     layouts = set()
     for levels in _columns_by_name(decoder).values():
@@ -374,21 +375,22 @@ def _levels_text(decoder: RowDecoder) -> str:
     return f"[\n{''.join(lines)}]"
 
 
-def _list_lines(decoder: ListDecoder) -> str:
+def _list_lines(decoder: RowDecoder, outputs: Outputs) -> str:
     """Return the lines that read corners, scores and classes of an end-to-end list."""
     lines = []
-    for name, part in (("scores", decoder.scores), ("best", decoder.numbers)):
+    for name, levels in (("scores", decoder.scores), ("best", decoder.numbers)):
         text = "np.zeros(len(boxes))"
-        if part is not None:
-            text = f"{_list_table(part)}[:, {part.start}]"
+        for part in levels:
+            text = f"{_list_table(part, outputs)}[:, {part.start}]"
         lines.append(f"    {name} = {text}\n")
-    corners = decoder.corners
-    columns = f"{corners.start} : {corners.start + 4}"
-    return f"    boxes = {_list_table(corners)}[:, {columns}]\n{''.join(lines)}"
+    (corners,) = decoder.box_columns
+    columns = f"{corners.start} : {corners.stop}"
+    return f"    boxes = {_list_table(corners, outputs)}[:, {columns}]\n{''.join(lines)}"
 
 
-def _list_table(part: ListColumns) -> str:
-    return f"np.float64(outputs[{part.output!a}]).reshape(-1, {part.width})"
+def _list_table(part: Columns, outputs: Outputs) -> str:
+    width = outputs[part.output].shape[-1] if part.layout == LIST else 1
+    return f"np.float64(outputs[{part.output!a}]).reshape(-1, {width})"
 
 
 def _interpolation_text(interpolation: str) -> str:
