@@ -55,7 +55,6 @@ from deploy.graph.index import (
 from deploy.graph.opset_forms import (
     OpsetScope,
     change_form,
-    drop_new_attributes,
     find_downgrades,
     make_constant_node,
     rewrite_nodes,
@@ -363,8 +362,33 @@ class _Lowering:
         changes = find_downgrades(node, scope.source_opset, scope.target_opset)
         nodes = change_form(copy_message(node), changes, scope)
         if nodes[-1].op_type == op_type:
-            drop_new_attributes(nodes[-1], schema, old_schema)
+            _drop_new_attributes(nodes[-1], schema, old_schema)
         return nodes
+
+
+def _drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpSchema) -> None:
+    """Remove the attributes of a node that an older opset does not have.
+
+    Raises:
+        CannotRewrite: one of them is not the default, or the node has more inputs or outputs.
+    """
+    if len(node.input) > old.max_input or len(node.output) > old.max_output:
+        raise CannotRewrite("it has more inputs or outputs than its older form")
+    for attribute in list(node.attribute):
+        if attribute.name in old.attributes:
+            continue
+        if not _is_default(attribute, new):
+            raise CannotRewrite(f"it has the attribute {attribute.name}")
+        node.attribute.remove(attribute)
+
+
+def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
+    """Whether an attribute has the value that it has if a node leaves it out."""
+    value = helper.get_attribute_value(attribute)
+    if attribute.name == "dilations":
+        return set(value) <= {1}
+    default = schema.attributes[attribute.name].default_value
+    return bool(default.type == attribute.type and value == helper.get_attribute_value(default))
 
 
 def is_standard(node: onnx.NodeProto) -> bool:

@@ -6,6 +6,8 @@ Newer forms take as an input what was an attribute (the axes of a Reduce), allow
 Each row of the two tables is a rewrite rule (`deploy.graph.rewrite`) for one opset that changed an
 operator. A node whose check fails has no form on the other side of that opset.
 
+`COMPLETIONS` write operators of some axes over all axes, in any opset.
+
 `UPGRADES` covers every operator whose form or meaning changed between opset 7 and 22. ONNX's own
 converter leaves out how a Resize of opset 10 rounds (onnx#8480), has no form of an Upsample, and
 handles neither subgraphs nor models with custom domains.
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import defs, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from deploy.graph.edit import claim_name, drop_attribute, make_node, replace_nodes
 from deploy.graph.index import (
@@ -164,31 +166,6 @@ def change_form(node: onnx.NodeProto, changes: Sequence[OpsetChange], scope: Ops
     for change in changes:
         nodes = [*nodes[:-1], *change.replace(nodes[-1], scope)]
     return nodes
-
-
-def drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpSchema) -> None:
-    """Remove the attributes of a node that an older opset does not have.
-
-    Raises:
-        CannotRewrite: one of them is not the default, or the node has more inputs or outputs.
-    """
-    if len(node.input) > old.max_input or len(node.output) > old.max_output:
-        raise CannotRewrite("it has more inputs or outputs than its older form")
-    for attribute in list(node.attribute):
-        if attribute.name in old.attributes:
-            continue
-        if not _is_default(attribute, new):
-            raise CannotRewrite(f"it has the attribute {attribute.name}")
-        node.attribute.remove(attribute)
-
-
-def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
-    """Whether an attribute has the value that it has if a node leaves it out."""
-    value = helper.get_attribute_value(attribute)
-    if attribute.name == "dilations":
-        return set(value) <= {1}
-    default = schema.attributes[attribute.name].default_value
-    return bool(default.type == attribute.type and value == helper.get_attribute_value(default))
 
 
 def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
