@@ -71,6 +71,10 @@ class _RowTable:
         """Number of columns."""
         return int(self.rows.shape[1])
 
+    def part(self, start: int, stop: int) -> tuple[Columns, ...]:
+        """Return the columns from start to stop, as those of one level; empty if there are none."""
+        return (replace(self.columns, start=start, stop=stop),) if start < stop else ()
+
 
 def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder | None:
     """Recognise rows of a detector; `is_set`: in any layout that fits, since a user says so.
@@ -167,13 +171,11 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
     end = _BOX + score_count
     scores = _to_probabilities(table.rows[:, _BOX:end])
     first_class = _BOX + _has_objectness(scores, table.columns.layout)
-    gates = replace(table.columns, start=_BOX, stop=first_class)
-    extra = replace(table.columns, start=end)
     yield RowDecoder(
-        scores=(replace(table.columns, start=first_class, stop=end),),
-        box_columns=(replace(table.columns, stop=_BOX),),
-        gates=(gates,) if first_class > _BOX else (),
-        extra=(extra,) if end < table.width else (),
+        scores=table.part(first_class, end),
+        box_columns=table.part(0, _BOX),
+        gates=table.part(_BOX, first_class),
+        extra=table.part(end, table.width),
         grids=table.grids,
     )
 
@@ -257,24 +259,20 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
     if not score_tables:
         score_tables = [table for table in tables if table is not boxes]
         score_tables = [table for table in score_tables if table.width == 2] or score_tables
-    gates: tuple[Columns, ...] = ()
-    gate_tables = [table for table in score_tables if table.width == 1]
-    if len(score_tables) == 2 and gate_tables:
-        gates = (gate_tables[-1].columns,)
-        score_tables.remove(gate_tables[-1])
+    gate_tables = [table for table in score_tables if table.width == 1][-1:]
+    if len(score_tables) != 2:
+        gate_tables = []
+    score_tables = [table for table in score_tables if table not in gate_tables]
     if len(score_tables) != 1:
         return None
 
-    scores = score_tables[0].columns
-    columns_of_points = [table.columns for table in tables if table is not boxes]
-    columns_of_points = [
-        columns for columns in columns_of_points if columns not in (scores, *gates)
-    ]
+    (scores,) = score_tables
+    point_tables = [table for table in tables if table not in (boxes, scores, *gate_tables)]
     return RowDecoder(
-        scores=(scores,),
-        box_columns=(replace(boxes.columns, stop=boxes.width),),
-        gates=gates,
-        extra=tuple(columns_of_points[:1]),
+        scores=(scores.columns,),
+        box_columns=boxes.part(0, boxes.width),
+        gates=tuple(table.columns for table in gate_tables),
+        extra=tuple(table.columns for table in point_tables[:1]),
         grids=boxes.grids,
     )
 
@@ -315,9 +313,8 @@ def _propose_anchor_maps(
         probabilities = _to_probabilities(table.rows)
         objectness, box_median = probabilities[:, _BOX], np.median(probabilities[:, :_BOX])
         if objectness.mean() < thresholds.MAX_EMPTY_SCORE < box_median:
-            scores = replace(table.columns, start=_BOX + 1, stop=table.width)
-            gate = replace(table.columns, start=_BOX, stop=_BOX + 1)
-            levels.append(RowDecoder(scores=(scores,), gates=(gate,)))
+            scores, gates = table.part(_BOX + 1, table.width), table.part(_BOX, _BOX + 1)
+            levels.append(RowDecoder(scores=scores, gates=gates))
     if len(levels) == len(samples.every) > 1:
         yield from _join_levels(levels)
 
