@@ -290,6 +290,12 @@ def test_labels_unlike_their_yaml_are_refused(change, got, tmp_path, scenes):
         read_labels(path)
 
 
+def test_picture_named_twice_has_its_labels(tmp_path, scenes):
+    path = write_yaml(tmp_path, scenes)
+    path.write_text(path.read_text().replace("val: images/val", "val: [images/val, images/val]"))
+    assert read_labels(path).ambiguous_names == frozenset()
+
+
 def test_yaml_without_label_files_is_refused(tmp_path, scenes, wording):
     path = write_yaml(tmp_path, scenes)
     shutil.rmtree(tmp_path / "labels")
