@@ -47,12 +47,13 @@ class Story:
         configs, networks, devices: of every build, in order.
         loggers: every logger it was given.
         runs: device of every inference.
+        parser_flags: names of the flags of every parser.
     """
 
     def __init__(self):
         self.parser, self.late_errors, self.loses = [], [], []
         self.configs, self.networks, self.devices, self.loggers, self.runs = [], [], [], [], []
-        self.sources = True
+        self.sources, self.parser_flags = True, set[str]()
 
 
 STORY = Story()
@@ -130,6 +131,8 @@ _LEVELS = ((8, 6), "NONE AMPERE_PLUS"), ((10, 8), "SAME_COMPUTE_CAPABILITY")
 if VERSION >= (8, 6):
     HardwareCompatibilityLevel = _enum("HardwareCompatibilityLevel", *_LEVELS)
 DeviceType = _enum("DeviceType", ((8,), "GPU DLA"))
+_PARSER_FLAGS = ((8,), "NATIVE_INSTANCENORM"), ((10, 16), "ADJUST_FOR_DLA")
+OnnxParserFlag = _enum("OnnxParserFlag", *_PARSER_FLAGS)
 LayerInformationFormat = _enum("LayerInformationFormat", ((8,), "ONELINE JSON"))
 ProfilingVerbosity = _enum("ProfilingVerbosity", ((8,), "LAYER_NAMES_ONLY NONE DETAILED"))
 
@@ -257,6 +260,9 @@ class OnnxParser:
     def __init__(self, network, logger):
         _check_logger(logger)
         self.network, self.errors = network, list[str]()
+
+    def set_flag(self, flag):
+        STORY.parser_flags.add(flag.name)
 
     num_errors = property(lambda self: len(self.errors))
 

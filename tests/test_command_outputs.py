@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import click
 import pytest
 
 from deploy.commands import base
@@ -48,7 +47,7 @@ def test_every_output_path_has_replacement_rule():
     plain_paths = set()
     for path, command in commands():
         for param in click_options(command):
-            if type(param.type) is click.Path:
+            if type(param.type) is base.NamedPath:
                 plain_paths.add(f"{' '.join(path)} {param.opts[-1]}")
     assert plain_paths == PATHS_WITH_OTHER_RULES
     assert len(OUTPUTS) > 20

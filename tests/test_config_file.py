@@ -14,6 +14,7 @@ from deploy.commands.build import build
 from deploy.errors import Calib8Error, ModelError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.loaders import call_loader
+from deploy.files.toml import toml_value
 from deploy.files.usercode import load_function
 from deploy.targets import TensorRT
 from deploy.targets.ascend.atc import AtcOptions
@@ -101,7 +102,10 @@ def test_split_option_replaces_the_files_effort(built, run):
         ("[build", "must be a TOML file of the options of a command"),
         ("model = 'm.onnx'", "must have its options under [build], got 'model'"),
         ("[build]\nimagse = 'p'", "'imagse' in c.toml is no option of build; did you mean"),
-        ("[build]\nforce = true", "'force' in c.toml is no option of build"),
+        ("[build]\nforce = true", "--force belongs on the command line alone, got 'force' in"),
+        ("[build]\ntrust-config = 1", "--trust-config belongs on the command line alone"),
+        ("[build]\nmodel = 'm.onnx'\nout = ''", "a path must not be empty"),
+        ("[build]\nmodel = 'm.onnx'\nimages = ''", "a path must not be empty"),
         ("[build]\naccept = 'yes'", "accept in c.toml must be true or false, got 'yes'"),
         ("[build]\nimages = ['a', 'b']", "images in c.toml must be a text or number, got"),
         ("[build]\nkeep-float = [1, true]", "keep-float in c.toml must be texts or numbers"),
@@ -244,3 +248,10 @@ def test_typed_code_runs_beside_foreign_config(run, tmp_path, monkeypatch):
     for trusted in (["--trust-config"], ["--images", "./code.py:make"]):
         assert "ValueError" in run.fails(*arguments, *trusted)
         (tmp_path / "RAN").unlink()
+
+
+@pytest.mark.parametrize("character", ["\u202e", "\x7f", "\u2028", "\U000e0001", "é", "\t", '"'])
+def test_hidden_characters_are_escaped_in_toml(character):
+    text = toml_value(f"a{character}b")
+    assert text.isprintable()
+    assert tomllib.loads(f"x = {text}") == {"x": f"a{character}b"}

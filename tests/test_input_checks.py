@@ -304,7 +304,7 @@ def test_other_inputs_are_not_checked():
     rows = [{"x": np.arange(40, dtype=np.float32)[None], "rate": np.float32(3)}]
     assert check_input_samples(rows, None, make_network()) == []
     (message,) = check_input_samples([{**rows[0], "x": np.zeros((1, 40))}], None, make_network())
-    assert "1 samples that were looked at holds one value alone, such as 0" in message
+    assert "the sample holds one value alone, such as 0" in message
     tokens = {"ids": np.zeros((1, 9), np.int64), "mask": np.arange(9)[None] // 5}
     (message,) = check_input_samples([tokens], None, make_network())
     assert "one value alone, such as 0;" in message

@@ -72,7 +72,7 @@ def test_unknown_memory_limits_no_workers(set_memory, small_cnn):
 def test_too_small_disk_is_refused_first(monkeypatch, run, model_and_images, tmp_path):
     free = SimpleNamespace(free=3000)
     monkeypatch.setattr(one_pass.shutil, "disk_usage", lambda path: free)
-    assert "1 int8 models" in run.fails("build", *model_and_images, "--out", tmp_path / "a" / "b")
+    assert "1 int8 model " in run.fails("build", *model_and_images, "--out", tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
 
 

@@ -649,3 +649,9 @@ def test_picture_names_are_escaped(pictures):
     assert "&lt;script&gt;" in page
     json.dumps(to_json(report), allow_nan=False).encode()
     assert "data:" not in to_markdown(report)
+
+
+def test_float_pixels_are_refused_by_their_dtype():
+    data = cv2.imencode(".tiff", np.zeros((4, 4, 3), np.float32))[1].tobytes()
+    with pytest.raises(FeedError, match="float32"):
+        decode_image(data, "a.tiff", grey=False)

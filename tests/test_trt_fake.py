@@ -174,6 +174,7 @@ def test_dla_engine_needs_core_and_version(
         config = trt.STORY.configs[0]
         assert config.default_device_type == trt.DeviceType.DLA
         assert config.DLA_core == 0
+        assert trt.STORY.parser_flags == {"ADJUST_FOR_DLA"}
         assert flags(config) == {"TF32", "GPU_FALLBACK"}
         assert [*map(list, config.profile.shapes["x"])] == 3 * [[1, 3, 16, 16]]
         assert "nodes inside 1 DLA loadable" in (tmp_path / "out/report.md").read_text()

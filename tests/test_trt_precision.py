@@ -345,6 +345,8 @@ def test_dla_commands_match_tensorrt_versions(lines, tmp_path, version, files):
     assert [command[0] for command in commands] == [f"--onnx={file}" for file in files]
     for command in commands:
         assert {"--useDLACore=0", "--allowGPUFallback", "--shapes=x:1x3x16x16"} <= set(command)
+    assert "--adjustForDLA" in commands[-1]
+    assert "--adjustForDLA" not in commands[0] or files == [TYPED_NAME]
     assert "with TensorRT 11 from 11.4.1" in text
     assert "JetPack 7.2.2" in text
     for last_version in ("10.7 DLA", "11.4.0 have no DLA"):

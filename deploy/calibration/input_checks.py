@@ -363,8 +363,9 @@ def _check_pixels(values: Sequence[Array], preprocess: Preprocess | None) -> str
 
 
 def _constant_warning(count: int, values: Array) -> str:
+    subject = f"each of {count} samples that were looked at" if count > 1 else "the sample"
     return (
-        f"each of {count} samples that were looked at holds one value alone, such as"
+        f"{subject} holds one value alone, such as"
         f" {float(np.ravel(values)[0]):g}; check the images and how they were made"
     )
 

@@ -54,7 +54,7 @@ from deploy.calibration.taps import (
     record,
     sample_limit,
 )
-from deploy.errors import CalibrationError, ExportError, FeedError
+from deploy.errors import CalibrationError, ExportError, FeedError, counted
 from deploy.feed.parallel import NO_PAUSE, Pause, Sample, run_in_order
 from deploy.feed.sampling import next_check
 from deploy.files.guard import refuse_unwritable
@@ -486,7 +486,7 @@ def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None
     free = shutil.disk_usage(existing_folder).free
     if required > free:
         raise ExportError(
-            f"{folder} must have room for {targets} int8 models of at least"
+            f"{folder} must have room for {counted(targets, 'int8 model')} of at least"
             f" {format_bytes(required)}, got"
             f" {format_bytes(free)} that are free; give another --out"
         )

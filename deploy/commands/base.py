@@ -31,10 +31,22 @@ SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General
 _ORDER = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS, "", MEASURING, GENERAL)
 
 THREADS = click.IntRange(1, 1024)
-FILE = click.Path(path_type=Path)
 
 
-class InputPath(click.Path):
+class NamedPath(click.Path):
+    """A path that is not empty, as an empty variable of a shell is: it would be this folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert to a path; BadParameter if it is empty."""
+        if not value:
+            self.fail("a path must not be empty; name a file or a folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = NamedPath(path_type=Path)
+
+
+class InputPath(NamedPath):
     """A path that must exist: `SectionedCommand` checks it before anything heavy is imported.
 
     Patterns, `file.py:function` and `package:name` are left to what reads them.
@@ -66,7 +78,7 @@ class InputPath(click.Path):
             return
 
 
-class OutputFile(click.Path):
+class OutputFile(NamedPath):
     """A file to write, of a kind in `deploy.files.manifest.MARKS`; `-` prints JSON to the screen.
 
     A file that calib8 did not write is refused while the arguments are parsed.

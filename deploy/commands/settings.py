@@ -161,7 +161,11 @@ def options_in(command: click.Command, path: Path) -> dict[str, Any]:
     param_by_key = _param_by_key(command)
     values = {}
     for key, value in table.items():
-        if key not in param_by_key or key in _ONE_RUN_KEYS:
+        if key in _ONE_RUN_KEYS:
+            raise ConfigError(
+                f"--{key} belongs on the command line alone, got {key!r} in {path}; remove it there"
+            )
+        if key not in param_by_key:
             hint = did_you_mean(key, param_by_key, f"`calib8 {command.name} --help` has them")
             raise ConfigError(f"{key!r} in {path} is no option of {command.name}; {hint}")
         param = param_by_key[key]

@@ -73,15 +73,18 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
     if damage is not None:
         raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {damage})")
 
-    keep_16_bits = deep and headers.read_bit_depth(data) == 16
-    pixels, warnings = _decode_with_opencv(data, grey, keep_16_bits)
+    cv2 = opencv()
+    flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
+    if deep and headers.read_bit_depth(data) == 16:
+        flag |= cv2.IMREAD_ANYDEPTH
+    pixels, warnings = _decode_with_opencv(data, flag)
     damage_warnings = list(filter(_DAMAGE_WARNING.search, warnings))
     if damage_warnings:
         raise FeedError(
             f"{title} is damaged ({len(data)} bytes), its decoder says: {damage_warnings[0]}"
         )
     if pixels is None or not pixels.size:
-        reason = ": ".join(["damaged or of an unknown format", *warnings[-1:]])
+        reason = ": ".join([_describe_undecodable(data), *warnings[-1:]])
         raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {reason})")
     with_channels: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
     return with_channels
@@ -112,14 +115,12 @@ def _find_png_damage(data: bytes) -> str | None:
     return "cut short"
 
 
-def _decode_with_opencv(
-    data: bytes, grey: bool, keep_16_bits: bool
-) -> tuple[Array | None, list[str]]:
-    """Return the pixels, or None if OpenCV refuses the data; and the decoder's warnings."""
+def _decode_with_opencv(data: bytes, flag: int) -> tuple[Array | None, list[str]]:
+    """Return the pixels, or None if OpenCV refuses the data; and the decoder's warnings.
+
+    `flag`: OpenCV's IMREAD_...
+    """
     cv2 = opencv()
-    flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
-    if keep_16_bits:
-        flag |= cv2.IMREAD_ANYDEPTH
 
     def imdecode() -> Array | None:
         try:
@@ -129,6 +130,14 @@ def _decode_with_opencv(
         return pixels
 
     return call_and_capture(imdecode)
+
+
+def _describe_undecodable(data: bytes) -> str:
+    """Return why OpenCV gives no 8-bit pixels of an image."""
+    pixels, _ = _decode_with_opencv(data, opencv().IMREAD_UNCHANGED)
+    if pixels is None or not pixels.size:
+        return "damaged or of an unknown format"
+    return f"its pixels are {pixels.dtype}: save it with 8 or 16 bits, or its values as .npy"
 
 
 def opencv() -> Any:

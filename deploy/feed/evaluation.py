@@ -148,7 +148,7 @@ def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
         last_word = line.split()[-1]
         if not last_word.isdecimal() or len(last_word) > _MAX_DIGITS:
             raise FeedError(
-                f"a label is a class number, line {number} of {path} ends in {last_word[:40]!r};"
+                f"a label is a class number, line {number} of {path} ends in other text;"
                 " number the classes from 0, as the model's outputs are"
             )
         labels.append(int(last_word))

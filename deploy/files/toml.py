@@ -23,10 +23,17 @@ _MAX_DOTS = 64
 def toml_value(value: str | float | Iterable[str]) -> str:
     """Return a TOML string (the same as in JSON), number, truth value or list of strings."""
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return "".join(map(_escape_hidden, json.dumps(value, ensure_ascii=False)))
     if isinstance(value, Iterable):
         return f"[{', '.join(map(toml_value, value))}]"
     return repr(value).lower() if isinstance(value, int) else repr(float(value))
+
+
+def _escape_hidden(character: str) -> str:
+    """Return a character, escaped if an editor hides it or shows it elsewhere, such as U+202E."""
+    if character.isprintable() or "\ud800" <= character <= "\udfff":  # a surrogate has no escape
+        return character
+    return f"\\u{ord(character):04x}" if ord(character) < 1 << 16 else f"\\U{ord(character):08x}"
 
 
 def toml_key(name: str) -> str:

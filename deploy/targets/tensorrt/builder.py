@@ -132,7 +132,7 @@ def build_engine(
         load_plugins(settings.plugins)
         builder: trt.Builder = create_with_logger("Builder", log, "make a builder")
         network = builder.create_network(_network_flags(typed=settings.typed))
-        _parse(network, model, log)
+        _parse(network, model, log, dla=settings.dla)
         config = _create_config(builder, network, settings, calibrator)
         timing_note = _set_timing_cache(config, settings)
         plan = cast("trt.IHostMemory | None", builder.build_serialized_network(network, config))
@@ -213,10 +213,12 @@ def _network_flags(*, typed: bool) -> int:
     return sum(1 << int(getattr(flags, name)) for name in names if hasattr(flags, name))
 
 
-def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder) -> None:
+def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder, *, dla: bool) -> None:
     import tensorrt as trt
 
     parser = trt.OnnxParser(network, process_logger())
+    if dla and hasattr(trt.OnnxParserFlag, "ADJUST_FOR_DLA"):  # since 10.16
+        parser.set_flag(trt.OnnxParserFlag.ADJUST_FOR_DLA)
     if parser.parse_from_file(str(model)):
         return
     errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]

@@ -28,7 +28,7 @@ _FLAGS_OF_CALIB8 = (
     *("--onnx", "--saveEngine", "--int8", "--fp16", "--bf16", "--fp8", "--best", "--calib"),
     *("--stronglyTyped", "--shapes", "--minShapes", "--optShapes", "--maxShapes", "--device"),
     *("--layerPrecisions", "--layerOutputTypes", "--precisionConstraints", "--plugins"),
-    *("--useDLACore", "--allowGPUFallback", "--timingCacheFile"),
+    *("--useDLACore", "--allowGPUFallback", "--adjustForDLA", "--timingCacheFile"),
 )
 
 

@@ -154,6 +154,7 @@ _MACHINES = {
     "fp8": "on a GPU of Ada, Hopper or later, ",
     "dla": "on a Jetson AGX Orin (JetPack 7.2.2 or newer) ",
 }
+_ADJUST_FLAG = "--adjustForDLA"  # since 10.16: lets the parser rewrite layers for DLA
 _DLA_FLAGS = ("--useDLACore=0", "--allowGPUFallback")
 _FIRST_WITHOUT_DLA = (
     "10.8.0"  # first version whose DLA takes no cache: there is none again until 11.4.1
@@ -315,7 +316,8 @@ def _strongly_typed(
     condition = f"{machine}with TensorRT 11"
     if first_11 != _TYPED_ONLY:
         condition += f" from {first_11.removesuffix('.0')} on"
-    command_11 = TrtexecCommand("11", condition, _command(model, []))
+    flags_11 = [_ADJUST_FLAG] if "dla" in features else []
+    command_11 = TrtexecCommand("11", condition, _command(model, flags_11))
     if version_label(since) >= version_label(_TYPED_ONLY):
         return (command_11,)
     arguments = _command(model, ["--stronglyTyped"])
