@@ -1,16 +1,8 @@
-"""Weight preprocessing: cross-layer equalization, bias correction, saturation-free weight pairs.
-
-**Equalization** divides the outputs of a layer by a factor per channel and multiplies the weights
-of the next layer by it. The float result does not change if nothing, or a Relu, PRelu or LeakyRelu
-is between them::
-
-    W2 f(W1 x + b1)  =  (W2 S) f(S^-1 W1 x + S^-1 b1)          f(s x) = s f(x) for s > 0
-
-Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
-(ICCV 2019), equation 11.
+"""Weight preprocessing: bias correction, saturation-free weight pairs.
 
 **Bias correction** estimates from a few samples how far quantization shifts the mean of a channel.
-Source: Nagel et al., section 4.2; the shrinkage is calib8's.
+Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
+(ICCV 2019), section 4.2; the shrinkage is calib8's.
 
 **Pairs**: a CPU with int8 dot products sums in 32 bits. An older x86 CPU multiplies uint8 by int8
 and adds two products in 16 bits with saturation (VPMADDUBSW)::
@@ -40,35 +32,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.errors import CalibrationError
 from calibrators.grids import INT16, UINT8
 
 FloatArray = NDArray[np.float64]
 
-_MAX_FACTOR = 1e4  # larger factors would lose float32 precision and gain no int8 steps
 PAIR_LIMIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
 PAIR_ROUNDING = 2  # largest gain of a pair by rounding, in steps
-
-
-def equal_factors(first: FloatArray, second: FloatArray) -> FloatArray:
-    """Return factors [C] from ranges of a layer's output and the next one's input channels [C].
-
-    With them both ranges become sqrt(first * second). A channel that is zero on either side has
-    factor 1.
-
-    Raises:
-        CalibrationError: ranges of different lengths, negative or not finite.
-    """
-    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    are_finite = a.shape == b.shape and np.isfinite(a + b).all()
-    if not (are_finite and (a >= 0).all() and (b >= 0).all()):
-        raise CalibrationError(
-            "ranges of channels must be finite, not negative and of one length, got shapes"
-            f" {list(a.shape)} and {list(b.shape)}"
-        )
-    is_nonzero = (a > 0) & (b > 0)
-    factors = np.where(is_nonzero, a, 1.0) ** 0.5 / np.where(is_nonzero, b, 1.0) ** 0.5
-    return np.clip(factors, 1 / _MAX_FACTOR, _MAX_FACTOR)
 
 
 def shrunk_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -308,18 +308,6 @@ def test_target_without_runnable_file_is_named(changed_copy, held_out):
     assert "gone.onnx" in refusal_of(out, "--images", held_out)
 
 
-@pytest.mark.parametrize(("word", "has_channels"), [("kept", False), ("not kept", True)])
-def test_equalized_model_has_no_channel_errors(changed_copy, held_out, word, has_channels):
-    note = f"cross-layer equalization: worst part 20.0 -> 30.0 dB, {word}"
-    targets = explained_targets(
-        changed_copy(lambda report: report.update(notes=[note])), "--images", held_out
-    )
-    assert [bool(target["held"]["channels"]) for target in targets] == [
-        has_channels,
-        has_channels,
-    ]
-
-
 def test_silent_channels_have_no_error():
     sums = ChannelSums()
     reference = np.ones((1, 4, 3), np.float32)

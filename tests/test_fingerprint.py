@@ -168,14 +168,6 @@ def test_model_identities_are_graph_and_files(small_cnn, tmp_path):
     assert damaged["graph"] != single_file["graph"]
 
 
-def test_repaired_model_has_its_own_cache(model_and_images, small_cnn, tmp_path, run):
-    arguments = ("--limit", 4, "--effort", 0, "--duration", 0, "--accept", "--out", tmp_path)
-    assert run("build", *model_and_images, *arguments, "--repair", "equalize")[0] == 0
-    (cache_file,) = tmp_path.glob("calib8/*.cache.json")
-    identities = json.loads(cache_file.read_bytes())["fingerprint"]["made_from"]["model"]
-    assert identities["graph"] == load(small_cnn).identities["graph"] or "file" not in identities
-
-
 def test_cache_of_another_runtime_is_reused(calibrate_small, tmp_path):
     cache = tmp_path / "c"
     calibrate_small(cache=cache)

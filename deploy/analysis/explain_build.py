@@ -49,7 +49,6 @@ from deploy.tasks import Metric
 from deploy.tasks.rows import Outputs, batch_length, split_batch
 from deploy.tasks.slices import form_samples
 from deploy.terminal import phase, with_progress
-from deploy.tuning.repairs import REPAIRS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -325,9 +324,7 @@ def explain(
             note = "no file of it can be run in ONNX Runtime"
             results = ImageResults(samples=0, notes=(note,))
         else:
-            layers = []
-            if not _has_rescaled_channels(target_explanation):
-                layers = [layer.name for layer in target_explanation.layers]
+            layers = [layer.name for layer in target_explanation.layers]
             with phase(target_explanation.name):
                 results = _run_images(
                     loaded,
@@ -361,14 +358,3 @@ def _select_targets(explanation: Explanation, name: str | None) -> tuple[TargetE
             f" {explanation.report}; {hint}"
         )
     return targets
-
-
-def _has_rescaled_channels(target: TargetExplanation) -> bool:
-    """Whether a repair scaled channels, so that inner tensors differ from the float model's."""
-    for repair in REPAIRS.values():
-        if repair.model_repair is None:
-            continue
-        for note in target.repairs:
-            if repair.title in note and note.endswith(", kept"):
-                return True
-    return False

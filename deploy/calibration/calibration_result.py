@@ -71,7 +71,6 @@ class CalibrationResult:
         has_random_outputs: whether the float model itself gives other outputs at each run.
         score_threshold: score above which the float model's boxes or labels count; None if unknown.
         cache: path of the cache; None if nothing is stored.
-        repairs: repairs that changed the weights before the calibration.
         peaks: the largest samples of every tensor that was observed now.
         checkpoint: checkpoint of the run; the caller removes it once the result is stored.
         resumed: notes on the checkpoint from which the run went on.
@@ -96,7 +95,6 @@ class CalibrationResult:
     has_random_outputs: bool = False
     score_threshold: float | None = None
     cache: Path | None = None
-    repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks, repr=False)
     checkpoint: Path | None = None
     resumed: tuple[str, ...] = ()

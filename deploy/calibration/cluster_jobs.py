@@ -241,8 +241,7 @@ def _shared_model_path(subject: CalibrationSubject, observations: Sequence[Obser
     """Return the path of the model's file; "" if a worker would not get the same model from it."""
     source = subject.source
     variants = {o.variant.key for o in observations}
-    is_unchanged = not subject.repairs and variants == {FOLDED}
-    if source is None or not is_unchanged or source.suffix.lower() != ".onnx":
+    if source is None or variants != {FOLDED} or source.suffix.lower() != ".onnx":
         return ""
     return os.path.abspath(source)
 

@@ -213,8 +213,7 @@ class CalibrationSubject:
         trt_version: TensorRT version "X.Y.Z" that will read the calibration cache; None for any.
         user_model: the model from the user: a path, or a model in memory; None if only the cleaned
             model is available.
-        repairs: repairs that changed the cleaned model's weights since it was read.
-        task: name of the outputs' task that the user set, by which repairs are compared.
+        task: name of the outputs' task that the user set.
     """
 
     loaded: LoadedModel
@@ -225,7 +224,6 @@ class CalibrationSubject:
     float_nodes: tuple[str, ...] = ()
     trt_version: str | None = None
     user_model: str | Path | onnx.ModelProto | None = field(default=None, repr=False)
-    repairs: tuple[str, ...] = ()
     task: str = ""
 
     @property
@@ -235,11 +233,8 @@ class CalibrationSubject:
 
     @property
     def identities(self) -> Mapping[str, str]:
-        """Identities for a fingerprint; only "graph" after a repair, which no file holds."""
-        identities = self.loaded.identities
-        if self.repairs:
-            return {"graph": identities["graph"]}
-        return identities
+        """Identities for a fingerprint."""
+        return self.loaded.identities
 
     @property
     def source(self) -> Path | None:
@@ -251,15 +246,9 @@ class CalibrationSubject:
         """The model with its BatchNormalizations unfolded, as in the file.
 
         Raises:
-            ConfigError: only the cleaned model is available, or the model was repaired.
+            ConfigError: only the cleaned model is available.
             ModelError: the file changed since it was loaded.
         """
-        if self.repairs:
-            raise ConfigError(
-                "a target that reads the model's file cannot use repaired weights, got repair"
-                f" {', '.join(self.repairs)}; leave it out, or take another method or"
-                " configuration"
-            )
         if self.user_model is None:
             raise ConfigError(
                 "the model must be an ONNX file to be read as its exporter wrote it, got one that"

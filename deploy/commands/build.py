@@ -84,7 +84,7 @@ metric_option = base.measuring_option(
     multiple=True,
     metavar="NAMES",
     shell_complete=complete_names_of("deploy.tuning.repairs", "REPAIRS", "all", "none"),
-    help="Repairs to try, kept where they help: equalize, adaround, bias, all or none; a"
+    help="Repairs to try, kept where they help: adaround, bias, all or none; a"
     " comma list, may be repeated. Default: adaround, none with --effort 0.",
 )
 @config_options

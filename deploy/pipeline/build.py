@@ -272,7 +272,6 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
         options.calibration,
         targets=options.targets,
         evaluation_count=CALIBRATION_SAMPLES if build.evaluation is None else CANDIDATES,
-        repairs=build.repairs,
         task=options.task or "",
         stage=stage,
     )
@@ -352,7 +351,7 @@ def _measure_on_images(
     """
     is_float_model = build.loaded.qdq is None
     observed_outputs = None
-    if is_float_model and not calibration.subject.repairs:  # else another model was observed
+    if is_float_model:
         observed_outputs = calibration.evaluation_set.outputs
     measure = partial(
         measure_engines,

@@ -128,7 +128,6 @@ class CalibrationRun:
         threads: worker threads.
         checkpoint_path: path of the checkpoint; None keeps none.
         resume: whether the run continues from its checkpoint.
-        repairs: notes on the repairs of the model.
         peaks: the largest samples of every tensor that is observed.
         runs: variant of the model -> number of inferences.
         started: `time.perf_counter()` at its start.
@@ -146,7 +145,6 @@ class CalibrationRun:
     threads: int
     checkpoint_path: Path | None
     resume: bool
-    repairs: tuple[str, ...] = ()
     peaks: Peaks = field(default_factory=Peaks)
     runs: Counter[str] = field(default_factory=Counter)
     started: float = field(default_factory=time.perf_counter)
@@ -508,7 +506,6 @@ def _make_result(
         has_random_outputs=has_random_outputs,
         score_threshold=score_threshold,
         cache=cache,
-        repairs=run.repairs,
         peaks=run.peaks,
         checkpoint=checkpoint.path if checkpoint is not None and cache is None else None,
         resumed=_resume_notes(checkpoint, run.stability_monitor),

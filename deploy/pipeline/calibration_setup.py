@@ -2,7 +2,7 @@
 
 ::
 
-    images, or shards --> repairs --> observations that the targets demand --> CalibrationRun
+    images, or shards --> observations that the targets demand --> CalibrationRun
 
 `use_qdq_calibration` takes the ranges of a Q/DQ model's pairs instead.
 """
@@ -63,7 +63,6 @@ from deploy.pipeline.calibration_run import (
 from deploy.targets import Target, make_targets
 from deploy.targets.base import WritesCache
 from deploy.terminal import phase, with_progress
-from deploy.tuning.repairs.apply import refuse_model_repairs, repair_model, repair_notes
 from deploy.tuning.search_samples import CANDIDATES
 
 if TYPE_CHECKING:
@@ -206,7 +205,6 @@ def calibrate_loaded(
     *,
     targets: Sequence[Target],
     evaluation_count: int = 0,
-    repairs: Sequence[str] = (),
     task: str = "",
     stage: Stage | None = None,
 ) -> CalibrationResult:
@@ -220,7 +218,6 @@ def calibrate_loaded(
         targets: the targets, whose observations are made.
         evaluation_count: number of samples on which the engines are evaluated later; the float
             model's outputs of these are stored while it is observed.
-        repairs: names of the repairs to try.
         task: name of the outputs' task that the user set.
         stage: where the files of a build wait; a cache in the same folder appears with them.
     """
@@ -235,7 +232,6 @@ def calibrate_loaded(
         options,
         targets=targets,
         evaluation_count=evaluation_count,
-        repairs=repairs,
         task=task,
         stage=stage,
     )
@@ -263,7 +259,6 @@ def _calibrate_images(
     *,
     targets: Sequence[Target],
     evaluation_count: int = 0,
-    repairs: Sequence[str] = (),
     task: str = "",
     stage: Stage | None = None,
 ) -> CalibrationResult:
@@ -283,12 +278,6 @@ def _calibrate_images(
         task=task,
         float_nodes=match_nodes(loaded.model, options.float_nodes),
         trt_version=policy.trt_version or _find_trt_version(targets) or cached_trt_version(policy),
-    )
-    if policy.trust:
-        refuse_model_repairs(repairs)
-    folder = Path() if stage is None else stage.folder
-    subject, repair_results = repair_model(
-        targets, subject, repairs, feed, folder=folder, threads=options.workers
     )
 
     observations_by_target, failures = _collect_observations(targets, subject)
@@ -322,7 +311,6 @@ def _calibrate_images(
         threads=options.workers,
         checkpoint_path=checkpoint,
         resume=options.resume,
-        repairs=tuple(repair_notes(repair_results)),
     )
     if policy.trust:
         return use_trusted_cache(run)

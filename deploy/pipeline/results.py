@@ -124,7 +124,7 @@ def write_report(
         ),
         request=request,
         alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
-        notes=(*calibration.resumed, *feed.notes, *calibration.repairs, *figures.notes),
+        notes=(*calibration.resumed, *feed.notes, *figures.notes),
     )
     report = follow_up(report, find_earlier_report(stage.folder, loaded.digest))
     write_pages(report, stage)

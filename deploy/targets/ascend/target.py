@@ -417,7 +417,7 @@ class Ascend:
         model, graph = prepare_model(subject.model)
         config, base = self._config(graph, subject), FOLDED
         unfolded = []
-        if self.configured and not subject.repairs:  # which are of the folded weights
+        if self.configured:
             unfolded = find_unfolded_deconvs(subject.unfolded.model)
         if not config.do_fusion or config.skip_fusion_layers or unfolded:
             model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded)

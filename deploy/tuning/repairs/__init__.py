@@ -4,8 +4,8 @@ Each repair is an option. It works on every target, since all are built from the
 and is kept only where it measurably helps: by the model's outputs on a few samples, or layer by
 layer where each layer can be measured. `REPAIRS` lists them in the order in which they are tried::
 
-    model -> equalize -> observe -> adaround, bias -> files
-             (the ranges change)    (the ranges stay)
+    model -> observe -> adaround, bias -> files
+                        (the ranges stay)
 
 By default `adaround` is tried wherever there is a search: it costs a few calibrations and no
 inference time.
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.graph.index import as_names
-from deploy.tuning.repairs.base import LayerwiseRepair, ModelRepair, RepairResult, RequestRepair
+from deploy.tuning.repairs.base import LayerwiseRepair, RepairResult, RequestRepair
 from deploy.tuning.repairs.bias import correct_biases
-from deploy.tuning.repairs.equalize import equalize
 from deploy.tuning.repairs.output_rounding import round_weights
 
 ALL, NONE = "all", "none"
@@ -28,24 +27,21 @@ DEFAULT = (ROUNDING,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One repair, with one of the three functions.
+    """One repair, with one of the two functions.
 
     Attributes:
         title: its name in sentences.
-        model_repair: changes the model before calibration.
         request_repair: changes the build request after calibration; kept or not by the error of
             the outputs.
         layer_repair: likewise, but decides layer by layer by itself.
     """
 
     title: str
-    model_repair: ModelRepair | None = None
     request_repair: RequestRepair | None = None
     layer_repair: LayerwiseRepair | None = None
 
 
 REPAIRS: dict[str, Repair] = {
-    "equalize": Repair(title="cross-layer equalization", model_repair=equalize),
     ROUNDING: Repair(title="weight rounding by output error", layer_repair=round_weights),
     "bias": Repair(title="bias correction", request_repair=correct_biases),
 }

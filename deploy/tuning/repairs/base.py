@@ -34,8 +34,6 @@ class RepairInput:
 
 
 # each returns None where there is nothing to repair
-# (model, a few samples, threads) -> repaired model
-ModelRepair = Callable[["onnx.ModelProto", Sequence[Sample], int], "onnx.ModelProto | None"]
 # (build request, input) -> repaired request
 RequestRepair = Callable[["BuildRequest", RepairInput], "BuildRequest | None"]
 # (build request, input) -> (repaired request, text for the report)

@@ -1,7 +1,6 @@
 """Layers with constant weights, and their quantization in a target's int8 model.
 
-The layers are Conv, ConvTranspose, Gemm, and MatMul with a bias Add. A link is two layers in a row
-with only operators between them that commute with a positive factor per channel.
+The layers are Conv, ConvTranspose, Gemm, and MatMul with a bias Add.
 
 The quantization grid of a layer's weight and input is read from the target's int8 model::
 
@@ -66,11 +65,6 @@ class WeightedLayer:
     is_only_reader: bool
 
     @property
-    def out_axis(self) -> int:
-        """Axis of the output channels in the output tensor."""
-        return -1 if self.kind == "MatMul" else 1
-
-    @property
     def can_have_bias(self) -> bool:
         """Whether `with_biases` can give it a bias."""
         return self.kind != "MatMul" or self.add != ""
@@ -110,11 +104,6 @@ class WeightedLayer:
         return int(self.by_channel.shape[0] * self.by_channel.shape[1])
 
     @property
-    def in_channels(self) -> int:
-        """Number of input channels."""
-        return int(self.by_channel.shape[0] * self.by_channel.shape[2])
-
-    @property
     def bias_values(self) -> Float64Array:
         """The bias per output channel, [C_out]; zeros where there is none."""
         values = self.bias_array.astype(np.float64).reshape(-1)
@@ -125,14 +114,6 @@ class WeightedLayer:
         if self._has_inputs_first:
             channels = channels.swapaxes(1, 2)
         return np.ascontiguousarray(channels.reshape(self.array.shape), np.float32)
-
-    def scaled(self, *, outputs: NDArray[Any], inputs: NDArray[Any]) -> FloatArray:
-        """Return the weight times factors per output channel, [C_out] or [1], and input channel."""
-        channels = self.by_channel.astype(np.float64)
-        groups, out, into, _ = channels.shape
-        rows = np.broadcast_to(outputs, groups * out).reshape(groups, out, 1, 1)
-        columns = np.broadcast_to(inputs, groups * into).reshape(groups, 1, into, 1)
-        return self.from_channels(channels * rows * columns)
 
 
 def find_weighted_layers(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
@@ -261,62 +242,6 @@ def restore_constants(
             if name in constants:
                 restored[name] = tensor
     update_tensors(model.graph.initializer, restored)
-
-
-_POOLS = ("MaxPool", "AveragePool")
-_COMMUTING = ("Relu", "PRelu", "LeakyRelu", "Identity", *_POOLS)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerLink:
-    """Two layers in a row: only `second` reads the output of `first`."""
-
-    first: WeightedLayer
-    second: WeightedLayer
-
-
-def find_layer_links(model: onnx.ModelProto) -> tuple[LayerLink, ...]:
-    """Return every link, in graph order; a layer may belong to two."""
-    graph, layers = Graph(model), find_weighted_layers(model)
-    layer_by_name = {layer.name: layer for layer in layers}
-    return tuple(filter(None, (_find_link(graph, layer_by_name, layer) for layer in layers)))
-
-
-def _find_link(
-    graph: Graph, layer_by_name: Mapping[str, WeightedLayer], upstream: WeightedLayer
-) -> LayerLink | None:
-    """Return the link that starts at a layer.
-
-    None where another node shares a weight, where a convolution meets a matrix product, whose
-    channels are others, and at a pool between matrix products, which pools over the channels.
-    """
-    tensor, has_pool = upstream.output, False
-    reader = graph.only_reader(tensor)
-    while reader is not None and _commutes_with_factors(graph, reader, tensor):
-        has_pool |= reader.op_type in _POOLS
-        tensor = str(reader.output[0])
-        reader = graph.only_reader(tensor)
-
-    downstream = None if reader is None else layer_by_name.get(reader.name)
-    if (
-        downstream is None
-        or downstream.input != tensor
-        or upstream.out_channels != downstream.in_channels
-    ):
-        return None
-    if not (upstream.is_only_reader and downstream.is_only_reader):
-        return None
-    matrix_products = {layer.kind in _MATRIX_PRODUCTS for layer in (upstream, downstream)}
-    if len(matrix_products) == 2 or (has_pool and True in matrix_products):
-        return None
-    return LayerLink(upstream, downstream)
-
-
-def _commutes_with_factors(graph: Graph, node: onnx.NodeProto, tensor: str) -> bool:
-    """Whether a reader of a tensor commutes with a positive factor per channel of it."""
-    if node.op_type not in _COMMUTING or node.input[0] != tensor or len(node.output) != 1:
-        return False
-    return all(name in graph.constants for name in node.input[1:])
 
 
 _MAX_STEP_ERROR = 0.5001  # half a step, plus the error of float32 scales

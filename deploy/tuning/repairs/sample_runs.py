@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import onnx
 
 from calibrators.rounding import extract_patches
@@ -22,7 +21,7 @@ from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks import Metric
 from deploy.tensors import Array
-from deploy.tuning.repairs.repair_layers import Float64Array, FloatArray, WeightedLayer
+from deploy.tuning.repairs.repair_layers import FloatArray, WeightedLayer
 
 Result = TypeVar("Result")
 
@@ -70,21 +69,8 @@ def run_with_taps(
     return _run_all(samples, work, threads)
 
 
-def channel_maxima(
-    model: onnx.ModelProto, axes: Mapping[str, int], samples: Sequence[Sample], *, threads: int
-) -> dict[str, Float64Array]:
-    """Return max |x| of each channel, [C], over the samples; `axes`: tensor -> channel axis."""
-
-    def find_maxima(_: int, tensor: str, value: Array) -> Float64Array:
-        rows = np.moveaxis(value, axes[tensor], -1).reshape(-1, value.shape[axes[tensor]])
-        return np.asarray(np.abs(rows).max(axis=0), np.float64)
-
-    runs = run_with_taps(model, axes, samples, find_maxima, threads=threads)
-    return {name: np.max([run[name] for run in runs], axis=0) for name in axes}
-
-
 class SampleComparison:
-    """Compares models with the float model on the same few samples; the float model runs once."""
+    """Compares models with the float model on the same few samples."""
 
     def __init__(
         self,
@@ -92,14 +78,11 @@ class SampleComparison:
         samples: Sequence[Sample],
         *,
         threads: int,
-        reference_outputs: Sequence[Mapping[str, Array]] | None = None,
+        reference_outputs: Sequence[Mapping[str, Array]],
     ) -> None:
-        """Run the float model, unless its outputs on the samples are available."""
+        """`reference_outputs`: those of the float model on the samples."""
         self._samples = samples
         self._threads = threads
-        if reference_outputs is None:
-            session = OrtSession.open(subject.model, threads=1, spin=False, reuse_memory=True)
-            reference_outputs = _run_all(samples, lambda _, sample: session.run(sample), threads)
         metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
         self._outputs = reference_outputs
         self._form = derive_form(reference_outputs, inputs=samples, metric=metric)
