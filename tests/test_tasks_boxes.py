@@ -477,19 +477,40 @@ def test_an_objectness_of_each_level_multiplies_its_scores(how):
         assert same_task(references, [fed((96, 96))] * 4) is None
 
 
-def test_boxes_of_queries_need_no_pixels():
-    references = [forms.queries(n) for n in range(8)]
+def distances(number, bins=8):
+    """Scores first, then distributions of 1, 2, 1 and 2 strides to each side."""
+    _, scores = yolo(number)
+    far = np.random.default_rng(number).normal(0, 1, (len(scores), 4, bins))
+    far[:, np.arange(4), [1, 2, 1, 2]] = 30
+    value = np.concatenate([scores, far.reshape(len(scores), -1)], axis=1)
+    return {"y": value[None].astype(np.float32)}
+
+
+@pytest.mark.parametrize("form", [forms.queries, distances])
+def test_scores_and_boxes_side_by_side(form):
+    references = [form(n) for n in range(8)]
     read, same = figure(references, references)
-    assert "classes, boxes by centre" in read.task.form and same.value == 1
+    assert "classes, boxes by" in read.task.form and same.value == 1
     assert len(read.parts) == 2
+    columns = slice(0, 2) if form is forms.queries else slice(5, 37)
     moved = [{"y": one["y"].copy()} for one in references]
     for one in moved:
-        one["y"][..., :2] = np.roll(one["y"][..., :2], 1, axis=-1)
+        one["y"][..., columns] = np.roll(one["y"][..., columns], 1, axis=-1)
     assert figure(references, moved)[1].value < 0.5
     assert figure(references, broken(references))[1].value == 0
     assert same_task(changed(references, y=lambda v: np.clip(v + 0.2, None, 1))) is None
     anywhere = [{"y": np.random.default_rng(n).uniform(0, 1, (1, 300, 15))} for n in range(4)]
     assert same_task(anywhere) is None
+
+
+def test_a_distribution_stands_where_its_cell_is():
+    read, _ = figure([distances(n) for n in range(8)], [distances(n) for n in range(8)])
+    cells, strides = np.hsplit(GRID.cells(SIZE), [2])
+    seen = scene(0, classes=5)[0]
+    found = read.task.decoder.boxes(fed(), distances(0)).boxes
+    sides = np.array([-1, -2, 1, 2])
+    wanted = (np.tile(cells[seen] + 0.5, 2) + sides) * strides[seen]
+    assert all(np.abs(found - one).max(axis=1).min() < 1e-3 for one in wanted)
 
 
 def test_levels_of_different_classes_are_no_detector():

@@ -4,6 +4,7 @@
 [1, 4+C, A]               boxes and a probability per class: YOLO v8, v9, v11
 [1, A, 5+C]               boxes, objectness, classes: YOLO v5, v6, v7; relative to cells: YOLOX
 [1, Q, 4+C]               relative boxes of queries: RT-DETR (Zhao et al. 2023)
+[1, A, C + 4 (m + 1)]     probabilities, then distributions of distances: NanoDet
 [1, 3 (5+C), H, W]        YOLO v3 to v7 before decoding, one output a level
 [A, 4], [A, C]            boxes and scores in two outputs, or two a level, either transposed: SSD,
                           RetinaNet, DETR, PicoDet. A third output of one column multiplies the
@@ -157,10 +158,13 @@ def _are_classes(values: Sequence[Array], axis: int) -> bool:
 
 
 def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Iterator[RowDecoder]:
-    """Propose four numbers of a box, then probabilities, and what comes after."""
-    score_count = 0
-    while _BOX + score_count < table.width and are_shares(table.rows[:, _BOX + score_count]):
-        score_count += 1
+    """Propose boxes, then probabilities and what comes after; or probabilities, then distances."""
+    share_count = _count_shares(table, 0)
+    bins = table.part(share_count, table.width)
+    if share_count and bins and table.grids and _are_bins(table.rows[:, share_count:]):
+        yield RowDecoder(scores=table.part(0, share_count), box_columns=bins, grids=table.grids)
+
+    score_count = _count_shares(table, _BOX)
     if class_count and score_count >= class_count:
         score_count = class_count + (table.width == _BOX + 1 + class_count)
     if not score_count and is_set:
@@ -178,6 +182,12 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
         extra=table.part(end, table.width),
         grids=table.grids,
     )
+
+
+def _count_shares(table: _RowTable, start: int) -> int:
+    """Return the number of columns of probabilities from a column on."""
+    columns = table.rows[:, start:].T
+    return next((k for k, column in enumerate(columns) if not are_shares(column)), len(columns))
 
 
 def _to_probabilities(rows: Array) -> Array:
@@ -517,7 +527,7 @@ def _slice_columns(
     """Return the slices of an output with boxes, scores and further columns."""
     boxes, scores = decoder.box_columns[0], (decoder.gates or decoder.scores)[0]
     axis = -1 if scores.layout == ROWS else 1
-    starts = [boxes.start, scores.start, *(columns.start for columns in decoder.extra)]
+    starts = sorted([boxes.start, scores.start, *(columns.start for columns in decoder.extra)])
     stops = [*starts[1:], samples.outputs[0][scores.output].shape[axis]]
     slices = []
     for start, stop in zip(starts, stops, strict=True):
