@@ -255,7 +255,7 @@ def _read_yolo_file(path: str, class_count: int | None) -> Objects:
     return _make_objects(None, boxes, classes)
 
 
-def _parse_yolo_line(line: str, place: str) -> tuple[int, Sequence[float]]:
+def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:
     """Return (class, corners x1 y1 x2 y2 as shares of the sides) of a line.
 
     Raises:
@@ -271,7 +271,7 @@ def _parse_yolo_line(line: str, place: str) -> tuple[int, Sequence[float]]:
     if not (is_box or is_outline) or not _is_class_number(values[0]):
         raise FeedError(
             "a line of labels reads class, x and y of the centre, width and height, or class and"
-            f" points x y of an outline, got {line[:60]!r} as {place}; write them as YOLO does"
+            f" points x y of an outline, got {line[:60]!r} as {line_title}; write them as YOLO does"
         )
     corners = shares.reshape(-1, 2)
     if is_box:
@@ -280,7 +280,7 @@ def _parse_yolo_line(line: str, place: str) -> tuple[int, Sequence[float]]:
     is_inside = (shares >= -_MAX_SHARE_BEYOND) & (shares <= 1 + _MAX_SHARE_BEYOND)
     if not is_inside.all() or (is_box and (sides < 0).any()):
         raise FeedError(
-            f"labels must be shares of width and height, 0 to 1, got {line[:60]!r} as {place};"
+            f"labels must be shares of width and height, 0 to 1, got {line[:60]!r} as {line_title};"
             " divide x by the picture's width and y by its height"
         )
     return int(values[0]), [*corners.min(axis=0), *corners.max(axis=0)]

@@ -202,22 +202,22 @@ def read_data_yaml(path: Path) -> DataYaml:
 def _list_yaml_images(path: Path, split: Split) -> FileList:
     """Return the images of a split; their names are relative to the folder of the data.yaml."""
     data = read_data_yaml(path)
-    places = data.train if split == "train" else data.val
-    if isinstance(places, str):
-        places = [places] if places else []
-    if not places:
+    image_sources = data.train if split == "train" else data.val
+    if isinstance(image_sources, str):
+        image_sources = [image_sources] if image_sources else []
+    if not image_sources:
         raise FeedError(
             f"{printable_name(str(path))} must say where the images of `{split}` are, got no"
             f" `{split}`; add it, or give a folder or a list file"
         )
     files = FileList(path.parent)
-    for place in places:
-        for file in resolve_files(_locate_yaml_images(path, data.path or "", place)).files:
+    for source in image_sources:
+        for file in resolve_files(_locate_yaml_images(path, data.path or "", source)).files:
             files.add(os.path.relpath(file.path, path.parent))
     return files
 
 
-def _locate_yaml_images(path: Path, root: str, place: str) -> Path:
+def _locate_yaml_images(path: Path, root: str, source: str) -> Path:
     """Return a folder or list file of images that a data.yaml names.
 
     As Ultralytics does, a `../` that leads out of the root is dropped if only that is there.
@@ -225,16 +225,16 @@ def _locate_yaml_images(path: Path, root: str, place: str) -> Path:
     Raises:
         FeedError: there is no such folder or list file.
     """
-    if _is_file_name(place) and (not root or _is_file_name(root)):
+    if _is_file_name(source) and (not root or _is_file_name(root)):
         candidates = []
         for folder in (path.parent / root, Path(root), path.parent):
-            candidates += [folder / place, folder / place.removeprefix("../")]
+            candidates += [folder / source, folder / source.removeprefix("../")]
         for candidate in candidates:
             if candidate.is_dir() or (suffix_of(candidate) == ".txt" and candidate.is_file()):
                 return candidate
     raise FeedError(
         f"{printable_name(str(path))} must name folders or list files (.txt) of images that exist,"
-        f" got {place[:200]!r} under {root[:200] or '.'!r}; correct `path` or the folder"
+        f" got {source[:200]!r} under {root[:200] or '.'!r}; correct `path` or the folder"
     )
 
 

@@ -199,10 +199,10 @@ def from_yaml(text: str, *, rule: str, error: type[Calib8Error]) -> Any:
     try:
         return yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as cause:
-        place = getattr(cause, "problem_mark", None)
+        mark = getattr(cause, "problem_mark", None)
         reason = getattr(cause, "problem", None) or "a character that is not text"
-        if place is not None:
-            reason += f" at line {place.line + 1}"
+        if mark is not None:
+            reason += f" at line {mark.line + 1}"
     except RecursionError:
         reason = "too many nested values"
     except (ValueError, OverflowError):  # numbers in directives and escapes

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.errors import BackendError, ConfigError, SdkMissingError, extra_hint
 from deploy.files import atomic, manifest
 from deploy.targets.base import BuildRequest, BuildResult, write_script
 from deploy.targets.options import check_options, option
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from deploy.tensors import Session
 
 _PACKAGE = "tensorrt_rtx"
-_INSTALL = "pip install '.[rtx]'"
+_INSTALL = extra_hint("rtx")
 # generation of GPUs -> its compute capability, a member of `ComputeCapability`
 _CAPABILITIES = {"turing": "SM75", "ampere": "SM86", "ada": "SM89", "blackwell": "SM120"}
 _FP8_GENERATIONS = ("ada", "blackwell")
