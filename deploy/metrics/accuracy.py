@@ -24,6 +24,7 @@ from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, Metric, TaskFigure
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.evaluation_task import Example, TaskTally, ThresholdTally
+from deploy.tasks.indices import Ranked
 from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batch
 from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
@@ -213,8 +214,8 @@ class Comparison:
                 self._slice_errors[part] = RunningError(
                     part.label, total=np.zeros(1) if is_centred else None
                 )
-        if isinstance(form.task, Classes):
-            self._top1 = Top1(self._labels, form.task.outputs[0])
+        if isinstance(form.task, Classes | Ranked):
+            self._top1 = Top1(self._labels, form.task.covered[0])
         self._task_tally = None if form.task is None else form.task.tally()
         if isinstance(self._task_tally, ThresholdTally):
             self._task_tally.fixed_threshold = self._metric.threshold
@@ -410,7 +411,7 @@ class TensorComparison:
         self.pairs = dict(pairs)
         self._batch_inputs = batch_inputs
         self._errors = {name: RunningError(name) for name in pairs}
-        self._seen = 0
+        self._samples = 0
 
     def add(
         self,
@@ -420,14 +421,14 @@ class TensorComparison:
     ) -> None:
         """Add one batch's tensors."""
         batch = batch_length(feed, self._batch_inputs)
-        for name, other in self.pairs.items():
-            left, right = reference[name], candidate[other]
-            left, right = (
-                strip_padded_channels(name, left, right),
-                strip_padded_channels(other, right, left),
+        for name, candidate_name in self.pairs.items():
+            expected, actual = reference[name], candidate[candidate_name]
+            self._errors[name].add(
+                strip_padded_channels(name, expected, actual),
+                strip_padded_channels(candidate_name, actual, expected),
+                batch,
             )
-            self._errors[name].add(left, right, batch)
-        self._seen += batch
+        self._samples += batch
 
     def result(self) -> tuple[OutputAccuracy, ...]:
         """Return one entry per pair.
@@ -435,7 +436,7 @@ class TensorComparison:
         Raises:
             FeedError: no sample.
         """
-        if self._seen == 0:
+        if self._samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         return tuple(error.result() for error in self._errors.values())
 
@@ -445,10 +446,10 @@ def _problems(
 ) -> Iterator[str]:
     """Yield sentences on NaN, Inf and differing shapes; outputs in `lists` may differ in length."""
     for output in outputs:
-        for count, whose in zip(output.not_finite, ("reference", "int8 engine"), strict=True):
+        for count, model in zip(output.not_finite, ("reference", "int8 engine"), strict=True):
             if count:
                 yield (
-                    f"output {output.name!r} of the {whose} holds NaN or Inf"
+                    f"output {output.name!r} of the {model} holds NaN or Inf"
                     f" in {count} of {samples} samples"
                 )
         if output.other_shape and output.name not in lists:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from deploy.tasks.detections import Detections
 from deploy.tasks.rows import Outputs
 from deploy.tasks.slices import OutputSlice
+from deploy.tensors import Array
 
 MOST = 4  # samples shown
 
@@ -309,6 +310,15 @@ class ThresholdTally(TaskTally[T]):
         """Add the numbers of one sample."""
         for index, number in enumerate((reference, candidate, both)):
             self.counts[threshold][index] += number
+
+    def count_above(self, reference: Array, candidate: Array) -> None:
+        """Count one sample's values above each threshold; other shapes have none in common."""
+        for threshold in self.counts:
+            is_above, is_above_too = reference > threshold, candidate > threshold
+            common = 0
+            if reference.shape == candidate.shape:
+                common = int((is_above & is_above_too).sum())
+            self.count(threshold, int(is_above.sum()), int(is_above_too.sum()), common)
 
     @property
     def threshold(self) -> float | None:

@@ -17,7 +17,6 @@ outputs of one shape are masks together, such as U2-Net's supervised stages (Qin
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,15 +218,9 @@ class _MaskTally(ThresholdTally["MaskMaps"]):
     thresholds = tuple(thresholds.PIXEL_SHARES)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        self.pixels += sum(reference[name].size for name in self.task.outputs)
-        for name, threshold in product(self.task.outputs, self.counts):
-            reference_mask = reference[name] > threshold
-            candidate_mask = candidate[name] > threshold
-            common_pixels = 0
-            if reference_mask.shape == candidate_mask.shape:
-                common_pixels = int((reference_mask & candidate_mask).sum())
-            counts = int(reference_mask.sum()), int(candidate_mask.sum()), common_pixels
-            self.count(threshold, *counts)
+        for name in self.task.outputs:
+            self.pixels += reference[name].size
+            self.count_above(reference[name], candidate[name])
 
     def result(self) -> TaskFigure | None:
         """Return the IoU above the threshold."""

@@ -1,7 +1,7 @@
 """Top-1 hits of both models by labels, and where both agree.
 
-The class is read from the first output: a score per class [N, C], or the class itself [N] as from
-ArgMax. Of TopK's pair of falling values and indices, the indices are read, the best one first. With
+The class is read from the output of the recognised task, else from the first output: a score per
+class [N, C], or the class itself [N] as from ArgMax, or TopK's indices, the best one first. With
 labels, a later output may be read, if it is the only one that holds classes.
 """
 
@@ -13,8 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import FeedError
-from deploy.tasks.rows import Outputs, are_indices, are_ranked, find_indices
+from deploy.tasks.indices import NO_CLASS, PlaceCounts
+from deploy.tasks.rows import Outputs, are_indices, are_ranked
 from deploy.tensors import Array
+
+_MAX_CLASS = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +41,14 @@ class Top1:
         `name`: output to read the class from; None derives it from the first batch.
         """
         self.labels = labels
-        self.samples = self.reference_hits = self.candidate_hits = self.agreement_count = 0
+        self.samples = self.reference_hits = self.candidate_hits = 0
         self.shifts = Counter[int]()  # 1, -1 -> labels above and below the reference's class
         self.name = name
-        self.reads_indices = labels is not None  # whether rows of integers may be TopK's
+        # whether rows of integers may be TopK's
+        self.reads_indices = labels is not None or name is not None
         self.has_classes = True  # until the output turns out to hold no classes
-        self.count: int | None = None
-        self.class_counts: Counter[int] = Counter()  # class -> samples the reference gives to it
+        self.score_count: int | None = None  # scores of a sample; None for class numbers
+        self.classes = PlaceCounts()  # classes of the samples
         self.is_ranked = True  # until a sample is not in descending order
 
     def add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
@@ -55,8 +59,7 @@ class Top1:
         """
         start, self.samples = self.samples, self.samples + batch
         if self.name is None:
-            self._choose(reference, batch)
-        assert self.name is not None
+            self.name = self._choose(reference, batch)
         scores = reference[self.name]
         reference_classes = _read_classes(scores, batch, ranked=self.reads_indices)
         classes = _read_classes(candidate[self.name], batch, ranked=self.reads_indices)
@@ -65,96 +68,88 @@ class Top1:
             self.has_classes = False
             return
         holds_class = scores.size == batch or are_indices(scores, batch)
-        self.count = None if holds_class else scores.size // batch
-        self.class_counts.update(reference_classes.tolist())
-        self.is_ranked &= self.count is not None and are_ranked(scores, batch)
-        # -1 marks a sample with NaN, which neither agrees with anything nor is right
-        is_equal = (reference_classes == classes) & (reference_classes >= 0)
-        self.agreement_count += int(is_equal.sum())
+        self.score_count = None if holds_class else scores.size // batch
+        self.is_ranked &= not holds_class and are_ranked(scores, batch)
+        self.classes.add(reference_classes, classes)
         if self.labels is not None:
-            labels = self._batch_labels(start, batch)
+            labels = self._batch_labels(self.labels, start, batch)
             self.reference_hits += int((reference_classes == labels).sum())
             self.candidate_hits += int((classes == labels).sum())
             for shift in (1, -1):
-                shifted = (reference_classes + shift) % (self.count or np.iinfo(np.int64).max)
+                shifted = (reference_classes + shift) % (self.score_count or _MAX_CLASS)
                 self.shifts[shift] += int((labels == shifted).sum())
 
-    def _choose(self, outputs: Outputs, batch: int) -> None:
-        """Choose the output to read the class from; the first one if none fits."""
+    def _choose(self, outputs: Outputs, batch: int) -> str:
+        """Return the output to read the class from; the first one if none fits."""
         first = next(iter(outputs))
-        indices = find_indices(outputs, first, batch)
-        is_single = len(outputs) == 1 and are_indices(outputs[first], batch)
-        self.reads_indices |= indices is not None or is_single
-        self.name = indices or first
-        if indices or self.labels is None:
-            return
+        if self.labels is None:
+            return first
         fitting = []
         for name, value in outputs.items():
             if _read_classes(value, batch, ranked=True) is not None:
                 fitting.append(name)
-        if first not in fitting and len(fitting) == 1:
-            self.name = fitting[0]
+        return fitting[0] if len(fitting) == 1 else first
 
-    def _batch_labels(self, start: int, batch: int) -> NDArray[np.int64]:
-        assert self.labels is not None
-        labels = np.asarray(self.labels[start : start + batch], np.int64)
-        if len(labels) != batch:
+    def _batch_labels(self, labels: Sequence[int], start: int, batch: int) -> NDArray[np.int64]:
+        batch_labels = np.asarray(labels[start : start + batch], np.int64)
+        if len(batch_labels) != batch:
             raise FeedError(
-                f"there must be one label a sample, got {len(self.labels)} labels"
+                f"there must be one label a sample, got {len(labels)} labels"
                 f" for {start + batch} samples or more"
             )
-        class_count = self.count or np.iinfo(np.int64).max
-        wrong_labels = labels[(labels < 0) | (labels >= class_count)]
+        class_count = self.score_count or _MAX_CLASS
+        wrong_labels = batch_labels[(batch_labels < 0) | (batch_labels >= class_count)]
         if wrong_labels.size:
             raise FeedError(self._describe_wrong_label(int(wrong_labels[0])))
-        return labels
+        return batch_labels
 
     def _describe_wrong_label(self, label: int) -> str:
         """Return the message for a label out of range."""
         if label >= 0 and self.is_ranked:
             return (
                 f"labels need to know which class a value is of, got {self.name!r} of"
-                f" {self.count} values in falling order, as TopK's, without their places; let the"
-                " model give TopK's second output too, or leave the labels out"
+                f" {self.score_count} values in falling order, as TopK's, without their places; let"
+                " the model give TopK's second output too, or leave the labels out"
             )
-        if self.count is None:
+        if self.score_count is None:
             return f"labels must be 0 or more, got {label}; leave out samples that are of no class"
         return (
-            f"labels must be 0 to {self.count - 1} for the model's {self.count} classes, got"
-            f" {label}; labels that start at 1 must be lowered by one"
+            f"labels must be 0 to {self.score_count - 1} for the model's {self.score_count}"
+            f" classes, got {label}; labels that start at 1 must be lowered by one"
         )
 
     def result(self, kind: str) -> Top1Figures:
         """Return the shares.
 
+        `kind`: name of the recognised task; "" for none.
+
         Raises:
             FeedError: labels that do not fit.
         """
-        labelled = self.labels is not None
+        is_counted = self.has_classes and (self.labels is not None or kind == "classes")
+        # embeddings that all point one way are as doubtful as one class for all samples
+        has_favourite = is_counted or (self.has_classes and kind == "embeddings")
+        top1_reference = top1_candidate = label_shift = classes = favourite = None
         if self.labels is not None:
             self._check_labels(self.labels)
-        counted = self.samples if self.has_classes and (labelled or kind == "classes") else 0
-        # embeddings that all point one way are as doubtful as one class for all samples
-        has_favourite = counted > 0 or (self.has_classes and kind == "embeddings")
-        favourite = None
+            top1_reference = self.reference_hits / self.samples
+            top1_candidate = self.candidate_hits / self.samples
+            shift = max(1, -1, key=lambda shift: self.shifts[shift])
+            label_shift = shift * self.shifts[shift] / self.samples
         if has_favourite:
-            favourite = self.class_counts.most_common(1)[0][1] / self.samples
+            classes = self.score_count
+            favourite = max(self.classes.reference.values(), default=0) / self.samples
+            if classes is None and self.labels is not None:
+                # of outputs of class numbers the highest number seen or labelled
+                classes = 1 + max(*self.classes.reference, *self.labels, 1)
         return Top1Figures(
-            reference=self.reference_hits / counted if labelled else None,
-            candidate=self.candidate_hits / counted if labelled else None,
-            agreement=self.agreement_count / counted if counted else None,
-            classes=self._count_classes() if has_favourite else None,
+            reference=top1_reference,
+            candidate=top1_candidate,
+            agreement=self.classes.equal.total() / self.samples if is_counted else None,
+            classes=classes,
             favourite=favourite,
-            label_shift=max((self.shifts[k] * k / counted for k in (1, -1)), key=abs)
-            if labelled
-            else None,
+            label_shift=label_shift,
         )
-
-    def _count_classes(self) -> int | None:
-        """Number of scores; for outputs of class numbers the highest number seen or labelled."""
-        if self.count is not None or self.labels is None:
-            return self.count
-        return 1 + max(*self.class_counts, *self.labels, 1)
 
     def _check_labels(self, labels: Sequence[int]) -> None:
         if len(labels) != self.samples:
@@ -173,7 +168,8 @@ class Top1:
 def _read_classes(output: Array, batch: int, *, ranked: bool) -> NDArray[np.int64] | None:
     """Return classes [N] of scores [N, C] (trailing 1s allowed) or integers [N], else None.
 
-    With `ranked` integers [N, k] may be ranked classes too, the best one first.
+    With `ranked` integers [N, k] may be ranked classes too, the best one first. A sample of NaN has
+    no class.
     """
     if output.ndim == 0 or output.shape[0] != batch:
         return None
@@ -188,5 +184,5 @@ def _read_classes(output: Array, batch: int, *, ranked: bool) -> NDArray[np.int6
         return None  # flags or counts
     scores = output.reshape(batch, -1)
     best = np.asarray(scores.argmax(axis=1), np.int64)
-    best[np.isnan(scores.astype(np.float64)).any(axis=1)] = -1
+    best[np.isnan(scores.astype(np.float64)).any(axis=1)] = NO_CLASS
     return best

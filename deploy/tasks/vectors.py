@@ -250,11 +250,7 @@ class _LabelTally(ThresholdTally["Labels"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_shares = self._read(reference[self.task.output])
-        shares = self._read(candidate[self.task.output])
-        for threshold in self.counts:
-            is_on, is_on_too = reference_shares > threshold, shares > threshold
-            common = int((is_on & is_on_too).sum())
-            self.count(threshold, int(is_on.sum()), int(is_on_too.sum()), common)
+        self.count_above(reference_shares, self._read(candidate[self.task.output]))
 
     def _read(self, value: Array) -> Floats:
         """Return the probabilities of one sample; none above 0 for another shape."""
