@@ -123,11 +123,7 @@ def check(
     _refuse_unusable(shipped)
 
     loaded = shipped.loaded
-    feed = dataset.open(
-        loaded.inputs,
-        metadata_preprocess=loaded.metadata_preprocess,
-        labels_by_folder=labels == BY_FOLDER,
-    )
+    feed = loaded.open_samples(dataset, labels_by_folder=labels == BY_FOLDER)
     if isinstance(labels, str | Path):
         labels = read_labels(labels)
     reference, reference_notes = find_reference_model(loaded, None, dataset.source)

@@ -316,7 +316,7 @@ def explain(
         explanation.model, report_path, model, shapes=explanation.shapes, flag="--model"
     )
     dataset = with_stored_preprocess(dataset, explanation.preprocess, report_path)
-    feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
+    feed = loaded.open_samples(dataset)
     loaded = loaded.with_inputs(feed.specs)
     explained_targets = []
     for target_explanation in targets:

@@ -180,8 +180,8 @@ def make_job(
     observations = tuple(observations)
     if feed.is_sequential:
         raise ConfigError(
-            "a video's frames are read one after the other by one machine, got one for"
-            " --scheduler; give the frames as images, or leave it out"
+            "a video's frames, and steps of a model with states, are read one after the other by"
+            " one machine, got --scheduler; leave it out"
         )
     model_path = ""
     if cluster.send not in ("model", "all"):

@@ -161,6 +161,8 @@ def refuse_until_stable(
         conflict = (
             f"a model with a fixed batch of {feed.batch}; export it with a batch that is open"
         )
+    elif feed.states:
+        conflict = f"steps that need {', '.join(feed.states)} of the steps before; leave it out"
     elif ordered:
         conflict = (
             f"{', '.join(ordered)}, which is defined by the order of all images; take a target and"

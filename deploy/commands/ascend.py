@@ -250,10 +250,7 @@ def auto(
 
     feed = calibrated.feed
     if evaluation := images.evaluation(eval_images):
-        feed = evaluation.open(
-            calibrated.loaded.inputs,
-            metadata_preprocess=calibrated.loaded.metadata_preprocess,
-        )
+        feed = calibrated.loaded.open_samples(evaluation)
     result = ascend_auto.auto_calibrate(
         target,
         calibrated,

@@ -283,6 +283,15 @@ batch_axis_option = base.image_option(
     " the points of a cloud are; auto, what the shapes of model and samples show.",
 )
 
+state_option = base.image_option(
+    "--state",
+    "states",
+    multiple=True,
+    metavar="IN=OUT",
+    help="The input IN is the output OUT of the step before, and zeros at the start of a sequence;"
+    " may be repeated. States that names and shapes show are found.",
+)
+
 skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")
 
 calibrator_script_option = base.image_option(
@@ -339,7 +348,20 @@ def _dataset(arguments: dict[str, Any], source: str) -> Dataset:
         skip_bad=arguments.pop("skip_bad"),
         limit=take_limit(arguments),
         batch_axis=arguments.pop("batch_axis"),
+        states=dict(map(_parse_state, arguments.pop("states"))),
     )
+
+
+def _parse_state(text: str) -> tuple[str, str]:
+    """Split "r1i=r1o" into the input and the output.
+
+    Raises:
+        BadParameter: other text.
+    """
+    state, _, output = text.partition("=")
+    if not state or not output:
+        raise click.BadParameter(f"must look like r1i=r1o, got {text!r}", param_hint="--state")
+    return state, output
 
 
 def refuse_unfed() -> None:
@@ -405,5 +427,6 @@ def _options(text: str, *, required: bool = False) -> Sequence[Callable[..., Any
         raw_options,
         *_CHOICE,
         batch_axis_option,
+        state_option,
         skip_bad_option,
     )

@@ -16,7 +16,8 @@ import struct
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -59,6 +60,22 @@ def is_array_file(path: Path | str) -> bool:
 def is_raw_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of values without a header."""
     return suffix_of(path) in (".bin", ".raw")
+
+
+def names_in_file(file: ImageFile, specs: Specs) -> Collection[str]:
+    """Return the inputs that a file gives: those named in an .npz, or the folder that it is in.
+
+    Empty if that does not show; opening the file reports what is wrong with it.
+    """
+    if len(file.name.split()) == len(specs) > 1:
+        return tuple(spec.name for spec in specs)  # a line of a list, with a file for each input
+    if file.path.suffix.lower() == ".npz":
+        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(file.path) as archive:
+            return tuple(name.removesuffix(".npy") for name in archive.namelist())
+    if "/" in file.name:  # a folder for each input stands beside this one
+        folder = file.path.parent.parent
+        return tuple(spec.name for spec in specs if (folder / spec.name).is_dir())
+    return ()
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ from deploy.feed.paths import is_data_yaml
 from deploy.feed.pixels import boxes_to_input
 from deploy.feed.preprocess import Size, with_image_size
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import spread_evenly
 from deploy.feed.sources import Sample
 from deploy.files.reading import read_text
 from deploy.metrics.precision import GroundTruth, Objects
@@ -80,6 +79,15 @@ class EvaluationSubset:
         return self._feed.decodes
 
     @property
+    def states(self) -> Mapping[str, str]:
+        """See `Feed.states`."""
+        return self._feed.states
+
+    def sequence_of(self, key: int) -> int:
+        """See `Feed.sequence_of`."""
+        return self._feed.sequence_of(key)
+
+    @property
     def has_fixed_size(self) -> bool:
         """See `Feed.has_fixed_size`."""
         return self._feed.has_fixed_size
@@ -96,7 +104,7 @@ class EvaluationSubset:
         self, max_samples: int, *, skipped_keys: Collection[int] = ()
     ) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) of at most `max_samples` spread samples, but not `skipped_keys`."""
-        chosen = spread_evenly(self.keys, max_samples)
+        chosen = self._feed.spread(self.keys, max_samples)
         return self._feed.samples_by_key([key for key in chosen if key not in skipped_keys])
 
     def first_samples(self, max_samples: int) -> Sequence[Sample]:

@@ -14,18 +14,29 @@ for them, and slow decoding leaves no core idle.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.array_files import open_array_file, open_array_files, open_array_folder
+from deploy.feed.array_files import (
+    names_in_file,
+    open_array_file,
+    open_array_files,
+    open_array_folder,
+)
 from deploy.feed.arrays import ArraySource, open_iterable
 from deploy.feed.batch_axis import AUTO, mark_first_axes, rows_of_run
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
-from deploy.feed.loaders import call_loader, is_loader_spec, iterate_items, preprocess_items
+from deploy.feed.loaders import (
+    call_loader,
+    is_loader_spec,
+    iterate_items,
+    peek_names,
+    preprocess_items,
+)
 from deploy.feed.model_preprocess import MetadataPreprocess, ResolvedPreprocess, resolve_preprocess
 from deploy.feed.paths import (
     RawFiles,
@@ -50,6 +61,7 @@ from deploy.feed.sources import (
     check_present,
     is_video,
 )
+from deploy.feed.states import Recurrence, SequenceSource, choose_steps
 from deploy.files.guard import add_input_file, add_input_files
 from deploy.files.reading import refuse_address
 from deploy.tensors import TensorSpec
@@ -73,8 +85,27 @@ class SourceOpener:
     metadata_preprocess: MetadataPreprocess | None
     skip_bad: bool
     choice: Choice
+    recurrence: Recurrence | None = None
 
     def open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
+        """Open the samples; they may lack the states that the model feeds itself.
+
+        Raises:
+            FeedError, ConfigError: as `open_feed`.
+        """
+        if self.recurrence is None or isinstance(source, CalibratorScript):
+            return replace(self, recurrence=None)._open(source, files)
+        given_names: Collection[str] = ()
+        if files is None:
+            given_names, source = peek_names(source, self.specs)
+        elif files.are_arrays:
+            given_names = names_in_file(files.files[0], self.specs)
+        specs = self.recurrence.required_inputs(given_names)
+        if specs is None:  # the samples hold the states
+            return replace(self, recurrence=None)._open(source, files)
+        return replace(self, specs=specs)._open(source, files)
+
+    def _open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
         """Open `source`; `files` are the files that a path or a list of paths resolves to.
 
         Raises:
@@ -205,7 +236,13 @@ class SourceOpener:
         if resolved is not None:
             preprocess, origin = resolved.preprocess, resolved.origin
             notes += resolved.notes
-        chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
+        if self.recurrence is None:
+            chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
+        else:
+            specs = self.recurrence.inputs
+            refuse_batches(batch, "states are of one sequence at a time")
+            source = SequenceSource(source, self.recurrence)
+            chosen, choice_notes = choose_steps(self.choice, source)
         share = None
         if self.choice.shard is not None:
             refuse_batches(batch)
@@ -251,6 +288,7 @@ def open_feed(
     limit: Limit = None,
     labels_by_folder: bool = False,
     split: Split = "train",
+    recurrence: Recurrence | None = None,
 ) -> Feed:
     """Open images or arrays as calibration data for a model.
 
@@ -265,6 +303,7 @@ def open_feed(
             no length: a calibrator, a generator); or a `Choice`.
         labels_by_folder: number the subfolders and use the numbers as class labels.
         split: which images of a data.yaml are used.
+        recurrence: how the model feeds itself states; None for a model without.
 
     Raises:
         FeedError: no samples, or samples that do not fit the inputs.
@@ -280,6 +319,7 @@ def open_feed(
         metadata_preprocess=metadata_preprocess,
         skip_bad=skip_bad,
         choice=to_choice(limit),
+        recurrence=recurrence,
     )
     if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
         source = cast("FeedSource", call_loader(str(source)))
@@ -304,6 +344,8 @@ class Dataset:
         split: which images of a data.yaml are used.
         batch_axis: "0" if the first dimension of the inputs is a batch, "none" if it is part of a
             sample; "auto" decides by the shapes of the model and of the samples.
+        states: state input -> the output that the next step of a sequence gets there; states that
+            names and shapes show need not be listed.
     """
 
     source: FeedSource
@@ -312,6 +354,7 @@ class Dataset:
     limit: Limit = None
     split: Split = "train"
     batch_axis: str = AUTO
+    states: Mapping[str, str] = field(default_factory=dict)
 
     def open(
         self,
@@ -319,10 +362,20 @@ class Dataset:
         *,
         metadata_preprocess: MetadataPreprocess | None = None,
         labels_by_folder: bool = False,
+        recurrence: Recurrence | None = None,
     ) -> Feed:
         """Open the samples for a model with these inputs, as `open_feed`."""
         if self.batch_axis != AUTO:
             specs = mark_first_axes(specs, choice=self.batch_axis)
+        if recurrence is not None:
+            recurrence = replace(recurrence, inputs=tuple(specs))
+            if self.states:
+                recurrence = recurrence.with_states(self.states)
+        elif self.states:
+            raise ConfigError(
+                "states are followed where one float model runs, got"
+                f" {', '.join(self.states)}; leave --state out, and put them into the samples"
+            )
         return open_feed(
             self.source,
             specs,
@@ -332,6 +385,7 @@ class Dataset:
             limit=self.limit,
             labels_by_folder=labels_by_folder,
             split=self.split,
+            recurrence=recurrence if recurrence is not None and recurrence.states else None,
         )
 
 
@@ -343,6 +397,7 @@ def to_dataset(
     limit: Limit = None,
     split: Split = "train",
     batch_axis: str = AUTO,
+    states: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Return a source with these options, or a `Dataset` as it is."""
     if isinstance(images, Dataset):
@@ -354,6 +409,7 @@ def to_dataset(
         limit=limit,
         split=split,
         batch_axis=batch_axis,
+        states=states or {},
     )
 
 

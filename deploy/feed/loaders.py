@@ -8,7 +8,8 @@ one of these.
 
 import ast
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,37 @@ from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import read_bytes
 from deploy.files.usercode import load_function, wrap_user_errors
-from deploy.tensors import Array
+from deploy.tensors import Array, TensorSpec
 
 _LOADER_FORM = "loader.py:function"
 _MAX_SCRIPT_BYTES = 1 << 24
+
+
+def peek_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str], Any]:
+    """Return the inputs in the first item of a source, and the source with that item back in it.
+
+    An item without names holds the first input, or as many inputs as it has arrays of their rank.
+    """
+    if isinstance(source, list | tuple | Mapping) or hasattr(source, "__array__"):
+        first = source[0] if isinstance(source, list | tuple) and source else source
+    else:
+        items = iter(iterate_items(source)[0])
+        first_items = list(islice(items, 1))
+        if not first_items:
+            return (), []
+        first, source = first_items[0], chain(first_items, items)
+    if isinstance(first, tuple | list) and first and isinstance(first[0], Mapping):
+        first = first[0]
+    if isinstance(first, Mapping):
+        return tuple(map(str, first)), source
+    if not isinstance(first, tuple | list):
+        return (), source
+    fitting = [
+        spec.name
+        for spec, value in zip(specs, first, strict=False)
+        if 0 < len(spec.shape) - 1 <= np.ndim(value)
+    ]
+    return fitting, source
 
 
 def iterate_items(source: object) -> tuple[Iterable[Any], bool]:

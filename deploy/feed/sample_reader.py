@@ -256,16 +256,16 @@ def last_batch_note(count: int, batch: int) -> str:
     return f"the model's batch is {batch}: the last one was filled with the {fillers}"
 
 
-def refuse_batches(batch: int) -> None:
-    """Refuse shards if the model fixes its batch.
+def refuse_batches(batch: int, what: str = "shards are of single samples") -> None:
+    """Refuse shards, or what else needs single samples, if the model fixes its batch.
 
     Raises:
         ConfigError: the batch is larger than 1.
     """
     if batch > 1:
         raise ConfigError(
-            "shards are of single samples, got a model with a fixed batch of"
-            f" {batch}; export it with a batch that is open"
+            f"{what}, got a model with a fixed batch of {batch}; export it with a batch that is"
+            " open"
         )
 
 

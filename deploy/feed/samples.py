@@ -28,6 +28,7 @@ from deploy.feed.sources import (
     VideoSource,
     read_remote_samples,
 )
+from deploy.feed.states import SequenceSource, spread_steps
 from deploy.tensors import Array, FirstAxis, TensorSpec
 from deploy.terminal import phase
 
@@ -96,6 +97,9 @@ class Feed:
         """What one sample is, where that is not plain; else empty."""
         if isinstance(self._source, ArraySource) and self._source.has_uneven_items:
             return "every row of an array is one sample (--batch-axis none: all its rows are)"
+        if isinstance(self._source, SequenceSource):
+            sequences = set(map(self._source.sequence_of, self._chosen.good_indices()))
+            return self._source.recurrence.describe(len(sequences))
         if self.kind == "arrays" or self.batch > 1:
             return describe_samples(self.specs)
         return ""
@@ -125,14 +129,29 @@ class Feed:
     @property
     def has_fixed_size(self) -> bool:
         """Whether all samples are known to have one shape before they are read, as images are."""
-        if self.preprocess is None or self.preprocess.size is None:
+        if self.states or self.preprocess is None or self.preprocess.size is None:
             return False
         return None not in self.preprocess.size
 
     @property
     def is_sequential(self) -> bool:
         """Whether reading a sample needs all samples before it, as a video's frames do."""
-        return isinstance(self._source, VideoSource)
+        return isinstance(self._source, VideoSource | SequenceSource)
+
+    @property
+    def states(self) -> Mapping[str, str]:
+        """State input -> the output that the next step gets there; empty without states."""
+        return self._source.recurrence.states if isinstance(self._source, SequenceSource) else {}
+
+    def sequence_of(self, key: int) -> int:
+        """Return the number of the sequence that a sample with this key is in."""
+        return self._source.sequence_of(key) if isinstance(self._source, SequenceSource) else 0
+
+    def spread(self, keys: Sequence[int], max_samples: int) -> list[int]:
+        """Return at most `max_samples` keys, spread evenly; of sequences, the first steps."""
+        if self.states:
+            return spread_steps(keys, self.sequence_of, max_samples)
+        return spread_evenly(keys, max_samples)
 
     @property
     def labels(self) -> tuple[int, ...] | None:
@@ -257,12 +276,15 @@ class Feed:
     @property
     def settings(self) -> dict[str, Any]:
         """What is known before any sample is read, as plain JSON."""
-        return {
+        settings = {
             "kind": self.kind,
             "batch": self.batch,
             "skip_bad": self._reader.skip_bad,
             "preprocess": self.preprocess.to_json() if self.preprocess else None,
         }
+        if self.states:
+            settings["states"] = dict(self.states)
+        return settings
 
     def manifest(self, first: int | None = None) -> dict[str, Any]:
         """Return what was fed, as plain JSON.
@@ -468,7 +490,7 @@ class Feed:
         """Return the keys of the samples that `spread_samples` yields, without known bad ones."""
         if self.batch > 1:
             return tuple(range(min(max_samples, len(self))))
-        return tuple(spread_evenly(list(self._chosen.good_indices()), max_samples))
+        return tuple(self.spread(list(self._chosen.good_indices()), max_samples))
 
     def samples_by_key(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) for these keys, in feed order, without bad ones.
@@ -502,8 +524,8 @@ class Feed:
         if self.batch > 1:
             cached_indices = list(indices[: spread * self.batch])
         else:
-            cached_indices = spread_evenly(indices, spread)
-        preview_indices = spread_evenly(indices, previews)
+            cached_indices = self.spread(indices, spread)
+        preview_indices = self.spread(indices, previews)
         self._reader.cache_samples(
             (*cached_indices, *preview_indices), Previews(self.preprocess, preview_indices)
         )

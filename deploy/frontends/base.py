@@ -31,7 +31,10 @@ from numpy.typing import NDArray
 from calibrators.scales import Scales
 from deploy.errors import ModelError
 from deploy.feed.batch_axis import batch_inputs
+from deploy.feed.feed import Dataset
 from deploy.feed.model_preprocess import MetadataPreprocess
+from deploy.feed.samples import Feed
+from deploy.feed.states import Recurrence, find_states
 from deploy.frontends.checks import to_array
 from deploy.frontends.onnx_reader import (
     ModelStamp,
@@ -42,9 +45,10 @@ from deploy.frontends.onnx_reader import (
 )
 from deploy.frontends.pairs import PairGrid, PairGrids
 from deploy.frontends.plugins import CutOffNodes
-from deploy.graph.index import runtime_inputs
+from deploy.graph.index import PROTOBUF, runtime_inputs
+from deploy.runtimes.ort import OrtSession
 from deploy.tasks.declarations import Declaration
-from deploy.tensors import TensorSpec
+from deploy.tensors import Array, Session, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -173,6 +177,24 @@ class LoadedModel:
             return self.training_notes
         return (self.cut_off.note(spec.name for spec in self.outputs), *self.training_notes)
 
+    def open_samples(self, dataset: Dataset, *, labels_by_folder: bool = False) -> Feed:
+        """Open samples for this model, which may feed itself its states.
+
+        Raises:
+            FeedError, ConfigError: as `deploy.feed.feed.open_feed`.
+        """
+        return dataset.open(
+            self.inputs,
+            metadata_preprocess=self.metadata_preprocess,
+            labels_by_folder=labels_by_folder,
+            recurrence=Recurrence(
+                inputs=self.inputs,
+                outputs=tuple(spec.name for spec in self.outputs),
+                states=find_states(self.inputs, self.outputs),
+                run=_StepRunner(self.model),
+            ),
+        )
+
     def with_inputs(self, inputs: Iterable[TensorSpec]) -> LoadedModel:
         """Return the model with other decisions on what the first dimension of its inputs is."""
         inputs = tuple(inputs)
@@ -186,6 +208,20 @@ class LoadedModel:
             ExportError: they mean something else in the opset of `model`.
         """
         return model if self.cut_off is None else self.cut_off.append_to(model)
+
+
+@dataclass(slots=True)
+class _StepRunner:
+    """Runs a model; its session is opened at the first step."""
+
+    model: onnx.ModelProto
+    session: Session | None = None
+
+    def __call__(self, sample: Mapping[str, Array]) -> Mapping[str, Array]:
+        if self.session is None:
+            with PROTOBUF:
+                self.session = OrtSession.open(self.model, threads=1, spin=False)
+        return self.session.run(sample)
 
 
 # (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel

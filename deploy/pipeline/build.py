@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
@@ -81,6 +81,7 @@ def build(
     skip_bad: bool = False,
     limit: Limit = None,
     batch_axis: str = "auto",
+    states: Mapping[str, str] | None = None,
     until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: str | Iterable[str] = (),
@@ -140,7 +141,12 @@ def build(
     dataset, evaluation = None, None
     if images is not None:
         dataset = to_dataset(
-            images, preprocess=preprocess, skip_bad=skip_bad, limit=limit, batch_axis=batch_axis
+            images,
+            preprocess=preprocess,
+            skip_bad=skip_bad,
+            limit=limit,
+            batch_axis=batch_axis,
+            states=states,
         )
     if eval_images is not None:
         evaluation = to_dataset(
@@ -149,6 +155,7 @@ def build(
             skip_bad=skip_bad,
             split="val",
             batch_axis=batch_axis,
+            states=states,
         )
     options = BuildOptions(
         calibration=CalibrationOptions(

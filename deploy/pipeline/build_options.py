@@ -228,10 +228,8 @@ def prepare_build(
     dataset, evaluation = _drop_idle_preprocess(dataset, evaluation, loaded)
     evaluation_feed = None
     if evaluation is not None:  # opened first: a wrong path is reported before anything is run
-        evaluation_feed = evaluation.open(
-            loaded.inputs,
-            metadata_preprocess=loaded.metadata_preprocess,
-            labels_by_folder=options.labels == BY_FOLDER,
+        evaluation_feed = loaded.open_samples(
+            evaluation, labels_by_folder=options.labels == BY_FOLDER
         )
     annotated_objects = apply_labels(options.labels, evaluation_feed)
     if annotated_objects is not None:

@@ -167,7 +167,7 @@ def open_dataset(
 
     `cluster`: the scheduler whose workers observe; None observes here.
     """
-    feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
+    feed = loaded.open_samples(dataset)
     return CalibrationImages(
         feed=feed,
         name=describe_source(dataset.source),

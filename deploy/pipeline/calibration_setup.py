@@ -83,6 +83,7 @@ def calibrate(
     skip_bad: bool = False,
     limit: Limit = None,
     batch_axis: str = "auto",
+    states: Mapping[str, str] | None = None,
     until_stable: float | None = None,
     threads: int | None = None,
     float_nodes: str | Iterable[str] = (),
@@ -107,6 +108,7 @@ def calibrate(
         skip_bad: leave out unreadable images.
         limit: the largest number of images to use, or a `Choice` of them.
         batch_axis: what the first dimension of the inputs is, as for `Dataset`.
+        states: inputs that take outputs of the step before, as for `Dataset`.
         until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
             two halves differ by less than this share (`deploy.calibration.stability`); None looks
             at all.
@@ -135,7 +137,12 @@ def calibrate(
     )
     model, images = open_torch_module(model, images, preprocess)
     dataset = to_dataset(
-        images, preprocess=preprocess, skip_bad=skip_bad, limit=limit, batch_axis=batch_axis
+        images,
+        preprocess=preprocess,
+        skip_bad=skip_bad,
+        limit=limit,
+        batch_axis=batch_axis,
+        states=states,
     )
     return calibrate_with(model, dataset, options, targets=make_targets(targets))
 
@@ -342,7 +349,7 @@ def use_qdq_calibration(
         dataset = Dataset(source=random_feeds(loaded.inputs, count=_RANDOM_SAMPLES))
     else:
         name = describe_source(dataset.source)
-    feed = dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
+    feed = loaded.open_samples(dataset)
     feed.cache_samples(CANDIDATES, PREVIEW_COUNT)
     loaded = loaded.with_inputs(feed.specs)
     subject = CalibrationSubject(

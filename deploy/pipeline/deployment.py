@@ -90,7 +90,7 @@ class TrialInputs:
         if self.dataset is None:
             samples = random_feeds(loaded.inputs, shapes=self.shapes, count=_RANDOM_SAMPLES)
             return open_feed(samples, loaded.inputs)
-        return self.dataset.open(loaded.inputs, metadata_preprocess=loaded.metadata_preprocess)
+        return loaded.open_samples(self.dataset)
 
 
 @guard_inputs()

@@ -27,6 +27,7 @@ from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.pixels import shrink_image
 from deploy.feed.samples import Feed
+from deploy.feed.states import OwnStates
 from deploy.frontends import LoadedModel
 from deploy.graph.edit import (
     copy_message,
@@ -365,6 +366,8 @@ def evaluate(
             evaluation_pass.compare(number, outputs)
             step()
 
+        if evaluation.feed.states:
+            threads = 1  # each step needs the states of the one before
         run_in_order(
             itertools.islice(samples, count), evaluation_pass.run, compare, threads=threads
         )
@@ -375,9 +378,17 @@ def evaluate(
 
 @dataclass(slots=True)
 class _SampleOutputs:
-    """One sample's outputs: the float model's and each candidate's."""
+    """One sample's outputs: the float model's and each candidate's.
+
+    Attributes:
+        sample: the inputs.
+        sequence: number of the sequence that the sample is a step of.
+        reference: the float model's outputs.
+        candidates: the outputs of each candidate.
+    """
 
     sample: Sample
+    sequence: int
     reference: Mapping[str, Array]
     candidates: dict[str, Mapping[str, Array]] = field(default_factory=dict)
 
@@ -397,6 +408,8 @@ class _EvaluationPass:
         self._evaluation = evaluation
         self._inner_tensors = inner_tensors
         self._result = EvaluationResult()
+        states = evaluation.feed.states
+        self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
         metric = evaluation.metric
         batch_inputs = None if metric is None else metric.declared.batch_inputs
         self._pictures = CandidateImages(evaluation.feed, batch_inputs)
@@ -415,7 +428,9 @@ class _EvaluationPass:
         if not reference_outputs:
             key = self._evaluation.find_key(number)
             reference_outputs = self._reference.get(key, sample)
-        outputs = _SampleOutputs(sample, reference_outputs)
+        feed = self._evaluation.feed
+        sequence = feed.sequence_of(feed.sample_key(number)) if feed.states else 0
+        outputs = _SampleOutputs(sample, sequence, reference_outputs)
         self._run_candidates(outputs, is_serial=False)
         return outputs
 
@@ -442,7 +457,9 @@ class _EvaluationPass:
             if candidate.is_serial != is_serial or name in self._result.failures:
                 continue
             try:
-                outputs.candidates[name] = candidate.session.run(outputs.sample)
+                outputs.candidates[name] = self._own_states[name].run(
+                    candidate.session, outputs.sample, outputs.sequence
+                )
             except BackendError as error:
                 self._result.failures[name] = str(error)
 

@@ -457,7 +457,8 @@ def _sample_notes(
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif layers:
         yield f"accuracy was measured on {count} evaluation images{layers}"
-    yield from state_notes(accuracy.values())
+    if not calibration.states:  # else every engine had its own states
+        yield from state_notes(accuracy.values())
 
 
 def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:

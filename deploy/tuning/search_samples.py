@@ -37,6 +37,7 @@ from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.file_list import SampleChangedError, sample_digest
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.sampling import sampling_order
+from deploy.feed.states import OwnStates
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import (
     DOUBTFUL,
@@ -278,6 +279,7 @@ class GrowingComparison:
         self._metric = metric
         self._labels = labels
         self._comparison: Comparison | None = None
+        self._own_states = OwnStates(evaluation_set.subset.states)
         self.keys: list[int] = []
 
     @phase("judging")
@@ -287,6 +289,8 @@ class GrowingComparison:
         Raises:
             BackendError: ONNX Runtime refused a sample.
         """
+        if self._evaluation_set.subset.states:
+            threads = 1  # each step needs the states of the one before
         run_in_order(
             self._new_samples(max_samples),
             self._run,
@@ -307,7 +311,9 @@ class GrowingComparison:
         """Return a sample, the float outputs and those of a model."""
         key = self.keys[number - 1]
         session = self._sessions[1 if key in self._second_keys else 0]
-        return sample, self._evaluation_set.outputs.get(key, sample), session.run(sample)
+        sequence = self._evaluation_set.subset.sequence_of(key)
+        outputs = self._own_states.run(session, sample, sequence)
+        return sample, self._evaluation_set.outputs.get(key, sample), outputs
 
     def _add(self, _: int, arrays: Sequence[Mapping[str, Array]]) -> None:
         if self._comparison is None:

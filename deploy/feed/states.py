@@ -1,0 +1,279 @@
+"""States that a model feeds itself: an output of each step is an input of the next step.
+
+::
+
+    x0, zeros --> step --> y0, s1        the start of a sequence
+    x1, s1    --> step --> y1, s2        its next step, and so on
+
+The samples lack the state inputs. `SequenceSource` adds the float model's states, so that ranges
+are those of use. Where an engine is compared with the float model, `OwnStates` feeds it the states
+that it computed itself, so that errors which add up from step to step are measured.
+
+A file or an item of several rows is one sequence. Where each holds one row, all samples in their
+order are one sequence, and so are the frames of a video.
+"""
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from deploy.errors import ConfigError, FeedError
+from deploy.feed.arrays import ArraySource
+from deploy.feed.file_list import RawSample
+from deploy.feed.sampling import Choice, spread_evenly
+from deploy.feed.sources import Sample, SampleSource
+from deploy.tensors import Array, Session, TensorSpec
+
+States = Mapping[str, str]  # state input -> the output that the next step gets there
+StepFunction = Callable[[Sample], Mapping[str, Array]]
+
+# words by which exporters tell a state's input from its output: past_key, h_out, r1i
+_SIDES = re.compile(
+    r"(?<![a-z])(input|output|in|out|past|present|prev|previous|next|new|old|cur|current|init"
+    r"|initial)(?![a-z])"
+)
+_LAST_LETTER = re.compile(r"(?<=[a-z0-9])[ion0]$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """How a model feeds itself.
+
+    Attributes:
+        inputs: all inputs of the model.
+        outputs: names of its outputs.
+        states: state input -> the output that the next step gets there.
+        run: runs the float model on one step.
+        is_set: whether the user named the states; else they hold only for samples without them.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...]
+    states: States
+    run: StepFunction
+    is_set: bool = False
+
+    def with_states(self, states: States) -> "Recurrence":
+        """Return the recurrence with the states that the user named.
+
+        Raises:
+            ConfigError: no such input or output, or no other input.
+        """
+        names = {spec.name for spec in self.inputs}
+        for state, output in states.items():
+            if state not in names or output not in self.outputs:
+                raise ConfigError(
+                    f"a state is an input and the output that it takes, got {state}={output} for"
+                    f" the inputs {sorted(names)} and the outputs {sorted(self.outputs)}"
+                )
+        if names == set(states):
+            raise ConfigError(
+                f"an input must remain for the samples, got all of them as states: {sorted(states)}"
+            )
+        return replace(self, states=dict(states), is_set=True)
+
+    def required_inputs(self, given_names: Collection[str]) -> tuple[TensorSpec, ...] | None:
+        """Return the inputs that samples with these names give; None if they give the states.
+
+        Samples that give states which the user named give those of a sequence's start.
+        """
+        has_states = set(self.states) <= set(given_names)
+        if has_states:
+            return self.inputs if self.is_set else None
+        return tuple(spec for spec in self.inputs if spec.name not in self.states)
+
+    def describe(self, sequence_count: int) -> str:
+        """Return which states are carried, for the report."""
+        pairs = ", ".join(f"{state} is {output}" for state, output in self.states.items())
+        kind = "1 sequence" if sequence_count == 1 else f"{sequence_count} sequences"
+        return f"{kind}, in which {pairs} of the step before"
+
+
+def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> States:
+    """Return the states that names and shapes show: h and hn, r1i and r1o, past_k and present_k.
+
+    None if no other input, or no other output, would remain.
+    """
+    outputs_by_stem = {_stem(output.name): output for output in outputs}
+    stem_counts = Counter(_stem(spec.name) for spec in (*inputs, *outputs))
+    states = {}
+    for spec in inputs:
+        stem = _stem(spec.name)
+        output = outputs_by_stem.get(stem)
+        if output is None or not stem or stem_counts[stem] != 2 or spec.name == output.name:
+            continue
+        if spec.dtype == output.dtype and spec.dtype.startswith("float") and _match(spec, output):
+            states[spec.name] = output.name
+    has_others = len(states) < min(len(inputs), len(outputs))
+    return states if has_others else {}
+
+
+def _stem(name: str) -> str:
+    """Return a name without the words and letters that tell inputs from outputs."""
+    spaced = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    stem = re.sub(r"[^a-z0-9]+", "", _SIDES.sub("", spaced))
+    return _LAST_LETTER.sub("", stem)
+
+
+def _match(spec: TensorSpec, output: TensorSpec) -> bool:
+    """Whether shapes may be equal; those of an output may be unknown."""
+    if not spec.shape or (output.shape and len(spec.shape) != len(output.shape)):
+        return False
+    pairs = zip(spec.shape, output.shape, strict=False)
+    return all(a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in pairs)
+
+
+class SequenceSource:
+    """The steps of sequences, with the states that the float model had before each.
+
+    Reading a step before the current one begins its sequence anew, as with a video.
+    """
+
+    def __init__(self, source: SampleSource, recurrence: Recurrence) -> None:
+        self.recurrence = recurrence
+        self._source = source
+        self._lock = threading.Lock()
+        self._next = 0  # the step that `_states` are for
+        self._states: dict[str, Array] = {}  # empty at the start of a sequence
+        # the steps of the file of several rows that each sequence is; empty for one sequence
+        self._ends: tuple[int, ...] = ()
+        if isinstance(source, ArraySource) and len(source) > len(source.item_ends):
+            self._ends = source.item_ends
+
+    @property
+    def labels(self) -> tuple[int, ...] | None:
+        """One class number per step; None without labels."""
+        return self._source.labels
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def sample_name(self, index: int) -> str:
+        """Return the step's name."""
+        return self._source.sample_name(index)
+
+    def title(self, index: int) -> str:
+        """Return the step's name for messages."""
+        return self._source.title(index)
+
+    def sequence_of(self, index: int) -> int:
+        """Return the number of the sequence that a step is in, from 0."""
+        return int(np.searchsorted(self._ends, index, side="right"))
+
+    def load(self, index: int) -> RawSample:
+        """Return a step; its digest does not depend on the states."""
+        raw = self._source.load(index)
+        return RawSample(raw.digest, lambda: self._add_states(index, raw), raw.decode_source)
+
+    def _add_states(self, index: int, raw: RawSample) -> Sample:
+        with self._lock:
+            sequence = self.sequence_of(index)
+            start = self._ends[sequence - 1] if sequence else 0
+            if not start < self._next <= index:
+                self._next, self._states = start, {}
+            while self._next < index:
+                skipped_step = self._next
+                try:
+                    self._run(skipped_step, self._source.load(skipped_step))
+                except FeedError:  # a bad step, which is left out: the states go on after it
+                    self._next = skipped_step + 1
+            return self._run(index, raw)
+
+    def _run(self, index: int, raw: RawSample) -> Sample:
+        """Return a step with its states, and store those of the next one."""
+        given = raw.decode()
+        sample: Sample = {}
+        for spec in self.recurrence.inputs:
+            if spec.name in self._states:
+                sample[spec.name] = self._states[spec.name]
+            elif spec.name in given:
+                sample[spec.name] = given[spec.name]
+            else:
+                sizes = [size if isinstance(size, int) else 1 for size in spec.shape]
+                sample[spec.name] = np.zeros(sizes, spec.dtype)
+        outputs = self.recurrence.run(sample)
+        self._states = next_states(self.recurrence.states, outputs)
+        self._next = index + 1
+        return sample
+
+
+def next_states(states: States, outputs: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the state inputs of the next step, copied: a session may reuse its outputs."""
+    return {state: np.array(outputs[output]) for state, output in states.items()}
+
+
+class OwnStates:
+    """Runs an engine on steps in order, with the states that it computed itself."""
+
+    def __init__(self, states: States, *, is_one_pass: bool = False) -> None:
+        """Start before the first step.
+
+        Args:
+            states: of the model; none for a model without, which is run as it is.
+            is_one_pass: whether no sequence goes on after another one began.
+        """
+        self._states = states
+        self._is_one_pass = is_one_pass
+        self._by_sequence: dict[int, dict[str, Array]] = {}
+
+    def run(
+        self, session: Session, sample: Mapping[str, Array], sequence: int
+    ) -> Mapping[str, Array]:
+        """Return the outputs of a step.
+
+        Args:
+            session: the engine.
+            sample: the step with the float model's states, which count at a sequence's start.
+            sequence: number of its sequence.
+
+        Raises:
+            BackendError: the runtime refused the step.
+        """
+        outputs = session.run({**sample, **self._by_sequence.get(sequence, {})})
+        if self._states:
+            if self._is_one_pass and sequence not in self._by_sequence:
+                self._by_sequence.clear()
+            self._by_sequence[sequence] = next_states(self._states, outputs)
+        return outputs
+
+
+def spread_steps(
+    indices: Sequence[int], sequence_of: Callable[[int], int], max_steps: int
+) -> list[int]:
+    """Return at most `max_steps` steps: the first ones of sequences that are spread evenly."""
+    if len(indices) <= max_steps:
+        return list(indices)
+    steps_by_sequence: dict[int, list[int]] = {}
+    for index in indices:
+        steps_by_sequence.setdefault(sequence_of(index), []).append(index)
+    sequences = [*steps_by_sequence.values()]
+    count = -(-max_steps * len(sequences) // len(indices))
+    chosen: list[int] = []
+    for position in spread_evenly(range(len(sequences)), count):
+        chosen += sequences[position][: max_steps // count]
+    return chosen
+
+
+def choose_steps(choice: Choice, source: SequenceSource) -> tuple[Sequence[int], list[str]]:
+    """Return the chosen steps, and notes.
+
+    Raises:
+        ConfigError: a choice that would leave out steps in between.
+    """
+    named = {"--sample": choice.sample, "--stride": choice.every, "--shard": choice.shard}
+    for flag, value in named.items():
+        if value is not None and value != 1:
+            raise ConfigError(
+                f"each step of a sequence needs the one before, got {flag} for a model that feeds"
+                f" itself {', '.join(source.recurrence.states)}; use --limit, which takes the first"
+                " steps of sequences"
+            )
+    every_step = range(len(source))
+    if choice.limit is None or choice.limit >= len(source):
+        return every_step, []
+    note = f"{choice.limit} of {len(source)} steps are used, the first ones of sequences"
+    return spread_steps(every_step, source.sequence_of, choice.limit), [note]
