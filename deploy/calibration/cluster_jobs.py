@@ -180,8 +180,8 @@ def make_job(
     observations = tuple(observations)
     if feed.is_sequential:
         raise ConfigError(
-            "a video's frames, and steps of a model with states, are read one after the other by"
-            " one machine, got --scheduler; leave it out"
+            "a video's frames and a model's states are read one after the other by one machine, got"
+            " some for --scheduler; give frames as images, or leave it out"
         )
     model_path = ""
     if cluster.send not in ("model", "all"):
