@@ -25,6 +25,7 @@ from deploy.tasks import EvaluationTask, Metric, TaskFigure
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.evaluation_task import Example, TaskTally, ThresholdTally
 from deploy.tasks.indices import Ranked
+from deploy.tasks.metric import MetricTally
 from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batch
 from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
@@ -153,6 +154,9 @@ class Comparison:
         self._slice_errors: dict[OutputSlice, RunningError] = {}
         self._task_tally: TaskTally[Any] | None = None
         self._precision: PrecisionTally | None = None
+        self._tallies: list[TaskTally[Any] | MetricTally | PrecisionTally] = []
+        if self._metric_tally is not None:
+            self._tallies.append(self._metric_tally)
         if form is not None:
             self._begin(form)
 
@@ -216,7 +220,9 @@ class Comparison:
                 )
         if isinstance(form.task, Classes | Ranked):
             self._top1 = Top1(self._labels, form.task.covered[0])
-        self._task_tally = None if form.task is None else form.task.tally()
+        if form.task is not None:
+            self._task_tally = form.task.tally()
+            self._tallies.append(self._task_tally)
         if isinstance(self._task_tally, ThresholdTally):
             self._task_tally.fixed_threshold = self._metric.threshold
         if self._objects is not None:
@@ -226,6 +232,7 @@ class Comparison:
                     " this one's cannot, so leave the labels out or give a metric of your own"
                 )
             self._precision = PrecisionTally(form.task.decoder, self._objects)
+            self._tallies.append(self._precision)
 
     def _count(self, form: OutputForm, batch: _Batch) -> None:
         self._top1.add(batch.reference, batch.candidate, batch.length)
@@ -234,12 +241,7 @@ class Comparison:
         for part, error in self._slice_errors.items():
             values = part.of(reference[part.output])
             error.add(values, part.of(candidate[part.output]), batch.length)
-        tallies = [
-            tally
-            for tally in (self._metric_tally, self._task_tally, self._precision)
-            if tally is not None
-        ]
-        if not tallies:
+        if not self._tallies:
             return
         samples = zip(
             split_batch(batch.inputs, batch.length),
@@ -248,7 +250,7 @@ class Comparison:
             strict=True,
         )
         for sample in samples:
-            for tally in tallies:
+            for tally in self._tallies:
                 tally.add(*sample)
 
     @property
@@ -372,27 +374,32 @@ def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
     tally = None if task is None else task.tally()
     if not isinstance(tally, ThresholdTally):
         return None
-    for pair in pairs:
-        batch = batch_length(pair[0], metric.declared.batch_inputs)
-        for row, reference in zip(*(split_batch(side, batch) for side in pair), strict=True):
-            tally.add(row, reference, reference)
+    for inputs, reference in pairs:
+        batch = batch_length(inputs, metric.declared.batch_inputs)
+        rows = zip(split_batch(inputs, batch), split_batch(reference, batch), strict=True)
+        for input_row, reference_row in rows:
+            tally.add(input_row, reference_row, reference_row)
     return tally.threshold
 
 
 @dataclass(frozen=True, slots=True)
 class StoredOutputs:
-    """Stored outputs in place of the session that computed them."""
+    """Stored outputs in place of the session that computed them.
+
+    Attributes:
+        values: output -> array.
+    """
 
     values: Mapping[str, Array]
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
         """Specs derived from the values."""
-        kinds = {
-            name: "str" if v.dtype.kind in "OSU" else v.dtype.name
-            for name, v in self.values.items()
-        }
-        return [TensorSpec(name, kinds[name], v.shape) for name, v in self.values.items()]
+        specs = []
+        for name, value in self.values.items():
+            dtype = "str" if value.dtype.kind in "OSU" else value.dtype.name
+            specs.append(TensorSpec(name, dtype, value.shape))
+        return specs
 
 
 class TensorComparison:

@@ -110,19 +110,17 @@ def derive_form(
     task, source = recognise_task(first, metric.task)
     uncovered = () if task is None else _find_uncovered(task, first)
 
-    slices: dict[str, tuple[OutputSlice, ...]] = {}
+    known_slices = {} if task is None else task.parts
+    slices = {}
     for name in reference_outputs[0]:
-        if task is not None and name in task.parts:
-            slices[name] = task.parts[name]
-        else:
-            slices[name] = _slice_output(name, first)
+        slices[name] = known_slices[name] if name in known_slices else _slice_output(name, first)
     scores = _find_gates(slices, first)
     means: dict[OutputSlice, Array] = {}
-    for name, output_slices in slices.items():
+    for name, unmeasured in slices.items():
         is_uncovered = task is None or name in uncovered
-        measured = _apply_rules(name, output_slices, task, is_uncovered, samples, scores)
+        measured = _apply_rules(name, unmeasured, task, is_uncovered, samples, scores)
         slices[name] = tuple(measured)
-        means.update({part: mean for part, mean in measured.items() if mean is not None})
+        means |= {part: mean for part, mean in measured.items() if mean is not None}
 
     parts = [part for output_slices in slices.values() for part in output_slices]
     if not parts and task is None:

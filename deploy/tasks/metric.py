@@ -32,14 +32,22 @@ Function = Callable[[Outputs, Outputs, int | None], float]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What outputs are judged by: what the user set, and what the model's file declares."""
+    """What outputs are judged by: what the user set, and what the model's file declares.
+
+    Attributes:
+        function: the user's function.
+        name: `file.py:function` or the function's name.
+        digest: SHA-256 of the file; "" for a function object.
+        task: name of the user's task; "" for the task that is declared, or that the outputs show.
+        declared: what the model's file declares.
+        threshold: score above which boxes or labels count; None for the one that the samples show.
+    """
 
     function: Function | None
-    name: str = ""  # `file.py:function` or the function's name
-    digest: str = ""  # SHA-256 of the file; "" for a function object
-    task: str = ""  # "" for the task that is declared, or that the outputs show
+    name: str = ""
+    digest: str = ""
+    task: str = ""
     declared: Declaration = field(default_factory=Declaration)
-    # score above which boxes or labels count; None for the one that the samples show
     threshold: float | None = None
 
     @property
@@ -57,20 +65,20 @@ class Metric:
         return None if self.function is None else MetricTally(self, labels)
 
 
-def metric_of(given: str | Function) -> Metric:
+def metric_of(metric: str | Function) -> Metric:
     """Return the metric of `file.py:function` or of a function.
 
     Raises:
         ConfigError: no such file or function, or importing the file failed.
     """
-    if isinstance(given, str):
-        function = usercode.load_function(
-            given, what="a metric", form="file.py:function", error=ConfigError
-        )
-        path = given.rpartition(":")[0]
-        data = read_bytes(path, what="the file of a metric", error=ConfigError)
-        return Metric(function, given, hashlib.sha256(data).hexdigest())
-    return Metric(given, getattr(given, "__name__", "metric"))
+    if not isinstance(metric, str):
+        return Metric(metric, getattr(metric, "__name__", "metric"))
+    function = usercode.load_function(
+        metric, what="a metric", form="file.py:function", error=ConfigError
+    )
+    path = metric.rpartition(":")[0]
+    data = read_bytes(path, what="the file of a metric", error=ConfigError)
+    return Metric(function, metric, hashlib.sha256(data).hexdigest())
 
 
 @dataclass(slots=True)
@@ -80,8 +88,8 @@ class MetricTally:
     metric: Metric
     labels: Sequence[int] | None
     samples: int = 0
-    own: float = 0.0
-    others: float = 0.0
+    reference_sum: float = 0.0
+    candidate_sum: float = 0.0
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample.
@@ -99,8 +107,8 @@ class MetricTally:
                 )
             label = self.labels[self.samples]
         self.samples += 1
-        self.own += self._number(reference, reference, label)
-        self.others += self._number(reference, candidate, label)
+        self.reference_sum += self._number(reference, reference, label)
+        self.candidate_sum += self._number(reference, candidate, label)
 
     def _number(self, reference: Outputs, candidate: Outputs, label: int | None) -> float:
         assert self.metric.function is not None
@@ -121,14 +129,15 @@ class MetricTally:
         """Return the candidate's mean and the float model's."""
         if not self.samples:
             return None
-        value, own = self.others / self.samples, self.own / self.samples
+        value = self.candidate_sum / self.samples
+        reference_value = self.reference_sum / self.samples
         return TaskFigure(
             task="metric",
             figure=self.metric.name.rpartition(":")[2],
             value=value,
-            reference=own,
+            reference=reference_value,
             count=f"{value:.4g}",
-            words=f"{self.metric.name}: {value:.4g}, the float model {own:.4g}",
+            words=f"{self.metric.name}: {value:.4g}, the float model {reference_value:.4g}",
             samples=self.samples,
         )
 
