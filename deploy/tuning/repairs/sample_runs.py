@@ -136,6 +136,8 @@ def harms(original: Accuracy, repaired: Accuracy) -> bool:
 
 
 _MAX_VALUES = 1 << 25  # in memory at a time; further layers need another run of the model
+_LARGE_PATCH = 64  # values of a patch from which a layer needs all patches
+_MIN_PATCH_SHARE = 0.25  # of the patches, for smaller ones: a depthwise layer has few weights a row
 
 
 def layer_patches(
@@ -148,15 +150,15 @@ def layer_patches(
 ) -> Iterator[tuple[WeightedLayer, list[FloatArray]]]:
     """Yield each layer with its input patches, [groups, K, P] per sample, about `max_patches`.
 
-    A ConvTranspose whose pads follow from its output's size is left out.
+    A layer of small patches gets fewer of them. A ConvTranspose whose pads follow from its output's
+    size is left out.
     """
     supported = [layer for layer in layers if not _has_derived_pads(layer)]
-    patches_a_sample = -(-max_patches // len(samples))
     for portion in _split_by_memory(supported, max_patches):
         layers_by_input: dict[str, list[WeightedLayer]] = {}
         for layer in portion:
             layers_by_input.setdefault(layer.input, []).append(layer)
-        take = partial(_take_patches, layers_by_input, patches_a_sample)
+        take = partial(_take_patches, layers_by_input, max_patches / len(samples))
         runs = run_with_taps(model, layers_by_input, samples, take, threads=threads)
         for tensor, readers in layers_by_input.items():
             for index, layer in enumerate(readers):
@@ -165,13 +167,23 @@ def layer_patches(
 
 def _take_patches(
     layers_by_input: Mapping[str, Sequence[WeightedLayer]],
-    max_patches: int,
+    max_patches: float,
     number: int,
     tensor: str,
     value: Array,
 ) -> list[FloatArray]:
     """Return the patches of each layer that reads a tensor, of one sample."""
-    return [patches(layer, value, number, max_patches) for layer in layers_by_input[tensor]]
+    layer_patches = []
+    for layer in layers_by_input[tensor]:
+        count = math.ceil(_patch_share(layer) * max_patches)
+        layer_patches.append(patches(layer, value, number, count))
+    return layer_patches
+
+
+def _patch_share(layer: WeightedLayer) -> float:
+    """Return the share of the patches that a layer needs."""
+    _, _, into, taps = layer.by_channel.shape
+    return float(min(max(into * taps / _LARGE_PATCH, _MIN_PATCH_SHARE), 1.0))
 
 
 def _has_derived_pads(layer: WeightedLayer) -> bool:
@@ -185,13 +197,13 @@ def _split_by_memory(
 ) -> Iterator[list[WeightedLayer]]:
     """Split the layers, in order, so that the patches of each portion fit into memory."""
     portion: list[WeightedLayer] = []
-    portion_values = 0
+    portion_values = 0.0
     for layer in layers:
         groups, _, into, taps = layer.by_channel.shape
-        values = max_patches * groups * into * taps
+        values = _patch_share(layer) * max_patches * groups * into * taps
         if portion and portion_values + values > _MAX_VALUES:
             yield portion
-            portion, portion_values = [], 0
+            portion, portion_values = [], 0.0
         portion.append(layer)
         portion_values += values
     if portion:
