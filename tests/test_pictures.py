@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed import decoding as decoding_module
-from deploy.feed import headers, pixels, preprocess
+from deploy.feed import headers, pixels, preprocess, sources
 from deploy.feed.decoding import call_and_capture, capture_decoder_output, decode_image
 from deploy.feed.feed import open_feed
 from deploy.feed.pixels import input_to_image, preprocess_image, resize_to_input
@@ -655,3 +655,31 @@ def test_float_pixels_are_refused_by_their_dtype():
     data = cv2.imencode(".tiff", np.zeros((4, 4, 3), np.float32))[1].tobytes()
     with pytest.raises(FeedError, match="float32"):
         decode_image(data, "a.tiff", grey=False)
+
+
+def test_max_pixels_bounds_an_image(tmp_path):
+    (tmp_path / "it.png").write_bytes(PNG)
+    height, width = cv2.imdecode(np.frombuffer(PNG, np.uint8), cv2.IMREAD_COLOR).shape[:2]
+    for max_pixels in (height * width, height * width - 1):
+        feed = open_feed(tmp_path, [IMAGE], max_pixels=max_pixels)
+        if max_pixels == height * width:
+            list(feed.samples())
+        else:
+            with pytest.raises(FeedError, match=f"{max_pixels:,} pixels.*raise --max-pixels"):
+                list(feed.samples())
+
+
+@pytest.mark.parametrize("large_pixels", [0, 1 << 28])
+def test_large_image_is_decoded_alone(large_pixels, tmp_path, monkeypatch):
+    (tmp_path / "it.png").write_bytes(PNG)
+    was_locked = []
+
+    def decode(*arguments, **options):
+        was_locked.append(sources._LARGE_IMAGE.locked())
+        return np.zeros((8, 8, 3), np.uint8)
+
+    monkeypatch.setattr(sources, "decode_image", decode)
+    monkeypatch.setattr(sources, "_LARGE_PIXELS", large_pixels)
+    list(open_feed(tmp_path, [IMAGE]).samples())
+    assert set(was_locked) == {large_pixels == 0}
+    assert not sources._LARGE_IMAGE.locked()

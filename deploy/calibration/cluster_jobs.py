@@ -149,6 +149,7 @@ class ClusterJob:
         preprocess: the complete preprocessing; None for arrays.
         skip_bad: whether images that cannot be read are skipped.
         threads: threads of a pass.
+        max_pixels: pixels that an image may have.
     """
 
     key: str
@@ -165,6 +166,7 @@ class ClusterJob:
     preprocess: Preprocess | None
     skip_bad: bool
     threads: int
+    max_pixels: int
 
 
 def make_job(
@@ -213,6 +215,7 @@ def make_job(
         preprocess=feed.preprocess,
         skip_bad=bool(feed.settings["skip_bad"]),
         threads=cluster.threads,
+        max_pixels=feed.max_pixels,
     )
 
 
@@ -314,7 +317,7 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
         feed = _open_share(job, share)
     else:  # the images came with the task
         feed = Feed(
-            RemoteSource(samples, job.inputs, job.preprocess),
+            RemoteSource(samples, job.inputs, job.preprocess, job.max_pixels),
             range(len(samples)),
             kind=job.kind,
             preprocess=job.preprocess,
@@ -377,6 +380,7 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
                 preprocess=job.preprocess,
                 skip_bad=job.skip_bad,
                 limit=job.choice,
+                max_pixels=job.max_pixels,
             )
         except FeedError as error:
             raise FeedError(f"{error}; {remedy}") from error

@@ -294,6 +294,14 @@ state_option = base.image_option(
 
 skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")
 
+max_pixels_option = base.image_option(
+    "--max-pixels",
+    type=click.IntRange(1, 1 << 28),
+    default=50_000_000,
+    metavar="N",
+    help="Pixels that an image may have; decoding takes three bytes each.",
+)
+
 calibrator_script_option = base.image_option(
     "--calibrator-script",
     metavar="FILE.py:FUNCTION",
@@ -347,6 +355,7 @@ def _dataset(arguments: dict[str, Any], source: str) -> Dataset:
         preprocess=parse_preprocess({name: arguments.pop(name) for name in PREPROCESS}),
         skip_bad=arguments.pop("skip_bad"),
         limit=take_limit(arguments),
+        max_pixels=arguments.pop("max_pixels"),
         batch_axis=arguments.pop("batch_axis"),
         states=dict(map(_parse_state, arguments.pop("states"))),
     )
@@ -429,4 +438,5 @@ def _options(text: str, *, required: bool = False) -> Sequence[Callable[..., Any
         batch_axis_option,
         state_option,
         skip_bad_option,
+        max_pixels_option,
     )

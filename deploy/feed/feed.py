@@ -54,6 +54,7 @@ from deploy.feed.sample_reader import refuse_batches
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Choice, Limit, create_share, digest_names, to_choice
 from deploy.feed.sources import (
+    DEFAULT_MAX_PIXELS,
     ImageSource,
     SampleSource,
     VideoSource,
@@ -86,6 +87,7 @@ class SourceOpener:
     skip_bad: bool
     choice: Choice
     recurrence: Recurrence | None = None
+    max_pixels: int
 
     def open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
         """Open the samples; they may lack the states that the model feeds itself.
@@ -163,7 +165,7 @@ class SourceOpener:
             own_indices = chosen[number - 1 :: shard_count]
             own_files = (files.files[index] for index in own_indices)
             check_present(own_files, len(own_indices), files.name)
-        source = ImageSource(files.files, spec, preprocess)
+        source = ImageSource(files.files, spec, preprocess, self.max_pixels)
         return self._create_feed(source, resolved, kind="images", notes=files.notes)
 
     def _open_calibrator(self, script: CalibratorScript) -> Feed:
@@ -289,6 +291,7 @@ def open_feed(
     labels_by_folder: bool = False,
     split: Split = "train",
     recurrence: Recurrence | None = None,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
 ) -> Feed:
     """Open images or arrays as calibration data for a model.
 
@@ -304,6 +307,7 @@ def open_feed(
         labels_by_folder: number the subfolders and use the numbers as class labels.
         split: which images of a data.yaml are used.
         recurrence: how the model feeds itself states; None for a model without.
+        max_pixels: pixels that an image may have.
 
     Raises:
         FeedError: no samples, or samples that do not fit the inputs.
@@ -320,6 +324,7 @@ def open_feed(
         skip_bad=skip_bad,
         choice=to_choice(limit),
         recurrence=recurrence,
+        max_pixels=max_pixels,
     )
     if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
         source = cast("FeedSource", call_loader(str(source)))
@@ -346,6 +351,7 @@ class Dataset:
             sample; "auto" decides by the shapes of the model and of the samples.
         states: state input -> the output that the next step of a sequence gets there; states that
             names and shapes show need not be listed.
+        max_pixels: pixels that an image may have; decoding takes three bytes each.
     """
 
     source: FeedSource
@@ -355,6 +361,7 @@ class Dataset:
     split: Split = "train"
     batch_axis: str = AUTO
     states: Mapping[str, str] = field(default_factory=dict)
+    max_pixels: int = DEFAULT_MAX_PIXELS
 
     def open(
         self,
@@ -386,6 +393,7 @@ class Dataset:
             labels_by_folder=labels_by_folder,
             split=self.split,
             recurrence=recurrence if recurrence is not None and recurrence.states else None,
+            max_pixels=self.max_pixels,
         )
 
 

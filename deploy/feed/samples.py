@@ -21,6 +21,7 @@ from deploy.feed.preprocess import Preprocess, Size
 from deploy.feed.sample_reader import SampleReader, iterate_batches, last_batch_note, refuse_batches
 from deploy.feed.sampling import ChosenSamples, Share, create_share, digest_names, spread_evenly
 from deploy.feed.sources import (
+    DEFAULT_MAX_PIXELS,
     ImageSource,
     RemoteSample,
     Sample,
@@ -272,6 +273,13 @@ class Feed:
         return tuple(
             self._reader.digests.hex(self._chosen.last_pass_indices(stop - self.batch, stop))
         )
+
+    @property
+    def max_pixels(self) -> int:
+        """Pixels that an image may have."""
+        if isinstance(self._source, ImageSource):
+            return self._source.max_pixels
+        return DEFAULT_MAX_PIXELS
 
     @property
     def settings(self) -> dict[str, Any]:

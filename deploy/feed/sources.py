@@ -13,6 +13,7 @@ Samples go to another machine as file bytes (images) or as arrays (all others).
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -36,6 +37,10 @@ from deploy.files.reading import open_regular_file
 from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
+
+DEFAULT_MAX_PIXELS = 50_000_000  # of a calibration image: 150 MB when decoded
+_LARGE_PIXELS = 25_000_000  # an image of more is decoded while no other thread decodes such a one
+_LARGE_IMAGE = threading.Lock()
 
 
 class SampleSource(Protocol):
@@ -185,12 +190,14 @@ class ImageSource:
         files: the images.
         spec: the input.
         preprocess: resolved.
+        max_pixels: pixels that an image may have.
         of_16_bits: indices of the images of 16 bits a channel among those decoded so far.
     """
 
     files: FileList
     spec: TensorSpec
     preprocess: Preprocess
+    max_pixels: int = DEFAULT_MAX_PIXELS
     of_16_bits: set[int] = field(default_factory=set, init=False)
 
     @property
@@ -251,12 +258,26 @@ class ImageSource:
         return RawSample(
             bytes_digest(data),
             lambda: self._decode(index, data),
-            lambda: decode_image(data, self.files.name(index), grey=False),
+            lambda: self._decode_pixels(index, data, grey=False),
         )
 
     def _decode(self, index: int, data: bytes) -> Sample:
+        height, width = headers.read_image_size(data) or (0, 0)
+        with _LARGE_IMAGE if height * width > _LARGE_PIXELS else nullcontext():
+            return self._preprocess(index, data)
+
+    def _decode_pixels(self, index: int, data: bytes, *, grey: bool, deep: bool = False) -> Array:
+        height, width = headers.read_image_size(data) or (0, 0)
+        if height * width > self.max_pixels:
+            raise FeedError(
+                f"{self.title(index)} must have at most {self.max_pixels:,} pixels, got"
+                f" {height}x{width}; give a smaller copy of it, or raise --max-pixels"
+            )
+        return decode_image(data, self.files.name(index), grey=grey, deep=deep)
+
+    def _preprocess(self, index: int, data: bytes) -> Sample:
         grey = self.preprocess.color == "grey"
-        pixels = decode_image(data, self.files.name(index), grey=grey, deep=self._feeds_16_bits)
+        pixels = self._decode_pixels(index, data, grey=grey, deep=self._feeds_16_bits)
         if headers.read_bit_depth(data) == 16:
             self.of_16_bits.add(index)
         size = pixels.shape[0], pixels.shape[1]
@@ -370,12 +391,13 @@ class RemoteSource:
         samples: Sequence[RemoteSample],
         specs: Sequence[TensorSpec],
         preprocess: Preprocess | None,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
     ) -> None:
         self._samples = samples
         self._images: ImageSource | None = None
         if preprocess is not None:
             files = FileList("", (sample.name for sample in samples))
-            self._images = ImageSource(files, specs[0], preprocess)
+            self._images = ImageSource(files, specs[0], preprocess, max_pixels)
 
     def __len__(self) -> int:
         return len(self._samples)
