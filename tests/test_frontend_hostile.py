@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ModelError
-from deploy.frontends import load, onnx_reader
+from deploy.frontends import checks, load, onnx_reader
 from tests.models import make_model, make_node, make_value
 
 F16, F32, I32, I64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
@@ -388,3 +388,17 @@ def test_no_disturbed_graph_gives_a_traceback(capfd):
         loaded += loads_or_refuses(model)
     assert 20 < loaded < 480
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("length", [1 << 16, (1 << 16) + 1])
+def test_too_long_names_are_refused(length):
+    """One of 2 MB took a gigabyte: tables, files and messages repeat it."""
+    name = "c" * length
+    values = make_value("x", (1, 3)), make_value("y", (1, 3))
+    nodes = [make_node("Relu", ["x"], [name]), make_node("Relu", [name], ["y"])]
+    model = helper.make_model(helper.make_graph(nodes, "g", [values[0]], [values[1]]))
+    if length <= 1 << 16:
+        checks.check_fields(model)
+    else:
+        with pytest.raises(ModelError, match=r"65,536 characters.*65,537"):
+            checks.check_fields(model)

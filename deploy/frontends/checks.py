@@ -30,8 +30,11 @@ _OPTIMIZED = frozenset(("FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulAct
 _QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
 
 
+_MAX_NAME = 1 << 16  # characters; names are copied into tables, files and messages
+
+
 def check_fields(message: Message) -> None:
-    """Refuse names that are not UTF-8, for which protobuf returns bytes, and negative sizes.
+    """Refuse negative sizes, and names that are too long or not UTF-8, which are bytes in protobuf.
 
     ONNX's shape inference ends the process at a constant of negative size.
     """
@@ -51,6 +54,11 @@ def check_fields(message: Message) -> None:
                 if isinstance(part, bytes):
                     raise ModelError(
                         f"names in the model must be UTF-8, got {part[:40]!r}; export it again"
+                    )
+                if len(part) > _MAX_NAME and not isinstance(message, onnx.StringStringEntryProto):
+                    raise ModelError(
+                        f"names in the model must have at most {_MAX_NAME:,} characters, got"
+                        f" {part[:40]!r}... with {len(part):,}; export it again"
                     )
 
 

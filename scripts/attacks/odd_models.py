@@ -28,8 +28,6 @@ from scripts.attacks.subject import made
 BUILT, REFUSED, EITHER = (0,), (1,), (0, 1)
 _CPU_S = 40
 _MEMORY = 1 << 30  # bytes beyond what the process has at its start
-# a name is copied into every table and message: this one takes 0.8 to 1.0 GiB
-_MEMORY_BY_MODEL = {"name of 2 MB": 2 << 30}
 Odd = Callable[[], onnx.ModelProto]
 
 _C = "c = Conv (x, w) "
@@ -257,7 +255,8 @@ ODD: dict[str, tuple[Collection[int], Odd]] = {
         BUILT, _text(_C + " ".join(f"y{n} = Relu (c)" for n in range(300)),
                      ", ".join(f"float y{n}" for n in range(300)))),
     "Sum of 20,000": (EITHER, _text(_C + f"y = Sum ({', '.join(['c'] * 20_000)})")),
-    "name of 2 MB": (EITHER, partial(_named, "x", "A" * 2_000_000, "")),
+    "name of 2 MB": (REFUSED, partial(_named, "x", "A" * 2_000_000, "")),
+    "name of 64 KB": (BUILT, partial(_named, "x", "A" * 65_000, "")),
     "names of a shell": (
         BUILT, partial(_named, "x$(touch PWNED)`touch PWNED`;touch PWNED' --foo \"|&",
                        "</script><img src=x onerror=alert(1)>\"\x1b]0;x\x07\u202e|", "\n")),
@@ -284,14 +283,13 @@ def _start(folder: Path, count: int) -> Case:
         codes, make = ODD[names[number]]
         path.write_bytes(make().SerializeToString())
         _, _, *words = subject.build(0, out, "--limit", "4", "-q")
-        memory = _MEMORY_BY_MODEL.get(names[number], _MEMORY)
-        ended = run(["build", str(path), *words], before=partial(_limit_process, memory))
+        ended = run(["build", str(path), *words], before=partial(_limit_process, _MEMORY))
         outcome = judged(ended, refusals=(1,))
         wrong = outcome.why if outcome.word == FAILED else ""
         if not wrong and ended.code not in codes:
             wrong = f"exit code {ended.code}, not {codes}: {ended.err[-300:]!r}"
         if NO_MEMORY in ended.err:
-            wrong = f"needed over {memory >> 30} GiB"
+            wrong = f"needed over {_MEMORY >> 30} GiB"
         left = whole.leftovers(out)
         wrong = wrong or (f"temporary files stay: {left}" if left else "")
         wrong = wrong or ("a command ran" if Path("PWNED").exists() else "")
