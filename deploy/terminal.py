@@ -32,12 +32,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
-from typing import ParamSpec, TextIO, TypeVar
+from html import escape
+from typing import Any, ParamSpec, TextIO, TypeVar
+
+from deploy.errors import ConfigError, did_you_mean
 
 _SHOWS_TEXT: ContextVar[bool] = ContextVar("_SHOWS_TEXT", default=True)  # whether stdout gets text
 _PRINT_LOCK = threading.Lock()  # a separate thread draws the progress line
@@ -60,6 +63,82 @@ def visible(line: str) -> str:
 def join_visible(lines: Iterable[str]) -> str:
     """Join lines, each made visible; there is no line break at the end."""
     return "\n".join(map(visible, lines))
+
+
+class PrintedResult:
+    """A public result: printed, it is what its command prints; a notebook shows it too."""
+
+    __slots__ = ()
+
+    def to_screen(self) -> str:
+        """Return the text that the command prints, without colours."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        try:
+            return self.to_screen().rstrip("\n")
+        except Exception:  # a debugger or traceback that shows this value must not fail
+            return object.__repr__(self)
+
+    def _repr_html_(self) -> str:
+        """Return the text as it is, for a notebook."""
+        return f"<pre>{escape(repr(self))}</pre>"
+
+    def rows(self, table: str) -> list[dict[str, object]]:
+        """Return a table as one dict a row, as `pandas.DataFrame` takes them.
+
+        Fields of a row's own parts are named part.field; lists are left out.
+
+        Args:
+            table: name of a field that holds rows, or of one in each of them: the "layers" of a
+                report are those of all its targets, with the name of the target in "target".
+
+        Raises:
+            ConfigError: no such table.
+        """
+        tables: dict[str, list[dict[str, object]]] = {}
+        for name, rows in _find_tables(self):
+            tables.setdefault(name, []).extend(rows)
+        if table not in tables:
+            hint = did_you_mean(table, tables, f"it has {', '.join(tables) or 'none'}")
+            raise ConfigError(
+                f"rows are those of a table of the result, got {table!r} for a"
+                f" {type(self).__name__}; {hint}"
+            )
+        return tables[table]
+
+
+def _find_tables(value: Any) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """Yield (name, rows) of the fields that hold rows, and of those in their rows."""
+    for table, entries in _row_fields(value):
+        yield table, [dict(_cells(entry)) for entry in entries]
+        inner_tables: dict[str, list[dict[str, object]]] = {}
+        for entry in entries:
+            owner = getattr(entry, "label", None) or getattr(entry, "name", "")
+            for inner_table, inner_entries in _row_fields(entry):
+                rows = inner_tables.setdefault(inner_table, [])
+                rows += [{table.removesuffix("s"): owner, **dict(_cells(e))} for e in inner_entries]
+        yield from inner_tables.items()
+
+
+def _row_fields(value: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield (name, rows) of a dataclass's fields that hold rows, and of the dataclasses in it."""
+    for stored_field in fields(value):
+        entries = getattr(value, stored_field.name)
+        if is_dataclass(entries):
+            yield from _row_fields(entries)
+        elif isinstance(entries, list | tuple) and all(map(is_dataclass, entries)):
+            yield stored_field.name, entries
+
+
+def _cells(entry: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (name, value) of a dataclass and of the dataclasses in it, without lists."""
+    for stored_field in fields(entry):
+        value = getattr(entry, stored_field.name)
+        if is_dataclass(value):
+            yield from _cells(value, f"{prefix}{stored_field.name}.")
+        elif not isinstance(value, list | tuple | Mapping):
+            yield f"{prefix}{stored_field.name}", value
 
 
 @contextmanager

@@ -35,13 +35,14 @@ def test_unknown_attribute_is_refused(package):
 
 
 def test_inspection_repr_is_short(small_cnn):
-    inspection = calib8.inspect(small_cnn, target="tensorrt")
-    assert {node.name for node in inspection.nodes if node.op == "Gemm"} == {"Gemm_logits"}
-    assert inspection.tensors
+    inspection = calib8.inspect(small_cnn, targets="tensorrt")
+    (target,) = inspection.targets
+    assert {node.name for node in target.nodes if node.op == "Gemm"} == {"Gemm_logits"}
+    assert target.tensors
     assert "tensors need a scale" in repr(inspection)
     assert "Flatten is not run in int8 on tensorrt" in repr(inspection)
     assert "Flatten_f" not in repr(inspection)
-    assert "Flatten_f" in inspection.text(everything=True)
+    assert "Flatten_f" in inspection.to_screen(everything=True)
 
 
 @pytest.mark.slow

@@ -239,9 +239,16 @@ def test_only_norms_in_eval_mode_fold(wording):
     x = torch.randn(2, 3, 4, 4)
     assert report.fused == []
     assert torch.equal(folded(x), model(x))
+    training = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
     with pytest.raises(ModelError) as raised:
-        fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train())
+        fold_batch_norms(training)
     wording.check(raised.value)
+
+    fused, report = fuse(training)  # a copy, in eval mode, as a build takes it
+    assert repr(report).splitlines() == ["Conv+BN: 1 fused", "BatchNorm left: 0"]
+    assert training[1].training
+    x = torch.randn(2, 3, 4, 4)
+    assert torch.allclose(fused(x), training.eval()(x), atol=1e-5)
 
 
 def test_freeze_affines_keeps_existing_module_names():
@@ -635,10 +642,12 @@ def test_profile_counts_and_times_resnet18(monkeypatch):
     count, times = len(result.nodes), [node.seconds for node in result.nodes]
     assert times == [1.5 * count + position for position in range(1, count + 1)]
     assert sum(node.percent for node in result.nodes) == pytest.approx(100)
-    text = result.table()
+    text = result.to_screen()
     heading = "Op type  Op  Average runtime (s)  Pct  MFLOPs  MMACs  Parameters"
     assert text.splitlines()[0].split() == heading.split()
     assert float(text.splitlines()[2].split()[2]) == max(times)
+    assert repr(result) == text
+    assert [row["seconds"] for row in result.rows("nodes")] == times
 
 
 @pytest.mark.slow

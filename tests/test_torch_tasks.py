@@ -148,7 +148,7 @@ def test_named_and_tuple_samples_train(run, tmp_path, monkeypatch, name, wording
         (torch.from_numpy(session.run(None, {image: x.numpy(), "scale": s.numpy()})[0]), y)
         for x, s, y in samples(7)
     )
-    assert f"after training (8 bits): {figure:.4f}" in output
+    assert f"after training: {figure:.4f}" in output
     (tmp_path / "broken").touch()
     wording.check(run.fails(*arguments, resumed, "--checkpoint", checkpoint))
     assert not resumed.exists()

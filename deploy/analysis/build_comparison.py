@@ -16,7 +16,7 @@ from deploy.report.parts import EngineRow
 from deploy.report.screen import align_columns, entries
 from deploy.report.tables import worst_figure
 from deploy.report.verdict import Verdict
-from deploy.terminal import join_visible
+from deploy.terminal import PrintedResult, join_visible
 
 BUILDS_SCHEMA = "calib8-builds/1"
 _DEFAULT_EFFORT = "default"
@@ -75,7 +75,7 @@ class SettingDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class BuildComparison:
+class BuildComparison(PrintedResult):
     """Comparison of several builds; `repr` is its text for a screen.
 
     Attributes:
@@ -90,7 +90,8 @@ class BuildComparison:
     differences: tuple[SettingDifference, ...]
     notes: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:
+    def to_screen(self) -> str:
+        """Return the comparison as plain text."""
         return to_screen(self)
 
 

@@ -35,7 +35,7 @@ from deploy.pipeline.results import split_rows
 from deploy.report.documents import Report, read_report
 from deploy.report.parts import EngineRow, NodeRow, TargetPart, TensorRow
 from deploy.report.tables import PLAN
-from deploy.terminal import join_visible
+from deploy.terminal import PrintedResult, join_visible
 from deploy.tuning.plan_file import (
     CONSEQUENCE,
     NOISE,
@@ -73,7 +73,7 @@ class StoredBuild:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Verification:
+class Verification(PrintedResult):
     """The files of a build compared with its manifest; `repr` lists them.
 
     Attributes:
@@ -93,7 +93,8 @@ class Verification:
         """Whether every file is there, as the build wrote it."""
         return not self.changed and not self.cache_changed
 
-    def __repr__(self) -> str:
+    def to_screen(self) -> str:
+        """Return a line for each file, and their number."""
         files, cache = self.manifest.files, self.manifest.cache
         lines = [f"{name} {self.changed.get(name, 'is as it was written')}" for name in files]
         lines += [f"{name} is of an earlier build" for name in self.manifest.earlier]

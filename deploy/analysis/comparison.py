@@ -35,7 +35,7 @@ from deploy.report.model import to_plain_object
 from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
-from deploy.terminal import join_visible, phase, with_progress
+from deploy.terminal import PrintedResult, join_visible, phase, with_progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModelComparison:
+class ModelComparison(PrintedResult):
     """Result of `compare`; `repr` is its text for a screen.
 
     Attributes:
@@ -100,7 +100,8 @@ class ModelComparison:
                 return difference
         return None
 
-    def __repr__(self) -> str:
+    def to_screen(self) -> str:
+        """Return the first tensor that differs, and the tensors around it."""
         return join_visible(self._lines())
 
     def _lines(self) -> Iterator[str]:

@@ -9,6 +9,7 @@ from calibrators.kernel import describe_kernel, kernel
 from deploy.errors import Calib8Error, extra_hint
 from deploy.machine import INT8_FLAGS, this_machine
 from deploy.targets import TARGETS
+from deploy.terminal import PrintedResult, join_visible
 from deploy.version import __version__
 
 # package -> its purpose, and the extra that installs it
@@ -38,9 +39,32 @@ class EnvironmentCheck:
         return {"what": self.name, "there": self.is_available, "words": self.details}
 
 
-def doctor() -> tuple[EnvironmentCheck, ...]:
+@dataclass(frozen=True, slots=True, repr=False)
+class Environment(PrintedResult):
+    """This machine; `repr` has a line for each check.
+
+    Attributes:
+        checks: what was checked, in the order of the lines.
+    """
+
+    checks: tuple[EnvironmentCheck, ...]
+
+    def __iter__(self) -> Iterator[EnvironmentCheck]:
+        return iter(self.checks)
+
+    def to_screen(self) -> str:
+        """Return a line for each check, with + where it is available."""
+        width = max(len(check.name) for check in self.checks)
+        lines = []
+        for check in self.checks:
+            sign = "+" if check.is_available else "-"
+            lines.append(f"{sign} {check.name:<{width}}  {check.details}")
+        return join_visible(lines)
+
+
+def doctor() -> Environment:
     """Check everything; nothing runs on a device."""
-    return (*_check_installation(), *_check_targets(), *_check_packages())
+    return Environment((*_check_installation(), *_check_targets(), *_check_packages()))
 
 
 def _check_installation() -> Iterator[EnvironmentCheck]:

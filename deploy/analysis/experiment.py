@@ -33,7 +33,7 @@ from deploy.metrics.output_errors import sqnr_db
 from deploy.report.figures import count, decibels
 from deploy.report.model import to_plain_object
 from deploy.report.screen import align_columns
-from deploy.terminal import join_visible
+from deploy.terminal import PrintedResult, join_visible
 
 SCHEMA = "calib8-quantize/1"
 GRIDS: dict[str, Grid] = {"quint8": UINT8, "qint8": INT8}
@@ -47,7 +47,7 @@ Real = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Experiment:
+class Experiment(PrintedResult):
     """Values and their quantized form; `repr` is a table of the first ones.
 
     Attributes:
@@ -98,7 +98,8 @@ class Experiment:
             }
         )
 
-    def __repr__(self) -> str:
+    def to_screen(self) -> str:
+        """Return scales, a table of the first values, and the errors."""
         figures = self._figures()
         summary = (
             f"largest error {figures['largest_error']:.6g}, root mean square {figures['rms']:.6g},"

@@ -280,7 +280,7 @@ class ChannelSums:
 def explain(
     folder: Path | str,
     *,
-    target: str | None = None,
+    targets: str | Sequence[str] | None = None,
     images: FeedSource | Dataset | None = None,
     model: Path | str | ModelProto | nn.Module | None = None,
     threads: int | None = None,
@@ -290,7 +290,7 @@ def explain(
 
     Args:
         folder: output folder of the build, or its report.json.
-        target: name of one target; None explains all.
+        targets: names of some targets, or one name; None explains all.
         images: run the float model and the int8 models on these, and report the worst images and
             channels.
         model: the float model, a file or in memory, or the PyTorch module that was built; None
@@ -303,9 +303,9 @@ def explain(
         ModelError, FeedError, BackendError: from running images.
     """
     explanation = read_explanation(Path(folder))
-    targets = _select_targets(explanation, target)
+    explained = _select_targets(explanation, targets)
     if images is None:
-        return replace(explanation, targets=targets)
+        return replace(explanation, targets=explained)
 
     dataset = to_dataset(images)
     if model is not None:
@@ -319,7 +319,7 @@ def explain(
     feed = loaded.open_samples(dataset)
     loaded = loaded.with_inputs(feed.specs)
     explained_targets = []
-    for target_explanation in targets:
+    for target_explanation in explained:
         if target_explanation.runnable is None:
             note = "no file of it can be run in ONNX Runtime"
             results = ImageResults(samples=0, notes=(note,))
@@ -341,17 +341,22 @@ def explain(
     return replace(explanation, targets=tuple(explained_targets))
 
 
-def _select_targets(explanation: Explanation, name: str | None) -> tuple[TargetExplanation, ...]:
-    """Return the targets to explain: the one of this name, or all.
+def _select_targets(
+    explanation: Explanation, chosen_names: str | Sequence[str] | None
+) -> tuple[TargetExplanation, ...]:
+    """Return the targets to explain: those of these names, or all.
 
     Raises:
         ConfigError: the build has no such target.
     """
-    if name is None:
+    if chosen_names is None:
         return explanation.targets
-    targets = tuple(target for target in explanation.targets if target.name == name)
-    if not targets:
-        names = [target.name for target in explanation.targets]
+    chosen_names = [chosen_names] if isinstance(chosen_names, str) else chosen_names
+    targets = tuple(target for target in explanation.targets if target.name in chosen_names)
+    names = [target.name for target in explanation.targets]
+    for name in chosen_names:
+        if name in names:
+            continue
         hint = did_you_mean(name, names, f"it has {', '.join(names) or 'none'}")
         raise ConfigError(
             f"a target to explain must be one of the build, got {name!r} for"

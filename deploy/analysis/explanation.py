@@ -9,7 +9,7 @@ from deploy.report.model import to_plain_object
 from deploy.report.parts import SplitRow
 from deploy.report.screen import entries, entry, labelled_table
 from deploy.report.tables import FRONT_HEADS, split_row
-from deploy.terminal import join_visible
+from deploy.terminal import PrintedResult, join_visible
 from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME
 
 SCHEMA = "calib8-explanation/1"
@@ -171,7 +171,7 @@ class TargetExplanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Explanation:
+class Explanation(PrintedResult):
     """Explanation of a build; `repr` is its text for a screen.
 
     Attributes:
@@ -192,7 +192,8 @@ class Explanation:
     preprocess: Mapping[str, object] = field(default_factory=dict)
     targets: tuple[TargetExplanation, ...] = ()
 
-    def __repr__(self) -> str:
+    def to_screen(self) -> str:
+        """Return the explanation with the worst rows of each table."""
         return to_screen(self)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from deploy.pipeline.build_options import open_torch_module
 from deploy.report.parts import NodeRow, node_rows
 from deploy.targets import Target, make_targets
 from deploy.tensors import TensorSpec
-from deploy.terminal import join_visible
+from deploy.terminal import PrintedResult, join_visible
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,53 +25,31 @@ if TYPE_CHECKING:
 _MAX_ROWS = 24  # of nodes on one screen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Inspection:
-    """The nodes of a model that a target would quantize; `repr` is one screen of text.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetInspection:
+    """The nodes that one target would quantize.
 
     Attributes:
-        model: its file, or its name if it was given in memory.
-        target: name of the target.
+        name: of the target.
         nodes: every node, its precision, and the reason if it is float.
         tensors: names of the tensors that need a scale.
-        inputs: inputs of the model.
-        outputs: outputs of the model.
-        notes: sentences on how the model was read.
     """
 
-    model: str
-    target: str
+    name: str
     nodes: tuple[NodeRow, ...]
     tensors: tuple[str, ...]
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    notes: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:
-        return self.text()
+    def lines(self, *, everything: bool) -> Iterator[str]:
+        """Yield the nodes by operator and reason, or every node by its name."""
+        yield f"{len(self.tensors)} tensors need a scale"
+        yield from self._all_nodes() if everything else self._node_groups()
 
-    def text(self, *, everything: bool = False) -> str:
-        """Return lines for a screen: nodes by operator and reason, or every node by its name."""
-        nodes = self._all_nodes() if everything else self._node_groups()
-        return join_visible([*self._head(), *nodes])
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain JSON types; an open dimension is null or its name."""
-        document: dict[str, Any] = {"schema": "calib8-inspection/1", **asdict(self)}
-        for spec in (*document["inputs"], *document["outputs"]):
-            del spec["first_axis"]
-        return document
-
-    def _head(self) -> Iterator[str]:
+    @property
+    def shares(self) -> str:
+        """Number of nodes of each precision, as text."""
         counts = Counter(map(_precision, self.nodes))
         shares = [f"{count} {precision}" for precision, count in counts.most_common()]
-        text = ", ".join(shares) or "none"
-        yield f"{self.model}: {len(self.nodes)} nodes on {self.target}, {text}"
-        for spec in (*self.inputs, *self.outputs):
-            yield f"  {spec.name} {spec.dtype} {list(spec.shape)}"
-        for note in self.notes:
-            yield f"  {note}"
-        yield f"{len(self.tensors)} tensors need a scale"
+        return ", ".join(shares) or "none"
 
     def _all_nodes(self) -> Iterator[str]:
         for node in self.nodes:
@@ -95,34 +73,94 @@ class Inspection:
             yield f"  and {hidden_count} nodes of other kinds"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Inspection(PrintedResult):
+    """The nodes of a model that targets would quantize; `repr` is a screen of text for each.
+
+    Attributes:
+        model: its file, or its name if it was given in memory.
+        targets: the nodes, one entry per target.
+        inputs: inputs of the model.
+        outputs: outputs of the model.
+        notes: sentences on how the model was read.
+    """
+
+    model: str
+    targets: tuple[TargetInspection, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_screen(self, *, everything: bool = False) -> str:
+        """Return the nodes of each target by operator and reason, or every node by its name."""
+        lines: list[str] = []
+        for target in self.targets:
+            count = len(target.nodes)
+            lines.append(f"{self.model}: {count} nodes on {target.name}, {target.shares}")
+            for spec in (*self.inputs, *self.outputs):
+                lines.append(f"  {spec.name} {spec.dtype} {list(spec.shape)}")
+            lines += [f"  {note}" for note in self.notes]
+            lines += target.lines(everything=everything)
+        return join_visible(lines)
+
+    def to_json(self) -> list[dict[str, object]]:
+        """Return a document for each target, plain JSON; an open dimension is null or its name."""
+        specs: dict[str, list[dict[str, Any]]] = {}
+        for field_name in ("inputs", "outputs"):
+            specs[field_name] = [asdict(spec) for spec in getattr(self, field_name)]
+            for spec in specs[field_name]:
+                del spec["first_axis"]
+        documents = []
+        for target in self.targets:
+            document: dict[str, object] = {
+                "schema": "calib8-inspection/1",
+                "model": self.model,
+                "target": target.name,
+                "nodes": tuple(map(asdict, target.nodes)),
+                "tensors": target.tensors,
+                **specs,
+                "notes": self.notes,
+            }
+            documents.append(document)
+        return documents
+
+
 def inspect(
     model: str | Path | onnx.ModelProto | LoadedModel | nn.Module,
     images: FeedSource | None = None,
     *,
-    target: str | Target = "onnxruntime",
+    targets: str | Target | Sequence[str | Target] = ("onnxruntime",),
     float_nodes: Iterable[str] = (),
 ) -> Inspection:
-    """Apply a target's rules to a model, without a calibration.
+    """Apply the rules of targets to a model, without a calibration.
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module.
         images: for a PyTorch module, samples as for `deploy.pipeline.build`; the first exports it.
-        target: name of a target in `TARGETS`, or a target with options.
+        targets: names in `TARGETS`, or targets with options; or one of these.
         float_nodes: nodes to keep in float: names, patterns, `op:` types, `@` files.
 
     Raises:
         ModelError: the model cannot be read.
         ConfigError: no such target, or no node matches `float_nodes`.
     """
-    (chosen_target,) = make_targets([target])
+    if not isinstance(targets, str | Sequence):
+        targets = (targets,)
+    chosen_targets = make_targets(targets)
     model, _ = open_torch_module(model, images)
     loaded = load(model)
     float_names = match_nodes(loaded.model, float_nodes)
+    inspections = []
+    for target in chosen_targets:
+        inspection = TargetInspection(
+            name=target.name,
+            nodes=node_rows(target.plan(loaded.model, float_names).decisions, loaded.model),
+            tensors=tuple(target.scaled_tensors(loaded.model, float_names)),
+        )
+        inspections.append(inspection)
     return Inspection(
         model=str(loaded.source or loaded.name),
-        target=chosen_target.name,
-        nodes=node_rows(chosen_target.plan(loaded.model, float_names).decisions, loaded.model),
-        tensors=tuple(chosen_target.scaled_tensors(loaded.model, float_names)),
+        targets=tuple(inspections),
         inputs=loaded.inputs,
         outputs=loaded.outputs,
         notes=(*loaded.alerts, *loaded.notes),

@@ -23,12 +23,13 @@ from deploy.calibration.ranges import NoScaleReason, Ranges, RangeSet
 from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.calibration.sample_checks import HalvesAgreement, Peaks
 from deploy.errors import ConfigError
-from deploy.feed.feed import FeedSource
+from deploy.feed.feed import FeedSource, preprocessing_notes
 from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import QdqCalibration
 from deploy.graph.placement import WEIGHTED
 from deploy.method import Choices, Method
+from deploy.terminal import PrintedResult, join_visible
 
 _UNMEASURED_NOTE = (
     "No images were given: neither accuracy nor speed was measured, and trial builds"
@@ -48,8 +49,8 @@ _FLOAT16_NOTE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CalibrationResult(PrintedResult):
     """A calibration with its model and feed, and how it was obtained.
 
     Attributes:
@@ -151,6 +152,40 @@ class CalibrationResult:
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
             "notes": [*self.doubts, *self.warnings, *self.resumed, *self.notes, *self.feed.notes],
         }
+
+    def to_screen(
+        self, *, file: Path | None = None, everything: bool = False, notes: Sequence[str] = ()
+    ) -> str:
+        """Return what was observed, how ranges are searched, and notes.
+
+        Args:
+            file: the file that was written; None is the cache.
+            everything: also the number of images and inferences.
+            notes: further sentences.
+        """
+        origin = "reused" if self.reused else f"written in {self.seconds:.1f} s"
+        path = file or self.cache
+        if path is None:
+            path, origin = Path(self.loaded.name), f"observed in {self.seconds:.1f} s"
+        reason = self.reason
+        if self.feed.share is not None:
+            reason = f"shard {self.feed.share} of {self.feed.share.count} samples"
+        lines = [
+            f"{path}: {origin} ({reason})",
+            f"{len(self.ranges.observed)} observations of {self.feed.count} images",
+        ]
+        for target, observations in self.observations_by_target.items():
+            is_searched = not set(self.searched).isdisjoint(observations)
+            search = f", searched by {self.method.label}" if is_searched else ""
+            lines.append(f"  {target}: {len(observations)}{search}")
+        if self.agreement is not None:
+            lines.append(self.agreement.sentence)
+        if everything:
+            lines.append(self.cost)
+        for tensor, reason in self.range_set.reasons.items():
+            lines.append(f"no scale for {tensor}: it {reason}")
+        lines += [*self.doubts, *self.warnings, *self.resumed, *self.notes]
+        return join_visible([*lines, *preprocessing_notes(self.feed), *notes])
 
     @property
     def cost(self) -> str:

@@ -20,7 +20,7 @@ from deploy.commands.base import CommandFunction, Decorator, verbose_option
 from deploy.commands.image_options import ImageArguments
 from deploy.errors import ConfigError
 from deploy.method import Method
-from deploy.terminal import is_text_suppressed, say
+from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
@@ -336,29 +336,9 @@ def print_calibration(
     notes: Sequence[str] = (),
 ) -> None:
     """Print what was observed, how ranges were searched, and notes; exit 1 if a target failed."""
-    from deploy.feed.feed import preprocessing_notes
-
-    feed = calibrated.feed
-    origin = "reused" if calibrated.reused else f"written in {calibrated.seconds:.1f} s"
-    reason = calibrated.reason
-    if feed.share is not None:
-        reason = f"shard {feed.share} of {feed.share.count} samples"
-    say(f"{path}: {origin} ({reason})")
-    say(f"{len(calibrated.ranges.observed)} observations of {feed.count} images")
-    for target, observations in calibrated.observations_by_target.items():
-        is_searched = not set(calibrated.searched).isdisjoint(observations)
-        search = f", searched by {calibrated.method.label}" if is_searched else ""
-        say(f"  {target}: {len(observations)}{search}")
-    if calibrated.agreement is not None:
-        say(calibrated.agreement.sentence)
-    if verbose:
-        say(calibrated.cost)
-    for tensor, reason in calibrated.range_set.reasons.items():
-        say(f"no scale for {tensor}: it {reason}")
-    for warning in (*calibrated.doubts, *calibrated.warnings):
-        say(warning, err=is_text_suppressed())
-    for note in (*calibrated.resumed, *calibrated.notes, *preprocessing_notes(feed), *notes):
-        say(note)
+    say_lines(calibrated.to_screen(file=path, everything=verbose, notes=notes))
+    for warning in (*calibrated.doubts, *calibrated.warnings) if is_text_suppressed() else ():
+        say(warning, err=True)
     base.put_json(json_path, calibrated.to_json)
     for target, reason in calibrated.failures.items():
         say(f"calib8: {target} failed: {reason}", err=True)

@@ -64,12 +64,9 @@ def inspect(
     from deploy.frontends import load
 
     loaded = load(model)
-    inspections = [
-        inspect_model(loaded, target=target, float_nodes=keep_float) for target in targets
-    ]
-    for inspection in inspections:
-        say_lines(inspection.text(everything=everything))
-    put_json(json_path, lambda: [inspection.to_json() for inspection in inspections])
+    inspection = inspect_model(loaded, targets=targets, float_nodes=keep_float)
+    say_lines(inspection.to_screen(everything=everything))
+    put_json(json_path, inspection.to_json)
 
 
 def _inspect_cache(path: Path) -> None:
@@ -166,7 +163,7 @@ def compare(
         threads=images.threads,
     )
     put_json(json_path, comparison.to_json)
-    say_lines(repr(comparison))
+    say_lines(comparison.to_screen())
 
 
 @click.command(cls=base.SectionedCommand)
@@ -217,7 +214,9 @@ def explain(
 
     if json_path == Path("-"):
         base.refuse_without("the text", base.given_flags("everything"))
-    explanation = explain_build(folder, target=target, images=dataset, model=model, threads=threads)
+    explanation = explain_build(
+        folder, targets=target, images=dataset, model=model, threads=threads
+    )
     put_json(json_path, lambda: to_json(explanation))
     say_lines(to_screen(explanation, everything=everything))
 
@@ -249,7 +248,7 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
 
     if html_path is not None:
         write_text(html_path, build_comparison.to_html(comparison))
-    say_lines(repr(comparison))
+    say_lines(comparison.to_screen())
     put_json(json_path, lambda: build_comparison.to_json(comparison))
 
 
@@ -270,7 +269,7 @@ def verify(folder: Path) -> None:
     from deploy.analysis import build_reader
 
     verification = build_reader.verify(folder)
-    say_lines(repr(verification))
+    say_lines(verification.to_screen())
     if not verification.passed:
         click.get_current_context().exit(1)
 
@@ -285,13 +284,10 @@ def doctor(as_json: bool) -> None:
     """
     from deploy.analysis import environment
 
-    checks = environment.doctor()
+    found = environment.doctor()
     if as_json:
         import json
 
-        say_lines(json.dumps([check.to_json() for check in checks], indent=1))
-        return
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        sign = "+" if check.is_available else "-"
-        say(f"{sign} {check.name:<{width}}  {check.details}")
+        say_lines(json.dumps([check.to_json() for check in found], indent=1))
+    else:
+        say_lines(found.to_screen())

@@ -99,5 +99,5 @@ def quantize(
         axis=axis,
         dtype=dtype,
     )
-    say_lines(repr(result))
+    say_lines(result.to_screen())
     put_json(json_path, result.to_json)

@@ -135,8 +135,7 @@ def export(
             dynamic_batch=dynamic_batch,
             all_modes=all_modes,
         )
-        search_note = f"ranges by {result.search_label}" if result.search_label else ""
-        _say_quantized(result, search_note, scales)
+        _say_quantized(result, scales)
         exported = result.model
     write_model(out, exported)
     say(f"{out}: opset {opset}, {out.stat().st_size} bytes")
@@ -251,29 +250,15 @@ def qat(
             device=torch_device if base.given_flags("device") else None,
             report=say,
         )
-    score = result.training.score_after if result.training else None
-    score_note = "" if score is None else f"after training ({bits} bits): {score:.4f}"
-    _say_quantized(result, score_note, scales)
+    _say_quantized(result, scales)
     write_model(out, result.model)
     say(f"{out}: {out.stat().st_size} bytes")
 
 
-def _say_quantized(result: "QuantizedExport", note: str, scales: bool) -> None:
-    from deploy.fx.fuse import norms_in_float
-    from deploy.fx.modes import format_modes, format_scales
+def _say_quantized(result: "QuantizedExport", scales: bool) -> None:
+    from deploy.fx.modes import format_scales
 
-    say(str(result.coverage))
-    if note:
-        say(note)
-    say(str(result.agreement))
-    if norms := norms_in_float(result.module):
-        say(norms)
-    say_lines(format_modes(result.modes))
-    if result.training is not None:
-        say(
-            "error and SQNR are of the trained model: its int8 form against its own weights in"
-            " float"
-        )
+    say_lines(result.to_screen())
     if scales:
         say_lines(format_scales(result.module))
 

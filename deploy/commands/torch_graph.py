@@ -141,11 +141,7 @@ def fuse(
     with wrap_user_errors(model):
         traced = trace(module, leaves=leaves) if leaves else module
         fused, report = fuse_module(traced, inputs)
-    for pattern, count in sorted(report.counts().items()):
-        say(f"{pattern}: {count} fused")
-    for name, reason in report.skipped:
-        say(f"left alone: {name}: {reason}")
-    say(f"BatchNorm left: {report.norms_left}")
+    say_lines(report.to_screen())
     if inputs is not None and (bench or out is not None):
         with wrap_user_errors(model):
             _run_fused(module, fused, inputs, bench=bench, out=out)
@@ -206,8 +202,7 @@ def profile(
     inputs = torch_inputs(module, shapes, sample)
     with wrap_user_errors(model):
         result = profile_model(module, inputs, leaves=leaves, warm_up=warm_up, runs=runs)
-    say_lines(result.table())
-    say(FLOPS_NOTE)
+    say_lines(result.to_screen())
     if device == "meta":
         say("nothing was computed on the meta device: the times are those of Python alone")
     put_json(json_path, result.to_json)

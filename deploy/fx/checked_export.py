@@ -29,9 +29,16 @@ from deploy.fx.export import (
     compare_with_torch,
     to_onnx,
 )
+from deploy.fx.fuse import norms_in_float
 from deploy.fx.int8_layers import find_weighted_layers
 from deploy.fx.model_inputs import argument_names, dict_input_note, floats_to_float32
-from deploy.fx.modes import ModeResult, compare_modes, measure_mode, quantize_model
+from deploy.fx.modes import (
+    ModeResult,
+    compare_modes,
+    format_modes,
+    measure_mode,
+    quantize_model,
+)
 from deploy.fx.qat import TrainingResult, first_batches, train
 from deploy.fx.range_search import resolve_target, search_for
 from deploy.fx.task import Task, order_inputs, read_batches
@@ -39,10 +46,11 @@ from deploy.fx.trace import submodule
 from deploy.graph.index import match_patterns
 from deploy.method import Method
 from deploy.targets import Target
+from deploy.terminal import PrintedResult, join_visible
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedExport:
+@dataclass(frozen=True, slots=True, repr=False)
+class QuantizedExport(PrintedResult):
     """A model exported with Q/DQ, and what was measured of it.
 
     Attributes:
@@ -62,6 +70,24 @@ class QuantizedExport:
     modes: Sequence[ModeResult]
     search_label: str | None = None
     training: TrainingResult | None = None
+
+    def to_screen(self) -> str:
+        """Return the layers in int8, the search, the agreement, and the table of modes."""
+        lines = [str(self.coverage)]
+        if self.training is not None and self.training.score_after is not None:
+            lines.append(self.training.score_text)
+        elif self.search_label and self.training is None:
+            lines.append(f"ranges by {self.search_label}")
+        lines.append(str(self.agreement))
+        if norms := norms_in_float(self.module):
+            lines.append(norms)
+        lines += format_modes(self.modes).splitlines()
+        if self.training is not None:
+            lines.append(
+                "error and SQNR are of the trained model: its int8 form against its own weights in"
+                " float"
+            )
+        return join_visible(lines)
 
 
 def export_float(

@@ -46,7 +46,8 @@ from deploy.fx.norms import (
     readers_of,
 )
 from deploy.fx.operations import called_module, is_op, module_calls, refresh, replace_node
-from deploy.fx.plain_copy import replace_submodule
+from deploy.fx.plain_copy import plain_copy, replace_submodule
+from deploy.terminal import PrintedResult, join_visible
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -55,8 +56,8 @@ NO_LAYER_BEFORE = "no Conv or Linear before it"
 UNFOLDED_NORMS = "why norms stay"  # key in GraphModule.meta: norm -> why it was not folded
 
 
-@dataclass(slots=True)
-class FuseReport:
+@dataclass(slots=True, repr=False)
+class FuseReport(PrintedResult):
     """Report of `fuse`.
 
     Attributes:
@@ -72,6 +73,12 @@ class FuseReport:
     def counts(self) -> dict[str, int]:
         """Return pattern -> how often it was fused."""
         return dict(Counter(pattern for pattern, _ in self.fused))
+
+    def to_screen(self) -> str:
+        """Return the number of fusions of each pattern, and what was left alone."""
+        lines = [f"{pattern}: {count} fused" for pattern, count in sorted(self.counts().items())]
+        lines += [f"left alone: {name}: {reason}" for name, reason in self.skipped]
+        return join_visible([*lines, f"BatchNorm left: {self.norms_left}"])
 
 
 class LayerWithRelu(nn.Module):
@@ -91,12 +98,16 @@ def fuse(
 ) -> tuple[fx.GraphModule, FuseReport]:
     """Return a graph of a copy of `model` with norms folded and ReLUs fused, and a report.
 
-    `model`: in eval mode; not changed. `inputs`: example inputs to capture the model with; None to
-    trace it symbolically.
+    Args:
+        model: any mode, not changed; the copy is in eval mode.
+        inputs: example inputs, or a loader, to capture the model with; None to trace it
+            symbolically.
 
     Raises:
-        ModelError: the model cannot be captured, or is in train mode.
+        ModelError: the model cannot be captured.
     """
+    if any(module.training for module in model.modules()):
+        model = plain_copy(model).eval()
     graph_module, report = fold_batch_norms(model, inputs)
     removed: set[fx.Node] = set()
     for node in list(graph_module.graph.nodes):

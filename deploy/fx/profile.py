@@ -21,7 +21,7 @@ from deploy.fx.comparison import wait_for_device
 from deploy.fx.graph_text import format_columns, target_name
 from deploy.fx.operations import called_module
 from deploy.fx.plain_copy import tensor_of
-from deploy.terminal import phase
+from deploy.terminal import PrintedResult, phase
 
 SCHEMA = "calib8-profile/1"
 
@@ -65,8 +65,8 @@ class NodeCost:
         return self.flops // 2
 
 
-@dataclass(frozen=True, slots=True)
-class GraphProfile:
+@dataclass(frozen=True, slots=True, repr=False)
+class GraphProfile(PrintedResult):
     """Costs of a model.
 
     Attributes:
@@ -103,13 +103,13 @@ class GraphProfile:
             "nodes": [{**asdict(node), "macs": node.macs} for node in self.nodes],
         }
 
-    def table(self) -> str:
-        """Format the nodes, slowest first, and a line of totals."""
+    def to_screen(self) -> str:
+        """Return the nodes, slowest first, a line of totals, and what the FLOPs count."""
         heading = ("Op type", "Op", "Average runtime (s)", "Pct", "MFLOPs", "MMACs", "Parameters")
         slowest_first = sorted(self.nodes, key=lambda node: -node.seconds)
         percent = sum(node.percent for node in self.nodes)
         total = NodeCost("total", "", "", "", self.seconds, percent, self.flops, self.parameters)
-        return format_columns([heading, *map(_row, [*slowest_first, total])])
+        return format_columns([heading, *map(_row, [*slowest_first, total])]) + FLOPS_NOTE
 
 
 class TimingInterpreter(fx.Interpreter):

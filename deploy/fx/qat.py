@@ -38,7 +38,7 @@ from deploy.fx.task import RANGES, order_inputs
 from deploy.fx.task import Task as Task
 from deploy.targets import Target
 from deploy.targets.options import changed_options
-from deploy.terminal import phase
+from deploy.terminal import PrintedResult, phase
 
 Scales = Mapping[str, nn.Parameter]
 
@@ -79,8 +79,8 @@ def clamp_scales(scales: Scales, previous_scales: list[torch.Tensor]) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class TrainingResult(PrintedResult):
     """Result of `train`.
 
     Both models take tensors in order, also if the task's inputs are a dict.
@@ -98,6 +98,21 @@ class TrainingResult:
     losses: tuple[float, ...]
     score_before: float | None
     score_after: float | None
+
+    @property
+    def score_text(self) -> str:
+        """Score after training, beside that of calibration alone; "" without `evaluate`."""
+        if self.score_after is None:
+            return ""
+        text = f"after training: {self.score_after:.4f}"
+        return text if self.score_before is None else f"{text}, before {self.score_before:.4f}"
+
+    def to_screen(self) -> str:
+        """Return the mean loss of each epoch, and the score."""
+        lines = [f"epoch {number}: loss {loss:.4f}" for number, loss in enumerate(self.losses, 1)]
+        if self.score_text:
+            lines.append(self.score_text)
+        return "\n".join(lines or ["no epoch was trained"])
 
 
 def train(

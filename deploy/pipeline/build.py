@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from deploy.calibration.calibration_result import CalibrationResult, keep_float_layers
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
-from deploy.errors import Calib8Error
+from deploy.errors import Calib8Error, ConfigError
 from deploy.feed.annotations import Annotations
 from deploy.feed.evaluation import read_labels
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
@@ -86,6 +86,7 @@ def build(
     threads: int | None = None,
     float_nodes: str | Iterable[str] = (),
     duration_s: float | None = None,
+    effort: int | None = None,
     tuning: Tuning | None = None,
     gates: Gates | None = None,
     repairs: str | Sequence[str] | None = None,
@@ -120,6 +121,8 @@ def build(
             None recognises it.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
             None is 3, or 0 where `tuning.cpu` names another CPU than this one.
+        effort: 0 searches nothing, 3 goes on as long as it finds something; short for
+            `tuning=Tuning(effort=...)`.
         tuning: how much is searched for the layers that stay float and for ranges, or the plan to
             obey.
         gates: demands on the engines; their verdicts say whether they are met.
@@ -175,12 +178,23 @@ def build(
         metric=metric,
         task=task,
         duration_s=duration_s,
-        tuning=tuning or Tuning(),
+        tuning=_with_effort(tuning or Tuning(), effort),
         gates=gates or Gates(),
         repairs=repairs,
         settings=settings,
     )
     return build_with(model, dataset, options)
+
+
+def _with_effort(tuning: Tuning, effort: int | None) -> Tuning:
+    if effort is None:
+        return tuning
+    if tuning.effort is not None:
+        raise ConfigError(
+            f"an effort is given once, got {effort} and {tuning.effort} in tuning; leave one of"
+            " them out"
+        )
+    return replace(tuning, effort=effort)
 
 
 @guard_inputs()

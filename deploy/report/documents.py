@@ -29,6 +29,7 @@ from deploy.report.page import page, tiles, verdicts
 from deploy.report.parts import EngineRow
 from deploy.report.screen import to_screen
 from deploy.report.sections import SECTIONS
+from deploy.terminal import PrintedResult
 
 _MAX_REPORT_BYTES = 1 << 30  # a report has a row for every tensor
 _MAX_FILE_SIZE = 1 << 63  # bytes of a file
@@ -152,7 +153,7 @@ def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Report(Findings):
+class Report(PrintedResult, Findings):
     """All results of a run; `repr` is one screen of text, notebooks show the page.
 
     Parts that a run does not have are None or empty.
@@ -174,18 +175,16 @@ class Report(Findings):
         notes: all other notes.
     """
 
-    def __repr__(self) -> str:
-        try:
-            return to_screen(self).rstrip("\n")
-        except Exception:  # a debugger or traceback that shows this value must not fail
-            return object.__repr__(self)
+    def to_screen(self) -> str:
+        """Return one screen of text."""
+        return to_screen(self)
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, or the text if the page cannot be made."""
         try:
             return _FRAME.format(page=escape(to_html(self)), title=escape(self.title))
-        except Exception:  # as above
-            return f"<pre>{escape(repr(self))}</pre>"
+        except Exception:  # a notebook that shows this value must not fail
+            return PrintedResult._repr_html_(self)
 
 
 def read_report(path: Path, *, rewritable: bool = False) -> Report:
