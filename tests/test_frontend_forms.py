@@ -586,6 +586,16 @@ def test_every_opset_builds_equal_files(tmp_path):
         np.testing.assert_array_equal(output, outputs[7, name])
 
 
+@pytest.mark.parametrize("opset", [25, 28])
+@pytest.mark.parametrize("alpha", [1.0, 1.5])
+def test_operator_without_kernel_is_decomposed(opset, alpha):
+    model = net("Swish", opset=opset, alpha=alpha)
+    loaded = load(model)
+    operators = {node.op_type for node in loaded.model.graph.node}
+    assert loaded.was_newer == (operators == {"Mul", "Sigmoid"})
+    check_agreement(loaded.model, net("Swish", opset=24, alpha=alpha))
+
+
 def test_unknown_change_of_operator_is_refused(monkeypatch):
     monkeypatch.setattr(lowering, "NEWEST", 17)
     model = net("Split", opset=18, outputs=2, axis=1, num_outputs=2)

@@ -26,7 +26,8 @@ from deploy.frontends import checks
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.fold import static_shapes
 from deploy.frontends.metadata import read_declaration, read_metadata_preprocess
-from deploy.frontends.onnx_file import infer_shapes, load_onnx, read_source
+from deploy.frontends.onnx_file import load_onnx, read_source
+from deploy.frontends.shapes import infer_shapes
 from deploy.graph.edit import copy_message
 from deploy.graph.index import runtime_inputs
 from deploy.runtimes.ort import OrtSession

@@ -1,6 +1,5 @@
 """Load ONNX files: read, check, lift to opset 13, and clean without changing the outputs."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import inliner
+from onnx import helper, inliner
 
 from deploy.errors import (
     BackendError,
@@ -43,30 +42,30 @@ from deploy.frontends.metadata import (
 )
 from deploy.frontends.onnx_reader import ModelStamp, read_model_and_stamp, refuse_external
 from deploy.frontends.plugins import CutOffNodes, cut_unknown_nodes
+from deploy.frontends.shapes import (
+    clear_negative_sizes,
+    infer_outputs,
+    infer_shapes,
+    make_spec,
+)
 from deploy.graph.edit import (
     copy_message,
-    copy_without_initializers,
     drop_dead,
     drop_initializer_inputs,
     drop_unused_domains,
     empty_default_domain,
-    infer_types,
+    extract_nodes,
     name_nodes,
     rename_added,
-    replace_field,
     sort_nodes,
 )
 from deploy.graph.index import (
     FLOAT,
     ONNX_DOMAINS,
     Graph,
-    all_graphs,
     all_nodes,
-    all_outputs,
-    by_name,
-    constant_nodes,
-    declared_values,
     has_subgraph,
+    iter_reads,
     names_of,
     opset_of,
 )
@@ -77,10 +76,8 @@ from deploy.tensors import TensorSpec
 
 _ROUNDS = 8  # folding a Shape creates new constants; real models need two rounds
 _MAX_NODES = 50_000  # after inlining; a kilobyte of functions can stand for billions
-_MAX_JOINED = 1 << 16  # elements of a Concat of constants whose values are propagated
 _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
 _FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
-_MAX_SMALL_WEIGHT = 1 << 12  # elements of a weight that shape inference may copy
 _ANY_SIZE = 64  # of open dimensions whose size does not matter
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
@@ -102,9 +99,9 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         shared_names = _count_shared_names(model.graph)
         fed_weights = _count_fed_weights(model)
         cleaned = _clean(model, fold_batchnorm)
-        model = cleaned.model
-        renamed = rename_added(model.graph)
-        _check_cleaned(model)
+        renamed = rename_added(cleaned.model.graph)
+        _check_cleaned(cleaned.model)
+        model, kernel_note = _with_kernels(cleaned.model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
         raise type(error)(_escape_unprintable(str(error))) from error.__cause__
 
@@ -112,11 +109,12 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         _note("Renamed {} whose name another node has.", shared_names, "node"),
         integer_weights_note,
         *cleaned.notes,
+        kernel_note,
     ]
     if renamed:
         notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
-    inputs = tuple(map(_make_spec, model.graph.input))
-    outputs = tuple(map(_make_spec, model.graph.output))
+    inputs = tuple(map(make_spec, model.graph.input))
+    outputs = tuple(map(make_spec, model.graph.output))
     loaded = LoadedModel(
         model=model,
         source=path,
@@ -136,7 +134,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         had_integer_weights=integer_weights_note is not None,
         was_training=cleaned.was_training,
         training_notes=cleaned.training_notes,
-        was_newer=cleaned.was_newer,
+        was_newer=cleaned.was_newer or kernel_note != "",
     )
     return loaded.with_inputs(_mark_inputs(model, inputs, outputs))
 
@@ -228,11 +226,10 @@ def read_source(
 
 
 def _check_cleaned(model: onnx.ModelProto) -> None:
-    """Check a cleaned model, and that ONNX Runtime loads it."""
+    """Check a cleaned model before ONNX Runtime loads it."""
     checks.check_valid(model)
     checks.check_precision(model)
     checks.check_weights(model)
-    _check_runs(model)
 
 
 def _check_original(model: onnx.ModelProto) -> None:
@@ -262,7 +259,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     freed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
     freed_note = "Removed {} from the list of inputs; they are constants now."
     notes = [checks.check_optimized(model), _note(freed_note, freed_count, "weight")]
-    _clear_negative_sizes(model.graph)
+    clear_negative_sizes(model.graph)
     if model.functions:
         model, inlining_note = inline_functions(model)
         notes.append(inlining_note)
@@ -283,7 +280,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     if sort_nodes(model.graph):
         notes.append("Put the nodes into the order in which they run.")
     name_nodes(model.graph)
-    model = _infer_outputs(model)
+    model = infer_outputs(model)
     checks.check_valid(model)
     if float16_note:
         drop_casts(model.graph, Graph(model).dtypes)
@@ -332,16 +329,69 @@ def lower_to_runtime(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     return infer_shapes(lowered), note
 
 
-def _clear_negative_sizes(graph: onnx.GraphProto) -> None:
-    """Make sizes of -1 unknown: old Paddle exports write them, and inference would multiply them.
+def _with_kernels(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    """Return a cleaned model that ONNX Runtime loads, and a note, "" if the model is unchanged.
 
-    A size of 0 is valid.
+    ONNX Runtime 1.32 has no kernel of Swish, and takes ONNX's function for it in opset 24 alone.
+
+    Raises:
+        ModelError: an operator without a kernel cannot be written with others.
     """
-    for body in all_graphs(graph):
-        for value in declared_values(body):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_value < 0:
-                    dim.ClearField("dim_value")
+    refusal = _find_refusal(model)
+    if refusal is None:
+        return model, ""
+    missing = _find_missing_kernels(model)
+    try:
+        decomposed = lower_opset(model, opset=opset_of(model), decomposed=missing)
+    except ExportError:
+        raise _explain(refusal) from refusal
+    folded, _ = _fold(infer_shapes(decomposed.model))
+    refusal = _find_refusal(folded)
+    if refusal is not None:
+        raise _explain(refusal) from refusal
+    operators = checks.list_counts(decomposed.rewritten)
+    return folded, f"Wrote {operators} with other operators: {runtime_version()} has no kernel."
+
+
+def _explain(refusal: BackendError) -> ModelError:
+    """Return the error for a model that ONNX Runtime refuses to load."""
+    # onnxruntime's message without its error code and file names
+    text = first_line(refusal.__cause__ or refusal).removeprefix("[ONNXRuntimeError] : ")
+    reason = text.split(" : ", 2)[-1]
+    return ModelError(
+        f"onnxruntime must load the model, got: {reason}; export it again "
+        "with operators that onnxruntime has on the CPU"
+    )
+
+
+def _find_refusal(model: onnx.ModelProto) -> BackendError | None:
+    """Return the error with which ONNX Runtime refuses to load a model, or None."""
+    try:
+        OrtSession.open(model, threads=1, optimize=False)
+    except BackendError as error:
+        return error
+    return None
+
+
+def _find_missing_kernels(model: onnx.ModelProto) -> set[str]:
+    """Return the operators of the main graph whose first node ONNX Runtime does not load alone."""
+    graph = Graph(model)
+    missing: set[str] = set()
+    first_nodes = {node.op_type: node for node in reversed(graph.nodes) if not node.domain}
+    for op_type, node in first_nodes.items():
+        reads = list(dict.fromkeys(iter_reads(node)))
+        constants = [graph.constants[name] for name in reads if name in graph.constants]
+        inputs = []
+        for name in reads:
+            if name not in graph.constants:
+                dtype, shape = graph.dtypes.get(name, FLOAT), graph.shapes.get(name)
+                inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+        part = extract_nodes(model, [node], (), inputs=inputs, outputs=outputs)
+        part.graph.initializer.extend(constants)
+        if _find_refusal(part) is not None:
+            missing.add(op_type)
+    return missing
 
 
 def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
@@ -470,121 +520,6 @@ def _float_notes(model: onnx.ModelProto) -> list[str]:
         if counts:
             notes.append(f"Left in float: {checks.list_counts(counts)} ({reason}).")
     return notes
-
-
-def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Infer shapes and types anew; keep those of the file where inference gives none.
-
-    Raises:
-        ModelError: the shapes contradict each other.
-    """
-    file_values = list(map(copy_message, model.graph.value_info))
-    del model.graph.value_info[:]
-    light_model = _without_values(model)
-    with checks.refuse_errors("shapes of the model must fit together"):
-        propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
-        inferred = infer_types(light_model or model, data_prop=propagates_values)
-    if light_model is not None:
-        replace_field(model.graph.output, inferred.graph.output)
-        model.graph.value_info.extend(inferred.graph.value_info)
-        inferred = model
-
-    graph = inferred.graph
-    missing = all_outputs(graph.node) - names_of((*graph.output, *graph.value_info))
-    graph.value_info.extend(value for value in file_values if value.name in missing)
-    return inferred
-
-
-def _infer_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Infer shapes and types, those of outputs too, whose shapes in the file may be wrong."""
-    file_types = [copy_message(value.type.tensor_type) for value in model.graph.output]
-    for value in model.graph.output:
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.ClearField("shape")
-    model = infer_shapes(model)
-    for value, file_type in zip(model.graph.output, file_types, strict=True):
-        inferred = value.type.tensor_type
-        if file_type.HasField("shape") and _sizes_agree(file_type.shape, inferred):
-            inferred.shape.CopyFrom(file_type.shape)
-    return model
-
-
-def _sizes_agree(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
-    """Whether a shape of the file contradicts no inferred size; 0 is an unknown size."""
-    if not inferred.HasField("shape"):
-        return True
-    if len(shape.dim) != len(inferred.shape.dim):
-        return False
-    for file_dim, inferred_dim in zip(shape.dim, inferred.shape.dim, strict=True):
-        sizes = {file_dim.dim_value, inferred_dim.dim_value}
-        if len(sizes - {0}) > 1:
-            return False
-    return True
-
-
-def _largest_joined(graph: onnx.GraphProto) -> int:
-    """Return the size of the largest Concat of constants; each may double the one before."""
-    constants = by_name(graph.initializer) | constant_nodes(graph.node)
-    sizes = {name: math.prod(tensor.dims) for name, tensor in constants.items()}
-    largest = 0
-    for node in graph.node:
-        if node.op_type == "Concat" and sizes.keys() >= set(node.input):
-            size = sum(sizes[name] for name in node.input)
-            sizes[node.output[0]] = size
-            largest = max(largest, size)
-    return largest
-
-
-def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Return a copy whose large weights have only a shape; None if it would not help.
-
-    No shape depends on the values of a float weight, and inference would copy them three times.
-    Inference also fills in subgraphs, so a model with subgraphs is used as it is.
-    """
-    graph = model.graph
-    large_tensors = list(filter(_is_large_weight, graph.initializer))
-    if not large_tensors or any(map(has_subgraph, graph.node)):
-        return None
-    light = copy_without_initializers(model, names_of(large_tensors))
-    for tensor in large_tensors:
-        light.graph.initializer.add(name=tensor.name, dims=tensor.dims, data_type=FLOAT)
-    return light
-
-
-def _is_large_weight(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_type == FLOAT and math.prod(tensor.dims) > _MAX_SMALL_WEIGHT
-
-
-def _check_runs(model: onnx.ModelProto) -> None:
-    """Refuse a model that ONNX Runtime does not load."""
-    try:
-        OrtSession.open(model, threads=1, optimize=False)
-    except BackendError as error:
-        # onnxruntime's message without its error code and file names
-        text = first_line(error.__cause__ or error).removeprefix("[ONNXRuntimeError] : ")
-        reason = text.split(" : ", 2)[-1]
-        raise ModelError(
-            f"onnxruntime must load the model, got: {reason}; export it again "
-            "with operators that onnxruntime has on the CPU"
-        ) from error
-
-
-def _make_spec(value: onnx.ValueInfoProto) -> TensorSpec:
-    """Return an input or output; its dtype is "sequence" or such if it is no tensor."""
-    tensor_type = value.type.tensor_type
-    kind = value.type.WhichOneof("value") or "tensor_type"
-    dtype = kind.removesuffix("_type")
-    if dtype == "tensor":
-        dtype = checks.type_name(tensor_type.elem_type)
-    return TensorSpec(value.name, dtype, tuple(map(_read_dimension, tensor_type.shape.dim)))
-
-
-def _read_dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    """Return a size, the name of a symbolic one, or None for an unknown one."""
-    if dim.HasField("dim_param"):
-        # Paddle writes "?" for any unknown dimension
-        return dim.dim_param if dim.dim_param not in ("", "?") else None
-    return dim.dim_value if dim.dim_value > 0 else None
 
 
 def _note(sentence: str, count: int, noun: str) -> str:

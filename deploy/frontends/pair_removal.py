@@ -22,9 +22,10 @@ from deploy.errors import ModelError
 from deploy.frontends import checks
 from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.lift import complete_axes
-from deploy.frontends.onnx_file import infer_shapes, inline_functions, lower_to_runtime
+from deploy.frontends.onnx_file import inline_functions, lower_to_runtime
 from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, PairGrids, Q, find_pair_grid
 from deploy.frontends.plugins import check_part_valid
+from deploy.frontends.shapes import infer_shapes
 from deploy.graph.edit import (
     bypass,
     claim_name,

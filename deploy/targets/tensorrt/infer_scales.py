@@ -50,7 +50,7 @@ import numpy as np
 import onnx
 
 from deploy.frontends import checks
-from deploy.frontends.onnx_file import infer_shapes
+from deploy.frontends.shapes import infer_shapes
 from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
 from deploy.graph.gates import find_gates

@@ -1,0 +1,148 @@
+"""Shapes and types of a model's tensors: inferred anew, and read as `TensorSpec`.
+
+Exporters store wrong and stale shapes, so those that can be inferred replace those of the file::
+
+    shape of the file     [1, 8, 0, -1]
+    inferred              [1, 8, "h", 12]     kept from the file only where nothing is inferred
+
+Large weights are left out while ONNX infers: no shape depends on their values.
+"""
+
+import math
+
+import onnx
+
+from deploy.frontends import checks
+from deploy.graph.edit import (
+    copy_message,
+    copy_without_initializers,
+    infer_types,
+    replace_field,
+)
+from deploy.graph.index import (
+    FLOAT,
+    all_graphs,
+    all_outputs,
+    by_name,
+    constant_nodes,
+    declared_values,
+    has_subgraph,
+    names_of,
+)
+from deploy.tensors import TensorSpec
+
+_MAX_JOINED = 1 << 16  # elements of a Concat of constants whose values are propagated
+_MAX_SMALL_WEIGHT = 1 << 12  # elements of a weight that shape inference may copy
+
+
+def clear_negative_sizes(graph: onnx.GraphProto) -> None:
+    """Make sizes of -1 unknown: old Paddle exports write them, and inference would multiply them.
+
+    A size of 0 is valid.
+    """
+    for body in all_graphs(graph):
+        for value in declared_values(body):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0:
+                    dim.ClearField("dim_value")
+
+
+def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Infer shapes and types anew; keep those of the file where inference gives none.
+
+    Raises:
+        ModelError: the shapes contradict each other.
+    """
+    file_values = list(map(copy_message, model.graph.value_info))
+    del model.graph.value_info[:]
+    light_model = _without_values(model)
+    with checks.refuse_errors("shapes of the model must fit together"):
+        propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
+        inferred = infer_types(light_model or model, data_prop=propagates_values)
+    if light_model is not None:
+        replace_field(model.graph.output, inferred.graph.output)
+        model.graph.value_info.extend(inferred.graph.value_info)
+        inferred = model
+
+    graph = inferred.graph
+    missing = all_outputs(graph.node) - names_of((*graph.output, *graph.value_info))
+    graph.value_info.extend(value for value in file_values if value.name in missing)
+    return inferred
+
+
+def infer_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Infer shapes and types, those of outputs too, whose shapes in the file may be wrong."""
+    file_types = [copy_message(value.type.tensor_type) for value in model.graph.output]
+    for value in model.graph.output:
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
+    model = infer_shapes(model)
+    for value, file_type in zip(model.graph.output, file_types, strict=True):
+        inferred = value.type.tensor_type
+        if file_type.HasField("shape") and _sizes_agree(file_type.shape, inferred):
+            inferred.shape.CopyFrom(file_type.shape)
+    return model
+
+
+def _sizes_agree(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) -> bool:
+    """Whether a shape of the file contradicts no inferred size; 0 is an unknown size."""
+    if not inferred.HasField("shape"):
+        return True
+    if len(shape.dim) != len(inferred.shape.dim):
+        return False
+    for file_dim, inferred_dim in zip(shape.dim, inferred.shape.dim, strict=True):
+        sizes = {file_dim.dim_value, inferred_dim.dim_value}
+        if len(sizes - {0}) > 1:
+            return False
+    return True
+
+
+def _largest_joined(graph: onnx.GraphProto) -> int:
+    """Return the size of the largest Concat of constants; each may double the one before."""
+    constants = by_name(graph.initializer) | constant_nodes(graph.node)
+    sizes = {name: math.prod(tensor.dims) for name, tensor in constants.items()}
+    largest = 0
+    for node in graph.node:
+        if node.op_type == "Concat" and sizes.keys() >= set(node.input):
+            size = sum(sizes[name] for name in node.input)
+            sizes[node.output[0]] = size
+            largest = max(largest, size)
+    return largest
+
+
+def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """Return a copy whose large weights have only a shape; None if it would not help.
+
+    No shape depends on the values of a float weight, and inference would copy them three times.
+    Inference also fills in subgraphs, so a model with subgraphs is used as it is.
+    """
+    graph = model.graph
+    large_tensors = list(filter(_is_large_weight, graph.initializer))
+    if not large_tensors or any(map(has_subgraph, graph.node)):
+        return None
+    light = copy_without_initializers(model, names_of(large_tensors))
+    for tensor in large_tensors:
+        light.graph.initializer.add(name=tensor.name, dims=tensor.dims, data_type=FLOAT)
+    return light
+
+
+def _is_large_weight(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_type == FLOAT and math.prod(tensor.dims) > _MAX_SMALL_WEIGHT
+
+
+def make_spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    """Return an input or output; its dtype is "sequence" or such if it is no tensor."""
+    tensor_type = value.type.tensor_type
+    kind = value.type.WhichOneof("value") or "tensor_type"
+    dtype = kind.removesuffix("_type")
+    if dtype == "tensor":
+        dtype = checks.type_name(tensor_type.elem_type)
+    return TensorSpec(value.name, dtype, tuple(map(_read_dimension, tensor_type.shape.dim)))
+
+
+def _read_dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    """Return a size, the name of a symbolic one, or None for an unknown one."""
+    if dim.HasField("dim_param"):
+        # Paddle writes "?" for any unknown dimension
+        return dim.dim_param if dim.dim_param not in ("", "?") else None
+    return dim.dim_value if dim.dim_value > 0 else None
