@@ -368,7 +368,7 @@ class ProgressReporter:
 
     def __post_init__(self) -> None:
         self._start = self._last_line = self.clock()
-        self.phases = [Phase(name="working", start=self._start, has_line=True)]
+        self.phases = [Phase(name="loading", start=self._start, has_line=True)]
 
     def begin(self) -> None:
         """Start the thread that prints progress."""
@@ -519,7 +519,7 @@ def say_progress(line: str) -> None:
 
 
 def _join_names(phases: Sequence[Phase]) -> str:
-    """Return the names of the open phases; "working" only if there is no other."""
+    """Return the names of the open phases; "loading" only if there is no other."""
     return ": ".join(f"{phase.number}{phase.name}" for phase in phases[1:] or phases)
 
 

@@ -288,7 +288,7 @@ def test_repairs_and_searches_precede_float(auto_coarse, coarse, command, tmp_pa
     output, out = auto_coarse("repaired", REPAIRED)
     assert "3 layers in int8, 0 in float." in output
     assert len(losses_of(out)) == 2
-    assert "weight rounding by output error: 1 layer gives" in output
+    assert "adaptive rounding: 1 layer" in output
     assert "coarse_corrected.onnx is the float model with these repairs, and goes with" in output
     assert json.loads((out / RANKING).read_text()) == []  # no layer had to be ranked
     redeployed, images = tmp_path / "again", coarse.with_suffix(".npy")

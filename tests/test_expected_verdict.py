@@ -63,7 +63,7 @@ def test_other_task_outputs_are_judged(monkeypatch):
     judge = make_predictor()
     verdict = judge.predict(None, noise=0.0)
     assert verdict.level == DOUBTFUL
-    assert verdict.doubtful == "6.0 dB in the worst part, age"
+    assert verdict.doubtful == "6.0 dB (worst: age)"
 
 
 @pytest.mark.parametrize(

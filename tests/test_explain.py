@@ -149,7 +149,12 @@ def test_nan_layer_is_the_worst(changed_copy):
 
 FLOATS = (
     ("r", "Relu", "the node before it is float", plan_file.RULE),
-    ("m", "Mul", "to and fro would cost more than it wins", plan_file.CONSEQUENCE),
+    (
+        "m",
+        "Mul",
+        "converting to float and back would cost more than int8 saves",
+        plan_file.CONSEQUENCE,
+    ),
     ("s", "Conv", "slower in int8: 9 us, 4 us in float", plan_file.TIME),
     ("b", "Conv", "alone in int8 its group of 2 layers leaves 12.5 dB of y[0:4]", plan_file.NOISE),
     ("a", "Conv", "alone in int8 it leaves 4.4 dB of y[4:22]", plan_file.NOISE),

@@ -538,10 +538,10 @@ def test_what_is_good_is_told_only_where_nothing_is_worse():
     )  # a speed by chance, of a model that stays in float
     assert make_detections.level == FLOAT and "no layer could be int8" in make_detections.text
     assert judge(accuracy(part(40)), speed=(2.0, 1.9, 2.1)).reasons == (
-        "40.0 dB in the worst part, y",
+        "40.0 dB (worst: y)",
         "2.00x (1.90 to 2.10) the speed of FP32",
     )
-    assert judge(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
+    assert judge(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB (worst: y)",)
     make_detections = verdict(accuracy=None, speed=None, int8=True, gates=Gates())
     assert (
         make_detections.level == DOUBTFUL
@@ -605,7 +605,7 @@ def test_an_engine_that_gives_its_input_back_is_not_good():
     exact = compared(0.03, 0.0)
     assert judge(exact).level == GOOD
     identity = compared(0.03, None)
-    assert "0.0 dB in the worst part, y - x" in judge(identity).text
+    assert "0.0 dB (worst: y - x)" in judge(identity).text
     assert judge(identity).level == DOUBTFUL
 
 
@@ -621,7 +621,7 @@ def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
     small_change = compared(0.03, 0.003)
     assert small_change.worst.label == "y - x"
     assert small_change.worst.sqnr_db == pytest.approx(20, abs=0.5)
-    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judge(small_change).text
+    assert "19.8 dB (worst: y - x); 50.4 dB in y" in judge(small_change).text
     assert compared(0.5, 0.03).worst.label == "y"
     assert compared(1e-6, 0.03).worst.label == "y"  # rounding alone
     # a state, or of another shape

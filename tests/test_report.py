@@ -350,7 +350,7 @@ def test_screen_shows_speed_size_and_accuracy():
     assert len(text.splitlines()) <= 16
     assert "Ship          logits" in text
     assert "Next          calib8 bench logits --threads 1" in text  # the model was in memory
-    assert "entropy, calibrated anew in 1.5 s: logits" in to_markdown(full_report())
+    assert "entropy, calibrated in 1.5 s: logits" in to_markdown(full_report())
 
 
 @pytest.mark.parametrize("level", ["keep FP32", "unusable"])
@@ -430,7 +430,7 @@ def test_every_form_shows_every_target():
     page = to_html(report)
     assert "| onnxruntime | 5 of 6 nodes int8 | V 1, W 1, X 1, Y 1, Z 1 | mse |" in markdown
     assert "| ascend | 1 of 3 nodes int8 | Conv 1 | ARQ and IFMR |" in markdown
-    assert "Calibration: calibrated anew" in markdown
+    assert "Calibration: calibrated" in markdown
     assert "the chip has none" in markdown
     assert "ascend: set --soc" in markdown
     assert len(text.splitlines()) <= 24
@@ -484,7 +484,7 @@ def test_work_of_a_build_is_reported():
     text = to_markdown(report)
     assert "- 500 images decoded\n- 100 calibration inferences (logits 100)\n" in text
     assert "- 400 reference inferences\n- 400 engine inferences (onnxruntime 400)" in text
-    assert "Observed: logits, histogram: 2 tensors, observed anew" in text
+    assert "Observed: logits, histogram: 2 tensors, observed now" in text
     assert to_json(report)["work"] == {
         "decodes": 500,
         "calibration_runs": {"logits": 100},
@@ -504,7 +504,7 @@ def test_partly_reused_cache_is_reported():
     text = to_markdown(Report(calibration=part))
     assert "reused in part: ascend" in text
     assert "folded, histogram: 1 tensor, reused" in text
-    assert "unfolded, histogram: 1 tensor, observed anew" in text
+    assert "unfolded, histogram: 1 tensor, observed now" in text
 
 
 def test_repr_is_screen_and_notebook_iframe():
@@ -587,7 +587,7 @@ def test_report_shows_ranges_targets_really_used(small_cnn, pictures, tmp_path):
     assert report.calibration.method == ""  # mse was the default, and no target used it
     document = json.loads((tmp_path / "report.json").read_text())
     assert [target["name"] for target in document["targets"]] == ["narrow", "elsewhere", "broken"]
-    assert "halving, calibrated anew" in to_markdown(report)
+    assert "halving, calibrated" in to_markdown(report)
     assert "Failed        broken: a chip must be there, got none" in repr(report)
 
 

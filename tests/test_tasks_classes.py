@@ -800,7 +800,7 @@ def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
     parts = tuple(sorted([part("face", db), part("box", beside)], key=lambda one: one.sqnr_db))
     found = dict(judge_accuracy(Accuracy(samples=9, outputs=(), parts=parts, task=task), None))
     assert set(found) == {level, GOOD}
-    assert level == GOOD or "in the worst part, box" in found[level]
+    assert level == GOOD or "(worst: box" in found[level]
 
 
 @pytest.mark.parametrize(

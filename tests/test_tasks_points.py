@@ -356,7 +356,7 @@ def test_the_screen_tells_key_points_and_no_classes(tmp_path):
     (told,) = json.loads((tmp_path / "out" / "report.json").read_text())["engines"][1:]
     assert told["accuracy"]["task"]["task"] == "key points"
     said = screen(tmp_path, "yz")  # the first of several outputs, of no task
-    assert "Top-1" not in said and "dB in the worst part" in said
+    assert "Top-1" not in said and "dB (worst:" in said
 
 
 LARGE, STRIDES = (96, 128), (8, 16)  # height, width of a larger picture

@@ -329,7 +329,7 @@ def test_of_numbers_that_hardly_vary_what_varies_is_judged(build):
     (part,) = told["parts"]
     assert code == 0 and part["label"] == "y - its mean" and part["less"] == "its mean"
     assert 5 < part["sqnr_db"] < told["outputs"][0]["sqnr_db"] - 15
-    assert "good:" in out and "in the worst part, y - its mean" in " ".join(out.split())
+    assert "good:" in out and "(worst: y - its mean" in " ".join(out.split())
     code, out, told = build(level, large=100.0)
     assert told["outputs"][0]["sqnr_db"] > 15 > 5 > told["parts"][0]["sqnr_db"]
     assert code == 0 and "doubtful:" in out

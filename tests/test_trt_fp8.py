@@ -403,7 +403,7 @@ def test_repairs_use_the_fp8_grid(run, wide_net, images, tmp_path, fp8_folder):
     code, _, _ = run(*arguments)
     page = (tmp_path / "report.md").read_text("utf-8")
     assert code == 0
-    for name in ("weight rounding by output error", "bias correction"):
+    for name in ("adaptive rounding", "bias correction"):
         assert re.search(f"{name}: (worst part|nothing|[0-9]+ layer)", page), name
 
 

@@ -125,9 +125,9 @@ class ModelComparison(PrintedResult):
         """The tensor from which the models differ, in one sentence."""
         difference = self.first_difference
         if difference is None:
-            return f"They do not part: no tensor is below {self.min_sqnr_db:g} dB."
+            return f"The models agree: no tensor is below {self.min_sqnr_db:g} dB."
         return (
-            f"They part at {difference.tensor!r}, made by {difference.operator}"
+            f"The models differ from {difference.tensor!r} on, made by {difference.operator}"
             f" {difference.module or difference.node!r}: {difference.accuracy.sqnr_db:.1f} dB, the"
             f" first below {self.min_sqnr_db:g} dB."
         )

@@ -47,6 +47,7 @@ from deploy.files.staging import Stage, stage_files
 
 _SEARCH_PARTS = {"method", "rule"}  # these affect the search only, not the statistics
 _PARTIAL_PARTS = {"order"}  # these affect some observations only
+NO_CACHE = "does not exist yet"  # end of the reason for a first calibration
 _MAX_LISTED = 5  # kinds of observations that a message lists
 _MAX_VARIANTS = 4  # variants retained from older runs, besides the cleaned model
 
@@ -212,7 +213,7 @@ def _load_cache(policy: CachePolicy, until: StabilityRule | None) -> store.Store
     if policy.refresh:
         raise CacheError(f"{path} is rebuilt, as requested")
     if not path.exists():
-        raise CacheError(f"{path} does not exist yet")
+        raise CacheError(f"{path} {NO_CACHE}")
     if not store.sidecars(path)[0].exists():
         raise CacheError(
             f"{path} has no fingerprint beside it, so nothing tells what it was made from"

@@ -74,7 +74,7 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     elif max_loss is not None:
         cosines = [part.cosine_mean for part in accuracy.parts]
         share, limits = 1 - min(cosines, default=math.nan), _TASK_LIMITS
-        text = f"1 - cosine is {share:.4f} in the worst part"
+        text = f"1 - cosine is {share:.4f} at worst"
     else:
         return None
     return _rate_loss(share, max_loss, limits, text)
@@ -148,7 +148,7 @@ def _rate_part(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple
         limits = _TASK_PART_LIMITS
     elif part.less:
         limits = _VARYING_LIMITS if part.less == USUAL else _CHANGE_LIMITS
-    return _level(-part.sqnr_db, limits), f"{part.sqnr_db:.1f} dB in the worst part, {part.label}"
+    return _level(-part.sqnr_db, limits), f"{part.sqnr_db:.1f} dB (worst: {part.label})"
 
 
 def question_reference(accuracy: Accuracy) -> Iterator[tuple[str, str]]:

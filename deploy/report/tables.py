@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import TypeVar
 
+from deploy.calibration.reuse import NO_CACHE
 from deploy.files.manifest import RECORDS
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
@@ -231,7 +232,7 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
         if runs >= min_runs:
             change = _speed_text(report) if figure == "p50" else ""
             yield _line(f"{name} {figure}", parts, partial(_time, "latency", figure), change)
-    yield _line("Variation", parts, lambda part: f"{part.latency.cv_percent:.3g} %")
+    yield _line("Spread (std / mean)", parts, lambda part: f"{part.latency.cv_percent:.3g} %")
     for label, clock in _DEVICE_CLOCKS.items():
         yield _line(label, parts, partial(_time, clock, "p50"))
     yield _line("Throughput", parts, lambda part: figures.rate(part.throughput_qps))
@@ -387,7 +388,7 @@ def calibration_text(report: Findings) -> str:
         text = f"{method}, {text}"
     if part.seconds is not None:
         text += f" in {part.seconds:.1f} s"
-    if part.reason:
+    if part.reason and not part.reason.endswith(NO_CACHE):
         text += f": {part.reason}"
     return text
 
@@ -399,12 +400,12 @@ def _reuse_text(part: CalibrationPart) -> str:
         return "nothing calibrated"
     if any(group.reused for group in part.groups):
         return "cache reused in part"
-    return "calibrated anew"
+    return "calibrated"
 
 
 def group_text(group: GroupRow) -> str:
     """Return one kind of observation: "folded, histogram: 31 tensors, reused"."""
-    origin = "reused" if group.reused else "observed anew"
+    origin = "reused" if group.reused else "observed now"
     tensors = figures.count(group.tensors, "tensor")
     return f"{group.variant}, {group.statistic}: {tensors}, {origin}"
 

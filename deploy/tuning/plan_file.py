@@ -53,7 +53,7 @@ _SPLIT_FIELDS = (*_FIGURES, "is_timed", "taken", "figure", "level")
 
 # why a node is float
 NOISE, TIME, CONSEQUENCE, RULE = "noise", "time", "consequence", "rule"
-BETWEEN = "to and fro would cost more than it wins"
+BETWEEN = "converting to float and back would cost more than int8 saves"
 NO_ADDS: Mapping[str, str] = MappingProxyType({})
 _NOISY, _SLOWER = "alone in ", "slower in int8"
 _DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")

@@ -282,7 +282,7 @@ class GrowingComparison:
         self._own_states = OwnStates(evaluation_set.subset.states)
         self.keys: list[int] = []
 
-    @phase("judging")
+    @phase("checking accuracy")
     def compare(self, max_samples: int, *, threads: int) -> Accuracy:
         """Return the accuracy on at most `max_samples` samples; each runs once.
 

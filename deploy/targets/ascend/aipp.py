@@ -244,6 +244,12 @@ def _round_up(side: int, unit: int) -> int:
     return -(-side // unit) * unit
 
 
+def _map_back(axis: str, offset: int, ratio: float) -> str:
+    """Return the formula from a position in the model's input to one in the frame."""
+    sign = "-" if offset >= 0 else "+"
+    return f"{axis} = ({axis} {sign} {abs(offset)}) * {ratio:.6g}"
+
+
 def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSource) -> str:
     """Describe the steps of the host or of DVPP, with all sizes."""
     frame, resized, stored = map(format_size, (plan.frame, plan.resized, plan.stored))
@@ -269,7 +275,9 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
         text += (
             f" The calibration resized to {format_size(calibrated_size)} and {action} at row"
             f" {abs(top)}, column {abs(left)}: DVPP needs even sides and rows, and columns of a"
-            " multiple of 16 for pasting; undo DVPP's values in the results."
+            " multiple of 16 for pasting. Map boxes back to the frame by"
+            f" {_map_back('x', column, plan.frame[1] / plan.resized[1])},"
+            f" {_map_back('y', row, plan.frame[0] / plan.resized[0])}."
         )
     return text
 

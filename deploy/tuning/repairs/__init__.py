@@ -42,7 +42,7 @@ class Repair:
 
 
 REPAIRS: dict[str, Repair] = {
-    ROUNDING: Repair(title="weight rounding by output error", layer_repair=round_weights),
+    ROUNDING: Repair(title="adaptive rounding", layer_repair=round_weights),
     "bias": Repair(title="bias correction", request_repair=correct_biases),
 }
 

@@ -29,7 +29,7 @@ from onnx import numpy_helper
 from calibrators.grids import INT8, Grid, round_to_grid
 from calibrators.rounding import block_products, gram, round_by_output
 from calibrators.weights import is_depthwise, tight_pair_mask
-from deploy.errors import Calib8Error
+from deploy.errors import Calib8Error, counted
 from deploy.graph.edit import update_tensors
 from deploy.graph.index import pad_with_zeros, padded_name
 from deploy.method import NO_CHOICES
@@ -89,12 +89,11 @@ def round_weights(
 
 
 def _report_text(error_ratios: Sequence[float]) -> str:
-    count = len(error_ratios)
-    layers = "1 layer gives" if count == 1 else f"{count} layers give"
+    layers = counted(len(error_ratios), "layer")
     if not np.isfinite(error_ratios).all():
-        return f"{layers} less error on the samples that round them"
+        return f"{layers}, less error on the samples that round them"
     mean = float(np.exp(np.log(np.maximum(error_ratios, 1e-12)).mean()))
-    return f"{layers} {mean:.2f} times the squared error on other samples"
+    return f"{layers}, squared error on other samples {100 * (mean - 1):+.0f} %"
 
 
 def rounded_trial_builder(
