@@ -184,6 +184,12 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
     assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
 
 
+def test_further_decisions_are_judged_by_decibels():
+    said = [{"glasses": np.float32([[n % 2]]), "hat": np.float32([[n // 2 % 2]])} for n in range(8)]
+    form, same = figure(said, said)
+    assert form.task.output == "glasses" and form.uncovered == ("hat",) and same.count == "8 of 8"
+
+
 def test_several_outputs_of_the_same_steps_are_no_task():
     letters = [{"letters": np.ones((1, 30), np.float32)}] * 4
     dots = [{"dot": softmax(framed(spoken(n, 3), 3))[None]} for n in range(4)]

@@ -182,9 +182,9 @@ class Comparison:
         length = batch_length(feed, self._batch_inputs)
         rows = length if count is None else min(length, count - self._samples)
         batch = _Batch(
-            inputs=_first_rows(feed, rows, length),
-            reference=_first_rows({name: reference[name] for name in self._errors}, rows, length),
-            candidate=_first_rows({name: candidate[name] for name in self._errors}, rows, length),
+            inputs=_first_rows(feed, feed, rows, length),
+            reference=_first_rows(reference, self._errors, rows, length),
+            candidate=_first_rows(candidate, self._errors, rows, length),
             length=rows,
         )
         for name, error in self._errors.items():
@@ -193,8 +193,9 @@ class Comparison:
 
         self._samples += rows
         self._waiting.append(batch)
-        needed = form_samples(batch.inputs, batch.reference, rows)
-        if self._form is not None or self._samples >= needed:
+        if self._form is not None or self._samples >= form_samples(
+            batch.inputs, batch.reference, rows
+        ):
             self._settle()
 
     def _settle(self) -> OutputForm:
@@ -466,12 +467,11 @@ def _problems(
             )
 
 
-def _first_rows(outputs: Outputs, rows: int, batch: int) -> Outputs:
-    """Return the first `rows` rows of every output whose first dimension is the batch."""
-    if rows == batch:
-        return outputs
+def _first_rows(arrays: Outputs, names: Iterable[str], rows: int, batch: int) -> Outputs:
+    """Return the first `rows` rows of these arrays whose first dimension is the batch."""
     cut = {}
-    for name, value in outputs.items():
-        has_batch = np.ndim(value) and value.shape[0] == batch
-        cut[name] = value[:rows] if has_batch else value
+    for name in names:
+        value = arrays[name]
+        is_cut = rows < batch and np.ndim(value) and value.shape[0] == batch
+        cut[name] = value[:rows] if is_cut else value
     return cut

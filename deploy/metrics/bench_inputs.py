@@ -17,6 +17,7 @@ from deploy.tensors import Array, TensorSpec
 Shapes = Mapping[str, Sequence[int]]
 
 FEED_COUNT = 4  # number of different inputs, used in turn
+_EXAMPLE_SIZE = 224  # of an open dimension in the example of a message
 
 
 def random_feeds(
@@ -159,11 +160,13 @@ def _choose_shape(spec: TensorSpec, shape: Sequence[int] | None) -> tuple[int, .
             )
         return tuple(shape)
 
-    dimensions = list(spec.shape)
-    if dimensions and not isinstance(dimensions[0], int):
-        dimensions[0] = 1
-    sizes = [224 if not isinstance(dimension, int) else dimension for dimension in dimensions]
-    if sizes != dimensions:
+    sizes = []
+    for axis, dimension in enumerate(spec.shape):
+        if isinstance(dimension, int):
+            sizes.append(dimension)
+        else:
+            sizes.append(1 if axis == 0 else _EXAMPLE_SIZE)
+    if _has_open_dimension(spec):
         example = quote(f"{spec.name}:{_join(sizes)}")
         raise ConfigError(
             "every dimension of an input but the batch must be known, got"
@@ -177,8 +180,8 @@ def _join(shape: Iterable[int]) -> str:
 
 
 def _shape_text(spec: TensorSpec) -> str:
-    dimensions = ["?" if dimension is None else str(dimension) for dimension in spec.shape]
-    return f"[{', '.join(dimensions)}]"
+    dimensions = ", ".join(map(str, spec.shape))
+    return f"[{dimensions.replace('None', '?')}]"
 
 
 def _draw_values(spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:

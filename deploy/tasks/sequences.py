@@ -48,10 +48,10 @@ def _read_steps(value: Array, axis: int) -> Array | None:
 
 
 def _read_step_samples(samples: Sequence[Array], axis: int) -> list[Array]:
-    """Return the steps of all samples; none if a sample has none, or another number of classes."""
+    """Return the steps of all samples; none if one has none, or another number of classes."""
     tables = []
     for value in samples:
-        steps = _read_steps(value, axis)
+        steps = _read_steps(value, axis) if is_floating(value) else None
         if steps is None or len(steps) < thresholds.MIN_STEPS or steps.shape[1] < 2:
             return []
         tables.append(steps)
@@ -158,7 +158,7 @@ def find_steps(samples: FirstSamples) -> Steps | None:
 
     decisions = [name for name in values_by_name if _are_decisions(name, samples)]
     others = [name for name in values_by_name if name not in decisions]
-    if len(decisions) == 1 and all(_is_vector(samples.outputs[0][name]) for name in others):
+    if decisions and all(_is_vector(samples.outputs[0][name]) for name in others):
         return Steps(decisions[0], 2, None)
 
     axis_by_name = {}
