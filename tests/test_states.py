@@ -160,6 +160,7 @@ def test_errors_that_add_up_are_measured(effort, run, tmp_path):
     assert figures["y"] == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.slow
 def test_build_with_found_states_is_deterministic(run, tmp_path):
     model = save_net(tracker(), tmp_path / "net.onnx")
     images = save_sequences(tmp_path / "c", sequences([5, 3]))

@@ -466,6 +466,11 @@ def test_profile_varies_only_the_batch():
         "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 11)),
     }
+    # an open first dimension that is no batch has the sizes of the samples
+    no_batch = profiles_for(
+        shapes, shapes_fed, max_batch=8, batch_inputs=(), sample_range=sample_range
+    )
+    assert no_batch["x"] == InputShapeRange((2, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8))
     with pytest.raises(ConfigError, match="must fit"):
         profiles_for({"x": (1, 3)}, {"x": (1, 4)}, max_batch=1)
 

@@ -18,6 +18,7 @@ from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
 from deploy.errors import Calib8Error, ConfigError
 from deploy.feed.annotations import Annotations
+from deploy.feed.batch_axis import batch_inputs
 from deploy.feed.evaluation import read_labels
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
@@ -214,6 +215,7 @@ def build_with(
             declared=calibration.loaded.declaration,
         )
         build = replace(build, metric=metric)
+        _refuse_other_samples(build, calibration)
         _refuse_broken_metric(build, calibration)
         plans, plan_path = _plan_targets(build, calibration, stage)
         results = build_targets(
@@ -296,6 +298,20 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
         task=options.task or "",
         stage=stage,
     )
+
+
+def _refuse_other_samples(build: PreparedBuild, calibration: CalibrationResult) -> None:
+    """Refuse evaluation samples that are rows of a batch where calibration samples are not."""
+    if build.evaluation is None:
+        return
+    batch_names = batch_inputs(calibration.loaded.inputs)
+    evaluation_names = batch_inputs(build.evaluation.specs)
+    if batch_names != evaluation_names:
+        names = ", ".join(sorted(batch_names ^ evaluation_names))
+        raise ConfigError(
+            f"the first dimension of {names} is a batch in the calibration samples or in the"
+            " evaluation samples, and part of a sample in the others; say which (--batch-axis)"
+        )
 
 
 def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) -> None:
