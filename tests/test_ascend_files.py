@@ -243,8 +243,8 @@ NV12, RGB888 = {"color": "nv12"}, {}
 
 
 EVEN = (
-    ": DVPP needs even sides and rows, and columns of a multiple of 16 for pasting. Map boxes back to"
-    " the frame by"
+    ": DVPP needs even sides and rows, and columns of a multiple of 16 for pasting. Map boxes back"
+    " to the frame by"
 )
 
 
@@ -264,7 +264,8 @@ EVEN = (
             (1920, 1080),
             "DVPP (height x width): resize 1920x1080 to 320x180 (linear), paste"
             " at row 0, column 64 of 320x320 filled with Y 114, U 128, V 128. The calibration"
-            f" resized to 320x180 and pasted at row 0, column 70{EVEN} x = (x - 64) * 6, y = (y - 0) * 6.",
+            f" resized to 320x180 and pasted at row 0, column 70{EVEN} x = (x - 64) * 6,"
+            " y = (y - 0) * 6.",
         ),
         (
             YOLO,
@@ -279,8 +280,8 @@ EVEN = (
             (720, 1280),
             "DVPP (height x width): resize 720x1280 to 342x606 (linear), crop"
             " 300x300 at row 20, column 152. It is 300x304 in memory; AIPP crops the upper left"
-            f" 299x299. The calibration resized to 341x606 and cropped at row 21, column 153{EVEN} x = (x +"
-            " 152) * 2.11221, y = (y + 20) * 2.10526.",
+            f" 299x299. The calibration resized to 341x606 and cropped at row 21, column 153{EVEN}"
+            " x = (x + 152) * 2.11221, y = (y + 20) * 2.10526.",
         ),
         ({}, RGB888, (16, 24), "The host (height x width): resize 16x24 to 32x48 (linear)."),
     ],
