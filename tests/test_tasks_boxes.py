@@ -513,6 +513,21 @@ def test_a_distribution_stands_where_its_cell_is():
     assert all(np.abs(found - one).max(axis=1).min() < 1e-3 for one in wanted)
 
 
+@pytest.mark.parametrize("form", [v5, v8])
+def test_declared_classes_tell_an_objectness(form):
+    """Beside mask weights, as YOLO v5 and v8 for segmentation have them."""
+    made = np.random.default_rng(0)
+    references = [form(n) for n in range(4)]
+    for outputs in references:
+        ((name, value),) = outputs.items()
+        rows = value if form is v5 else value.swapaxes(1, 2)
+        rows = np.concatenate([rows, made.normal(0, 1, (*rows.shape[:2], 6))], axis=2)
+        outputs[name] = np.float32(rows if form is v5 else rows.swapaxes(1, 2))
+    metric = Metric(None, declared=Declaration(classes=5))
+    decoder = derive_form(references, inputs=[fed()] * 4, metric=metric).task.decoder
+    assert decoder.classes == 5 and bool(decoder.gates) == (form is v5)
+
+
 def test_levels_of_different_classes_are_no_detector():
     references = [forms.gated(n, classes=2) for n in range(4)]
     for number, outputs in enumerate(references):

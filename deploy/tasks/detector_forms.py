@@ -165,16 +165,18 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
         yield RowDecoder(scores=table.part(0, share_count), box_columns=bins, grids=table.grids)
 
     score_count = _count_shares(table, _BOX)
-    if class_count and score_count >= class_count:
-        score_count = class_count + (table.width == _BOX + 1 + class_count)
     if not score_count and is_set:
         score_count = table.width - _BOX
     if not score_count:
         return
 
-    end = _BOX + score_count
-    scores = _to_probabilities(table.rows[:, _BOX:end])
-    first_class = _BOX + _has_objectness(scores, table.columns.layout)
+    if class_count and score_count >= class_count:
+        has_objectness = table.columns.layout == ROWS and score_count > class_count
+        score_count = class_count + has_objectness
+    else:
+        scores = _to_probabilities(table.rows[:, _BOX : _BOX + score_count])
+        has_objectness = _has_objectness(scores, table.columns.layout)
+    first_class, end = _BOX + has_objectness, _BOX + score_count
     yield RowDecoder(
         scores=table.part(first_class, end),
         box_columns=table.part(0, _BOX),
