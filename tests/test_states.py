@@ -8,8 +8,9 @@ import onnxruntime as ort
 import pytest
 
 from deploy.calibration.reference_outputs import make_evaluation_set
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, FeedError
 from deploy.feed.feed import Dataset
+from deploy.feed.sampling import Choice
 from deploy.feed.states import find_states, spread_steps
 from deploy.frontends import load
 from deploy.tensors import TensorSpec
@@ -183,6 +184,33 @@ def test_limit_takes_first_steps_of_sequences():
     assert starts[0] and sum(starts) == len(set(steps))
 
 
+def test_batch_of_steps_is_refused():
+    model = tracker()
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_param = "n"
+    feed = load(model).open_samples(Dataset(source=[normal(2, 4, 3, 6, 6)]))
+    with pytest.raises(FeedError, match="got 4 for x"):
+        list(feed.samples())
+
+
+def test_bad_step_is_left_out_of_its_sequence():
+    model, (frames,) = tracker(), sequences([5])
+    damaged = frames.copy()
+    damaged[2] = np.nan
+    dataset = Dataset(source=[{"x": damaged}], skip_bad=True)
+    fed = list(load(model).open_samples(dataset).samples())
+    expected, _ = run_sequence(model, np.delete(frames, 2, axis=0))
+    for sample, step in zip(fed, expected, strict=True):
+        np.testing.assert_allclose(sample["c"], step["c"], atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["sample", "every"])
+def test_steps_between_are_never_left_out(option):
+    dataset = Dataset(source=sequences([5]), limit=Choice(**{option: 2}))
+    with pytest.raises(ConfigError, match="--"):
+        load(tracker()).open_samples(dataset)
+
+
 @pytest.mark.parametrize("lengths", [[1], [5], [3, 1, 4], [2] * 9])
 @pytest.mark.parametrize("max_steps", [1, 4, 100])
 def test_spread_steps_are_starts_of_sequences(lengths, max_steps):
@@ -217,5 +245,10 @@ def test_states_are_found_by_names(pairs, found):
     outputs = [TensorSpec(name, "float32", (1, 8)) for name in ("output", *output_names)]
     expected = dict(zip(state_names, output_names, strict=True)) if found else {}
     assert find_states(inputs, outputs) == expected
-    outputs = [TensorSpec(spec.name, "float32", (1, 9)) for spec in outputs]
-    assert find_states(inputs, outputs) == {}
+    others = [TensorSpec(spec.name, "float32", (1, 9)) for spec in outputs]
+    assert find_states(inputs, others) == {}
+    pictures = [
+        [TensorSpec(spec.name, "float32", (1, 3, 8, 8)) for spec in specs]
+        for specs in (inputs, outputs)
+    ]
+    assert find_states(*pictures) == {}

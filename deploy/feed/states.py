@@ -13,6 +13,7 @@ A file or an item of several rows is one sequence. Where each holds one row, all
 order are one sequence, and so are the frames of a video.
 """
 
+import bisect
 import re
 import threading
 from collections import Counter
@@ -26,7 +27,7 @@ from deploy.feed.arrays import ArraySource
 from deploy.feed.file_list import RawSample
 from deploy.feed.sampling import Choice, spread_evenly
 from deploy.feed.sources import Sample, SampleSource
-from deploy.tensors import Array, Session, TensorSpec
+from deploy.tensors import Array, FirstAxis, Session, TensorSpec
 
 States = Mapping[str, str]  # state input -> the output that the next step gets there
 StepFunction = Callable[[Sample], Mapping[str, Array]]
@@ -96,7 +97,8 @@ class Recurrence:
 def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> States:
     """Return the states that names and shapes show: h and hn, r1i and r1o, past_k and present_k.
 
-    None if no other input, or no other output, would remain.
+    None if no other input, or no other output, would remain. Pictures are left to the user: an
+    input and an output in the form of one mostly are an image and its improved version.
     """
     outputs_by_stem = {_stem(output.name): output for output in outputs}
     stem_counts = Counter(_stem(spec.name) for spec in (*inputs, *outputs))
@@ -104,12 +106,17 @@ def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
     for spec in inputs:
         stem = _stem(spec.name)
         output = outputs_by_stem.get(stem)
-        if output is None or not stem or stem_counts[stem] != 2 or spec.name == output.name:
+        if output is None or not stem or stem_counts[stem] != 2 or _is_picture(spec):
             continue
         if spec.dtype == output.dtype and spec.dtype.startswith("float") and _match(spec, output):
             states[spec.name] = output.name
     has_others = len(states) < min(len(inputs), len(outputs))
     return states if has_others else {}
+
+
+def _is_picture(spec: TensorSpec) -> bool:
+    channel_counts = {1, 3, 4}
+    return len(spec.shape) == 4 and bool(channel_counts & {spec.shape[1], spec.shape[3]})
 
 
 def _stem(name: str) -> str:
@@ -162,7 +169,7 @@ class SequenceSource:
 
     def sequence_of(self, index: int) -> int:
         """Return the number of the sequence that a step is in, from 0."""
-        return int(np.searchsorted(self._ends, index, side="right"))
+        return bisect.bisect_right(self._ends, index)
 
     def load(self, index: int) -> RawSample:
         """Return a step; its digest does not depend on the states."""
@@ -191,7 +198,7 @@ class SequenceSource:
             if spec.name in self._states:
                 sample[spec.name] = self._states[spec.name]
             elif spec.name in given:
-                sample[spec.name] = given[spec.name]
+                sample[spec.name] = _check_single_row(spec, given[spec.name])
             else:
                 sizes = [size if isinstance(size, int) else 1 for size in spec.shape]
                 sample[spec.name] = np.zeros(sizes, spec.dtype)
@@ -199,6 +206,20 @@ class SequenceSource:
         self._states = next_states(self.recurrence.states, outputs)
         self._next = index + 1
         return sample
+
+
+def _check_single_row(spec: TensorSpec, array: Array) -> Array:
+    """Return an input of a step.
+
+    Raises:
+        FeedError: it holds several rows of a batch.
+    """
+    if spec.first_axis is FirstAxis.ROWS and array.shape[0] != 1:
+        raise FeedError(
+            f"a step of a sequence must be one row, got {array.shape[0]} for {spec.name}; give one"
+            " array [T, ...] for each sequence"
+        )
+    return array
 
 
 def next_states(states: States, outputs: Mapping[str, Array]) -> dict[str, Array]:
