@@ -283,7 +283,7 @@ def test_script_allows_method_but_no_preprocessing(calibrate, rows, tmp_path):
 def test_endless_script_needs_a_limit(calibrate, rows, tmp_path, monkeypatch):
     endless = PYCUDA.replace("return None", "self.at = 0; rows = self.images[:4]")
     script = ("--calibrator-script", written(endless, tmp_path))
-    monkeypatch.setattr("deploy.feed.arrays.MAX_SAMPLES", 50)
+    monkeypatch.setattr("deploy.feed.loaders.MAX_SAMPLES", 50)
     err = calibrate.fails(*script)
     assert "must end, got 5" in err
     assert "--limit" in err

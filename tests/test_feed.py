@@ -536,7 +536,7 @@ def test_endless_iterable_needs_a_limit(limit, stride, monkeypatch, wording):
         while True:
             yield BATCH[:2]
 
-    monkeypatch.setattr("deploy.feed.arrays.MAX_SAMPLES", 30)
+    monkeypatch.setattr("deploy.feed.loaders.MAX_SAMPLES", 30)
     with pytest.raises(FeedError) as refusal:
         open_feed(endless, [IMAGE])
     wording.check(refusal.value)

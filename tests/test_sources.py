@@ -17,9 +17,9 @@ import onnx
 import pytest
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import open_iterable
 from deploy.feed.feed import open_feed
 from deploy.feed.file_list import SampleChangedError
+from deploy.feed.loaders import open_iterable
 from deploy.feed.paths import RawFiles
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess

@@ -1,9 +1,5 @@
 """Arrays from files or Python iterables, split into samples.
 
-An item of an iterable holds one array per input: an array, a tensor, a tuple with labels, or a
-mapping. Items are recognized by duck typing, so no framework is imported: whatever numpy converts
-to an array is one, also a torch tensor that requires a gradient.
-
 Each array is matched to the model's input of its name. For an input of rank r, the array may have
 
 * rank r, a batch: sample i is ``a[i:i+1]`` (also if the input's own batch is fixed);
@@ -15,7 +11,7 @@ What a first dimension is, `deploy.feed.batch_axis` says.
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Any, Protocol
@@ -26,162 +22,11 @@ from deploy.errors import FeedError
 from deploy.feed.batch_axis import has_open_first, rows_of_run, without_batch
 from deploy.feed.file_list import RawSample, SampleChangedError, sample_digest
 from deploy.feed.preprocess import describe
-from deploy.feed.temporary_arrays import Item, ItemStore
+from deploy.feed.temporary_arrays import Item
 from deploy.tensors import Array, FirstAxis, TensorSpec
 
 Specs = Sequence[TensorSpec]
-_MAX_IGNORED_NAMES = 5  # values of an item that a note names
-
-
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")  # names of class numbers beside inputs
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedItem:
-    """An item of an iterable.
-
-    Attributes:
-        arrays: the inputs.
-        unused_names: of the values that belong to no input, such as "value 2"; the first few.
-        label: the value among these that may be labels; None without one.
-        label_name: its name.
-    """
-
-    arrays: Item
-    unused_names: tuple[str, ...] = ()
-    label: object = None
-    label_name: str = ""
-
-
-def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
-    """Return the inputs in an item of an iterable, and the names of everything else it holds.
-
-    ::
-
-        array                       the only input
-        (array, ...), [array, ...]  the inputs in order; a single further element may be labels
-        ({name: array}, ...)        a mapping, as below; likewise
-        {name: array, ...}          the inputs by name; a value of `LABEL_KEYS` may be labels
-
-    Raises:
-        FeedError: the item is none of these, or a tuple in which the inputs are ambiguous.
-    """
-    if isinstance(value, tuple | list) and not _is_nested_numbers(value):
-        return _match_tuple(value, specs, item_name)
-    if isinstance(value, Mapping):
-        return _match_mapping(value, specs, item_name)
-    return MatchedItem(arrays_by_input({"": as_array(value, item_name)}, specs, item_name))
-
-
-def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedItem:
-    """Return the inputs by position."""
-    if value and isinstance(value[0], Mapping):
-        matched = _match_mapping(value[0], specs, item_name)
-        if len(value) == 1:
-            return matched
-        mapping_names = matched.unused_names
-        return _with_unused_elements(matched.arrays, value[1:], 2, mapping_names)
-
-    kind = f"{type(value).__name__} of {len(value)}"
-    if len(value) < len(specs):
-        raise FeedError(
-            f"{item_name} must hold the inputs {[spec.name for spec in specs]}, got a {kind}; give"
-            " a dict of arrays by input name"
-        )
-    arrays = [as_array(element, item_name) for element in value[: len(specs)]]
-    unused_elements = value[len(specs) :]
-    # a list of samples is no tuple of inputs and labels; labels may all be numbers
-    shape = arrays[0].shape
-    looks_like_samples = any(_shape(element) == shape for element in unused_elements)
-    if len(shape) > 1 and looks_like_samples:
-        raise FeedError(
-            f"{item_name} must distinguish its inputs from its other values, got a {kind} with"
-            f" several of the shape {list(shape)}; give one array per sample, or a dict of arrays"
-            " by input name"
-        )
-    item = {spec.name: array for spec, array in zip(specs, arrays, strict=True)}
-    return _with_unused_elements(item, unused_elements, len(specs) + 1)
-
-
-def _with_unused_elements(
-    arrays: Item, elements: Sequence[object], first_number: int, names: tuple[str, ...] = ()
-) -> MatchedItem:
-    """Return an item with the elements after its inputs; `names`: of other unused values."""
-    count = min(len(elements), _MAX_IGNORED_NAMES)
-    numbers = range(first_number, first_number + count)
-    element_names = tuple(f"value {number}" for number in numbers)
-    if len(elements) != 1:
-        return MatchedItem(arrays, (*names, *element_names))
-    return MatchedItem(arrays, (*names, *element_names), elements[0], element_names[0])
-
-
-def _match_mapping(value: Mapping[Any, Any], specs: Specs, item_name: str) -> MatchedItem:
-    input_names = [spec.name for spec in specs]
-    if any(name not in value for name in input_names):
-        raise FeedError(
-            f"{item_name} must name the inputs {input_names}, got {sorted(map(str, value))};"
-            " name its arrays as the model does"
-        )
-    item = {name: as_array(value[name], item_name) for name in input_names}
-    unused_names = [repr(str(name)) for name in value if name not in input_names]
-    label_keys = [key for key in LABEL_KEYS if key in value and key not in input_names]
-    shown_names = tuple(unused_names[:_MAX_IGNORED_NAMES])
-    if not label_keys:
-        return MatchedItem(item, shown_names)
-    return MatchedItem(item, shown_names, value[label_keys[0]], repr(label_keys[0]))
-
-
-def read_item_labels(value: object, count: int) -> list[int] | None:
-    """Return the labels of an item of `count` samples; None if the value holds no labels.
-
-    Labels are whole numbers from 0, one a sample: an array [count], or a number for one sample.
-    """
-    try:
-        array = as_array(value, "the labels")
-    except FeedError:
-        return None
-    is_labels = array.dtype.kind in "iu" and array.ndim <= 1 and array.size == count
-    if not is_labels or (array < 0).any():
-        return None
-    return [int(label) for label in array.flat]
-
-
-class _UnusedValues:
-    """The values of items that belong to no input: labels if all items have some, or ignored."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, None] = {}
-        self._label_names: dict[str, None] = {}
-        self._labels: list[int] = []
-        self._is_labelled = True  # until an item has no labels
-
-    def add(self, matched: MatchedItem, sample_count: int) -> None:
-        """Add the values of an item."""
-        self._names |= dict.fromkeys(matched.unused_names)
-        labels = read_item_labels(matched.label, sample_count)
-        if labels is None:
-            self._is_labelled = False
-        else:
-            self._labels += labels
-            self._label_names[matched.label_name] = None
-
-    def labels(self, sample_count: int) -> tuple[int, ...] | None:
-        """Return the labels of all samples; None if they are not one for each."""
-        self._is_labelled &= len(self._labels) == sample_count
-        return tuple(self._labels) if self._is_labelled else None
-
-    def notes(self, input_count: int) -> Iterator[str]:
-        """Yield which values are labels and which are ignored."""
-        ignored_names = self._names
-        if self._is_labelled and self._label_names:
-            yield f"labels: {' or '.join(self._label_names)} of each item"
-            ignored_names = {name: None for name in self._names if name not in self._label_names}
-        if ignored_names:
-            inputs = "one input" if input_count == 1 else f"{input_count} inputs"
-            yield (
-                f"ignored: {', '.join(ignored_names)} of each item, since the model has {inputs};"
-                " labels are whole numbers, one a sample, or go into labels= (--labels)"
-            )
 
 
 def as_array(value: object, item_name: str) -> Array:
@@ -203,20 +48,6 @@ def as_array(value: object, item_name: str) -> Array:
             f" them by input name, got {kind}"
         )
     return array
-
-
-def _is_nested_numbers(value: Sequence[Any]) -> bool:
-    """Return whether a list is nested down to plain numbers, as from JSON or datasets."""
-    while isinstance(value, tuple | list) and value:
-        value = value[0]
-    return isinstance(value, int | float)
-
-
-def _shape(value: object) -> tuple[int, ...] | None:
-    shape = getattr(value, "shape", None)
-    if shape is None:
-        return None
-    return tuple(shape)
 
 
 def arrays_by_input(arrays: dict[str, Array], specs: Specs, item_name: str) -> Item:
@@ -333,85 +164,6 @@ class ArraySource:
         item_index = bisect.bisect_right(self.item_ends, index)
         item_start = self.item_ends[item_index - 1] if item_index else 0
         return item_index, index - item_start
-
-
-MAX_SAMPLES = 100_000  # of an iterable without a length, unless the user sets a limit
-
-
-def open_iterable(
-    source: Iterable[object],
-    specs: tuple[TensorSpec, ...],
-    *,
-    name: str = "the iterable",
-    has_end: bool = True,
-    limit: int | None = None,
-) -> ArraySource:
-    """Open an iterable of items with one or more samples each.
-
-    An item is an array, a tuple that begins with arrays, or a mapping by input name. A list or a
-    tuple is used directly. Anything else is read once, one item at a time, into a temporary file,
-    since samples are needed twice: for their digest and for the run. Whole numbers beside the
-    inputs are labels, see `match_inputs`; other values are ignored, and a note lists them.
-
-    Args:
-        source: the items.
-        specs: the model's inputs.
-        name: of the source in messages.
-        has_end: whether it is known to end, as an object with a length does.
-        limit: maximum number of samples if it is not known to end.
-
-    Raises:
-        FeedError: an item does not fit the inputs, there are no samples, or no end of them.
-    """
-    is_in_memory = isinstance(source, list | tuple)
-    items: list[Item] | ItemStore = [] if is_in_memory else ItemStore()
-    counter = SampleCounter(specs)
-    unused_values = _UnusedValues()
-    notes: dict[str, None] = {}
-    max_samples = None if has_end else limit
-    is_cut = False
-    for index, value in enumerate(source):
-        item_name = f"item {index} of {name}"
-        matched = match_inputs(value, specs, item_name)
-        item = {spec.name: _with_batch(matched.arrays[spec.name], spec) for spec in specs}
-        unused_values.add(matched, counter.add(item, item_name))
-        is_cut = max_samples is not None and counter.total >= max_samples
-        items.append(item)
-        notes |= dict.fromkeys(conversion_notes(item, specs))
-        if is_cut:
-            break
-        if max_samples is None and not has_end and counter.total > MAX_SAMPLES:
-            raise FeedError(
-                f"{name} must end, got {counter.total:,} samples and no end; set a maximum number"
-                " of samples (--limit), and the first ones are used"
-            )
-
-    item_ends = counter.item_ends
-    if is_cut and max_samples is not None:
-        item_ends = (*item_ends[:-1], max_samples)
-    total = item_ends[-1] if item_ends else 0
-    if not total:
-        raise FeedError(f"{name} must give samples, got none")
-    labels = unused_values.labels(counter.total)
-    all_notes = [*notes, *unused_values.notes(len(specs))]
-    if not is_in_memory:
-        count = f"{'the first ' if is_cut else ''}{total}"
-        all_notes.append(f"{name} was read once into a temporary file ({count} samples)")
-    return ArraySource(
-        counter.specs,
-        items,
-        item_ends,
-        name,
-        labels=None if labels is None else labels[:total],
-        notes=tuple(all_notes),
-    )
-
-
-def _with_batch(array: Array, spec: TensorSpec) -> Array:
-    """Add the batch dimension to a single sample that lacks it."""
-    if spec.shape and array.ndim == len(spec.shape) - 1:
-        return array[None]
-    return array
 
 
 def count_samples(item: Item, specs: Specs, item_name: str) -> int:

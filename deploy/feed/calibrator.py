@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import ArraySource, has_rows, open_iterable
+from deploy.feed.arrays import ArraySource, has_rows
 from deploy.feed.batch_axis import rows_of_run
+from deploy.feed.loaders import open_iterable
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
 from deploy.files import usercode

@@ -26,7 +26,7 @@ from deploy.feed.array_files import (
     open_array_files,
     open_array_folder,
 )
-from deploy.feed.arrays import ArraySource, open_iterable
+from deploy.feed.arrays import ArraySource
 from deploy.feed.batch_axis import AUTO, mark_first_axes, rows_of_run
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
@@ -34,6 +34,7 @@ from deploy.feed.loaders import (
     call_loader,
     is_loader_spec,
     iterate_items,
+    open_iterable,
     peek_names,
     preprocess_items,
 )

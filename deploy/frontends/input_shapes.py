@@ -202,7 +202,7 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, model: onnx.ModelProto) -> 
     """
     file_shapes, shapes = _shapes_of_a_sample(file_model), _shapes_of_a_sample(model)
     for node in model.graph.node:
-        if node.op_type not in _SIZED:
+        if node.op_type not in _SIZED or not node.input or not node.output:
             continue
         tensors = (node.input[0], node.output[0])
         if not all(name in file_shapes and name in shapes for name in tensors):
