@@ -131,6 +131,25 @@ def are_probabilities_or_logs(values: Array) -> bool:
     return bool(values.min() < 0) and are_probabilities(np.exp(np.minimum(exact, 1)))
 
 
+def may_be_logits(scores: Array, axis: int) -> bool:
+    """Whether scores leave [-1, 1] and differ among themselves, not in their mean.
+
+    So do scores in front of a Softmax, since training raises one of them and lowers the others.
+    `axis`: dimension of the classes.
+    """
+    leaves_tanh = np.abs(scores).max() > thresholds.MAX_TANH
+    if not leaves_tanh or not scores.min() < 0 < scores.max():
+        return False
+    mean = scores.mean(axis=axis, dtype=np.float64)
+    spread = scores.std(axis=axis, dtype=np.float64)
+    return bool(mean.std() < thresholds.MAX_LOGIT_DRIFT * spread.mean())
+
+
+def between_share(shares: Array) -> float:
+    """Return the share of probabilities that are near neither 0 nor 1."""
+    return float(np.mean((shares > 0.1) & (shares < 0.9)))
+
+
 def are_ordered(rows: Sequence[Array]) -> bool:
     """Whether probabilities spread over neighbouring classes, as those of an age in years do.
 

@@ -27,6 +27,7 @@ from deploy.tasks.rows import (
     activate,
     are_probabilities_or_logs,
     are_shares,
+    between_share,
     is_floating,
     sums_to_one,
 )
@@ -208,9 +209,9 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
         for value, inputs in zip(values, samples.inputs, strict=True):
             if any(source.shape == value.shape for source in inputs.values()):
                 return False
-    between_share = np.mean((shares > 0.1) & (shares < 0.9))
     max_share = 0.5 if is_single else thresholds.MAX_BETWEEN_SHARE
-    return bool(shares.min() < 0.1 and shares.max() > 0.9 and between_share <= max_share)
+    has_both_ends = bool(shares.min() < 0.1 and shares.max() > 0.9)
+    return has_both_ends and between_share(shares) <= max_share
 
 
 def _find_class_axis(samples: Sequence[Array]) -> int | None:

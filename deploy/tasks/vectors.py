@@ -41,8 +41,10 @@ from deploy.tasks.rows import (
     are_probabilities_or_logs,
     are_shares,
     are_sorted,
+    between_share,
     correlate,
     is_floating,
+    may_be_logits,
     sums_to_one,
     to_shares,
 )
@@ -227,11 +229,8 @@ def _normal_maximum(count: int) -> float:
 
 
 def _are_few_scores(rows: Floats) -> bool:
-    """Whether few scores differ among themselves, not in their mean, and leave [-1, 1]."""
-    if not rows.min() < 0 < rows.max() or np.abs(rows).max() <= thresholds.MAX_TANH:
-        return False
-    drift = rows.mean(axis=1).std() / max(float(rows.std(axis=1).mean()), 1e-30)
-    if drift >= thresholds.MAX_LOGIT_DRIFT:
+    """Whether few scores may be in front of a Softmax, and are no pose."""
+    if not may_be_logits(rows, 1):
         return False
     if rows.shape[1] > thresholds.MAX_POSE_NUMBERS:
         return True
@@ -320,8 +319,7 @@ def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
     label_counts = np.count_nonzero(shares > 0.5, axis=1)
     # a classifier's raw scores may well have two above 0 in one sample
     has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= min_labels
-    is_between = (shares > 0.1) & (shares < 0.9)
-    is_decided = is_between.mean() < thresholds.MAX_BETWEEN_SHARE
+    is_decided = between_share(shares) < thresholds.MAX_BETWEEN_SHARE
     return bool(has_several and is_decided and np.mean(shares < 0.1) >= 0.5)
 
 
