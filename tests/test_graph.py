@@ -195,6 +195,6 @@ def test_every_added_suffix_is_known():
     unknown = {
         text: file for text, file in file_by_suffix.items() if not _find_stem(f"x{text}", names)
     }
-    files = {".engine", ".gpu.cache", ".om", ".tensorrt", ".weight"}
+    files = {".engine", ".gpu.cache", ".json", ".om", ".tensorrt", ".weight"}
     assert {t: w for t, w in unknown.items() if t not in files} == {}
     assert len(file_by_suffix) > 60
