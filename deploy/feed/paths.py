@@ -116,13 +116,13 @@ def _resolve_pattern(pattern: Path) -> SourceFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _CocoImage:
+class _CocoFileName:
     file_name: str
 
 
 @dataclass(frozen=True, slots=True)
-class _CocoImages:
-    images: list[_CocoImage]
+class _CocoFileNames:
+    images: list[_CocoFileName]
 
 
 def _read_coco_files(path: Path) -> FileList:
@@ -133,7 +133,7 @@ def _read_coco_files(path: Path) -> FileList:
         " `file_name`"
     )
     way_out = "give a folder or a list file"
-    data = convert(values, _CocoImages, rule=rule, error=FeedError, way_out=way_out)
+    data = convert(values, _CocoFileNames, rule=rule, error=FeedError, way_out=way_out)
     names = [image.file_name for image in data.images]
     if not names or not all(map(_is_file_name, names)):
         raise FeedError(f"{rule}, got none or no name of a file; {way_out}")
