@@ -129,22 +129,22 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     if samples.picture_size is None:
         return None
     flags = _find_flags(samples)
+    presence = flags[0] if len(flags) == 1 else None
     scores_by_layout = _find_point_scores(samples)
+    layout_by_output = {layout.output: layout for layout in reversed(scores_by_layout)}
     score_outputs = {scores.output for scores in scores_by_layout.values()}
+
     points: dict[str, int] = {}
     parts: dict[str, tuple[OutputSlice, ...]] = {flag.output: () for flag in flags}
     count = 0
     for name in samples.names:
         if name in score_outputs:
             continue
-        scores, width = flags[0] if len(flags) == 1 else None, 0
-        for layout in scores_by_layout:
-            if layout.output == name:
-                scores, width = scores_by_layout[layout], layout.width
-                break
-        numbers = _find_numbers(name, samples, width=width, flag_count=len(flags))
+        layout = layout_by_output.get(name, OutputSlice(output=name))
+        numbers = _find_numbers(name, samples, width=layout.width, flag_count=len(flags))
         if numbers:
             points[name] = numbers
+            scores = scores_by_layout.get(layout, presence)
             parts |= _slice_points(samples.arrays(name), name, numbers, scores)
             count += samples.outputs[0][name].size // numbers
     return Points(points, flags, count, parts=parts) if points else None
@@ -194,29 +194,38 @@ def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: i
     `width`: these numbers, if scores in another output show them; else 0.
     """
     values, size = samples.arrays(name), samples.picture_size
-    shape = values[0].shape
-    is_large = values[0].size > thresholds.MAX_POINTS * _NUMBERS[-1]
-    if is_large or any(value.shape != shape or not is_floating(value) for value in values):
+    if size is None or not _have_point_shape(values):
         return 0
-    long_sides = [side for side in shape if side != 1]
-    if len(shape) < 2 or shape[0] != 1 or len(long_sides) > 2 or size is None:
-        return 0
-    vectors = np.stack([_to_points(value).reshape(-1) for value in values]).astype(np.float64)
-    is_flat = len(long_sides) < 2
+    points = np.stack([_to_points(value) for value in values]).astype(np.float64)
+    vectors = points.reshape(len(points), -1)
+    is_flat = vectors.shape[1] == max(points.shape[1:])
     if not is_flat:
-        width = _to_points(values[0]).shape[-1]
+        width = points.shape[-1]
     numbers = _find_ordered_numbers(vectors, (width,) if width else _NUMBERS)
     in_order = numbers > 0
-    # channels of cells, or of steps, are in rows as well
-    if is_transposed(shape) and not (in_order and len(samples.names) == flag_count + 1):
-        return 0
-    numbers = numbers or (0 if is_flat else width)
+    if not is_flat:
+        numbers = width
     if numbers not in _NUMBERS:
+        return 0
+
+    # channels of cells, or of steps, are in rows as well
+    has_flags_only = len(samples.names) == flag_count + 1
+    if is_transposed(values[0].shape) and not (in_order and has_flags_only):
         return 0
     rows = vectors.reshape(len(vectors), -1, numbers)
     min_points = thresholds.MIN_FLAT_POINTS if is_flat else thresholds.MIN_POINTS
     has_count = min_points <= rows.shape[1] <= thresholds.MAX_POINTS
     return numbers if has_count and _lie_inside(rows, size, in_order=in_order) else 0
+
+
+def _have_point_shape(values: Sequence[Array]) -> bool:
+    """Whether finite arrays of one shape [1, ...] have two dimensions longer than 1, at most."""
+    shape = values[0].shape
+    if len(shape) < 2 or shape[0] != 1 or sum(side > 1 for side in shape) > 2:
+        return False
+    if values[0].size > thresholds.MAX_POINTS * _NUMBERS[-1]:
+        return False
+    return all(value.shape == shape and is_floating(value) for value in values)
 
 
 def _find_ordered_numbers(vectors: Floats, choices: Sequence[int]) -> int:
