@@ -1,4 +1,4 @@
-"""The pages of the site that are made from the code: commands, Python's names, changelog.
+"""The pages of the site that are made from the code: commands, Python's names, report.json, changelog.
 
 `mkdocs.yml` names this file as a hook: the pages exist while mkdocs builds, and in no checkout.
 A command needs nothing but its row in `COMMANDS` to have its page; a public name, its row in
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,14 @@ TAKEN = {"changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 
 def pages() -> dict[str, str]:
     """Path below docs/ -> Markdown."""
+    if str(ROOT) not in sys.path:  # mkdocs runs this file alone
+        sys.path.append(str(ROOT))
+    from scripts import report_schema
+
     found = {f"reference/cli/{name}.md": _command_page(name) for name in COMMANDS}
     taken = {path: _linked((ROOT / source).read_text("utf-8")) for path, source in TAKEN.items()}
-    return {INDEX: _command_list(), "reference/api.md": _names()} | found | taken
+    report = {"reference/report.md": report_schema.page()}
+    return {INDEX: _command_list(), "reference/api.md": _names()} | report | found | taken
 
 
 def on_files(files: Any, config: Any) -> Any:

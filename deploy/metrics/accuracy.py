@@ -33,7 +33,7 @@ from deploy.tasks.vectors import Classes
 from deploy.tensors import Array, HasOutputs, TensorSpec
 
 # fields of `Accuracy` that JSON leaves out
-_NOT_WRITTEN = ("alike", "silent", "carried", "label_shift")
+NOT_WRITTEN = ("alike", "silent", "carried", "label_shift")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Accuracy:
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON types; numbers JSON has no word for become "inf" or "nan"."""
-        names = [item.name for item in fields(self) if item.name not in _NOT_WRITTEN]
+        names = [item.name for item in fields(self) if item.name not in NOT_WRITTEN]
         return {name: plain_json(getattr(self, name)) for name in names}
 
 

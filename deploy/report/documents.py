@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from deploy.errors import ConfigError
 from deploy.files.reading import convert, read_json
@@ -201,7 +202,7 @@ def read_report(path: Path, *, rewritable: bool = False) -> Report:
     if schema != model.SCHEMA:
         raise _refusal(path, f"a report must be of schema {model.SCHEMA}", repr(schema))
     report = convert(
-        document,
+        _with_field_names(document),
         Report,
         rule=f"{path} must be {what}",
         error=ConfigError,
@@ -222,6 +223,18 @@ def read_report(path: Path, *, rewritable: bool = False) -> Report:
             rule = f"a verdict must be one of {', '.join(LEVELS)}"
             raise _refusal(path, rule, repr(engine.verdict.level))
     return report
+
+
+def _with_field_names(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document with a key that was written under another name than its field's."""
+    calibration = document.get("calibration")
+    if not isinstance(calibration, dict):
+        return document
+    agreement = calibration.get("agreement")
+    if not isinstance(agreement, dict) or "apart" not in agreement:
+        return document
+    agreement = {**agreement, "differences": agreement["apart"]}
+    return {**document, "calibration": {**calibration, "agreement": agreement}}
 
 
 def _refusal(path: Path, rule: str, value: str) -> ConfigError:
