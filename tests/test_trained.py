@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import calib8
+from deploy.errors import ModelError
 from deploy.frontends import load_float_or_qdq
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
@@ -534,6 +535,31 @@ def test_clip_of_codes_limits_the_weights(constants):
 
 def test_clip_to_fewer_bits_is_named(refusal):
     assert "a Clip leaves fewer than 8 bits of it" in refusal(brevitas(bits=4))
+
+
+@pytest.mark.parametrize(("limits", "is_read"), [((0, 255), True), ((1, 255), False)])
+def test_clip_of_uint8_codes_keeps_zero(limits, is_read):
+    w = Writer()
+    x = w.pair("x", 0.03, np.uint8(0), limits=limits)
+    model = w.model(w.conv(x, w.weight("w1", W1)), shape=(1, 8, 16, 16))
+    if is_read:
+        assert load_float_or_qdq(model).qdq.grid_text == "uint8"
+        return
+    with pytest.raises(ModelError, match="a Clip leaves"):
+        load_float_or_qdq(model)
+
+
+@pytest.mark.parametrize("end", ["", "top"])
+def test_clip_of_codes_without_two_constants_is_refused(end):
+    w = Writer()
+    parameters = [w.hold("s", np.float32(0.03)), w.hold("z", np.int8(0))]
+    q = w.node("QuantizeLinear", ["x", *parameters], "q")
+    top = w.node("ReduceMax", [q], "top", keepdims=0)
+    clipped = w.node("Clip", [q, w.hold("low", np.int8(-127)), end and top], "k")
+    dq = w.node("DequantizeLinear", [clipped, *parameters], "dq")
+    model = w.model(w.conv(dq, w.weight("w1", W1)), shape=(1, 8, 16, 16))
+    with pytest.raises(ModelError, match="a Clip leaves"):
+        load_float_or_qdq(model)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda model: model.__name__)

@@ -116,8 +116,8 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
 
         x --> Q --> Clip(-127, 127) --> DQ     becomes     x --> Q --> DQ
 
-    Weights become the clipped integers. A Clip that leaves out more codes than the lowest one
-    stays: its pair has fewer bits, and is refused.
+    Weights become the clipped integers. A Clip that leaves out other codes than -128, as the lowest
+    of int8, stays: its pair has fewer bits, and is refused.
     """
     index = Graph(model)
     clips = [node for node in index.nodes if node.op_type == "Clip" and _clips_codes(node, index)]
@@ -143,17 +143,15 @@ def _clips_codes(clip: onnx.NodeProto, index: Graph) -> bool:
 
 
 def _is_implied(clip: onnx.NodeProto, index: Graph) -> bool:
-    """Whether a Clip leaves out no code of its pair but the lowest one."""
+    """Whether a Clip leaves out no code of its pair, or -128 alone."""
     quantizer = index.find_producer(clip.input[0], Q)
     grid = None if quantizer is None else find_pair_grid(quantizer, index)
-    if grid is None:
+    limits = [index.constants.get(name) for name in clip.input[1:] if name]
+    if grid is None or len(clip.input) != 3 or len(limits) != 2 or None in limits:
         return False
-    limits = []
-    for position, default in ((1, grid.min_code), (2, grid.max_code)):
-        limit = index.constants.get(optional_input(clip, position))
-        limits.append(default if limit is None else checks.to_array(limit).item())
-    low, high = limits
-    return low <= grid.min_code + 1 and high >= grid.max_code
+    low, high = (checks.to_array(limit).item() for limit in limits if limit is not None)
+    lowest_codes = (-128, -127) if grid.dtype == "int8" else (grid.min_code,)
+    return low in lowest_codes and high == grid.max_code
 
 
 def _move_quantizers(model: onnx.ModelProto) -> None:
