@@ -165,9 +165,9 @@ def find_ranked(samples: FirstSamples) -> Ranked | None:
     if not all(_is_class(value) or are_indices(value, 1) for value in values):
         return None
     parts: dict[str, tuple[OutputSlice, ...]] = {name: ()}
-    for other in names:
-        if other != name:
-            parts[other] = (OutputSlice(output=other),)
+    for score_name in names:
+        if score_name != name:
+            parts[score_name] = (OutputSlice(output=score_name),)
     return Ranked(name, values[0].size, parts=parts)
 
 
@@ -205,8 +205,8 @@ class _IndexTally(TaskTally["Indices"]):
         text = f"kept, {self.new} new"
         if places.usual_class is not None:
             text += f", without {places.usual_class}, the usual one, where both have it"
-        kept, total = places.equal + self.common_rows, places.total + self.rows
-        return self.figure_of_kept("indices", kept, total, text, self.new)
+        equal, total = places.equal + self.common_rows, places.total + self.rows
+        return self.figure_of_kept("indices", equal, total, text, self.new)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,8 +158,8 @@ def find_steps(samples: FirstSamples) -> Steps | None:
             values_by_name[name] = values
 
     decisions = [name for name in values_by_name if _are_decisions(name, samples)]
-    others = [name for name in values_by_name if name not in decisions]
-    if decisions and all(_is_vector(samples.outputs[0][name]) for name in others):
+    are_vectors = [all(map(_is_vector, values)) for values in values_by_name.values()]
+    if decisions and all(are_vectors):
         return Steps(decisions[0], 2, None)
 
     axis_by_name = {}

@@ -170,32 +170,30 @@ class Classes(EvaluationTask):
 
 def find_classes(samples: FirstSamples) -> Classes | None:
     """Recognise outputs of one score vector per sample; with probabilities others may exist."""
-    probabilities, raw_scores, others = {}, {}, []
+    probabilities, raw_scores = {}, {}
     for name in samples.names:
         rows = _stack_vectors(samples.arrays(name))
         if rows is None or are_sorted([*rows]) or are_ordered([*rows]):
-            others.append(name)
-        elif are_probabilities_or_logs(rows):
+            continue
+        if are_probabilities_or_logs(rows):
             probabilities[name] = rows
         elif are_raw_scores(rows, is_single=len(samples.names) == 1):
             raw_scores[name] = rows
-        else:
-            others.append(name)
 
-    # beside probabilities other vectors may be mere numbers, beside raw scores they may not
     scores = probabilities or raw_scores
-    if probabilities:
-        others += raw_scores
-    if not scores or (others and not probabilities):
+    numbers = [name for name in samples.names if name not in scores]
+    if not scores:
         return None
-    if not all(map(_is_vector, (samples.outputs[0][name] for name in others))):
-        return None
+    if numbers:
+        # other vectors may be mere numbers of a picture beside probabilities, not beside raw scores
+        if not probabilities or not samples.of_pictures:
+            return None
+        if not all(all(map(_is_vector, samples.arrays(name))) for name in numbers):
+            return None
     if samples.of_pictures and any(map(are_features, scores.values())):
         return None
-    if not samples.of_pictures:
-        may_be_steps = not probabilities and sequences.find_steps(samples) is not None
-        if others or may_be_steps:
-            return None
+    if not samples.of_pictures and not probabilities and sequences.find_steps(samples) is not None:
+        return None
     return Classes(tuple(scores), tuple(rows.shape[1] for rows in scores.values()))
 
 
