@@ -1,4 +1,4 @@
-"""The pages of the site that are made from the code: commands, Python's names, report.json, changelog.
+"""The pages of the site that are made from the code: commands, names, report.json, changelog.
 
 `mkdocs.yml` names this file as a hook: the pages exist while mkdocs builds, and in no checkout.
 A command needs nothing but its row in `COMMANDS` to have its page; a public name, its row in
