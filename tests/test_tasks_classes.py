@@ -14,6 +14,7 @@ from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
 from deploy.tasks import Metric
 from deploy.tasks.evaluation_task import TaskFigure
+from deploy.tasks.indices import NO_CLASS, CountedPlaces, PlaceCounts
 from deploy.tasks.vectors import Labels, are_features, has_unit_length
 from deploy.tensors import TensorSpec
 from deploy.tuning.plan_file import read_plan
@@ -423,6 +424,32 @@ def test_integers_are_equal_or_not_and_selected_rows_come_in_any_order():
     _, found = figure(silence, [{"y": one["y"] * 0} for one in silence])
     assert found.value == 0 and "without 0, the usual one" in found.words
     assert figure([{"y": np.zeros((1, 9), int)}] * 8, numbers)[1] is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_place_counts_add_up_over_samples(seed):
+    made = np.random.default_rng(seed)
+    reference = made.choice([NO_CLASS, 0, 1, 7], (6, 50), p=[0.1, 0.2, 0.5, 0.2])
+    candidate = np.where(made.random((6, 50)) < 0.8, reference, 1)
+    by_sample, at_once = PlaceCounts(), PlaceCounts()
+    equal = sum(by_sample.add(*pair)[0] for pair in zip(reference, candidate, strict=True))
+    assert at_once.add(reference, candidate)[0] == equal and at_once == by_sample
+    has_class = reference != NO_CLASS
+    assert at_once.reference.total() == has_class.sum()
+    assert equal == (has_class & (reference == candidate)).sum() == at_once.equal.total()
+
+
+def test_usual_class_counts_only_where_models_differ():
+    counts = PlaceCounts()
+    assert counts.without_usual() is None
+    reference = np.repeat([3, 5], [90, 10])
+    counts.add(reference, np.where(np.arange(100) < 2, 5, reference))
+    assert counts.without_usual() == CountedPlaces(equal=10, total=12, usual_class=3)
+    counts.add(reference, reference[:5])  # of another shape: no class anywhere
+    assert counts.without_usual() == CountedPlaces(equal=10, total=112, usual_class=3)
+    balanced = PlaceCounts()
+    balanced.add(np.array([0, 1]), np.array([0, 0]))
+    assert balanced.without_usual() == CountedPlaces(equal=1, total=2)
 
 
 def test_a_set_of_the_best_counts_a_fifth_of_its_first():
