@@ -34,6 +34,7 @@ from deploy.feed.arrays import (
     conversion_notes,
     count_samples,
     has_rows,
+    with_batch,
 )
 from deploy.feed.file_list import ImageFile
 from deploy.feed.images import printable_name, suffix_of
@@ -291,9 +292,8 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
     labels = _take_labels(arrays, specs)
     item = arrays_by_input(arrays, specs, name)
     for spec in specs:
-        array = item[spec.name]
-        if spec.first_axis is FirstAxis.ROWS and array.ndim == len(spec.shape) - 1:
-            item[spec.name] = array[None]  # a sample without its batch dimension
+        if spec.first_axis is FirstAxis.ROWS:
+            item[spec.name] = with_batch(item[spec.name], spec)
     if labels is not None:
         count = count_samples(item, specs, name)
         if len(labels) != count:

@@ -11,7 +11,7 @@ What a first dimension is, `deploy.feed.batch_axis` says.
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Any, Protocol
@@ -166,6 +166,15 @@ class ArraySource:
         return item_index, index - item_start
 
 
+def with_batch(array: Array, spec: TensorSpec) -> Array:
+    """Add the batch dimension to a single sample that lacks it and fits otherwise."""
+    if not spec.shape or array.ndim != len(spec.shape) - 1:
+        return array
+    sample = array[None]
+    fits = _fits(array.shape, spec.shape[1:]) or _find_axis_order(sample.shape, spec) is not None
+    return sample if fits else array
+
+
 def count_samples(item: Item, specs: Specs, item_name: str) -> int:
     """Return the number of samples in an item.
 
@@ -212,7 +221,7 @@ class SampleCounter:
         distinct_counts = set(rows.values())
         if len(distinct_counts) > 1:
             fits = (_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
-            if is_stacked or not all(fits):
+            if is_stacked or self._has_one_batch(rows) or not all(fits):
                 got = ", ".join(f"{name}: {count}" for name, count in rows.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {got}"
@@ -222,6 +231,11 @@ class SampleCounter:
         self._has_other_size |= is_stacked or count != rows_of_run(self.inputs)
         self.row_counts.append(count)
         return 1 if self.is_complete else count
+
+    def _has_one_batch(self, names: Collection[str]) -> bool:
+        """Whether the first dimensions of these inputs have one name, such as "batch"."""
+        first_dimensions = {spec.shape[0] for spec in self.inputs if spec.name in names}
+        return len(first_dimensions) == 1 and None not in first_dimensions
 
     def add_unreadable(self) -> None:
         """Count an item that cannot be read as one sample; reading it will report the error."""

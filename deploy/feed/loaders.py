@@ -28,6 +28,7 @@ from deploy.feed.arrays import (
     arrays_by_input,
     as_array,
     conversion_notes,
+    with_batch,
 )
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
@@ -222,7 +223,7 @@ def open_iterable(
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
-        item = {spec.name: _with_batch(matched.arrays[spec.name], spec) for spec in specs}
+        item = {spec.name: with_batch(matched.arrays[spec.name], spec) for spec in specs}
         unused_values.add(matched, counter.add(item, item_name))
         is_cut = max_samples is not None and counter.total >= max_samples
         items.append(item)
@@ -254,13 +255,6 @@ def open_iterable(
         labels=None if labels is None else labels[:total],
         notes=tuple(all_notes),
     )
-
-
-def _with_batch(array: Array, spec: TensorSpec) -> Array:
-    """Add the batch dimension to a single sample that lacks it."""
-    if spec.shape and array.ndim == len(spec.shape) - 1:
-        return array[None]
-    return array
 
 
 @dataclass(frozen=True, slots=True)
