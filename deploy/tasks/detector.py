@@ -304,23 +304,31 @@ class RowDecoder:
             # (column, row, stride)
             cells = np.concatenate([grid.cells(size) for grid in self.grids])[likely]
             corners = CELL_CODINGS[self.coding](boxes, cells[:, :2]) * cells[:, 2:]
-        if not self.extra:
-            return detections_by_score(corners, scores[likely])
-
-        extra = read_columns(self.extra, outputs)[likely]
-        shapes: BoxShapes | None = None
-        if self.mask_maps:
-            shapes = make_masks(extra, outputs.get(self.mask_maps), size)
-            if shapes is None:
-                raise OtherShapeError
-        elif self.has_angle:
-            shapes = BoxPoints(rotate_boxes(boxes, extra[:, 0]))
-        elif self.point_numbers:
-            point_count, remainder = divmod(extra.shape[1], self.point_numbers)
-            if remainder:
-                raise OtherShapeError
-            shapes = BoxPoints(extra.reshape(len(extra), point_count, self.point_numbers))
+        shapes = self._read_shapes(boxes, likely, size, outputs) if self.extra else None
         return detections_by_score(corners, scores[likely], shapes)
+
+    def _read_shapes(
+        self,
+        boxes: Floats,
+        rows: NDArray[np.int64],
+        size: tuple[int, int] | None,
+        outputs: Outputs,
+    ) -> BoxShapes | None:
+        """Return the masks, turned corners or key points of some rows; None without."""
+        extra = read_columns(self.extra, outputs)[rows]
+        if self.mask_maps:
+            masks = make_masks(extra, outputs.get(self.mask_maps), size)
+            if masks is None:
+                raise OtherShapeError
+            return masks
+        if self.has_angle:
+            return BoxPoints(rotate_boxes(boxes, extra[:, 0]))
+        if not self.point_numbers:
+            return None
+        point_count, remainder = divmod(extra.shape[1], self.point_numbers)
+        if remainder:
+            raise OtherShapeError
+        return BoxPoints(extra.reshape(len(extra), point_count, self.point_numbers))
 
 
 def to_corners(boxes: Floats) -> Floats:
