@@ -218,6 +218,22 @@ def test_evaluation_samples_are_as_calibration_samples(refusal, tmp_path):
     assert "--batch-axis" in refusal("build", model, *options, "--out", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "is_batch"),
+    [
+        ("y = MatMul(x, w)", True),
+        ("h = MatMul(x, w) m = ReduceMax <axes = [0]> (h) y = Add(h, m)", False),
+        ("h = MatMul(x, w) y = Softmax <axis = 0> (h)", False),
+        ("h = MatMul(x, w) m = ReduceMean <keepdims = 0> (h) y = Identity(h)", True),  # and a loss
+        ("h = MatMul(x, w) r = RandomNormalLike(h) y = Add(h, r)", True),
+    ],
+)
+def test_points_that_act_on_one_another_are_no_batch(nodes, is_batch):
+    outputs = {"y": ["N", 5]} | ({"m": []} if "keepdims" in nodes else {})
+    model = make_model(nodes, {"x": ["N", 4]}, outputs, as_float32({"w": normal(4, 5)}))
+    assert batch_inputs(load(model).inputs) == ({"x"} if is_batch else set())
+
+
 @pytest.mark.parametrize("links", ["edges", "adjacency"])
 def test_nodes_of_graph_are_no_batch(links):
     if links == "edges":

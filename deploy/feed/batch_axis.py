@@ -6,9 +6,10 @@
     PARTS     cameras [6, 3, H, W] ->  scores [1, 10]        6 rows make one sample
     CONTENT   pillars [P, 8, 6]    ->  map [1, 3, H, W]      a dimension like any other
 
-The model's shapes decide where they can (`mark_first_axes`), and the user's `--batch-axis` decides
-everywhere. Where the shapes leave it open, so do the data: items whose inputs differ in their
-number of rows are complete samples, and so are items of exactly as many rows as one sample has.
+The model's shapes decide where they can (`mark_first_axes`), two runs where they cannot
+(`may_lack_batch`), and the user's `--batch-axis` everywhere. What the model leaves open, the
+samples may show: items whose inputs differ in their number of rows are complete samples, and so
+are items of exactly as many rows as one sample has.
 """
 
 from collections.abc import Iterable, Sequence
@@ -121,15 +122,23 @@ def has_open_first(spec: TensorSpec) -> bool:
     return bool(spec.shape) and not isinstance(spec.shape[0], int)
 
 
-def may_lack_batch(inputs: Iterable[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
-    """Whether open first dimensions may be no batch, since no output has one.
+def may_lack_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
+    """Whether open first dimensions may be no batch, which a run must decide.
 
-    A model with hard-coded sizes looks the same, so a run must confirm it.
+    That is so if no output has one, as where the points of a cloud give one row; and for inputs
+    [N, C] or [N, M, C] whose other sizes are fixed, which are points as often as a batch.
     """
-    fixed_outputs = [output for output in outputs if output.shape]
-    if not fixed_outputs or not any(map(has_open_first, inputs)):
+    open_inputs = list(filter(has_open_first, inputs))
+    if not open_inputs:
         return False
-    return all(not _may_carry(output.shape, 0) for output in fixed_outputs)
+    known_shapes = [output.shape for output in outputs if output.shape]
+    if known_shapes and not any(_may_carry(shape, 0) for shape in known_shapes):
+        return True
+    return all(_may_be_points(spec.shape) for spec in open_inputs)
+
+
+def _may_be_points(shape: tuple[int | str | None, ...]) -> bool:
+    return len(shape) in (2, 3) and all(isinstance(size, int) for size in shape[1:])
 
 
 def rows_of_run(inputs: Iterable[TensorSpec]) -> int:
