@@ -225,6 +225,20 @@ def test_speedup_and_stages_in_every_report(tensorrt, build):
     assert (latency["h2d"]["median"], latency["enqueue"]["median"]) == (0.3, 0.125)
 
 
+def test_check_times_the_built_engine_on_its_gpu(tensorrt, build, run, pictures, tmp_path):
+    tensorrt(TEN)
+    build()
+    out = tmp_path / "out"
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    arguments = ("check", out, "--images", pictures, "--duration", "0.01", "--min-speedup", 2)
+    code, printed, err = run(*arguments)
+    assert code == 3, err
+    assert "1.67x (1.67 to 1.67) the speed of TensorRT FP16, at least 2x" in " ".join(
+        printed.split()
+    )
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
+
+
 @pytest.mark.parametrize(
     ("min_speedup", "options", "code", "start"),
     [

@@ -12,6 +12,7 @@ has no part here are listed by their shapes and ranges.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from string import Template
 
 from deploy.feed.preprocess import Preprocess
@@ -95,6 +96,32 @@ def run_program(
         return None
     if isinstance(inputs[0].shape[0], int) and inputs[0].shape[0] != 1:  # a fixed batch
         return None
+    return Template(read_package_text(__package__, "run_script.txt")).substitute(
+        engine=ascii(engine),
+        classes=ascii(dict(classes)),
+        dtype=inputs[0].dtype,
+        input=ascii(inputs[0].name),
+        task=_task_text(task, outputs or {}).rstrip(),
+        **_reading_fields(preprocess),
+        **_preparing_fields(preprocess),
+    )
+
+
+def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
+    """Return the fields of the program that read a picture, and copy it to draw on."""
+    if preprocess.color != "grey":
+        return {"flag": "IMREAD_COLOR", "frame": "frame", "drawn": "    return picture.copy()\n"}
+    drawn = "    return cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)\n"
+    flag = "IMREAD_GRAYSCALE"
+    if preprocess.deep:
+        flag = "IMREAD_ANYDEPTH"
+        limits = "0, 255, cv2.NORM_MINMAX, cv2.CV_8U"
+        drawn = f"    picture = cv2.normalize(picture, None, {limits})\n{drawn}"
+    return {"flag": flag, "frame": "cv2.cvtColor(frame, cv2.COLOR_BGR2GRAY)", "drawn": drawn}
+
+
+def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
+    """Return the fields of the program that make a picture the model's input."""
     position = "top-left"
     if preprocess.resize == "letterbox":
         position = preprocess.anchor
@@ -103,40 +130,21 @@ def run_program(
     corner = "0, 0"
     if position != "top-left":
         corner = "(HEIGHT - rows) // 2, (WIDTH - columns) // 2"
-
-    flag, frame, drawn = "IMREAD_COLOR", "frame", "    return picture.copy()\n"
-    if preprocess.color == "grey":
-        flag = "IMREAD_ANYDEPTH" if preprocess.deep else "IMREAD_GRAYSCALE"
-        frame = "cv2.cvtColor(frame, cv2.COLOR_BGR2GRAY)"
-        drawn = "    return cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)\n"
-        if preprocess.deep:
-            drawn = (
-                "    picture = cv2.normalize(picture, None, 0, 255, cv2.NORM_MINMAX, cv2.CV_8U)\n"
-                + drawn
-            )
-    return Template(read_package_text(__package__, "run_script.txt")).substitute(
-        engine=ascii(engine),
-        classes=ascii(dict(classes)),
-        height=preprocess.box[0],
-        width=preprocess.box[1],
-        sizes=_SIZES[preprocess.resize].format(short=preprocess.short),
-        flag=flag,
-        frame=frame,
-        drawn=drawn,
-        kind=_interpolation_text(preprocess.interpolation),
-        channels=preprocess.channels,
-        order="[:, :, ::-1]" if preprocess.color == "rgb" else "",
-        pad=list(preprocess.pad),
-        place=_COPY_LINES[position],
-        corner=corner,
-        scale=preprocess.scale,
-        mean=list(preprocess.mean),
-        std=list(preprocess.std),
-        layout="" if preprocess.layout == "nhwc" else ".transpose(2, 0, 1)",
-        dtype=inputs[0].dtype,
-        input=ascii(inputs[0].name),
-        task=_task_text(task, outputs or {}).rstrip(),
-    )
+    return {
+        "height": preprocess.box[0],
+        "width": preprocess.box[1],
+        "sizes": _SIZES[preprocess.resize].format(short=preprocess.short),
+        "kind": _interpolation_text(preprocess.interpolation),
+        "channels": preprocess.channels,
+        "order": "[:, :, ::-1]" if preprocess.color == "rgb" else "",
+        "pad": list(preprocess.pad),
+        "place": _COPY_LINES[position],
+        "corner": corner,
+        "scale": preprocess.scale,
+        "mean": list(preprocess.mean),
+        "std": list(preprocess.std),
+        "layout": "" if preprocess.layout == "nhwc" else ".transpose(2, 0, 1)",
+    }
 
 
 def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
@@ -299,56 +307,78 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     if len(layouts) > 1 or ANCHOR_MAP in layouts:
         return ""
 
-    scores = _ACTIVATIONS[decoder.activation]
-    if decoder.background is not None:
-        scores += f"    scores = np.delete(scores, {decoder.background}, axis=1)\n"
-    if decoder.gates:
-        gate = 'columns(outputs, "gate")'
-        if decoder.gate_activation == "sigmoid":
-            gate = f"1 / (1 + np.exp(-{gate}))"
-        scores += f"    scores = scores * {gate}\n"
-
     scale = ""
     is_placed = decoder.coding in ("corners", "centre")
     if is_placed and _are_relative(decoder.box_columns[0].of(outputs)):
         scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
-
-    extra, outline, text = "[None] * len(kept)", _RECTANGLE, ""
-    if decoder.point_numbers:
-        numbers = decoder.point_numbers
-        extra = f'columns(outputs, "extra").reshape(len(boxes), -1, {numbers})[kept, :, :2]'
-        extra += " * [WIDTH, HEIGHT]" if scale else ""
-        outline += _POINT_MARKS
-    elif decoder.mask_maps:
-        maps = f"outputs[{decoder.mask_maps!a}][0]"
-        extra = f'np.tensordot(columns(outputs, "extra")[kept], {maps}, 1)'
-        outline += _MASK_TINT
-        text += _part("map", interpolation="LINEAR")
-    elif decoder.has_angle:
-        extra, outline = 'columns(outputs, "extra")[kept]', _ROTATED
-
-    strides = ""
+    extras = _box_extras(decoder, is_relative=bool(scale))
+    strides, functions = "", extras.functions
     if decoder.coding in CELL_CODINGS:
         all_strides = [stride for grid in decoder.grids for stride in grid.strides]
         strides = f"STRIDES = {all_strides}  # pixels from cell to cell\n"
-        sides = "HEIGHT // stride", "WIDTH // stride"
-        if any(grid.up for grid in decoder.grids):  # the others have no incomplete cells
-            sides = "-(-HEIGHT // stride)", "-(-WIDTH // stride)"
-        text += _part("cells", rows=sides[0], columns=sides[1])
-    text = (
-        _part(
-            "rows",
-            levels=_levels_text(decoder),
-            strides=strides,
-            table=_TABLES[layouts.pop()],
-            scores=scores,
-            corners=_CORNER_LINES[decoder.coding],
-            scale=scale,
-            extra=extra,
-        )
-        + text
+        functions += _cells_text(decoder)
+    rows = _part(
+        "rows",
+        levels=_levels_text(decoder),
+        strides=strides,
+        table=_TABLES[layouts.pop()],
+        scores=_score_lines(decoder),
+        corners=_CORNER_LINES[decoder.coding],
+        scale=scale,
+        extra=extras.expression,
     )
-    return text + _part("boxes", outline=outline)
+    return rows + functions + _part("boxes", outline=extras.outline)
+
+
+def _score_lines(decoder: RowDecoder) -> str:
+    """Return the lines from raw scores to a score a class."""
+    lines = _ACTIVATIONS[decoder.activation]
+    if decoder.background is not None:
+        lines += f"    scores = np.delete(scores, {decoder.background}, axis=1)\n"
+    if decoder.gates:
+        gate = 'columns(outputs, "gate")'
+        if decoder.gate_activation == "sigmoid":
+            gate = f"1 / (1 + np.exp(-{gate}))"
+        lines += f"    scores = scores * {gate}\n"
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _BoxExtras:
+    """Code for what a box has besides its corners: key points, a mask or an angle.
+
+    Attributes:
+        expression: what `find_boxes` returns of each box.
+        outline: lines that draw a box.
+        functions: functions that these lines call.
+    """
+
+    expression: str = "[None] * len(kept)"
+    outline: str = _RECTANGLE
+    functions: str = ""
+
+
+def _box_extras(decoder: RowDecoder, *, is_relative: bool) -> _BoxExtras:
+    """Return the code for key points, masks or angles; `is_relative`: places are shares."""
+    if decoder.point_numbers:
+        numbers = decoder.point_numbers
+        extra = f'columns(outputs, "extra").reshape(len(boxes), -1, {numbers})[kept, :, :2]'
+        extra += " * [WIDTH, HEIGHT]" if is_relative else ""
+        return _BoxExtras(extra, _RECTANGLE + _POINT_MARKS)
+    if decoder.mask_maps:
+        maps = f"outputs[{decoder.mask_maps!a}][0]"
+        extra = f'np.tensordot(columns(outputs, "extra")[kept], {maps}, 1)'
+        return _BoxExtras(extra, _RECTANGLE + _MASK_TINT, _part("map", interpolation="LINEAR"))
+    if decoder.has_angle:
+        return _BoxExtras('columns(outputs, "extra")[kept]', _ROTATED)
+    return _BoxExtras()
+
+
+def _cells_text(decoder: RowDecoder) -> str:
+    """Return the function that lists the cells of all levels."""
+    if any(grid.up for grid in decoder.grids):  # the others have no incomplete cells
+        return _part("cells", rows="-(-HEIGHT // stride)", columns="-(-WIDTH // stride)")
+    return _part("cells", rows="HEIGHT // stride", columns="WIDTH // stride")
 
 
 def _are_relative(places: Array) -> bool:
