@@ -96,10 +96,10 @@ def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usabl
     (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
     # splits are judged on all samples, none twice: each on 48, then on the other 52
-    methods = 0 if target == "ascend" else 2 * 24  # two methods were compared too
-    judged_samples = runs["search_samples"] - methods
-    assert judged_samples > 0
-    assert judged_samples % IMAGES == 0
+    # two methods may have been compared before, on 24 each; Ascend's statistics cannot be halved
+    method_samples = (0,) if target == "ascend" else (0, 2 * 24)
+    assert runs["search_samples"] > IMAGES / 2
+    assert runs["search_samples"] % IMAGES in method_samples
     total = sum(runs.values())
     assert total <= 5 * IMAGES
     assert [budget.spent for budget in counted] == [total]  # what is not counted is not bounded

@@ -41,6 +41,7 @@ from deploy.tuning.search_samples import ExpectedVerdict
 MAX_POINTS = 8  # of the front that is kept
 WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
 _LIKELY = 3  # splits that are timed before one is chosen
+_TIME_STEP = 1.04  # splits that differ by less time are not worth judging both
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
 
 
@@ -198,9 +199,11 @@ class SplitChooser:
             too_fast, good = self._bounds(level)
             splits = []
             for split in self.search.predicted_front():
-                is_between = too_fast < self.search.time_of(split) < good
+                time = self.search.time_of(split)
+                is_between = time > _TIME_STEP * too_fast and _TIME_STEP * time < good
                 if is_between and self._is_worthwhile(split):
                     splits.append(split)
+                    too_fast = time
 
         def is_good_enough(trial: Trial) -> bool:
             return _is_as_good(self._level(trial), level)
