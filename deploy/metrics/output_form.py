@@ -114,11 +114,13 @@ def derive_form(
     slices = {}
     for name in reference_outputs[0]:
         slices[name] = known_slices[name] if name in known_slices else _slice_output(name, first)
+
+    # what is measured of the slices
     scores = _find_gates(slices, first)
     means: dict[OutputSlice, Array] = {}
-    for name, unmeasured in slices.items():
+    for name, output_slices in slices.items():
         is_uncovered = task is None or name in uncovered
-        measured = _apply_rules(name, unmeasured, task, is_uncovered, samples, scores)
+        measured = _apply_rules(name, output_slices, task, is_uncovered, samples, scores)
         slices[name] = tuple(measured)
         means |= {part: mean for part, mean in measured.items() if mean is not None}
 

@@ -322,18 +322,20 @@ def _find_blank(samples: Sequence[Array]) -> int | None:
     counts = np.bincount(np.concatenate(best), minlength=symbol_count)
     blank = int(counts.argmax())
     is_frequent = thresholds.MIN_BLANK_SHARE * counts.sum() <= counts[blank] < counts.sum()
-    if blank not in (0, symbol_count - 1) or not is_frequent:
-        return None
-
+    is_at_end = blank in (0, symbol_count - 1)
     # each sample begins as if after a blank
     symbols = np.concatenate([np.array([blank, *classes]) for classes in best])
+    return blank if is_frequent and is_at_end and _have_short_runs(symbols, blank) else None
+
+
+def _have_short_runs(symbols: NDArray[np.int64], blank: int) -> bool:
+    """Whether few steps on average lie between blanks, and fewer have one symbol in a row."""
     is_symbol, is_change = symbols[1:] != blank, symbols[1:] != symbols[:-1]
     step_count = int(is_symbol.sum())
     run_count = int((is_symbol & is_change).sum())
     word_count = int((is_symbol & (symbols[:-1] == blank)).sum())
     are_short_words = step_count <= thresholds.MAX_WORD_STEPS * word_count
-    are_peaks = step_count <= thresholds.MAX_SYMBOL_STEPS * run_count
-    return blank if are_short_words and are_peaks else None
+    return are_short_words and step_count <= thresholds.MAX_SYMBOL_STEPS * run_count
 
 
 def _are_symbol_scores(steps: Array) -> bool:

@@ -71,13 +71,14 @@ class Top1:
         self.score_count = None if holds_class else scores.size // batch
         self.is_ranked &= not holds_class and are_ranked(scores, batch)
         self.classes.add(reference_classes, classes)
-        if self.labels is not None:
-            labels = self._batch_labels(self.labels, start, batch)
-            self.reference_hits += int((reference_classes == labels).sum())
-            self.candidate_hits += int((classes == labels).sum())
-            for shift in (1, -1):
-                shifted = (reference_classes + shift) % (self.score_count or _MAX_CLASS)
-                self.shifts[shift] += int((labels == shifted).sum())
+        if self.labels is None:
+            return
+        labels = self._batch_labels(self.labels, start, batch)
+        self.reference_hits += int((reference_classes == labels).sum())
+        self.candidate_hits += int((classes == labels).sum())
+        for shift in (1, -1):
+            shifted = (reference_classes + shift) % (self.score_count or _MAX_CLASS)
+            self.shifts[shift] += int((labels == shifted).sum())
 
     def _choose(self, outputs: Outputs, batch: int) -> str:
         """Return the output to read the class from; the first one if none fits."""
