@@ -83,10 +83,7 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
     A form that several outputs have is none: they may be levels.
     """
     tables = [*_read_tables(samples)]
-    attempts = [(propose, False) for propose in FORMS]
-    if is_set:
-        attempts += [(propose, True) for propose in reversed(FORMS)]
-    for propose, is_lenient in attempts:
+    for is_lenient, propose in itertools.product((False, True) if is_set else (False,), FORMS):
         decoders: dict[str, RowDecoder] = {}
         for proposed in propose(tables, samples, is_lenient):
             try:
@@ -331,8 +328,7 @@ def _propose_anchor_maps(
         yield from _join_levels(levels)
 
 
-# Tried in this order; what a user sets, in the reverse order
-FORMS = (_propose_joined, _propose_separate, _propose_anchor_maps)
+FORMS = (_propose_separate, _propose_anchor_maps, _propose_joined)  # tried in this order
 
 
 # --- what values confirm ---
