@@ -17,7 +17,7 @@ from deploy.errors import ModelError, QuantizedError
 from deploy.frontends import FRONTENDS, load
 from deploy.frontends.affine import fold_affine
 from deploy.frontends.onnx_reader import parse_model
-from deploy.frontends.shapes import _without_values, infer_shapes
+from deploy.frontends.shapes import infer_shapes, without_values
 from deploy.graph.index import all_nodes
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.graph.plan import analyse
@@ -530,7 +530,7 @@ def test_shapes_need_no_large_weights(min_size, small_cnn, monkeypatch):
     model = onnx.load(small_cnn)
     expected_model = onnx.shape_inference.infer_shapes(onnx.load(small_cnn), data_prop=True)
     monkeypatch.setattr("deploy.frontends.shapes._MAX_SMALL_WEIGHT", min_size)
-    assert (_without_values(model) is None) == (min_size > 0)
+    assert (without_values(model) is None) == (min_size > 0)
     inferred, expected = (
         m.SerializeToString(deterministic=True) for m in (infer_shapes(model), expected_model)
     )

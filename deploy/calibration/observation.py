@@ -30,6 +30,7 @@ from calibrators.statistics import HistogramOf, Recorder, Statistic
 from deploy.errors import ConfigError
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import read_graph, refuse_changed_model
+from deploy.frontends.shapes import without_values
 from deploy.graph.bounds import RangeLimits, find_range_limits
 from deploy.method import Method
 from deploy.tensors import Array
@@ -260,8 +261,11 @@ class CalibrationSubject:
 
     @cached_property
     def original(self) -> onnx.ModelProto | None:
-        """`read_original()`, read once."""
-        return self.read_original()
+        """`read_original()`, read once; large weights of a file have a shape and no values."""
+        original = self.read_original()
+        if original is None or original is self.user_model:
+            return original
+        return without_values(original) or original
 
     def read_original(self) -> onnx.ModelProto | None:
         """Return the graph as in the file, without external data; None if there is no ONNX file.

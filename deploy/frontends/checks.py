@@ -30,7 +30,7 @@ _OPTIMIZED = frozenset(("FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulAct
 _QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
 
 
-_MAX_NAME = 1 << 16  # characters; names are copied into tables, files and messages
+_MAX_NAME = 1 << 17  # characters; names are copied into tables, files and messages
 
 
 def check_fields(message: Message) -> None:

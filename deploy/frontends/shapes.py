@@ -55,7 +55,7 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     file_values = list(map(copy_message, model.graph.value_info))
     del model.graph.value_info[:]
-    light_model = _without_values(model)
+    light_model = without_values(model)
     with checks.refuse_errors("shapes of the model must fit together"):
         propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
         inferred = infer_types(light_model or model, data_prop=propagates_values)
@@ -110,7 +110,7 @@ def _largest_joined(graph: onnx.GraphProto) -> int:
     return largest
 
 
-def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
+def without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """Return a copy whose large weights have only a shape; None if it would not help.
 
     No shape depends on the values of a float weight, and inference would copy them three times.

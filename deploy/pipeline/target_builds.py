@@ -19,6 +19,7 @@ from deploy.feed.file_list import SampleChangedError
 from deploy.files import atomic
 from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage
+from deploy.machine import trim_memory
 from deploy.method import NO_CHOICES
 from deploy.pipeline.build_options import plan_name
 from deploy.targets import Target
@@ -148,6 +149,7 @@ def _build_target(target: Target, request: BuildRequest, repairs: Sequence[str])
     samples = repair_samples(request.evaluation_set) if repairs else []
     repaired_request, repair_results = repair_request(target, request, repairs, samples)
     result = target.build(repaired_request)
+    trim_memory()  # of this target's models, before those of the next one are there
     notes = (*repair_notes(repair_results), *result.notes)
     return replace(result, options=changed_options(target), notes=notes)
 

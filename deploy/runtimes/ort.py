@@ -17,7 +17,7 @@ import numpy as np
 
 from deploy.errors import BackendError
 from deploy.files.reading import is_utf8_path, read_bytes, refuse_irregular
-from deploy.machine import usable_cores
+from deploy.machine import trim_memory, usable_cores
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -140,6 +140,9 @@ def runs_pairs(opset: int) -> bool:
     return True
 
 
+_LARGE_MODEL_BYTES = 16 << 20
+
+
 def _create_session(
     source: str | bytes, options: onnxruntime.SessionOptions, disabled_optimizers: Sequence[str]
 ) -> onnxruntime.InferenceSession:
@@ -154,11 +157,16 @@ def _create_session(
         enable_fallback=0,  # there is no other provider, and ONNX Runtime would print a note
     )
     try:
-        return create(disabled_optimizers=[*disabled_optimizers])
+        session = create(disabled_optimizers=[*disabled_optimizers])
     except RuntimeError as error:
         if _LOST_OUTPUT_MESSAGE not in str(error):
             raise
-        return create(disabled_optimizers=[*disabled_optimizers, _OUTPUT_LOSING_OPTIMIZER])
+        session = create(disabled_optimizers=[*disabled_optimizers, _OUTPUT_LOSING_OPTIMIZER])
+    # it would hold the bytes of a model in memory, to change providers later
+    vars(session)["_model_bytes"] = None
+    if isinstance(source, bytes) and len(source) >= _LARGE_MODEL_BYTES:
+        trim_memory()  # ONNX Runtime copied the weights two or three times
+    return session
 
 
 def _raise_if_stopped(error: Exception) -> None:

@@ -256,7 +256,7 @@ ODD: dict[str, tuple[Collection[int], Odd]] = {
                      ", ".join(f"float y{n}" for n in range(300)))),
     "Sum of 20,000": (EITHER, _text(_C + f"y = Sum ({', '.join(['c'] * 20_000)})")),
     "name of 2 MB": (REFUSED, partial(_named, "x", "A" * 2_000_000, "")),
-    "name of 64 KB": (BUILT, partial(_named, "x", "A" * 65_000, "")),
+    "name of 128 KB": (BUILT, partial(_named, "x", "A" * 130_000, "")),
     "names of a shell": (
         BUILT, partial(_named, "x$(touch PWNED)`touch PWNED`;touch PWNED' --foo \"|&",
                        "</script><img src=x onerror=alert(1)>\"\x1b]0;x\x07\u202e|", "\n")),

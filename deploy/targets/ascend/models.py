@@ -64,6 +64,11 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
     return json.dumps({"name": name, "graph": [{"name": name, "op": ops}]}, indent=1)
 
 
+def _to_bytes(model: onnx.ModelProto) -> bytes:
+    """Return the bytes of a model's file, the same in every run."""
+    return bytes(strip_metadata(model).SerializeToString(deterministic=True))
+
+
 def is_fusion_mapping(text: str) -> bool:
     """Whether JSON text is a fusion mapping: it has a list of graphs, which no config has."""
     try:
@@ -169,26 +174,28 @@ def write_models(
     contents["record"] = "record.txt", write_record(records).encode()
 
     lowered = lower_for_cann(model, cann)
-    deploy, fake_quant = deploy_model(lowered, layers), fake_quant_model(model, layers)
+    deploy = deploy_model(lowered, layers)
     if float16_tensors:
         deploy = to_float16(deploy, float16_tensors)
-        scaling_nodes = [f"{name}.fakedequant.mul" for name in layers]
-        fake_quant = to_float16(fake_quant, float16_tensors, float32_nodes=scaling_nodes)
     deploy = loaded.with_cut_off(deploy)
-    models = {
-        "deploy model": ("deploy_model.onnx", deploy),
-        "fake-quant model": ("fake_quant_model.onnx", fake_quant),
-        "Q/DQ model": ("amct_qdq.onnx", loaded.with_cut_off(amct_qdq_model(lowered, layers))),
-    }
-    if weight_sharers or any(record.rounded_weight is not None for record in records.values()):
-        modified = loaded.with_cut_off(modified_model(model, layers))
-        models["modified model"] = "modified_model.onnx", modified
-    for role, (ending, written_model) in models.items():
-        data = strip_metadata(written_model).SerializeToString(deterministic=True)
-        contents[role] = ending, data
-
+    contents["deploy model"] = "deploy_model.onnx", _to_bytes(deploy)
     original = subject.model if subject.original is None else subject.original
     mapping = fusion_mapping(deploy, original, name=loaded.name)
+    del deploy  # each model has all weights, so one is there at a time
+
+    fake_quant = fake_quant_model(model, layers)
+    if float16_tensors:
+        scaling_nodes = [f"{name}.fakedequant.mul" for name in layers]
+        fake_quant = to_float16(fake_quant, float16_tensors, float32_nodes=scaling_nodes)
+    contents["fake-quant model"] = "fake_quant_model.onnx", _to_bytes(fake_quant)
+    del fake_quant
+
+    qdq = loaded.with_cut_off(amct_qdq_model(lowered, layers))
+    contents["Q/DQ model"] = "amct_qdq.onnx", _to_bytes(qdq)
+    del qdq
+    if weight_sharers or any(record.rounded_weight is not None for record in records.values()):
+        modified = loaded.with_cut_off(modified_model(model, layers))
+        contents["modified model"] = "modified_model.onnx", _to_bytes(modified)
     contents["fusion mapping"] = "quant.json", mapping.encode()
     return {
         role: atomic.write_bytes(request.folder / f"{loaded.name}_{ending}", data)
