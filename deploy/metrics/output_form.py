@@ -173,20 +173,30 @@ def _apply_rules(
     is_gated = any(part.at for part in slices)
     measured = {}
     for part in slices:
-        mean = None
-        values = [part.of(outputs[part.output]) for outputs in samples.outputs]
-        if part.at is not None:
-            weights = [part.weights(outputs) for outputs in samples.outputs]
-            if are_points:
-                mean = find_usual_values(values, weights)
-            elif all(value.size == max(value.shape) for value in values):  # one value a step
-                step_weights = np.concatenate([weight.reshape(-1, 1) for weight in weights])
-                steps = np.concatenate([value.reshape(-1, 1) for value in values])
-                mean = find_large_mean(steps, step_weights)
-        elif not is_gated and (are_points or (is_uncovered and values[0].size <= FEW)):
-            mean = find_usual_values(values)
+        is_read = not is_gated and (are_points or is_uncovered)
+        may_vary_little = part.at is not None or is_read
+        mean = _find_mean(part, samples, are_points=are_points) if may_vary_little else None
         measured[part if mean is None else replace(part, less=USUAL)] = mean
     return measured
+
+
+def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) -> Array | None:
+    """Return the mean that a slice varies little about: of a few numbers, of points, or of steps.
+
+    A value a step counts where its score is high.
+    """
+    values = [part.of(outputs[part.output]) for outputs in samples.outputs]
+    if part.at is None:
+        is_few = are_points or values[0].size <= FEW
+        return find_usual_values(values) if is_few else None
+    weights = [part.weights(outputs) for outputs in samples.outputs]
+    if are_points:
+        return find_usual_values(values, weights)
+    if any(value.size != max(value.shape) for value in values):
+        return None
+    step_weights = np.concatenate([weight.reshape(-1, 1) for weight in weights])
+    steps = np.concatenate([value.reshape(-1, 1) for value in values])
+    return find_large_mean(steps, step_weights)
 
 
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
