@@ -190,12 +190,13 @@ def test_further_decisions_are_judged_by_decibels():
     assert form.task.output == "glasses" and form.uncovered == ("hat",) and same.count == "8 of 8"
 
 
-def test_several_outputs_of_the_same_steps_are_no_task():
+def test_further_classes_of_steps_are_judged_by_decibels():
     letters = [{"letters": np.ones((1, 30), np.float32)}] * 4
     dots = [{"dot": softmax(framed(spoken(n, 3), 3))[None]} for n in range(4)]
     assert same_task(dots, letters) == "steps"
     accents = [{**output, "accent": output["dot"][:, ::-1]} for output in dots]
-    assert same_task(accents, letters) is None
+    form, same = figure(accents, accents, letters)
+    assert form.task.output == "dot" and form.uncovered == ("accent",) and same.value == 1
     vectors = [{**output, "size": rng().standard_normal((1, 60, 8))} for output in dots]
     assert same_task(vectors, letters) is None  # features, or a regression of each
 

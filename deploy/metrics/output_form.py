@@ -173,8 +173,8 @@ def _apply_rules(
     is_gated = any(part.at for part in slices)
     measured = {}
     for part in slices:
-        is_read = not is_gated and (are_points or is_uncovered)
-        may_vary_little = part.at is not None or is_read
+        is_ungated = not is_gated and (are_points or is_uncovered)
+        may_vary_little = part.at is not None or is_ungated
         mean = _find_mean(part, samples, are_points=are_points) if may_vary_little else None
         measured[part if mean is None else replace(part, less=USUAL)] = mean
     return measured

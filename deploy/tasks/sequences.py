@@ -149,7 +149,7 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
 
 
 def find_steps(samples: FirstSamples) -> Steps | None:
-    """Recognise the output of steps; others may be states, or numbers of a sample."""
+    """Recognise the first output of steps; others may be such, states, or numbers of a sample."""
     states = find_states(samples)
     values_by_name = {}
     for name in samples.names:
@@ -167,13 +167,14 @@ def find_steps(samples: FirstSamples) -> Steps | None:
         axis = _find_class_axis(values)
         if axis is not None:
             axis_by_name[name] = axis
-    if len(axis_by_name) != 1:
+    if not axis_by_name:
         return None
-    ((name, axis),) = axis_by_name.items()
-    tables = _read_step_samples(values_by_name.pop(name), axis)
-    if any(_have_steps(values, tables) for values in values_by_name.values()):
-        return None  # numbers of what is found at each step
-    return Steps(name, tables[0].shape[1], axis)
+    first_name, axis = next(iter(axis_by_name.items()))
+    tables = _read_step_samples(values_by_name[first_name], axis)
+    for name, values in values_by_name.items():
+        if name not in axis_by_name and _have_steps(values, tables):
+            return None  # numbers of what is found at each step
+    return Steps(first_name, tables[0].shape[1], axis)
 
 
 def _have_steps(samples: Sequence[Array], tables: Sequence[Array]) -> bool:
