@@ -17,6 +17,7 @@ from deploy.errors import FeedError
 from deploy.tasks.detections import (
     NOTHING,
     Detections,
+    box_areas,
     box_intersections,
     box_ious,
     scale_to_pixels,
@@ -148,8 +149,8 @@ def _find_outcomes(
 
 def _shares_inside(boxes: Floats, crowds: Floats) -> Floats:
     """Return the share of each box's area that lies in each crowd, [boxes, crowds]."""
-    areas = np.clip(boxes[:, 2:] - boxes[:, :2], 0, None).prod(axis=1)[:, None]
-    return np.asarray(box_intersections(boxes, crowds) / np.maximum(areas, 1e-12))
+    areas = np.maximum(box_areas(boxes), 1e-12)
+    return np.asarray(box_intersections(boxes, crowds) / areas[:, None])
 
 
 def _average_precision(outcomes: NDArray[np.int8], object_count: int) -> float:

@@ -188,20 +188,23 @@ def detections_by_anchor(scores: Floats) -> Detections:
     return detections_by_score(np.stack([left, top, left + 1, bottom], axis=1), scores)
 
 
-def box_intersections(boxes: Floats, others: Floats) -> Floats:
+def box_intersections(boxes: Floats, candidates: Floats) -> Floats:
     """Return the area that boxes [n, 4] and [m, 4] share, as [n, m]."""
-    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    low = np.maximum(boxes[:, None, :2], candidates[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], candidates[None, :, 2:])
     return np.asarray(np.clip(high - low, 0, None).prod(axis=2))
 
 
-def box_ious(left: Floats, right: Floats) -> Floats:
+def box_ious(boxes: Floats, candidates: Floats) -> Floats:
     """Return the IoU of boxes [n, 4] and [m, 4] as [n, m]; 0 for boxes without area."""
-    shared = box_intersections(left, right)
-    left_areas = np.clip(left[:, 2:] - left[:, :2], 0, None).prod(axis=1)
-    right_areas = np.clip(right[:, 2:] - right[:, :2], 0, None).prod(axis=1)
-    union = left_areas[:, None] + right_areas[None, :] - shared
+    shared = box_intersections(boxes, candidates)
+    union = box_areas(boxes)[:, None] + box_areas(candidates)[None, :] - shared
     return np.asarray(np.divide(shared, union, out=np.zeros_like(shared), where=union > 0))
+
+
+def box_areas(boxes: Floats) -> Floats:
+    """Return the areas of boxes [n, 4]; 0 of those whose corners are not ordered."""
+    return np.asarray(np.clip(boxes[:, 2:] - boxes[:, :2], 0, None).prod(axis=1))
 
 
 def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:

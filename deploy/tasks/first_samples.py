@@ -56,8 +56,8 @@ class FirstSamples:
     @property
     def every(self) -> tuple[str, ...]:
         """Outputs that every sample has, possibly empty."""
-        first = self.outputs[0] if self.outputs else {}
-        return tuple(name for name in first if all(name in sample for sample in self.outputs))
+        names = self.outputs[0] if self.outputs else {}
+        return tuple(name for name in names if all(name in sample for sample in self.outputs))
 
 
 def drop_outputs(samples: FirstSamples, names: Collection[str]) -> FirstSamples:
@@ -84,8 +84,8 @@ def find_states(samples: FirstSamples) -> dict[str, str]:
 def _is_state(name: str, source: str, samples: FirstSamples) -> bool:
     """Whether an output has an input's shape and type in every sample; no scalars, no pictures."""
     for value, inputs in zip(samples.arrays(name), samples.inputs, strict=False):
-        fed = inputs.get(source)
-        if fed is None or fed.shape != value.shape or fed.dtype != value.dtype:
+        state = inputs.get(source)
+        if state is None or state.shape != value.shape or state.dtype != value.dtype:
             return False
         if value.dtype.kind != "f" or value.size < 2:
             return False
@@ -141,8 +141,9 @@ def _are_computed(compute: Computation, sources: Sequence[Array], values: Sequen
 
 
 def _is_computed(compute: Computation, axis: int, source: Array, value: Array) -> bool:
-    before, side, after = source.shape[:axis], source.shape[axis], source.shape[axis + 1 :]
-    if side < 2 or value.shape not in (source.shape, (*before, 1, *after), (*before, *after)):
+    outer_sides, inner_sides = source.shape[:axis], source.shape[axis + 1 :]
+    reduced_shapes = (*outer_sides, 1, *inner_sides), (*outer_sides, *inner_sides)
+    if source.shape[axis] < 2 or value.shape not in (source.shape, *reduced_shapes):
         return False
     computed = compute(source.astype(np.float64), axis)
     if computed.size != value.size:

@@ -181,11 +181,11 @@ def are_relative(rows: Array) -> bool:
     return bool(is_between.mean() >= thresholds.MIN_SINGLE_SHARE)
 
 
-def correlate(vector: Floats, other: Floats) -> float:
+def correlate(x_values: Floats, y_values: Floats) -> float:
     """Return the correlation of two vectors; 0 if one is constant."""
-    vector, other = vector - vector.mean(), other - other.mean()
-    norms = float(np.linalg.norm(vector) * np.linalg.norm(other))
-    return float(vector @ other) / max(norms, 1e-30)
+    x_deviations, y_deviations = x_values - x_values.mean(), y_values - y_values.mean()
+    norms = float(np.linalg.norm(x_deviations) * np.linalg.norm(y_deviations))
+    return float(x_deviations @ y_deviations) / max(norms, 1e-30)
 
 
 def are_two_sided(values: Floats, min_count: int) -> bool:
@@ -253,11 +253,11 @@ def _is_index_type(numbers: Array) -> bool:
 
 def find_indices(outputs: Outputs, name: str, batch: int) -> str | None:
     """Return the output that holds indices, of `name` and the output it forms a TopK pair with."""
-    for other, value in outputs.items():
+    for pair_name, value in outputs.items():
         if value.shape != outputs[name].shape:
             continue
         if _is_topk_pair(outputs[name], value, batch):
-            return other
+            return pair_name
         if _is_topk_pair(value, outputs[name], batch):
             return name
     return None
