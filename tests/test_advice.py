@@ -243,13 +243,16 @@ def test_worse_build_names_the_split_of_the_one_before():
     assert "(its --split 3)" in text
 
 
-def test_worse_build_of_another_search_is_undone_by_its_options():
+@pytest.mark.parametrize(("effort", "ending"), [(1, ""), (2, " --force")])
+def test_worse_build_of_another_search_is_undone_by_its_options(effort, ending):
+    """Less effort replaces more only with --force."""
     before = follow_up(detector("good", 60, front=DETECTOR[:3], split_number=3), None)
     other_front = tuple(replace(row, time=row.time + 0.2) for row in DETECTOR)
     options = {"prefer": "accuracy", "repairs": ("bias",)}
     worse = detector("doubtful", 53, front=other_front, split_number=2, **options)
-    worse = follow_up(worse, before)
-    assert first_step(worse) == f"as before: {BUILD} --effort 1 --prefer speed --repair none"
+    worse = replace(worse, request=replace(worse.request, effort={"tensorrt": effort}))
+    step = f"as before: {BUILD} --effort 1 --prefer speed --repair none{ending}"
+    assert first_step(follow_up(worse, before)) == step
 
 
 @pytest.mark.parametrize(
