@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deploy.metrics.output_form import derive_form
-from deploy.tasks.maps import HeatMaps, MaskMaps
+from deploy.tasks.maps import HeatMaps, MaskMaps, Pixels
 from deploy.tasks.rows import are_probabilities, are_probabilities_or_logs, sums_to_one
 from tests.models import as_float32, build_net, make_model
 from tests.outputs import fed, figure, peaked, rng, same_task, softmax
@@ -68,6 +68,14 @@ def test_a_class_of_few_pixels_counts_where_all_others_are_background():
     assert found.value == pytest.approx(0.5, abs=1e-3)  # all of the class is gone
     form, found = figure(silent, silent, inputs)  # to agree on nothing but background
     assert form.task.name == "segmentation" and found is None
+
+
+@pytest.mark.parametrize(("pixels", "classes"), [(20, 2), (21, 3)])  # of 20,480: a thousandth
+def test_mean_iou_leaves_rare_classes_out(pixels, classes):
+    tally = Pixels("y", 3).tally()
+    numbers = np.repeat([0, 1, 2], [10_240, 10_240 - pixels, pixels]).reshape(1, 128, 160)
+    tally.add({}, {"y": numbers}, {"y": numbers})
+    assert f"of {classes} classes" in tally.result().words
 
 
 @pytest.mark.parametrize(("side", "task"), [(0, "masks"), (9, "segmentation")])

@@ -93,7 +93,7 @@ class _PixelTally(TaskTally["Pixels"]):
         None if FP32 sees fewer than two: agreement on background alone means nothing.
         """
         total = self.pixels.reference.total()
-        classes = self._frequent_classes(thresholds.MAX_RARE_SHARE * total + 1)
+        classes = self._frequent_classes(int(thresholds.MAX_RARE_SHARE * total) + 1)
         if len(classes) < 2:
             classes = self._frequent_classes(thresholds.MIN_CLASS_PIXELS)
         if len(classes) < 2:
@@ -109,7 +109,7 @@ class _PixelTally(TaskTally["Pixels"]):
         text = f"mIoU {mean:.3f} of {len(ious)} classes, {equal_percent:.1f} % of pixels of"
         return self.figure("mIoU with FP32", mean, f"{mean:.3f}", f"{text} FP32's class")
 
-    def _frequent_classes(self, min_pixels: float) -> list[int]:
+    def _frequent_classes(self, min_pixels: int) -> list[int]:
         counts = self.pixels.reference
         return sorted(number for number in counts if counts[number] >= min_pixels)
 
