@@ -138,6 +138,17 @@ def test_engine_alone_needs_its_float_model(shipped, pictures, small_cnn):
     assert sqnr_db(row) == pytest.approx(sqnr_db(built), abs=1e-3)
 
 
+def test_images_of_a_qdq_build_did_not_calibrate(shipped, small_cnn, pictures, run, tmp_path):
+    qdq = shipped / "small_cnn.tensorrt.qdq.onnx"
+    files = (qdq, "--float", small_cnn, "--images", pictures, "--out", tmp_path / "qdq")
+    run.ok("build", *files, "--duration", 0, "--mean", 0.5, "--std", 0.25, "--accept")
+    report = check(tmp_path / "qdq", pictures)
+    assert "calibration images" not in report.engine("int8").verdict.text
+    assert any("--against" in alert for alert in report.alerts)
+    report = check(tmp_path / "qdq", pictures, against=small_cnn)
+    assert not any("--against" in alert for alert in report.alerts)
+
+
 def test_speed_limit_without_timing_is_doubtful(shipped, pictures):
     report = check(shipped, pictures, gates=calib8.Gates(min_speedup=1.2))
     assert report.engine("onnxruntime").verdict.level == "doubtful"

@@ -210,10 +210,28 @@ def _read_build(
         gates=Gates(max_loss=request.max_loss, min_speedup=request.min_speedup),
         task=next((a.set_task for a in accuracies if a.set_task), ""),
         metric=next(iter(metrics), ""),
-        calibration_digest=(report.feed.digest if report.feed else "") or "",
-        alerts=(*_change_alerts(verification, results), *model_notes(build.path, loaded)),
+        calibration_digest=_calibration_digest(report, loaded),
+        alerts=(
+            *_change_alerts(verification, results),
+            *_reference_alerts(build, against),
+            *model_notes(build.path, loaded),
+        ),
     )
     return shipped, with_stored_preprocess(dataset, stored, build.path)
+
+
+def _calibration_digest(report: Report, loaded: LoadedModel) -> str:
+    """Return the digest of the images that calibrated; "" for a Q/DQ model, or if unknown."""
+    if report.feed is None or loaded.qdq is not None:
+        return ""
+    return report.feed.digest or ""
+
+
+def _reference_alerts(build: StoredBuild, against: object) -> Iterator[str]:
+    """Yield a sentence if the build of a Q/DQ model was compared with another float model."""
+    float_model = (build.options or {}).get("float")
+    if against is None and float_model:
+        yield f"the build was compared with the float model {float_model}; --against names it here"
 
 
 def _stored_result(build: StoredBuild, part: TargetPart) -> BuildResult:
