@@ -2,13 +2,15 @@
 
     git worktree add /tmp/older e978d3c
     python benchmarks/build_cost.py --old /tmp/older [--models fashion ...] [--rounds 3]
+    python benchmarks/build_cost.py --models 20-mb 75-mb 300-mb --rounds 1
 
 Both sides run the same command in a process of its own, in turns: first into an empty folder, then
 again, so that the second build finds the calibration of the first. No latency is measured
 (`--duration 0`). CPU time is user and system time of the process with its children; a round's
 figures are their medians, memory is the largest. EfficientNet-Lite0 must have been exported once by
-export_efficientnet.py, which needs torch; its photos come from wheels. Only ratios are worth
-comparing between machines.
+export_efficientnet.py, which needs torch; its photos come from wheels. The nets of 20, 75 and 300
+MB are five convolutions of random weights on pictures of 32x32: memory is that of weights alone.
+Only ratios are worth comparing between machines.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+
+import cv2
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,9 +55,41 @@ def efficientnet(count: int) -> list[str]:
     return [str(model), "--images", str(image_list(count)), "--preprocess", "efficientnet-lite"]
 
 
+def weights_net(megabytes: int, count: int) -> list[str]:
+    """A generated net whose weights take so many MB, and up to 4 pictures of noise."""
+    folder = Path(tempfile.gettempdir()) / "calib8-weights-net"
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(4)
+    for number in range(min(count, 4)):
+        noise = rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        cv2.imwrite(str(folder / f"{number}.png"), noise)
+    channels = round((megabytes * 1e6 / 4 / 9 / 4) ** 0.5)
+    nodes, weights, tensor = [], [], "image"
+    for layer in range(5):
+        shape = (channels, 3 if layer == 0 else channels, 3, 3)
+        weight = rng.standard_normal(shape, dtype=np.float32) / np.float32(channels**0.5 * 3)
+        weights.append(numpy_helper.from_array(weight, f"w{layer}"))
+        inputs = [tensor, f"w{layer}"]
+        nodes += [
+            helper.make_node("Conv", inputs, [f"c{layer}"], pads=[1] * 4, strides=[2, 2]),
+            helper.make_node("Relu", [f"c{layer}"], [f"r{layer}"]),
+        ]
+        tensor = f"r{layer}"
+    ends = (
+        [helper.make_tensor_value_info("image", 1, [1, 3, 32, 32])],
+        [helper.make_tensor_value_info(tensor, 1, [1, channels, 1, 1])],
+    )
+    graph = helper.make_graph(nodes, "net", *ends, weights)
+    opsets = [helper.make_opsetid("", 13)]
+    path = folder / f"net{megabytes}.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return [str(path), "--images", str(folder), "--effort", "0"]
+
+
 MODELS: Mapping[str, Callable[[int], list[str]]] = {
     "fashion": fashion,
     "efficientnet-lite0": efficientnet,
+    **{f"{size}-mb": partial(weights_net, size) for size in (20, 75, 300)},
 }
 
 
@@ -92,7 +132,9 @@ def main() -> None:
     parser.add_argument("--old", type=Path, help="an older checkout; without it only this one runs")
     parser.add_argument("--new", type=Path, default=checkouts.OWN, help="[this checkout]")
     parser.add_argument("--only-old", action="store_true", help="leave the new side out")
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--models", nargs="*", choices=MODELS, default=["fashion", "efficientnet-lite0"]
+    )
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()

@@ -119,6 +119,8 @@ def measure_engines(
     float_engine, float_outputs = _open_float_model(
         loaded, float_file, samples, threads=threads, is_timed=is_timed
     )
+    float_size = len(float_file)
+    del float_file  # its session has the weights
     engines = {_FLOAT_ENGINE: float_engine}
     failures, absent = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
     reference, is_same_model = _choose_reference(float_outputs, observed_outputs, samples)
@@ -156,7 +158,7 @@ def measure_engines(
         label="FP32 on the CPU" if devices else "FP32",  # even if a device runs the others
         reference=True,
         path=str(loaded.source) if loaded.source else None,
-        size_bytes=len(float_file),
+        size_bytes=float_size,
         load_ms=float_engine.load_ms,
         threads=threads,
         latency=latency.get(_FLOAT_ENGINE),

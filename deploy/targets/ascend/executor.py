@@ -426,20 +426,22 @@ def compare_deploy_model(
     deploy_session = open_deploy(
         deploy_model(model, layers), threads=threads, extra_outputs=tuple(layer_by_sum)
     )
+    deploy_runs = [deploy_session.run(sample) for sample in samples]
+    del deploy_session  # each session has all weights, so one is open at a time
 
-    def open_fake_quant(*, npu_rounding: bool) -> OrtSession:
+    def run_fake_quant(*, npu_rounding: bool) -> list[dict[str, NDArray[Any]]]:
         fake_quant = fake_quant_model(model, layers, npu_rounding=npu_rounding)
         # ONNX Runtime's optimizer would fold the dequantization into the weights
-        return OrtSession.open(fake_quant, threads=threads, optimize=False)
+        session = OrtSession.open(fake_quant, threads=threads, optimize=False)
+        return [session.run(sample) for sample in samples]
 
-    npu_session = open_fake_quant(npu_rounding=True)
-    amct_session = open_fake_quant(npu_rounding=False)
+    npu_runs = run_fake_quant(npu_rounding=True)
+    amct_runs = run_fake_quant(npu_rounding=False)
 
     max_npu_difference, min_amct_cosine = 0.0, 1.0
     max_sum_shares = dict.fromkeys(layer_by_sum.values(), 0.0)
-    for sample in samples:
-        outputs = deploy_session.run(sample)
-        npu_outputs, amct_outputs = npu_session.run(sample), amct_session.run(sample)
+    runs = zip(deploy_runs, npu_runs, amct_runs, strict=True)
+    for outputs, npu_outputs, amct_outputs in runs:
         for sum_name, layer_name in layer_by_sum.items():
             sums = outputs.pop(sum_name)
             share = float(np.abs(sums).max()) / _INT32_END
