@@ -42,7 +42,7 @@ def mark_first_axes(
     size = _common_size(inputs)
     has_batch = choice != NONE
     if choice == AUTO:
-        has_batch = not is_graph(inputs)
+        has_batch = not _is_graph(inputs)
         if size > 1:
             has_batch = all(_may_carry(output.shape, size) for output in outputs)
 
@@ -98,7 +98,7 @@ def _may_carry(shape: tuple[int | str | None, ...], size: int) -> bool:
     return any(not isinstance(batch, int) or batch == size for batch in batch_sizes)
 
 
-def is_graph(inputs: Sequence[TensorSpec]) -> bool:
+def _is_graph(inputs: Sequence[TensorSpec]) -> bool:
     """Whether inputs are those of a graph network, whose nodes are no batch.
 
     They hold edges, integers [2, E], or an adjacency matrix [N, N] beside nodes [N, ...].
@@ -107,12 +107,12 @@ def is_graph(inputs: Sequence[TensorSpec]) -> bool:
     for spec in inputs:
         if len(spec.shape) != 2 or isinstance(spec.shape[1], int):
             continue
-        others = [size for key, size in open_sizes.items() if key != id(spec)]
+        other_sizes = [size for key, size in open_sizes.items() if key != id(spec)]
         is_integer = spec.dtype in ("int32", "int64")
-        if is_integer and spec.shape[0] == 2 and others:
+        if is_integer and spec.shape[0] == 2 and other_sizes:
             return True
         is_square = spec.shape[0] == spec.shape[1] is not None
-        if is_square and not is_integer and spec.shape[0] in others:
+        if is_square and not is_integer and spec.shape[0] in other_sizes:
             return True
     return False
 

@@ -48,22 +48,22 @@ def peek_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str
     An item without names holds the first input, or as many inputs as it has arrays of their rank.
     """
     if isinstance(source, list | tuple | Mapping) or hasattr(source, "__array__"):
-        first = source[0] if isinstance(source, list | tuple) and source else source
+        first_item = source[0] if isinstance(source, list | tuple) and source else source
     else:
         items = iter(iterate_items(source)[0])
         first_items = list(islice(items, 1))
         if not first_items:
             return (), []
-        first, source = first_items[0], chain(first_items, items)
-    if isinstance(first, tuple | list) and first and isinstance(first[0], Mapping):
-        first = first[0]
-    if isinstance(first, Mapping):
-        return tuple(map(str, first)), source
-    if not isinstance(first, tuple | list):
+        first_item, source = first_items[0], chain(first_items, items)
+    if isinstance(first_item, tuple | list) and first_item and isinstance(first_item[0], Mapping):
+        first_item = first_item[0]
+    if isinstance(first_item, Mapping):
+        return tuple(map(str, first_item)), source
+    if not isinstance(first_item, tuple | list):
         return (), source
     fitting = [
         spec.name
-        for spec, value in zip(specs, first, strict=False)
+        for spec, value in zip(specs, first_item, strict=False)
         if 0 < len(spec.shape) - 1 <= np.ndim(value)
     ]
     return fitting, source

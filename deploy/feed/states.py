@@ -97,8 +97,8 @@ class Recurrence:
 def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> States:
     """Return the states that names and shapes show: h and hn, r1i and r1o, past_k and present_k.
 
-    None if no other input, or no other output, would remain. Pictures are left to the user: an
-    input and an output in the form of one mostly are an image and its improved version.
+    There are none if no other input, or no other output, would remain. Pictures are left to the
+    user: an input and an output in the form of one mostly are an image and its improved version.
     """
     outputs_by_stem = {_stem(output.name): output for output in outputs}
     stem_counts = Counter(_stem(spec.name) for spec in (*inputs, *outputs))
@@ -192,13 +192,13 @@ class SequenceSource:
 
     def _run(self, index: int, raw: RawSample) -> Sample:
         """Return a step with its states, and store those of the next one."""
-        given = raw.decode()
+        given_inputs = raw.decode()
         sample: Sample = {}
         for spec in self.recurrence.inputs:
             if spec.name in self._states:
                 sample[spec.name] = self._states[spec.name]
-            elif spec.name in given:
-                sample[spec.name] = _check_single_row(spec, given[spec.name])
+            elif spec.name in given_inputs:
+                sample[spec.name] = _check_single_row(spec, given_inputs[spec.name])
             else:
                 sizes = [size if isinstance(size, int) else 1 for size in spec.shape]
                 sample[spec.name] = np.zeros(sizes, spec.dtype)
