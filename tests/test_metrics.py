@@ -21,7 +21,7 @@ from deploy.metrics.output_form import SliceAccuracy
 from deploy.metrics.precision import MeanPrecision
 from deploy.report.verdict import Gates, verdict
 from deploy.runtimes.ort import OrtSession
-from deploy.tasks import TaskFigure
+from deploy.tasks import Metric, TaskFigure
 from deploy.tasks.evaluation_task import share_interval
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_value, save_net
@@ -107,6 +107,23 @@ def test_equal_outputs_are_exact():
     assert compare(IMAGE, IMAGE, batches(X, 6)).top1_agreement is None  # no classes
     accuracy = compare(BEST, BEST, batches(X, 6), labels=X.argmax(axis=1).tolist())
     assert accuracy.top1_reference == 1 and accuracy.top1_candidate == 1
+
+
+def test_labels_of_an_unset_task_read_the_indices_of_topk():
+    scores = np.random.default_rng(3).normal(size=(8, 1, 6))
+    places = np.argsort(-scores, axis=-1)[..., :3]
+    samples = [
+        {"values": -np.sort(-row)[:, :3], "places": place}
+        for row, place in zip(scores, places, strict=True)
+    ]
+    labels = [int(place[0, 0]) for place in places]
+    metric = Metric(None, task="none")
+    comparison = Comparison(
+        StoredOutputs(samples[0]), StoredOutputs(samples[0]), labels=labels, metric=metric
+    )
+    for sample in samples:
+        comparison.add({"x": np.zeros((1, 2))}, sample, sample)
+    assert comparison.result().top1_reference == comparison.result().top1_candidate == 1
 
 
 def test_top1_with_labels_counts_both_and_their_agreement():

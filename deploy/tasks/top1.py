@@ -1,8 +1,8 @@
 """Top-1 hits of both models by labels, and where both agree.
 
 The class is read from the output of the recognised task, else from the first output: a score per
-class [N, C], or the class itself [N] as from ArgMax, or TopK's indices, the best one first. With
-labels, a later output may be read, if it is the only one that holds classes.
+class [N, C], or the class itself [N] as from ArgMax, or TopK's indices, the best one first, also
+beside its values. With labels, a later output may be read, if only that one holds classes.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deploy.errors import FeedError
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
-from deploy.tasks.rows import Outputs, are_indices, are_ranked
+from deploy.tasks.rows import Outputs, are_indices, are_ranked, find_indices
 from deploy.tensors import Array
 
 _MAX_CLASS = np.iinfo(np.int64).max
@@ -85,6 +85,9 @@ class Top1:
         first = next(iter(outputs))
         if self.labels is None:
             return first
+        indices = find_indices(outputs, first, batch)
+        if indices is not None:
+            return indices
         fitting = []
         for name, value in outputs.items():
             if _read_classes(value, batch, ranked=True) is not None:
