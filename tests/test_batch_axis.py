@@ -158,7 +158,7 @@ def test_fixed_batch_with_rows_out_takes_single_images(command, tmp_path):
     np.testing.assert_array_equal(last["x"], images[[8, 0]])
     path = save_net(model, tmp_path / "net.onnx")
     options = ("--images", tmp_path / "x.npz", "--out", tmp_path / "out", "--duration", 0)
-    assert "2 rows are one sample" in command("build", path, *options, "--effort", 0)
+    assert "2 of them together" in command("build", path, *options, "--effort", 0)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["engines"][1]["accuracy"]["samples"] == 5
 

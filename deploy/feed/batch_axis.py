@@ -159,7 +159,7 @@ def describe_samples(inputs: Sequence[TensorSpec]) -> str:
     """Return what one sample is, for the report; "" if it is plain, a row of a batch."""
     parts = [spec.name for spec in inputs if spec.first_axis is FirstAxis.PARTS]
     if parts:
-        return f"{rows_of_run(inputs)} rows are one sample"
+        return f"{rows_of_run(inputs)} of them together are one input of the model"
     open_names = [
         spec.name
         for spec in inputs
