@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import tempfile
 import time
@@ -164,7 +165,8 @@ def _create_session(
         session = create(disabled_optimizers=[*disabled_optimizers, _OUTPUT_LOSING_OPTIMIZER])
     # it would hold the bytes of a model in memory, to change providers later
     vars(session)["_model_bytes"] = None
-    if isinstance(source, bytes) and len(source) >= _LARGE_MODEL_BYTES:
+    size = len(source) if isinstance(source, bytes) else os.path.getsize(source)
+    if size >= _LARGE_MODEL_BYTES:
         trim_memory()  # ONNX Runtime copied the weights two or three times
     return session
 
