@@ -52,7 +52,7 @@ stand_in() {
 
 works() {
   [ -x "$1/bin/python" ] && "$1/bin/python" -c '
-import ctypes, cv2, numpy, onnx, tensorrt
+import ctypes, cv2, msgspec, numpy, onnx, tensorrt
 assert tensorrt.__version__ == "'$version'", tensorrt.__version__
 ctypes.CDLL("libcudnn.so.8").calib8_stand_in' 2>/dev/null
 }
@@ -75,7 +75,7 @@ trap 'rm -rf "$unfinished"' EXIT
 rm -rf "$folder"
 "$python" -m venv "$unfinished"
 "$unfinished/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
-  "tensorrt==$version" "numpy==1.26.4" "opencv-python-headless==4.11.0.86" "onnx==1.17.0" "protobuf==5.29.5" \
+  "tensorrt==$version" "numpy==1.26.4" "opencv-python-headless==4.11.0.86" "onnx==1.17.0" "protobuf==5.29.5" "msgspec==0.21.1" \
   >&2 || give_up "the wheels could not be installed (network?)"
 package=$(echo "$unfinished"/lib/python3.10/site-packages/tensorrt)
 plugin=$package/libnvinfer_plugin.so.8

@@ -132,7 +132,8 @@ if VERSION >= (8, 6):
     HardwareCompatibilityLevel = _enum("HardwareCompatibilityLevel", *_LEVELS)
 DeviceType = _enum("DeviceType", ((8,), "GPU DLA"))
 _PARSER_FLAGS = ((8,), "NATIVE_INSTANCENORM"), ((10, 16), "ADJUST_FOR_DLA")
-OnnxParserFlag = _enum("OnnxParserFlag", *_PARSER_FLAGS)
+if VERSION >= (8, 6):
+    OnnxParserFlag = _enum("OnnxParserFlag", *_PARSER_FLAGS)
 LayerInformationFormat = _enum("LayerInformationFormat", ((8,), "ONELINE JSON"))
 ProfilingVerbosity = _enum("ProfilingVerbosity", ((8,), "LAYER_NAMES_ONLY NONE DETAILED"))
 
@@ -261,8 +262,10 @@ class OnnxParser:
         _check_logger(logger)
         self.network, self.errors = network, list[str]()
 
-    def set_flag(self, flag):
-        STORY.parser_flags.add(flag.name)
+    if VERSION >= (8, 6):
+
+        def set_flag(self, flag):
+            STORY.parser_flags.add(flag.name)
 
     num_errors = property(lambda self: len(self.errors))
 

@@ -217,7 +217,8 @@ def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder, *, dl
     import tensorrt as trt
 
     parser = trt.OnnxParser(network, process_logger())
-    if dla and hasattr(trt.OnnxParserFlag, "ADJUST_FOR_DLA"):  # since 10.16
+    flags = getattr(trt, "OnnxParserFlag", None)  # since 8.6
+    if dla and hasattr(flags, "ADJUST_FOR_DLA"):  # since 10.16
         parser.set_flag(trt.OnnxParserFlag.ADJUST_FOR_DLA)
     if parser.parse_from_file(str(model)):
         return
