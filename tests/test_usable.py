@@ -235,7 +235,7 @@ def test_good_engine_replaces_a_doubtful_one(target, surer, narrow, build):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "kept_count"), [("tensorrt", 33), ("ascend", 31)])
+@pytest.mark.parametrize(("target", "kept_count"), [("tensorrt", 33), ("ascend", 30)])
 def test_front_tells_what_a_faster_split_loses(target, kept_count, surer):
     (fastest, *_) = chosen(surer, target)[0].front
     assert fastest.figure.startswith(f"{kept_count} of 40 samples keep FP32's top-1 class")
@@ -246,7 +246,7 @@ def test_front_tells_what_a_faster_split_loses(target, kept_count, surer):
 @pytest.mark.slow
 def test_price_of_a_better_verdict_is_on_the_screen(build, tmp_path):
     """One class in ten is another one; to win it back takes a third of the time more."""
-    built = build(guessing(tmp_path, outlier=40.0, wide=16), "--target", "tensorrt")
+    built = build(guessing(tmp_path, outlier=60.0, wide=24), "--target", "tensorrt")
     assert built.code == 0
     assert level(built, "tensorrt") == "good"
     plan, _ = chosen(built, "tensorrt")

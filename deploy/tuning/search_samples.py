@@ -65,7 +65,7 @@ _MIN_HALVED = 40  # samples, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
-_MIN_SHOWING = 20  # boxes or labels of the float model whose count shows a loss of 0.05
+_MIN_SHOWING = 40  # boxes or labels of the float model whose count shows a loss of 0.025
 
 
 def max_sample_count(evaluation_set: EvaluationSet) -> int:
