@@ -123,7 +123,8 @@ def test_float16_engine_is_typed_like_int8(tensorrt, build, tmp_path, version, o
 def test_float_engines_use_the_unrepaired_model(tensorrt, build, tmp_path, version):
     trt = tensorrt(version)
     result = build("--repair", "adaround")
-    assert any("adaptive rounding" in note and "kept" in note for note in notes(result).split(" / "))
+    sentences = notes(result).split(" / ")
+    assert any("adaptive rounding" in sentence and "kept" in sentence for sentence in sentences)
     (output,) = result.rows["TensorRT FP32"]["accuracy"]["outputs"]
     assert float(output["sqnr_db"]) > 100
     plain = (tmp_path / "out/small_cnn.tensorrt.fp32.onnx").read_bytes()
