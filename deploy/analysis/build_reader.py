@@ -323,6 +323,7 @@ def _explain_target(
         nodes=len(target.nodes),
         kept=tuple(_float_groups(target.nodes)),
         layers=_sort_by_sqnr(target.layers),
+        modules=target.modules,
         repairs=tuple(filter(_is_repair_note, (*notes, *target.notes))),
         settled=settled,
         front=front,

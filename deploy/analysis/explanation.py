@@ -140,6 +140,7 @@ class TargetExplanation:
         nodes: number of nodes of the model as this target runs it.
         kept: groups of float nodes: by noise, then time, consequence, rules.
         layers: inner tensors, the worst first.
+        modules: tensor -> path of the PyTorch module that makes it, where it is known.
         repairs: notes on repairs of the model.
         settled: description of the split that was built.
         front: splits that can be built, the fastest first.
@@ -165,6 +166,7 @@ class TargetExplanation:
     front: tuple[SplitRow, ...] = ()
     methods: Mapping[str, str] = field(default_factory=dict)
     clipped: tuple[ClippedRange, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
     runnable: str | None = None
     native: bool = False
     held: ImageResults | None = None
@@ -223,10 +225,10 @@ def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[s
     yield from entries("Why", target.reasons)
     if target.task and target.task not in target.reasons:
         yield from entry("Task", target.task)
-    yield from _accuracy_lines("Parts", "part of the outputs", target.parts, max_rows)
+    yield from _accuracy_lines("Parts", "part of the outputs", target.parts, {}, max_rows)
     yield from _float_node_lines(target, max_rows)
     tensor_head = "inner tensor, the worst first"
-    yield from _accuracy_lines("Layers", tensor_head, target.layers, max_rows)
+    yield from _accuracy_lines("Layers", tensor_head, target.layers, target.modules, max_rows)
     yield from _search_lines(target)
     yield from _clipping_lines(target, max_rows)
     if target.held is not None:
@@ -234,12 +236,17 @@ def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[s
 
 
 def _accuracy_lines(
-    label: str, name_head: str, tensors: Sequence[TensorAccuracy], max_rows: int | None
+    label: str,
+    name_head: str,
+    tensors: Sequence[TensorAccuracy],
+    modules: Mapping[str, str],
+    max_rows: int | None,
 ) -> Iterator[str]:
     rows = []
     for tensor in tensors:
         cosine = figures.cosine(tensor.cosine_mean)
-        rows.append([tensor.name, figures.decibels(tensor.sqnr_db), cosine])
+        name = _with_module(tensor.name, modules)
+        rows.append([name, figures.decibels(tensor.sqnr_db), cosine])
     yield from _table(label, [name_head, "SQNR", "cosine"], rows, max_rows)
 
 
@@ -277,8 +284,14 @@ def _clipping_lines(target: TargetExplanation, max_rows: int | None) -> Iterator
     rows = []
     for clipped in target.clipped:
         ranges = [_describe_range(clipped.kept), _describe_range(clipped.seen)]
-        rows.append([clipped.tensor, figures.percent(clipped.share), *ranges])
+        name = _with_module(clipped.tensor, target.modules)
+        rows.append([name, figures.percent(clipped.share), *ranges])
     yield from _table("Clipped", ["tensor", "values", "range kept", "range seen"], rows, max_rows)
+
+
+def _with_module(tensor: str, modules: Mapping[str, str]) -> str:
+    """Return the name of a tensor, followed by the path of the module that makes it."""
+    return f"{tensor} ({modules[tensor]})" if tensor in modules else tensor
 
 
 def _describe_range(ends: tuple[float, float]) -> str:

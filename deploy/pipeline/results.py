@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onnx import ModelProto
+
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import feed_versions
 from deploy.errors import CacheError, ConfigError, list_first
@@ -19,6 +21,7 @@ from deploy.files import atomic, manifest
 from deploy.files.manifest import sha256
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
+from deploy.graph.index import module_paths
 from deploy.machine import this_machine
 from deploy.metrics.levels import measure_loss
 from deploy.pipeline.measure import Figures
@@ -442,6 +445,7 @@ def _target_part(
         tensors=clip_rows(calibration, result, layers),
         weights=weight_rows(result.weights),
         layers=layers,
+        modules=_modules_by_tensor(calibration.loaded.model),
         files=file_rows(result.files, stage),
         runnable=_final_path(result.runnable, stage),
         search=search,
@@ -452,6 +456,16 @@ def _target_part(
         notes=(*search_notes, *result.notes),
         error=error,
     )
+
+
+def _modules_by_tensor(model: ModelProto) -> dict[str, str]:
+    """Return tensor -> path of the PyTorch module that makes it."""
+    path_by_node = module_paths(model)
+    modules = {}
+    for node in model.graph.node:
+        if node.name in path_by_node:
+            modules.update(dict.fromkeys(node.output, path_by_node[node.name]))
+    return modules
 
 
 def _earlier_file_alerts(model_name: str, target: str, stage: Stage) -> Iterator[str]:

@@ -443,6 +443,7 @@ class TargetPart:
         tensors: its ranges.
         weights: its quantized weights.
         layers: inner tensors of its engine against the float model's, in the model's order.
+        modules: tensor -> path of the PyTorch module that makes it, where the model's file says it.
         files: files written for it.
         runnable: file with its numerics that ONNX Runtime can run; None without.
         search: the search before it was built; None without.
@@ -459,6 +460,7 @@ class TargetPart:
     tensors: tuple[TensorRow, ...] = ()
     weights: tuple[WeightRow, ...] = ()
     layers: tuple[OutputAccuracy, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
     files: tuple[FileRow, ...] = ()
     runnable: str | None = None
     search: SearchPart | None = None
