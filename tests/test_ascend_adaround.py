@@ -469,7 +469,7 @@ def test_auto_takes_such_a_configuration(all_kinds, command, tmp_path):
 def test_repairs_keep_adaround_layers(built):
     _, out = built(ada(200), out="ada")
     output, repaired = built(ada(200), "--repair", "bias,adaround", out="more")
-    assert "rounding by output error: nothing to repair" in output
+    assert "adaptive rounding: nothing to repair" in output
     assert "bias correction: nothing to repair" in output
     name = "kinds_deploy_model.onnx"
     assert (out / name).read_bytes() == (repaired / name).read_bytes()

@@ -100,7 +100,8 @@ def test_method_without_runnable_trial_is_rejected(build_failing):
     refused = methods.index(best_method)
     built = build_failing(lambda model: next(opened) == refused, "--threads", 1, out="other")
     assert "1 of " in notes(built)[0]
-    assert best_method not in methods_of_front(built)
+    count = methods_of_front(built).count(best_method)
+    assert count < methods_of_front(unhindered).count(best_method)
 
 
 def methods_of_front(built):

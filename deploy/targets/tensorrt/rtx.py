@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy.errors import BackendError, ConfigError, SdkMissingError, extra_hint
 from deploy.files import atomic, manifest
+from deploy.files.manifest import sha256
 from deploy.targets.base import BuildRequest, BuildResult, write_script
 from deploy.targets.options import check_options, option
 from deploy.targets.tensorrt.target import TensorRT
@@ -160,14 +161,16 @@ class TensorRTForRTX:
         complete_model = request.with_plugin_nodes(model_set.models[TYPED])
         typed_model, lowering_note = engines.lower_for_tensorrt(complete_model, _PARSER)
         typed_path = request.folder / f"{request.name}{_TYPED_ENDING}"
-        atomic.write_bytes(typed_path, typed_model.SerializeToString(deterministic=True))
+        typed_bytes = typed_model.SerializeToString(deterministic=True)
+        atomic.write_bytes(typed_path, typed_bytes)
 
         files = {"typed model for TensorRT for RTX": typed_path}
         engine: Path | None = None
         error = ""
         notes = [*model_set.notes, lowering_note]
         try:
-            engine = files["TensorRT for RTX engine"] = self._compile(request, typed_path)
+            engine = self._compile(request, typed_path, sha256(typed_bytes))
+            files["TensorRT for RTX engine"] = engine
             command = f'exec tensorrt_rtx --loadEngine={shlex.quote(engine.name)} "$@"'
             script = request.folder / f"{request.name}{_SCRIPT_ENDING}"
             files["script of TensorRT for RTX"] = write_script(script, command)
@@ -188,8 +191,10 @@ class TensorRTForRTX:
             error=error,
         )
 
-    def _compile(self, request: BuildRequest, typed_path: Path) -> Path:
+    def _compile(self, request: BuildRequest, typed_path: Path, digest: str) -> Path:
         """Compile the typed model, or reuse the engine of the same model; return its path.
+
+        `digest`: sha256 of the typed model's file.
 
         Raises:
             SdkMissingError: TensorRT for RTX is not installed.
@@ -203,7 +208,7 @@ class TensorRTForRTX:
         made_from = {
             "tensorrt_rtx": library.__version__,
             "compute_capabilities": self.capabilities,
-            "model_sha256": manifest.sha256(typed_path.read_bytes()),
+            "model_sha256": digest,
             "profiles": {
                 name: (shapes.min_shape, shapes.opt_shape, shapes.max_shape)
                 for name, shapes in profiles.items()
