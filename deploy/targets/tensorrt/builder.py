@@ -218,8 +218,9 @@ def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder, *, dl
 
     parser = trt.OnnxParser(network, process_logger())
     flags = getattr(trt, "OnnxParserFlag", None)  # since 8.6
-    if dla and hasattr(flags, "ADJUST_FOR_DLA"):  # since 10.16
-        parser.set_flag(trt.OnnxParserFlag.ADJUST_FOR_DLA)
+    adjust_for_dla = getattr(flags, "ADJUST_FOR_DLA", None)  # since 10.16
+    if dla and adjust_for_dla is not None:
+        parser.set_flag(adjust_for_dla)
     if parser.parse_from_file(str(model)):
         return
     errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
