@@ -82,6 +82,10 @@ def test_fp8_for_ampere_is_refused():
         TensorRTForRTX(gpus=("ampere",), precision="fp8")
 
 
+def test_repeated_generation_counts_once():
+    assert TensorRTForRTX(gpus=("ada", "blackwell", "ada")).capabilities == ("SM89", "SM120")
+
+
 def test_engine_belongs_to_its_own_target(tmp_path):
     path = tmp_path / "small_cnn.sm89-1.7.1.rtx.engine"
     target = find_target(path, ())

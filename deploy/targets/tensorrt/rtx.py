@@ -110,7 +110,7 @@ class TensorRTForRTX:
             generations = _FP8_GENERATIONS
         else:
             generations = ("ampere", "ada", "blackwell")
-        return tuple(_CAPABILITIES[generation] for generation in generations)
+        return tuple(_CAPABILITIES[generation] for generation in dict.fromkeys(generations))
 
     @property
     def _engine_ending(self) -> str:
