@@ -4,6 +4,7 @@
 
     say(line)        one line; control characters and line breaks are escaped
     say_lines(text)  several lines, such as a report
+    say_screen(text) the screen of a result; labels and verdicts in color where stdout shows it
     say_data(text)   data requested instead of text, such as JSON
     draw(line)       a progress line on a terminal's stderr, replacing the previous one
 
@@ -21,14 +22,15 @@ Progress goes to stderr::
                 step()                                2/2 accuracy: 120 of 400 samples, 31 s left
 
 A terminal gets one line, which is redrawn and removed at the end. A file or pipe gets plain lines:
-one per long phase, and one now and then. A thread prints them, so that a single long call shows
-progress too, unless it holds the GIL, as ONNX's checker does (for seconds, with a model of hundreds
-of MiB). The thread ends with the run, however that ends. Phases start and end in the run's thread;
-any thread may call `step`.
+one per long phase, and one now and then, without numbers, since short phases have no line. A thread
+prints them, so that a single long call shows progress too, unless it holds the GIL, as ONNX's
+checker does (for seconds, with a model of hundreds of MiB). The thread ends with the run, however
+that ends. Phases start and end in the run's thread; any thread may call `step`.
 """
 
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -221,6 +223,38 @@ def say_lines(text: str) -> None:
         say_data(text)
 
 
+# a label in the margin; a verdict behind it or behind the name of an engine
+_LABEL = re.compile(r"^\w[\w .:]{1,11}\w(?=  )", re.MULTILINE)
+_LEVEL = re.compile(
+    r"^((?:Verdict)? *(?:[\w-]+: )?)(good|doubtful|unusable|keep FP32)(?=:|$)", re.MULTILINE
+)
+_COLORS = {"good": "green", "doubtful": "yellow", "keep FP32": "yellow", "unusable": "red"}
+
+
+def say_screen(text: str) -> None:
+    """Print the screen of a result; labels are bold and verdicts colored on a color terminal."""
+    if not (_SHOWS_TEXT.get() and _has_colors(_stdout())):
+        say_lines(text)
+        return
+    import click
+
+    def color_level(match: re.Match[str]) -> str:
+        return match[1] + click.style(match[2], fg=_COLORS[match[2]], bold=True)
+
+    shown = join_visible(text.removesuffix("\n").split("\n")) + "\n"
+    shown = _LEVEL.sub(color_level, shown)
+    _put(_LABEL.sub(lambda match: click.style(match[0], bold=True), shown), err=False)
+
+
+def _has_colors(stream: TextIO | None) -> bool:
+    """Whether colors are wanted: see https://no-color.org and https://force-color.org."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
+
+
 def say_data(text: str) -> None:
     """Print lines on stdout even if text is suppressed."""
     _put(join_visible(text.removesuffix("\n").split("\n")) + "\n", err=False)
@@ -264,8 +298,13 @@ def _put(text: str, *, err: bool) -> None:
 def _write(text: str, *, err: bool) -> None:
     import click  # imported here, so that progress needs no click
 
-    stream = sys.stderr if err else next(iter(_separate_stdout), sys.stdout)
-    click.echo(_encodable(text, stream), file=stream, nl=False, err=err)
+    stream = sys.stderr if err else _stdout()
+    click.echo(_encodable(text, stream), file=stream, nl=False, err=err, color=True)
+
+
+def _stdout() -> TextIO | None:
+    """Return the stream of `say`: the real stdout, whatever others print to."""
+    return next(iter(_separate_stdout), sys.stdout)
 
 
 def _encodable(text: str, stream: TextIO | None) -> str:
@@ -413,7 +452,8 @@ class ProgressReporter:
         elif self._is_line_due(innermost, now):
             innermost.has_line = True
             self._last_line = now
-            say(f"calib8: {_join_names(phases)}: {innermost.describe(now)}", err=True)
+            names = ": ".join(phase.name for phase in _shown_phases(phases))
+            say(f"calib8: {names}: {innermost.describe(now)}", err=True)
 
     def _is_line_due(self, phase: Phase, now: float) -> bool:
         silence = now - self._last_line
@@ -518,16 +558,16 @@ def say_progress(line: str) -> None:
         say(f"calib8: {line}", err=True)
 
 
-def _join_names(phases: Sequence[Phase]) -> str:
-    """Return the names of the open phases; "loading" only if there is no other."""
-    return ": ".join(f"{phase.number}{phase.name}" for phase in phases[1:] or phases)
+def _shown_phases(phases: Sequence[Phase]) -> Sequence[Phase]:
+    """Return the open phases; "loading" only if there is no other."""
+    return phases[1:] or phases
 
 
 def _format_bar(phases: Sequence[Phase], now: float) -> str:
     """Return a progress line that fits the terminal, with a bar if the fraction done is known."""
     from tqdm import tqdm
 
-    names = _join_names(phases)
+    names = ": ".join(f"{phase.number}{phase.name}" for phase in _shown_phases(phases))
     description = phases[-1].describe(now)
     columns = terminal_columns()
     share = phases[-1].share(now)

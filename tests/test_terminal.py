@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import onnx
 import pytest
@@ -74,6 +75,29 @@ def test_printed_lines_end_once(capsys):
     out, err = capsys.readouterr()
     assert out == "a\\nb\nd\\ne\nf\ng\\x1b\n\nh\n"
     assert err == "c\n"
+
+
+SCREEN = (
+    "a title\n\nVerdict       net: good: 9 dB\n              b: unusable: x\x1b[0m\nSize     1 B\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_colored"),
+    [({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False), ({}, False)],
+)
+def test_colors_follow_the_environment(variables, is_colored, monkeypatch, capsys):
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    terminal.say_screen(SCREEN)
+    text = capsys.readouterr().out
+    plain = SCREEN.replace("\x1b", "\\x1b")
+    assert click.unstyle(text) == plain
+    assert (text != plain) == is_colored
+    for level, color in (("good", "green"), ("unusable", "red")):
+        assert (click.style(level, fg=color, bold=True) in text) == is_colored
 
 
 def test_unencodable_characters_are_escaped(monkeypatch):

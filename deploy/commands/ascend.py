@@ -42,7 +42,7 @@ from deploy.files import atomic
 from deploy.targets import Ascend
 from deploy.targets.ascend.preparation import prepare_model
 from deploy.targets.options import declared_options
-from deploy.terminal import is_text_suppressed, say, say_lines
+from deploy.terminal import is_text_suppressed, say, say_screen
 
 if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
@@ -80,7 +80,7 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
         inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))
         report = command(target=target, inputs=inputs, **arguments)
         put_json(json_path, lambda: to_json(report))
-        say_lines(to_screen(report))
+        say_screen(to_screen(report))
 
     return base.add_options(run, _OPTIONS)
 

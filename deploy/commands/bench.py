@@ -22,7 +22,7 @@ from deploy.commands.model_options import TargetValues, make_target, target_fiel
 from deploy.commands.settings import max_loss_option, min_speedup_option
 from deploy.errors import ConfigError
 from deploy.files.atomic import write_text
-from deploy.terminal import say_lines
+from deploy.terminal import say_screen
 
 if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
@@ -150,7 +150,7 @@ def bench(
     )
     if html_path is not None:
         write_text(html_path, to_html(report))
-    say_lines(to_screen(report))
+    say_screen(to_screen(report))
     put_json(json_path, lambda: to_json(report))
 
 
@@ -218,5 +218,5 @@ def check(
         duration_s=duration,
         threads=images.threads,
     )
-    say_lines(to_screen(report))
+    say_screen(to_screen(report))
     end_with_verdicts(report, json_path)

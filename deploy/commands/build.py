@@ -24,7 +24,7 @@ from deploy.commands.settings import (
     settings_text,
     tuning_options,
 )
-from deploy.terminal import is_text_suppressed, say, say_lines
+from deploy.terminal import is_text_suppressed, say, say_lines, say_screen
 
 if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
@@ -161,7 +161,10 @@ def build(
     report = build_with(
         resolve_model(model, shapes, weights), dataset if dataset.source else None, options
     )
-    say_lines(to_markdown(report) if calibration.verbose else to_screen(report))
+    if calibration.verbose:
+        say_lines(to_markdown(report))
+    else:
+        say_screen(to_screen(report))
     end_with_verdicts(report, json_path, accept=gates.accept)
 
 

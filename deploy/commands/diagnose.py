@@ -16,7 +16,7 @@ from deploy.commands.model_options import model_options, resolve_model, target_o
 from deploy.errors import CacheError, ConfigError
 from deploy.files.atomic import write_text
 from deploy.files.reading import open_regular_file
-from deploy.terminal import say, say_lines
+from deploy.terminal import say, say_lines, say_screen
 
 if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
@@ -163,7 +163,7 @@ def compare(
         threads=images.threads,
     )
     put_json(json_path, comparison.to_json)
-    say_lines(comparison.to_screen())
+    say_screen(comparison.to_screen())
 
 
 @click.command(cls=base.SectionedCommand)
@@ -218,7 +218,7 @@ def explain(
         folder, targets=target, images=dataset, model=model, threads=threads
     )
     put_json(json_path, lambda: to_json(explanation))
-    say_lines(to_screen(explanation, everything=everything))
+    say_screen(to_screen(explanation, everything=everything))
 
 
 @click.command(cls=base.SectionedCommand)
@@ -243,12 +243,12 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
     comparison = build_comparison.report(*folders)
     if isinstance(comparison, Report):
         base.refuse_without("a second folder", base.given_flags("html_path", "json_path"))
-        say_lines(to_screen(comparison))
+        say_screen(to_screen(comparison))
         return
 
     if html_path is not None:
         write_text(html_path, build_comparison.to_html(comparison))
-    say_lines(comparison.to_screen())
+    say_screen(comparison.to_screen())
     put_json(json_path, lambda: build_comparison.to_json(comparison))
 
 
