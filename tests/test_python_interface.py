@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import inspect
 import re
 from pathlib import Path
 
@@ -61,6 +63,34 @@ def test_documented_python_examples_run(small_cnn, pictures, tmp_path, monkeypat
     output = capsys.readouterr().out
     assert "a method is one of" in output
     assert "Latency of model.onnx and model.int8.onnx" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("examples", ["printed_results", "printed_results_torch"])
+def test_results_print_what_their_commands_print(examples, tmp_path, monkeypatch):
+    if examples.endswith("torch"):
+        pytest.importorskip("torch")
+    (tmp_path / "datasets").symlink_to(ROOT / "datasets")
+    monkeypatch.chdir(tmp_path)
+    tried = doctest.testfile(
+        str(ROOT / "tests" / f"{examples}.txt"),
+        module_relative=False,
+        globs={"calib8": calib8},
+        optionflags=doctest.ELLIPSIS,
+    )
+    assert tried.attempted > 10
+    assert not tried.failed
+
+
+def test_paths_may_be_strings():
+    for module in (calib8, calib8.ascend, calib8.cache):
+        for name in public_names_of(module):
+            function = getattr(module, name)
+            if not inspect.isfunction(function):
+                continue
+            for parameter in inspect.signature(function).parameters.values():
+                annotation = str(parameter.annotation)
+                assert "Path" not in annotation or "str" in annotation, (name, parameter)
 
 
 TORCH_COMMANDS = {"trace", "profile", "fuse", "qat", "export"}

@@ -20,7 +20,9 @@ from onnx import ModelProto, NodeProto, TensorShapeProto
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.batch_axis import batch_inputs, mark_first_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
+from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
+from deploy.feed.sampling import Limit
 from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_file import read_source
@@ -402,6 +404,9 @@ def compare(
     runtime: str = "onnxruntime",
     min_sqnr_db: float = MIN_SQNR_DB,
     every: bool = False,
+    preprocess: PreprocessRequest = None,
+    limit: Limit = None,
+    skip_bad: bool = False,
     threads: int | None = None,
     progress: bool = False,
 ) -> ModelComparison:
@@ -417,6 +422,10 @@ def compare(
         every: in another runtime, compare every tensor; otherwise, if the outputs differ, only as
             many as it takes to find two neighbours of which the first agrees and the second does
             not.
+        preprocess: preprocessing of images, or some of its options; the others come from the
+            model's metadata, else from its input.
+        limit: largest number of images, or a `Choice` of them.
+        skip_bad: skip unreadable images.
         threads: threads of one inference; None uses every core.
         progress: report progress on stderr, where it takes over two seconds.
 
@@ -432,7 +441,7 @@ def compare(
             f"a comparison needs two models or two runtimes, got {_describe(first)} in ONNX Runtime"
             " alone; name a second model, or another runtime with --runtime"
         )
-    dataset = to_dataset(images)
+    dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     first_model, dataset = _read_model(first, dataset)
     second_model = first_model
     if second is not None:

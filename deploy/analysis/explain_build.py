@@ -34,7 +34,9 @@ from deploy.analysis.explanation import (
 from deploy.errors import ConfigError, did_you_mean
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.parallel import Sample, run_in_order
+from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
+from deploy.feed.sampling import Limit
 from deploy.frontends import LoadedModel
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_with_outputs
@@ -283,6 +285,9 @@ def explain(
     targets: str | Sequence[str] | None = None,
     images: FeedSource | Dataset | None = None,
     model: Path | str | ModelProto | nn.Module | None = None,
+    preprocess: PreprocessRequest = None,
+    limit: Limit = None,
+    skip_bad: bool = False,
     threads: int | None = None,
     progress: bool = False,
 ) -> Explanation:
@@ -295,6 +300,9 @@ def explain(
             channels.
         model: the float model, a file or in memory, or the PyTorch module that was built; None
             uses the one in the report.
+        preprocess: preprocessing of images, or some of its options; None uses the build's.
+        limit: largest number of images, or a `Choice` of them.
+        skip_bad: skip unreadable images.
         threads: samples that run in parallel; the result does not depend on it.
         progress: report progress on stderr, where it takes over two seconds.
 
@@ -307,7 +315,7 @@ def explain(
     if images is None:
         return replace(explanation, targets=explained)
 
-    dataset = to_dataset(images)
+    dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     if model is not None:
         model, source = open_torch_module(model, dataset.source)
         dataset = replace(dataset, source=source)

@@ -40,7 +40,7 @@ from deploy.graph.edit import (
 from deploy.graph.index import MODULE_SCOPES, Graph, attributes
 from deploy.graph.placement import is_global_mean
 from deploy.runtimes.ort import OrtSession
-from deploy.terminal import phase
+from deploy.terminal import PrintedResult, phase
 
 
 def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -221,8 +221,8 @@ def run_exporter(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ExportAgreement:
+@dataclass(frozen=True, slots=True, repr=False)
+class ExportAgreement(PrintedResult):
     """Comparison of an ONNX model's outputs with those of the torch model it was exported from.
 
     Attributes:
@@ -234,7 +234,7 @@ class ExportAgreement:
             several outputs.
         batches: batch sizes.
         depends_on_input: whether an output depends on the input; if not, agreement proves nothing.
-        rows: rows of `argmax`; 0 or the number of samples if each sample has one.
+        argmax_rows: rows of `argmax`; 0 or the number of samples if each sample has one.
     """
 
     samples: int
@@ -244,20 +244,21 @@ class ExportAgreement:
     codes: float | None
     batches: tuple[int, ...] = ()
     depends_on_input: bool = True
-    rows: int = 0
+    argmax_rows: int = 0
 
     @property
     def warning(self) -> str | None:
         """A warning if agreement proves nothing, else None."""
         return None if self.depends_on_input else CONSTANT_OUTPUT
 
-    def __str__(self) -> str:
+    def to_screen(self) -> str:
+        """Return one line: the batches, the same arg-max, the largest difference."""
         text = f"onnxruntime against torch on {self.samples} samples"
         if self.batches:
             text += f" in batches of {' and '.join(map(str, self.batches))}"
         text += f": same arg-max {100 * self.argmax:.2f}%"
-        if self.rows not in (0, self.samples):
-            text += f" of {self.rows} positions in the last output"
+        if self.argmax_rows not in (0, self.samples):
+            text += f" of {self.argmax_rows} positions in the last output"
         text += f", largest difference {self.max_difference:.3g}"
         if self.codes is not None:
             text += f", {self.codes:.2f} steps of the last scale"
@@ -320,7 +321,7 @@ def compare_with_torch(
         codes=codes,
         batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
         depends_on_input=any(varies_between_samples or varies_in_sample),
-        rows=len(rows),
+        argmax_rows=len(rows),
     )
 
 

@@ -96,11 +96,11 @@ class TrialInputs:
 @guard_inputs()
 def deploy(
     model: Path | str,
-    record: Path | None = None,
+    record: Path | str | None = None,
     *,
     out: Path | str,
-    cache: Path | None = None,
-    config: Path | None = None,
+    cache: Path | str | None = None,
+    config: Path | str | None = None,
     target: Ascend | None = None,
     inputs: TrialInputs | None = None,
     threads: int | None = None,
@@ -117,6 +117,7 @@ def deploy(
         CacheError: a cache that knows none of the model's layers.
         ModelError, FeedError, ExportError, BackendError: as `deploy.pipeline.build`.
     """
+    config = None if config is None else Path(config)
     scales = _choose_scales(record, cache, config)
     target, inputs = target or Ascend(), inputs or TrialInputs()
     _refuse_early(target, inputs, Path(out), Path(model).stem, force=force)
@@ -263,7 +264,9 @@ class _Deployment:
         )
 
 
-def _choose_scales(record: Path | None, cache: Path | None, config: Path | None) -> Path:
+def _choose_scales(
+    record: Path | str | None, cache: Path | str | None, config: Path | None
+) -> Path:
     """Return the file that holds the scales."""
     if record is not None and cache is not None:
         raise ConfigError(
@@ -278,7 +281,7 @@ def _choose_scales(record: Path | None, cache: Path | None, config: Path | None)
             f"a configuration goes with the record that was made with it, got {config} and the"
             f" cache {cache}; leave the configuration out"
         )
-    return scales
+    return Path(scales)
 
 
 def _refuse_early(

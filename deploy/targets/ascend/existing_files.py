@@ -70,7 +70,7 @@ def _is_json(path: Path, text: str) -> bool:
     return path.suffix == ".json" or text.lstrip().startswith("{")
 
 
-def check_file(path: Path, graph: LayerGraph | None = None) -> str:
+def check_file(path: Path | str, graph: LayerGraph | None = None) -> str:
     """Check a file of any of the kinds that `calib8 build --target ascend` writes.
 
     `graph`: layers of the file's float model; None checks less.
@@ -81,6 +81,7 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
     Raises:
         ConfigError, ModelError: the file is invalid.
     """
+    path = Path(path)
     if path.suffix == ".onnx":
         return check_deploy_model(path)
     text = read_text(path, what=_FILE_KIND, error=ConfigError)

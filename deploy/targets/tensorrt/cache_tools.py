@@ -33,7 +33,7 @@ from deploy.targets.tensorrt.infer_scales import InferredScales, infer_missing_s
 from deploy.targets.tensorrt.trt_options import FP32, INT8
 
 
-def read_cache(path: Path) -> CalibrationCache:
+def read_cache(path: Path | str) -> CalibrationCache:
     """Read a cache file.
 
     Raises:
@@ -321,7 +321,7 @@ def _check_fit(match: CacheMatch) -> None:
         )
 
 
-def qdq_to_cache(model: Path, *, version: str) -> tuple[PlainModel, CalibrationCache]:
+def qdq_to_cache(model: Path | str, *, version: str) -> tuple[PlainModel, CalibrationCache]:
     """Return the float model of a Q/DQ model, and the cache with the scales of its pairs.
 
     Raises:
