@@ -226,7 +226,7 @@ def say_lines(text: str) -> None:
 # a label in the margin; a verdict behind it or behind the name of an engine
 _LABEL = re.compile(r"^\w[\w .:]{1,11}\w(?=  )", re.MULTILINE)
 _LEVEL = re.compile(
-    r"^((?:Verdict)? *(?:[\w-]+: )?)(good|doubtful|unusable|keep FP32)(?=:|$)", re.MULTILINE
+    r"^((?:Verdict)? *(?:[\w, -]+: )?)(good|doubtful|unusable|keep FP32)(?=:|$)", re.MULTILINE
 )
 _COLORS = {"good": "green", "doubtful": "yellow", "keep FP32": "yellow", "unusable": "red"}
 

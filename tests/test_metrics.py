@@ -350,7 +350,7 @@ FEW = {
 def test_few_things_are_doubtful_and_say_how_many_more(text, max_loss):
     outcome = judge(FEW[text], max_loss=max_loss)
     assert outcome.level == DOUBTFUL and outcome.reasons[1] == text
-    assert outcome.blames_float
+    assert outcome.has_few and outcome.missing_samples in text
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_interval_of_few_stands_in_the_verdict():
 
 def test_few_do_not_excuse_a_loss():
     outcome = judge(counted("boxes kept", "boxes", 2, 11, 30))
-    assert outcome.level == UNUSABLE and not outcome.blames_float
+    assert outcome.level == UNUSABLE and not outcome.has_few
 
 
 @pytest.mark.parametrize("figures", [accuracy(part(40)), accuracy(part(6), task=task(0.8))])

@@ -390,7 +390,18 @@ def test_float_model_ships_where_int8_is_not_worth_it(level):
             "calib8.toml --prefer accuracy --effort 2 --repair all",
         ),
         (Verdict("unusable", (), gated=True), (2, 2, 2), 1, "calib8 explain o"),
-        (Verdict("unusable", ("the float model is wrong",)), (2, 2, 2), 1, ""),
+        (
+            Verdict("unusable", ("the float model is wrong",)),
+            (2, 2, 2),
+            1,
+            "calib8.toml --preprocess NAME, or --mean",
+        ),
+        (
+            Verdict("doubtful", ("1 calibration sample is too few; 100 or more would do",)),
+            (2, 2, 2),
+            1,
+            "with 100 or more images: calib8 build --config o/calib8.toml --images FOLDER",
+        ),
     ],
 )
 def test_every_verdict_has_a_next_step(verdict, speed, effort, message):

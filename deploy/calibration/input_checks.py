@@ -227,10 +227,10 @@ def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
     if feed.duplicate_count >= different:  # most are copies
         min_different *= 2
     if different < min_different:
-        yield (
-            "too few different calibration samples for ranges that hold for others"
-            f" ({different} of {feed.count}); calibrate with more"
-        )
+        samples_are = "calibration sample is" if different == 1 else "calibration samples are"
+        if different < feed.count:
+            samples_are = f"different {samples_are}"
+        yield f"{different} {samples_are} too few; 100 or more would do"
         return
     for sample in samples[1:]:
         if not _are_nearly_equal(samples[0], sample):

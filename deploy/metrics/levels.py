@@ -160,7 +160,9 @@ def question_reference(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
             "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights",
         )
     elif samples < _MIN_SAMPLES:
-        yield DOUBTFUL, f"samples compared: {samples}, at least {_MIN_SAMPLES} are needed"
+        samples_are = "sample is" if samples == 1 else "samples are"
+        missing = _MIN_SAMPLES - samples
+        yield DOUBTFUL, f"{samples} {samples_are} too few; {missing} more would do"
     elif accuracy.alike:
         yield (
             DOUBTFUL,

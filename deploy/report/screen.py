@@ -137,12 +137,16 @@ def serious_findings(report: Findings) -> Iterator[str]:
 
 
 def _verdicts(report: Findings) -> Iterator[str]:
-    """Yield one line per engine, with its name if there are several."""
-    verdicts = [(engine.label, engine.verdict.text) for engine in report.engines if engine.verdict]
-    if len(verdicts) == 1:
-        yield from entry("Verdict", verdicts[0][1])
+    """Yield each verdict, with the names of its engines if there are several engines."""
+    labels_by_text: dict[str, list[str]] = {}
+    for engine in report.engines:
+        if engine.verdict:
+            labels_by_text.setdefault(engine.verdict.text, []).append(engine.label)
+    if sum(map(len, labels_by_text.values())) == 1:
+        yield from entries("Verdict", labels_by_text)
     else:
-        yield from entries("Verdict", map(": ".join, verdicts))
+        texts = (f"{', '.join(labels)}: {text}" for text, labels in labels_by_text.items())
+        yield from entries("Verdict", texts)
 
 
 _SHORT = ("Size", "Latency p50", "CPU time p50")  # lines of the table of one screen
@@ -178,7 +182,10 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _failures(report)
 
     yield from entries("Ship", dict.fromkeys(_shipped_files(report)))
-    warnings = (*earlier_texts(report), *_lost_layers(report), *report.all_alerts)
+    verdicts = [engine.verdict.text for engine in report.engines if engine.verdict]
+    shown = "\n".join(verdicts)
+    alerts = [alert for alert in report.all_alerts if alert not in shown]
+    warnings = (*earlier_texts(report), *_lost_layers(report), *alerts)
     yield from entries("Warning", warnings[:_MAX_ALERTS])
     notes = figures.count(len(report.warnings), "note")
     if page := path_of(report.files, REPORT):
@@ -304,7 +311,7 @@ def next_steps(report: Findings) -> Iterator[str]:
         if target is None or verdict is None:
             continue
         steps = [*_rebuild_steps(report, target, verdict)]
-        if not steps and not verdict.blames_float:
+        if not steps and not verdict.blames_float and not verdict.has_few:
             steps += _use_steps(report, engine, target)
         yield from steps[:1]
     for target in report.targets:
@@ -328,9 +335,14 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         return
 
     request = report.request or RequestPart()
+    if options and verdict.missing_calibration:
+        yield f"with {verdict.missing_calibration} images: {build} --images FOLDER"
     if options and verdict.missing_samples:
         yield from _image_steps(verdict.missing_samples, request, build)
-    if verdict.blames_float:
+    if verdict.blames_float and options:
+        preprocessing = "--preprocess NAME, or --mean, --std, --scale, --color"
+        yield f"with the preprocessing that the model was trained with: {build} {preprocessing}"
+    if verdict.blames_float or verdict.has_few:
         return
     if options and (split := _better_split(target, verdict, request)):
         speed = figures.ratio(1 / split.time)

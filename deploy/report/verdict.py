@@ -7,6 +7,7 @@ here. The user's limits (`Gates`) override both.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,16 +68,29 @@ class Verdict:
 
     @property
     def blames_float(self) -> bool:
-        """Whether the float model, its inputs or too few of them are at fault, and not int8."""
-        has_few = self.level == DOUBTFUL and any(_TOO_FEW in reason for reason in self.reasons)
-        return has_few or any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
+        """Whether the float model or its inputs are at fault, and not int8."""
+        return any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
+
+    @property
+    def has_few(self) -> bool:
+        """Whether it is doubtful, and there are too few samples to tell."""
+        return self.level == DOUBTFUL and bool(self.missing_calibration or self.missing_samples)
+
+    @property
+    def missing_calibration(self) -> str:
+        """How many samples would be enough to calibrate with; "" if there are enough."""
+        return self._missing(calibration=True)
 
     @property
     def missing_samples(self) -> str:
         """How many more samples would be enough to judge by; "" if there are enough."""
+        return self._missing(calibration=False)
+
+    def _missing(self, *, calibration: bool) -> str:
         for reason in self.reasons:
-            if more := reason.partition(f" {_TOO_FEW}; ")[2]:
-                return more.removesuffix(_WOULD_DO)
+            few = _TOO_FEW.fullmatch(reason)
+            if few and ("calibration" in few["things"]) == calibration:
+                return few["missing"]
         return ""
 
     @property
@@ -88,7 +102,8 @@ class Verdict:
 MIN_SHRINK = 4 / 3  # size of the float file over the engine's from which the size is a gain
 MIN_OBJECTS = 40  # fewer boxes, labels or points hide a loss of 0.025
 MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
-_TOO_FEW, _WOULD_DO = "are too few", " would do"
+# sentences of `_find_too_few` and of `deploy.calibration.input_checks`
+_TOO_FEW = re.compile(r"\d+ (?P<things>.+) (?:is|are) too few; (?P<missing>.+) would do")
 _KEPT = " kept"  # ending of a figure that counts things
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
@@ -139,10 +154,13 @@ def verdict(
         ordered = [(level, reason) for level, reason in ordered if level != GOOD]
     reasons = list(dict.fromkeys(reason for _, reason in ordered))
 
+    few = [reason for reason in reasons if _TOO_FEW.fullmatch(reason)]
+    if accuracy is not None and not any("calibration" in reason for reason in few):
+        few = [reason for reason in (_find_too_few(accuracy), *few) if reason]
+    reasons = [reason for reason in reasons if reason not in few]
     figures = [index for index, reason in enumerate(reasons) if reason in measured]
-    too_few = _find_too_few(accuracy) if accuracy is not None and figures else ""
-    if too_few:
-        reasons.insert(figures[0] + 1, too_few)
+    if few:  # one sentence, behind the figure that it makes uncertain
+        reasons.insert(figures[0] + 1 if figures else 0, few[0])
         verdict_level = DOUBTFUL if verdict_level == GOOD else verdict_level
     if on_calibration and figures:
         reasons[figures[0]] += " (on calibration images)"
@@ -172,6 +190,8 @@ def _judge_accuracy(
     if not _is_mostly_right(accuracy):
         for doubt in reversed(doubts):
             reason = f"{FLOAT_MODEL}'s inputs are in question: {doubt.partition(';')[0]}"
+            if _TOO_FEW.fullmatch(doubt):
+                reason = doubt
             causes.insert(0, (DOUBTFUL, reason))
         findings = [*causes, *findings]
     return causes, findings
@@ -191,7 +211,7 @@ def _find_too_few(accuracy: Accuracy) -> str:
     if missing <= 0:
         return ""
     more = f"about {math.ceil(missing / 10) * 10}" if missing > 20 else str(missing)
-    return f"{count} {things} {_TOO_FEW}; {more} more{images}{_WOULD_DO}"
+    return f"{count} {things} are too few; {more} more{images} would do"
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
