@@ -9,8 +9,9 @@ from onnx import TensorProto, helper
 
 from deploy.frontends import load
 from deploy.metrics.output_form import derive_form
-from deploy.tasks import Metric
+from deploy.tasks import TASKS, Metric
 from deploy.tasks.declarations import ARCHITECTURES, OUTPUT_NAMES, Declaration, declare
+from scripts import forms
 from tests.models import make_model
 from tests.outputs import fed
 
@@ -129,3 +130,12 @@ def test_normalized_vector_is_an_embedding():
     rows = np.abs(np.random.default_rng(1).normal(size=(8, 40)))
     outputs = [{"y": np.float32(row[None] / np.linalg.norm(row))} for row in rows]
     assert task_of(outputs, {"y": "unit"}) == "embeddings"
+
+
+def test_page_of_forms_is_current():
+    """`python scripts/forms.py` renews it."""
+    page = forms.PAGE.read_text("utf-8")
+    assert forms.renew_page(page) == page
+    for name in TASKS:
+        assert f"\n| `{name}` | " in page
+    assert forms.renew_page(page.replace("SimCC", "SimXX")) == page

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from deploy.errors import ConfigError
 from deploy.tasks import boxes, first_samples, indices, keypoints, maps, sequences, vectors
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure
+from deploy.tasks.detector_forms import PROPOSALS
+from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.metric import Function, Metric, metric_of
 from deploy.tasks.rows import is_floating
@@ -24,48 +25,38 @@ class TaskRow(NamedTuple):
     """How a task is recognised, and how it is made where the user or the file says it.
 
     Attributes:
-        wants: the outputs that the task needs, as text.
         finders: recognise the task from the values; each returns None unless it is certain.
+        forms: what they recognise.
         fit: output's name and the samples -> the task of this floating-point output in any layout
             that fits, or None.
     """
 
-    wants: str
     finders: Sequence[Callable[[FirstSamples], EvaluationTask | None]]
+    forms: Sequence[Form]
     fit: Callable[[str, FirstSamples], EvaluationTask | None] = lambda name, samples: None
 
 
 # Task, as the user may set it -> its row. Recognisers are tried in this order.
 TASKS: dict[str, TaskRow] = {
-    "boxes": TaskRow("[N, A, 4] or wider beside scores [N, A, C]", [boxes.find_boxes]),
-    "text": TaskRow(
-        "[N, T, C] scores of 11 symbols or more", [sequences.find_text], sequences.fit_text
-    ),
-    "segmentation": TaskRow(
-        "[N, C, H, W] or [N, H, W, C] scores, or class numbers",
-        [maps.find_segmentation],
-        maps.fit_segmentation,
-    ),
-    "masks": TaskRow("maps [N, K, H, W]", [maps.find_masks], maps.fit_masks),
-    "heatmaps": TaskRow("heat maps [N, K, H, W]", [maps.find_heatmaps], maps.fit_heatmaps),
+    "boxes": TaskRow([boxes.find_boxes], [boxes.LISTS, *PROPOSALS.values()]),
+    "text": TaskRow([sequences.find_text], [sequences.TEXT], sequences.fit_text),
+    "segmentation": TaskRow([maps.find_segmentation], [maps.SEGMENTATION], maps.fit_segmentation),
+    "masks": TaskRow([maps.find_masks], [maps.MASKS], maps.fit_masks),
+    "heatmaps": TaskRow([maps.find_heatmaps], [maps.HEATMAPS], maps.fit_heatmaps),
     "keypoints": TaskRow(
-        "points [N, K, 2], [N, 2, K] or [N, K p]",
         [keypoints.find_simcc, keypoints.find_keypoints],
+        [keypoints.SIMCC, keypoints.POINTS],
         keypoints.fit_keypoints,
     ),
-    "labels": TaskRow(
-        "a score a label, [N, C] of 4 or more", [vectors.find_labels], vectors.fit_labels
-    ),
+    "labels": TaskRow([vectors.find_labels], [vectors.LABELS], vectors.fit_labels),
     "classes": TaskRow(
-        "a score a class, [N, C], or indices of the best classes",
         [indices.find_ranked, vectors.find_classes],
+        [indices.RANKED, vectors.CLASSES],
         vectors.fit_classes,
     ),
-    "embeddings": TaskRow("a vector [N, D]", [vectors.find_embeddings], vectors.fit_embeddings),
-    "steps": TaskRow(
-        "[N, T, C] scores, or one a step, [N, T]", [sequences.find_steps], sequences.fit_steps
-    ),
-    "indices": TaskRow("int32 or int64 outputs", [indices.find_integers]),
+    "embeddings": TaskRow([vectors.find_embeddings], [vectors.EMBEDDINGS], vectors.fit_embeddings),
+    "steps": TaskRow([sequences.find_steps], [sequences.STEPS], sequences.fit_steps),
+    "indices": TaskRow([indices.find_integers], [indices.INDICES]),
 }
 
 
@@ -105,8 +96,9 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
             return fitting, "as set by --task" if task else f"by {samples.declared.source}"
         if task:
             got = [f"{name} {[*samples.outputs[0][name].shape]}" for name in samples.every[:4]]
+            shapes = ", or ".join(form.shape for form in row.forms)
             raise ConfigError(
-                f"the task {task} needs {row.wants}, got {', '.join(got)}; set another, or none to"
+                f"the task {task} needs {shapes}, got {', '.join(got)}; set another, or none to"
                 " compare values"
             )
     if declared_task in NO_TASK:

@@ -5,9 +5,7 @@ figure is the share of FP32's boxes that are kept; new boxes are counted beside 
 at three score thresholds. The one reported is kept with the calibration; it is the highest above
 which the float model has enough boxes.
 
-Lists are boxes that the model has suppressed itself, with corners, score and class: those of
-end-to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and
-MMDetection's exports (corners with score, and classes). Such lists are sorted by score, so equal
+Lists are boxes that the model has suppressed itself (`LISTS`). They are sorted by score, so equal
 rows of two models are different boxes: only the column of scores is compared by value, and nothing
 if the length of the list varies. Other detectors: `detector_forms`.
 """
@@ -32,6 +30,7 @@ from deploy.tasks.evaluation_task import (
     BoxExample,
     EvaluationTask,
     ExampleSelection,
+    Form,
     TaskFigure,
     ThresholdTally,
 )
@@ -44,6 +43,14 @@ _LAYOUTS = {
     6: ((0, 4, 5), (0, 5, 4), (2, 1, 0)),
     7: ((1, 6, 5), (1, 5, 6), (3, 2, 1)),  # the first column is the number of the image
 }
+
+
+LISTS = Form(
+    shape="a list [K, 6], [K, 7] or [K, 5], or one of [K, 4] and [K] twice",
+    values="boxes by their corners, scores and class numbers, suppressed by the model itself",
+    figure="boxes that both models have, by class and IoU over 0.5",
+    source="YOLO v10, TensorRT's NMS, Paddle, SSD's DetectionOutput, MMDetection",
+)
 
 
 def find_list(samples: FirstSamples) -> RowDecoder | None:

@@ -3,29 +3,22 @@
 Scores and boxes may share an output, or have one each, or one each per level. Lists are boxes that
 the model has suppressed itself, with a class number each.
 
-============  ===================================================================================
-coding        four numbers of a box, or more
-============  ===================================================================================
-corners       x1 y1 x2 y2
-centre        cx cy w h
-cell          the same relative to the cell, (x + column) stride, exp(w) stride: YOLOX (Ge et al.
-              2021, `demo_postprocess`)
-distribution  4 (m + 1) logits of the distances from the cell to the sides, in strides (Li et al.
-              2020, Generalized Focal Loss): PicoDet, NanoDet, YOLO v6 and v8 before concatenation
-(none)        not decoded: a detection is matched by its row and class
-============  ===================================================================================
+How the numbers of a row are a box is its coding (`CODINGS`). Boxes of no coding are not decoded: a
+detection is then matched by its row and class.
 
-Columns after these may be key points (x, y or x, y, visibility), weights of prototype masks in
+Columns after the boxes may be key points (x, y or x, y, visibility), weights of prototype masks in
 another output (YOLACT, Bolya et al. 2019), or an angle.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.tasks import thresholds
 from deploy.tasks.detections import (
     LOWEST,
     BoxPoints,
@@ -36,7 +29,7 @@ from deploy.tasks.detections import (
     make_masks,
     rotate_boxes,
 )
-from deploy.tasks.rows import Floats, Outputs, activate, image_size
+from deploy.tasks.rows import Floats, Outputs, activate, correlate, image_size
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
@@ -297,13 +290,13 @@ class RowDecoder:
         if len(boxes) != len(scores):
             raise OtherShapeError
         boxes = boxes[likely]
-        corners = boxes if self.coding == "corners" else to_corners(boxes)
-        if self.coding in CELL_CODINGS:
+        coding = CODINGS[self.coding]
+        cells = np.zeros((len(scores), 3))
+        if coding.uses_cells:
             if size is None or sum(grid.count(size) for grid in self.grids) != len(scores):
                 raise OtherShapeError
-            # (column, row, stride)
-            cells = np.concatenate([grid.cells(size) for grid in self.grids])[likely]
-            corners = CELL_CODINGS[self.coding](boxes, cells[:, :2]) * cells[:, 2:]
+            cells = np.concatenate([grid.cells(size) for grid in self.grids])
+        corners = coding.decode(boxes, cells[likely])
         shapes = self._read_shapes(boxes, likely, size, outputs) if self.extra else None
         return detections_by_score(corners, scores[likely], shapes)
 
@@ -331,27 +324,149 @@ class RowDecoder:
         return BoxPoints(extra.reshape(len(extra), point_count, self.point_numbers))
 
 
+# --- codings of boxes ---
+
+CENTRE_OUTPUTS = ("pred_boxes", "dets")  # names of relative boxes by centre, of DETR's exporters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoxRows:
+    """Numbers of the boxes of the first samples, which show how these are coded.
+
+    Attributes:
+        output: name of the output, the first one of several levels.
+        numbers: the numbers of a box in each row, [n, k].
+        places: four numbers relative to the picture, [n, 4]; None if its size is unknown, or there
+            are more.
+        has_levels: whether the rows are those of several outputs.
+        has_cells: whether each row is a cell of a known grid.
+        has_gates: whether other columns multiply the scores.
+    """
+
+    output: str
+    numbers: Floats
+    places: Floats | None = None
+    has_levels: bool = False
+    has_cells: bool = False
+    has_gates: bool = False
+
+
+class BoxCoding(NamedTuple):
+    """How the numbers of a row are a box; a row of docs/forms.md.
+
+    Attributes:
+        numbers: what they are, as text.
+        source: models or papers that have it, as text.
+        fits: whether numbers have this coding.
+        decode: numbers [n, k] and cells [n, 3] (column, row, stride) -> corners [n, 4].
+        uses_cells: whether numbers are relative to the cell of their row.
+    """
+
+    numbers: str
+    source: str
+    fits: Callable[[BoxRows], bool]
+    decode: Callable[[Floats, Floats], Floats]
+    uses_cells: bool = False
+
+
+def are_distributions(boxes: BoxRows) -> bool:
+    """Whether numbers may be logits of four distributions over the distances from a cell."""
+    bin_count, remainder = divmod(boxes.numbers.shape[1], 4)
+    has_bins = bin_count >= thresholds.MIN_BINS and remainder == 0
+    return bool(boxes.has_cells and has_bins and boxes.numbers.min() < 0)
+
+
+def decode_distances(numbers: Floats, cells: Floats) -> Floats:
+    """Return corners of distributions [n, 4 (m + 1)] of the distances from cells [n, 3]."""
+    bins = numbers.reshape(len(numbers), 4, numbers.shape[1] // 4)
+    with np.errstate(invalid="ignore"):
+        # left, top, right, bottom
+        distances = activate(bins, "softmax") @ np.arange(bins.shape[2])
+    middles, strides = cells[:, :2] + 0.5, cells[:, 2:]
+    corners = [middles - distances[:, :2], middles + distances[:, 2:]]
+    return np.asarray(np.concatenate(corners, axis=1) * strides)
+
+
+def are_corners(boxes: BoxRows) -> bool:
+    """Whether the second corner is right of the first and below it, and moves with it."""
+    if boxes.places is None or boxes.output in CENTRE_OUTPUTS:
+        return False
+    low, high = boxes.places[:, :2], boxes.places[:, 2:]
+    correlation = min(correlate(low[:, axis], high[:, axis]) for axis in (0, 1))
+    moves_together = correlation > thresholds.MIN_CORNER_CORRELATION
+    are_ordered = _are_mostly(high >= low)
+    return bool(moves_together and are_ordered and _are_all_over((low + high) / 2))
+
+
+def are_centres(boxes: BoxRows) -> bool:
+    """Whether numbers are centres all over the picture, and sizes."""
+    if boxes.output in CENTRE_OUTPUTS:
+        return bool(boxes.numbers.shape[1] == 4)
+    if boxes.places is None or boxes.has_levels:
+        return False
+    return _are_mostly(boxes.places[:, 2:] >= 0) and _are_all_over(boxes.places[:, :2])
+
+
 def to_corners(boxes: Floats) -> Floats:
     """Convert boxes [n, 4] from centre and size (cx cy w h) to corners (x1 y1 x2 y2)."""
     half = boxes[:, 2:4] / 2
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
-def decode_cells(rows: Floats, cells: Floats) -> Floats:
-    """Return corners in strides of YOLOX's boxes [n, 4] in cells [n, 2]."""
-    sides = np.exp(np.minimum(rows[:, 2:4], MAX_LOG_SIDE))
-    return to_corners(np.concatenate([rows[:, :2] + cells, sides], axis=1))
+def are_offsets(boxes: BoxRows) -> bool:
+    """Whether numbers are small offsets from a cell, and logarithms of sizes, of both signs."""
+    if boxes.has_levels or not boxes.has_cells or not boxes.has_gates:
+        return False
+    are_small = _are_mostly(np.abs(boxes.numbers) < thresholds.MAX_CELL_OFFSET)
+    return bool(boxes.numbers.shape[1] == 4 and are_small and boxes.numbers[:, 2:].min() < 0)
 
 
-def decode_distances(rows: Floats, cells: Floats) -> Floats:
-    """Return corners in strides of distributions [n, 4 (m + 1)] in cells [n, 2]."""
-    bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
-    with np.errstate(invalid="ignore"):
-        # left, top, right, bottom
-        distances = activate(bins, "softmax") @ np.arange(bins.shape[2])
-    corners = [cells + 0.5 - distances[:, :2], cells + 0.5 + distances[:, 2:]]
-    return np.concatenate(corners, axis=1)
+def decode_offsets(numbers: Floats, cells: Floats) -> Floats:
+    """Return corners of YOLOX's boxes [n, 4] in cells [n, 3]."""
+    sides = np.exp(np.minimum(numbers[:, 2:4], MAX_LOG_SIDE))
+    centred_boxes = np.concatenate([numbers[:, :2] + cells[:, :2], sides], axis=1)
+    return np.asarray(to_corners(centred_boxes) * cells[:, 2:])
 
 
-# coding relative to the cells of a grid -> its decoder
-CELL_CODINGS = {"cell": decode_cells, "distribution": decode_distances}
+def _are_all_over(centres: Floats) -> bool:
+    """Whether relative centres of boxes lie in the picture, and everywhere in it."""
+    margin = thresholds.MAX_OUTSIDE_PICTURE
+    is_inside = np.all((centres > -margin) & (centres < 1 + margin), axis=1)
+    is_spread = centres.std(axis=0).min() > thresholds.MIN_CENTRE_SPREAD
+    return bool(is_spread and is_inside.mean() >= thresholds.MIN_INSIDE_SHARE)
+
+
+def _are_mostly(conditions: NDArray[np.bool_]) -> bool:
+    """Whether nearly all rows [n, k] meet all conditions."""
+    return bool(conditions.all(axis=1).mean() >= thresholds.MIN_CODED_SHARE)
+
+
+# name of a coding -> the coding; the first that fits is taken
+CODINGS = {
+    "distribution": BoxCoding(
+        "4 (m + 1) logits of the distances from the cell to the sides, in strides",
+        "Generalized Focal Loss (Li et al. 2020): PicoDet, NanoDet, YOLO v6 and v8 before decoding",
+        are_distributions,
+        decode_distances,
+        uses_cells=True,
+    ),
+    "corners": BoxCoding(
+        "x1 y1 x2 y2, in pixels or relative to the picture",
+        "SSD, RetinaNet, YOLO v10",
+        are_corners,
+        lambda numbers, cells: numbers,
+    ),
+    "centre": BoxCoding(
+        "cx cy w h, in pixels or relative to the picture",
+        "YOLO v5 to v11, DETR",
+        are_centres,
+        lambda numbers, cells: to_corners(numbers),
+    ),
+    "cell": BoxCoding(
+        "x y w h relative to the cell: (x + column) stride, exp(w) stride",
+        "YOLOX (Ge et al. 2021)",
+        are_offsets,
+        decode_offsets,
+        uses_cells=True,
+    ),
+}

@@ -1,38 +1,29 @@
 """Forms of detectors with a row per anchor, cell or query, in one output or several.
 
-========================  ======================================================================
-[1, 4+C, A]               boxes and a probability per class: YOLO v8, v9, v11
-[1, A, 5+C]               boxes, objectness, classes: YOLO v5, v6, v7; relative to cells: YOLOX
-[1, Q, 4+C]               relative boxes of queries: RT-DETR (Zhao et al. 2023)
-[1, A, C + 4 (m + 1)]     probabilities, then distributions of distances: NanoDet
-[1, 3 (5+C), H, W]        YOLO v3 to v7 before decoding, one output a level
-[A, 4], [A, C]            boxes and scores in two outputs, or two a level, either transposed: SSD,
-                          RetinaNet, DETR, PicoDet. A third output of one column multiplies the
-                          scores: YuNet, FCOS
-========================  ======================================================================
-
-Each form is a function that proposes, by shapes and units, which columns of which outputs are
-scores, boxes and an objectness. `_confirm` then decides by the values, for all forms alike: rows
-with a score and four numbers are boxes if most detect nothing, and their centres lie all over the
-picture. So no form needs strides.
+Each form (`PROPOSALS`) is a function that proposes, by shapes and units, which columns of which
+outputs are scores, boxes and an objectness. `_confirm` then decides by the values, for all forms
+alike: rows with a score and four numbers are boxes if most detect nothing, and their centres lie
+all over the picture. So no form needs strides.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
 from deploy.tasks.detections import are_angles, make_masks
 from deploy.tasks.detector import (
     ANCHOR_MAP,
+    CENTRE_OUTPUTS,
+    CODINGS,
     COLUMNS,
     LAYOUT_DIMENSIONS,
     MAP,
     ROWS,
     AnchorGrid,
+    BoxRows,
     Columns,
     Layout,
     OtherShapeError,
@@ -41,6 +32,7 @@ from deploy.tasks.detector import (
     fits_stride,
     read_columns,
 )
+from deploy.tasks.evaluation_task import Form
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Floats, activate, are_shares, correlate, image_size, sums_to_one
 from deploy.tasks.slices import OutputSlice
@@ -48,7 +40,6 @@ from deploy.tensors import Array
 
 _BOX = 4  # numbers of a box
 _MIN_LEVEL_MAPS = 4  # of two levels; fewer are features
-_CENTRE_BOXES = ("pred_boxes", "dets")  # names of relative boxes by centre, of DETR's exporters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,11 +74,11 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
     A form that several outputs have is none: they may be levels.
     """
     tables = [*_read_tables(samples)]
-    for is_lenient, propose in itertools.product((False, True) if is_set else (False,), FORMS):
+    for propose in PROPOSALS:
         decoders: dict[str, RowDecoder] = {}
-        for proposed in propose(tables, samples, is_lenient):
+        for proposed in propose(tables, samples, is_set):
             try:
-                decoder = _confirm(proposed, samples, is_set=is_lenient)
+                decoder = _confirm(proposed, samples, is_set=is_set)
             except OtherShapeError:  # levels of different classes
                 continue
             if decoder is not None:
@@ -158,7 +149,7 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
     """Propose boxes, then probabilities and what comes after; or probabilities, then distances."""
     share_count = _count_shares(table, 0)
     bins = table.part(share_count, table.width)
-    if share_count and bins and table.grids and _are_bins(table.rows[:, share_count:]):
+    if share_count and bins and _have_wide_coding(table, share_count):
         yield RowDecoder(scores=table.part(0, share_count), box_columns=bins, grids=table.grids)
 
     score_count = _count_shares(table, _BOX)
@@ -257,7 +248,7 @@ def _join_levels(levels: Sequence[RowDecoder]) -> Iterator[RowDecoder]:
 
 def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | None:
     """Choose the boxes, the scores, a gate and key points among outputs with equally many rows."""
-    box_tables = [table for table in tables if table.width == _BOX or _has_distances(table)]
+    box_tables = [table for table in tables if table.width == _BOX or _have_wide_coding(table)]
     if is_set and not box_tables:
         box_tables = [table for table in tables if table.width > _BOX]
     if not box_tables:
@@ -288,19 +279,18 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
 
 def _unlike_boxes(table: _RowTable) -> tuple[bool, bool, int]:
     """Return a key that is least of the output of boxes; another one may be of four classes."""
-    is_named = table.columns.output in _CENTRE_BOXES
+    is_named = table.columns.output in CENTRE_OUTPUTS
     return not is_named, _are_scores(table.rows), table.width
 
 
-def _has_distances(table: _RowTable) -> bool:
-    """Whether rows may be distributions of distances from the cells of a grid."""
-    return bool(table.grids) and _are_bins(table.rows)
-
-
-def _are_bins(rows: Array) -> bool:
-    """Whether columns may be logits of four distributions."""
-    bin_count, remainder = divmod(rows.shape[1], 4)
-    return bin_count >= thresholds.MIN_BINS and not remainder and rows.min() < 0
+def _have_wide_coding(table: _RowTable, start: int = 0) -> bool:
+    """Whether columns from `start` on are boxes by a coding of more than four numbers."""
+    boxes = BoxRows(
+        output=table.columns.output,
+        numbers=table.rows[:, start:],
+        has_cells=bool(table.grids),
+    )
+    return any(coding.fits(boxes) for coding in CODINGS.values())
 
 
 def _are_scores(rows: Array) -> bool:
@@ -328,7 +318,31 @@ def _propose_anchor_maps(
         yield from _join_levels(levels)
 
 
-FORMS = (_propose_separate, _propose_anchor_maps, _propose_joined)  # tried in this order
+_FIGURE = "boxes that both models have, by class, IoU over 0.5, key points and masks"
+
+# what proposes columns -> the form; tried in this order
+PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
+    _propose_separate: Form(
+        shape="[N, A, 4] or wider beside scores [N, A, C], or two a level, either transposed",
+        values="boxes, and scores most of which detect nothing; a third output of one column"
+        " multiplies them",
+        figure=_FIGURE,
+        source="SSD, RetinaNet, DETR (Carion et al. 2020), PicoDet, YuNet, FCOS",
+    ),
+    _propose_anchor_maps: Form(
+        shape="[N, 3 (5 + C), H, W] or [N, 3, H, W, 5 + C] for each level",
+        values="the same before decoding: boxes, an objectness, classes",
+        figure="rows that both models have, by class",
+        source="YOLO v3 to v7",
+    ),
+    _propose_joined: Form(
+        shape="[N, 4 + C, A], [N, A, 5 + C] or [N, A, C + 4 (m + 1)]",
+        values="boxes, perhaps an objectness, scores, key points, an angle or weights of masks",
+        figure=_FIGURE,
+        source="YOLO v5 to v11, YOLOX (Ge et al. 2021), RT-DETR (Zhao et al. 2023), NanoDet, YOLACT"
+        " (Bolya et al. 2019)",
+    ),
+}
 
 
 # --- what values confirm ---
@@ -417,38 +431,28 @@ def _find_background(rows: Array) -> int | None:
 
 
 def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:
-    """Return the coding of the boxes, as in `RowDecoder`; "" if they cannot be decoded.
-
-    Centres of boxes lie in the picture, all over it.
-    """
-    rows = _read_rows(decoder.box_columns, samples)
-    if rows.shape[1] > _BOX:
-        return "distribution" if decoder.grids and _are_bins(rows) else ""
-    if decoder.box_columns[0].output in _CENTRE_BOXES:
-        return "centre"
-
-    is_single = len(decoder.box_columns) == 1
-    places = _find_places(decoder.box_columns, rows, samples)
-    if places is not None:
-        low, high = places[:, :2], places[:, 2:]
-        if _are_corners(low, high) and _are_all_over((low + high) / 2):
-            return "corners"
-        if is_single and _are_mostly(high >= 0) and _are_all_over(low):
-            return "centre"
-
-    # logarithms of sizes relative to cells have both signs
-    are_small = _are_mostly(np.abs(rows) < thresholds.MAX_CELL_OFFSET)
-    has_cells = is_single and decoder.gates and decoder.grids
-    return "cell" if has_cells and are_small and rows[:, 2:].min() < 0 else ""
+    """Return the coding of the boxes, of `CODINGS`; "" if they cannot be decoded."""
+    numbers = _read_rows(decoder.box_columns, samples)
+    boxes = BoxRows(
+        output=decoder.box_columns[0].output,
+        numbers=numbers,
+        places=_find_places(decoder.box_columns, numbers, samples),
+        has_levels=len(decoder.box_columns) > 1,
+        has_cells=bool(decoder.grids),
+        has_gates=bool(decoder.gates),
+    )
+    return next((name for name, coding in CODINGS.items() if coding.fits(boxes)), "")
 
 
 def _find_places(
-    box_columns: Sequence[Columns], rows: Floats, samples: FirstSamples
+    box_columns: Sequence[Columns], numbers: Floats, samples: FirstSamples
 ) -> Floats | None:
-    """Return boxes relative to the picture; None for pixels of a picture of unknown size."""
+    """Return four numbers relative to the picture; None if its size is unknown, or of more."""
     tolerance = thresholds.MAX_OUTSIDE_PICTURE
-    if rows.min() >= -tolerance and rows.max() <= 1 + tolerance:
-        return rows
+    if numbers.shape[1] != _BOX:
+        return None
+    if numbers.min() >= -tolerance and numbers.max() <= 1 + tolerance:
+        return numbers
     places = []
     for inputs, outputs in zip(samples.inputs, samples.outputs, strict=True):
         size = image_size(inputs)
@@ -457,25 +461,6 @@ def _find_places(
         height, width = size
         places.append(read_columns(box_columns, outputs) / (width, height, width, height))
     return np.concatenate(places)
-
-
-def _are_all_over(centres: Floats) -> bool:
-    """Whether relative centres of boxes lie in the picture, and everywhere in it."""
-    margin = thresholds.MAX_OUTSIDE_PICTURE
-    is_inside = np.all((centres > -margin) & (centres < 1 + margin), axis=1)
-    is_spread = centres.std(axis=0).min() > thresholds.MIN_CENTRE_SPREAD
-    return bool(is_spread and is_inside.mean() >= thresholds.MIN_INSIDE_SHARE)
-
-
-def _are_corners(low: Floats, high: Floats) -> bool:
-    """Whether the second corner is right of the first and below it, and moves with it."""
-    correlations = [correlate(low[:, axis], high[:, axis]) for axis in (0, 1)]
-    return _are_mostly(high >= low) and min(correlations) > thresholds.MIN_CORNER_CORRELATION
-
-
-def _are_mostly(conditions: NDArray[np.bool_]) -> bool:
-    """Whether nearly all rows [A, n] meet all conditions."""
-    return bool(conditions.all(axis=1).mean() >= thresholds.MIN_CODED_SHARE)
 
 
 def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from deploy.tasks.detections import Detections
 from deploy.tasks.rows import Outputs
@@ -163,6 +163,22 @@ class TaskFigure:
         return (self.reference - self.value) / max(1.0, abs(self.reference))
 
 
+class Form(NamedTuple):
+    """A form of outputs that is recognised, as text: a row of docs/forms.md (`scripts/forms.py`).
+
+    Attributes:
+        shape: shapes of the outputs.
+        values: what their values are.
+        figure: what is compared with FP32.
+        source: models and papers that have it.
+    """
+
+    shape: str
+    values: str
+    figure: str
+    source: str
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationTask(ABC):
     """A recognised task: a form of outputs.
@@ -271,18 +287,37 @@ class TaskTally(ABC, Generic[T]):
             return None
         return self.share(f"{things} kept", kept, total, f"{things} of FP32 {words}", new)
 
-    def top1(self, same: int, compared: int, among: str) -> TaskFigure | None:
-        """Return the top-1 agreement; None if nothing is compared.
+    def top1(self, same: int, compared: int, among: str) -> TaskFigure:
+        """Return the top-1 agreement.
 
         `same`: number of equal ones among the `compared`. `among`: top-5 agreement as text; "" to
         leave it out.
         """
-        if not compared:
-            return None
         # several outputs of each sample
         unit = "samples" if compared == self.samples else "outputs"
         words = f"{unit} keep FP32's top-1 class{among and f', {among}'}"
         return self.share("top-1 agreement", same, compared, words)
+
+
+@dataclass(slots=True)
+class PointTally(TaskTally[T]):
+    """Counts FP32's points, such as key points or peaks, that the candidate has too.
+
+    Attributes:
+        things: what the points are, as text.
+        condition: when one is kept, as text.
+        points: number of FP32's.
+        matches: number of those that the candidate has.
+    """
+
+    things: ClassVar[str]
+    condition: ClassVar[str]
+    points: int = 0
+    matches: int = 0
+
+    def result(self) -> TaskFigure | None:
+        """Return the share of the points; None if FP32 has none."""
+        return self.figure_of_kept(self.things, self.matches, self.points, self.condition)
 
 
 MIN_THINGS = 5  # things of the float model above a threshold, at least, to count there

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
+from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Outputs, are_indices, find_indices
 from deploy.tasks.slices import OutputSlice
@@ -113,15 +113,13 @@ class _RankedTally(TaskTally["Ranked"]):
         common = {*reference_classes} & {*classes}
         self.common_share += len(common) / len(reference_classes)
 
-    def result(self) -> TaskFigure | None:
+    def result(self) -> TaskFigure:
         count = self.task.count
         if count == 1:
             return self.top1(self.top1_matches, self.samples, "")
-        share = self.common_share / max(self.samples, 1)
+        share = self.common_share / self.samples
         text = f"{self.top_k_matches} among the best {count}, {100 * share:.1f} % of these the same"
         figure = self.top1(self.top1_matches, self.samples, text)
-        if figure is None:
-            return None
         return replace(figure, value=min(figure.value, 1 - (1 - share) / _SET_WEIGHT))
 
 
@@ -149,6 +147,14 @@ class Ranked(EvaluationTask):
         """How the outputs are interpreted."""
         best = "the best class" if self.count == 1 else f"the best {self.count} classes"
         return f"{self.output}: {best}"
+
+
+RANKED = Form(
+    shape="[N, k] or [N] of integers, alone or beside their scores",
+    values="class numbers, the best first",
+    figure="same best class; of k also how much of the set is the same, which counts a fifth",
+    source="TopK, ArgMax",
+)
 
 
 def find_ranked(samples: FirstSamples) -> Ranked | None:
@@ -221,6 +227,14 @@ class Indices(EvaluationTask):
     name = "indices"
     reads = "class numbers or indices"
     tally_type = _IndexTally
+
+
+INDICES = Form(
+    shape="int32 or int64 outputs",
+    values="other class numbers and indices, from 0 on",
+    figure="equal at the same place, or as rows in any order",
+    source="NonMaxSuppression",
+)
 
 
 def find_integers(samples: FirstSamples) -> Indices | None:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
+from deploy.tasks.evaluation_task import EvaluationTask, Form, PointTally
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Floats, Outputs, are_shares, correlate, is_floating
+from deploy.tasks.rows import Floats, Outputs, are_comparable, are_shares, correlate, is_floating
 from deploy.tasks.slices import OutputSlice, find_scores
 from deploy.tensors import Array
 
@@ -33,11 +33,11 @@ _ANY_NUMBERS = (2, 3, 4, 5)  # numbers per point of outputs that a user sets
 
 
 @dataclass(slots=True)
-class _PointTally(TaskTally["Points"]):
+class _CoordinateTally(PointTally["Points"]):
     """Counts points near FP32's, relative to the extent of each sample's points."""
 
-    points: int = 0
-    matches: int = 0
+    things = "key points"
+    condition = f"within {100 * thresholds.MAX_POINT_DISTANCE:g} % of their extent"
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_flags = [_is_on(flag, reference) for flag in self.task.flags]
@@ -61,8 +61,7 @@ class _PointTally(TaskTally["Points"]):
         confidences = self._confidences(name, len(positions), reference)
         is_present = confidences > thresholds.MIN_VISIBLE
         present_count = int(is_present.sum())
-        has_equal_shape = candidate[name].shape == reference[name].shape
-        if not has_equal_shape or not np.isfinite(candidate[name]).all():
+        if not are_comparable(reference[name], candidate[name]):
             return present_count, 0
 
         offsets = positions - _to_rows(candidate[name], numbers)[:, :2]
@@ -82,10 +81,6 @@ class _PointTally(TaskTally["Points"]):
                 confidences = part.at.best_scores(outputs).reshape(-1)
                 return confidences if confidences.size == count else np.ones(count)
         return np.ones(count)
-
-    def result(self) -> TaskFigure | None:
-        condition = f"within {100 * thresholds.MAX_POINT_DISTANCE:g} % of their extent"
-        return self.figure_of_kept("key points", self.matches, self.points, condition)
 
 
 def _is_on(flag: OutputSlice, outputs: Outputs) -> bool:
@@ -107,7 +102,17 @@ class Points(EvaluationTask):
     count: int
     name = "key points"
     reads = "{0.count} key points"
-    tally_type = _PointTally
+    tally_type = _CoordinateTally
+
+
+POINTS = Form(
+    shape="points [N, K, p], [N, p, K] or [N, K p] of 2 or 3 numbers, by `--task` up to 5",
+    values="positions in pixels, as a fraction of the picture, or from -1 to 1, and perhaps a depth"
+    " or a score; single probabilities in other outputs",
+    figure="points within 3 % of their extent that are visible, in samples whose probabilities stay"
+    " on the same side of 0.5; none where a single one says that there is no object",
+    source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",
+)
 
 
 def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
@@ -301,11 +306,11 @@ def _are_between(values: Floats, limits: tuple[float, float]) -> bool:
 
 
 @dataclass(slots=True)
-class _AxisTally(TaskTally["SimccPoints"]):
+class _AxisTally(PointTally["SimccPoints"]):
     """Counts points at the same place, within two pixels."""
 
-    points: int = 0
-    matches: int = 0
+    things = "key points"
+    condition = f"within {thresholds.MAX_SIMCC_PIXELS} pixels"
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         peaks = sum(_above_median(reference[name]).max(axis=1) for name in self.task.outputs)
@@ -313,16 +318,12 @@ class _AxisTally(TaskTally["SimccPoints"]):
         self.points += int(is_match.sum())
         for name in self.task.outputs:
             scores = candidate[name]
-            if scores.shape != reference[name].shape or not np.isfinite(scores).all():
+            if not are_comparable(reference[name], scores):
                 return
             distance = np.abs(reference[name][0].argmax(axis=1) - scores[0].argmax(axis=1))
             is_near = distance <= thresholds.MAX_SIMCC_PIXELS * self.task.steps_per_pixel
             is_match = is_match & is_near
         self.matches += int(is_match.sum())
-
-    def result(self) -> TaskFigure | None:
-        condition = f"within {thresholds.MAX_SIMCC_PIXELS} pixels"
-        return self.figure_of_kept("key points", self.matches, self.points, condition)
 
 
 def _above_median(value: Array) -> Floats:
@@ -347,6 +348,14 @@ class SimccPoints(EvaluationTask):
     name = "key points"
     reads = "columns and rows of {0.count} key points"
     tally_type = _AxisTally
+
+
+SIMCC = Form(
+    shape="[N, K, r W] and [N, K, r H] for a picture of W x H",
+    values="likelihoods of the columns and rows of each point",
+    figure="points within two pixels",
+    source="SimCC (Li et al. 2022), RTMPose",
+)
 
 
 def find_simcc(samples: FirstSamples) -> SimccPoints | None:

@@ -22,11 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally, ThresholdTally
+from deploy.tasks.evaluation_task import (
+    EvaluationTask,
+    Form,
+    PointTally,
+    TaskFigure,
+    TaskTally,
+    ThresholdTally,
+)
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
 from deploy.tasks.rows import (
     Outputs,
+    are_comparable,
     are_probabilities,
     between_share,
     image_size,
@@ -130,6 +138,14 @@ class Pixels(EvaluationTask):
     name = "segmentation"
     reads = "{0.classes} classes a pixel"
     tally_type = _PixelTally
+
+
+SEGMENTATION = Form(
+    shape="[N, C, H, W], [N, H, W, C] or [N, H, W]",
+    values="scores of classes, raw ones as before a Softmax, or class numbers",
+    figure="mean IoU, pixels of the same class",
+    source="DeepLab (Chen et al. 2017), SegFormer (Xie et al. 2021)",
+)
 
 
 def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
@@ -259,6 +275,14 @@ class MaskMaps(EvaluationTask):
         return f"{', '.join(self.outputs)}: {kind} of 0 to 1"
 
 
+MASKS = Form(
+    shape="maps [N, K, H, W] of at most 4 channels, in one output or several of one shape",
+    values="0 to 1, unlike the input picture",
+    figure="IoU of the pixels above 0.5, 0.3 or 0.1",
+    source="saliency (U2-Net, Qin et al. 2020), text regions",
+)
+
+
 def fit_masks(name: str, samples: FirstSamples) -> MaskMaps | None:
     """Return the masks of an output that the user or the file says to hold such."""
     return MaskMaps((name,)) if samples.outputs[0][name].ndim == 4 else None
@@ -311,24 +335,21 @@ def _is_like_picture(value: Array, inputs: Outputs) -> bool:
 
 
 @dataclass(slots=True)
-class _HeatTally(TaskTally["HeatMaps"]):
+class _HeatTally(PointTally["HeatMaps"]):
     """Counts peaks at the same place, within a pixel."""
 
-    peaks: int = 0
-    matches: int = 0
+    things = "peaks"
+    condition = "within a pixel"
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         maps, candidate_maps = reference[self.task.output], candidate[self.task.output]
         if self.task.last:
             maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
         is_present = maps[0].max(axis=(1, 2)) > thresholds.MIN_VISIBLE
-        self.peaks += int(is_present.sum())
-        if maps.shape == candidate_maps.shape and np.isfinite(candidate_maps).all():
+        self.points += int(is_present.sum())
+        if are_comparable(maps, candidate_maps):
             distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps)).max(axis=1)
             self.matches += int((is_present & (distance <= 1)).sum())
-
-    def result(self) -> TaskFigure | None:
-        return self.figure_of_kept("peaks", self.matches, self.peaks, "within a pixel")
 
 
 def _peak_cells(value: Array) -> NDArray[np.int64]:
@@ -353,6 +374,14 @@ class HeatMaps(EvaluationTask):
     name = "heat maps"
     reads = "{0.count} heat maps"
     tally_type = _HeatTally
+
+
+HEATMAPS = Form(
+    shape="maps [N, K, H, W], or [N, H, W, K] of the picture's aspect",
+    values="one narrow peak per channel",
+    figure="peaks within a pixel",
+    source="HRNet, CenterNet's key points",
+)
 
 
 def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:

@@ -16,16 +16,17 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import SupportsFloat
+from typing import Any
 
 import numpy as np
 
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError
 from deploy.files import usercode
 from deploy.files.reading import read_bytes
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.evaluation_task import TaskFigure
 from deploy.tasks.rows import Outputs
+from deploy.tasks.top1 import check_label_count
 
 Function = Callable[[Outputs, Outputs, int | None], float]
 
@@ -100,11 +101,7 @@ class MetricTally:
         """
         label = None
         if self.labels is not None:
-            if self.samples >= len(self.labels):
-                raise FeedError(
-                    f"there must be one label a sample, got {len(self.labels)} labels"
-                    f" for {self.samples + 1} samples or more"
-                )
+            check_label_count(self.labels, self.samples + 1)
             label = self.labels[self.samples]
         self.samples += 1
         self.reference_sum += self._number(reference, reference, label)
@@ -113,22 +110,20 @@ class MetricTally:
     def _number(self, reference: Outputs, candidate: Outputs, label: int | None) -> float:
         assert self.metric.function is not None
         with usercode.wrap_user_errors(f"the metric {self.metric.name}", error=ConfigError):
-            value: object = self.metric.function(_copies(reference), _copies(candidate), label)
+            value: Any = self.metric.function(_copies(reference), _copies(candidate), label)
             try:
-                number = float(value) if isinstance(value, SupportsFloat) else math.nan
+                number = float(value)
             except (TypeError, ValueError, OverflowError):
                 number = math.nan
-            if not math.isfinite(number):
+            if isinstance(value, str) or not math.isfinite(number):
                 raise ConfigError(
                     f"a metric must return a finite number, got {value!r:.60} from"
                     f" {self.metric.name} for sample {self.samples}"
                 )
         return number
 
-    def result(self) -> TaskFigure | None:
+    def result(self) -> TaskFigure:
         """Return the candidate's mean and the float model's."""
-        if not self.samples:
-            return None
         value = self.candidate_sum / self.samples
         reference_value = self.reference_sum / self.samples
         return TaskFigure(

@@ -105,6 +105,11 @@ def is_floating(value: Array) -> bool:
     return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
+def are_comparable(reference: Array, candidate: Array) -> bool:
+    """Whether the candidate's array has the reference's shape, and finite numbers."""
+    return reference.shape == candidate.shape and bool(np.isfinite(candidate).all())
+
+
 def are_shares(values: Array) -> bool:
     """Whether there are values, and all lie from 0 to 1 but for rounding."""
     tolerance = thresholds.UNIT_TOLERANCE

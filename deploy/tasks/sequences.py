@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
-from deploy.tasks.evaluation_task import EvaluationTask, TaskFigure, TaskTally
+from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, find_states
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
 from deploy.tasks.rows import (
@@ -135,6 +135,15 @@ class Steps(EvaluationTask):
         best_classes = np.asarray(steps.argmax(axis=1), np.int64)
         best_classes[np.isnan(steps).any(axis=1)] = NO_CLASS
         return best_classes
+
+
+STEPS = Form(
+    shape="[N, T, C] or [N, C, T]; [N, T] or [N, 1]",
+    values="probabilities of a class for each step, or their logarithms; or independent"
+    " probabilities",
+    figure="steps of the same class, or on the same side of 0.5; of several outputs the first",
+    source="voice activity, taggers, wake words",
+)
 
 
 def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
@@ -283,6 +292,14 @@ class Text(EvaluationTask):
         if self.merged:
             best = best[np.concatenate([[True], best[1:] != best[:-1]])]
         return [int(symbol) for symbol in best if symbol != self.blank]
+
+
+TEXT = Form(
+    shape="[N, T, C] or [T, N, C], of pictures also [N, C, T] or [N, C, 1, T]",
+    values="scores of 11 symbols or more, the blank first or last; or one symbol per slot",
+    figure="equal texts, edits",
+    source="CTC (Graves et al. 2006)",
+)
 
 
 def fit_text(name: str, samples: FirstSamples) -> Text | None:

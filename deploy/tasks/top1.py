@@ -20,16 +20,29 @@ from deploy.tensors import Array
 _MAX_CLASS = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Top1Figures:
     """Top-1 figures; see `deploy.metrics.accuracy.Accuracy`."""
 
-    reference: float | None
-    candidate: float | None
-    agreement: float | None
-    classes: int | None
-    favourite: float | None
-    label_shift: float | None
+    reference: float | None = None
+    candidate: float | None = None
+    agreement: float | None = None
+    classes: int | None = None
+    favourite: float | None = None
+    label_shift: float | None = None
+
+
+def check_label_count(labels: Sequence[int], samples: int) -> None:
+    """Check that there is a label for each of the first samples.
+
+    Raises:
+        FeedError: there are fewer.
+    """
+    if len(labels) < samples:
+        raise FeedError(
+            f"there must be one label a sample, got {len(labels)} labels for {samples} samples or"
+            " more"
+        )
 
 
 class Top1:
@@ -95,12 +108,8 @@ class Top1:
         return fitting[0] if len(fitting) == 1 else first
 
     def _batch_labels(self, labels: Sequence[int], start: int, batch: int) -> NDArray[np.int64]:
+        check_label_count(labels, start + batch)
         batch_labels = np.asarray(labels[start : start + batch], np.int64)
-        if len(batch_labels) != batch:
-            raise FeedError(
-                f"there must be one label a sample, got {len(labels)} labels"
-                f" for {start + batch} samples or more"
-            )
         class_count = self.score_count or _MAX_CLASS
         wrong_labels = batch_labels[(batch_labels < 0) | (batch_labels >= class_count)]
         if wrong_labels.size:
@@ -130,30 +139,26 @@ class Top1:
         Raises:
             FeedError: labels that do not fit.
         """
+        figures = Top1Figures()
         is_counted = self.has_classes and (self.labels is not None or kind == "classes")
+        if is_counted:
+            figures.agreement = self.classes.equal.total() / self.samples
         # embeddings that all point one way are as doubtful as one class for all samples
-        has_favourite = is_counted or (self.has_classes and kind == "embeddings")
-        top1_reference = top1_candidate = label_shift = classes = favourite = None
-        if self.labels is not None:
-            self._check_labels(self.labels)
-            top1_reference = self.reference_hits / self.samples
-            top1_candidate = self.candidate_hits / self.samples
-            shift = max(1, -1, key=lambda shift: self.shifts[shift])
-            label_shift = shift * self.shifts[shift] / self.samples
-        if has_favourite:
-            classes = self.score_count
-            favourite = max(self.classes.reference.values(), default=0) / self.samples
-            if classes is None and self.labels is not None:
-                # of outputs of class numbers the highest number seen or labelled
-                classes = 1 + max(*self.classes.reference, *self.labels, 1)
-        return Top1Figures(
-            reference=top1_reference,
-            candidate=top1_candidate,
-            agreement=self.classes.equal.total() / self.samples if is_counted else None,
-            classes=classes,
-            favourite=favourite,
-            label_shift=label_shift,
-        )
+        if is_counted or (self.has_classes and kind == "embeddings"):
+            figures.classes = self.score_count
+            figures.favourite = max(self.classes.reference.values(), default=0) / self.samples
+        if self.labels is None:
+            return figures
+
+        self._check_labels(self.labels)
+        figures.reference = self.reference_hits / self.samples
+        figures.candidate = self.candidate_hits / self.samples
+        shift = max(1, -1, key=lambda shift: self.shifts[shift])
+        figures.label_shift = shift * self.shifts[shift] / self.samples
+        if figures.classes is None:
+            # of outputs of class numbers the highest number seen or labelled
+            figures.classes = 1 + max(*self.classes.reference, *self.labels, 1)
+        return figures
 
     def _check_labels(self, labels: Sequence[int]) -> None:
         if len(labels) != self.samples:

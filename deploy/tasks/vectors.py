@@ -28,6 +28,7 @@ from deploy.tasks.evaluation_task import (
     ClassExample,
     EvaluationTask,
     ExampleSelection,
+    Form,
     TaskFigure,
     TaskTally,
     ThresholdTally,
@@ -37,6 +38,7 @@ from deploy.tasks.rows import (
     Floats,
     Outputs,
     activate,
+    are_comparable,
     are_ordered,
     are_probabilities_or_logs,
     are_shares,
@@ -102,26 +104,19 @@ class _ClassTally(TaskTally["Classes"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
-            reference_scores = np.asarray(reference[name], np.float64).reshape(-1)
-            scores = np.asarray(candidate[name], np.float64).reshape(-1)
             self.compared += 1
-            if reference_scores.shape != scores.shape:
-                continue
-            if not np.isfinite(reference_scores + scores).all():
-                continue
+            if is_floating(reference[name]) and are_comparable(reference[name], candidate[name]):
+                self._compare(name, reference[name].reshape(-1), candidate[name].reshape(-1))
 
-            reference_class = int(reference_scores.argmax())
-            best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
-            if reference_class in best_classes:
-                self.top5_matches += 1
-            if reference_class == best_classes[0]:
-                self.top1_matches += 1
-                continue
-            self._offer_example(name, reference_scores, scores)
-
-    def _offer_example(self, name: str, reference_scores: Array, scores: Array) -> None:
-        """Offer a sample whose class changes; it differs by FP32's margin."""
-        reference_class, changed_class = int(reference_scores.argmax()), int(scores.argmax())
+    def _compare(self, name: str, reference_scores: Array, scores: Array) -> None:
+        """Compare a sample's scores [C]; a sample whose class changes differs by FP32's margin."""
+        reference_class = int(reference_scores.argmax())
+        best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
+        changed_class = best_classes[0]
+        self.top5_matches += reference_class in best_classes
+        self.top1_matches += reference_class == changed_class
+        if reference_class == changed_class:
+            return
         example = ClassExample(
             number=self.samples - 1,
             output=name,
@@ -140,7 +135,7 @@ class _ClassTally(TaskTally["Classes"]):
         """Return samples whose class changes, FP32's largest margin first."""
         return self.examples.result()
 
-    def result(self) -> TaskFigure | None:
+    def result(self) -> TaskFigure:
         top5_text = ""
         if max(self.task.counts) > 10:
             top5_text = f"{self.top5_matches} among the best five"
@@ -166,6 +161,15 @@ class Classes(EvaluationTask):
         """How the outputs are interpreted."""
         counts = [str(count) for count in dict.fromkeys(self.counts)]
         return f"{', '.join(self.outputs)}: {' and '.join(counts)} classes"
+
+
+CLASSES = Form(
+    shape="[N, C], in one output or several",
+    values="probabilities or their logarithms, also with other numbers beside them; or raw scores"
+    " before a Softmax, of several outputs each sure of its class",
+    figure="same best class",
+    source="ImageNet's classifiers",
+)
 
 
 def find_classes(samples: FirstSamples) -> Classes | None:
@@ -283,6 +287,14 @@ class Labels(EvaluationTask):
         return f"{self.output}: {scores} of {self.count} labels, each its own"
 
 
+LABELS = Form(
+    shape="[N, C] of 4 or more",
+    values="independent probabilities, or raw scores far below 0; in a sample several above 0.5",
+    figure="labels that both models have",
+    source="taggers",
+)
+
+
 def find_labels(samples: FirstSamples) -> Labels | None:
     """Recognise labels if the only output is such a vector."""
     if len(samples.names) != 1:
@@ -331,15 +343,13 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_vector = _normalize(reference[self.task.output])
         vector = _normalize(candidate[self.task.output])
-        if vector.shape != reference_vector.shape or not np.isfinite(vector).all():
+        if not are_comparable(reference_vector, vector):
             vector = np.zeros_like(reference_vector)
         self.cosines += float(reference_vector @ vector)
         if len(self.vectors) < _MAX_VECTORS:
             self.vectors.append((reference_vector, vector))
 
-    def result(self) -> TaskFigure | None:
-        if not self.samples:
-            return None
+    def result(self) -> TaskFigure:
         cosine = self.cosines / self.samples
         text = f"mean cosine {cosine:.4f}"
         vector_count = len(self.vectors)
@@ -381,6 +391,15 @@ class Embeddings(EvaluationTask):
     name = "embeddings"
     reads = "embeddings of {0.length} numbers"
     tally_type = _EmbeddingTally
+
+
+EMBEDDINGS = Form(
+    shape="a vector [N, D] of 32 or more",
+    values="of length 1, or distributed symmetrically about zero; or features of a picture after an"
+    " activation, hardly below 0, of a multiple of 16 channels",
+    figure="same nearest neighbour, cosine",
+    source="faces, sentences, CLIP",
+)
 
 
 def find_embeddings(samples: FirstSamples) -> Embeddings | None:

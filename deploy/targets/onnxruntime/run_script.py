@@ -20,7 +20,7 @@ from deploy.files.reading import read_package_text
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detector import (
     ANCHOR_MAP,
-    CELL_CODINGS,
+    CODINGS,
     COLUMNS,
     LIST,
     MAP,
@@ -313,7 +313,7 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
         scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
     extras = _box_extras(decoder, is_relative=bool(scale))
     strides, functions = "", extras.functions
-    if decoder.coding in CELL_CODINGS:
+    if CODINGS[decoder.coding].uses_cells:
         all_strides = [stride for grid in decoder.grids for stride in grid.strides]
         strides = f"STRIDES = {all_strides}  # pixels from cell to cell\n"
         functions += _cells_text(decoder)
