@@ -6,7 +6,7 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -280,17 +280,11 @@ class Comparison:
         kind = "" if form.task is None else form.task.name
         if figure is not None and figure.beside:
             kind = "beside others"
-        top1 = self._top1.result(kind)
         is_silent = form.task is not None and self._metric_tally is None and figure is None
         return Accuracy(
             samples=self._samples,
             outputs=outputs,
-            top1_reference=top1.reference,
-            top1_candidate=top1.candidate,
-            top1_agreement=top1.agreement,
-            classes=top1.classes,
-            favourite=top1.favourite,
-            label_shift=top1.label_shift,
+            **asdict(self._top1.result(kind)),
             parts=self._slice_figures(form, outputs),
             task=figure,
             precision=None if self._precision is None else self._precision.result(),

@@ -29,7 +29,7 @@ from deploy.metrics.output_errors import (
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.first_samples import find_logits, find_states
 from deploy.tasks.keypoints import Points
-from deploy.tasks.rows import Outputs, are_shares, batch_length, is_floating, split_batch
+from deploy.tasks.rows import Outputs, are_shares, batch_length, split_batch
 from deploy.tasks.slices import OutputSlice, find_scores, form_samples, split_output
 from deploy.tensors import Array
 
@@ -212,10 +212,9 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     for name in covered:
         map_shapes |= {value.shape for value in samples.arrays(name) if value.ndim == _MAP}
     uncovered = []
-    for name in samples.names:
-        values = samples.arrays(name)
+    for name, values in samples.floats.items():
         is_stage = any(value.shape in map_shapes for value in values)
-        if name not in covered and not is_stage and all(map(is_floating, values)):
+        if name not in covered and not is_stage:
             uncovered.append(name)
     return tuple(uncovered)
 

@@ -15,7 +15,6 @@ from deploy.tasks.detector_forms import PROPOSALS
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.metric import Function, Metric, metric_of
-from deploy.tasks.rows import is_floating
 
 _MAX_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
 NO_TASK = ("none", "values")  # names that leave the task out, so that values are compared
@@ -138,11 +137,10 @@ def _fit(row: TaskRow, samples: FirstSamples) -> EvaluationTask | None:
     if row is TASKS["boxes"]:
         return boxes.fit_boxes(samples)
     fitting = []
-    for name in sorted(samples.names, key=lambda name: -samples.outputs[0][name].size):
-        if all(map(is_floating, samples.arrays(name))):
-            task = row.fit(name, samples)
-            if task is not None:
-                fitting.append(task)
+    for name in sorted(samples.floats, key=lambda name: -samples.outputs[0][name].size):
+        task = row.fit(name, samples)
+        if task is not None:
+            fitting.append(task)
     heads = [task for task in fitting if isinstance(task, vectors.Classes)]
     if heads:
         outputs = [task.outputs[0] for task in heads]

@@ -54,6 +54,14 @@ class FirstSamples:
         return tuple(name for name in self.every if all(map(np.size, self.arrays(name))))
 
     @property
+    def floats(self) -> dict[str, list[Array]]:
+        """Outputs that are finite floating-point numbers in every sample -> their arrays."""
+        arrays_by_name = {name: self.arrays(name) for name in self.names}
+        return {
+            name: arrays for name, arrays in arrays_by_name.items() if all(map(is_floating, arrays))
+        }
+
+    @property
     def every(self) -> tuple[str, ...]:
         """Outputs that every sample has, possibly empty."""
         names = self.outputs[0] if self.outputs else {}
@@ -102,17 +110,12 @@ def find_logits(samples: FirstSamples) -> frozenset[str]:
 
     The other one of each pair is used: its values are known to be probabilities.
     """
-    floats: dict[str, list[Array]] = {}
-    for name in samples.names:
-        arrays = samples.arrays(name)
-        # a constant would match any other constant
-        if all(is_floating(value) and np.ptp(value) > 0 for value in arrays):
-            floats[name] = arrays
     logits: set[str] = set()
-    for raw, name in itertools.permutations(floats, 2):
-        if name in logits:
+    for (raw, scores), (name, shares) in itertools.permutations(samples.floats.items(), 2):
+        # a constant would match any other constant
+        if name in logits or min(map(np.ptp, (*scores, *shares))) == 0:
             continue
-        if any(_are_computed(compute, floats[raw], floats[name]) for compute in _ACTIVATIONS):
+        if any(_are_computed(compute, scores, shares) for compute in _ACTIVATIONS):
             logits.add(raw)
     return frozenset(logits)
 
@@ -120,10 +123,9 @@ def find_logits(samples: FirstSamples) -> frozenset[str]:
 def find_argmax_outputs(samples: FirstSamples) -> dict[str, str]:
     """Return ArgMax output -> the output of its scores, the first of several."""
     scores_by_argmax: dict[str, str] = {}
-    for name, scores in itertools.permutations(samples.names, 2):
-        indices, values = samples.arrays(name), samples.arrays(scores)
-        has_types = indices[0].dtype.kind in "iu" and all(map(is_floating, values))
-        if has_types and _are_computed(_argmax, values, indices):
+    for name, (scores, values) in itertools.product(samples.names, samples.floats.items()):
+        indices = samples.arrays(name)
+        if indices[0].dtype.kind in "iu" and _are_computed(_argmax, values, indices):
             scores_by_argmax.setdefault(name, scores)
     return scores_by_argmax
 

@@ -158,9 +158,8 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
 def _find_flags(samples: FirstSamples) -> tuple[OutputSlice, ...]:
     """Return outputs of one probability."""
     flags = []
-    for name in samples.names:
-        values = samples.arrays(name)
-        if all(value.size == 1 and is_floating(value) and are_shares(value) for value in values):
+    for name, values in samples.floats.items():
+        if all(value.size == 1 and are_shares(value) for value in values):
             flags.append(OutputSlice(output=name))
     return tuple(flags)
 

@@ -34,9 +34,9 @@ from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
 from deploy.tasks.rows import (
     Outputs,
+    are_between,
     are_comparable,
     are_probabilities,
-    between_share,
     image_size,
     may_be_logits,
     sums_to_one,
@@ -318,7 +318,7 @@ def _are_masks(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
             return False
         if value.shape[1] > 1 and sums_to_one(value, 1).all():
             return False  # classes
-        between_shares.append(between_share(value))
+        between_shares.append(float(are_between(value).mean()))
         peaks.append(float(value.max()))
     is_decided = np.mean(between_shares) < thresholds.MAX_BETWEEN_SHARE
     return bool(is_decided and max(peaks) >= thresholds.MIN_MASK_PEAK)

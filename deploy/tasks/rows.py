@@ -37,18 +37,18 @@ def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
     """
     if batch == 1:
         return [{name: np.asarray(value) for name, value in arrays.items()}]
-    samples: list[dict[str, Array]] = [{} for _ in range(batch)]
-    for name, value in arrays.items():
-        has_batch_first = value.ndim > 0 and value.shape[0] == batch
-        has_batch_second = value.ndim > 2 and value.shape[1] == batch
-        for index, sample in enumerate(samples):
-            if has_batch_first:
-                sample[name] = value[index : index + 1]
-            elif has_batch_second:
-                sample[name] = value[:, index : index + 1]
-            else:
-                sample[name] = value
+    samples = []
+    for index in range(batch):
+        samples.append({name: _take_row(value, index, batch) for name, value in arrays.items()})
     return samples
+
+
+def _take_row(value: Array, index: int, batch: int) -> Array:
+    if value.ndim > 0 and value.shape[0] == batch:
+        return value[index : index + 1]
+    if value.ndim > 2 and value.shape[1] == batch:
+        return value[:, index : index + 1]
+    return value
 
 
 @dataclass(slots=True)
@@ -64,30 +64,21 @@ class AlikeOutputs:
 
     def add(self, outputs: Outputs, batch: int) -> None:
         """Add one batch; nothing is computed once a sample differs."""
-        if not self.alike:
-            return
-        for sample in split_batch(outputs, batch):
-            numbers = {
-                name: value
-                for name, value in sample.items()
-                if value.dtype.kind in "iu" or is_floating(value)
-            }
-            self._first_sample = self._first_sample or numbers
-            has_floats = any(value.dtype.kind == "f" for value in numbers.values())
-            if not has_floats or self._differs(numbers):
-                self.alike = False
+        for sample in split_batch(outputs, batch) if self.alike else ():
+            self._first_sample = self._first_sample or sample
+            has_floats = any(map(is_floating, sample.values()))
+            self.alike &= has_floats and all(map(self._is_like_first, sample, sample.values()))
 
-    def _differs(self, sample: Outputs) -> bool:
-        for name, value in sample.items():
-            if name not in self._first_sample:
-                continue
-            first = self._first_sample[name].astype(np.float64)
-            if first.shape != value.shape:
-                return True
-            variation = thresholds.MIN_VARIATION * np.linalg.norm(first)
-            if np.linalg.norm(first - value) > variation:
-                return True
-        return False
+    def _is_like_first(self, name: str, value: Array) -> bool:
+        """Whether an output hardly differs; one of text, or with NaN, does not show it."""
+        first = self._first_sample[name]
+        if not all(array.dtype.kind in "iu" or is_floating(array) for array in (first, value)):
+            return True
+        if first.shape != value.shape:
+            return False
+        exact = first.astype(np.float64)
+        variation = thresholds.MIN_VARIATION * np.linalg.norm(exact)
+        return bool(np.linalg.norm(exact - value) <= variation)
 
 
 def image_size(feed: Outputs) -> tuple[int, int] | None:
@@ -150,9 +141,9 @@ def may_be_logits(scores: Array, axis: int) -> bool:
     return bool(mean.std() < thresholds.MAX_LOGIT_DRIFT * spread.mean())
 
 
-def between_share(shares: Array) -> float:
-    """Return the share of probabilities that are near neither 0 nor 1."""
-    return float(np.mean((shares > 0.1) & (shares < 0.9)))
+def are_between(shares: Array) -> NDArray[np.bool_]:
+    """Return where probabilities are near neither 0 nor 1."""
+    return np.asarray((shares > 0.1) & (shares < 0.9))
 
 
 def are_ordered(rows: Sequence[Array]) -> bool:
@@ -177,12 +168,10 @@ def are_relative(rows: Array) -> bool:
     """
     if not are_shares(rows):
         return False
-    is_between = (rows > 0.1) & (rows < 0.9)
     if rows.shape[1] > 1:
-        min_share = is_between.mean(axis=1).min()
+        min_share = are_between(rows).mean(axis=1).min()
         return not sums_to_one(rows).any() and bool(min_share >= 0.5)
-    if len(rows) >= thresholds.MIN_ROW_VALUES:
-        is_between = rows < 0.9
+    is_between = rows < 0.9 if len(rows) >= thresholds.MIN_ROW_VALUES else are_between(rows)
     return bool(is_between.mean() >= thresholds.MIN_SINGLE_SHARE)
 
 

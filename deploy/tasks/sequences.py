@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
-from deploy.tasks.first_samples import FirstSamples, find_states
+from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
 from deploy.tasks.rows import (
     Outputs,
     activate,
+    are_between,
     are_probabilities_or_logs,
     are_shares,
-    between_share,
     is_floating,
     sums_to_one,
 )
@@ -160,12 +160,7 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
 def find_steps(samples: FirstSamples) -> Steps | None:
     """Recognise the first output of steps; others may be such, states, or numbers of a sample."""
     states = find_states(samples)
-    values_by_name = {}
-    for name in samples.names:
-        values = samples.arrays(name)
-        if name not in states and all(map(is_floating, values)):
-            values_by_name[name] = values
-
+    values_by_name = drop_outputs(samples, states).floats
     decisions = [name for name in values_by_name if _are_decisions(name, samples)]
     are_vectors = [all(map(_is_vector, values)) for values in values_by_name.values()]
     if decisions and all(are_vectors):
@@ -221,7 +216,7 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
                 return False
     max_share = 0.5 if is_single else thresholds.MAX_BETWEEN_SHARE
     has_both_ends = bool(shares.min() < 0.1 and shares.max() > 0.9)
-    return has_both_ends and between_share(shares) <= max_share
+    return has_both_ends and are_between(shares).mean() <= max_share
 
 
 def _find_class_axis(samples: Sequence[Array]) -> int | None:

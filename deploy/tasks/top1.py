@@ -24,9 +24,9 @@ _MAX_CLASS = np.iinfo(np.int64).max
 class Top1Figures:
     """Top-1 figures; see `deploy.metrics.accuracy.Accuracy`."""
 
-    reference: float | None = None
-    candidate: float | None = None
-    agreement: float | None = None
+    top1_reference: float | None = None
+    top1_candidate: float | None = None
+    top1_agreement: float | None = None
     classes: int | None = None
     favourite: float | None = None
     label_shift: float | None = None
@@ -142,7 +142,7 @@ class Top1:
         figures = Top1Figures()
         is_counted = self.has_classes and (self.labels is not None or kind == "classes")
         if is_counted:
-            figures.agreement = self.classes.equal.total() / self.samples
+            figures.top1_agreement = self.classes.equal.total() / self.samples
         # embeddings that all point one way are as doubtful as one class for all samples
         if is_counted or (self.has_classes and kind == "embeddings"):
             figures.classes = self.score_count
@@ -151,8 +151,8 @@ class Top1:
             return figures
 
         self._check_labels(self.labels)
-        figures.reference = self.reference_hits / self.samples
-        figures.candidate = self.candidate_hits / self.samples
+        figures.top1_reference = self.reference_hits / self.samples
+        figures.top1_candidate = self.candidate_hits / self.samples
         shift = max(1, -1, key=lambda shift: self.shifts[shift])
         figures.label_shift = shift * self.shifts[shift] / self.samples
         if figures.classes is None:

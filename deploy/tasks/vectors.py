@@ -38,12 +38,12 @@ from deploy.tasks.rows import (
     Floats,
     Outputs,
     activate,
+    are_between,
     are_comparable,
     are_ordered,
     are_probabilities_or_logs,
     are_shares,
     are_sorted,
-    between_share,
     correlate,
     is_floating,
     may_be_logits,
@@ -329,7 +329,7 @@ def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
     label_counts = np.count_nonzero(shares > 0.5, axis=1)
     # a classifier's raw scores may well have two above 0 in one sample
     has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= min_labels
-    is_decided = between_share(shares) < thresholds.MAX_BETWEEN_SHARE
+    is_decided = are_between(shares).mean() < thresholds.MAX_BETWEEN_SHARE
     return bool(has_several and is_decided and np.mean(shares < 0.1) >= 0.5)
 
 
