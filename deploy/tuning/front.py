@@ -41,7 +41,7 @@ from deploy.tuning.search_samples import ExpectedVerdict
 MAX_POINTS = 8  # of the front that is kept
 WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
 _LIKELY = 3  # splits that are timed before one is chosen
-_TIME_STEP = 1.04  # splits that differ by less time are not worth judging both
+_TIME_STEP = 1.02  # splits that differ by less time are not worth judging both
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
 
 
