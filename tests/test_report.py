@@ -688,6 +688,13 @@ def test_latency_figure_counts_undrawn_iterations():
     assert "NaN" not in latency_figure([parts.EngineRow(label="one", latency=latency_of((1.0,)))])
 
 
+def test_few_iterations_are_dots():
+    times_ms = (1.0,) * 9 + (40.0,)
+    text = latency_figure([parts.EngineRow(label="slow", latency=latency_of(times_ms))])
+    assert text.count("<circle") == 9 and "<path" not in text
+    assert "1 slower iteration not drawn" in text
+
+
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
 def test_range_bar_needs_a_finite_width(ends):
     row = dataclasses.replace(tensor("dead", None, *ends), lo=0, hi=0, amax=0)

@@ -149,12 +149,14 @@ Float64Array = NDArray[np.float64]
 
 LATENCY_CAPTION = (
     "{} of every measured iteration; engines ran in turn, so noise of the machine falls on all"
-    " of them. Each curve is scaled to its own peak; the dashed line is the p50."
+    " of them. A curve is scaled to its own peak; dots are single iterations, the first one at the"
+    " top; the dashed line is the p50."
 )
 _HEIGHT, _TOP, _BOTTOM = 230, 34, 34  # in px
 _FLOOR = _HEIGHT - _BOTTOM
 _CURVE_WIDTH, _CURVE_HEIGHT = 1000, _FLOOR - _TOP  # of the inner drawing, in its own units
 _BINS = 90
+_MIN_CURVE = 20  # iterations; bars of fewer would look like a distribution
 _MAX_P50S = 2.5  # times the p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
 _MAX_NARROW_TICKS = 5  # number of tick labels that fit on a narrow screen
@@ -183,7 +185,10 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     lo, hi = _axis_ends(measured)
     curves, marks, legend, not_drawn = "", "", "", 0
     for index, engine in enumerate(measured):
-        curves += _curve(engine.samples_ms, lo, hi, engine.colour)
+        if len(engine.samples_ms) < _MIN_CURVE:
+            marks += _dots(engine.samples_ms, lo, hi, engine.colour)
+        else:
+            curves += _curve(engine.samples_ms, lo, hi, engine.colour)
         not_drawn += int((engine.samples_ms > hi).sum())
 
         round_number, letter_index = divmod(index, len(ascii_uppercase))
@@ -274,6 +279,19 @@ def _curve(samples_ms: Float64Array, lo: float, hi: float, colour: str) -> str:
         y = _CURVE_HEIGHT - float(height)  # downwards from the top
         path += f"L{start:.1f},{y:.1f}L{end:.1f},{y:.1f}"
     return f'<path class="area {colour}" d="{path}L{_CURVE_WIDTH},{_CURVE_HEIGHT}Z"/>'
+
+
+def _dots(samples_ms: Float64Array, lo: float, hi: float, colour: str) -> str:
+    """Draw each iteration as a dot, in the order of measurement from the top."""
+    step = _CURVE_HEIGHT / len(samples_ms)
+    dots = ""
+    for index, sample_ms in enumerate(samples_ms):
+        if sample_ms <= hi:
+            y = _TOP + step * (index + 0.5)
+            dots += (
+                f'<circle class="{colour}" cx="{_percent(sample_ms, lo, hi)}" cy="{y:.1f}" r="3"/>'
+            )
+    return dots
 
 
 _HIST_WIDTH, _HIST_HEIGHT, _HIST_TOP, _HIST_FLOOR = 320, 104, 14, 86
