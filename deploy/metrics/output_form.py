@@ -29,7 +29,7 @@ from deploy.metrics.output_errors import (
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.first_samples import find_logits, find_states
 from deploy.tasks.keypoints import Points
-from deploy.tasks.rows import Outputs, are_shares, batch_length, split_batch
+from deploy.tasks.rows import Outputs, are_shares, batch_length, is_vector, split_batch
 from deploy.tasks.slices import OutputSlice, find_scores, form_samples, split_output
 from deploy.tensors import Array
 
@@ -192,7 +192,7 @@ def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) ->
     weights = [part.weights(outputs) for outputs in samples.outputs]
     if are_points:
         return find_usual_values(values, weights)
-    if any(value.size != max(value.shape) for value in values):
+    if not all(map(is_vector, values)):
         return None
     step_weights = np.concatenate([weight.reshape(-1, 1) for weight in weights])
     steps = np.concatenate([value.reshape(-1, 1) for value in values])

@@ -10,6 +10,7 @@ Columns after the boxes may be key points (x, y or x, y, visibility), weights of
 another output (YOLACT, Bolya et al. 2019), or an angle.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,23 +58,26 @@ def to_table(value: Array | None, layout: Layout) -> Array:
     Raises:
         OtherShapeError: the output does not have the layout.
     """
-    if value is not None and layout == LIST_NUMBERS:
+    if value is None:
+        raise OtherShapeError
+    if layout == LIST_NUMBERS:
         return value.reshape(-1, 1)
-    if value is not None and layout == LIST and value.ndim > 1:
+    if layout == LIST and value.ndim > 1:
         return value.reshape(-1, value.shape[-1])
-    if value is None or not value.size or value.ndim < 2 or value.dtype.kind != "f":
+    if value.ndim not in LAYOUT_DIMENSIONS.get(layout, ()) or not value.size:
         raise OtherShapeError
-    shape = value.shape
-    if layout == ROWS and len(shape) == 2:
+    if value.dtype.kind != "f":
+        raise OtherShapeError
+    if layout == ROWS and value.ndim == 2:
         return value
-    if shape[0] != 1 or len(shape) not in LAYOUT_DIMENSIONS.get(layout, ()):
+    if len(value) != 1:
         raise OtherShapeError
-    if layout == ANCHOR_MAP and len(shape) == 4:
-        if shape[1] % ANCHORS_PER_CELL:
+    if layout == ANCHOR_MAP and value.ndim == 4:
+        if value.shape[1] % ANCHORS_PER_CELL:
             raise OtherShapeError
-        value = value.reshape(1, ANCHORS_PER_CELL, -1, *shape[2:]).transpose(0, 1, 3, 4, 2)
+        value = np.moveaxis(value.reshape(ANCHORS_PER_CELL, -1, *value.shape[2:]), 1, 3)
     if layout == MAP:
-        value = value.reshape(1, shape[1], -1)
+        value = value.reshape(value.shape[1], -1)
     table = value.reshape(-1, value.shape[-1])
     return table.T if layout in (COLUMNS, MAP) else table
 
@@ -92,10 +96,9 @@ class AnchorGrid:
 
     def sides(self, size: tuple[int, int], stride: int) -> tuple[int, int]:
         """Return (rows, columns) of a level."""
+        rounding = stride - 1 if self.up else 0
         height, width = size
-        if self.up:
-            return -(-height // stride), -(-width // stride)
-        return height // stride, width // stride
+        return (height + rounding) // stride, (width + rounding) // stride
 
     def count(self, size: tuple[int, int]) -> int:
         """Return the number of cells of a picture of `size` pixels (height, width)."""
@@ -117,13 +120,13 @@ def find_grid(count: int, size: tuple[int, int] | None) -> AnchorGrid | None:
     """
     if size is None:
         return None
-    for level_count in range(len(STRIDES), 0, -1):
-        for start in range(len(STRIDES) - level_count + 1):
-            for up in (False, True):
-                grid = AnchorGrid(STRIDES[start : start + level_count], up)
-                if grid.count(size) == count:
-                    return grid
-    return None
+    grids = []
+    spans = itertools.combinations(range(len(STRIDES) + 1), 2)
+    for (start, stop), up in itertools.product(spans, (False, True)):
+        grid = AnchorGrid(STRIDES[start:stop], up)
+        if grid.count(size) == count:
+            grids.append(grid)
+    return max(grids, key=lambda grid: len(grid.strides), default=None)
 
 
 def fits_stride(sides: tuple[int, ...], size: tuple[int, int] | None) -> bool:
@@ -230,10 +233,12 @@ class RowDecoder:
         boxes = f"boxes by {self.coding}" if self.coding else "boxes matched by anchor"
         text = f"{', '.join(names)}: {objectness}{scores} of {self.classes} classes, {boxes}"
         if self.has_angle:
-            return f"{text}, an angle"
+            text += ", an angle"
         if self.mask_maps:
-            return f"{text}, a mask"
-        return f"{text}, key points" if self.point_numbers else text
+            text += ", a mask"
+        if self.point_numbers:
+            text += ", key points"
+        return text
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the boxes of one sample, of all levels; None for other shapes."""
@@ -255,14 +260,13 @@ class RowDecoder:
         Raises:
             OtherShapeError: an output has another shape.
         """
-        columns = [read_columns(part, outputs) for part in (self.box_columns, self.scores)]
+        boxes, scores = read_columns(self.box_columns, outputs), read_columns(self.scores, outputs)
+        classes = np.zeros((len(boxes), 1))
         if self.numbers:
-            columns.append(read_columns(self.numbers, outputs))
-        else:
-            columns.append(np.zeros((len(columns[0]), 1)))
-        if len({len(rows) for rows in columns}) > 1:
+            classes = read_columns(self.numbers, outputs)
+        if not len(boxes) == len(scores) == len(classes):
             raise OtherShapeError
-        return np.concatenate(columns, axis=1)
+        return np.concatenate([boxes, scores, classes], axis=1)
 
     def read_scores(self, outputs: Outputs) -> Floats:
         """Return the probabilities [A, classes] of all levels.

@@ -24,7 +24,15 @@ import numpy as np
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, PointTally
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Floats, Outputs, are_comparable, are_shares, correlate, is_floating
+from deploy.tasks.rows import (
+    Floats,
+    Outputs,
+    are_comparable,
+    are_shares,
+    correlate,
+    is_floating,
+    is_vector,
+)
 from deploy.tasks.slices import OutputSlice, find_scores
 from deploy.tensors import Array
 
@@ -170,7 +178,7 @@ def _find_point_scores(samples: FirstSamples) -> dict[OutputSlice, OutputSlice]:
     for name in samples.names:
         arrays = samples.arrays(name)
         widths = [0]
-        if all(value.size == max(value.shape, default=1) for value in arrays):
+        if all(map(is_vector, arrays)):
             widths += _NUMBERS
         for width in widths:
             layout = OutputSlice(output=name, width=width)

@@ -96,6 +96,11 @@ def is_floating(value: Array) -> bool:
     return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
+def is_vector(value: Array) -> bool:
+    """Whether a sample has one vector, or a scalar: at most one dimension is longer than 1."""
+    return value.size == max(value.shape, default=1)
+
+
 def are_comparable(reference: Array, candidate: Array) -> bool:
     """Whether the candidate's array has the reference's shape, and finite numbers."""
     return reference.shape == candidate.shape and bool(np.isfinite(candidate).all())

@@ -29,6 +29,7 @@ from deploy.tasks.rows import (
     are_probabilities_or_logs,
     are_shares,
     is_floating,
+    is_vector,
     sums_to_one,
 )
 from deploy.tensors import Array
@@ -149,7 +150,7 @@ STEPS = Form(
 def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
     """Return the steps of an output that the user or the file says to hold such."""
     values = samples.arrays(name)
-    is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(_is_vector, values))
+    is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(is_vector, values))
     if is_independent or values[0].ndim != 3:
         raw = not all(map(are_shares, values))
         return Steps(name, 2, None, raw) if values[0].ndim in (1, 2, 3) else None
@@ -162,8 +163,7 @@ def find_steps(samples: FirstSamples) -> Steps | None:
     states = find_states(samples)
     values_by_name = drop_outputs(samples, states).floats
     decisions = [name for name in values_by_name if _are_decisions(name, samples)]
-    are_vectors = [all(map(_is_vector, values)) for values in values_by_name.values()]
-    if decisions and all(are_vectors):
+    if decisions and all(all(map(is_vector, values)) for values in values_by_name.values()):
         return Steps(decisions[0], 2, None)
 
     axis_by_name = {}
@@ -175,22 +175,15 @@ def find_steps(samples: FirstSamples) -> Steps | None:
         return None
     first_name, axis = next(iter(axis_by_name.items()))
     tables = _read_step_samples(values_by_name[first_name], axis)
-    for name, values in values_by_name.items():
-        if name not in axis_by_name and _have_steps(values, tables):
+    for name in values_by_name.keys() - axis_by_name.keys():
+        if all(map(_has_steps, values_by_name[name], tables)):
             return None  # numbers of what is found at each step
     return Steps(first_name, tables[0].shape[1], axis)
 
 
-def _have_steps(samples: Sequence[Array], tables: Sequence[Array]) -> bool:
-    """Whether an output has as many steps, in every sample."""
-    return all(
-        value.ndim <= 3 and len(steps) in value.shape
-        for value, steps in zip(samples, tables, strict=True)
-    )
-
-
-def _is_vector(value: Array) -> bool:
-    return value.size == max(value.shape, default=1)
+def _has_steps(value: Array, steps: Array) -> bool:
+    """Whether an output has as many steps."""
+    return value.ndim <= 3 and len(steps) in value.shape
 
 
 def _are_decisions(name: str, samples: FirstSamples) -> bool:
@@ -203,7 +196,7 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
     if samples.declared.ends.get(name, "sigmoid") != "sigmoid" or not values[0].ndim:
         return False
     shares = np.concatenate([value.reshape(-1) for value in values])
-    if not all(map(_is_vector, values)) or not are_shares(shares):
+    if not all(map(is_vector, values)) or not are_shares(shares):
         return False
     is_single = all(value.size == 1 for value in values)
     if not is_single:

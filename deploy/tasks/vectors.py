@@ -46,6 +46,7 @@ from deploy.tasks.rows import (
     are_sorted,
     correlate,
     is_floating,
+    is_vector,
     may_be_logits,
     sums_to_one,
     to_shares,
@@ -174,7 +175,7 @@ CLASSES = Form(
 
 def find_classes(samples: FirstSamples) -> Classes | None:
     """Recognise outputs of one score vector per sample; with probabilities others may exist."""
-    probabilities, raw_scores = {}, {}
+    probabilities, raw_scores, floats = {}, {}, samples.floats
     for name in samples.names:
         rows = _stack_vectors(samples.arrays(name))
         if rows is None or are_sorted([*rows]) or are_ordered([*rows]):
@@ -192,18 +193,13 @@ def find_classes(samples: FirstSamples) -> Classes | None:
         # other vectors may be mere numbers of a picture beside probabilities, not beside raw scores
         if not probabilities or not samples.of_pictures:
             return None
-        if not all(all(map(_is_vector, samples.arrays(name))) for name in numbers):
+        if not all(name in floats and all(map(is_vector, floats[name])) for name in numbers):
             return None
     if samples.of_pictures and any(map(are_features, scores.values())):
         return None
     if not samples.of_pictures and not probabilities and sequences.find_steps(samples) is not None:
         return None
     return Classes(tuple(scores), tuple(rows.shape[1] for rows in scores.values()))
-
-
-def _is_vector(value: Array) -> bool:
-    """Whether a sample has one vector, or scalar, of finite numbers."""
-    return value.size == max(value.shape, default=1) and is_floating(value)
 
 
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
@@ -421,7 +417,7 @@ def find_embeddings(samples: FirstSamples) -> Embeddings | None:
     if length < thresholds.MIN_EMBEDDING_SIZE or not has_equal_length:
         return None
     rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
-    if not all(map(_is_vector, values)) or _are_points(rows):
+    if not all(map(is_vector, values)) or not is_floating(rows) or _are_points(rows):
         return None
     is_embedding = samples.declared.ends.get(name) == "unit"
     is_embedding |= samples.of_pictures and are_features(rows)
