@@ -14,11 +14,7 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
-from deploy.metrics.output_errors import (
-    OutputAccuracy,
-    RunningError,
-    plain_json,
-)
+from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_json
 from deploy.metrics.output_form import OutputForm, SliceAccuracy, derive_form
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, Metric, TaskFigure
@@ -30,7 +26,7 @@ from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batch
 from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
-from deploy.tensors import Array, HasOutputs, TensorSpec
+from deploy.tensors import HasOutputs, TensorSpec
 
 # fields of `Accuracy` that JSON leaves out
 NOT_WRITTEN = ("alike", "silent", "carried", "label_shift")
@@ -162,9 +158,9 @@ class Comparison:
 
     def add(
         self,
-        feed: Mapping[str, Array],
-        reference: Mapping[str, Array],
-        candidate: Mapping[str, Array],
+        feed: Outputs,
+        reference: Outputs,
+        candidate: Outputs,
         *,
         count: int | None = None,
     ) -> None:
@@ -342,7 +338,7 @@ def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:
     return task.form + ("; FP32 finds next to nothing on these samples" if is_silent else "")
 
 
-SamplePairs = Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]]  # (inputs, FP32's outputs)
+SamplePairs = Iterable[tuple[Outputs, Outputs]]  # (inputs, FP32's outputs)
 
 
 def recognise_first(
@@ -385,7 +381,7 @@ class StoredOutputs:
         values: output -> array.
     """
 
-    values: Mapping[str, Array]
+    values: Outputs
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
@@ -417,9 +413,9 @@ class TensorComparison:
 
     def add(
         self,
-        feed: Mapping[str, Array],
-        reference: Mapping[str, Array],
-        candidate: Mapping[str, Array],
+        feed: Outputs,
+        reference: Outputs,
+        candidate: Outputs,
     ) -> None:
         """Add one batch's tensors."""
         batch = batch_length(feed, self._batch_inputs)

@@ -12,6 +12,7 @@ from deploy.errors import CacheError, ConfigError
 from deploy.files import manifest
 from deploy.files.reading import format_bytes
 from deploy.machine import memory_bytes
+from deploy.tasks.rows import Outputs
 from deploy.tensors import Array, TensorSpec
 
 Shapes = Mapping[str, Sequence[int]]
@@ -76,7 +77,7 @@ def random_feeds(
     return feeds
 
 
-def stack_samples(samples: Sequence[Mapping[str, Array]], batch: int) -> list[dict[str, Array]]:
+def stack_samples(samples: Sequence[Outputs], batch: int) -> list[dict[str, Array]]:
     """Return `FEED_COUNT` inputs of `batch` rows each, from samples of batch 1 used in turn.
 
     Raises:

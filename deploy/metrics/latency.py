@@ -34,10 +34,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.errors import ConfigError
-from deploy.tensors import Array, Session
+from deploy.tasks.rows import Floats, Outputs
+from deploy.tensors import Session
 from deploy.terminal import timed_phase
 
 MIN_GAIN = 1.05  # speed-up from which an int8 engine is worth its loss
@@ -50,7 +50,7 @@ _MIN_SETTLED_SHARE = 1 / 6  # of the duration, for which sessions run at least
 _TICK_MS = 1e-6  # a coarse clock may measure 0
 _HAS_THREAD_CLOCK = os.name == "posix"  # Windows counts CPU time in ticks of 15.6 ms
 
-Feeds = Sequence[Mapping[str, Array]]
+Feeds = Sequence[Outputs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> li
     ]
 
 
-def percentile(ordered_ms: NDArray[np.float64], percent: int) -> float:
+def percentile(ordered_ms: Floats, percent: int) -> float:
     """Return trtexec's percentile of ascending samples: drop the floor((1 - p) * n) slowest.
 
     Counted in integers, so that 10 % of 10 samples is 1 and not 0.999.
@@ -443,7 +443,7 @@ class _InterleavedTimer:
         medians_ms = [statistics.median(runs.host_ms) for runs in self.runs.values()]
         return runs_per_round * sum(medians_ms) / 1e3
 
-    def _time(self, label: str, feed: Mapping[str, Array]) -> None:
+    def _time(self, label: str, feed: Outputs) -> None:
         session, runs = self._sessions[label], self.runs[label]
         if len(self._sessions) > 1:
             session.run(feed)  # untimed: refills caches, wakes this session's threads

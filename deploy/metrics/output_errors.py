@@ -36,7 +36,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from deploy.tasks.rows import Floats, Outputs, are_relative, is_floating
+from deploy.tasks.rows import Arrays, Floats, Outputs, are_relative, is_floating
 from deploy.tensors import Array
 
 _NOT_WRITTEN = ("zeros", "empty")  # fields that JSON leaves out
@@ -240,9 +240,7 @@ class RepeatedInput(NamedTuple):
     resize: str = ""
 
 
-def find_repeated_input(
-    samples: Sequence[Array], inputs: Sequence[Outputs]
-) -> RepeatedInput | None:
+def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedInput | None:
     """Return the input that an output repeats with a small change in all samples; or None.
 
     Of several interpolations the one that leaves the smallest change is returned.
@@ -256,7 +254,7 @@ def find_repeated_input(
     return best if GIVEN_BACK_DB <= best_db <= ROUNDING_DB else None
 
 
-def _given_back_db(samples: Sequence[Array], sources: Sequence[Array], resize: str) -> float:
+def _given_back_db(samples: Arrays, sources: Arrays, resize: str) -> float:
     """Return the SQNR in dB that the bare input would have as output; 0 where it does not fit."""
     signal = change = 0.0
     for value, source in zip(samples, sources, strict=False):
@@ -302,9 +300,7 @@ FEW = 32  # values per sample, at most, that are meaningful one by one
 _MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 
 
-def find_usual_values(
-    samples: Sequence[Array], weights: Sequence[Array] | None = None
-) -> Array | None:
+def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array | None:
     """Return the mean over samples of numbers that deviate little from it; or None.
 
     `weights`: of each number of each sample; 0 for one that is not used.

@@ -29,8 +29,8 @@ from deploy.metrics.output_errors import (
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.first_samples import find_logits, find_states
 from deploy.tasks.keypoints import Points
-from deploy.tasks.rows import Outputs, are_shares, batch_length, is_vector, split_batch
-from deploy.tasks.slices import OutputSlice, find_scores, form_samples, split_output
+from deploy.tasks.rows import Arrays, Outputs, are_shares, batch_length, is_vector, split_batch
+from deploy.tasks.slices import OutputSlice, SlicesByOutput, find_scores, form_samples, split_output
 from deploy.tensors import Array
 
 _LISTED_SLICES = 4  # slices that a sentence lists
@@ -222,7 +222,7 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
 def _describe_task(
     task: EvaluationTask | None,
     samples: FirstSamples,
-    slices: Mapping[str, tuple[OutputSlice, ...]],
+    slices: SlicesByOutput,
     source: str,
 ) -> str:
     """Return why outputs are of a task: who says so, and their shapes and values, as text."""
@@ -243,7 +243,7 @@ def _describe_task(
     return text
 
 
-def _describe_slice(part: OutputSlice, values: Sequence[Array]) -> str:
+def _describe_slice(part: OutputSlice, values: Arrays) -> str:
     """Return a slice's label, shape and range of values, such as `scores [N, 896] in 0..1`."""
     rows = [part.of(value) for value in values]
     sides = []

@@ -24,7 +24,7 @@ from deploy.tasks.detections import (
     suppress_overlaps,
 )
 from deploy.tasks.detector import RowDecoder
-from deploy.tasks.rows import Floats, Outputs, image_size
+from deploy.tasks.rows import Flags, Floats, ImageSize, Integers, Outputs, image_size
 
 IOUS = np.linspace(0.5, 0.95, 10)  # overlaps from which a box is a hit, each evaluated by itself
 _RECALLS = np.linspace(0, 1, 101)  # at which precision is sampled
@@ -44,10 +44,10 @@ class Objects:
         crowds: [n] whether a box is a crowd (iscrowd).
     """
 
-    size: tuple[int, int] | None
-    boxes: NDArray[np.float64]
-    categories: NDArray[np.int64]
-    crowds: NDArray[np.bool_]
+    size: ImageSize | None
+    boxes: Floats
+    categories: Integers
+    crowds: Flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class AveragePrecision:
         self,
         detections: Detections,
         boxes: Floats,
-        classes: NDArray[np.int64],
-        crowds: NDArray[np.bool_],
+        classes: Integers,
+        crowds: Flags,
     ) -> None:
         """Add one image: its detections, and its objects' boxes [n, 4], classes and crowds."""
         for class_number in np.union1d(detections.classes, classes).tolist():
@@ -130,7 +130,7 @@ class AveragePrecision:
 
 
 def _find_outcomes(
-    detected_boxes: Floats, boxes: Floats, crowds: NDArray[np.bool_], iou: float
+    detected_boxes: Floats, boxes: Floats, crowds: Flags, iou: float
 ) -> NDArray[np.int8]:
     """Return the outcome of each detected box, the best score first."""
     overlaps = box_ious(detected_boxes, boxes)
@@ -198,7 +198,7 @@ class PrecisionTally:
             detections = suppress_overlaps(detections, iou=_SUPPRESSION_IOU)
             counts.add(detections, objects.boxes, classes, objects.crowds)
 
-    def _find_classes(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _find_classes(self, categories: Integers) -> Integers:
         """Return the model's class of each category: by order, or by the category's id."""
         category_ids = self.truth.categories
         class_count = self.decoder.classes

@@ -36,7 +36,7 @@ from deploy.tasks.evaluation_task import (
 )
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Outputs, image_size
-from deploy.tasks.slices import OutputSlice
+from deploy.tasks.slices import OutputSlice, SlicesByOutput
 
 # numbers of a row -> columns of the first corner, the score and the class
 _LAYOUTS = {
@@ -127,9 +127,9 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     return bool(are_shares and are_numbers and are_ordered.mean() >= thresholds.MIN_CODED_SHARE)
 
 
-def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> dict[str, tuple[OutputSlice, ...]]:
+def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """Return the slice of the scores; none if the length of the list varies."""
-    slices: dict[str, tuple[OutputSlice, ...]] = dict.fromkeys(decoder.list_outputs, ())
+    slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     (scores,) = decoder.scores
     shapes = {value.shape for value in samples.arrays(scores.output)}
     if len(shapes) > 1:

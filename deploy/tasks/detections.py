@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.tasks.rows import Floats
+from deploy.tasks.rows import Flags, Floats, ImageSize, Integers
 from deploy.tensors import Array
 
 LOWEST = 0.05  # lower scores are ignored
@@ -21,7 +21,7 @@ _MIN_MASK_IOU = 0.75  # IoU of matching masks, at least
 _MASK_STRIDES = (2, 4, 8)  # pixels per cell of a mask
 # corners of a box in half sides, from the top left one clockwise
 _CORNERS_X, _CORNERS_Y = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])
-Indices = NDArray[np.bool_] | NDArray[np.int64] | list[int]
+Indices = Flags | Integers | list[int]
 
 
 class BoxShapes(ABC):
@@ -87,7 +87,7 @@ class InstanceMasks(BoxShapes):
         union = int((mask | candidate_mask).sum())
         return not union or int((mask & candidate_mask).sum()) > _MIN_MASK_IOU * union
 
-    def first(self, box: Floats) -> NDArray[np.bool_]:
+    def first(self, box: Floats) -> Flags:
         """Return the first box's mask [h, w], clipped to the box."""
         rows, columns = (np.indices(self.maps.shape[1:]) + 0.5) * self.stride
         in_columns = (columns > box[0]) & (columns < box[2])
@@ -96,9 +96,7 @@ class InstanceMasks(BoxShapes):
         return np.asarray(is_object & in_columns & in_rows)
 
 
-def make_masks(
-    weights: Array, maps: Array | None, size: tuple[int, int] | None
-) -> InstanceMasks | None:
+def make_masks(weights: Array, maps: Array | None, size: ImageSize | None) -> InstanceMasks | None:
     """Return masks of boxes in pixels; None if the maps do not match the picture's size."""
     if maps is None or size is None or maps.shape[:2] != (1, weights.shape[1]):
         return None
@@ -139,7 +137,7 @@ class Detections:
 
     boxes: Floats
     scores: Floats
-    classes: NDArray[np.int64]
+    classes: Integers
     shapes: BoxShapes | None = None
 
     @classmethod
@@ -147,7 +145,7 @@ class Detections:
         cls,
         boxes: Floats,
         scores: Floats,
-        classes: NDArray[np.int64],
+        classes: Integers,
         shapes: BoxShapes | None = None,
     ) -> Detections:
         """Return the best by score, above `LOWEST`; boxes with NaN or Inf are left out."""
@@ -257,7 +255,7 @@ def _pair(iou: Floats) -> list[tuple[int, int]]:
     return pairs
 
 
-def scale_to_pixels(detections: Detections, size: tuple[int, int]) -> Detections:
+def scale_to_pixels(detections: Detections, size: ImageSize) -> Detections:
     """Convert boxes relative to the picture into pixels of `size` (height, width).
 
     Key points and masks are left out, since boxes are matched before.

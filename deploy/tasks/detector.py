@@ -12,12 +12,11 @@ another output (YOLACT, Bolya et al. 2019), or an angle.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
 from deploy.tasks.detections import (
@@ -30,8 +29,17 @@ from deploy.tasks.detections import (
     make_masks,
     rotate_boxes,
 )
-from deploy.tasks.rows import Floats, Outputs, activate, correlate, image_size
-from deploy.tasks.slices import OutputSlice
+from deploy.tasks.rows import (
+    Flags,
+    Floats,
+    ImageSize,
+    Integers,
+    Outputs,
+    activate,
+    correlate,
+    image_size,
+)
+from deploy.tasks.slices import SlicesByOutput
 from deploy.tensors import Array
 
 Layout = str
@@ -94,17 +102,17 @@ class AnchorGrid:
     strides: tuple[int, ...]
     up: bool = False
 
-    def sides(self, size: tuple[int, int], stride: int) -> tuple[int, int]:
+    def sides(self, size: ImageSize, stride: int) -> ImageSize:
         """Return (rows, columns) of a level."""
         rounding = stride - 1 if self.up else 0
         height, width = size
         return (height + rounding) // stride, (width + rounding) // stride
 
-    def count(self, size: tuple[int, int]) -> int:
+    def count(self, size: ImageSize) -> int:
         """Return the number of cells of a picture of `size` pixels (height, width)."""
         return sum(math.prod(self.sides(size, stride)) for stride in self.strides)
 
-    def cells(self, size: tuple[int, int]) -> NDArray[np.float64]:
+    def cells(self, size: ImageSize) -> Floats:
         """Return column, row, and stride in pixels of each cell, [A, 3]."""
         levels = []
         for stride in self.strides:
@@ -113,7 +121,7 @@ class AnchorGrid:
         return np.concatenate(levels).astype(np.float64)
 
 
-def find_grid(count: int, size: tuple[int, int] | None) -> AnchorGrid | None:
+def find_grid(count: int, size: ImageSize | None) -> AnchorGrid | None:
     """Return the grid of adjacent strides with exactly so many cells, of most levels; or None.
 
     `size`: (height, width) of the picture in pixels; None if it is unknown.
@@ -129,7 +137,7 @@ def find_grid(count: int, size: tuple[int, int] | None) -> AnchorGrid | None:
     return max(grids, key=lambda grid: len(grid.strides), default=None)
 
 
-def fits_stride(sides: tuple[int, ...], size: tuple[int, int] | None) -> bool:
+def fits_stride(sides: tuple[int, ...], size: ImageSize | None) -> bool:
     """Whether a map has the sides of the picture over a stride."""
     if size is None:
         return False
@@ -209,7 +217,7 @@ class RowDecoder:
     point_numbers: int = 0
     mask_maps: str = ""
     has_angle: bool = False
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
+    parts: SlicesByOutput = field(default_factory=dict)
 
     @property
     def placed(self) -> bool:
@@ -287,7 +295,7 @@ class RowDecoder:
             raise OtherShapeError
         return scores * activate(gates, self.gate_activation)
 
-    def _decode(self, scores: Floats, size: tuple[int, int] | None, outputs: Outputs) -> Detections:
+    def _decode(self, scores: Floats, size: ImageSize | None, outputs: Outputs) -> Detections:
         """Return the boxes of one sample in a picture of a size (height, width)."""
         likely = np.flatnonzero(scores.max(axis=1) > LOWEST)  # few: the others are not decoded
         boxes = read_columns(self.box_columns, outputs)
@@ -307,8 +315,8 @@ class RowDecoder:
     def _read_shapes(
         self,
         boxes: Floats,
-        rows: NDArray[np.int64],
-        size: tuple[int, int] | None,
+        rows: Integers,
+        size: ImageSize | None,
         outputs: Outputs,
     ) -> BoxShapes | None:
         """Return the masks, turned corners or key points of some rows; None without."""
@@ -440,7 +448,7 @@ def _are_all_over(centres: Floats) -> bool:
     return bool(is_spread and is_inside.mean() >= thresholds.MIN_INSIDE_SHARE)
 
 
-def _are_mostly(conditions: NDArray[np.bool_]) -> bool:
+def _are_mostly(conditions: Flags) -> bool:
     """Whether nearly all rows [n, k] meet all conditions."""
     return bool(conditions.all(axis=1).mean() >= thresholds.MIN_CODED_SHARE)
 

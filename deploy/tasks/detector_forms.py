@@ -34,8 +34,16 @@ from deploy.tasks.detector import (
 )
 from deploy.tasks.evaluation_task import Form
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Floats, activate, are_shares, correlate, image_size, sums_to_one
-from deploy.tasks.slices import OutputSlice
+from deploy.tasks.rows import (
+    Arrays,
+    Floats,
+    activate,
+    are_shares,
+    correlate,
+    image_size,
+    sums_to_one,
+)
+from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tensors import Array
 
 _BOX = 4  # numbers of a box
@@ -140,7 +148,7 @@ def _propose_joined(
             yield from _split_columns(table, samples.declared.classes, is_set=is_set)
 
 
-def _are_classes(values: Sequence[Array], axis: int) -> bool:
+def _are_classes(values: Arrays, axis: int) -> bool:
     """Whether values sum to 1 along a dimension, as classes of steps or of pixels do."""
     return all(sums_to_one(value, axis).all() for value in values)
 
@@ -149,7 +157,7 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
     """Propose boxes, then probabilities and what comes after; or probabilities, then distances."""
     share_count = _count_shares(table, 0)
     bins = table.part(share_count, table.width)
-    if share_count and bins and _have_wide_coding(table, share_count):
+    if _have_wide_coding(table, share_count):
         yield RowDecoder(scores=table.part(0, share_count), box_columns=bins, grids=table.grids)
 
     score_count = _count_shares(table, _BOX)
@@ -504,9 +512,7 @@ def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
 # --- slices whose noise is measured ---
 
 
-def _slice_columns(
-    decoder: RowDecoder, samples: FirstSamples
-) -> dict[str, tuple[OutputSlice, ...]]:
+def _slice_columns(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """Return the slices of an output with boxes, scores and further columns."""
     boxes, scores = decoder.box_columns[0], (decoder.gates or decoder.scores)[0]
     axis = -1 if scores.layout == ROWS else 1
@@ -518,9 +524,9 @@ def _slice_columns(
     return {scores.output: tuple(slices)}
 
 
-def _slice_levels(decoder: RowDecoder, samples: FirstSamples) -> dict[str, tuple[OutputSlice, ...]]:
+def _slice_levels(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """Return the slices of outputs of scores, and of boxes, which their rows' scores weight."""
-    slices: dict[str, tuple[OutputSlice, ...]] = {}
+    slices: SlicesByOutput = {}
     for columns in (*decoder.scores, *decoder.gates):
         slices[columns.output] = (OutputSlice(output=columns.output),)
     weights = _find_weights(decoder, samples)

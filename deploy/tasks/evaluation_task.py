@@ -10,13 +10,12 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from deploy.tasks.detections import Detections
-from deploy.tasks.rows import Outputs
-from deploy.tasks.slices import OutputSlice
+from deploy.tasks.rows import ImageSize, Outputs
+from deploy.tasks.slices import SlicesByOutput
 from deploy.tensors import Array
 
 MOST = 4  # samples shown
@@ -37,7 +36,7 @@ class BoxExample:
     """
 
     number: int
-    size: tuple[int, int]
+    size: ImageSize
     threshold: float
     kept: Detections
     found: Detections
@@ -195,7 +194,7 @@ class EvaluationTask(ABC):
     name: ClassVar[str]
     tally_type: ClassVar[type[TaskTally[Any]]]
     reads: ClassVar[str] = ""
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict, kw_only=True)
+    parts: SlicesByOutput = field(default_factory=dict, kw_only=True)
 
     @property
     def covered(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.rows import Outputs, image_size, is_floating, to_shares
+from deploy.tasks.rows import Arrays, ImageSize, Outputs, image_size, is_floating, to_shares
 from deploy.tensors import Array
 
 _PICTURE = 4  # dimensions of a picture
@@ -43,7 +43,7 @@ class FirstSamples:
         return any(image_size(sample) is not None for sample in self.inputs)
 
     @property
-    def picture_size(self) -> tuple[int, int] | None:
+    def picture_size(self) -> ImageSize | None:
         """Size that the pictures of all samples have; None if they differ."""
         sizes = {image_size(sample) for sample in self.inputs}
         return sizes.pop() if len(sizes) == 1 else None
@@ -133,7 +133,7 @@ def find_argmax_outputs(samples: FirstSamples) -> dict[str, str]:
 Computation = Callable[[Array, int], Array]  # of an array, along an axis
 
 
-def _are_computed(compute: Computation, sources: Sequence[Array], values: Sequence[Array]) -> bool:
+def _are_computed(compute: Computation, sources: Arrays, values: Arrays) -> bool:
     """Whether values are computed of the sources along one axis, in every sample."""
     for axis in range(min(source.ndim for source in sources)):
         pairs = zip(sources, values, strict=True)

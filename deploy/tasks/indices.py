@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Outputs, are_indices, find_indices
-from deploy.tasks.slices import OutputSlice
+from deploy.tasks.rows import Integers, Outputs, are_indices, find_indices
+from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tensors import Array
 
 NO_CLASS = np.iinfo(np.int64).min  # stands at places without a class, as of a score of NaN
@@ -59,7 +58,7 @@ class PlaceCounts:
     candidate: Counter[int] = field(default_factory=Counter)
     equal: Counter[int] = field(default_factory=Counter)
 
-    def add(self, reference: NDArray[np.int64], candidate: NDArray[np.int64]) -> tuple[int, int]:
+    def add(self, reference: Integers, candidate: Integers) -> tuple[int, int]:
         """Add the class numbers of one sample; return how many places are equal, and how many are.
 
         `NO_CLASS` marks a place without a class.
@@ -170,7 +169,7 @@ def find_ranked(samples: FirstSamples) -> Ranked | None:
     values = samples.arrays(name)
     if not all(_is_class(value) or are_indices(value, 1) for value in values):
         return None
-    parts: dict[str, tuple[OutputSlice, ...]] = {name: ()}
+    parts: SlicesByOutput = {name: ()}
     for score_name in names:
         if score_name != name:
             parts[score_name] = (OutputSlice(output=score_name),)

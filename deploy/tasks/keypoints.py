@@ -25,7 +25,9 @@ from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, PointTally
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
+    Arrays,
     Floats,
+    ImageSize,
     Outputs,
     are_comparable,
     are_shares,
@@ -33,7 +35,7 @@ from deploy.tasks.rows import (
     is_floating,
     is_vector,
 )
-from deploy.tasks.slices import OutputSlice, find_scores
+from deploy.tasks.slices import OutputSlice, SlicesByOutput, find_scores
 from deploy.tensors import Array
 
 _NUMBERS = (2, 3)  # numbers per point that are recognised
@@ -148,7 +150,7 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     score_outputs = {scores.output for scores in scores_by_layout.values()}
 
     points: dict[str, int] = {}
-    parts: dict[str, tuple[OutputSlice, ...]] = {flag.output: () for flag in flags}
+    parts: SlicesByOutput = {flag.output: () for flag in flags}
     count = 0
     for name in samples.names:
         if name in score_outputs:
@@ -187,8 +189,8 @@ def _find_point_scores(samples: FirstSamples) -> dict[OutputSlice, OutputSlice]:
 
 
 def _slice_points(
-    values: Sequence[Array], name: str, numbers: int, scores: OutputSlice | None
-) -> dict[str, tuple[OutputSlice, ...]]:
+    values: Arrays, name: str, numbers: int, scores: OutputSlice | None
+) -> SlicesByOutput:
     """Return the slices of points that scores weight: the third of their numbers, or `scores`."""
     points = _to_points(values[0])
     width = 0 if points.shape[-1] == numbers else numbers
@@ -230,7 +232,7 @@ def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: i
     return numbers if has_count and _lie_inside(rows, size, in_order=in_order) else 0
 
 
-def _have_point_shape(values: Sequence[Array]) -> bool:
+def _have_point_shape(values: Arrays) -> bool:
     """Whether finite arrays of one shape [1, ...] have two dimensions longer than 1, at most."""
     shape = values[0].shape
     if len(shape) < 2 or shape[0] != 1 or sum(side > 1 for side in shape) > 2:
@@ -278,7 +280,7 @@ def is_transposed(shape: Sequence[int]) -> bool:
     return has_rows and shape[2] >= thresholds.MIN_FLAT_POINTS
 
 
-def _lie_inside(rows: Floats, size: tuple[int, int], *, in_order: bool) -> bool:
+def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
     """Whether the first two numbers of each point are coordinates about the picture's middle.
 
     They are in pixels, or relative to its side: 0 to 1 or, if `in_order`, -1 to 1.
@@ -377,7 +379,7 @@ def find_simcc(samples: FirstSamples) -> SimccPoints | None:
     return None
 
 
-def _steps_per_pixel(size: tuple[int, int], columns: Array, rows: Array) -> float | None:
+def _steps_per_pixel(size: ImageSize, columns: Array, rows: Array) -> float | None:
     """Return the steps per pixel, equal on both axes; None if shapes do not fit the picture."""
     are_distributions = columns.ndim == rows.ndim == 3 and columns.shape[:2] == rows.shape[:2]
     if not are_distributions or len(columns) != 1 or columns.shape[1] < thresholds.MIN_POINTS:

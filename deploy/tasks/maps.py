@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import (
@@ -33,6 +32,8 @@ from deploy.tasks.evaluation_task import (
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
 from deploy.tasks.rows import (
+    Arrays,
+    Integers,
     Outputs,
     are_between,
     are_comparable,
@@ -41,7 +42,7 @@ from deploy.tasks.rows import (
     may_be_logits,
     sums_to_one,
 )
-from deploy.tasks.slices import OutputSlice
+from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tensors import Array
 
 _MAX_CLASSES = 1024
@@ -52,7 +53,7 @@ def to_channels_first(value: Array) -> Array:
     return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
 
 
-def _fit_pictures(samples: Sequence[Array], inputs: Sequence[Outputs], max_scale: int) -> bool:
+def _fit_pictures(samples: Arrays, inputs: Sequence[Outputs], max_scale: int) -> bool:
     """Whether each map [1, ..., H, W] is as large as its picture, or at most that much smaller."""
     for value, sample_inputs in zip(samples, inputs, strict=True):
         size = image_size(sample_inputs)
@@ -82,7 +83,7 @@ class _PixelTally(TaskTally["Pixels"]):
         reference_classes = self._read_classes(reference[self.task.output])
         self.pixels.add(reference_classes, self._read_classes(candidate[self.task.output]))
 
-    def _read_classes(self, value: Array) -> NDArray[np.int64]:
+    def _read_classes(self, value: Array) -> Integers:
         """Return the class of each pixel; none for another shape."""
         if value.dtype.kind in "iu" or value.ndim == 3 or value.shape[1:2] == (1,):
             numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
@@ -190,7 +191,7 @@ def _are_class_numbers(value: Array) -> bool:
     return value.dtype.kind != "f" or bool((value == np.rint(value)).all())
 
 
-def _are_class_scores(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
+def _are_class_scores(samples: Arrays, inputs: Sequence[Outputs]) -> bool:
     """Whether [1, C, H, W] are probabilities of classes, or their logits."""
     channels = range(2, _MAX_CLASSES + 1)
     has_equal_classes = len({value.shape[1:2] for value in samples}) == 1
@@ -203,7 +204,7 @@ def _are_class_scores(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bo
     return all(map(_are_logits, samples)) and _have_several_classes(samples, share=True)
 
 
-def _have_several_classes(samples: Sequence[Array], *, share: bool = False) -> bool:
+def _have_several_classes(samples: Arrays, *, share: bool = False) -> bool:
     """Whether pixels differ in their best class; `share`: those of more than rare classes."""
     classes: set[int] = set()
     for value in samples:
@@ -300,7 +301,7 @@ def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
     return MaskMaps(tuple(names)) if len(shapes) == 1 else None
 
 
-def _are_masks(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
+def _are_masks(samples: Arrays, inputs: Sequence[Outputs]) -> bool:
     """Whether they are values of about 0 to 1 in a few channels, few of them in between."""
     channels = range(1, thresholds.MAX_MASKS + 1)
     maps = []
@@ -352,7 +353,7 @@ class _HeatTally(PointTally["HeatMaps"]):
             self.matches += int((is_present & (distance <= 1)).sum())
 
 
-def _peak_cells(value: Array) -> NDArray[np.int64]:
+def _peak_cells(value: Array) -> Integers:
     """Return row and column of each channel's peak: [1, K, H, W] -> [K, 2]."""
     indices = value[0].reshape(value.shape[1], -1).argmax(axis=1)
     return np.stack(np.divmod(indices, value.shape[3]), axis=1)
@@ -402,7 +403,7 @@ def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
     axis, outputs = -1 if heat.last else 1, samples.outputs[0]
     weight = OutputSlice(output=heat.output, axis=axis)
     cell_count = outputs[heat.output].size // heat.count
-    parts = {}
+    parts: SlicesByOutput = {}
     for name in samples.names:
         value = outputs[name]
         if name != heat.output and value.ndim == 4 and value.size == cell_count * value.shape[axis]:
@@ -428,7 +429,7 @@ def _find_heat(name: str, samples: FirstSamples) -> HeatMaps | None:
     return channels_first
 
 
-def _are_heat_maps(samples: Sequence[Array]) -> bool:
+def _are_heat_maps(samples: Arrays) -> bool:
     """Whether values are about 0 to 1, and most channels have one narrow peak."""
     channels = range(thresholds.MIN_POINTS, _MAX_CLASSES + 1)
     low, high = thresholds.HEAT_RANGE

@@ -15,7 +15,11 @@ from deploy.tasks import thresholds
 from deploy.tensors import Array
 
 Outputs = Mapping[str, Array]
+Arrays = Sequence[Array]  # of one output, one a sample
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+ImageSize = tuple[int, int]  # height and width in pixels
 _MIN_INDEX_BYTES = 4  # int32 and int64: smaller types are quantized values
 
 
@@ -81,7 +85,7 @@ class AlikeOutputs:
         return bool(np.linalg.norm(exact - value) <= variation)
 
 
-def image_size(feed: Outputs) -> tuple[int, int] | None:
+def image_size(feed: Outputs) -> ImageSize | None:
     """Return (height, width) in pixels of the first 4-D input; None without one."""
     for value in feed.values():
         if value.ndim == 4:
@@ -112,7 +116,7 @@ def are_shares(values: Array) -> bool:
     return bool(values.size and values.min() >= -tolerance and values.max() <= 1 + tolerance)
 
 
-def sums_to_one(values: Array, axis: int = -1) -> NDArray[np.bool_]:
+def sums_to_one(values: Array, axis: int = -1) -> Flags:
     """Return where the sum along an axis is 1, within rounding."""
     sums = values.sum(axis=axis, dtype=np.float64)
     return np.asarray(np.abs(sums - 1) < thresholds.SUM_ROUNDING)
@@ -146,12 +150,12 @@ def may_be_logits(scores: Array, axis: int) -> bool:
     return bool(mean.std() < thresholds.MAX_LOGIT_DRIFT * spread.mean())
 
 
-def are_between(shares: Array) -> NDArray[np.bool_]:
+def are_between(shares: Array) -> Flags:
     """Return where probabilities are near neither 0 nor 1."""
     return np.asarray((shares > 0.1) & (shares < 0.9))
 
 
-def are_ordered(rows: Sequence[Array]) -> bool:
+def are_ordered(rows: Arrays) -> bool:
     """Whether probabilities spread over neighbouring classes, as those of an age in years do.
 
     Then the best of near ties says little. `rows`: one array a sample.
@@ -223,7 +227,7 @@ def are_ranked(scores: Array, batch: int) -> bool:
     return bool(steps.shape[1] > 1 and ((steps <= 0).all() or (steps >= 0).all()))
 
 
-def are_sorted(rows: Sequence[Array]) -> bool:
+def are_sorted(rows: Arrays) -> bool:
     """Whether rows of one length are sorted, as TopK's values are, more than by chance.
 
     A few probabilities that sum to 1 may be in the same order in every sample.

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
 from deploy.tasks.rows import (
+    Arrays,
+    Integers,
     Outputs,
     activate,
     are_between,
@@ -49,7 +50,7 @@ def _read_steps(value: Array, axis: int) -> Array | None:
     return steps.reshape(-1, steps.shape[2]) if 1 in steps.shape[:2] else None
 
 
-def _read_step_samples(samples: Sequence[Array], axis: int) -> list[Array]:
+def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
     """Return the steps of all samples; none if one has none, or another number of classes."""
     tables = []
     for value in samples:
@@ -124,7 +125,7 @@ class Steps(EvaluationTask):
             return "steps of FP32's class"
         return "scores on FP32's side of 0" if self.raw else "probabilities on FP32's side of 0.5"
 
-    def read_classes(self, value: Array) -> NDArray[np.int64]:
+    def read_classes(self, value: Array) -> Integers:
         """Return the class of each step of one sample; none for another shape."""
         if self.axis is None:
             scores = value.reshape(-1)
@@ -212,7 +213,7 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
     return has_both_ends and are_between(shares).mean() <= max_share
 
 
-def _find_class_axis(samples: Sequence[Array]) -> int | None:
+def _find_class_axis(samples: Arrays) -> int | None:
     """Return the axis of probabilities of classes, 1 or 2; None if neither or both fit."""
     axes = []
     for axis in (1, 2):
@@ -319,7 +320,7 @@ def find_text(samples: FirstSamples) -> Text | None:
     return None
 
 
-def _find_blank(samples: Sequence[Array]) -> int | None:
+def _find_blank(samples: Arrays) -> int | None:
     """Return the blank of scores [T, C] per sample, the most frequent symbol; None for no text."""
     symbol_count = samples[0].shape[1]
     if symbol_count < thresholds.MIN_SYMBOLS or not all(map(_are_symbol_scores, samples)):
@@ -334,7 +335,7 @@ def _find_blank(samples: Sequence[Array]) -> int | None:
     return blank if is_frequent and is_at_end and _have_short_runs(symbols, blank) else None
 
 
-def _have_short_runs(symbols: NDArray[np.int64], blank: int) -> bool:
+def _have_short_runs(symbols: Integers, blank: int) -> bool:
     """Whether few steps on average lie between blanks, and fewer have one symbol in a row."""
     is_symbol, is_change = symbols[1:] != blank, symbols[1:] != symbols[:-1]
     step_count = int(is_symbol.sum())
@@ -353,7 +354,7 @@ def _are_symbol_scores(steps: Array) -> bool:
     return bool(has_both_signs and confidence > thresholds.MIN_CONFIDENCE)
 
 
-def _has_input_per_step(samples: Sequence[Array], first_samples: FirstSamples) -> bool:
+def _has_input_per_step(samples: Arrays, first_samples: FirstSamples) -> bool:
     """Whether tokens are an input, or an input has a vector per step, or as many values as symbols.
 
     CTC has fewer steps than its input, which is a picture or sound.

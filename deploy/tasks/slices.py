@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.tasks import thresholds
 from deploy.tasks.rows import (
+    Arrays,
+    Flags,
     Floats,
+    Outputs,
     activate,
     are_shares,
     are_two_sided,
@@ -33,7 +35,7 @@ _MAX_SAMPLE_VALUES = 1 << 26  # values of the first samples together, 256 MiB of
 _MAX_ROWS = 1024  # of an output that is split
 
 
-def form_samples(inputs: Mapping[str, Array], outputs: Mapping[str, Array], batch: int = 1) -> int:
+def form_samples(inputs: Outputs, outputs: Outputs, batch: int = 1) -> int:
     """Return how many samples the form of these outputs is derived from, whatever the batch.
 
     Outputs of few values need more samples, and so does a single value beside larger outputs: only
@@ -98,18 +100,18 @@ class OutputSlice:
         rows = slice(self.start, self.stop or None)
         return value[..., rows] if self.axis == -1 else value[:, rows]
 
-    def best_scores(self, outputs: Mapping[str, Array]) -> Array:
+    def best_scores(self, outputs: Outputs) -> Array:
         """Return the probability of each cell, the best of the slice's rows."""
         shares = self.of(activate(outputs[self.output], self.activation, self.axis or -1))
         return shares if self.axis is None else shares.max(axis=self.axis, keepdims=True)
 
-    def weights(self, outputs: Mapping[str, Array]) -> Array:
+    def weights(self, outputs: Outputs) -> Array:
         """Return the score of each value of the slice."""
         ones = np.ones_like(outputs[self.output])
         self.weight(ones, outputs)
         return self.of(ones)
 
-    def weight(self, value: Array, reference: Mapping[str, Array]) -> None:
+    def weight(self, value: Array, reference: Outputs) -> None:
         """Multiply the slice of an array of the output by the float model's scores, in place.
 
         Values of other cells stay unchanged, see `_cells`.
@@ -120,6 +122,9 @@ class OutputSlice:
         cells = _cells(scores.shape, rows.shape)
         if cells is not None:
             np.multiply(rows, scores.reshape(cells), out=rows, casting="unsafe")
+
+
+SlicesByOutput = dict[str, tuple[OutputSlice, ...]]
 
 
 def _enlarge(scores: Array, values: tuple[int, ...]) -> Array:
@@ -174,7 +179,7 @@ class _SliceValues:
     has_both_ends: bool = False
 
 
-def _read_values(part: OutputSlice, arrays: Sequence[Array]) -> _SliceValues:
+def _read_values(part: OutputSlice, arrays: Arrays) -> _SliceValues:
     values = np.concatenate([value.reshape(-1) for value in arrays]).astype(np.float64)
     has_shares = are_shares(values)
     has_raw_scores = not has_shares and are_two_sided(values, 1)
@@ -193,7 +198,7 @@ def _read_values(part: OutputSlice, arrays: Sequence[Array]) -> _SliceValues:
     )
 
 
-def find_scores(samples: Mapping[OutputSlice, Sequence[Array]]) -> dict[OutputSlice, OutputSlice]:
+def find_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice, OutputSlice]:
     """Return slices of values that count in some cells -> the slice of these cells' scores.
 
     Such as a pitch -> its confidence, a landmark -> its visibility. Scores, one a cell, go from 0
@@ -256,7 +261,7 @@ def _is_activation(scores: Array, value: Array) -> bool:
     return np.allclose(scores.reshape(value.shape), sigmoid, atol=0.01)
 
 
-def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ...]:
+def split_output(output: str, samples: Arrays) -> tuple[OutputSlice, ...]:
     """Return the slices of one output, from the reference's values; the output itself if uniform.
 
     `samples`: its arrays for the first few samples, each [1, ...] or without a batch.
@@ -285,12 +290,12 @@ class _Rows:
     """
 
     peak: Floats
-    in_unit: NDArray[np.bool_]
-    is_number: NDArray[np.bool_]
-    is_sure: NDArray[np.bool_]
+    in_unit: Flags
+    is_number: Flags
+    is_sure: Flags
 
 
-def _read_rows(samples: Sequence[Array], axis: int) -> _Rows | None:
+def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
     """Return the rows along an axis; None if they cannot be told apart."""
     tables = []
     for sample in samples:

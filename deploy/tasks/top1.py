@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.errors import FeedError
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
-from deploy.tasks.rows import Outputs, are_indices, are_ranked, find_indices
+from deploy.tasks.rows import Integers, Outputs, are_indices, are_ranked, find_indices
 from deploy.tensors import Array
 
 _MAX_CLASS = np.iinfo(np.int64).max
@@ -107,7 +106,7 @@ class Top1:
                 fitting.append(name)
         return fitting[0] if len(fitting) == 1 else first
 
-    def _batch_labels(self, labels: Sequence[int], start: int, batch: int) -> NDArray[np.int64]:
+    def _batch_labels(self, labels: Sequence[int], start: int, batch: int) -> Integers:
         check_label_count(labels, start + batch)
         batch_labels = np.asarray(labels[start : start + batch], np.int64)
         class_count = self.score_count or _MAX_CLASS
@@ -174,7 +173,7 @@ class Top1:
             )
 
 
-def _read_classes(output: Array, batch: int, *, ranked: bool) -> NDArray[np.int64] | None:
+def _read_classes(output: Array, batch: int, *, ranked: bool) -> Integers | None:
     """Return classes [N] of scores [N, C] (trailing 1s allowed) or integers [N], else None.
 
     With `ranked` integers [N, k] may be ranked classes too, the best one first. A sample of NaN has

@@ -17,11 +17,9 @@ should be the float model's.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.tasks import sequences, thresholds
 from deploy.tasks.evaluation_task import (
@@ -35,7 +33,10 @@ from deploy.tasks.evaluation_task import (
 )
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
+    Arrays,
+    Flags,
     Floats,
+    Integers,
     Outputs,
     activate,
     are_between,
@@ -66,7 +67,7 @@ def to_vector(value: Array) -> Floats | None:
     return value.reshape(-1).astype(np.float64) if is_floating(value) else None
 
 
-def _stack_vectors(samples: Sequence[Array]) -> Floats | None:
+def _stack_vectors(samples: Arrays) -> Floats | None:
     """Return the vectors of all samples as [samples, C]; None if these are no finite vectors."""
     rows = [row for value in samples if (row := to_vector(value)) is not None]
     if len(rows) != len(samples) or len({row.size for row in rows}) != 1:
@@ -213,7 +214,7 @@ def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
     return is_single or bool(confidence > 0.5)
 
 
-def _stand_out(rows: Floats) -> NDArray[np.bool_]:
+def _stand_out(rows: Floats) -> Flags:
     """Return where the best exceeds the expected maximum of normal numbers, and the worst."""
     mean = rows.mean(axis=1)
     high, low = rows.max(axis=1) - mean, mean - rows.min(axis=1)
@@ -366,7 +367,7 @@ def _normalize(value: Array) -> Floats:
         return vector / max(float(np.linalg.norm(vector)), 1e-30)
 
 
-def _find_nearest(rows: Floats) -> NDArray[np.int64]:
+def _find_nearest(rows: Floats) -> Integers:
     """Return the index of each row's nearest other row by cosine."""
     cosines = rows @ rows.T
     np.fill_diagonal(cosines, -np.inf)
