@@ -10,6 +10,7 @@ from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric, detections
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.detections import Detections, match_detections, suppress_overlaps
+from deploy.tasks.detector import CODINGS, BoxCoding
 from deploy.tensors import TensorSpec
 from tests import outputs as forms
 from tests.outputs import GRID, SIZE, fed, figure, rng, same_task, scene, v8, yolo
@@ -622,3 +623,42 @@ def test_boxes_that_are_set_are_taken_from_any_layout(form):
     metric = Metric(None, task="boxes")
     task = derive_form(references, inputs=[fed((64, 64))] * 8, metric=metric).task
     assert task.name == "boxes" and "boxes" in task.form
+
+
+def are_rays(boxes):
+    """Whether numbers may be distances from a cell to an outline, one every 10 degrees."""
+    return boxes.has_cells and boxes.numbers.shape[1] == 36 and boxes.numbers.min() >= 0
+
+
+def decode_rays(numbers, cells):
+    """Corners about outlines of distances [n, 36], in strides, from cells [n, 3]."""
+    angles = np.radians(np.arange(0, 360, 10))
+    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    outlines = numbers[:, :, None] * directions + cells[:, None, :2] + 0.5
+    return np.concatenate([outlines.min(axis=1), outlines.max(axis=1)], axis=1) * cells[:, 2:]
+
+
+def rays(number):
+    """A detector of polar boxes (PolarMask, Xie et al. 2020): circles about its cells."""
+    boxes, scores = yolo(number)
+    radii = np.random.default_rng(number).uniform(0.5, 2, (len(boxes), 1))
+    return {
+        "scores": scores[None].astype(np.float32),
+        "rays": np.repeat(radii, 36, axis=1)[None].astype(np.float32),
+    }
+
+
+def test_coding_is_added_as_one_row(monkeypatch):
+    samples, inputs = [rays(number) for number in range(4)], [fed()] * 4
+    assert same_task(samples) is None
+    polar = BoxCoding("36 distances", "PolarMask", are_rays, decode_rays, uses_cells=True)
+    monkeypatch.setitem(CODINGS, "polar", polar)
+    task = derive_form(samples, inputs=inputs).task
+    assert task.form == "scores: scores of 5 classes, boxes by polar"
+
+    found = task.decoder.boxes(fed(), samples[0])
+    places, strides = np.hsplit(GRID.cells(SIZE), [2])
+    centres, radii = (places + 0.5) * strides, samples[0]["rays"][0, :, :1] * strides
+    corners = np.concatenate([centres - radii, centres + radii], axis=1)
+    seen = scene(0)[0]
+    np.testing.assert_allclose(np.sort(found.boxes, axis=0), np.sort(corners[seen], axis=0))
