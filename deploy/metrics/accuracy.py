@@ -22,7 +22,7 @@ from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.evaluation_task import Example, TaskTally, ThresholdTally
 from deploy.tasks.indices import Ranked
 from deploy.tasks.metric import MetricTally
-from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batch
+from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batches
 from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
@@ -83,7 +83,9 @@ class Accuracy:
     @property
     def worst(self) -> SliceAccuracy | None:
         """The slice with the lowest SQNR; the output itself if it is not sliced."""
-        return self.parts[0] if self.parts else None
+        if not self.parts:
+            return None
+        return self.parts[0]
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON types; numbers JSON has no word for become "inf" or "nan"."""
@@ -132,16 +134,17 @@ class Comparison:
                 f"both models must have the same outputs, got {names} and"
                 f" {sorted(candidate_names)}; compare an engine with the model it was built from"
             )
-        objects = labels if isinstance(labels, GroundTruth) else None
-        classes = None if isinstance(labels, GroundTruth) else labels
-        self._metric = Metric(None) if metric is None else metric
-        settings = self._metric.declared if form is None else form
-        self._batch_inputs = settings.batch_inputs
-        self._metric_tally = self._metric.tally(classes)
-        self._labels = classes if self._metric_tally is None else None
+        self._objects: GroundTruth | None = None
+        if isinstance(labels, GroundTruth):
+            self._objects, labels = labels, None
+        self._metric = metric or Metric(None)
+        self._metric_tally = self._metric.tally(labels)
+        self._labels = labels
+        if self._metric_tally is not None:
+            self._labels = None
+        self._batch_inputs = (form or self._metric.declared).batch_inputs
         self._alike = AlikeOutputs()
         self._samples = 0
-        self._objects = objects
         self._errors = {name: RunningError(name) for name in names}
 
         self._waiting: list[_Batch] = []
@@ -175,8 +178,9 @@ class Comparison:
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
-        length = batch_length(feed, self._batch_inputs)
-        rows = length if count is None else min(length, count - self._samples)
+        rows = length = batch_length(feed, self._batch_inputs)
+        if count is not None:
+            rows = min(length, count - self._samples)
         batch = _Batch(
             inputs=_first_rows(feed, feed, rows, length),
             reference=_first_rows(reference, self._errors, rows, length),
@@ -210,11 +214,11 @@ class Comparison:
         """Start to count the slices and the task of a form."""
         self._form = form
         for part in form.parts:
-            if part != OutputSlice(output=part.output):  # complete outputs are measured already
-                is_centred = part in form.means and part.at is None
-                self._slice_errors[part] = RunningError(
-                    part.label, total=np.zeros(1) if is_centred else None
-                )
+            if part == OutputSlice(output=part.output):
+                continue  # complete outputs are measured already
+            error = self._slice_errors[part] = RunningError(part.label)
+            if part in form.means and part.at is None:
+                error.total = np.zeros(1)
         if isinstance(form.task, Classes | Ranked):
             self._top1 = Top1(self._labels, form.task.covered[0])
         if form.task is not None:
@@ -240,13 +244,8 @@ class Comparison:
             error.add(values, part.of(candidate[part.output]), batch.length)
         if not self._tallies:
             return
-        samples = zip(
-            split_batch(batch.inputs, batch.length),
-            split_batch(batch.reference, batch.length),
-            split_batch(batch.candidate, batch.length),
-            strict=True,
-        )
-        for sample in samples:
+        arrays = batch.inputs, batch.reference, batch.candidate
+        for sample in split_batches(batch.length, *arrays):
             for tally in self._tallies:
                 tally.add(*sample)
 
@@ -255,12 +254,16 @@ class Comparison:
         """Indices of the samples whose pictures `shown` may need."""
         if self._form is None:
             return frozenset(range(self._samples))
-        return frozenset() if self._task_tally is None else self._task_tally.watched
+        if self._task_tally is None:
+            return frozenset()
+        return self._task_tally.watched
 
     def shown(self) -> tuple[Example, ...]:
         """Return a few samples where both models differ most, the worst first."""
         self._settle()
-        return () if self._task_tally is None else self._task_tally.shown()
+        if self._task_tally is None:
+            return ()
+        return self._task_tally.shown()
 
     def result(self) -> Accuracy:
         """Return the figures so far.
@@ -272,10 +275,11 @@ class Comparison:
             raise FeedError("a comparison needs at least one sample, got none")
         form = self._settle()
         outputs = tuple(error.result() for error in self._errors.values())
-        figure = self._task_figure(form)
-        kind = "" if form.task is None else form.task.name
-        if figure is not None and figure.beside:
-            kind = "beside others"
+        figure, kind, precision = self._task_figure(form), "", None
+        if form.task is not None and (figure is None or not figure.beside):
+            kind = form.task.name
+        if self._precision is not None:
+            precision = self._precision.result()
         is_silent = form.task is not None and self._metric_tally is None and figure is None
         return Accuracy(
             samples=self._samples,
@@ -283,7 +287,7 @@ class Comparison:
             **asdict(self._top1.result(kind)),
             parts=self._slice_figures(form, outputs),
             task=figure,
-            precision=None if self._precision is None else self._precision.result(),
+            precision=precision,
             reading=_describe_form(form.task, is_silent=is_silent),
             why=form.reason,
             set_task=form.set_task,
@@ -297,8 +301,10 @@ class Comparison:
         """Return the user metric's figure, else the task's; None if there is none."""
         if self._metric_tally is not None:
             return self._metric_tally.result()
-        figure = None if self._task_tally is None else self._task_tally.result()
-        return None if figure is None else replace(figure, beside=form.uncovered)
+        if self._task_tally is None:
+            return None
+        figure = self._task_tally.result()
+        return figure and replace(figure, beside=form.uncovered)
 
     def _slice_figures(
         self, form: OutputForm, outputs: Sequence[OutputAccuracy]
@@ -335,7 +341,8 @@ def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:
     """Return how the outputs were interpreted, as text."""
     if task is None:
         return "the form of the outputs does not tell what they are for"
-    return task.form + ("; FP32 finds next to nothing on these samples" if is_silent else "")
+    silence = "; FP32 finds next to nothing on these samples"
+    return f"{task.form}{silence * is_silent}"
 
 
 SamplePairs = Iterable[tuple[Outputs, Outputs]]  # (inputs, FP32's outputs)
@@ -362,13 +369,12 @@ def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
     `metric`: what the user set.
     """
     task, pairs = recognise_first(samples, metric)
-    tally = None if task is None else task.tally()
+    tally = task and task.tally()
     if not isinstance(tally, ThresholdTally):
         return None
     for inputs, reference in pairs:
         batch = batch_length(inputs, metric.declared.batch_inputs)
-        rows = zip(split_batch(inputs, batch), split_batch(reference, batch), strict=True)
-        for input_row, reference_row in rows:
+        for input_row, reference_row in split_batches(batch, inputs, reference):
             tally.add(input_row, reference_row, reference_row)
     return tally.threshold
 
@@ -388,8 +394,10 @@ class StoredOutputs:
         """Specs derived from the values."""
         specs = []
         for name, value in self.values.items():
-            dtype = "str" if value.dtype.kind in "OSU" else value.dtype.name
-            specs.append(TensorSpec(name, dtype, value.shape))
+            spec = TensorSpec(name, value.dtype.name, value.shape)
+            if value.dtype.kind in "OSU":
+                spec = replace(spec, dtype="str")
+            specs.append(spec)
         return specs
 
 
@@ -462,6 +470,7 @@ def _first_rows(arrays: Outputs, names: Iterable[str], rows: int, batch: int) ->
     cut = {}
     for name in names:
         value = arrays[name]
-        is_cut = rows < batch and np.ndim(value) and value.shape[0] == batch
-        cut[name] = value[:rows] if is_cut else value
+        cut[name] = value
+        if rows < batch and np.shape(value)[:1] == (batch,):
+            cut[name] = value[:rows]
     return cut

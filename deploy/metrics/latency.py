@@ -170,7 +170,9 @@ class Latency:
     @property
     def run_time(self) -> Timing:
         """Time of `run`, a device's queues included: CPU time with `is_cpu_time`, else `host`."""
-        return self.latency if self.is_cpu_time else self.host
+        if self.is_cpu_time:
+            return self.latency
+        return self.host
 
     def to_json(self, *, samples: bool = False) -> dict[str, object]:
         """Return plain JSON types; `samples` adds the latency of every iteration."""
@@ -225,7 +227,9 @@ def speed_up(rival: Latency, engine: Latency) -> SpeedUp:
 def _usual_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list[float]:
     """Return the ratios of the stretches, without the outermost two."""
     stretch_ratios = sorted(_stretch_ratios(rival_ms, engine_ms))
-    return stretch_ratios[1:-1] if len(stretch_ratios) == _STRETCHES else stretch_ratios
+    if len(stretch_ratios) != _STRETCHES:
+        return stretch_ratios
+    return stretch_ratios[1:-1]
 
 
 def _ratio(rival_ms: float, engine_ms: float) -> float:
@@ -337,7 +341,9 @@ class _Runs:
         """Return the latency of every iteration, by the clock that `latency` is measured by."""
         if self.device_times:  # from the first byte sent to the last byte received
             return [t.h2d_ms + t.compute_ms + t.d2h_ms for t in self.device_times]
-        return self.cpu_ms if in_calling_thread else self.host_ms
+        if in_calling_thread:
+            return self.cpu_ms
+        return self.host_ms
 
     def summarize(self, warmup_queries: int, *, in_calling_thread: bool) -> Latency:
         """Return the figures; `in_calling_thread`: whether sessions without a device run there."""
@@ -365,7 +371,9 @@ class _Runs:
         return [getattr(times, name) for times in self.device_times]
 
     def _stage(self, name: str) -> Timing | None:
-        return Timing.of(self._stage_ms(name)) if self.device_times else None
+        if not self.device_times:
+            return None
+        return Timing.of(self._stage_ms(name))
 
     def _warnings(self, timing: Timing) -> Iterator[str]:
         """Warn of a short measurement; then trtexec's warnings, under trtexec's conditions."""

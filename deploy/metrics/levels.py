@@ -101,7 +101,9 @@ def _level(loss: float, limits: tuple[float, float]) -> str:
     good, doubtful = limits
     if loss - _ROUNDING <= good:
         return GOOD
-    return DOUBTFUL if loss - _ROUNDING <= doubtful else UNUSABLE
+    if loss - _ROUNDING <= doubtful:
+        return DOUBTFUL
+    return UNUSABLE
 
 
 def finds_objects(accuracy: Accuracy) -> bool:

@@ -165,7 +165,9 @@ def sqnr_db(signal: float, noise: float) -> float:
     """10 log10(signal / noise); inf without noise, -inf for noise on a signal of zeros."""
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    if signal > 0:
+        return 10 * math.log10(signal / noise)
+    return -math.inf
 
 
 def cosine(reference: Array, candidate: Array) -> float:
@@ -213,7 +215,9 @@ def plain_json(value: object) -> object:
         return {name: plain_json(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [plain_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 _PICTURE = 4  # dimensions of a picture
@@ -251,7 +255,9 @@ def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedI
             db = _given_back_db(samples, [sample[name] for sample in inputs], resize)
             if db > best_db:
                 best_db, best = db, RepeatedInput(name, resize)
-    return best if GIVEN_BACK_DB <= best_db <= ROUNDING_DB else None
+    if GIVEN_BACK_DB <= best_db <= ROUNDING_DB:
+        return best
+    return None
 
 
 def _given_back_db(samples: Arrays, sources: Arrays, resize: str) -> float:
@@ -264,25 +270,33 @@ def _given_back_db(samples: Arrays, sources: Arrays, resize: str) -> float:
             return 0.0
         signal += float(np.square(value, dtype=np.float64).sum())
         change += float(np.square(np.subtract(value, enlarged, dtype=np.float64)).sum())
-    return sqnr_db(signal, change) if change > 0 else 0.0
+    if change > 0:
+        return sqnr_db(signal, change)
+    return 0.0
 
 
 def subtract_input(value: Array, source: Array, resize: str = "") -> Array:
     """Subtract the input from an output; an output of another shape is returned unchanged."""
     enlarged = enlarge_input(source, value.shape, resize)
-    return value if enlarged is None else np.subtract(value, enlarged, dtype=np.float32)
+    if enlarged is None:
+        return value
+    return np.subtract(value, enlarged, dtype=np.float32)
 
 
 def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array | None:
     """Return the input as large as an output; None if no whole scale up to 16 makes it so."""
     if not resize:
-        return source if source.shape == shape else None
+        if source.shape == shape:
+            return source
+        return None
     if len(shape) != _PICTURE or source.ndim != _PICTURE or not source.size:
         return None
     if source.shape[3] == shape[3] and source.shape[1] != shape[1]:  # channels last
         channels_first = shape[0], shape[3], shape[1], shape[2]
         enlarged = enlarge_input(np.moveaxis(source, 3, 1), channels_first, resize)
-        return None if enlarged is None else np.moveaxis(enlarged, 1, 3)
+        if enlarged is None:
+            return None
+        return np.moveaxis(enlarged, 1, 3)
 
     scale = shape[2] // source.shape[2]
     batch, channels, rows, columns = source.shape

@@ -64,7 +64,9 @@ class OutputForm:
     @property
     def lists(self) -> frozenset[str]:
         """Outputs whose length, or the order of whose rows, may differ between two models."""
-        return frozenset() if self.task is None else self.task.lists
+        if self.task is None:
+            return frozenset()
+        return self.task.lists
 
     def prepare(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, and weighted by scores.
@@ -174,9 +176,12 @@ def _apply_rules(
     measured = {}
     for part in slices:
         is_ungated = not is_gated and (are_points or is_uncovered)
-        may_vary_little = part.at is not None or is_ungated
-        mean = _find_mean(part, samples, are_points=are_points) if may_vary_little else None
-        measured[part if mean is None else replace(part, less=USUAL)] = mean
+        mean = None
+        if part.at is not None or is_ungated:
+            mean = _find_mean(part, samples, are_points=are_points)
+        if mean is not None:
+            part = replace(part, less=USUAL)
+        measured[part] = mean
     return measured
 
 
@@ -188,7 +193,9 @@ def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) ->
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
     if part.at is None:
         is_few = are_points or values[0].size <= FEW
-        return find_usual_values(values) if is_few else None
+        if not is_few:
+            return None
+        return find_usual_values(values)
     weights = [part.weights(outputs) for outputs in samples.outputs]
     if are_points:
         return find_usual_values(values, weights)
@@ -226,7 +233,7 @@ def _describe_task(
     source: str,
 ) -> str:
     """Return why outputs are of a task: who says so, and their shapes and values, as text."""
-    source_text = f", {source}" if source else ""
+    source_text = f", {source}" * bool(source)
     if task is None:
         return source_text and f"no task{source_text}"
     names = [name for name in samples.every if name in (task.covered or samples.every)]

@@ -145,7 +145,9 @@ def _fit(row: TaskRow, samples: FirstSamples) -> EvaluationTask | None:
     if heads:
         outputs = [task.outputs[0] for task in heads]
         return vectors.Classes(tuple(outputs), tuple(task.counts[0] for task in heads))
-    return fitting[0] if fitting else None
+    if not fitting:
+        return None
+    return fitting[0]
 
 
 __all__ = ["TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "judge_of"]

@@ -184,7 +184,9 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
     def _decode(self, inputs: Outputs, outputs: Outputs) -> Detections:
         """Return the boxes of one sample after suppression; none of other shapes."""
         boxes = self.task.decoder.boxes(inputs, outputs)
-        return NOTHING if boxes is None else suppress_overlaps(boxes)
+        if boxes is None:
+            return NOTHING
+        return suppress_overlaps(boxes)
 
     @property
     def watched(self) -> frozenset[int]:
@@ -194,7 +196,9 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
     def shown(self) -> tuple[BoxExample, ...]:
         """Return the samples at the figure's threshold."""
         threshold = self.threshold
-        return () if threshold is None else self.examples[threshold].result()
+        if threshold is None:
+            return ()
+        return self.examples[threshold].result()
 
     def result(self) -> TaskFigure | None:
         return self.share_kept("score")
@@ -226,7 +230,9 @@ class BoxDetection(EvaluationTask):
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
     """Return boxes of outputs that need not be a detector's for certain."""
     decoder = find_detector(samples, is_set=True)
-    return None if decoder is None else BoxDetection(decoder, parts=decoder.parts)
+    if decoder is None:
+        return None
+    return BoxDetection(decoder, parts=decoder.parts)
 
 
 def find_boxes(samples: FirstSamples) -> BoxDetection | None:
@@ -238,4 +244,6 @@ def find_boxes(samples: FirstSamples) -> BoxDetection | None:
     if ranks and max(ranks) < _PICTURE:
         return None
     decoder = find_list(samples) or find_detector(samples)
-    return None if decoder is None else BoxDetection(decoder, parts=decoder.parts)
+    if decoder is None:
+        return None
+    return BoxDetection(decoder, parts=decoder.parts)

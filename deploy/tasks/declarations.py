@@ -180,7 +180,9 @@ def _find_end(tensor: str, makers: Mapping[str, "onnx.NodeProto"]) -> str:
             if kind == "topk" and name != node.output[0]:
                 kind = "topk_indices"
             kinds.add(kind)
-    return kinds.pop() if len(kinds) == 1 else ""
+    if len(kinds) != 1:
+        return ""
+    return kinds.pop()
 
 
 def _is_normalized(node: "onnx.NodeProto", makers: Mapping[str, "onnx.NodeProto"]) -> bool:

@@ -87,7 +87,9 @@ def to_table(value: Array | None, layout: Layout) -> Array:
     if layout == MAP:
         value = value.reshape(value.shape[1], -1)
     table = value.reshape(-1, value.shape[-1])
-    return table.T if layout in (COLUMNS, MAP) else table
+    if layout not in (COLUMNS, MAP):
+        return table
+    return table.T
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,9 @@ class _RowTable:
 
     def part(self, start: int, stop: int) -> tuple[Columns, ...]:
         """Return the columns from start to stop, as those of one level; empty if there are none."""
-        return (replace(self.columns, start=start, stop=stop),) if start < stop else ()
+        if start < stop:
+            return (replace(self.columns, start=start, stop=stop),)
+        return ()
 
 
 def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder | None:
@@ -193,7 +195,9 @@ def _to_probabilities(rows: Array) -> Array:
 
 
 def _missing_sigmoid(rows: Array) -> str:
-    return "" if are_shares(rows) else "sigmoid"
+    if are_shares(rows):
+        return ""
+    return "sigmoid"
 
 
 def _has_objectness(scores: Array, layout: Layout) -> bool:
@@ -408,7 +412,9 @@ def _find_activation(
             return "", None
         if background is None and is_set:
             background = last
-        return None if background is None else ("", background)
+        if background is None:
+            return None
+        return ("", background)
 
     # a Softmax has one more class, the background, and a Sigmoid none
     if class_count == last + 1:
@@ -419,7 +425,9 @@ def _find_activation(
     if found is not None or not is_set:
         return found
     is_sigmoid = last == 0 or np.median(rows.max(axis=1)) < 0
-    return ("sigmoid", None) if is_sigmoid else ("softmax", last)
+    if is_sigmoid:
+        return ("sigmoid", None)
+    return ("softmax", last)
 
 
 def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
@@ -427,7 +435,9 @@ def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
     if np.mean(rows.max(axis=1) < 0) >= thresholds.MIN_EMPTY_SHARE:
         return "sigmoid", None
     background = _find_background(rows)
-    return None if background is None else ("softmax", background)
+    if background is None:
+        return None
+    return ("softmax", background)
 
 
 def _find_background(rows: Array) -> int | None:
@@ -435,7 +445,9 @@ def _find_background(rows: Array) -> int | None:
     wins = np.bincount(rows.argmax(axis=1), minlength=rows.shape[1])
     winner = int(wins.argmax())
     is_clear = wins[winner] >= thresholds.MIN_BACKGROUND_SHARE * len(rows)
-    return winner if is_clear and len(wins) > 1 and winner in (0, len(wins) - 1) else None
+    if is_clear and len(wins) > 1 and winner in (0, len(wins) - 1):
+        return winner
+    return None
 
 
 def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:

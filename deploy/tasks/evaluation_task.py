@@ -199,7 +199,9 @@ class EvaluationTask(ABC):
     @property
     def covered(self) -> tuple[str, ...]:
         """The outputs of the task; none where a decoder chooses them."""
-        return (self.output,) if hasattr(self, "output") else (*getattr(self, "outputs", ()),)
+        if hasattr(self, "output"):
+            return (self.output,)
+        return (*getattr(self, "outputs", ()),)
 
     @property
     def form(self) -> str:
@@ -361,7 +363,9 @@ class ThresholdTally(TaskTally[T]):
         It hardly depends on the number of samples, so that builds of one model can be compared.
         """
         if self.fixed_threshold in self.counts:
-            return self.fixed_threshold if self.counts[self.fixed_threshold][0] else None
+            if not self.counts[self.fixed_threshold][0]:
+                return None
+            return self.fixed_threshold
         return next(filter(self.has_enough, self.thresholds), None)
 
     def has_enough(self, threshold: float) -> bool:
@@ -379,4 +383,6 @@ class ThresholdTally(TaskTally[T]):
         new = candidate - both
         words = f"kept, {new} new ({measure} above {self.threshold:g})"
         figure = self.figure_of_kept(self.task.name, both, fp32, words, new)
-        return None if figure is None else replace(figure, found=fp32)
+        if figure is None:
+            return None
+        return replace(figure, found=fp32)

@@ -46,7 +46,9 @@ class FirstSamples:
     def picture_size(self) -> ImageSize | None:
         """Size that the pictures of all samples have; None if they differ."""
         sizes = {image_size(sample) for sample in self.inputs}
-        return sizes.pop() if len(sizes) == 1 else None
+        if len(sizes) != 1:
+            return None
+        return sizes.pop()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,7 +88,9 @@ def find_states(samples: FirstSamples) -> dict[str, str]:
             input_by_state[name] = source
     has_other_outputs = len(input_by_state) < len(samples.every)
     has_other_inputs = len(input_by_state) < len(input_names)
-    return input_by_state if has_other_outputs and has_other_inputs else {}
+    if has_other_outputs and has_other_inputs:
+        return input_by_state
+    return {}
 
 
 def _is_state(name: str, source: str, samples: FirstSamples) -> bool:

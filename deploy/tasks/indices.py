@@ -248,7 +248,9 @@ def find_integers(samples: FirstSamples) -> Indices | None:
             is_selection = samples.declared.ends.get(name) == "selected"
             is_selection |= all(_is_selection(value) for value in values)
             outputs[name] = is_selection or len({value.shape for value in values}) > 1
-    return Indices(outputs, parts=dict.fromkeys(outputs, ())) if outputs else None
+    if not outputs:
+        return None
+    return Indices(outputs, parts=dict.fromkeys(outputs, ()))
 
 
 def _is_selection(value: Array) -> bool:

@@ -89,7 +89,9 @@ class _CoordinateTally(PointTally["Points"]):
         for part in self.task.parts.get(name, ())[:1]:
             if part.at is not None:
                 confidences = part.at.best_scores(outputs).reshape(-1)
-                return confidences if confidences.size == count else np.ones(count)
+                if confidences.size == count:
+                    return confidences
+                return np.ones(count)
         return np.ones(count)
 
 
@@ -141,8 +143,6 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Recognise outputs of points in the input's picture."""
-    if samples.picture_size is None:
-        return None
     flags = _find_flags(samples)
     presence = flags[0] if len(flags) == 1 else None
     scores_by_layout = _find_point_scores(samples)
@@ -162,7 +162,9 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
             scores = scores_by_layout.get(layout, presence)
             parts |= _slice_points(samples.arrays(name), name, numbers, scores)
             count += samples.outputs[0][name].size // numbers
-    return Points(points, flags, count, parts=parts) if points else None
+    if not points:
+        return None
+    return Points(points, flags, count, parts=parts)
 
 
 def _find_flags(samples: FirstSamples) -> tuple[OutputSlice, ...]:
@@ -199,7 +201,9 @@ def _slice_points(
     if are_shares(third) and third.max() > 0:
         own_scores = replace(complete, start=2, stop=3)
         return {name: (replace(complete, stop=2, at=own_scores), own_scores)}
-    return {} if scores is None else {name: (replace(complete, at=scores),)}
+    if scores is None:
+        return {}
+    return {name: (replace(complete, at=scores),)}
 
 
 def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: int) -> int:
@@ -229,7 +233,9 @@ def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: i
     rows = vectors.reshape(len(vectors), -1, numbers)
     min_points = thresholds.MIN_FLAT_POINTS if is_flat else thresholds.MIN_POINTS
     has_count = min_points <= rows.shape[1] <= thresholds.MAX_POINTS
-    return numbers if has_count and _lie_inside(rows, size, in_order=in_order) else 0
+    if has_count and _lie_inside(rows, size, in_order=in_order):
+        return numbers
+    return 0
 
 
 def _have_point_shape(values: Arrays) -> bool:
@@ -271,7 +277,9 @@ def _to_rows(value: Array, numbers: int) -> Floats:
 
 def _to_points(value: Array) -> Array:
     """Return [N, p, K], with a row for each number, as [N, K, p]; other arrays unchanged."""
-    return value.swapaxes(1, 2) if is_transposed(value.shape) else value
+    if not is_transposed(value.shape):
+        return value
+    return value.swapaxes(1, 2)
 
 
 def is_transposed(shape: Sequence[int]) -> bool:
@@ -385,7 +393,8 @@ def _steps_per_pixel(size: ImageSize, columns: Array, rows: Array) -> float | No
     if not are_distributions or len(columns) != 1 or columns.shape[1] < thresholds.MIN_POINTS:
         return None
     height, width = size
-    steps = columns.shape[2] / width
-    if rows.shape[2] != steps * height or not (is_floating(columns) and is_floating(rows)):
+    steps = float(columns.shape[2] / width)
+    is_floating_pair = is_floating(columns) and is_floating(rows)
+    if not is_floating_pair or steps < 1 or rows.shape[2] != steps * height:
         return None
-    return steps if steps >= 1 else None
+    return steps

@@ -50,7 +50,9 @@ _MAX_CLASSES = 1024
 
 def to_channels_first(value: Array) -> Array:
     """Return [1, H, W, C] as [1, C, H, W]; other shapes stay unchanged."""
-    return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
+    if value.ndim != 4:
+        return value
+    return np.moveaxis(value, 3, 1)
 
 
 def _fit_pictures(samples: Arrays, inputs: Sequence[Outputs], max_scale: int) -> bool:
@@ -286,7 +288,9 @@ MASKS = Form(
 
 def fit_masks(name: str, samples: FirstSamples) -> MaskMaps | None:
     """Return the masks of an output that the user or the file says to hold such."""
-    return MaskMaps((name,)) if samples.outputs[0][name].ndim == 4 else None
+    if samples.outputs[0][name].ndim != 4:
+        return None
+    return MaskMaps((name,))
 
 
 def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
@@ -298,7 +302,9 @@ def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
         if not are_pictures and _are_masks(samples, first_samples.inputs):
             names.append(name)
     shapes = {first_samples.outputs[0][name].shape for name in names}
-    return MaskMaps(tuple(names)) if len(shapes) == 1 else None
+    if len(shapes) != 1:
+        return None
+    return MaskMaps(tuple(names))
 
 
 def _are_masks(samples: Arrays, inputs: Sequence[Outputs]) -> bool:
@@ -388,7 +394,9 @@ HEATMAPS = Form(
 def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
     """Return the heat maps of an output that the user or the file says to hold such."""
     pixels = fit_segmentation(name, samples)
-    return None if pixels is None else HeatMaps(name, pixels.classes, pixels.last)
+    if pixels is None:
+        return None
+    return HeatMaps(name, pixels.classes, pixels.last)
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:

@@ -63,7 +63,9 @@ class Metric:
 
     def tally(self, labels: Sequence[int] | None) -> MetricTally | None:
         """Return a new tally of the function; None without one."""
-        return None if self.function is None else MetricTally(self, labels)
+        if self.function is None:
+            return None
+        return MetricTally(self, labels)
 
 
 def metric_of(metric: str | Function) -> Metric:

@@ -5,7 +5,7 @@ values and their indices.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,9 @@ def batch_length(feed: Outputs, batch_inputs: Collection[str] | None = None) -> 
     """
     names = feed if batch_inputs is None else [name for name in feed if name in batch_inputs]
     first = next((feed[name] for name in names), None)
-    return int(first.shape[0]) if first is not None and np.ndim(first) else 1
+    if first is not None and np.ndim(first):
+        return int(first.shape[0])
+    return 1
 
 
 def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
@@ -45,6 +47,11 @@ def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
     for index in range(batch):
         samples.append({name: _take_row(value, index, batch) for name, value in arrays.items()})
     return samples
+
+
+def split_batches(batch: int, *arrays: Outputs) -> Iterator[tuple[dict[str, Array], ...]]:
+    """Yield what several mappings of arrays of a batch hold for each sample; see `split_batch`."""
+    return zip(*(split_batch(mapping, batch) for mapping in arrays), strict=True)
 
 
 def _take_row(value: Array, index: int, batch: int) -> Array:

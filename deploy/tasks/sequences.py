@@ -47,7 +47,9 @@ def _read_steps(value: Array, axis: int) -> Array | None:
     if value.ndim != 3 or not value.size:
         return None
     steps = np.moveaxis(value, axis, 2)
-    return steps.reshape(-1, steps.shape[2]) if 1 in steps.shape[:2] else None
+    if 1 not in steps.shape[:2]:
+        return None
+    return steps.reshape(-1, steps.shape[2])
 
 
 def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
@@ -59,7 +61,9 @@ def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
             return []
         tables.append(steps)
     has_equal_classes = len({steps.shape[1] for steps in tables}) == 1
-    return tables if has_equal_classes else []
+    if has_equal_classes:
+        return tables
+    return []
 
 
 @dataclass(slots=True)
@@ -123,7 +127,9 @@ class Steps(EvaluationTask):
         """What the two models are compared by, as text."""
         if self.axis is not None:
             return "steps of FP32's class"
-        return "scores on FP32's side of 0" if self.raw else "probabilities on FP32's side of 0.5"
+        if self.raw:
+            return "scores on FP32's side of 0"
+        return "probabilities on FP32's side of 0.5"
 
     def read_classes(self, value: Array) -> Integers:
         """Return the class of each step of one sample; none for another shape."""
@@ -154,7 +160,9 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
     is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(is_vector, values))
     if is_independent or values[0].ndim != 3:
         raw = not all(map(are_shares, values))
-        return Steps(name, 2, None, raw) if values[0].ndim in (1, 2, 3) else None
+        if values[0].ndim not in (1, 2, 3):
+            return None
+        return Steps(name, 2, None, raw)
     axis = _find_class_axis(values) or 2
     return Steps(name, values[0].shape[axis], axis)
 
@@ -220,7 +228,9 @@ def _find_class_axis(samples: Arrays) -> int | None:
         tables = _read_step_samples(samples, axis)
         if tables and all(map(are_probabilities_or_logs, tables)):
             axes.append(axis)
-    return axes[0] if len(axes) == 1 else None
+    if len(axes) != 1:
+        return None
+    return axes[0]
 
 
 @dataclass(slots=True)
@@ -332,7 +342,9 @@ def _find_blank(samples: Arrays) -> int | None:
     is_at_end = blank in (0, symbol_count - 1)
     # each sample begins as if after a blank
     symbols = np.concatenate([np.array([blank, *classes]) for classes in best])
-    return blank if is_frequent and is_at_end and _have_short_runs(symbols, blank) else None
+    if is_frequent and is_at_end and _have_short_runs(symbols, blank):
+        return blank
+    return None
 
 
 def _have_short_runs(symbols: Integers, blank: int) -> bool:

@@ -98,12 +98,16 @@ class OutputSlice:
         if self.axis is None or value.ndim < 2:
             return value
         rows = slice(self.start, self.stop or None)
-        return value[..., rows] if self.axis == -1 else value[:, rows]
+        if self.axis == -1:
+            return value[..., rows]
+        return value[:, rows]
 
     def best_scores(self, outputs: Outputs) -> Array:
         """Return the probability of each cell, the best of the slice's rows."""
         shares = self.of(activate(outputs[self.output], self.activation, self.axis or -1))
-        return shares if self.axis is None else shares.max(axis=self.axis, keepdims=True)
+        if self.axis is None:
+            return shares
+        return np.asarray(shares.max(axis=self.axis, keepdims=True))
 
     def weights(self, outputs: Outputs) -> Array:
         """Return the score of each value of the slice."""
@@ -350,11 +354,15 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     if has_single_row and not rows.in_unit[small].all():
         return 0.0
     ratio = float(rows.peak[large].min()) / small_peak
-    return ratio * thresholds.MIN_UNIT_RATIO if rows.is_sure[small].all() else ratio
+    if not rows.is_sure[small].all():
+        return ratio
+    return ratio * thresholds.MIN_UNIT_RATIO
 
 
 def _find_peak(rows: _Rows, span: slice) -> float:
     """Return the peak of some rows, without class numbers unless the other rows are silent."""
     peaks = rows.peak[span]
     value_peak = float(peaks[~rows.is_number[span]].max(initial=0.0))
-    return value_peak if value_peak >= thresholds.MAX_SILENT_PEAK else float(peaks.max())
+    if value_peak >= thresholds.MAX_SILENT_PEAK:
+        return value_peak
+    return float(peaks.max())

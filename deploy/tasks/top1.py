@@ -104,7 +104,9 @@ class Top1:
         for name, value in outputs.items():
             if _read_classes(value, batch, ranked=True) is not None:
                 fitting.append(name)
-        return fitting[0] if len(fitting) == 1 else first
+        if len(fitting) != 1:
+            return first
+        return fitting[0]
 
     def _batch_labels(self, labels: Sequence[int], start: int, batch: int) -> Integers:
         check_label_count(labels, start + batch)

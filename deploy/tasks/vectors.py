@@ -64,7 +64,9 @@ def to_vector(value: Array) -> Floats | None:
     """Return [1, C], with more dimensions of 1 or none, as [C]; None for others, or of NaN."""
     if value.ndim < 2 or value.shape[1] < 2 or value.size != value.shape[1]:
         return None
-    return value.reshape(-1).astype(np.float64) if is_floating(value) else None
+    if not is_floating(value):
+        return None
+    return value.reshape(-1).astype(np.float64)
 
 
 def _stack_vectors(samples: Arrays) -> Floats | None:
@@ -78,7 +80,9 @@ def _stack_vectors(samples: Arrays) -> Floats | None:
 def fit_classes(name: str, samples: FirstSamples) -> "Classes | None":
     """Return the classes of an output that the user or the file says to hold such."""
     rows = _stack_vectors(samples.arrays(name))
-    return None if rows is None else Classes((name,), (rows.shape[1],))
+    if rows is None:
+        return None
+    return Classes((name,), (rows.shape[1],))
 
 
 def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
@@ -92,7 +96,9 @@ def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
 def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
     """Return the embeddings of an output that the user or the file says to hold such."""
     rows = _stack_vectors(samples.arrays(name))
-    return None if rows is None else Embeddings(name, rows.shape[1])
+    if rows is None:
+        return None
+    return Embeddings(name, rows.shape[1])
 
 
 @dataclass(slots=True)
@@ -305,7 +311,9 @@ def find_labels(samples: FirstSamples) -> Labels | None:
     raw = bool(rows.min() < 0)
     min_labels = 1 if samples.declared.ends.get(name) == "sigmoid" else 2
     are_labels = _are_labels(rows, raw=raw, min_labels=min_labels)
-    return Labels(name, rows.shape[1], raw) if are_labels else None
+    if not are_labels:
+        return None
+    return Labels(name, rows.shape[1], raw)
 
 
 def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
@@ -423,7 +431,9 @@ def find_embeddings(samples: FirstSamples) -> Embeddings | None:
     is_embedding = samples.declared.ends.get(name) == "unit"
     is_embedding |= samples.of_pictures and are_features(rows)
     is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
-    return Embeddings(name, length) if is_embedding else None
+    if not is_embedding:
+        return None
+    return Embeddings(name, length)
 
 
 def are_features(rows: Floats) -> bool:
