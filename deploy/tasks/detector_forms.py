@@ -9,6 +9,7 @@ all over the picture. So no form needs strides.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -228,13 +229,16 @@ def _propose_separate(
     layouts = [ROWS, COLUMNS]
     if sum(table.columns.layout == MAP for table in tables) >= _MIN_LEVEL_MAPS:
         layouts.append(MAP)
+    tables_by_count: dict[int, dict[str, _RowTable]] = {}
+    for table in tables:
+        if table.count > 1 and table.columns.layout in layouts:
+            level_tables = tables_by_count.setdefault(table.count, {})
+            level_tables.setdefault(table.columns.output, table)
+
     levels: list[RowDecoder] = []
     paired_outputs: set[str] = set()
-    for count in sorted({table.count for table in tables if table.count > 1}, reverse=True):
-        level_tables: dict[str, _RowTable] = {}
-        for table in tables:
-            if table.count == count and table.columns.layout in layouts:
-                level_tables.setdefault(table.columns.output, table)
+    for count in sorted(tables_by_count, reverse=True):
+        level_tables = tables_by_count[count]
         level = _pair_tables([*level_tables.values()], is_set=is_set)
         if level is not None and paired_outputs.isdisjoint(level_tables):
             levels.append(level)
@@ -245,17 +249,15 @@ def _propose_separate(
 
 def _join_levels(levels: Sequence[RowDecoder]) -> Iterator[RowDecoder]:
     """Yield the columns of all levels; none if only some levels have a gate."""
-    gates = [gate for level in levels for gate in level.gates]
-    grids = [grid for level in levels for grid in level.grids]
-    extra = [columns for level in levels for columns in level.extra]
-    if levels and len(gates) in (0, len(levels)):
-        yield RowDecoder(
-            scores=tuple(level.scores[0] for level in levels),
-            box_columns=tuple(columns for level in levels for columns in level.box_columns),
-            gates=tuple(gates),
-            extra=tuple(extra) if len(extra) == len(levels) else (),
-            grids=tuple(grids) if len(grids) == len(levels) else (),
-        )
+    joined: dict[str, Any] = {}
+    for name in ("scores", "box_columns", "gates", "extra", "grids"):
+        columns = [getattr(level, name) for level in levels]
+        joined[name] = (*itertools.chain.from_iterable(columns),)
+    for name in ("extra", "grids"):  # of some levels alone they say nothing
+        if len(joined[name]) != len(levels):
+            joined[name] = ()
+    if levels and len(joined["gates"]) in (0, len(levels)):
+        yield RowDecoder(**joined)
 
 
 def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | None:
@@ -267,19 +269,19 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
         return None
     boxes = min(box_tables, key=_unlike_boxes)
 
-    score_tables = [table for table in tables if table is not boxes and are_shares(table.rows)]
-    if not score_tables:
-        score_tables = [table for table in tables if table is not boxes]
-        score_tables = [table for table in score_tables if table.width == 2] or score_tables
-    gate_tables = [table for table in score_tables if table.width == 1][-1:]
-    if len(score_tables) != 2:
-        gate_tables = []
-    score_tables = [table for table in score_tables if table not in gate_tables]
-    if len(score_tables) != 1:
+    other_tables = [table for table in tables if table is not boxes]
+    score_tables = [table for table in other_tables if are_shares(table.rows)]
+    if not score_tables:  # raw scores, perhaps of an object and the background
+        score_tables = [table for table in other_tables if table.width == 2] or other_tables
+    gate_tables: list[_RowTable] = []
+    if len(score_tables) == 2:
+        gate_tables = [table for table in score_tables if table.width == 1][-1:]
+    class_tables = [table for table in score_tables if table not in gate_tables]
+    if len(class_tables) != 1:
         return None
 
-    (scores,) = score_tables
-    point_tables = [table for table in tables if table not in (boxes, scores, *gate_tables)]
+    (scores,) = class_tables
+    point_tables = [table for table in other_tables if table not in (scores, *gate_tables)]
     return RowDecoder(
         scores=(scores.columns,),
         box_columns=boxes.part(0, boxes.width),
@@ -528,10 +530,10 @@ def _slice_columns(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput
     """Return the slices of an output with boxes, scores and further columns."""
     boxes, scores = decoder.box_columns[0], (decoder.gates or decoder.scores)[0]
     axis = -1 if scores.layout == ROWS else 1
-    starts = sorted([boxes.start, scores.start, *(columns.start for columns in decoder.extra)])
-    stops = [*starts[1:], samples.outputs[0][scores.output].shape[axis]]
+    starts = {boxes.start, scores.start, *(columns.start for columns in decoder.extra)}
+    width = samples.outputs[0][scores.output].shape[axis]
     slices = []
-    for start, stop in zip(starts, stops, strict=True):
+    for start, stop in itertools.pairwise(sorted([*starts, width])):
         slices.append(OutputSlice(output=scores.output, axis=axis, start=start, stop=stop))
     return {scores.output: tuple(slices)}
 

@@ -19,13 +19,12 @@ import numpy as np
 from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Integers, Outputs, are_indices, find_indices
+from deploy.tasks.rows import Integers, Outputs, are_indices, find_indices, is_index_type
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tensors import Array
 
 NO_CLASS = np.iinfo(np.int64).min  # stands at places without a class, as of a score of NaN
 _SET_WEIGHT = 5.0  # a wrong share of the best k's set counts as much as a fifth of it in top-1
-_MIN_INDEX_BYTES = 4  # int32 and int64: smaller types are quantized values
 _PADDING = -1  # integers that fill a list up
 
 
@@ -259,7 +258,6 @@ def _is_selection(value: Array) -> bool:
 
 def _are_class_numbers(value: Array) -> bool:
     """Whether it may hold class numbers or indices."""
-    is_index_type = value.dtype.kind in "iu" and value.dtype.itemsize >= _MIN_INDEX_BYTES
-    if not is_index_type or not value.ndim:
+    if not is_index_type(value) or not value.ndim:
         return False
-    return not value.size or bool(value.min() >= _PADDING)
+    return bool(value.min(initial=0) >= _PADDING)

@@ -318,17 +318,14 @@ def _are_masks(samples: Arrays, inputs: Sequence[Outputs]) -> bool:
         return False
     if not _fit_pictures(maps, inputs, thresholds.MAX_MASK_SCALE):
         return False
-    between_shares, peaks = [], []
     for value in maps:
-        excess = max(-float(value.min()), float(value.max()) - 1)
-        if excess > thresholds.MAX_MASK_EXCESS:
+        if max(-value.min(), value.max() - 1) > thresholds.MAX_MASK_EXCESS:
             return False
         if value.shape[1] > 1 and sums_to_one(value, 1).all():
             return False  # classes
-        between_shares.append(float(are_between(value).mean()))
-        peaks.append(float(value.max()))
-    is_decided = np.mean(between_shares) < thresholds.MAX_BETWEEN_SHARE
-    return bool(is_decided and max(peaks) >= thresholds.MIN_MASK_PEAK)
+    between_share = np.mean([are_between(value).mean() for value in maps])
+    is_decided = between_share < thresholds.MAX_BETWEEN_SHARE
+    return bool(is_decided and max(map(np.max, maps)) >= thresholds.MIN_MASK_PEAK)
 
 
 def _is_like_picture(value: Array, inputs: Outputs) -> bool:

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 ImageSize = tuple[int, int]  # height and width in pixels
-_MIN_INDEX_BYTES = 4  # int32 and int64: smaller types are quantized values
+_MIN_INDEX_BYTES = 4
 
 
 def batch_length(feed: Outputs, batch_inputs: Collection[str] | None = None) -> int:
@@ -249,7 +249,7 @@ def are_sorted(rows: Arrays) -> bool:
 
 def are_indices(numbers: Array, batch: int) -> bool:
     """Whether each row of integers [N, k] may be TopK's indices: not negative, all different."""
-    if not _is_index_type(numbers) or numbers.ndim < 2 or numbers.shape[0] != batch:
+    if not is_index_type(numbers) or numbers.ndim < 2 or numbers.shape[0] != batch:
         return False
     if not 0 < numbers.size == batch * numbers.shape[1]:
         return False
@@ -257,7 +257,8 @@ def are_indices(numbers: Array, batch: int) -> bool:
     return bool(rows.min() >= 0 and (np.diff(rows, axis=1) > 0).all())
 
 
-def _is_index_type(numbers: Array) -> bool:
+def is_index_type(numbers: Array) -> bool:
+    """Whether it is of int32, int64 or the like: smaller types are quantized values."""
     return numbers.dtype.kind in "iu" and numbers.dtype.itemsize >= _MIN_INDEX_BYTES
 
 
@@ -277,7 +278,7 @@ def _is_topk_pair(values: Array, indices: Array, batch: int) -> bool:
     """Whether an output holds TopK's values, and another one of its shape their indices."""
     if values.dtype.kind != "f" or not values.ndim or not values.size:
         return False
-    if not _is_index_type(indices):
+    if not is_index_type(indices):
         return False
     if values.size == batch == indices.shape[0]:  # a maximum and its index
         return True

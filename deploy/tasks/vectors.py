@@ -410,10 +410,7 @@ EMBEDDINGS = Form(
 def find_embeddings(samples: FirstSamples) -> Embeddings | None:
     """Recognise one output of vectors; other outputs may be vectors of tokens, as long as it."""
     vectors, token_lengths = {}, set()
-    for name in samples.names:
-        values = samples.arrays(name)
-        if not np.issubdtype(values[0].dtype, np.floating):
-            continue
+    for name, values in samples.floats.items():
         if values[0].ndim == 3:
             token_lengths.add(values[0].shape[2])
         else:
@@ -426,7 +423,7 @@ def find_embeddings(samples: FirstSamples) -> Embeddings | None:
     if length < thresholds.MIN_EMBEDDING_SIZE or not has_equal_length:
         return None
     rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
-    if not all(map(is_vector, values)) or not is_floating(rows) or _are_points(rows):
+    if not all(map(is_vector, values)) or _are_points(rows):
         return None
     is_embedding = samples.declared.ends.get(name) == "unit"
     is_embedding |= samples.of_pictures and are_features(rows)
