@@ -1,6 +1,8 @@
 """What a model's file declares about its outputs, and that it decides the task."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -9,7 +11,7 @@ from onnx import TensorProto, helper
 
 from deploy.frontends import load
 from deploy.metrics.output_form import derive_form
-from deploy.tasks import TASKS, Metric
+from deploy.tasks import TASKS, Metric, thresholds
 from deploy.tasks.declarations import ARCHITECTURES, OUTPUT_NAMES, Declaration, declare
 from scripts import forms
 from tests.models import make_model
@@ -139,3 +141,15 @@ def test_page_of_forms_is_current():
     for name in TASKS:
         assert f"\n| `{name}` | " in page
     assert forms.renew_page(page.replace("SimCC", "SimXX")) == page
+
+
+def test_thresholds_are_few_and_have_reasons():
+    folder = Path(thresholds.__file__).parent
+    rows = re.findall(
+        r"^([A-Z].*?) = .*?(?:  # (.+))?$", Path(thresholds.__file__).read_text(), re.M
+    )
+    names = [name for row, _ in rows for name in row.split(", ")]
+    assert len(names) <= 90
+    assert all(reason for _, reason in rows)
+    code = "".join(path.read_text() for path in folder.glob("*.py") if path.stem != "thresholds")
+    assert not [name for name in names if len(re.findall(rf"\b{name}\b", code)) < 2]

@@ -16,7 +16,6 @@ from itertools import permutations
 
 import numpy as np
 
-from deploy.tasks import thresholds
 from deploy.tasks.detections import (
     NOTHING,
     Detections,
@@ -37,6 +36,7 @@ from deploy.tasks.evaluation_task import (
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Outputs, image_size
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
+from deploy.tasks.thresholds import BOX_THRESHOLDS, MIN_CODED_SHARE, MIN_LIST_ROWS, UNIT_TOLERANCE
 
 # numbers of a row -> columns of the first corner, the score and the class
 _LAYOUTS = {
@@ -118,13 +118,13 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     if not np.isfinite(rows).all():
         return False
     rows = rows[rows[:, 4] > 0]  # lists of fixed length are padded
-    if len(rows) < thresholds.MIN_LIST_ROWS:
+    if len(rows) < MIN_LIST_ROWS:
         return False
     scores, numbers = rows[:, 4], rows[:, 5]
-    are_shares = scores.max() <= 1 + thresholds.UNIT_TOLERANCE and (scores != scores.round()).any()
+    are_shares = scores.max() <= 1 + UNIT_TOLERANCE and (scores != scores.round()).any()
     are_numbers = numbers.min() >= 0 and (numbers == numbers.round()).all()
     are_ordered = np.all(rows[:, 2:4] >= rows[:, :2], axis=1)
-    return bool(are_shares and are_numbers and are_ordered.mean() >= thresholds.MIN_CODED_SHARE)
+    return bool(are_shares and are_numbers and are_ordered.mean() >= MIN_CODED_SHARE)
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
@@ -144,16 +144,15 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
 
 
 _PICTURE = 4  # dimensions of pictures and feature maps
-_THRESHOLDS = (0.25, 0.15, 0.05)  # scores
 
 
 @dataclass(slots=True)
 class _BoxTally(ThresholdTally["BoxDetection"]):
     """Counts of boxes at each threshold: FP32's, the candidate's, both's."""
 
-    thresholds = _THRESHOLDS
+    thresholds = BOX_THRESHOLDS
     examples: dict[float, ExampleSelection[BoxExample]] = field(
-        default_factory=lambda: {threshold: ExampleSelection() for threshold in _THRESHOLDS}
+        default_factory=lambda: {threshold: ExampleSelection() for threshold in BOX_THRESHOLDS}
     )
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:

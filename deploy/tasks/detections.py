@@ -10,14 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.tasks.rows import Flags, Floats, ImageSize, Integers
+from deploy.tasks.thresholds import (
+    BOX_THRESHOLDS,
+    IOU,
+    MAX_BOX_POINT_DISTANCE,
+    MIN_MASK_IOU,
+    MIN_VISIBILITY,
+)
 from deploy.tensors import Array
 
-LOWEST = 0.05  # lower scores are ignored
-IOU = 0.5  # above it two boxes are the same, for suppression and for matching
+LOWEST = min(BOX_THRESHOLDS)  # lower scores are ignored
 _MAX_BOXES = 1000  # boxes of an image before suppression, the best by score
-_MAX_POINT_DISTANCE = 0.1  # mean distance of matching key points, relative to the box's size
-_MIN_VISIBILITY = 0.5  # visibility from which a key point counts
-_MIN_MASK_IOU = 0.75  # IoU of matching masks, at least
 _MASK_STRIDES = (2, 4, 8)  # pixels per cell of a mask
 # corners of a box in half sides, from the top left one clockwise
 _CORNERS_X, _CORNERS_Y = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])
@@ -56,9 +59,9 @@ class BoxPoints(BoxShapes):
             return False
         distances = np.hypot(*(self.places - candidate.places)[0, :, :2].T)
         if self.places.shape[2] > 2:
-            distances = distances[self.places[0, :, 2] > _MIN_VISIBILITY]
+            distances = distances[self.places[0, :, 2] > MIN_VISIBILITY]
         size = float(np.sqrt(np.clip(box[2:] - box[:2], 0, None).prod()))
-        return not distances.size or bool(distances.mean() <= _MAX_POINT_DISTANCE * size)
+        return not distances.size or bool(distances.mean() <= MAX_BOX_POINT_DISTANCE * size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +88,7 @@ class InstanceMasks(BoxShapes):
             return False
         mask, candidate_mask = self.first(box), candidate.first(candidate_box)
         union = int((mask | candidate_mask).sum())
-        return not union or int((mask & candidate_mask).sum()) > _MIN_MASK_IOU * union
+        return not union or int((mask & candidate_mask).sum()) > MIN_MASK_IOU * union
 
     def first(self, box: Floats) -> Flags:
         """Return the first box's mask [h, w], clipped to the box."""

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deploy.tasks import thresholds
 from deploy.tasks.detections import (
     LOWEST,
     BoxPoints,
@@ -40,6 +39,15 @@ from deploy.tasks.rows import (
     image_size,
 )
 from deploy.tasks.slices import SlicesByOutput
+from deploy.tasks.thresholds import (
+    MAX_CELL_OFFSET,
+    MAX_OUTSIDE_PICTURE,
+    MIN_CENTRE_SPREAD,
+    MIN_CODED_SHARE,
+    MIN_CORNER_CORRELATION,
+    MIN_COUNT,
+    MIN_INSIDE_SHARE,
+)
 from deploy.tensors import Array
 
 Layout = str
@@ -386,7 +394,7 @@ class BoxCoding(NamedTuple):
 def are_distributions(boxes: BoxRows) -> bool:
     """Whether numbers may be logits of four distributions over the distances from a cell."""
     bin_count, remainder = divmod(boxes.numbers.shape[1], 4)
-    has_bins = bin_count >= thresholds.MIN_BINS and remainder == 0
+    has_bins = bin_count >= MIN_COUNT and remainder == 0
     return bool(boxes.has_cells and has_bins and boxes.numbers.min() < 0)
 
 
@@ -407,7 +415,7 @@ def are_corners(boxes: BoxRows) -> bool:
         return False
     low, high = boxes.places[:, :2], boxes.places[:, 2:]
     correlation = min(correlate(low[:, axis], high[:, axis]) for axis in (0, 1))
-    moves_together = correlation > thresholds.MIN_CORNER_CORRELATION
+    moves_together = correlation > MIN_CORNER_CORRELATION
     are_ordered = _are_mostly(high >= low)
     return bool(moves_together and are_ordered and _are_all_over((low + high) / 2))
 
@@ -431,7 +439,7 @@ def are_offsets(boxes: BoxRows) -> bool:
     """Whether numbers are small offsets from a cell, and logarithms of sizes, of both signs."""
     if boxes.has_levels or not boxes.has_cells or not boxes.has_gates:
         return False
-    are_small = _are_mostly(np.abs(boxes.numbers) < thresholds.MAX_CELL_OFFSET)
+    are_small = _are_mostly(np.abs(boxes.numbers) < MAX_CELL_OFFSET)
     return bool(boxes.numbers.shape[1] == 4 and are_small and boxes.numbers[:, 2:].min() < 0)
 
 
@@ -444,15 +452,15 @@ def decode_offsets(numbers: Floats, cells: Floats) -> Floats:
 
 def _are_all_over(centres: Floats) -> bool:
     """Whether relative centres of boxes lie in the picture, and everywhere in it."""
-    margin = thresholds.MAX_OUTSIDE_PICTURE
+    margin = MAX_OUTSIDE_PICTURE
     is_inside = np.all((centres > -margin) & (centres < 1 + margin), axis=1)
-    is_spread = centres.std(axis=0).min() > thresholds.MIN_CENTRE_SPREAD
-    return bool(is_spread and is_inside.mean() >= thresholds.MIN_INSIDE_SHARE)
+    is_spread = centres.std(axis=0).min() > MIN_CENTRE_SPREAD
+    return bool(is_spread and is_inside.mean() >= MIN_INSIDE_SHARE)
 
 
 def _are_mostly(conditions: Flags) -> bool:
     """Whether nearly all rows [n, k] meet all conditions."""
-    return bool(conditions.all(axis=1).mean() >= thresholds.MIN_CODED_SHARE)
+    return bool(conditions.all(axis=1).mean() >= MIN_CODED_SHARE)
 
 
 # name of a coding -> the coding; the first that fits is taken

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from deploy.tasks import thresholds
 from deploy.tasks.detections import are_angles, make_masks
 from deploy.tasks.detector import (
     ANCHOR_MAP,
@@ -45,10 +44,21 @@ from deploy.tasks.rows import (
     sums_to_one,
 )
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
+from deploy.tasks.thresholds import (
+    MAX_EMPTY_SCORE,
+    MAX_OUTSIDE_PICTURE,
+    MIN_ANCHORS,
+    MIN_BACKGROUND_SHARE,
+    MIN_EMPTY_SHARE,
+    MIN_LEVEL_MAPS,
+    MIN_POINT_CORRELATION,
+    MIN_QUERIES,
+    MIN_QUIET_SCORE,
+    MIN_ROWS_PER_COLUMN,
+)
 from deploy.tensors import Array
 
 _BOX = 4  # numbers of a box
-_MIN_LEVEL_MAPS = 4  # of two levels; fewer are features
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +153,7 @@ def _propose_joined(
     """Propose columns of one output: boxes, an objectness, classes, and what comes after."""
     for table in tables:
         # many more rows than columns, unless they are queries
-        min_count = min(thresholds.MIN_ROWS_PER_COLUMN * table.width, thresholds.MIN_QUERIES)
+        min_count = min(MIN_ROWS_PER_COLUMN * table.width, MIN_QUERIES)
         if table.columns.layout == ANCHOR_MAP or not table.count >= min_count:
             continue
         values = samples.arrays(table.columns.output)
@@ -211,15 +221,15 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
         return False
     objectness = float(scores[:, 0].mean())
     best_class = float(scores[:, 1:].max(axis=1).mean())
-    if best_class > thresholds.MAX_EMPTY_SCORE and objectness < best_class:
+    if best_class > MAX_EMPTY_SCORE and objectness < best_class:
         return _are_mostly_empty(scores[:, 0])
-    is_loud = max(best_class, objectness) > thresholds.MIN_QUIET_SCORE
+    is_loud = max(best_class, objectness) > MIN_QUIET_SCORE
     return layout == ROWS and is_loud and objectness >= best_class
 
 
 def _are_mostly_empty(best_scores: Array) -> bool:
     """Whether at least half of the rows detect nothing."""
-    return bool(np.median(best_scores) < thresholds.MAX_EMPTY_SCORE)
+    return bool(np.median(best_scores) < MAX_EMPTY_SCORE)
 
 
 def _propose_separate(
@@ -227,7 +237,7 @@ def _propose_separate(
 ) -> Iterator[RowDecoder]:
     """Propose outputs of scores and boxes, of all levels or of each, which has its row count."""
     layouts = [ROWS, COLUMNS]
-    if sum(table.columns.layout == MAP for table in tables) >= _MIN_LEVEL_MAPS:
+    if sum(table.columns.layout == MAP for table in tables) >= MIN_LEVEL_MAPS:
         layouts.append(MAP)
     tables_by_count: dict[int, dict[str, _RowTable]] = {}
     for table in tables:
@@ -325,7 +335,7 @@ def _propose_anchor_maps(
         # no other column is near 0 nearly everywhere
         probabilities = _to_probabilities(table.rows)
         objectness, box_median = probabilities[:, _BOX], np.median(probabilities[:, :_BOX])
-        if objectness.mean() < thresholds.MAX_EMPTY_SCORE < box_median:
+        if objectness.mean() < MAX_EMPTY_SCORE < box_median:
             scores, gates = table.part(_BOX + 1, table.width), table.part(_BOX, _BOX + 1)
             levels.append(RowDecoder(scores=scores, gates=gates))
     if len(levels) == len(samples.every) > 1:
@@ -387,7 +397,7 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
         background=background,
     )
     best = [decoder.read_scores(outputs).max(axis=1) for outputs in samples.outputs]
-    has_rows = len(best[0]) >= thresholds.MIN_ANCHORS
+    has_rows = len(best[0]) >= MIN_ANCHORS
     if not is_set and not (has_rows and _are_mostly_empty(np.concatenate(best))):
         return None
     if not decoder.box_columns:
@@ -434,7 +444,7 @@ def _find_activation(
 
 def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
     """Return (missing activation, class of the background) if nearly all rows detect nothing."""
-    if np.mean(rows.max(axis=1) < 0) >= thresholds.MIN_EMPTY_SHARE:
+    if np.mean(rows.max(axis=1) < 0) >= MIN_EMPTY_SHARE:
         return "sigmoid", None
     background = _find_background(rows)
     if background is None:
@@ -446,7 +456,7 @@ def _find_background(rows: Array) -> int | None:
     """Return the first or the last class if it is the best of most rows; else None."""
     wins = np.bincount(rows.argmax(axis=1), minlength=rows.shape[1])
     winner = int(wins.argmax())
-    is_clear = wins[winner] >= thresholds.MIN_BACKGROUND_SHARE * len(rows)
+    is_clear = wins[winner] >= MIN_BACKGROUND_SHARE * len(rows)
     if is_clear and len(wins) > 1 and winner in (0, len(wins) - 1):
         return winner
     return None
@@ -470,7 +480,7 @@ def _find_places(
     box_columns: Sequence[Columns], numbers: Floats, samples: FirstSamples
 ) -> Floats | None:
     """Return four numbers relative to the picture; None if its size is unknown, or of more."""
-    tolerance = thresholds.MAX_OUTSIDE_PICTURE
+    tolerance = MAX_OUTSIDE_PICTURE
     if numbers.shape[1] != _BOX:
         return None
     if numbers.min() >= -tolerance and numbers.max() <= 1 + tolerance:
@@ -518,7 +528,7 @@ def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
     if numbers == 3 and not are_shares(points[:, :, 2]):
         return False
     for axis, point in itertools.product((0, 1), range(points.shape[1])):
-        if correlate(points[:, point, axis], boxes[:, axis]) <= thresholds.MIN_POINT_CORRELATION:
+        if correlate(points[:, point, axis], boxes[:, axis]) <= MIN_POINT_CORRELATION:
             return False
     return True
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from deploy.tasks.detections import Detections
 from deploy.tasks.rows import ImageSize, Outputs
 from deploy.tasks.slices import SlicesByOutput
+from deploy.tasks.thresholds import MIN_SHARE_ABOVE, MIN_THINGS
 from deploy.tensors import Array
 
 MOST = 4  # samples shown
@@ -319,10 +320,6 @@ class PointTally(TaskTally[T]):
     def result(self) -> TaskFigure | None:
         """Return the share of the points; None if FP32 has none."""
         return self.figure_of_kept(self.things, self.matches, self.points, self.condition)
-
-
-MIN_THINGS = 5  # things of the float model above a threshold, at least, to count there
-MIN_SHARE_ABOVE = 0.1  # of those above the next lower threshold; fewer are a detector's rare peaks
 
 
 @dataclass(slots=True)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import Integers, Outputs, are_indices, find_indices, is_index_type
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
+from deploy.tasks.thresholds import MOST_SHARE
 from deploy.tensors import Array
 
 NO_CLASS = np.iinfo(np.int64).min  # stands at places without a class, as of a score of NaN
@@ -82,7 +82,7 @@ class PlaceCounts:
         if len(self.reference) < 2:
             return None
         usual_class = max(sorted(self.reference), key=self.reference.__getitem__)
-        if self.reference[usual_class] <= thresholds.MAX_USUAL_SHARE * total:
+        if self.reference[usual_class] <= MOST_SHARE * total:
             return CountedPlaces(equal, total)
         common = self.equal[usual_class]
         return CountedPlaces(equal - common, total - common, usual_class)

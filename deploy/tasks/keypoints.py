@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, PointTally
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
@@ -36,6 +35,23 @@ from deploy.tasks.rows import (
     is_vector,
 )
 from deploy.tasks.slices import OutputSlice, SlicesByOutput, find_scores
+from deploy.tasks.thresholds import (
+    COORDINATE_SPREAD,
+    MAX_END_DISTANCE,
+    MAX_END_SHARE,
+    MAX_POINT_DISTANCE,
+    MAX_POINT_OUTSIDE,
+    MAX_POINTS,
+    MAX_RELATIVE_COORDINATE,
+    MAX_SIMCC_PIXELS,
+    MEAN_COORDINATE,
+    MIN_CODED_SHARE,
+    MIN_COUNT,
+    MIN_ORDER,
+    MIN_ORDER_LEAD,
+    MIN_ORDERED,
+    MIN_VISIBLE,
+)
 from deploy.tensors import Array
 
 _NUMBERS = (2, 3)  # numbers per point that are recognised
@@ -47,7 +63,7 @@ class _CoordinateTally(PointTally["Points"]):
     """Counts points near FP32's, relative to the extent of each sample's points."""
 
     things = "key points"
-    condition = f"within {100 * thresholds.MAX_POINT_DISTANCE:g} % of their extent"
+    condition = f"within {100 * MAX_POINT_DISTANCE:g} % of their extent"
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_flags = [_is_on(flag, reference) for flag in self.task.flags]
@@ -69,19 +85,19 @@ class _CoordinateTally(PointTally["Points"]):
             return 0, 0
         positions = _to_rows(reference[name], numbers)[:, :2]
         confidences = self._confidences(name, len(positions), reference)
-        is_present = confidences > thresholds.MIN_VISIBLE
+        is_present = confidences > MIN_VISIBLE
         present_count = int(is_present.sum())
         if not are_comparable(reference[name], candidate[name]):
             return present_count, 0
 
         offsets = positions - _to_rows(candidate[name], numbers)[:, :2]
         # a few points do not show how large the object is
-        if present_count >= thresholds.MIN_POINTS:
+        if present_count >= MIN_COUNT:
             positions = positions[is_present]
-        max_distance = thresholds.MAX_POINT_DISTANCE * np.ptp(positions, axis=0).max()
+        max_distance = MAX_POINT_DISTANCE * np.ptp(positions, axis=0).max()
         is_match = is_present & (np.linalg.norm(offsets, axis=1) <= max_distance)
         confidences = self._confidences(name, len(offsets), candidate)
-        is_match &= confidences > thresholds.MIN_VISIBLE / 2
+        is_match &= confidences > MIN_VISIBLE / 2
         return present_count, int(is_match.sum())
 
     def _confidences(self, name: str, count: int, outputs: Outputs) -> Floats:
@@ -231,8 +247,8 @@ def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: i
     if is_transposed(values[0].shape) and not (in_order and has_flags_only):
         return 0
     rows = vectors.reshape(len(vectors), -1, numbers)
-    min_points = thresholds.MIN_FLAT_POINTS if is_flat else thresholds.MIN_POINTS
-    has_count = min_points <= rows.shape[1] <= thresholds.MAX_POINTS
+    min_points = MIN_ORDERED if is_flat else MIN_COUNT
+    has_count = min_points <= rows.shape[1] <= MAX_POINTS
     if has_count and _lie_inside(rows, size, in_order=in_order):
         return numbers
     return 0
@@ -243,7 +259,7 @@ def _have_point_shape(values: Arrays) -> bool:
     shape = values[0].shape
     if len(shape) < 2 or shape[0] != 1 or sum(side > 1 for side in shape) > 2:
         return False
-    if values[0].size > thresholds.MAX_POINTS * _NUMBERS[-1]:
+    if values[0].size > MAX_POINTS * _NUMBERS[-1]:
         return False
     return all(value.shape == shape and is_floating(value) for value in values)
 
@@ -256,11 +272,11 @@ def _find_ordered_numbers(vectors: Floats, choices: Sequence[int]) -> int:
     length, step = vectors.shape[1], choices[0] if len(choices) == 1 else 1
     if (vectors[:, step:] <= vectors[:, :-step]).all():  # sorted scores
         return 0
-    orders = {0: thresholds.MIN_ORDER}
+    orders = {0: MIN_ORDER}
     if len(choices) == 1:
-        orders[0] = _order(vectors, 1) + thresholds.MIN_ORDER_LEAD
+        orders[0] = _order(vectors, 1) + MIN_ORDER_LEAD
     for numbers in choices:
-        if length % numbers == 0 and length >= numbers * thresholds.MIN_FLAT_POINTS:
+        if length % numbers == 0 and length >= numbers * MIN_ORDERED:
             orders[numbers] = _order(vectors, numbers)
     return max(orders, key=lambda numbers: orders[numbers])
 
@@ -285,7 +301,7 @@ def _to_points(value: Array) -> Array:
 def is_transposed(shape: Sequence[int]) -> bool:
     """Whether it is [N, p, K], with a row for each of a point's numbers."""
     has_rows = len(shape) == 3 and shape[1] in _NUMBERS
-    return has_rows and shape[2] >= thresholds.MIN_FLAT_POINTS
+    return has_rows and shape[2] >= MIN_ORDERED
 
 
 def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
@@ -294,27 +310,27 @@ def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
     They are in pixels, or relative to its side: 0 to 1 or, if `in_order`, -1 to 1.
     """
     positions = rows[:, :, :2]
-    if np.abs(positions).max() > thresholds.MAX_RELATIVE_COORDINATE:
+    if np.abs(positions).max() > MAX_RELATIVE_COORDINATE:
         return _are_central(positions / max(size))
-    end = thresholds.MAX_END_DISTANCE
+    end = MAX_END_DISTANCE
     if np.ptp(rows.sum(axis=2)) < end:
         return False  # class probabilities
     for shares in (positions, (positions + 1) / 2) if in_order else (positions,):
         is_end = (shares < end) | (shares > 1 - end)
-        if is_end.mean() <= thresholds.MAX_END_SHARE and _are_central(shares):
+        if is_end.mean() <= MAX_END_SHARE and _are_central(shares):
             return True
     return False
 
 
 def _are_central(positions: Floats) -> bool:
     """Whether relative coordinates lie about the middle of the picture."""
-    margin = thresholds.MAX_POINT_OUTSIDE
+    margin = MAX_POINT_OUTSIDE
     is_inside = (positions > -margin) & (positions < 1 + margin)
-    if is_inside.mean() < thresholds.MIN_CODED_SHARE:
+    if is_inside.mean() < MIN_CODED_SHARE:
         return False
     means, deviations = positions.mean(axis=(0, 1)), positions.std(axis=1).mean(axis=0)
-    has_mean = _are_between(means, thresholds.MEAN_COORDINATE)
-    return has_mean and _are_between(deviations, thresholds.COORDINATE_SPREAD)
+    has_mean = _are_between(means, MEAN_COORDINATE)
+    return has_mean and _are_between(deviations, COORDINATE_SPREAD)
 
 
 def _are_between(values: Floats, limits: tuple[float, float]) -> bool:
@@ -327,18 +343,18 @@ class _AxisTally(PointTally["SimccPoints"]):
     """Counts points at the same place, within two pixels."""
 
     things = "key points"
-    condition = f"within {thresholds.MAX_SIMCC_PIXELS} pixels"
+    condition = f"within {MAX_SIMCC_PIXELS} pixels"
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         peaks = sum(_above_median(reference[name]).max(axis=1) for name in self.task.outputs)
-        is_match = peaks > thresholds.MIN_VISIBLE * np.max(peaks)
+        is_match = peaks > MIN_VISIBLE * np.max(peaks)
         self.points += int(is_match.sum())
         for name in self.task.outputs:
             scores = candidate[name]
             if not are_comparable(reference[name], scores):
                 return
             distance = np.abs(reference[name][0].argmax(axis=1) - scores[0].argmax(axis=1))
-            is_near = distance <= thresholds.MAX_SIMCC_PIXELS * self.task.steps_per_pixel
+            is_near = distance <= MAX_SIMCC_PIXELS * self.task.steps_per_pixel
             is_match = is_match & is_near
         self.matches += int(is_match.sum())
 
@@ -390,7 +406,7 @@ def find_simcc(samples: FirstSamples) -> SimccPoints | None:
 def _steps_per_pixel(size: ImageSize, columns: Array, rows: Array) -> float | None:
     """Return the steps per pixel, equal on both axes; None if shapes do not fit the picture."""
     are_distributions = columns.ndim == rows.ndim == 3 and columns.shape[:2] == rows.shape[:2]
-    if not are_distributions or len(columns) != 1 or columns.shape[1] < thresholds.MIN_POINTS:
+    if not are_distributions or len(columns) != 1 or columns.shape[1] < MIN_COUNT:
         return None
     height, width = size
     steps = float(columns.shape[2] / width)

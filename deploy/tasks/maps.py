@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import (
     EvaluationTask,
     Form,
@@ -43,6 +42,26 @@ from deploy.tasks.rows import (
     sums_to_one,
 )
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
+from deploy.tasks.thresholds import (
+    HEAT_RANGE,
+    MAX_BETWEEN_SHARE,
+    MAX_CLASS_SCALE,
+    MAX_MASK_EXCESS,
+    MAX_MASK_SCALE,
+    MAX_MASKS,
+    MAX_PEAK_SHARE,
+    MAX_PICTURE_CORRELATION,
+    MAX_RARE_SHARE,
+    MIN_CLASS_PIXELS,
+    MIN_COUNT,
+    MIN_EQUAL_NEIGHBOURS,
+    MIN_MAP_SIDE,
+    MIN_MASK_PEAK,
+    MIN_NEGATIVE_SHARE,
+    MIN_VISIBLE,
+    MOST_SHARE,
+    PIXEL_SHARES,
+)
 from deploy.tensors import Array
 
 _MAX_CLASSES = 1024
@@ -71,7 +90,7 @@ def _are_maps(value: Array, channels: range) -> bool:
     """Whether it is finite floating-point numbers [N, C, H, W] of large sides."""
     if value.ndim != 4 or not np.issubdtype(value.dtype, np.floating):
         return False
-    is_large = min(value.shape[2:]) >= thresholds.MIN_MAP_SIDE
+    is_large = min(value.shape[2:]) >= MIN_MAP_SIDE
     return is_large and value.shape[1] in channels and bool(np.isfinite(value).all())
 
 
@@ -104,9 +123,9 @@ class _PixelTally(TaskTally["Pixels"]):
         None if FP32 sees fewer than two: agreement on background alone means nothing.
         """
         total = self.pixels.reference.total()
-        classes = self._frequent_classes(int(thresholds.MAX_RARE_SHARE * total) + 1)
+        classes = self._frequent_classes(int(MAX_RARE_SHARE * total) + 1)
         if len(classes) < 2:
-            classes = self._frequent_classes(thresholds.MIN_CLASS_PIXELS)
+            classes = self._frequent_classes(MIN_CLASS_PIXELS)
         if len(classes) < 2:
             return None
 
@@ -156,7 +175,7 @@ def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
     inputs = first_samples.inputs
     for name in first_samples.names:
         samples = first_samples.arrays(name)
-        is_fitting = _fit_pictures(samples, inputs, thresholds.MAX_CLASS_SCALE)
+        is_fitting = _fit_pictures(samples, inputs, MAX_CLASS_SCALE)
         if is_fitting and all(map(_are_class_numbers, samples)):
             count = int(max(value.max() for value in samples)) + 1
             # floats of 0 and 1 may be a picture
@@ -165,7 +184,7 @@ def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
                 return Pixels(name, count, parts={name: ()})
 
         maps = [to_channels_first(value) for value in samples]
-        are_last = _fit_pictures(maps, inputs, thresholds.MAX_CLASS_SCALE)
+        are_last = _fit_pictures(maps, inputs, MAX_CLASS_SCALE)
         for last in (False, True) if are_last else (False,):
             scores = maps if last else samples
             if not _are_class_scores(scores, inputs):
@@ -186,7 +205,7 @@ def fit_segmentation(name: str, samples: FirstSamples) -> Pixels | None:
 def _are_class_numbers(value: Array) -> bool:
     """Whether it is class numbers [1, H, W] or [1, 1, H, W], of integers or cast to floats."""
     is_map = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
-    if not is_map or min(value.shape[-2:]) < thresholds.MIN_MAP_SIDE:
+    if not is_map or min(value.shape[-2:]) < MIN_MAP_SIDE:
         return False
     if value.dtype.kind not in "iuf" or not (value >= 0).all():
         return False
@@ -201,7 +220,7 @@ def _are_class_scores(samples: Arrays, inputs: Sequence[Outputs]) -> bool:
         return False
     if all(are_probabilities(value, 1) for value in samples):
         return True
-    if not _fit_pictures(samples, inputs, thresholds.MAX_CLASS_SCALE):
+    if not _fit_pictures(samples, inputs, MAX_CLASS_SCALE):
         return False
     return all(map(_are_logits, samples)) and _have_several_classes(samples, share=True)
 
@@ -211,7 +230,7 @@ def _have_several_classes(samples: Arrays, *, share: bool = False) -> bool:
     classes: set[int] = set()
     for value in samples:
         pixel_counts = np.bincount(value.argmax(axis=1).reshape(-1))
-        min_pixels = thresholds.MAX_RARE_SHARE * pixel_counts.sum() if share else 0
+        min_pixels = MAX_RARE_SHARE * pixel_counts.sum() if share else 0
         classes |= {*np.flatnonzero(pixel_counts > min_pixels).tolist()}
     return len(classes) > 1
 
@@ -222,15 +241,15 @@ def _are_logits(value: Array) -> bool:
     Most pixels have one above 0.
     """
     negative_share = np.mean(value < 0)
-    if negative_share < thresholds.MIN_NEGATIVE_SHARE:  # a picture or probabilities
+    if negative_share < MIN_NEGATIVE_SHARE:  # a picture or probabilities
         return False
     if not may_be_logits(value[0], 0):
         return False
     positive_share = np.mean(value[0].max(axis=0) > 0)
     best = value[0].argmax(axis=0)
     equal_share = min(np.mean(best[1:] == best[:-1]), np.mean(best[:, 1:] == best[:, :-1]))
-    is_smooth = equal_share >= thresholds.MIN_EQUAL_NEIGHBOURS
-    return bool(is_smooth and positive_share >= thresholds.MOST_SHARE)
+    is_smooth = equal_share >= MIN_EQUAL_NEIGHBOURS
+    return bool(is_smooth and positive_share >= MOST_SHARE)
 
 
 @dataclass(slots=True)
@@ -238,7 +257,7 @@ class _MaskTally(ThresholdTally["MaskMaps"]):
     """Counts pixels above each threshold: FP32's, the candidate's, both's."""
 
     pixels: int = 0
-    thresholds = tuple(thresholds.PIXEL_SHARES)
+    thresholds = tuple(PIXEL_SHARES)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
@@ -256,7 +275,7 @@ class _MaskTally(ThresholdTally["MaskMaps"]):
 
     def has_enough(self, threshold: float) -> bool:
         """Whether FP32 has enough pixels above a threshold."""
-        return self.counts[threshold][0] > thresholds.PIXEL_SHARES[threshold] * self.pixels
+        return self.counts[threshold][0] > PIXEL_SHARES[threshold] * self.pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,23 +328,23 @@ def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
 
 def _are_masks(samples: Arrays, inputs: Sequence[Outputs]) -> bool:
     """Whether they are values of about 0 to 1 in a few channels, few of them in between."""
-    channels = range(1, thresholds.MAX_MASKS + 1)
+    channels = range(1, MAX_MASKS + 1)
     maps = []
     for value in samples:
         has_channels_first = value.ndim == 4 and value.shape[1] in channels
         maps.append(value if has_channels_first else to_channels_first(value))
     if not all(_are_maps(value, channels) for value in maps):
         return False
-    if not _fit_pictures(maps, inputs, thresholds.MAX_MASK_SCALE):
+    if not _fit_pictures(maps, inputs, MAX_MASK_SCALE):
         return False
     for value in maps:
-        if max(-value.min(), value.max() - 1) > thresholds.MAX_MASK_EXCESS:
+        if max(-value.min(), value.max() - 1) > MAX_MASK_EXCESS:
             return False
         if value.shape[1] > 1 and sums_to_one(value, 1).all():
             return False  # classes
     between_share = np.mean([are_between(value).mean() for value in maps])
-    is_decided = between_share < thresholds.MAX_BETWEEN_SHARE
-    return bool(is_decided and max(map(np.max, maps)) >= thresholds.MIN_MASK_PEAK)
+    is_decided = between_share < MAX_BETWEEN_SHARE
+    return bool(is_decided and max(map(np.max, maps)) >= MIN_MASK_PEAK)
 
 
 def _is_like_picture(value: Array, inputs: Outputs) -> bool:
@@ -333,7 +352,7 @@ def _is_like_picture(value: Array, inputs: Outputs) -> bool:
     for picture in inputs.values():
         if picture.shape == value.shape and picture.std() > 0 and value.std() > 0:
             correlations = np.corrcoef(picture.reshape(-1).astype(np.float64), value.reshape(-1))
-            if float(correlations[0, 1]) > thresholds.MAX_PICTURE_CORRELATION:
+            if float(correlations[0, 1]) > MAX_PICTURE_CORRELATION:
                 return True
     return False
 
@@ -349,7 +368,7 @@ class _HeatTally(PointTally["HeatMaps"]):
         maps, candidate_maps = reference[self.task.output], candidate[self.task.output]
         if self.task.last:
             maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
-        is_present = maps[0].max(axis=(1, 2)) > thresholds.MIN_VISIBLE
+        is_present = maps[0].max(axis=(1, 2)) > MIN_VISIBLE
         self.points += int(is_present.sum())
         if are_comparable(maps, candidate_maps):
             distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps)).max(axis=1)
@@ -436,14 +455,14 @@ def _find_heat(name: str, samples: FirstSamples) -> HeatMaps | None:
 
 def _are_heat_maps(samples: Arrays) -> bool:
     """Whether values are about 0 to 1, and most channels have one narrow peak."""
-    channels = range(thresholds.MIN_POINTS, _MAX_CLASSES + 1)
-    low, high = thresholds.HEAT_RANGE
+    channels = range(MIN_COUNT, _MAX_CLASSES + 1)
+    low, high = HEAT_RANGE
     clear_shares = []
     for value in samples:
         if not _are_maps(value, channels) or value.min() < low or value.max() > high:
             return False
         maps = value[0].reshape(value.shape[1], -1)
         peaks = maps.max(axis=1)
-        is_narrow = np.mean(maps > peaks[:, None] / 2, axis=1) < thresholds.MAX_PEAK_SHARE
-        clear_shares.append(float(np.mean(is_narrow & (peaks > thresholds.MIN_VISIBLE))))
+        is_narrow = np.mean(maps > peaks[:, None] / 2, axis=1) < MAX_PEAK_SHARE
+        clear_shares.append(float(np.mean(is_narrow & (peaks > MIN_VISIBLE))))
     return bool(np.mean(clear_shares) > 0.5)

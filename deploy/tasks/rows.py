@@ -11,7 +11,23 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.tasks import thresholds
+from deploy.tasks.thresholds import (
+    HIGH,
+    LOW,
+    MAX_CHANCE_ORDERS,
+    MAX_LOGIT,
+    MAX_LOGIT_DRIFT,
+    MAX_TANH,
+    MIN_ORDER,
+    MIN_ORDERED,
+    MIN_ROW_VALUES,
+    MIN_SIDE_DISTANCE,
+    MIN_SORTED_VALUES,
+    MIN_VARIATION,
+    MOST_SHARE,
+    SUM_ROUNDING,
+    UNIT_TOLERANCE,
+)
 from deploy.tensors import Array
 
 Outputs = Mapping[str, Array]
@@ -88,7 +104,7 @@ class AlikeOutputs:
         if first.shape != value.shape:
             return False
         exact = first.astype(np.float64)
-        variation = thresholds.MIN_VARIATION * np.linalg.norm(exact)
+        variation = MIN_VARIATION * np.linalg.norm(exact)
         return bool(np.linalg.norm(exact - value) <= variation)
 
 
@@ -119,19 +135,19 @@ def are_comparable(reference: Array, candidate: Array) -> bool:
 
 def are_shares(values: Array) -> bool:
     """Whether there are values, and all lie from 0 to 1 but for rounding."""
-    tolerance = thresholds.UNIT_TOLERANCE
+    tolerance = UNIT_TOLERANCE
     return bool(values.size and values.min() >= -tolerance and values.max() <= 1 + tolerance)
 
 
 def sums_to_one(values: Array, axis: int = -1) -> Flags:
     """Return where the sum along an axis is 1, within rounding."""
     sums = values.sum(axis=axis, dtype=np.float64)
-    return np.asarray(np.abs(sums - 1) < thresholds.SUM_ROUNDING)
+    return np.asarray(np.abs(sums - 1) < SUM_ROUNDING)
 
 
 def are_probabilities(values: Array, axis: int = -1) -> bool:
     """Whether values along an axis are probabilities that sum to 1, everywhere."""
-    is_positive = values.min() >= -thresholds.UNIT_TOLERANCE
+    is_positive = values.min() >= -UNIT_TOLERANCE
     return bool(is_positive and sums_to_one(values, axis).all())
 
 
@@ -149,17 +165,17 @@ def may_be_logits(scores: Array, axis: int) -> bool:
     So do scores in front of a Softmax, since training raises one of them and lowers the others.
     `axis`: dimension of the classes.
     """
-    leaves_tanh = np.abs(scores).max() > thresholds.MAX_TANH
+    leaves_tanh = np.abs(scores).max() > MAX_TANH
     if not leaves_tanh or not scores.min() < 0 < scores.max():
         return False
     mean = scores.mean(axis=axis, dtype=np.float64)
     spread = scores.std(axis=axis, dtype=np.float64)
-    return bool(mean.std() < thresholds.MAX_LOGIT_DRIFT * spread.mean())
+    return bool(mean.std() < MAX_LOGIT_DRIFT * spread.mean())
 
 
 def are_between(shares: Array) -> Flags:
     """Return where probabilities are near neither 0 nor 1."""
-    return np.asarray((shares > 0.1) & (shares < 0.9))
+    return np.asarray((shares > LOW) & (shares < HIGH))
 
 
 def are_ordered(rows: Arrays) -> bool:
@@ -168,13 +184,13 @@ def are_ordered(rows: Arrays) -> bool:
     Then the best of near ties says little. `rows`: one array a sample.
     """
     count = rows[0].size
-    if count < thresholds.MIN_ORDERED_CLASSES or any(row.size != count for row in rows):
+    if count < MIN_ORDERED or any(row.size != count for row in rows):
         return False
     shares = np.stack([row.reshape(-1) for row in rows]).astype(np.float64)
     if not are_probabilities(shares) or np.ptp(shares.argmax(axis=1)) == 0:
         return False
     correlations = [correlate(share[1:], share[:-1]) for share in shares]
-    return bool(np.mean(correlations) > thresholds.MIN_ORDER)
+    return bool(np.mean(correlations) > MIN_ORDER)
 
 
 def are_relative(rows: Array) -> bool:
@@ -187,8 +203,8 @@ def are_relative(rows: Array) -> bool:
     if rows.shape[1] > 1:
         min_share = are_between(rows).mean(axis=1).min()
         return not sums_to_one(rows).any() and bool(min_share >= 0.5)
-    is_between = rows < 0.9 if len(rows) >= thresholds.MIN_ROW_VALUES else are_between(rows)
-    return bool(is_between.mean() >= thresholds.MIN_SINGLE_SHARE)
+    is_between = rows < HIGH if len(rows) >= MIN_ROW_VALUES else are_between(rows)
+    return bool(is_between.mean() >= MOST_SHARE)
 
 
 def correlate(x_values: Floats, y_values: Floats) -> float:
@@ -203,12 +219,12 @@ def are_two_sided(values: Floats, min_count: int) -> bool:
     positive, negative = values[values > 0], values[values <= 0]
     if min(positive.size, negative.size) < min_count or values.min() >= 0:
         return False
-    if np.abs(values).max() > thresholds.MAX_LOGIT:
+    if np.abs(values).max() > MAX_LOGIT:
         return False
     squares = positive.size * positive.var() + negative.size * negative.var()
     deviation = math.sqrt(squares / values.size)
     distance = positive.mean() - negative.mean()
-    return bool(distance > thresholds.MIN_SIDE_DISTANCE * deviation)
+    return bool(distance > MIN_SIDE_DISTANCE * deviation)
 
 
 def to_shares(scores: Array, *, raw: bool = True) -> Floats:
@@ -242,9 +258,9 @@ def are_sorted(rows: Arrays) -> bool:
     stacked, size = np.stack(rows), rows[0].size
     if not are_ranked(stacked, len(rows)):
         return False
-    if math.factorial(min(size, 20)) ** len(rows) <= thresholds.MAX_CHANCE_ORDERS:
+    if math.factorial(min(size, 20)) ** len(rows) <= MAX_CHANCE_ORDERS:
         return False
-    return size >= thresholds.MIN_SORTED_VALUES or not sums_to_one(stacked).all()
+    return size >= MIN_SORTED_VALUES or not sums_to_one(stacked).all()
 
 
 def are_indices(numbers: Array, batch: int) -> bool:

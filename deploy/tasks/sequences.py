@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deploy.tasks import thresholds
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
@@ -32,6 +31,18 @@ from deploy.tasks.rows import (
     is_floating,
     is_vector,
     sums_to_one,
+)
+from deploy.tasks.thresholds import (
+    HIGH,
+    LOW,
+    MAX_BETWEEN_SHARE,
+    MAX_SYMBOL_STEPS,
+    MAX_WORD_STEPS,
+    MIN_BLANK_SHARE,
+    MIN_CONFIDENCE,
+    MIN_COUNT,
+    MIN_ORDERED,
+    MIN_SYMBOLS,
 )
 from deploy.tensors import Array
 
@@ -57,7 +68,7 @@ def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
     tables = []
     for value in samples:
         steps = _read_steps(value, axis) if is_floating(value) else None
-        if steps is None or len(steps) < thresholds.MIN_STEPS or steps.shape[1] < 2:
+        if steps is None or len(steps) < MIN_COUNT or steps.shape[1] < 2:
             return []
         tables.append(steps)
     has_equal_classes = len({steps.shape[1] for steps in tables}) == 1
@@ -209,15 +220,15 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
         return False
     is_single = all(value.size == 1 for value in values)
     if not is_single:
-        if any(value.size < thresholds.MIN_TRACK_STEPS for value in values):
+        if any(value.size < MIN_ORDERED for value in values):
             return False
         if all(sums_to_one(value.reshape(-1)).all() for value in values):
             return False
         for value, inputs in zip(values, samples.inputs, strict=True):
             if any(source.shape == value.shape for source in inputs.values()):
                 return False
-    max_share = 0.5 if is_single else thresholds.MAX_BETWEEN_SHARE
-    has_both_ends = bool(shares.min() < 0.1 and shares.max() > 0.9)
+    max_share = 0.5 if is_single else MAX_BETWEEN_SHARE
+    has_both_ends = bool(shares.min() < LOW and shares.max() > HIGH)
     return has_both_ends and are_between(shares).mean() <= max_share
 
 
@@ -305,7 +316,7 @@ def fit_text(name: str, samples: FirstSamples) -> Text | None:
     """Return the text of an output that the user or the file says to hold such."""
     for axis in (2, 1):
         tables = _read_step_samples(samples.arrays(name), axis)
-        if tables and tables[0].shape[1] >= thresholds.MIN_SYMBOLS:
+        if tables and tables[0].shape[1] >= MIN_SYMBOLS:
             symbols = tables[0].shape[1]
             best = np.concatenate([steps.argmax(axis=1) for steps in tables])
             is_last = np.mean(best == symbols - 1) > np.mean(best == 0)
@@ -333,12 +344,12 @@ def find_text(samples: FirstSamples) -> Text | None:
 def _find_blank(samples: Arrays) -> int | None:
     """Return the blank of scores [T, C] per sample, the most frequent symbol; None for no text."""
     symbol_count = samples[0].shape[1]
-    if symbol_count < thresholds.MIN_SYMBOLS or not all(map(_are_symbol_scores, samples)):
+    if symbol_count < MIN_SYMBOLS or not all(map(_are_symbol_scores, samples)):
         return None
     best = [np.asarray(steps.argmax(axis=1), np.int64) for steps in samples]
     counts = np.bincount(np.concatenate(best), minlength=symbol_count)
     blank = int(counts.argmax())
-    is_frequent = thresholds.MIN_BLANK_SHARE * counts.sum() <= counts[blank] < counts.sum()
+    is_frequent = MIN_BLANK_SHARE * counts.sum() <= counts[blank] < counts.sum()
     is_at_end = blank in (0, symbol_count - 1)
     # each sample begins as if after a blank
     symbols = np.concatenate([np.array([blank, *classes]) for classes in best])
@@ -353,8 +364,8 @@ def _have_short_runs(symbols: Integers, blank: int) -> bool:
     step_count = int(is_symbol.sum())
     run_count = int((is_symbol & is_change).sum())
     word_count = int((is_symbol & (symbols[:-1] == blank)).sum())
-    are_short_words = step_count <= thresholds.MAX_WORD_STEPS * word_count
-    return are_short_words and step_count <= thresholds.MAX_SYMBOL_STEPS * run_count
+    are_short_words = step_count <= MAX_WORD_STEPS * word_count
+    return are_short_words and step_count <= MAX_SYMBOL_STEPS * run_count
 
 
 def _are_symbol_scores(steps: Array) -> bool:
@@ -363,7 +374,7 @@ def _are_symbol_scores(steps: Array) -> bool:
         return True
     has_both_signs = (steps.min(axis=1) < 0).all() and (steps.max(axis=1) > 0).all()
     confidence = activate(steps.astype(np.float64), "softmax").max(axis=1).mean()
-    return bool(has_both_signs and confidence > thresholds.MIN_CONFIDENCE)
+    return bool(has_both_signs and confidence > MIN_CONFIDENCE)
 
 
 def _has_input_per_step(samples: Arrays, first_samples: FirstSamples) -> bool:
@@ -375,7 +386,7 @@ def _has_input_per_step(samples: Arrays, first_samples: FirstSamples) -> bool:
         has_vectors = False
         for value in inputs.values():
             is_whole = value.dtype in (np.int32, np.int64)
-            if is_whole and value.ndim <= 3 and value.size >= thresholds.MIN_STEPS:
+            if is_whole and value.ndim <= 3 and value.size >= MIN_COUNT:
                 return True
             if value.ndim == 3:
                 is_of_steps = value.shape[:2] == (1, len(steps))

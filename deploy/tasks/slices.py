@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deploy.tasks import thresholds
 from deploy.tasks.rows import (
     Arrays,
     Flags,
@@ -28,6 +27,20 @@ from deploy.tasks.rows import (
     is_floating,
     sums_to_one,
     to_shares,
+)
+from deploy.tasks.thresholds import (
+    FORM_SAMPLES,
+    FORM_SAMPLES_OF_FEW,
+    HIGH,
+    LOW,
+    MAX_LOGIT,
+    MAX_LOW_SCORE,
+    MAX_SILENT_PEAK,
+    MIN_END_SHARE,
+    MIN_ROW_VALUES,
+    MIN_UNIT_RATIO,
+    MOST_SHARE,
+    UNIT_TOLERANCE,
 )
 from deploy.tensors import Array
 
@@ -44,11 +57,11 @@ def form_samples(inputs: Outputs, outputs: Outputs, batch: int = 1) -> int:
     """
     has_single = any(value.size <= batch and value.dtype.kind == "f" for value in outputs.values())
     max_size = max((value.size for value in outputs.values()), default=0)
-    if not has_single and max_size > thresholds.MIN_ROW_VALUES * batch:
-        return thresholds.FORM_SAMPLES
+    if not has_single and max_size > MIN_ROW_VALUES * batch:
+        return FORM_SAMPLES
     total = sum(value.size for value in (*inputs.values(), *outputs.values())) // batch
     fitting = _MAX_SAMPLE_VALUES // max(total, 1)
-    return max(thresholds.FORM_SAMPLES, min(thresholds.FORM_SAMPLES_OF_FEW, fitting))
+    return max(FORM_SAMPLES, min(FORM_SAMPLES_OF_FEW, fitting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +207,11 @@ def _read_values(part: OutputSlice, arrays: Arrays) -> _SliceValues:
         return slice_values
     shares = to_shares(values, raw=has_raw_scores)
     farthest_end = max(shares.min(), 1 - shares.max())
-    has_count = shares.size >= thresholds.MIN_ROW_VALUES
+    has_count = shares.size >= MIN_ROW_VALUES
     return replace(
         slice_values,
-        decided_share=float(np.mean((shares < 0.1) | (shares > 0.9))),
-        has_both_ends=bool(has_count and farthest_end <= thresholds.MAX_LOW_SCORE),
+        decided_share=float(np.mean((shares < LOW) | (shares > HIGH))),
+        has_both_ends=bool(has_count and farthest_end <= MAX_LOW_SCORE),
     )
 
 
@@ -239,12 +252,12 @@ def _may_weight(scores: _SliceValues, weighted: _SliceValues) -> bool:
     if scores.are_raw:
         is_same_size = scores.values.size == weighted.values.size
         low, high = weighted.values.min(), weighted.values.max()
-        if weighted.are_raw or (is_same_size and low < 0 < high <= thresholds.MAX_LOGIT):
+        if weighted.are_raw or (is_same_size and low < 0 < high <= MAX_LOGIT):
             return False  # of another head
     if scores.values.size < weighted.values.size and not scores.part.axis:
         return True
     is_doubtful = weighted.are_shares or scores.part.axis is not None
-    return scores.decided_share >= (thresholds.MOST_SHARE if is_doubtful else 0.5)
+    return scores.decided_share >= (MOST_SHARE if is_doubtful else 0.5)
 
 
 def _fit_cells(pairs: Sequence[tuple[Array, Array]]) -> bool:
@@ -309,15 +322,16 @@ def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
     if len({len(table) for table in tables}) > 1 or not 2 <= len(tables[0]) <= _MAX_ROWS:
         return None
     values = np.concatenate(tables, axis=1)
-    if values.shape[1] < thresholds.MIN_ROW_VALUES:
+    if values.shape[1] < MIN_ROW_VALUES:
         return None
 
-    tolerance = thresholds.UNIT_TOLERANCE
+    tolerance = UNIT_TOLERANCE
     in_unit = np.all((values >= -tolerance) & (values <= 1 + tolerance), axis=1)
     is_number = (values == np.rint(values)).all(axis=1) & ~in_unit
-    near_0, near_1 = (values < 0.1).mean(axis=1), (values > 0.9).mean(axis=1)
-    is_decided = near_0 + near_1 >= thresholds.MOST_SHARE
-    has_both_ends = np.minimum(near_0, near_1) >= thresholds.MIN_END_SHARE
+    near_0 = (values < LOW).mean(axis=1)
+    near_1 = (values > HIGH).mean(axis=1)
+    is_decided = near_0 + near_1 >= MOST_SHARE
+    has_both_ends = np.minimum(near_0, near_1) >= MIN_END_SHARE
     peak = np.abs(values).max(axis=1).astype(np.float64)
     return _Rows(peak, in_unit, is_number, in_unit & is_decided & has_both_ends)
 
@@ -326,7 +340,7 @@ def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]
     """Yield [start, stop) split recursively at its widest gap; unsplit if there is none."""
     gaps = [_gap(rows, start, cut, stop) for cut in range(start + 1, stop)]
     widest = max(gaps, default=0.0)
-    if widest < thresholds.MIN_UNIT_RATIO:
+    if widest < MIN_UNIT_RATIO:
         yield start, stop
         return
     cut = start + 1 + gaps.index(widest)
@@ -348,7 +362,7 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     if rows.peak[large].min() <= small_peak:
         large, small = small, large
         small_peak = _find_peak(rows, small)
-    if small_peak < thresholds.MAX_SILENT_PEAK or rows.in_unit[large].any():
+    if small_peak < MAX_SILENT_PEAK or rows.in_unit[large].any():
         return 0.0
     has_single_row = min(cut - start, stop - cut) < 2
     if has_single_row and not rows.in_unit[small].all():
@@ -356,13 +370,13 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     ratio = float(rows.peak[large].min()) / small_peak
     if not rows.is_sure[small].all():
         return ratio
-    return ratio * thresholds.MIN_UNIT_RATIO
+    return ratio * MIN_UNIT_RATIO
 
 
 def _find_peak(rows: _Rows, span: slice) -> float:
     """Return the peak of some rows, without class numbers unless the other rows are silent."""
     peaks = rows.peak[span]
     value_peak = float(peaks[~rows.is_number[span]].max(initial=0.0))
-    if value_peak >= thresholds.MAX_SILENT_PEAK:
+    if value_peak >= MAX_SILENT_PEAK:
         return value_peak
     return float(peaks.max())

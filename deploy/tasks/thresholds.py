@@ -4,6 +4,13 @@ A form is certain or it is not used: outputs without a form are compared by thei
 """
 
 # --- boxes: a row of numbers per anchor, cell or query ---
+BOX_THRESHOLDS = 0.25, 0.15, 0.05  # scores above which boxes count
+IOU = 0.5  # above it two boxes are the same, for suppression and for matching
+MIN_MASK_IOU = 0.75  # of the masks of two boxes
+MIN_VISIBILITY = 0.5  # of a key point of a box that counts
+MAX_BOX_POINT_DISTANCE = 0.1  # mean distance of a box's key points, relative to its size
+MIN_THINGS = 5  # things, such as boxes or labels, of FP32 above a threshold that counts
+MIN_SHARE_ABOVE = 0.1  # of those above the next lower one; fewer are a detector's rare peaks
 UNIT_TOLERANCE = 1e-3  # rounding of a probability by float16 and resizing
 MIN_ANCHORS = 10  # fewer rows are classes of a few steps
 MIN_ROWS_PER_COLUMN = 2  # anchors are many more than the numbers of one, unless there are 100
@@ -16,44 +23,39 @@ MIN_CORNER_CORRELATION = 0.3  # corners move together, offsets and sizes do not
 MAX_OUTSIDE_PICTURE = 0.1  # distance of a centre to the picture, relative to its side
 MIN_INSIDE_SHARE = 0.95  # share of boxes whose centre is nearer than that
 MIN_CENTRE_SPREAD = 0.1  # deviation of the centres, relative to the picture: a grid has 0.29
-MIN_BINS = 4  # of a distribution of distances; models have 8 or more
 MIN_POINT_CORRELATION = 0.8  # key points of a box move with its centre
 MAX_CELL_OFFSET = 16.0  # YOLOX's raw boxes: cells from the anchor, and the logarithm of a size
 MIN_QUIET_SCORE = 0.02  # mean score below which rows do not show an objectness
+MIN_LEVEL_MAPS = 4  # maps of two levels of a detector; fewer are features
 MIN_LIST_ROWS = 3  # rows of a list of boxes, which show its columns
 
 # --- steps and text ---
-MIN_STEPS = 4  # steps of a sample; fewer are a few vectors
-MIN_TRACK_STEPS = 8  # steps of independent probabilities; fewer are labels
 MAX_BETWEEN_SHARE = 0.25  # share of probabilities between 0.1 and 0.9
-MAX_USUAL_SHARE = 0.75  # share of FP32's steps in one class, such as silence, above which only the
-# others are counted
 MIN_SYMBOLS = 11  # digits and a blank
 MIN_BLANK_SHARE = 0.2  # share of steps that CTC leaves blank
 MAX_WORD_STEPS = 16  # mean number of steps between blanks
 MAX_SYMBOL_STEPS = 3  # mean number of steps of one symbol: CTC's symbols are peaks
 
 # --- a vector per sample: classes, labels, embeddings ---
+LABEL_THRESHOLDS = 0.5, 0.3, 0.1  # probabilities above which labels count
+MIN_NEIGHBOUR_VECTORS = 8  # vectors that have a nearest neighbour
 MIN_EMBEDDING_SIZE = 32  # numbers of an embedding; of as many raw scores the best stands out
 MIN_STAND_OUT = 1.2  # best raw score, relative to the expected maximum of normal numbers
 MAX_TANH = 1.05  # values of few raw scores, which leave the range of a Tanh
 MAX_LOGIT_DRIFT = 0.5  # deviation of few raw scores' mean, relative to that of the scores
 MAX_POSE_NUMBERS = 6  # numbers of a pose: angles, a rotation, a direction
 MAX_COMMON_MOTION = 0.5  # variance of a pose's mean, relative to independent numbers
-MIN_LABELS = 4  # fewer probabilities are numbers of something else
 MIN_LOGIT_DEPTH = 0.75  # mean of labels' raw scores below 0, in standard deviations
 FEATURE_FACTOR = 16  # widths of networks are multiples of it, ImageNet's 1000 classes are not
 MIN_ACTIVATION = -0.375  # least value of HardSwish, the lowest of the activations
-MAX_LENGTH_DEVIATION = 1e-2  # deviation of a normalised vector's length from 1
 MIN_L1_NORM = 2.0  # of a normalised vector: less may be probabilities of a few classes
 MAX_MEAN_SHARE = 0.25  # mean of an embedding's numbers, in standard deviations
 MAX_SIDE_RATIO = 1.6  # largest number to one side of 0, relative to the other side
 MAX_NORMAL_PEAK = 1.5  # largest number of an embedding, relative to that of normal numbers
 
 # --- key points ---
-MIN_POINTS, MAX_POINTS = 4, 600  # points of an output: a quadrangle, a mesh of a face
-MIN_FLAT_POINTS = 8  # points of a flat output, whose order must show
-MIN_ORDER_LEAD = 0.2  # the same of known numbers per point, above that of any neighbours
+MAX_POINTS = 600  # points of an output: a mesh of a face has 468
+MIN_ORDER_LEAD = 0.2  # lead in correlation of points in their order over mere neighbours
 MEAN_COORDINATE = 0.15, 0.85  # range of the mean coordinate, relative to the picture's side
 COORDINATE_SPREAD = 0.01, 0.5  # range of a sample's deviation, relative to the picture's side
 MAX_POINT_OUTSIDE = 0.5  # distance of a point to the picture, relative to its side
@@ -66,9 +68,7 @@ MAX_SIMCC_PIXELS = 2  # distance of matching points
 
 # --- values ---
 MIN_VARIATION = 1e-3  # change of outputs from sample to sample, relative to the first one's
-SUM_ROUNDING = 1e-2  # error of a sum of probabilities in float16 over thousands of classes
-MIN_ORDERED_CLASSES = 8  # classes in an order, such as ages
-MIN_SINGLE_SHARE = 0.75  # the same of single values
+SUM_ROUNDING = 1e-2  # error of a sum of probabilities, or of a vector's length, in float16
 MAX_LOGIT = 40.0  # larger magnitudes are of another unit
 MIN_SIDE_DISTANCE = 5.0  # distance of raw scores on both sides of 0, in their own deviations
 MAX_CHANCE_ORDERS = 1e4  # orders of a few values, of which one is sorted by chance
@@ -98,8 +98,11 @@ MAX_PEAK_SHARE = 0.05  # share of a heat map's pixels above half of its peak
 HEAT_RANGE = -0.3, 1.5  # values of heat maps, which are trained to be 0 to 1
 
 # --- shared by several forms ---
+LOW, HIGH = 0.1, 0.9  # probabilities between them are undecided
+MIN_COUNT = 4  # fewer steps, labels, points or bins are numbers of something else
+MIN_ORDERED = 8  # fewer numbers, such as points or classes, do not show an order
 MIN_CONFIDENCE = 0.8  # mean probability of the best of raw scores that a Softmax belongs to
-MOST_SHARE = 0.75  # of scores near 0 or 1, and of pixels whose best raw score is above 0
+MOST_SHARE = 0.75  # of values: of decided scores, sure pixels, steps of the usual class
 MIN_ORDER = 0.6  # correlation of numbers in an order with those before: points, ages
 MAX_MASK_SCALE = 8  # scale of the picture to masks
 MAX_CLASS_SCALE = 4  # the same to raw scores of pixels; smaller maps are features

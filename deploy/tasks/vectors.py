@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deploy.tasks import sequences, thresholds
+from deploy.tasks import sequences
 from deploy.tasks.evaluation_task import (
     ClassExample,
     EvaluationTask,
@@ -53,11 +53,32 @@ from deploy.tasks.rows import (
     to_shares,
 )
 from deploy.tasks.slices import split_output
+from deploy.tasks.thresholds import (
+    FEATURE_FACTOR,
+    LABEL_THRESHOLDS,
+    LOW,
+    MAX_BETWEEN_SHARE,
+    MAX_COMMON_MOTION,
+    MAX_MEAN_SHARE,
+    MAX_NORMAL_PEAK,
+    MAX_POSE_NUMBERS,
+    MAX_SIDE_RATIO,
+    MIN_ACTIVATION,
+    MIN_CONFIDENCE,
+    MIN_COUNT,
+    MIN_EMBEDDING_SIZE,
+    MIN_L1_NORM,
+    MIN_LOGIT_DEPTH,
+    MIN_NEIGHBOUR_VECTORS,
+    MIN_ORDER,
+    MIN_STAND_OUT,
+    SUM_ROUNDING,
+    UNIT_TOLERANCE,
+)
 from deploy.tensors import Array
 
 _MIN_DIFFERENCE = 1e-12  # another class is a difference, even if both scores are equal
 _MAX_VECTORS = 64  # vectors stored
-_MIN_NEIGHBOUR_VECTORS = 8  # vectors needed for a nearest-neighbour figure
 
 
 def to_vector(value: Array) -> Floats | None:
@@ -88,7 +109,7 @@ def fit_classes(name: str, samples: FirstSamples) -> "Classes | None":
 def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
     """Return the labels of an output that the user or the file says to hold such."""
     rows = _stack_vectors(samples.arrays(name))
-    if rows is None or rows.shape[1] < thresholds.MIN_LABELS:
+    if rows is None or rows.shape[1] < MIN_COUNT:
         return None
     return Labels(name, rows.shape[1], raw=not are_shares(rows))
 
@@ -211,7 +232,7 @@ def find_classes(samples: FirstSamples) -> Classes | None:
 
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
     """Whether [N, C] are raw scores of classes; `is_single`: whether of the only output."""
-    if rows.shape[1] >= thresholds.MIN_EMBEDDING_SIZE:
+    if rows.shape[1] >= MIN_EMBEDDING_SIZE:
         return bool(_stand_out(rows).all()) and not all(map(has_unit_length, rows))
     # a few numbers of one sign may be a position or a size, or a position and a rotation
     if len(split_output("", [*rows[:, None]])) > 1 or not _are_few_scores(rows):
@@ -224,8 +245,8 @@ def _stand_out(rows: Floats) -> Flags:
     """Return where the best exceeds the expected maximum of normal numbers, and the worst."""
     mean = rows.mean(axis=1)
     high, low = rows.max(axis=1) - mean, mean - rows.min(axis=1)
-    is_clear = high > thresholds.MIN_STAND_OUT * _normal_maximum(rows.shape[1]) * rows.std(axis=1)
-    return np.asarray(is_clear & (high > thresholds.MIN_STAND_OUT * low))
+    is_clear = high > MIN_STAND_OUT * _normal_maximum(rows.shape[1]) * rows.std(axis=1)
+    return np.asarray(is_clear & (high > MIN_STAND_OUT * low))
 
 
 def _normal_maximum(count: int) -> float:
@@ -237,20 +258,20 @@ def _are_few_scores(rows: Floats) -> bool:
     """Whether few scores may be in front of a Softmax, and are no pose."""
     if not may_be_logits(rows, 1):
         return False
-    if rows.shape[1] > thresholds.MAX_POSE_NUMBERS:
+    if rows.shape[1] > MAX_POSE_NUMBERS:
         return True
     # angles of a pose change each for itself, scores of classes against each other
     changes = rows - rows.mean(axis=0)
     independent_variance = float(changes.var(axis=1).mean()) / (rows.shape[1] - 1)
     common_variance = float(changes.mean(axis=1).var())
-    return bool(common_variance < thresholds.MAX_COMMON_MOTION * independent_variance)
+    return bool(common_variance < MAX_COMMON_MOTION * independent_variance)
 
 
 @dataclass(slots=True)
 class _LabelTally(ThresholdTally["Labels"]):
     """Counts labels above each threshold: FP32's, the candidate's, both's."""
 
-    thresholds = 0.5, 0.3, 0.1
+    thresholds = LABEL_THRESHOLDS
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_shares = self._read(reference[self.task.output])
@@ -304,7 +325,7 @@ def find_labels(samples: FirstSamples) -> Labels | None:
         return None
     (name,) = samples.names
     rows = _stack_vectors(samples.arrays(name))
-    if rows is None or rows.shape[1] < thresholds.MIN_LABELS or are_sorted([*rows]):
+    if rows is None or rows.shape[1] < MIN_COUNT or are_sorted([*rows]):
         return None
     if not samples.of_pictures and sequences.find_steps(samples) is not None:
         return None
@@ -328,14 +349,14 @@ def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
     if raw:
         depth = -(rows.mean(axis=1) / np.maximum(rows.std(axis=1), 1e-30)).max()
         confidence = activate(rows, "softmax").max(axis=1).mean()
-        is_deep = depth >= thresholds.MIN_LOGIT_DEPTH
-        if not is_deep or confidence > thresholds.MIN_CONFIDENCE:
+        is_deep = depth >= MIN_LOGIT_DEPTH
+        if not is_deep or confidence > MIN_CONFIDENCE:
             return False
     label_counts = np.count_nonzero(shares > 0.5, axis=1)
     # a classifier's raw scores may well have two above 0 in one sample
     has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= min_labels
-    is_decided = are_between(shares).mean() < thresholds.MAX_BETWEEN_SHARE
-    return bool(has_several and is_decided and np.mean(shares < 0.1) >= 0.5)
+    is_decided = are_between(shares).mean() < MAX_BETWEEN_SHARE
+    return bool(has_several and is_decided and np.mean(shares < LOW) >= 0.5)
 
 
 @dataclass(slots=True)
@@ -358,7 +379,7 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
         cosine = self.cosines / self.samples
         text = f"mean cosine {cosine:.4f}"
         vector_count = len(self.vectors)
-        if vector_count < _MIN_NEIGHBOUR_VECTORS:
+        if vector_count < MIN_NEIGHBOUR_VECTORS:
             return self.figure("mean cosine", cosine, f"{cosine:.4f}", text)
 
         references, candidates = zip(*self.vectors, strict=True)
@@ -420,7 +441,7 @@ def find_embeddings(samples: FirstSamples) -> Embeddings | None:
     ((name, values),) = vectors.items()
     length = values[0].size
     has_equal_length = {value.size for value in values} | token_lengths == {length}
-    if length < thresholds.MIN_EMBEDDING_SIZE or not has_equal_length:
+    if length < MIN_EMBEDDING_SIZE or not has_equal_length:
         return None
     rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
     if not all(map(is_vector, values)) or _are_points(rows):
@@ -439,24 +460,24 @@ def are_features(rows: Floats) -> bool:
     Scores after a ReLU, as SqueezeNet's, do not, but their number is that of the classes.
     """
     length = rows.shape[1]
-    is_width = length >= thresholds.MIN_EMBEDDING_SIZE and length % thresholds.FEATURE_FACTOR == 0
-    is_activated = rows.min() >= thresholds.MIN_ACTIVATION
-    exceeds_one = rows.max(axis=1).min() > 1 + thresholds.UNIT_TOLERANCE
+    is_width = length >= MIN_EMBEDDING_SIZE and length % FEATURE_FACTOR == 0
+    is_activated = rows.min() >= MIN_ACTIVATION
+    exceeds_one = rows.max(axis=1).min() > 1 + UNIT_TOLERANCE
     return bool(is_width and is_activated and exceeds_one)
 
 
 def has_unit_length(vector: Floats) -> bool:
     """Whether a vector was normalised to L2 length 1, and is not a few probabilities."""
     deviation = abs(float(np.linalg.norm(vector)) - 1)
-    is_wide = float(np.abs(vector).sum()) > thresholds.MIN_L1_NORM
-    return is_wide and deviation < thresholds.MAX_LENGTH_DEVIATION
+    is_wide = float(np.abs(vector).sum()) > MIN_L1_NORM
+    return is_wide and deviation < SUM_ROUNDING
 
 
 def _are_points(rows: Floats) -> bool:
     """Whether numbers correlate with those 1 to 3 before them, as points in order do."""
     for step in (1, 2, 3):
         correlations = [correlate(row[step:], row[:-step]) for row in rows]
-        if np.mean(correlations) > thresholds.MIN_ORDER:
+        if np.mean(correlations) > MIN_ORDER:
             return True
     return False
 
@@ -465,7 +486,7 @@ def is_about_zero(vector: Floats) -> bool:
     """Whether numbers are spread about 0 as normal ones, to both sides alike."""
     spread = float(vector.std())
     high, low = float(vector.max()), float(-vector.min())
-    is_centred = abs(float(vector.mean())) < thresholds.MAX_MEAN_SHARE * spread
-    is_symmetric = max(high, low) < thresholds.MAX_SIDE_RATIO * min(high, low)
-    peak = thresholds.MAX_NORMAL_PEAK * _normal_maximum(len(vector)) * spread
+    is_centred = abs(float(vector.mean())) < MAX_MEAN_SHARE * spread
+    is_symmetric = max(high, low) < MAX_SIDE_RATIO * min(high, low)
+    peak = MAX_NORMAL_PEAK * _normal_maximum(len(vector)) * spread
     return is_centred and is_symmetric and max(high, low) < peak
