@@ -405,8 +405,7 @@ def find_simcc(samples: FirstSamples) -> SimccPoints | None:
 
 def _steps_per_pixel(size: ImageSize, columns: Array, rows: Array) -> float | None:
     """Return the steps per pixel, equal on both axes; None if shapes do not fit the picture."""
-    are_distributions = columns.ndim == rows.ndim == 3 and columns.shape[:2] == rows.shape[:2]
-    if not are_distributions or len(columns) != 1 or columns.shape[1] < MIN_COUNT:
+    if not columns.ndim == rows.ndim == 3 or columns.shape[1] != rows.shape[1]:
         return None
     height, width = size
     steps = float(columns.shape[2] / width)
