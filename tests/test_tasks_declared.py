@@ -144,10 +144,8 @@ def test_page_of_forms_is_current():
 
 
 def test_thresholds_are_few_and_have_reasons():
-    folder = Path(thresholds.__file__).parent
-    rows = re.findall(
-        r"^([A-Z].*?) = .*?(?:  # (.+))?$", Path(thresholds.__file__).read_text(), re.M
-    )
+    file = Path(thresholds.__file__)
+    rows = re.findall(r"^([A-Z].*?) = .*?(?:  # (.+))?$", file.read_text(), re.MULTILINE)
     names = [name for row, _ in rows for name in row.split(", ")]
     assert len(names) <= 90
     assert all(reason for _, reason in rows)
