@@ -57,7 +57,9 @@ def random_feeds(
     input_shapes = []
     for spec in inputs:
         shape = _choose_shape(spec, shapes.get(spec.name))
-        input_shapes.append(shape if batch is None else _with_batch(spec.name, shape, batch))
+        if batch is not None:
+            shape = _with_batch(spec.name, shape, batch)
+        input_shapes.append(shape)
 
     needed_bytes = count * 4 * sum(map(prod, input_shapes))
     memory = memory_bytes()
@@ -120,13 +122,14 @@ def read_calibration_shapes(
             build = manifest.read_manifest(path.parent)
         except CacheError:
             continue
-        if path.name in build.files:
-            shapes = build.shapes
-            return {
-                spec.name: shapes[spec.name]
-                for spec in inputs
-                if _has_open_dimension(spec) and _fits(spec, shapes.get(spec.name, ()))
-            }
+        if path.name not in build.files:
+            continue
+        fitting_shapes = {}
+        for spec in inputs:
+            shape = build.shapes.get(spec.name, ())
+            if _has_open_dimension(spec) and _fits(spec, shape):
+                fitting_shapes[spec.name] = shape
+        return fitting_shapes
     return {}
 
 
@@ -137,10 +140,12 @@ def _has_open_dimension(spec: TensorSpec) -> bool:
 
 def _fits(spec: TensorSpec, shape: Sequence[int]) -> bool:
     """Whether a shape has the input's fixed dimensions."""
-    return len(shape) == len(spec.shape) and all(
-        not isinstance(dimension, int) or dimension == size
-        for dimension, size in zip(spec.shape, shape, strict=True)
-    )
+    if len(shape) != len(spec.shape):
+        return False
+    for dimension, size in zip(spec.shape, shape, strict=True):
+        if isinstance(dimension, int) and dimension != size:
+            return False
+    return True
 
 
 def _with_batch(name: str, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:

@@ -111,10 +111,10 @@ def _summarize(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[Ker
     for name, kind, ms in events:
         if kind not in _CONTROL_FLOW:
             times_ms[name, kind].append(ms)
-    kernels = [
-        KernelTime(name=name, kind=kind, ms=_p50_per_inference(kernel_ms, runs))
-        for (name, kind), kernel_ms in times_ms.items()
-    ]
+    kernels = []
+    for (name, kind), kernel_ms in times_ms.items():
+        p50_ms = _p50_per_inference(kernel_ms, runs)
+        kernels.append(KernelTime(name=name, kind=kind, ms=p50_ms))
     return tuple(sorted(kernels, key=lambda kernel: -kernel.ms))
 
 

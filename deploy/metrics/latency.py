@@ -233,7 +233,7 @@ def _usual_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list
 
 
 def _ratio(rival_ms: float, engine_ms: float) -> float:
-    return max(rival_ms, _TICK_MS) / max(engine_ms, _TICK_MS)
+    return float(max(rival_ms, _TICK_MS) / max(engine_ms, _TICK_MS))
 
 
 def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list[float]:
@@ -243,10 +243,11 @@ def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> li
         return []
     rival_stretches = np.array_split(rival_ms, stretch_count)
     engine_stretches = np.array_split(engine_ms, stretch_count)
-    return [
-        _ratio(float(np.median(rival_stretch)), float(np.median(engine_stretch)))
-        for rival_stretch, engine_stretch in zip(rival_stretches, engine_stretches, strict=True)
-    ]
+    rival_medians, engine_medians = (
+        map(np.median, rival_stretches),
+        map(np.median, engine_stretches),
+    )
+    return [*map(_ratio, rival_medians, engine_medians)]
 
 
 def percentile(ordered_ms: Floats, percent: int) -> float:
@@ -317,10 +318,12 @@ def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
     If one does not, the others are not timed in CPU time either: one clock must serve for all, and
     the calling thread's would show none of the work of another thread.
     """
-    on_host = [session for session in sessions if not isinstance(session, DeviceSession)]
-    return _HAS_THREAD_CLOCK and all(
-        isinstance(session, HostSession) and session.runs_in_calling_thread for session in on_host
-    )
+    for session in sessions:
+        if isinstance(session, DeviceSession):
+            continue
+        if not isinstance(session, HostSession) or not session.runs_in_calling_thread:
+            return False
+    return _HAS_THREAD_CLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,13 +426,13 @@ class _InterleavedTimer:
 
     def _is_settled(self) -> bool:
         """Whether enough rounds ran, and no session's speed-up over the first changes any more."""
-        first, *others = [
-            runs.samples_ms(in_calling_thread=self._in_calling_thread)
-            for runs in self.runs.values()
-        ]
-        if len(first) < MIN_RUNS_FOR_P95 or not others:
+        latencies_ms = []
+        for runs in self.runs.values():
+            latencies_ms.append(runs.samples_ms(in_calling_thread=self._in_calling_thread))
+        first, *other_latencies = latencies_ms
+        if len(first) < MIN_RUNS_FOR_P95 or not other_latencies:
             return False
-        for samples_ms in others:
+        for samples_ms in other_latencies:
             ratios = _usual_ratios(first, samples_ms)
             if max(ratios) > _SETTLED_RATIO * min(ratios):
                 return False

@@ -24,10 +24,9 @@ def pair_quantized_tensors(reference: ModelProto, candidate: ModelProto) -> dict
 
     Only tensors that the int8 model quantizes and that a node of the float model makes.
     """
-    reading_by_tensor = {
-        _without_padding(name): reading
-        for name, reading in _dequantized_readings(candidate).items()
-    }
+    reading_by_tensor = {}
+    for name, reading in _dequantized_readings(candidate).items():
+        reading_by_tensor[_without_padding(name)] = reading
     pairs = {}
     for node in reference.graph.node:
         for name in node.output:
@@ -80,10 +79,10 @@ def _dequantized_readings(model: ModelProto) -> dict[str, str]:
 
     Outputs of DequantizeLinear are read as themselves.
     """
-    dequantized = {
-        node.input[0]: node.output[0] for node in model.graph.node if _is_dequantize(node)
-    }
-    readings = {}
+    dequantized, readings = {}, {}
+    for node in model.graph.node:
+        if _is_dequantize(node):
+            dequantized[node.input[0]] = node.output[0]
     for node in model.graph.node:
         if _is_quantize(node) and node.output[0] in dequantized:
             readings[node.input[0]] = dequantized[node.output[0]]
@@ -104,11 +103,11 @@ def _dequantized_from_kernels(model: ModelProto) -> set[str]:
     for node in model.graph.node:
         if not _is_quantize(node) and node.op_type != "Constant":
             kernel_outputs.update(node.output)
-    return {
-        node.output[0]
-        for node in model.graph.node
-        if _is_dequantize(node) and node.input[0] in kernel_outputs
-    }
+    dequantized = set()
+    for node in model.graph.node:
+        if _is_dequantize(node) and node.input[0] in kernel_outputs:
+            dequantized.add(node.output[0])
+    return dequantized
 
 
 def _is_quantize(node: NodeProto) -> bool:

@@ -105,8 +105,6 @@ def derive_form(
     metric = metric or Metric(None)
     rows = metric.declared.batch_inputs
     samples = replace(_split_samples(reference_outputs, inputs, rows), declared=metric.declared)
-    if not samples.outputs:
-        return OutputForm(batch_inputs=rows)
     count = form_samples(samples.inputs[0], samples.outputs[0])
     first = FirstSamples(samples.inputs[:count], samples.outputs[:count], metric.declared)
     task, source = recognise_task(first, metric.task)

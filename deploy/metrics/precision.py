@@ -105,9 +105,9 @@ class AveragePrecision:
             best, is_of_class = detections.at(indices), classes == class_number
             class_boxes, class_crowds = boxes[is_of_class], crowds[is_of_class]
             self._object_counts[class_number] += int((~class_crowds).sum())
-            outcomes = [
-                _find_outcomes(best.boxes, class_boxes, class_crowds, float(iou)) for iou in IOUS
-            ]
+            outcomes = []
+            for iou in IOUS.tolist():
+                outcomes.append(_find_outcomes(best.boxes, class_boxes, class_crowds, iou))
             self._boxes[class_number].append((best.scores, np.stack(outcomes)))
 
     @property

@@ -58,10 +58,12 @@ class FirstSamples:
     @property
     def floats(self) -> dict[str, list[Array]]:
         """Outputs that are finite floating-point numbers in every sample -> their arrays."""
-        arrays_by_name = {name: self.arrays(name) for name in self.names}
-        return {
-            name: arrays for name, arrays in arrays_by_name.items() if all(map(is_floating, arrays))
-        }
+        floats = {}
+        for name in self.names:
+            arrays = self.arrays(name)
+            if all(map(is_floating, arrays)):
+                floats[name] = arrays
+        return floats
 
     @property
     def every(self) -> tuple[str, ...]:
