@@ -13,6 +13,7 @@ from deploy.errors import ModelError
 from deploy.graph import edit
 from deploy.graph.edit import _find_stem, rename_added
 from deploy.graph.index import CachedGraph, Graph, attributes
+from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.onnxruntime import qdq
 from deploy.tuning.search_options import Tuning
 from tests.models import as_float32, make_model, make_node, make_value
@@ -115,8 +116,8 @@ def test_replaced_nodes_keep_remaining_objects(model):
 def test_copy_without_initializers_lacks_only_these(model):
     model.metadata_props.add(key="made by", value="a test")
     model.doc_string = "with notes"
-    assert edit.copy_without_initializers(model, ()) == model
-    copy, expected = edit.copy_without_initializers(model, {"w", "idle"}), edit.copy_message(model)
+    assert copy_without_initializers(model, ()) == model
+    copy, expected = copy_without_initializers(model, {"w", "idle"}), edit.copy_message(model)
     del expected.graph.initializer[2], expected.graph.initializer[0]
     copy_bytes, expected_bytes = (m.SerializeToString(deterministic=True) for m in (copy, expected))
     assert copy_bytes == expected_bytes

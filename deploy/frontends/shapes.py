@@ -15,7 +15,6 @@ import onnx
 from deploy.frontends import checks
 from deploy.graph.edit import (
     copy_message,
-    copy_without_initializers,
     infer_types,
     replace_field,
 )
@@ -29,6 +28,7 @@ from deploy.graph.index import (
     has_subgraph,
     names_of,
 )
+from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.tensors import TensorSpec
 
 _MAX_JOINED = 1 << 16  # elements of a Concat of constants whose values are propagated

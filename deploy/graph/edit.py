@@ -60,34 +60,6 @@ def copy_tensor(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
     return copy
 
 
-def copy_without_initializers(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
-    """Return a copy of a model without the initializers of these names.
-
-    These may be most of the model's bytes, so they are never copied.
-    """
-    copy = type(model)()
-    for field, value in model.ListFields():
-        if field.name != "graph":
-            _copy_field(copy, field.name, value)
-    for field, value in model.graph.ListFields():
-        if field.name == "initializer":
-            copy.graph.initializer.extend(t for t in value if t.name not in names)
-        else:
-            _copy_field(copy.graph, field.name, value)
-    return copy
-
-
-def _copy_field(message: Any, field: str, value: Any) -> None:
-    """Copy a field's value into the empty field of another message."""
-    empty_field = getattr(message, field)
-    if hasattr(empty_field, "extend"):
-        empty_field.extend(value)
-    elif hasattr(empty_field, "CopyFrom"):
-        empty_field.CopyFrom(value)
-    else:
-        setattr(message, field, value)
-
-
 def copy_with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """Return a copy with these tensors appended to the outputs, without their types."""
     from onnx import ValueInfoProto

@@ -9,7 +9,8 @@ import platform
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -19,6 +20,7 @@ import numpy as np
 from deploy.errors import BackendError
 from deploy.files.reading import is_utf8_path, read_bytes, refuse_irregular
 from deploy.machine import trim_memory, usable_cores
+from deploy.runtimes.mapped_model import mapped_tensors, write_mapped
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -278,7 +280,6 @@ class OrtSession(CpuSession):
         import onnxruntime
 
         threads = usable_cores() if threads is None else threads
-        source = model_source(model)
         if threads < 1:
             raise BackendError(f"threads must be 1 or more, got {threads}")
         disabled_optimizers: Sequence[str] = ()
@@ -309,7 +310,10 @@ class OrtSession(CpuSession):
 
         _LOADING_OPTIONS.add(options)
         try:
-            session = _create_session(source, options, disabled_optimizers)
+            with _loadable(model) as source:
+                session = _create_session(source, options, disabled_optimizers)
+        except BackendError:
+            raise
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise cls._open_error(model, onnxruntime.__version__, error) from error
         finally:
@@ -435,6 +439,26 @@ def model_source(model: Model) -> str | bytes:
         refuse_irregular(model, what="a model", error=BackendError)
         return str(model) if is_utf8_path(model) else _read_bytes(model)
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
+
+
+@contextmanager
+def _loadable(model: Model) -> Iterator[str | bytes]:
+    """Yield a model as `model_source` does, but a large one in memory as files with its weights.
+
+    ONNX Runtime maps these; of bytes it would make two copies more.
+    """
+    names = {} if isinstance(model, Path | str | bytes) else mapped_tensors(model)
+    if isinstance(model, Path | str | bytes) or sum(names.values()) < _LARGE_MODEL_BYTES:
+        yield model_source(model)
+        return
+    with ExitStack() as stack:
+        source: str | bytes
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True)
+            source = str(write_mapped(model, names, Path(stack.enter_context(temporary))))
+        except OSError:  # the disk is full or read-only
+            source = model_source(model)
+        yield source
 
 
 def holds_fp8(model: Model) -> bool:

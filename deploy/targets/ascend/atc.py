@@ -435,11 +435,16 @@ def refuse_other_domains(loaded: LoadedModel) -> None:
 def strip_metadata(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy without doc strings and metadata."""
     stripped = copy_message(model)
-    for message in (stripped, *_nested_messages(stripped)):
+    clear_metadata(stripped)
+    return stripped
+
+
+def clear_metadata(model: onnx.ModelProto) -> None:
+    """Remove doc strings and metadata."""
+    for message in (model, *_nested_messages(model)):
         for name in _PRIVATE_FIELDS:
             if name in message.DESCRIPTOR.fields_by_name:
                 message.ClearField(name)
-    return stripped
 
 
 def _nested_messages(message: Message) -> Iterator[Message]:

@@ -34,8 +34,14 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from calibrators.amct.arq import by_row
-from deploy.graph.edit import copy_message, drop_initializer_inputs, replace_nodes, update_tensors
+from deploy.graph.edit import (
+    copy_message,
+    drop_initializer_inputs,
+    replace_nodes,
+    update_tensors,
+)
 from deploy.graph.index import Graph
+from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import (
     Float32Array,
@@ -82,7 +88,7 @@ def rewrite_layers(
 
     `layers`: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
     """
-    out = copy_message(model)
+    out = copy_without_weights(model, layers)
     rewriter = _LayerRewriter(out, replacement)
     layer_by_last_node = {
         q.layer.bias_add or name: q for name, q in layers.items() if q.layer.input_index is None
@@ -99,6 +105,15 @@ def rewrite_layers(
             nodes += rewriter.leave(node, layer_by_last_node[node.name])
     rewriter.finish(nodes)
     return out
+
+
+def copy_without_weights(
+    model: onnx.ModelProto, layers: Mapping[str, QuantLayer]
+) -> onnx.ModelProto:
+    """Return a copy with empty tensors in place of the weights that `rewrite_layers` replaces."""
+    quantized = {name for name, q in layers.items() if q.weight is not None}
+    weights = {node.input[1] for node in model.graph.node if node.name in quantized}
+    return copy_without_initializers(model, weights, placeholders=True)
 
 
 def group_tensor_inputs(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:

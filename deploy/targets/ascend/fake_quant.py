@@ -114,7 +114,7 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     `model`: float model, nodes named; opset 13 or later if weights are per channel.
     """
     out = copy_message(model)
-    writer = _AmctQdqWriter({name: q for name, q in layers.items() if _can_be_pairs(q)})
+    writer = _AmctQdqWriter({name: q for name, q in layers.items() if can_be_pairs(q)})
     nodes: Nodes = []
     for node in out.graph.node:
         nodes += writer.rewrite(node)
@@ -126,7 +126,7 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     return out
 
 
-def _can_be_pairs(q: QuantLayer) -> bool:
+def can_be_pairs(q: QuantLayer) -> bool:
     """Whether the Q/DQ model can express a layer, and AMCT's `convert` takes it."""
     if q.layer.two_activations or q.layer.kind == "MaxPool" or q.record.act_bits != 8:
         return False

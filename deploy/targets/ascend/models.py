@@ -21,18 +21,20 @@ from typing import Any
 import onnx
 
 from deploy.files import atomic
+from deploy.graph.edit import name_nodes_by_index
 from deploy.graph.index import iter_reads, runtime_inputs
+from deploy.machine import trim_memory
+from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.ascend.atc import (
     DEFAULT_CANN,
+    clear_metadata,
     lower_for_cann,
     refuse_other_domains,
-    strip_metadata,
 )
 from deploy.targets.ascend.config import write_config
-from deploy.targets.ascend.deploy_model import deploy_model, modified_model
-from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
+from deploy.targets.ascend.deploy_model import copy_without_weights, deploy_model, modified_model
+from deploy.targets.ascend.fake_quant import amct_qdq_model, can_be_pairs, fake_quant_model
 from deploy.targets.ascend.float16 import to_float16
-from deploy.targets.ascend.layers import name_nodes
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.record import write_record
 from deploy.targets.base import BuildRequest
@@ -64,9 +66,10 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
     return json.dumps({"name": name, "graph": [{"name": name, "op": ops}]}, indent=1)
 
 
-def _to_bytes(model: onnx.ModelProto) -> bytes:
-    """Return the bytes of a model's file, the same in every run."""
-    return bytes(strip_metadata(model).SerializeToString(deterministic=True))
+def _take_bytes(model: onnx.ModelProto) -> bytes:
+    """Return the bytes of a model's file, the same in every run; the model loses its metadata."""
+    clear_metadata(model)
+    return bytes(model.SerializeToString(deterministic=True))
 
 
 def is_fusion_mapping(text: str) -> bool:
@@ -82,7 +85,9 @@ class _OriginalNodes:
     """Finds the original nodes that make the tensors of the deploy model."""
 
     def __init__(self, original: onnx.ModelProto, deployed: Collection[str]) -> None:
-        graph = name_nodes(original).graph
+        weights = {tensor.name for tensor in original.graph.initializer}
+        graph = copy_without_initializers(original, weights, placeholders=True).graph
+        name_nodes_by_index(graph)
         self.producer = {tensor: n for n in graph.node for tensor in n.output if tensor}
         # tensors that only the original has, so that tracing goes on through them
         self.inner = _input_dependent(graph) & set(self.producer) - set(deployed)
@@ -148,7 +153,9 @@ def write_models(
     float16_tensors: Collection[str] = (),
     weight_sharers: Collection[str] = (),
 ) -> dict[str, Path]:
-    """Write config, record, models and mapping, or nothing if one fails; return role -> path.
+    """Write config, record, models and mapping; return role -> path.
+
+    Each model has all weights, so one is in memory at a time.
 
     Args:
         recipe: the model and its scales.
@@ -164,40 +171,44 @@ def write_models(
     model, layers, subject = recipe.model, recipe.layers, request.subject
     loaded = subject.loaded
     refuse_other_domains(loaded)
-    contents: dict[str, tuple[str, bytes]] = {}  # role -> ending of the name, content
+    files: dict[str, Path] = {}
+
+    def write(role: str, ending: str, data: bytes) -> None:
+        files[role] = atomic.write_bytes(request.folder / f"{loaded.name}_{ending}", data)
+
     if recipe.config is not None:
-        contents["quant config"] = "config.json", write_config(recipe.config).encode()
+        write("quant config", "config.json", write_config(recipe.config).encode())
     records = {
         name: replace(record, is_float16=layers[name].layer.output in float16_tensors)
         for name, record in recipe.records.items()
     }
-    contents["record"] = "record.txt", write_record(records).encode()
+    write("record", "record.txt", write_record(records).encode())
 
-    lowered = lower_for_cann(model, cann)
-    deploy = deploy_model(lowered, layers)
-    if float16_tensors:
-        deploy = to_float16(deploy, float16_tensors)
-    deploy = loaded.with_cut_off(deploy)
-    contents["deploy model"] = "deploy_model.onnx", _to_bytes(deploy)
-    original = subject.model if subject.original is None else subject.original
-    mapping = fusion_mapping(deploy, original, name=loaded.name)
-    del deploy  # each model has all weights, so one is there at a time
-
+    trim_memory()  # what quantizing the weights took
     fake_quant = fake_quant_model(model, layers)
     if float16_tensors:
         scaling_nodes = [f"{name}.fakedequant.mul" for name in layers]
         fake_quant = to_float16(fake_quant, float16_tensors, float32_nodes=scaling_nodes)
-    contents["fake-quant model"] = "fake_quant_model.onnx", _to_bytes(fake_quant)
+    write("fake-quant model", "fake_quant_model.onnx", _take_bytes(fake_quant))
     del fake_quant
+    trim_memory()
+
+    paired = {name: q for name, q in layers.items() if can_be_pairs(q)}
+    lowered = lower_for_cann(copy_without_weights(model, paired), cann)
+    deploy = deploy_model(lowered, layers)
+    if float16_tensors:
+        deploy = to_float16(deploy, float16_tensors)
+    deploy = loaded.with_cut_off(deploy)
+    write("deploy model", "deploy_model.onnx", _take_bytes(deploy))
+    original = subject.model if subject.original is None else subject.original
+    mapping = fusion_mapping(deploy, original, name=loaded.name)
+    del deploy
 
     qdq = loaded.with_cut_off(amct_qdq_model(lowered, layers))
-    contents["Q/DQ model"] = "amct_qdq.onnx", _to_bytes(qdq)
+    write("Q/DQ model", "amct_qdq.onnx", _take_bytes(qdq))
     del qdq
     if weight_sharers or any(record.rounded_weight is not None for record in records.values()):
         modified = loaded.with_cut_off(modified_model(model, layers))
-        contents["modified model"] = "modified_model.onnx", _to_bytes(modified)
-    contents["fusion mapping"] = "quant.json", mapping.encode()
-    return {
-        role: atomic.write_bytes(request.folder / f"{loaded.name}_{ending}", data)
-        for role, (ending, data) in contents.items()
-    }
+        write("modified model", "modified_model.onnx", _take_bytes(modified))
+    write("fusion mapping", "quant.json", mapping.encode())
+    return files

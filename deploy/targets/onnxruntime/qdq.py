@@ -28,10 +28,11 @@ from onnx import helper, numpy_helper
 from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, signed_grid
 from calibrators.scales import Scales
 from deploy.errors import ExportError
-from deploy.graph.edit import copy_without_initializers, drop_dead, make_node, rebuild, set_input
+from deploy.graph.edit import drop_dead, make_node, rebuild, set_input
 from deploy.graph.gates import Gate
 from deploy.graph.index import Nodes, by_name, count_reads, map_producers
 from deploy.graph.plan import Plan, QdqPair, WeightTarget
+from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.onnxruntime.uint8_gates import (
     GateWriter,
     ShiftedParams,

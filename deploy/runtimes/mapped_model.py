@@ -1,0 +1,97 @@
+"""A large model of memory as files whose weights ONNX Runtime maps instead of copying them.
+
+::
+
+    ModelProto --> model.onnx   nodes, small tensors, places of the others
+              '--> weights      the bytes of large tensors, one after the other
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+_MIN_MAPPED_BYTES = 1 << 20  # smaller tensors stay in the model
+_ALIGNMENT = 1 << 12  # of the places in the file, in bytes: a page
+
+
+def mapped_tensors(model: ModelProto) -> dict[str, int]:
+    """Return name -> bytes of the initializers that are worth a file of their own."""
+    sizes: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        # reading the bytes copies them, so it is left out where they are few
+        if 8 * math.prod(tensor.dims) >= _MIN_MAPPED_BYTES and tensor.HasField("raw_data"):
+            sizes[tensor.name] = len(tensor.raw_data)
+    return {name: size for name, size in sizes.items() if size >= _MIN_MAPPED_BYTES}
+
+
+def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Path:
+    """Write a model without these initializers, and these into a file beside it.
+
+    Returns:
+        The model's path.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    from onnx.external_data_helper import set_external_data
+
+    shell = copy_without_initializers(model, names, placeholders=True)
+    place_by_name = {tensor.name: tensor for tensor in shell.graph.initializer}
+    with (folder / "weights").open("wb") as file:
+        for tensor in model.graph.initializer:
+            if tensor.name not in names:
+                continue
+            file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+            offset, data = file.tell(), tensor.raw_data
+            file.write(data)
+            place = place_by_name[tensor.name]
+            place.raw_data = b""  # `set_external_data` wants it there
+            set_external_data(place, location="weights", offset=offset, length=len(data))
+            place.ClearField("raw_data")
+    path = folder / "model.onnx"
+    path.write_bytes(shell.SerializeToString())
+    return path
+
+
+def copy_without_initializers(
+    model: ModelProto, names: Collection[str], *, placeholders: bool = False
+) -> ModelProto:
+    """Return a copy of a model without the initializers of these names.
+
+    These may be most of the model's bytes, so they are never copied.
+
+    `placeholders`: keep their places, types and shapes, for other values.
+    """
+    copy = type(model)()
+    for field, value in model.ListFields():
+        if field.name != "graph":
+            _copy_field(copy, field.name, value)
+    for field, value in model.graph.ListFields():
+        if field.name == "initializer":
+            for tensor in value:
+                if tensor.name not in names:
+                    copy.graph.initializer.append(tensor)
+                elif placeholders:
+                    copy.graph.initializer.add(
+                        name=tensor.name, data_type=tensor.data_type, dims=tensor.dims
+                    )
+        else:
+            _copy_field(copy.graph, field.name, value)
+    return copy
+
+
+def _copy_field(message: Any, field: str, value: Any) -> None:
+    """Copy a field's value into the empty field of another message."""
+    empty_field = getattr(message, field)
+    if hasattr(empty_field, "extend"):
+        empty_field.extend(value)
+    elif hasattr(empty_field, "CopyFrom"):
+        empty_field.CopyFrom(value)
+    else:
+        setattr(message, field, value)
