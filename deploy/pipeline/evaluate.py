@@ -158,8 +158,8 @@ class InnerTensors:
         model = onnx.load(result.runnable)
         pairs = pair_quantized_tensors(loaded.model, model)
         if pairs:  # a fake-quant model has no DequantizeLinear
-            tapped_model = copy_with_outputs(model, pairs.values())
-            session = open_single_thread(tapped_model, stand_in=stand_in)
+            model = copy_with_outputs(model, pairs.values())
+            session = open_single_thread(model, stand_in=stand_in)
             comparison = TensorComparison(pairs, loaded.declaration.batch_inputs)
             self._engines[result.target] = session, comparison
 
