@@ -123,12 +123,14 @@ def residual_net() -> onnx.ModelProto:
 
 
 def concat_net() -> onnx.ModelProto:
-    """A Conv and a float branch that meet in a Concat, twice."""
+    """A Conv and a Softmax, which is float, that meet in a Concat, twice."""
     net = Net(64, 56)
     for _ in range(2):
-        gate = net.add("Sigmoid", net.tensor)
+        start = net.tensor
+        attention = net.add("Softmax", start, axis=1)
+        net.tensor = start
         branch = net.layer("Conv", 64, pads=[1] * 4)
-        net.add("Concat", branch, gate, axis=1)
+        net.add("Concat", branch, attention, axis=1)
         net.channels = 128
         net.layer("Conv", 64, pads=[1] * 4)
     return net.model
@@ -210,17 +212,17 @@ def _quantize_by_modelopt(path: Path, arrays: np.ndarray) -> Path:
 
 
 def time_models(
-    models: Mapping[str, Path], out: Path, duration_s: float
+    net: Path, models: Mapping[str, Path], duration_s: float
 ) -> Iterator[tuple[str, int, float | str]]:
     """Yield (model, batch, p50 in ms, or why there is none) of each engine."""
-    (spec,) = load(models[DEFAULT], fold_batchnorm=False).inputs
+    (spec,) = load(net).inputs
     for batch in BATCHES:
         shape = (batch, *(int(str(side)) for side in spec.shape[1:]))
         profiles = profiles_for({spec.name: spec.shape}, {spec.name: shape}, max_batch=batch)
         settings = BuilderSettings(profiles=profiles)
         sessions: dict[str, Session] = {}
         for title, path in models.items():
-            engine = out / f"{path.parent.name}-{path.stem}-{batch}.engine"
+            engine = path.with_name(f"{path.stem}-{batch}.engine")
             try:
                 atomic.write_bytes(engine, build_engine(path, settings).plan)
                 sessions[title] = TensorrtSession.open(engine)
@@ -262,7 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 77
     rows: list[tuple[str, str, int, float | str]] = []
     for name in names:
-        for title, batch, ms in time_models(models[name], options.out, options.duration):
+        net = options.out / f"{name}.onnx"
+        for title, batch, ms in time_models(net, models[name], options.duration):
             rows.append((name, title, batch, ms))
             text = f"{device}; int8 and fp16\n\n{table(rows)}\n"
             atomic.write_text(options.out / "gpu_placement.md", text)
