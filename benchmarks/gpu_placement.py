@@ -228,6 +228,8 @@ def time_models(
                 sessions[title] = TensorrtSession.open(engine)
             except BackendError as error:
                 yield title, batch, first_line(error)
+        if not sessions:
+            continue
         feed = {spec.name: np.zeros(shape, np.float32)}
         for title, latency in measure(sessions, [feed], duration_s=duration_s).items():
             yield title, batch, latency.latency.p50
