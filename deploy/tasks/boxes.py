@@ -11,7 +11,7 @@ if the length of the list varies. Other detectors: `detector_forms`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import permutations
 
 import numpy as np
@@ -24,7 +24,7 @@ from deploy.tasks.detections import (
     suppress_overlaps,
 )
 from deploy.tasks.detector import LIST, LIST_NUMBERS, Columns, OtherShapeError, RowDecoder
-from deploy.tasks.detector_forms import find_detector
+from deploy.tasks.detector_forms import find_detector, slice_detector
 from deploy.tasks.evaluation_task import (
     BoxExample,
     EvaluationTask,
@@ -61,7 +61,7 @@ def find_list(samples: FirstSamples) -> RowDecoder | None:
             decoders_by_outputs.setdefault(decoder.list_outputs, []).append(decoder)
     for decoders in decoders_by_outputs.values():
         if len(decoders) == 1:
-            return replace(decoders[0], parts=_slice_list(decoders[0], samples))
+            return decoders[0]
     return None
 
 
@@ -231,7 +231,7 @@ def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
     decoder = find_detector(samples, is_set=True)
     if decoder is None:
         return None
-    return BoxDetection(decoder, parts=decoder.parts)
+    return BoxDetection(decoder, parts=slice_detector(decoder, samples))
 
 
 def find_boxes(samples: FirstSamples) -> BoxDetection | None:
@@ -242,7 +242,10 @@ def find_boxes(samples: FirstSamples) -> BoxDetection | None:
     ranks = [value.ndim for inputs in samples.inputs for value in inputs.values()]
     if ranks and max(ranks) < _PICTURE:
         return None
-    decoder = find_list(samples) or find_detector(samples)
+    decoder = find_list(samples)
+    if decoder is not None:
+        return BoxDetection(decoder, parts=_slice_list(decoder, samples))
+    decoder = find_detector(samples)
     if decoder is None:
         return None
-    return BoxDetection(decoder, parts=decoder.parts)
+    return BoxDetection(decoder, parts=slice_detector(decoder, samples))

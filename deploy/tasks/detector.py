@@ -13,7 +13,7 @@ another output (YOLACT, Bolya et al. 2019), or an angle.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +38,6 @@ from deploy.tasks.rows import (
     correlate,
     image_size,
 )
-from deploy.tasks.slices import SlicesByOutput
 from deploy.tasks.thresholds import (
     MAX_CELL_OFFSET,
     MAX_OUTSIDE_PICTURE,
@@ -209,7 +208,6 @@ class RowDecoder:
         point_numbers: numbers per key point of the extra columns, 2 or 3; 0 without.
         mask_maps: output of the masks' prototypes; "" without.
         has_angle: whether the extra column is an angle.
-        parts: slices of the outputs; see `EvaluationTask`.
     """
 
     scores: tuple[Columns, ...]
@@ -227,7 +225,6 @@ class RowDecoder:
     point_numbers: int = 0
     mask_maps: str = ""
     has_angle: bool = False
-    parts: SlicesByOutput = field(default_factory=dict)
 
     @property
     def placed(self) -> bool:

@@ -378,8 +378,7 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
     If it `is_set` that they are, rows may all detect something, and boxes may have any coding.
     """
     score_rows = _read_rows(proposed.scores, samples)
-    outputs_of_rows = {columns.output for columns in (*proposed.scores, *proposed.box_columns)}
-    is_separate = len(outputs_of_rows) > len(proposed.scores)
+    is_separate = _are_separate(proposed)
     activation, background = _missing_sigmoid(score_rows), None
     if is_separate:
         found = _find_activation(score_rows, samples, is_set=is_set)
@@ -402,15 +401,16 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
         return None
     if not decoder.box_columns:
         return decoder
-
     decoder = replace(decoder, coding=_find_coding(decoder, samples))
-    if is_separate:
-        decoder = replace(decoder, parts=_slice_levels(decoder, samples))
-    elif decoder.coding or is_set:
-        decoder = replace(decoder, parts=_slice_columns(decoder, samples))
-    else:
+    if not is_separate and not decoder.coding and not is_set:
         return None
     return _read_extra(decoder, samples)
+
+
+def _are_separate(decoder: RowDecoder) -> bool:
+    """Whether boxes are in other outputs than the scores."""
+    score_outputs = {columns.output for columns in decoder.scores}
+    return any(columns.output not in score_outputs for columns in decoder.box_columns)
 
 
 def _find_activation(
@@ -534,6 +534,15 @@ def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
 
 
 # --- slices whose noise is measured ---
+
+
+def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
+    """Return the slices of a detector's outputs; none if its boxes are not decoded."""
+    if not decoder.box_columns:
+        return {}
+    if _are_separate(decoder):
+        return _slice_levels(decoder, samples)
+    return _slice_columns(decoder, samples)
 
 
 def _slice_columns(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:

@@ -149,14 +149,12 @@ def _are_computed(compute: Computation, sources: Arrays, values: Arrays) -> bool
 
 
 def _is_computed(compute: Computation, axis: int, source: Array, value: Array) -> bool:
-    outer_sides, inner_sides = source.shape[:axis], source.shape[axis + 1 :]
-    reduced_shapes = (*outer_sides, 1, *inner_sides), (*outer_sides, *inner_sides)
-    if source.shape[axis] < 2 or value.shape not in (source.shape, *reduced_shapes):
+    length = source.shape[axis]
+    if length < 2 or value.size not in (source.size, source.size // length):
         return False
-    computed = compute(source.astype(np.float64), axis)
-    if computed.size != value.size:
+    computed, value = np.squeeze(compute(source.astype(np.float64), axis)), np.squeeze(value)
+    if computed.shape != value.shape:
         return False
-    computed = computed.reshape(value.shape)
     if computed.dtype.kind == "i":
         return np.array_equal(computed, value)
     return np.allclose(computed, value.astype(np.float64), rtol=_TOLERANCE, atol=_TOLERANCE)
