@@ -15,7 +15,7 @@ from deploy.tasks import TASKS, Metric, thresholds
 from deploy.tasks.declarations import ARCHITECTURES, OUTPUT_NAMES, Declaration, declare
 from scripts import forms
 from tests.models import make_model
-from tests.outputs import fed
+from tests.outputs import GRID, SIZE, fed, split_yolo
 
 ROWS = (1, 6, 8)
 
@@ -151,3 +151,18 @@ def test_thresholds_are_few_and_have_reasons():
     assert all(reason for _, reason in rows)
     code = "".join(path.read_text() for path in file.parent.glob("*.py") if path != file)
     assert not [name for name in names if len(re.findall(rf"\b{name}\b", code)) < 2]
+
+
+@pytest.mark.parametrize(("columns", "activation"), [(5, "sigmoid"), (6, "softmax")])
+def test_class_count_decides_what_raw_scores_lack(columns, activation):
+    """A third of the rows detects something, too many to tell by the values alone."""
+    outputs = split_yolo(0)
+    scores = np.full((1, GRID.count(SIZE), columns), -6, np.float32)
+    scores[:, :, 5:] = 0  # the background, if there is one
+    scores[:, ::3, 1] = 4
+    samples = [{"boxes": outputs["boxes"], "scores": scores}] * 4
+    declared_form = f"scores: {activation} of 5 classes, boxes by centre"
+    for class_count, form in ((5, declared_form), (0, None)):
+        metric = Metric(None, declared=Declaration(classes=class_count))
+        task = derive_form(samples, inputs=[fed()] * 4, metric=metric).task
+        assert (task and task.form) == form

@@ -20,41 +20,60 @@ _MAX_OUTPUTS = 64  # of a model with a task: outputs are compared with each othe
 NO_TASK = ("none", "values")  # names that leave the task out, so that values are compared
 
 
+Finder = Callable[[FirstSamples], EvaluationTask | None]
+
+
 class TaskRow(NamedTuple):
     """How a task is recognised, and how it is made where the user or the file says it.
 
     Attributes:
         finders: recognise the task from the values; each returns None unless it is certain.
         forms: what they recognise.
-        fit: output's name and the samples -> the task of this floating-point output in any layout
-            that fits, or None.
+        fit: gives the task of outputs in any layout that fits, or None.
     """
 
-    finders: Sequence[Callable[[FirstSamples], EvaluationTask | None]]
+    finders: Sequence[Finder]
     forms: Sequence[Form]
-    fit: Callable[[str, FirstSamples], EvaluationTask | None] = lambda name, samples: None
+    fit: Finder = lambda samples: None
+
+
+def _fit_largest(fit: Callable[[str, FirstSamples], EvaluationTask | None]) -> Finder:
+    """Return a function that gives the task of the largest output that fits.
+
+    `fit`: name of a floating-point output and the samples -> its task, or None.
+    """
+
+    def fit_samples(samples: FirstSamples) -> EvaluationTask | None:
+        tasks = (fit(name, samples) for name in first_samples.sort_by_size(samples))
+        return next(filter(None, tasks), None)
+
+    return fit_samples
 
 
 # Task, as the user may set it -> its row. Recognisers are tried in this order.
 TASKS: dict[str, TaskRow] = {
-    "boxes": TaskRow([boxes.find_boxes], [boxes.LISTS, *PROPOSALS.values()]),
-    "text": TaskRow([sequences.find_text], [sequences.TEXT], sequences.fit_text),
-    "segmentation": TaskRow([maps.find_segmentation], [maps.SEGMENTATION], maps.fit_segmentation),
-    "masks": TaskRow([maps.find_masks], [maps.MASKS], maps.fit_masks),
-    "heatmaps": TaskRow([maps.find_heatmaps], [maps.HEATMAPS], maps.fit_heatmaps),
+    "boxes": TaskRow([boxes.find_boxes], [boxes.LISTS, *PROPOSALS.values()], boxes.fit_boxes),
+    "text": TaskRow([sequences.find_text], [sequences.TEXT], _fit_largest(sequences.fit_text)),
+    "segmentation": TaskRow(
+        [maps.find_segmentation], [maps.SEGMENTATION], _fit_largest(maps.fit_segmentation)
+    ),
+    "masks": TaskRow([maps.find_masks], [maps.MASKS], _fit_largest(maps.fit_masks)),
+    "heatmaps": TaskRow([maps.find_heatmaps], [maps.HEATMAPS], _fit_largest(maps.fit_heatmaps)),
     "keypoints": TaskRow(
         [keypoints.find_simcc, keypoints.find_keypoints],
         [keypoints.SIMCC, keypoints.POINTS],
-        keypoints.fit_keypoints,
+        _fit_largest(keypoints.fit_keypoints),
     ),
-    "labels": TaskRow([vectors.find_labels], [vectors.LABELS], vectors.fit_labels),
+    "labels": TaskRow([vectors.find_labels], [vectors.LABELS], _fit_largest(vectors.fit_labels)),
     "classes": TaskRow(
         [indices.find_ranked, vectors.find_classes],
         [indices.RANKED, vectors.CLASSES],
         vectors.fit_classes,
     ),
-    "embeddings": TaskRow([vectors.find_embeddings], [vectors.EMBEDDINGS], vectors.fit_embeddings),
-    "steps": TaskRow([sequences.find_steps], [sequences.STEPS], sequences.fit_steps),
+    "embeddings": TaskRow(
+        [vectors.find_embeddings], [vectors.EMBEDDINGS], _fit_largest(vectors.fit_embeddings)
+    ),
+    "steps": TaskRow([sequences.find_steps], [sequences.STEPS], _fit_largest(sequences.fit_steps)),
     "indices": TaskRow([indices.find_integers], [indices.INDICES]),
 }
 
@@ -90,7 +109,7 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
     declared_task = samples.declared.task
     if task or declared_task in TASKS:
         row = TASKS[task or declared_task]
-        fitting = _recognise(distinct, [row]) or _fit(row, distinct)
+        fitting = _recognise(distinct, [row]) or row.fit(distinct)
         if fitting is not None:
             return fitting, "as set by --task" if task else f"by {samples.declared.source}"
         if task:
@@ -130,24 +149,6 @@ def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> Evalu
                 if task is not None:
                     return task
     return None
-
-
-def _fit(row: TaskRow, samples: FirstSamples) -> EvaluationTask | None:
-    """Return the task of the largest output that fits; of classes, of all that do."""
-    if row is TASKS["boxes"]:
-        return boxes.fit_boxes(samples)
-    fitting = []
-    for name in sorted(samples.floats, key=lambda name: -samples.outputs[0][name].size):
-        task = row.fit(name, samples)
-        if task is not None:
-            fitting.append(task)
-    heads = [task for task in fitting if isinstance(task, vectors.Classes)]
-    if heads:
-        outputs = [task.outputs[0] for task in heads]
-        return vectors.Classes(tuple(outputs), tuple(task.counts[0] for task in heads))
-    if not fitting:
-        return None
-    return fitting[0]
 
 
 __all__ = ["TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "judge_of"]

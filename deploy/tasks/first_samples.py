@@ -72,6 +72,11 @@ class FirstSamples:
         return tuple(name for name in names if all(name in sample for sample in self.outputs))
 
 
+def sort_by_size(samples: FirstSamples) -> list[str]:
+    """Return the floating-point outputs, the largest first."""
+    return sorted(samples.floats, key=lambda name: -samples.outputs[0][name].size)
+
+
 def drop_outputs(samples: FirstSamples, names: Collection[str]) -> FirstSamples:
     """Return the samples without these outputs."""
     outputs = []

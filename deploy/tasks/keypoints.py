@@ -232,13 +232,15 @@ def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: i
         return 0
     points = np.stack([_to_points(value) for value in values]).astype(np.float64)
     vectors = points.reshape(len(points), -1)
-    is_flat = vectors.shape[1] == max(points.shape[1:])
+    is_flat = is_vector(points[0])
+    choices: Sequence[int] = _NUMBERS
     if not is_flat:
-        width = points.shape[-1]
-    numbers = _find_ordered_numbers(vectors, (width,) if width else _NUMBERS)
-    in_order = numbers > 0
-    if not is_flat:
-        numbers = width
+        choices = (points.shape[-1],)
+    elif width:
+        choices = (width,)
+    ordered_numbers = _find_ordered_numbers(vectors, choices)
+    in_order = ordered_numbers > 0
+    numbers = ordered_numbers if is_flat else points.shape[-1]
     if numbers not in _NUMBERS:
         return 0
 

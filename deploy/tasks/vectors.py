@@ -31,7 +31,7 @@ from deploy.tasks.evaluation_task import (
     TaskTally,
     ThresholdTally,
 )
-from deploy.tasks.first_samples import FirstSamples
+from deploy.tasks.first_samples import FirstSamples, sort_by_size
 from deploy.tasks.rows import (
     Arrays,
     Flags,
@@ -98,12 +98,16 @@ def _stack_vectors(samples: Arrays) -> Floats | None:
     return np.stack(rows)
 
 
-def fit_classes(name: str, samples: FirstSamples) -> "Classes | None":
-    """Return the classes of an output that the user or the file says to hold such."""
-    rows = _stack_vectors(samples.arrays(name))
-    if rows is None:
+def fit_classes(samples: FirstSamples) -> "Classes | None":
+    """Return the classes of all vectors, which the user or the file says to hold such."""
+    counts = {}
+    for name in sort_by_size(samples):
+        rows = _stack_vectors(samples.arrays(name))
+        if rows is not None:
+            counts[name] = rows.shape[1]
+    if not counts:
         return None
-    return Classes((name,), (rows.shape[1],))
+    return Classes((*counts,), (*counts.values(),))
 
 
 def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
