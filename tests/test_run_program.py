@@ -213,7 +213,7 @@ def one_hot(shape, places):
             "dog 100.0 % of the picture",
         ),
         (
-            Pixels("y", 4, last=True),
+            Pixels("y", 4, channels_last=True),
             {"y": one_hot((1, 8, 12, 4), [np.s_[..., 2]])},
             "dog 100.0 % of the picture",
         ),

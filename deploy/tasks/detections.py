@@ -184,9 +184,9 @@ def detections_by_anchor(scores: Floats) -> Detections:
 
     So a square overlaps only with that of the same anchor.
     """
-    left = 2.0 * np.arange(len(scores))
+    left_sides = 2.0 * np.arange(len(scores))
     top, bottom = np.zeros(len(scores)), np.ones(len(scores))
-    return detections_by_score(np.stack([left, top, left + 1, bottom], axis=1), scores)
+    return detections_by_score(np.stack([left_sides, top, left_sides + 1, bottom], axis=1), scores)
 
 
 def box_intersections(boxes: Floats, candidates: Floats) -> Floats:

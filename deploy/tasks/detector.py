@@ -355,8 +355,8 @@ class BoxRows:
     Attributes:
         output: name of the output, the first one of several levels.
         numbers: the numbers of a box in each row, [n, k].
-        places: four numbers relative to the picture, [n, 4]; None if its size is unknown, or there
-            are more.
+        relative_boxes: four numbers relative to the picture, [n, 4]; None if its size is unknown,
+            or there are more.
         has_levels: whether the rows are those of several outputs.
         has_cells: whether each row is a cell of a known grid.
         has_gates: whether other columns multiply the scores.
@@ -364,7 +364,7 @@ class BoxRows:
 
     output: str
     numbers: Floats
-    places: Floats | None = None
+    relative_boxes: Floats | None = None
     has_levels: bool = False
     has_cells: bool = False
     has_gates: bool = False
@@ -408,9 +408,9 @@ def decode_distances(numbers: Floats, cells: Floats) -> Floats:
 
 def are_corners(boxes: BoxRows) -> bool:
     """Whether the second corner is right of the first and below it, and moves with it."""
-    if boxes.places is None or boxes.output in CENTRE_OUTPUTS:
+    if boxes.relative_boxes is None or boxes.output in CENTRE_OUTPUTS:
         return False
-    low, high = boxes.places[:, :2], boxes.places[:, 2:]
+    low, high = boxes.relative_boxes[:, :2], boxes.relative_boxes[:, 2:]
     correlation = min(correlate(low[:, axis], high[:, axis]) for axis in (0, 1))
     moves_together = correlation > MIN_CORNER_CORRELATION
     are_ordered = _are_mostly(high >= low)
@@ -421,9 +421,10 @@ def are_centres(boxes: BoxRows) -> bool:
     """Whether numbers are centres all over the picture, and sizes."""
     if boxes.output in CENTRE_OUTPUTS:
         return bool(boxes.numbers.shape[1] == 4)
-    if boxes.places is None or boxes.has_levels:
+    if boxes.relative_boxes is None or boxes.has_levels:
         return False
-    return _are_mostly(boxes.places[:, 2:] >= 0) and _are_all_over(boxes.places[:, :2])
+    centres, sizes = boxes.relative_boxes[:, :2], boxes.relative_boxes[:, 2:]
+    return _are_mostly(sizes >= 0) and _are_all_over(centres)
 
 
 def to_corners(boxes: Floats) -> Floats:

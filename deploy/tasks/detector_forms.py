@@ -381,10 +381,10 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
     is_separate = _are_separate(proposed)
     activation, background = _missing_sigmoid(score_rows), None
     if is_separate:
-        found = _find_activation(score_rows, samples, is_set=is_set)
-        if found is None:
+        activations = _find_activation(score_rows, samples, is_set=is_set)
+        if activations is None:
             return None
-        activation, background = found
+        activation, background = activations
     gate_activation = ""
     if proposed.gates:
         gate_activation = _missing_sigmoid(_read_rows(proposed.gates, samples))
@@ -417,29 +417,29 @@ def _find_activation(
     rows: Floats, samples: FirstSamples, *, is_set: bool
 ) -> tuple[str, int | None] | None:
     """Return (missing activation, class of the background); None if the values fit neither."""
-    last, class_count = rows.shape[1] - 1, samples.declared.classes
+    last_class, class_count = rows.shape[1] - 1, samples.declared.classes
     background = _find_background(rows)
     if are_shares(rows):
-        if last == 0 or not sums_to_one(rows).all():
+        if last_class == 0 or not sums_to_one(rows).all():
             return "", None
         if background is None and is_set:
-            background = last
+            background = last_class
         if background is None:
             return None
         return ("", background)
 
     # a Softmax has one more class, the background, and a Sigmoid none
-    if class_count == last + 1:
+    if class_count == last_class + 1:
         return "sigmoid", None
-    if last and class_count == last:
-        return "softmax", last if background is None else background
-    found = _find_raw_activation(rows)
-    if found is not None or not is_set:
-        return found
-    is_sigmoid = last == 0 or np.median(rows.max(axis=1)) < 0
+    if last_class and class_count == last_class:
+        return "softmax", last_class if background is None else background
+    raw_activation = _find_raw_activation(rows)
+    if raw_activation is not None or not is_set:
+        return raw_activation
+    is_sigmoid = last_class == 0 or np.median(rows.max(axis=1)) < 0
     if is_sigmoid:
         return ("sigmoid", None)
-    return ("softmax", last)
+    return ("softmax", last_class)
 
 
 def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
@@ -468,7 +468,7 @@ def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:
     boxes = BoxRows(
         output=decoder.box_columns[0].output,
         numbers=numbers,
-        places=_find_places(decoder.box_columns, numbers, samples),
+        relative_boxes=_to_relative(decoder.box_columns, numbers, samples),
         has_levels=len(decoder.box_columns) > 1,
         has_cells=bool(decoder.grids),
         has_gates=bool(decoder.gates),
@@ -476,7 +476,7 @@ def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:
     return next((name for name, coding in CODINGS.items() if coding.fits(boxes)), "")
 
 
-def _find_places(
+def _to_relative(
     box_columns: Sequence[Columns], numbers: Floats, samples: FirstSamples
 ) -> Floats | None:
     """Return four numbers relative to the picture; None if its size is unknown, or of more."""
@@ -485,14 +485,14 @@ def _find_places(
         return None
     if numbers.min() >= -tolerance and numbers.max() <= 1 + tolerance:
         return numbers
-    places = []
+    relative_boxes = []
     for inputs, outputs in zip(samples.inputs, samples.outputs, strict=True):
         size = image_size(inputs)
         if size is None:
             return None
         height, width = size
-        places.append(read_columns(box_columns, outputs) / (width, height, width, height))
-    return np.concatenate(places)
+        relative_boxes.append(read_columns(box_columns, outputs) / (width, height, width, height))
+    return np.concatenate(relative_boxes)
 
 
 def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:

@@ -257,37 +257,37 @@ class TaskTally(ABC, Generic[T]):
         """Return a few samples to show, those where both models differ most first."""
         return ()
 
-    def figure(self, figure: str, value: float, count: str, words: str) -> TaskFigure:
+    def figure(self, figure: str, value: float, count: str, text: str) -> TaskFigure:
         """Return a figure of the task; the arguments are those of `TaskFigure`."""
         return TaskFigure(
             task=self.task.name,
             figure=figure,
             value=value,
             count=count,
-            words=words,
+            words=text,
             samples=self.samples,
             form=self.task.form,
         )
 
-    def share(self, figure: str, kept: int, total: int, words: str, new: int = 0) -> TaskFigure:
+    def share(self, figure: str, kept: int, total: int, text: str, new: int = 0) -> TaskFigure:
         """Return a figure that is a share, of FP32's things or samples that the candidate keeps.
 
-        `words`: what they are, as text. `new`: number of things that FP32 does not have.
+        `text`: what they are. `new`: number of things that FP32 does not have.
         """
         count = f"{kept} of {total}"
-        share = self.figure(figure, kept / total, count, f"{count} {words}")
+        share = self.figure(figure, kept / total, count, f"{count} {text}")
         return replace(share, kept=kept, counted=total, new=new)
 
     def figure_of_kept(
-        self, things: str, kept: int, total: int, words: str, new: int = 0
+        self, things: str, kept: int, total: int, condition: str, new: int = 0
     ) -> TaskFigure | None:
         """Return the share of FP32's things that the candidate keeps; None if it has none.
 
-        `total`: number of FP32's. `words`: when one is kept, as text.
+        `total`: number of FP32's. `condition`: when one is kept, as text.
         """
         if not total:
             return None
-        return self.share(f"{things} kept", kept, total, f"{things} of FP32 {words}", new)
+        return self.share(f"{things} kept", kept, total, f"{things} of FP32 {condition}", new)
 
     def top1(self, same: int, compared: int, among: str) -> TaskFigure:
         """Return the top-1 agreement.
@@ -297,8 +297,8 @@ class TaskTally(ABC, Generic[T]):
         """
         # several outputs of each sample
         unit = "samples" if compared == self.samples else "outputs"
-        words = f"{unit} keep FP32's top-1 class{among and f', {among}'}"
-        return self.share("top-1 agreement", same, compared, words)
+        text = f"{unit} keep FP32's top-1 class{among and f', {among}'}"
+        return self.share("top-1 agreement", same, compared, text)
 
 
 @dataclass(slots=True)
@@ -339,9 +339,9 @@ class ThresholdTally(TaskTally[T]):
     def __post_init__(self) -> None:
         self.counts = {threshold: [0, 0, 0] for threshold in self.thresholds}
 
-    def count(self, threshold: float, reference: int, candidate: int, both: int) -> None:
+    def count(self, threshold: float, reference: int, candidate: int, common: int) -> None:
         """Add the numbers of one sample."""
-        for index, number in enumerate((reference, candidate, both)):
+        for index, number in enumerate((reference, candidate, common)):
             self.counts[threshold][index] += number
 
     def count_above(self, reference: Array, candidate: Array) -> None:
@@ -376,10 +376,10 @@ class ThresholdTally(TaskTally[T]):
         """Return the share of FP32's above that threshold of a measure, such as the score."""
         if self.threshold is None:
             return None
-        fp32, candidate, both = self.counts[self.threshold]
-        new = candidate - both
-        words = f"kept, {new} new ({measure} above {self.threshold:g})"
-        figure = self.figure_of_kept(self.task.name, both, fp32, words, new)
+        fp32, candidate, common = self.counts[self.threshold]
+        new = candidate - common
+        condition = f"kept, {new} new ({measure} above {self.threshold:g})"
+        figure = self.figure_of_kept(self.task.name, common, fp32, condition, new)
         if figure is None:
             return None
         return replace(figure, found=fp32)

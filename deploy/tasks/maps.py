@@ -110,7 +110,7 @@ class _PixelTally(TaskTally["Pixels"]):
             numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
             return np.where(numbers < 0, NO_CLASS, numbers)
 
-        maps = to_channels_first(value) if self.task.last else value
+        maps = to_channels_first(value) if self.task.channels_last else value
         if maps.ndim != 4 or maps.shape[1] != self.task.classes:
             return np.zeros(0, np.int64)
         classes = np.asarray(maps.argmax(axis=1), np.int64)
@@ -151,12 +151,12 @@ class Pixels(EvaluationTask):
     Attributes:
         output: name of the output.
         classes: number of classes.
-        last: whether classes are the last dimension.
+        channels_last: whether classes are the last dimension.
     """
 
     output: str
     classes: int
-    last: bool = False
+    channels_last: bool = False
     name = "segmentation"
     reads = "{0.classes} classes a pixel"
     tally_type = _PixelTally
@@ -185,12 +185,12 @@ def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
 
         maps = [to_channels_first(value) for value in samples]
         are_last = _fit_pictures(maps, inputs, MAX_CLASS_SCALE)
-        for last in (False, True) if are_last else (False,):
-            scores = maps if last else samples
+        for channels_last in (False, True) if are_last else (False,):
+            scores = maps if channels_last else samples
             if not _are_class_scores(scores, inputs):
                 continue
             if len(first_samples.names) == 1 or _have_several_classes(scores):
-                return Pixels(name, scores[0].shape[1], last)
+                return Pixels(name, scores[0].shape[1], channels_last)
     return None
 
 
@@ -199,7 +199,7 @@ def fit_segmentation(name: str, samples: FirstSamples) -> Pixels | None:
     shape = samples.outputs[0][name].shape
     if len(shape) != 4:
         return None
-    return Pixels(name, min(shape[1], shape[3]), last=shape[3] < shape[1])
+    return Pixels(name, min(shape[1], shape[3]), channels_last=shape[3] < shape[1])
 
 
 def _are_class_numbers(value: Array) -> bool:
@@ -366,7 +366,7 @@ class _HeatTally(PointTally["HeatMaps"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         maps, candidate_maps = reference[self.task.output], candidate[self.task.output]
-        if self.task.last:
+        if self.task.channels_last:
             maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
         is_present = maps[0].max(axis=(1, 2)) > MIN_VISIBLE
         self.points += int(is_present.sum())
@@ -388,12 +388,12 @@ class HeatMaps(EvaluationTask):
     Attributes:
         output: name of the output.
         count: number of channels.
-        last: whether the channels are the last dimension.
+        channels_last: whether the channels are the last dimension.
     """
 
     output: str
     count: int
-    last: bool = False
+    channels_last: bool = False
     name = "heat maps"
     reads = "{0.count} heat maps"
     tally_type = _HeatTally
@@ -412,7 +412,7 @@ def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
     pixels = fit_segmentation(name, samples)
     if pixels is None:
         return None
-    return HeatMaps(name, pixels.classes, pixels.last)
+    return HeatMaps(name, pixels.classes, pixels.channels_last)
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
@@ -424,7 +424,7 @@ def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
     if len(tasks) != 1:
         return None
     (heat,) = tasks
-    axis, outputs = -1 if heat.last else 1, samples.outputs[0]
+    axis, outputs = -1 if heat.channels_last else 1, samples.outputs[0]
     weight = OutputSlice(output=heat.output, axis=axis)
     cell_count = outputs[heat.output].size // heat.count
     parts: SlicesByOutput = {}
@@ -439,17 +439,17 @@ def _find_heat(name: str, samples: FirstSamples) -> HeatMaps | None:
     """Return an output's heat maps; with channels last if only these have the picture's aspect."""
     size = image_size(samples.inputs[0])
     channels_first = None
-    for last in (False, True):
+    for channels_last in (False, True):
         maps = samples.arrays(name)
-        if last:
+        if channels_last:
             maps = [to_channels_first(value) for value in maps]
         if not _are_heat_maps(maps):
             continue
-        heat = HeatMaps(name, maps[0].shape[1], last)
+        heat = HeatMaps(name, maps[0].shape[1], channels_last)
         rows, columns = maps[0].shape[2:]
         if size is not None and rows * size[1] == columns * size[0]:
             return heat
-        channels_first = channels_first if last else heat
+        channels_first = channels_first if channels_last else heat
     return channels_first
 
 

@@ -98,12 +98,13 @@ class AlikeOutputs:
 
     def _is_like_first(self, name: str, value: Array) -> bool:
         """Whether an output hardly differs; one of text, or with NaN, does not show it."""
-        first = self._first_sample[name]
-        if not all(array.dtype.kind in "iu" or is_floating(array) for array in (first, value)):
-            return True
-        if first.shape != value.shape:
+        first_value = self._first_sample[name]
+        for array in (first_value, value):
+            if array.dtype.kind not in "iu" and not is_floating(array):
+                return True
+        if first_value.shape != value.shape:
             return False
-        exact = first.astype(np.float64)
+        exact = first_value.astype(np.float64)
         variation = MIN_VARIATION * np.linalg.norm(exact)
         return bool(np.linalg.norm(exact - value) <= variation)
 

@@ -201,7 +201,7 @@ def _pixel_classes(task: Pixels, outputs: Outputs) -> str:
     shape = outputs[task.output].shape
     if task.output in task.parts and not task.parts[task.output]:  # class numbers
         return f"values.reshape({shape[-2]}, {shape[-1]})"
-    axis = -1 if task.last else 0
+    axis = -1 if task.channels_last else 0
     if task.classes == 1:
         return f"(values.max(axis={axis}) > 0)"
     return f"values.argmax(axis={axis})"
@@ -218,7 +218,7 @@ def _point_lines(task: Points | HeatMaps | SimccPoints, outputs: Outputs) -> str
         )
     if isinstance(task, HeatMaps):
         maps = f"outputs[{task.output!a}][0]"
-        if task.last:
+        if task.channels_last:
             maps += ".transpose(2, 0, 1)"
         return (
             f"    maps = {maps}\n"
