@@ -234,20 +234,14 @@ def quantize(
     return q
 
 
-def fp8_codes(q: StoredArray, grid: Grid) -> NDArray[np.uint8]:
-    """Return the bytes of fp8 values in files: sign, exponent, mantissa; NaN is 0x7f.
-
-    Raises:
-        CalibrationError: the grid is not FP8.
-    """
-    if grid != FP8:
-        raise CalibrationError(f"codes are made of fp8 values, got {grid.name}")
+def fp8_codes(q: StoredArray) -> NDArray[np.uint8]:
+    """Return the bytes of values on the grid FP8: sign, exponent, mantissa; NaN is 0x7f."""
     values = np.asarray(q, np.float32)
     size = np.nan_to_num(np.abs(values))
     _, exponent = np.frexp(size)
-    octave = np.where(size > 0, np.maximum(exponent - 1, grid.least_exponent), grid.least_exponent)
-    steps = np.ldexp(size, grid.mantissa - octave)  # integers, since q is on the grid
-    code = (octave - grid.least_exponent) * 2**grid.mantissa + steps.astype(np.int32)
+    octave = np.where(size > 0, np.maximum(exponent - 1, FP8.least_exponent), FP8.least_exponent)
+    steps = np.ldexp(size, FP8.mantissa - octave)  # integers, since q is on the grid
+    code = (octave - FP8.least_exponent) * 2**FP8.mantissa + steps.astype(np.int32)
     code = np.where(np.isnan(values), 0x7F, code) | np.where(np.signbit(values), 0x80, 0)
     return np.asarray(code, np.uint8)
 
@@ -258,13 +252,6 @@ def dequantize(
     """Return the real values (q - zero_point) * scale of any grid, float32."""
     # float32 is exact for every stored value and for differences of 16-bit values
     return np.asarray((q.astype(np.float32) - np.float32(zero_point)) * scale, np.float32)
-
-
-def fake_quantize(
-    x: NDArray[np.floating], scale: NDArray[np.float32] | np.float32, zero_point: int, grid: Grid
-) -> Float32Array:
-    """Quantize and dequantize; return float32 of the same shape."""
-    return dequantize(quantize(x, scale, zero_point, grid), scale, zero_point)
 
 
 def weight_scales(

@@ -47,10 +47,6 @@ from calibrators.kernel import SCRATCH, HistogramState, kernel
 BINS = 4096  # bins per side: two for each of TensorRT's 2048
 _CHUNK_SIZE = 1 << 17  # values binned at a time, so that they fit in a core's cache
 _MIN_RANGE = 2.0**-100  # below this, BINS / R could overflow float32
-_ZERO_COUNTERS = 64  # counters that share the zeros of a Relu, see `_count_magnitudes`
-_ZERO_INDEX = np.tile(
-    np.arange(BINS, BINS + _ZERO_COUNTERS, dtype=np.uint16), _CHUNK_SIZE // _ZERO_COUNTERS
-)
 
 
 def range_for(amax: float) -> float:
@@ -60,29 +56,13 @@ def range_for(amax: float) -> float:
     return math.ldexp(1.0, exponent - 1 if is_power_of_two else exponent)
 
 
-def _count_magnitudes(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
-    """Return the counts for x >= 0, from bin 0 on: [BINS + 1] int64.
-
-    A Relu's output has many zeros, and incrementing the same counter repeatedly stalls the CPU. So
-    zeros, which wrap to 65535 when 1 is subtracted from every index, are spread over
-    `_ZERO_COUNTERS` counters after the others and summed at the end.
-    """
-    index = _bin_index(x, full_range)
-    index -= np.uint16(1)
-    np.minimum(index, _ZERO_INDEX[: x.size], out=index)
-    counts = _count_index(index, BINS + _ZERO_COUNTERS)
-    return np.concatenate([counts[BINS:].sum(keepdims=True), counts[:BINS]])
-
-
-def _bin_index(x: NDArray[np.float32], full_range: float) -> NDArray[np.uint16]:
-    """Return trunc(x * BINS / full_range) in two's complement; a view of this thread's buffer."""
+def _count_bins(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
+    """Return the counts of a chunk of values, [2 * BINS + 1] int64."""
     real, index = _buffers.real[: x.size], _buffers.index[: x.size]
     np.multiply(x, np.float32(BINS / full_range), out=real)
     np.copyto(index.view(np.int16), real, casting="unsafe")  # a C cast truncates towards zero
-    return index
-
-
-def _count_index(index: NDArray[np.uint16], bins: int) -> NDArray[np.int64]:
+    index += np.uint16(BINS)
+    bins = 2 * BINS + 1
     histogram = cv2.calcHist([index[None]], [0], None, [bins], [0, bins])
     return histogram.reshape(-1).astype(np.int64)
 
@@ -238,12 +218,8 @@ class Histogram(HistogramState):
 
         if not self.full_range:  # only zeros so far
             self.counts[BINS] += chunk.size
-        elif low >= 0:
-            self.counts[BINS:] += _count_magnitudes(chunk, self.full_range)
         else:
-            index = _bin_index(chunk, self.full_range)
-            index += np.uint16(BINS)
-            self.counts[:] += _count_index(index, 2 * BINS + 1)
+            self.counts[:] += _count_bins(chunk, self.full_range)
         if self.base is not None:  # TensorRT counts |x| == R one bin lower from the start
             self.counts[:] = close_range(self.counts)
 

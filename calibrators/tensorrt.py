@@ -71,7 +71,7 @@ def to_device(array: Array, dtype: str) -> Array:
         return _to_bfloat16(np.asarray(array, np.float32, order="C"))
     if dtype == "float8":
         steps = round_to_grid(np.asarray(array, np.float32, order="C"), FP8)
-        return fp8_codes(np.clip(steps, FP8.qmin, FP8.qmax), FP8)
+        return fp8_codes(np.clip(steps, FP8.qmin, FP8.qmax))
     target_type = np.dtype(dtype)
     if array.dtype == target_type:
         return np.asarray(array, order="C")

@@ -105,7 +105,7 @@ def test_only_full_blocks_stay_blocked(ends):
     assert len(blocked_tensors) > 4
     assert any(t.startswith("conv") for t in blocked_tensors)
     assert all(expected[t].shape[1] % block == 0 for t in blocked_tensors)
-    for name, values in tap.run(sample):
+    for name, values in tap.run(sample).items():
         assert np.array_equal(np.sort(values, axis=None), np.sort(expected[name], axis=None))
 
 

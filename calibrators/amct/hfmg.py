@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_scale_offset, check_values
+from calibrators.amct.arq import FLT_EPSILON, ascend_scale_offset, check_values
 from calibrators.amct.ifmr import AscendScale
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
@@ -204,21 +204,12 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
     runs = candidate_runs(counts)
     losses = _losses(counts, runs, width, params.bits)
 
-    best = int(np.argmin(losses))
-    left, right = runs[best].astype(np.float32)
+    left, right = runs[np.argmin(losses)].astype(np.float32)
     run_lo, run_hi = lo + left * width, lo + (right + np.float32(1)) * width
     scale, offset = ascend_scale_offset(
         np.asarray(run_hi), np.asarray(run_lo), with_offset=params.with_offset, bits=params.bits
     )
-    clip_min, clip_max = ascend_clip_range(np.float32(scale), int(offset), params.bits)
-    return AscendScale(
-        scale=np.float32(scale),
-        offset=int(offset),
-        clip_min=clip_min,
-        clip_max=clip_max,
-        candidate=best,
-        losses=losses,
-    )
+    return AscendScale.of(np.float32(scale), int(offset), params.bits, losses)
 
 
 def _losses(

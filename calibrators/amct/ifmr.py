@@ -51,8 +51,6 @@ _MARGIN = 1e-4  # bound of the float32 rounding error of AMCT's loss
 _MIN_SORTED_SIZE = 4096  # with fewer values, every candidate is evaluated directly
 _SUM_CHUNK = 1 << 16  # values converted to float64 at a time
 _MAX_STEPS = 1 << 19  # largest total number of steps per block of candidates
-_MAX_TABLE_SIZE = 1 << 20  # up to this size a table by position is faster than sorting positions
-_MIN_ZEROS = 0.25  # share of the data from which zeros are counted apart
 _COUNT_CHUNK = 1 << 18  # several values per bin, since each chunk adds all bins once
 
 
@@ -97,7 +95,7 @@ class AscendScale:
         scale, offset: q = clip(rne(x / scale + offset)).
         clip_min, clip_max: range of the grid, in real units.
         candidate: index of the chosen range, from 0.
-        losses: loss of every candidate; NaN if it was not needed, None if not stored.
+        losses: loss of every candidate.
     """
 
     scale: np.float32
@@ -105,7 +103,20 @@ class AscendScale:
     clip_min: float
     clip_max: float
     candidate: int
-    losses: Float64Array | None = None
+    losses: Float64Array
+
+    @classmethod
+    def of(cls, scale: np.float32, offset: int, bits: int, losses: Float64Array) -> AscendScale:
+        """Return the result for the scale and offset of the candidate with the least loss."""
+        clip_min, clip_max = ascend_clip_range(scale, offset, bits)
+        return cls(
+            scale=scale,
+            offset=offset,
+            clip_min=clip_min,
+            clip_max=clip_max,
+            candidate=int(np.argmin(losses)),
+            losses=losses,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,26 +228,13 @@ def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
 
     def count_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         positions = np.searchsorted(data, boundaries.astype(np.float32))
-        cuts, cut_index = _distinct_cuts(positions, data.size)
+        cuts = np.unique(np.append(positions, [0, data.size]))
         part_sums = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
-        sums = np.concatenate(([0.0], np.cumsum(part_sums)))
-        return positions.astype(np.float64), sums[cut_index]
+        sums_below_cuts = np.concatenate(([0.0], np.cumsum(part_sums)))
+        sums_below = sums_below_cuts[np.searchsorted(cuts, positions)]
+        return positions.astype(np.float64), sums_below
 
     return staircase_losses(count_below, float(data.size), total, squares, candidates)
-
-
-def _distinct_cuts(
-    positions: NDArray[np.intp], size: int
-) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
-    """Return the sorted distinct values of 0, `size` and `positions`; and the positions' index."""
-    if size > _MAX_TABLE_SIZE:
-        cuts = np.unique(np.concatenate(([0], positions, [size])))
-        return cuts, np.searchsorted(cuts, positions)
-    table = np.zeros(size + 1, np.int32)
-    table[[0, size]] = table[positions] = 1
-    cuts = np.flatnonzero(table)
-    table[cuts] = np.arange(cuts.size)
-    return cuts, table[positions]
 
 
 def staircase_losses(
@@ -303,15 +301,7 @@ def best_scale(
     offset = 0
     if params.with_offset:
         offset = qmin - int(np.rint(np.float32(lo) / scale))
-    clip_min, clip_max = ascend_clip_range(scale, offset, params.bits)
-    return AscendScale(
-        scale=scale,
-        offset=offset,
-        clip_min=clip_min,
-        clip_max=clip_max,
-        candidate=best,
-        losses=losses,
-    )
+    return AscendScale.of(scale, offset, params.bits, losses)
 
 
 class IfmrHistogram:
@@ -410,10 +400,6 @@ class IfmrHistogram:
 
     def _count(self, data: Float32Array) -> None:
         scale = np.float32(FINE_BINS / self.full_range)
-        zeros = data.size - np.count_nonzero(data)
-        if zeros > _MIN_ZEROS * data.size:  # after a Relu: they need no index
-            self.counts[FINE_BINS] += zeros
-            data = data[data != 0]
         for chunk in np.split(data, range(_COUNT_CHUNK, data.size, _COUNT_CHUNK)):
             index = (chunk * scale).astype(np.intp)  # the type that bincount needs no copy of
             index += FINE_BINS

@@ -36,6 +36,10 @@ class _Ordered:
     def _key(self, name: str) -> str:
         return name if self.samples is None else f"{name}, first {self.samples} batches"
 
+    def restore(self, arrays: Arrays) -> Recorder:
+        """Raise CalibrationError, unless a subclass stores its values in a cache."""
+        raise CalibrationError("values that are kept whole are not stored")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IfmrOf(_Ordered):
@@ -82,10 +86,6 @@ class AllValuesOf(_Ordered):
         """Return an empty recorder."""
         return AllValues()
 
-    def restore(self, arrays: Arrays) -> AllValues:
-        """Raise CalibrationError: the values are too many for a cache."""
-        raise CalibrationError("values that are kept whole are not stored")
-
 
 class AllValues:
     """Recorder of all values of a tensor."""
@@ -121,7 +121,7 @@ class AllValues:
         return np.concatenate([*self._chunks, np.zeros(0, np.float32)])
 
     def to_arrays(self) -> Arrays:
-        """Return {}: see `AllValuesOf.restore`."""
+        """Return {}: the values are too many for a cache."""
         return {}
 
 
@@ -223,10 +223,6 @@ class TargetsOf(_SampledPositions):
         """Return an empty recorder."""
         return Targets(self.max_positions, channels_last=self.channels_last)
 
-    def restore(self, arrays: Arrays) -> Targets:
-        """Raise CalibrationError: the values are too many for a cache."""
-        raise CalibrationError("outputs that are kept are not stored")
-
 
 class Targets:
     """Recorder of a layer's outputs at sampled positions.
@@ -261,7 +257,7 @@ class Targets:
         return np.concatenate(chunks)
 
     def to_arrays(self) -> Arrays:
-        """Return {}: see `TargetsOf.restore`."""
+        """Return {}: the values are too many for a cache."""
         return {}
 
 

@@ -121,8 +121,7 @@ class Checkpoint:
         Raises:
             CacheError: the arrays of a statistic are broken.
         """
-        if self._resumed is None:
-            return ObservedStatistics({})
+        assert self._resumed is not None, "no samples were counted before"
         return self._resumed.observed(observations)
 
     def is_due(self) -> bool:

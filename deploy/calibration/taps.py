@@ -34,7 +34,7 @@ buffers are reused::
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -227,8 +227,8 @@ class Tap:
 
     def run(
         self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
-    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; yield each tensor's name and its value, possibly in any order.
+    ) -> dict[str, NDArray[np.float32]]:
+        """Run one sample; return tensor -> its values, possibly in any order.
 
         `on_outputs` is called with the model's outputs, and possibly more.
         """
@@ -238,10 +238,10 @@ class Tap:
             raise _run_error(error) from error
         if on_outputs is not None:
             on_outputs(values)
+        value_by_tensor = {name: values[self.output_of(name)] for name in self._computed}
         for name in self.inputs:
-            yield name, np.asarray(sample[name], np.float32)
-        for name in self._computed:  # frees each tensor once it is counted
-            yield name, values.pop(self.output_of(name))
+            value_by_tensor[name] = np.asarray(sample[name], np.float32)
+        return value_by_tensor
 
 
 class TapReader:
@@ -338,7 +338,7 @@ class VariantRunner:
         if not self.uncounted:
             located = reader.run(sample, callback)
         else:  # these may keep an array, so it must not lie in a reused buffer
-            values = dict(self.tap.run(sample, callback))
+            values = self.tap.run(sample, callback)
             located = LocatedArrays(values[o.tensor] for o in self.counted)
         recorders.count(number, located)
         waiting = recorders.record_uncounted(number, values)

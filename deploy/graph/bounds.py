@@ -157,11 +157,10 @@ class _Propagation:
             return None
 
         low, high = self._output_bounds(node)
-        if op_type == "Add":
-            low, high = low - scalar, high - scalar
-        elif op_type == "Sub":
-            low, high = low + scalar, high + scalar
-        elif op_type == "Mul":
+        if op_type in ("Add", "Sub"):
+            shift = -scalar if op_type == "Sub" else scalar
+            return low - shift, high - shift
+        if op_type == "Mul":
             low, high = low / scalar, high / scalar
         else:
             low, high = low * scalar, high * scalar

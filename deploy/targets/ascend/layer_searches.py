@@ -274,7 +274,7 @@ def _measure_outputs(
     measures: dict[str, list[Measure]] = {name: [] for name in layers}
 
     def run_sample(_: int, __: int, sample: Sample) -> dict[str, Measure]:
-        values = {**sample, **dict(tap.run(sample))}
+        values = {**sample, **tap.run(sample)}
         sample_measures = {}
         for name, q in layers.items():
             layer = q.layer

@@ -449,7 +449,7 @@ def _make_tensor(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
 
 def _make_float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
     """Return an fp8 tensor, made of raw bytes since numpy has no such type."""
-    codes = fp8_codes(array, FP8)
+    codes = fp8_codes(array)
     data_type = onnx.TensorProto.FLOAT8E4M3FN
     return helper.make_tensor(name, data_type, array.shape, codes.tobytes(), raw=True)
 
