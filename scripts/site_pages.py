@@ -139,5 +139,5 @@ def _names() -> str:
 
 
 def _linked(text: str) -> str:
-    """`docs/x.md` of a file of the checkout as a link to that page."""
-    return re.sub(r"`docs/([\w/-]+\.md)`", r"[\1](\1)", text)
+    """`docs/x.md` of a file of the checkout, or a link to it, as a link to that page."""
+    return re.sub(r"`docs/([\w/-]+\.md)`", r"[\1](\1)", text.replace("](docs/", "]("))
