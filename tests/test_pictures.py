@@ -680,6 +680,8 @@ def test_large_image_is_decoded_alone(large_pixels, tmp_path, monkeypatch):
 
     monkeypatch.setattr(sources, "decode_image", decode)
     monkeypatch.setattr(sources, "_LARGE_PIXELS", large_pixels)
-    list(open_feed(tmp_path, [IMAGE]).samples())
-    assert set(was_locked) == {large_pixels == 0}
+    feed = select_views(tmp_path, 1)
+    list(feed.samples())
+    feed.previews()
+    assert was_locked == [large_pixels == 0] * 2
     assert not sources._LARGE_IMAGE.locked()

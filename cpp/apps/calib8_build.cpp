@@ -138,7 +138,8 @@ trt::BuildOptions build_options(const Arguments& arguments) {
 std::set<std::string> calibration_options_of(const Arguments& arguments) {
   std::set<std::string> names;
   if (arguments.positional().size() > 1) names.insert("IMAGES");
-  for (const char* name : {"preprocess", "options", "limit", "threads", "cache", "calibrator"}) {
+  for (const char* name :
+       {"preprocess", "options", "limit", "threads", "max-pixels", "cache", "calibrator"}) {
     if (arguments.option(name)) names.insert(std::string("--") + name);
   }
   for (const char* name : {"skip-bad", "require-cache", "trust-cache"}) {
@@ -148,9 +149,10 @@ std::set<std::string> calibration_options_of(const Arguments& arguments) {
 }
 
 const std::set<std::string> kOptions{
-    "preprocess", "options", "limit",        "threads",    "out",        "cache",      "calibrator",
-    "rest",       "batch",   "size",         "min-shapes", "opt-shapes", "max-shapes", "workspace",
-    "plugin",     "dla",     "timing-cache", "device",     "json",       "duration"};
+    "preprocess", "options",   "limit",     "threads", "out",          "cache",
+    "calibrator", "rest",      "batch",     "size",    "min-shapes",   "opt-shapes",
+    "max-shapes", "workspace", "plugin",    "dla",     "timing-cache", "device",
+    "json",       "duration",  "max-pixels"};
 const std::set<std::string> kFlags{"skip-bad", "require-cache", "trust-cache", "rebuild"};
 
 Job parse_job(const std::vector<std::string>& argument_list) {

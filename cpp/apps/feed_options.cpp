@@ -19,6 +19,7 @@ FeedOptions feed_options(const Arguments& arguments) {
     options.limit = static_cast<std::size_t>(*limit);
   }
   options.threads = arguments.number("threads", 1);
+  options.max_pixels = arguments.number("max-pixels", 1).value_or(options.max_pixels);
   return options;
 }
 

@@ -85,12 +85,6 @@ Arrays load_npy(const fs::path& path) {
   return arrays;
 }
 
-std::string with_commas(std::uint64_t number) {
-  std::string digits = std::to_string(number);
-  for (std::size_t position = digits.size(); position > 3;) digits.insert(position -= 3, ",");
-  return digits;
-}
-
 // The values of one sample, of the input's own shape and dtype.
 npy::Header header_of(const std::string& name, const TensorSpec& spec) {
   npy::Header header;
@@ -129,8 +123,8 @@ Arrays load_raw(const fs::path& path, const std::vector<TensorSpec>& specs) {
   const std::uint64_t file_bytes = file->size();
   if (file_bytes == 0 || file_bytes % header.bytes != 0) {
     throw FeedError(name + " must hold complete samples of the input " + specs.front().describe() +
-                    ", " + with_commas(header.bytes) + " bytes each, got " +
-                    with_commas(file_bytes) + " bytes; check its shape and dtype");
+                    ", " + text::with_commas(header.bytes) + " bytes each, got " +
+                    text::with_commas(file_bytes) + " bytes; check its shape and dtype");
   }
   header.shape.front() = static_cast<std::int64_t>(file_bytes / header.bytes);
   header.bytes = file_bytes;

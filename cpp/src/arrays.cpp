@@ -376,14 +376,6 @@ npy::Header header_of(const Tensor& tensor, const std::string& file_name) {
                   npy::format_shape(tensor.shape) + "; fill Tensor::bytes");
 }
 
-// 100,000
-std::string with_thousands(std::size_t number) {
-  std::string digits = std::to_string(number);
-  for (std::size_t position = digits.size(); position > 3; position -= 3)
-    digits.insert(position - 3, ",");
-  return digits;
-}
-
 constexpr std::size_t kMaxSamples = 100'000;  // of a function without a limit
 
 // Appends what a function gave to the source. Throws FeedError: it does not fit the inputs.
@@ -427,7 +419,7 @@ std::unique_ptr<Source> read_function(const NextSample& next, const Specs& specs
     const std::size_t total = source->size() + append_item(*source, *sample);
     source->ends.push_back(std::min(total, limit.value_or(total)));
     if (limit || total <= kMaxSamples) continue;
-    throw FeedError(source->title + " must end, got " + with_thousands(total) +
+    throw FeedError(source->title + " must end, got " + text::with_commas(total) +
                     " samples and no end; set a maximum number of samples (FeedOptions::limit), and"
                     " the first ones are used");
   }

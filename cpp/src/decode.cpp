@@ -10,13 +10,11 @@
 #include "calib8/errors.hpp"
 #include "calib8/images.hpp"
 #include "calib8/text.hpp"
-#include "jpeg.hpp"
+#include "headers.hpp"
 #include "stderr_capture.hpp"
 
 namespace calib8::images {
 namespace {
-
-constexpr std::int64_t kMaxPixels = std::int64_t{1} << 28U;  // pixels: 768 MB when decoded
 
 // One thread, no messages of OpenCV on stderr, and none of Intel's IPP, with which pixels would
 // depend on how OpenCV was built.
@@ -33,7 +31,6 @@ void configure_opencv() {
 struct Decoded {
   cv::Mat mat;                             // empty where it is no picture
   std::vector<std::string> decoder_lines;  // what the decoder printed
-  bool too_large = false;
 };
 
 Decoded decode_with_opencv(std::string_view data, int flags) {
@@ -46,9 +43,7 @@ Decoded decode_with_opencv(std::string_view data, int flags) {
   const StderrCapture capture;
   try {
     picture.mat = cv::imdecode(raw, flags);
-    picture.too_large = static_cast<std::int64_t>(picture.mat.total()) > kMaxPixels;
-  } catch (const cv::Exception& error) {  // OpenCV's own limit is of 2^30 pixels
-    picture.too_large = error.err.find("CV_IO_MAX_IMAGE") != std::string::npos;
+  } catch (const cv::Exception&) {
   } catch (const std::bad_alloc&) {
   }
   picture.decoder_lines = capture.lines();
@@ -71,21 +66,29 @@ bool is_damage(const std::string& line) {
                   std::to_string(data.size()) + " bytes, " + reason + ")");
 }
 
+void check_size(const headers::ImageSize& size, const std::string& name, int max_pixels) {
+  const auto limit = static_cast<std::uint64_t>(std::clamp(max_pixels, 0, kMaxPixels));
+  if (size.pixels() <= limit) return;
+  throw FeedError("image " + text::printable(name) + " must have at most " +
+                  text::with_commas(limit) + " pixels, got " + std::to_string(size.width) + "x" +
+                  std::to_string(size.height) + "; give a smaller copy of it" +
+                  (max_pixels < kMaxPixels ? ", or raise max_pixels" : ""));
+}
+
 }  // namespace
 
-Pixels decode(std::string_view data, const std::string& name, bool grey, bool keep_depth) {
-  const std::string fault = jpeg::fault(data);
-  if (!fault.empty()) refuse(data, name, fault);
+Pixels decode(std::string_view data, const std::string& name, bool grey, bool keep_depth,
+              int max_pixels) {
+  if (const auto size = headers::read_size(data)) check_size(*size, name, max_pixels);
+  const std::string damage = headers::jpeg_damage(data);
+  if (!damage.empty()) refuse(data, name, damage);
   const int flags =
       (grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR) | (keep_depth ? cv::IMREAD_ANYDEPTH : 0);
   const Decoded picture = decode_with_opencv(data, flags);
   const cv::Mat& mat = picture.mat;
-  if (picture.too_large) {
-    throw FeedError(
-        "image " + text::printable(name) + " must have at most 268,435,456 pixels" +
-        (mat.empty() ? "" : ", got " + std::to_string(mat.cols) + "x" + std::to_string(mat.rows)) +
-        "; give a smaller copy of it");
-  }
+  const headers::ImageSize decoded_size{static_cast<std::uint64_t>(mat.cols),
+                                        static_cast<std::uint64_t>(mat.rows)};
+  check_size(decoded_size, name, max_pixels);  // of a format whose header is not read
   for (const std::string& line : picture.decoder_lines) {
     if (!is_damage(line)) continue;
     throw FeedError("image " + text::printable(name) + " is damaged (" +

@@ -14,6 +14,7 @@
 #include "calib8/errors.hpp"
 #include "calib8/pixels.hpp"
 #include "calib8/text.hpp"
+#include "headers.hpp"
 #include "json_text.hpp"
 #include "machine.hpp"
 #include "prefetch.hpp"
@@ -28,6 +29,7 @@ namespace fs = std::filesystem;
 using images::Picture;
 
 constexpr int kMaxThreads = 1024;
+constexpr std::uint64_t kLargePixels = 25'000'000;  // an image of more is decoded alone
 
 // The first few.
 std::string list_first_names(const std::vector<std::string>& names) {
@@ -194,10 +196,11 @@ Sample join_samples(const std::vector<Sample>& group) {
 
 class ImageSource final : public Source {
  public:
-  ImageSource(std::vector<Picture> pictures, TensorSpec spec, Preprocess preprocess)
+  ImageSource(std::vector<Picture> pictures, TensorSpec spec, Preprocess preprocess, int max_pixels)
       : pictures_(std::move(pictures)),
         spec_(std::move(spec)),
-        preprocess_(std::move(preprocess)) {}
+        preprocess_(std::move(preprocess)),
+        max_pixels_(max_pixels) {}
 
   std::size_t size() const override { return pictures_.size(); }
   std::string name(std::size_t index) const override { return pictures_[index].name; }
@@ -222,13 +225,18 @@ class ImageSource final : public Source {
     const bool grey = preprocess_.color == Color::kGrey;
     const bool deep =
         grey && std::abs(preprocess_.scale * 255 - 1) > 1e-3;  // as in Python: all bits count
-    const Pixels pixels = images::decode(data, pictures_[index].name, grey, deep);
+    std::unique_lock<std::mutex> large_image_lock(large_image_mutex_, std::defer_lock);
+    const auto image_size = headers::read_size(data);
+    if (image_size && image_size->pixels() > kLargePixels) large_image_lock.lock();
+    const Pixels pixels = images::decode(data, pictures_[index].name, grey, deep, max_pixels_);
     return {Tensor::of(spec_.name, std::move(shape), apply(pixels, preprocess_))};
   }
 
   std::vector<Picture> pictures_;
   TensorSpec spec_;
   Preprocess preprocess_;
+  int max_pixels_;
+  mutable std::mutex large_image_mutex_;  // one large image is decoded at a time
 };
 
 }  // namespace
@@ -433,6 +441,10 @@ Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& option
     return;
   }
   (void)images::decoder_version();  // throws where this calib8 decodes none
+  if (options.max_pixels < 1 || options.max_pixels > images::kMaxPixels) {
+    throw ConfigError("max_pixels must be 1 to " + std::to_string(images::kMaxPixels) + ", got " +
+                      std::to_string(options.max_pixels) + "; leave it out for 50,000,000");
+  }
   Resolved resolved = resolve_preprocess(specs, options);
   state.notes.insert(state.notes.end(), resolved.notes.begin(), resolved.notes.end());
   state.batch = resolve_batch(specs, options);
@@ -445,7 +457,7 @@ Feed::Feed(const fs::path& source, const Specs& specs, const FeedOptions& option
   state.threads = threads;  // arrays are not decoded: one thread reads them, in the file's order
   state.preprocess = resolved.preprocess;
   state.source = std::make_unique<ImageSource>(std::move(listing.files), specs.front(),
-                                               std::move(resolved.preprocess));
+                                               std::move(resolved.preprocess), options.max_pixels);
 }
 
 std::unique_ptr<Stream<Sample>> Feed::samples() const {

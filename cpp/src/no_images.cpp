@@ -4,8 +4,8 @@
 
 namespace calib8::images {
 
-Pixels decode(std::string_view /*data*/, const std::string& /*name*/, bool /*grey*/,
-              bool /*deep*/) {
+Pixels decode(std::string_view /*data*/, const std::string& /*name*/, bool /*grey*/, bool /*deep*/,
+              int /*max_pixels*/) {
   (void)decoder_version();
   return {};
 }

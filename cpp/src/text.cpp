@@ -175,6 +175,12 @@ std::string_view strip(std::string_view text) {
   return strip_end(text);
 }
 
+std::string with_commas(std::uint64_t number) {
+  std::string digits = std::to_string(number);
+  for (std::size_t position = digits.size(); position > 3;) digits.insert(position -= 3, ",");
+  return digits;
+}
+
 std::pair<std::string_view, std::string_view> split_last(std::string_view text) {
   for (std::size_t begin = text.size(); begin > 0;) {
     const std::size_t end = begin;

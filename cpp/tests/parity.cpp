@@ -259,7 +259,8 @@ void write_raw(const Json& ask, const void* data, std::size_t size) {
 Json decode(const Json& ask) {
   const std::string name = ask["name"].get<std::string>();
   const std::string data = images::read({ask["path"].get<std::string>(), name, std::nullopt});
-  const Pixels pixels = images::decode(data, name, ask["grey"].get<bool>());
+  const int max_pixels = ask.value("max_pixels", images::kMaxPixels);
+  const Pixels pixels = images::decode(data, name, ask["grey"].get<bool>(), false, max_pixels);
   write_raw(ask, pixels.data.data(), pixels.data.size());
   return {{"shape", {pixels.height, pixels.width, pixels.channels}}};
 }

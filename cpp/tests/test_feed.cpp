@@ -84,6 +84,19 @@ TEST_CASE("a fixed batch is filled with the first samples") {
   CHECK_THROWS_AS(Feed(folder.path(), {"image", "float32", {2, 3, 16, 20}}, options), ConfigError);
 }
 
+TEST_CASE("max_pixels bounds an image") {
+  const Folder folder;
+  folder.picture("0.png", 30, 40, 10);
+  FeedOptions options;
+  options.max_pixels = 1200;
+  CHECK(read_all(Feed(folder.path(), kSpec, options)).size() == 1);
+  options.max_pixels = 1199;
+  CHECK_THROWS_WITH(read_all(Feed(folder.path(), kSpec, options)),
+                    Catch::Contains("1,199 pixels, got 40x30"));
+  options.max_pixels = 0;
+  CHECK_THROWS_AS(Feed(folder.path(), kSpec, options), ConfigError);
+}
+
 TEST_CASE("pipes are told and never waited for") {
   const Folder folder;
   REQUIRE(::mkfifo((folder / "pipe.png").c_str(), 0600) == 0);

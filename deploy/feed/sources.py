@@ -13,7 +13,7 @@ Samples go to another machine as file bytes (images) or as arrays (all others).
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -258,26 +258,35 @@ class ImageSource:
         return RawSample(
             bytes_digest(data),
             lambda: self._decode(index, data),
-            lambda: self._decode_pixels(index, data, grey=False),
+            lambda: self._decode_preview(index, data),
         )
 
     def _decode(self, index: int, data: bytes) -> Sample:
-        height, width = headers.read_image_size(data) or (0, 0)
-        with _LARGE_IMAGE if height * width > _LARGE_PIXELS else nullcontext():
+        with self._limit_large(index, data):
             return self._preprocess(index, data)
 
-    def _decode_pixels(self, index: int, data: bytes, *, grey: bool, deep: bool = False) -> Array:
-        height, width = headers.read_image_size(data) or (0, 0)
-        if height * width > self.max_pixels:
+    def _decode_preview(self, index: int, data: bytes) -> Array:
+        with self._limit_large(index, data):
+            return decode_image(data, self.files.name(index), grey=False)
+
+    def _limit_large(self, index: int, data: bytes) -> AbstractContextManager[object]:
+        """Return the lock that a large image is decoded under.
+
+        Raises:
+            FeedError: the image has more than `max_pixels`.
+        """
+        width, height = headers.read_image_size(data) or (0, 0)
+        if width * height > self.max_pixels:
             raise FeedError(
                 f"{self.title(index)} must have at most {self.max_pixels:,} pixels, got"
-                f" {height}x{width}; give a smaller copy of it, or raise --max-pixels"
+                f" {width}x{height}; give a smaller copy of it, or raise --max-pixels"
             )
-        return decode_image(data, self.files.name(index), grey=grey, deep=deep)
+        return _LARGE_IMAGE if width * height > _LARGE_PIXELS else nullcontext()
 
     def _preprocess(self, index: int, data: bytes) -> Sample:
         grey = self.preprocess.color == "grey"
-        pixels = self._decode_pixels(index, data, grey=grey, deep=self._feeds_16_bits)
+        name = self.files.name(index)
+        pixels = decode_image(data, name, grey=grey, deep=self._feeds_16_bits)
         if headers.read_bit_depth(data) == 16:
             self.of_16_bits.add(index)
         size = pixels.shape[0], pixels.shape[1]

@@ -57,6 +57,7 @@ struct FeedOptions {
                                          // function, the first ones
   std::optional<int> batch;              // none: the batch that the input fixes, or 1
   std::optional<int> threads;            // decoding threads; none: one a core, at most 4
+  int max_pixels = 50'000'000;           // of an image; decoding takes three bytes each
 };
 
 // Whether a source holds arrays, not images. Throws FeedError: it holds neither, or both.

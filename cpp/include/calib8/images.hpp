@@ -17,6 +17,8 @@
 CALIB8_EXPORT_BEGIN
 namespace calib8::images {
 
+inline constexpr int kMaxPixels = 1 << 28;  // of any image: 768 MB when decoded
+
 // A file, its name in messages and digests, and its label if the list has one.
 struct Picture {
   std::filesystem::path path;
@@ -41,9 +43,10 @@ std::vector<Picture> read_list(const std::filesystem::path& path);
 std::string read(const Picture& picture);
 
 // File bytes -> uint8 BGR, or one channel. Throws FeedError: not a complete picture in a format that OpenCV
-// reads, over 2^28 pixels, or, where all bits count (`keep_depth`), more than 8 a pixel; ConfigError: this
-// calib8 was built without OpenCV.
-Pixels decode(std::string_view data, const std::string& name, bool grey, bool keep_depth = false);
+// reads, over `max_pixels` or 2^28 pixels, which the header tells before the pixels are decoded, or, where all
+// bits count (`keep_depth`), more than 8 a pixel; ConfigError: this calib8 was built without OpenCV.
+Pixels decode(std::string_view data, const std::string& name, bool grey, bool keep_depth = false,
+              int max_pixels = kMaxPixels);
 
 // The decoder with its version, such as "OpenCV 4.6.0": the pixels of an image may depend on it. Throws ConfigError: this calib8 was built without OpenCV.
 std::string decoder_version();

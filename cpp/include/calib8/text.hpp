@@ -1,6 +1,7 @@
 // Text formatted as in Python, so that messages of both languages agree.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -35,6 +36,9 @@ std::string lower(std::string_view text);
 
 // Strip white space (Unicode's, as Python defines it) from both ends.
 std::string_view strip(std::string_view text);
+
+// A number with its thousands apart: 100,000.
+std::string with_commas(std::uint64_t number);
 
 // Split a stripped text at its last white space; the second part is empty if there is none.
 std::pair<std::string_view, std::string_view> split_last(std::string_view text);
