@@ -277,6 +277,24 @@ def test_failing_search_keeps_the_earlier_plan(model, build, monkeypatch):
     assert (rebuilt.out / "calib8/spoiled.plan.toml").read_bytes() == earlier_plan
 
 
+@pytest.mark.parametrize("failing", [1, 6, 7, 11, 13])
+def test_one_failing_trial_does_not_end_a_search(failing, build, model, monkeypatch):
+    count = 0
+
+    def noises(prober, choices, run=probe.Prober.noises):
+        nonlocal count
+        kept = []
+        for noise in run(prober, choices):
+            count += 1
+            kept.append(None if count == failing else noise)
+        return kept
+
+    monkeypatch.setattr(probe.Prober, "noises", noises)
+    built = build(model, "--accept")
+    assert built.code == 0, built.error
+    assert "/bad/Conv" in built.float_of("onnxruntime")
+
+
 @pytest.mark.parametrize("arguments", [("--target", ALL), ("--target", "ascend", "--limit", 4)])
 def test_named_plan_applies_to_other_images(arguments, default, model, build, no_trials):
     built = build(model, *arguments, "--plan", default.out / "calib8/spoiled.plan.toml")

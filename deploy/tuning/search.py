@@ -373,7 +373,7 @@ class Search:
         """
         if len(self.methods) == 1:
             return base
-        trials = self._try_methods(base.in_float, base.choices)
+        trials = self._try_methods(base.in_float, base.choices) or [base]
         trial_by_kind: dict[bool, Trial] = {}
         for trial in sorted(trials, key=lambda trial: trial.noise.mean):
             trial_by_kind.setdefault(clips(trial.choices.method), trial)
