@@ -113,11 +113,6 @@ class HfmgHistogram:
         """Least and greatest value, in real units."""
         return float(self.lo), float(self.hi)
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether every value was zero."""
-        return bool(self.lo == self.hi == 0)
-
     def to_arrays(self) -> Arrays:
         """Return plain 1-D arrays for `calibrators.amct.recorders.HfmgOf.restore`."""
         counts = np.zeros(0, np.int32) if self.counts is None else self.counts

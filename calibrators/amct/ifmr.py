@@ -311,6 +311,7 @@ class IfmrHistogram:
     int8 step covers at least 128 of them. Batches and their order do not matter.
 
     Attributes:
+        exact: whether all the data are stored, however many they are.
         total: number of values.
         minimum, maximum: extremes in real units (inf, -inf while empty).
         full_range: R in real units; 0 before counting, or while there are only zeros.
@@ -319,7 +320,8 @@ class IfmrHistogram:
             or two exponents; the sum of the bin around 0 stays 0, where its codes are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
         self.total = 0
         self.minimum, self.maximum = math.inf, -math.inf
         self.full_range = 0.0
@@ -329,10 +331,10 @@ class IfmrHistogram:
 
     @property
     def stored_values(self) -> Float32Array | None:
-        """All the data while there are at most `MAX_STORED_VALUES` values, else None."""
-        return (
-            None if self.counts.size else np.concatenate([*self._chunks, np.zeros(0, np.float32)])
-        )
+        """All the data if `exact`, or up to `MAX_STORED_VALUES` values, else None."""
+        if self.counts.size:
+            return None
+        return np.concatenate([*self._chunks, np.zeros(0, np.float32)])
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add one batch of any shape, float32 or float16; a refused one changes nothing.
@@ -345,7 +347,7 @@ class IfmrHistogram:
         self.minimum = min(self.minimum, float(data.min()))
         self.maximum = max(self.maximum, float(data.max()))
         if not self.counts.size:
-            if self.total <= MAX_STORED_VALUES:
+            if self.exact or self.total <= MAX_STORED_VALUES:
                 self._chunks.append(data.copy())
                 return
             self.start_counting()
@@ -364,13 +366,10 @@ class IfmrHistogram:
         """Least and greatest value, in real units."""
         return self.minimum, self.maximum
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether every value was zero."""
-        return self.minimum == self.maximum == 0
-
     def to_arrays(self) -> Arrays:
-        """Return plain 1-D arrays for `calibrators.amct.recorders.IfmrOf.restore`."""
+        """Return 1-D arrays for `calibrators.amct.recorders.IfmrOf.restore`; {} if `exact`."""
+        if self.exact:
+            return {}
         stored_values = self.stored_values
         occupied = np.flatnonzero(self.counts)
         return {

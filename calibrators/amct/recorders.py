@@ -8,7 +8,6 @@ sample decides. They are held until the layer is rounded; only the result is sto
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from calibrators.amct.adaround import AdaParams
 from calibrators.amct.arq import channel_max, check_values
 from calibrators.amct.hfmg import HfmgHistogram
-from calibrators.amct.ifmr import FINE_BINS, AscendScale, IfmrHistogram, IfmrParams, ifmr
+from calibrators.amct.ifmr import FINE_BINS, IfmrHistogram
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
 from calibrators.rounding import ConvWindow, extract_patches, sample_positions
@@ -36,23 +35,21 @@ class _Ordered:
     def _key(self, name: str) -> str:
         return name if self.samples is None else f"{name}, first {self.samples} batches"
 
-    def restore(self, arrays: Arrays) -> Recorder:
-        """Raise CalibrationError, unless a subclass stores its values in a cache."""
-        raise CalibrationError("values that are kept whole are not stored")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IfmrOf(_Ordered):
-    """An `IfmrHistogram`: IFMR in constant memory."""
+    """An `IfmrHistogram`: in constant memory, or `exact` of all values, which no cache stores."""
+
+    exact: bool = False
 
     @property
     def key(self) -> str:
         """Name with the number of batches."""
-        return self._key("ifmr histogram")
+        return self._key("all values" if self.exact else "ifmr histogram")
 
     def recorder(self, lead: Recorder | None) -> IfmrHistogram:
         """Return an empty histogram."""
-        return IfmrHistogram()
+        return IfmrHistogram(exact=self.exact)
 
     def restore(self, arrays: Arrays) -> IfmrHistogram:
         """Return a stored histogram."""
@@ -71,58 +68,6 @@ class IfmrOf(_Ordered):
         if stored_values.size + int(recorder.counts.sum()) != recorder.total:
             raise CalibrationError("stored counts must add up to their total and do not")
         return recorder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllValuesOf(_Ordered):
-    """All values, as in AMCT's IFMR: memory grows with the samples; never stored."""
-
-    @property
-    def key(self) -> str:
-        """Name with the number of batches."""
-        return self._key("all values")
-
-    def recorder(self, lead: Recorder | None) -> AllValues:
-        """Return an empty recorder."""
-        return AllValues()
-
-
-class AllValues:
-    """Recorder of all values of a tensor."""
-
-    def __init__(self) -> None:
-        self._chunks: list[Float32Array] = []
-
-    def observe(self, x: NDArray[np.floating]) -> None:
-        """Add a batch."""
-        self._chunks.append(np.array(x, copy=True).reshape(-1))
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the values, in bytes."""
-        return sum(chunk.nbytes for chunk in self._chunks)
-
-    @property
-    def extremes(self) -> tuple[float, float]:
-        """Least and greatest value, in real units."""
-        values = self._values()
-        return float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether every value was zero."""
-        return not any(chunk.any() for chunk in self._chunks)
-
-    def search(self, params: IfmrParams) -> AscendScale:
-        """Run AMCT's search."""
-        return ifmr(self._values(), params)
-
-    def _values(self) -> Float32Array:
-        return np.concatenate([*self._chunks, np.zeros(0, np.float32)])
-
-    def to_arrays(self) -> Arrays:
-        """Return {}: the values are too many for a cache."""
-        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +168,10 @@ class TargetsOf(_SampledPositions):
         """Return an empty recorder."""
         return Targets(self.max_positions, channels_last=self.channels_last)
 
+    def restore(self, arrays: Arrays) -> Targets:
+        """Raise CalibrationError: the values are too many for a cache."""
+        raise CalibrationError("outputs that are kept are not stored")
+
 
 class Targets:
     """Recorder of a layer's outputs at sampled positions.
@@ -257,7 +206,7 @@ class Targets:
         return np.concatenate(chunks)
 
     def to_arrays(self) -> Arrays:
-        """Return {}: the values are too many for a cache."""
+        """Return {}: see `TargetsOf.restore`."""
         return {}
 
 

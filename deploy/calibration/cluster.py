@@ -33,7 +33,7 @@ from deploy.calibration.cluster_jobs import Cluster, ClusterJob, collect_version
 from deploy.calibration.observation import CalibrationSubject, Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.shards import shard_fingerprint
-from deploy.errors import BackendError, FeedError, SdkMissingError, extra_hint, first_line
+from deploy.errors import BackendError, FeedError, SdkMissingError, counted, extra_hint, first_line
 from deploy.feed.feed import FeedSource
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.samples import Feed
@@ -379,8 +379,7 @@ class ClusterRun:
 
     def notes(self, piece_count: int) -> tuple[str, ...]:
         """Return notes on where the samples were observed."""
-        worker_count = len(self._all_workers)
-        workers = "1 worker" if worker_count == 1 else f"{worker_count} workers"
+        workers = counted(len(self._all_workers), "worker")
         notes = [f"observed in {piece_count} pieces by {workers} of {self._cluster.address}"]
         if self.lost_workers:
             addresses = ", ".join(self.lost_workers)

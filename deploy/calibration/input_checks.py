@@ -18,7 +18,6 @@ looks fine. Without labels, three checks are possible:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import onnx
@@ -394,16 +393,14 @@ def _compare_with_layer(
     layer: FirstLayer, name: str, values: Sequence[Array], preprocess: Preprocess | None
 ) -> str:
     session = OrtSession.open(layer.model, threads=1, spin=False)
-    measure = partial(_measure_layer, session, layer.tensor, name)
+
+    def measure(arrays: Iterable[Array]) -> Moments:
+        return _moments(session.run({name: array})[layer.tensor] for array in arrays)
+
     if layer.training is not None:
         return _compare_with_training(layer.training, measure, values, preprocess)
     assert layer.bias is not None
     return _compare_with_bias(layer.bias, measure(values), values)
-
-
-def _measure_layer(session: OrtSession, tensor: str, name: str, arrays: Iterable[Array]) -> Moments:
-    """Return the moments of a tensor when the input `name` is given these arrays."""
-    return _moments(session.run({name: array})[tensor] for array in arrays)
 
 
 def _compare_with_training(

@@ -19,7 +19,7 @@ from calibrators.statistics import find_trouble, search_scale
 from deploy.calibration import trt_cache
 from deploy.calibration.observation import FOLDED, Key, Observation, ObservedStatistics
 from deploy.calibration.store import read_cache_file
-from deploy.errors import CacheError
+from deploy.errors import CacheError, counted
 from deploy.graph.bounds import RangeLimits
 from deploy.method import Choices, Method
 from deploy.terminal import phase
@@ -150,8 +150,7 @@ class Ranges:
         if not exceptions:
             return self.method.label
         names = " or ".join(sorted(set(exceptions)))
-        tensors = "1 tensor" if len(exceptions) == 1 else f"{len(exceptions)} tensors"
-        return f"{self.method.label} ({names} for {tensors})"
+        return f"{self.method.label} ({names} for {counted(len(exceptions), 'tensor')})"
 
     def compute_once(
         self, key: Hashable, compute: Callable[[], Result], *, of: object = None

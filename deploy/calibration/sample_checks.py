@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.errors import ConfigError, list_first
+from deploy.errors import ConfigError, counted, list_first
 
 OUTLIER_RATIO = 8.0  # ratio to the next largest sample: three bits
 STABLE_SHARE = 0.2  # the range of all samples is then off by a tenth: less than 1 dB of a step
@@ -168,8 +168,7 @@ def _describe_worst(worst: Outlier, tensor_count: int) -> str:
     """Return the worst of the outliers of one sample, as a clause."""
     text = f"whose largest |x| in {worst.tensor!r} is {worst.ratio:,.0f} times the others'"
     if tensor_count > 1:
-        plural = "s" if tensor_count > 2 else ""
-        text += f" (and far off in {tensor_count - 1} other tensor{plural})"
+        text += f" (and far off in {counted(tensor_count - 1, 'other tensor')})"
     return text
 
 

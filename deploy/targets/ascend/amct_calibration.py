@@ -31,10 +31,8 @@ from calibrators.amct.arq import (
     channel_max,
     weight_channel_max,
 )
-from calibrators.amct.ifmr import AscendScale
+from calibrators.amct.ifmr import AscendScale, IfmrHistogram
 from calibrators.amct.recorders import (
-    AllValues,
-    AllValuesOf,
     ChannelMax,
     ChannelMaxOf,
     HfmgOf,
@@ -295,15 +293,18 @@ class RecordPlan:
             recorder = input_recorder(observed.recorder(observation))
             recorders[observation.key] = recorder
             ranges[observation.tensor] = clip_range(record, recorder, self._entries[name])
-            if recorder.is_zero:
+            if not any(recorder.extremes):  # all values are 0
                 zero_layers.append(name)
             if is_rounded_to_zero(record, recorder):
                 underflow_layers.append(name)
-        stored = [r.nbytes for r in recorders.values() if isinstance(r, AllValues)]
+        stored_bytes = 0
+        for recorder in recorders.values():
+            if isinstance(recorder, IfmrHistogram) and recorder.exact:
+                stored_bytes += 4 * recorder.total  # float32
         return CalibrationRecord(
             records=records,
             ranges=ranges,
-            activation_bytes=sum(stored),
+            activation_bytes=stored_bytes,
             adaround_ratios=error_ratio_range(roundings.values()),
             zero_layers=tuple(dict.fromkeys(zero_layers)),
             underflow_layers=tuple(
@@ -464,7 +465,7 @@ class RecordPlan:
         if entry.activation.act_algo == "hfmg":
             bins = entry.activation.num_of_bins
             return HfmgOf(nbins=bins, samples=samples, samples_per_batch=self.samples_per_batch)
-        return AllValuesOf(samples=samples) if self.exact else IfmrOf(samples=samples)
+        return IfmrOf(samples=samples, exact=self.exact)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_range
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import AscendScale, IfmrHistogram, IfmrParams, ifmr_streaming
-from calibrators.amct.recorders import AllValues
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder
 from deploy.errors import ConfigError
@@ -39,7 +38,7 @@ _WIDTHS_BY_FIELD = {"dst_type": (4, 8), "act_type": (4, 8, 16), "wts_type": (4, 
 _FORCE_FP16 = "FORCE_FP16_QUANT"
 _IS_FLOAT16_BY_TYPE = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_type
 
-InputRecorder = HfmgHistogram | IfmrHistogram | AllValues
+InputRecorder = HfmgHistogram | IfmrHistogram
 
 Float32Array = NDArray[np.float32]
 
@@ -328,8 +327,6 @@ def search_activation_scale(recorder: Recorder, params: IfmrParams | HfmgParams)
     if isinstance(params, HfmgParams):
         assert isinstance(recorder, HfmgHistogram)
         return hfmg(recorder, params)
-    if isinstance(recorder, AllValues):
-        return recorder.search(params)
     assert isinstance(recorder, IfmrHistogram)
     return ifmr_streaming(recorder, params)
 
