@@ -1,18 +1,13 @@
-"""Key points of faces, hands and bodies as coordinates, or as distributions over two axes.
+"""Key points of faces, hands and bodies: coordinates (`POINTS`), or likelihoods (`SIMCC`).
 
-`find_keypoints` (MediaPipe, MoveNet, PFLD): [N, K p], or [N, K, p] with more dimensions of 1. Each
-point has two coordinates, in pixels or relative to the picture, and perhaps a third number, a depth
-or a score. In a flat output each point is near the one before, or another output has a score a
-point; coordinates of -1 to 1 (InsightFace) are near the ones before in any output. So are points of
+In a flat output each point is near the one before, or another output has a score a point;
+coordinates of -1 to 1 (InsightFace) are near the ones before in any output. So are points of
 [N, p, K], which are alone or beside flags.
 
 Flags are other outputs of one probability, such as whether an object is present, or which hand it
 is. If int8 decides differently, all points of the sample are lost. A single flag tells whether
 there is an object: without one, points do not count. Points that are not visible, by a third
 number or by another output, do not count either.
-
-`find_simcc`: SimCC (Li et al. 2022), RTMPose. Two outputs [N, K, r W] and [N, K, r H] for a picture
-of W x H pixels: the likelihood of each column and each row, in steps of 1 / r pixels.
 """
 
 import itertools

@@ -1,15 +1,11 @@
-"""Sequences: a class per step (voice activity, taggers), or text by CTC.
+"""Sequences: a class per step (`STEPS`), such as voice activity, or text by CTC (`TEXT`).
 
-`find_steps`: probabilities of a class per step, [N, T, C] or [N, C, T], or their logarithms; raw
-scores are compared by value, unless `--task steps` says what they are. Or decisions: independent
-probabilities [N, T] or [N, T, 1], such as the beginnings of words, and a single one [N, 1], such as
-a wake word. They count by their side of 0.5.
+Raw scores of steps are compared by value, unless `--task steps` says what they are. Independent
+probabilities, such as the beginnings of words or a wake word, count by their side of 0.5.
 
-`find_text`: CTC (Graves et al. 2006), a symbol or the blank per step, [N, T, C] or [T, N, C]; of
-pictures also [N, C, T], and of a height of 1, [N, C, 1, T] or [N, T, 1, C]. The blank is the first
-or the last symbol, and stands between symbols. Texts are decoded greedily: repeats merged, blanks
-dropped. If blanks only follow the last symbol in every sample, each step is the slot of a symbol,
-as in number plates, and repeats stay.
+The blank of a text is the first or the last symbol, and stands between symbols. Texts are decoded
+greedily: repeats merged, blanks dropped. If blanks only follow the last symbol in every sample,
+each step is the slot of a symbol, as in number plates, and repeats stay.
 """
 
 from collections.abc import Sequence
