@@ -73,6 +73,7 @@ class _ThreadBuffers(threading.local):
     def __init__(self) -> None:
         self.real = np.empty(_CHUNK_SIZE, np.float32)
         self.index = np.empty(_CHUNK_SIZE, np.uint16)
+        # of the kernel; zero between its calls
         self.tables = ctypes.create_string_buffer(SCRATCH)
 
 
@@ -90,11 +91,6 @@ def array_address(array: NDArray[np.generic]) -> int:
     if not (array.flags.writeable and array.size):
         return array.ctypes.data
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
-
-
-def thread_tables() -> ctypes.Array[ctypes.c_char]:
-    """Return this thread's tables for the kernel; they are zero between its calls."""
-    return _buffers.tables
 
 
 def make_nan_error(nan_count: int) -> CalibrationError:
@@ -180,7 +176,7 @@ class Histogram(HistogramState):
             array_address(self.counts),
             array_address(flat),
             flat.size,
-            thread_tables(),
+            _buffers.tables,
         )
         if nan_count:
             raise make_nan_error(nan_count)
@@ -415,7 +411,7 @@ class HistogramGroup:
             len(self.histograms),
             *self._rows,
             *located.rows,
-            thread_tables(),
+            _buffers.tables,
             ctypes.byref(self._counted_arrays),
         )
         if nan_count:

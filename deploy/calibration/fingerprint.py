@@ -21,7 +21,7 @@ import operator
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +93,9 @@ class Fingerprint:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {
-            "made_from": self._half_to_json(_MADE_FROM),
-            "made_by": self._half_to_json(_MADE_BY),
-        }
-
-    def _half_to_json(self, parts: tuple[str, ...]) -> dict[str, Any]:
-        half = {}
-        for part in parts:
-            value = getattr(self, part)
-            half[part] = value if isinstance(value, str) else dict(value)
-        return half
+        parts = asdict(self)
+        made_by = {part: parts.pop(part) for part in _MADE_BY}
+        return {"made_from": parts, "made_by": made_by}
 
     @classmethod
     def from_json(cls, data: object) -> Fingerprint:

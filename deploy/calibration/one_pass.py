@@ -126,7 +126,12 @@ class _PassState:
         self._make_slices()
 
     def _make_readers(self) -> list[TapReader]:
-        return [runner.make_reader() for runner in self.runners]
+        """Return the readers of a worker thread, one for each variant."""
+        readers = []
+        for runner in self.runners:
+            tensors = [observation.tensor for observation in runner.counted]
+            readers.append(TapReader(runner.tap, tensors))
+        return readers
 
     def _make_recorders(self, observations: Iterable[Observation]) -> _Recorders:
         recorders = {}

@@ -201,7 +201,7 @@ class Tap:
 
     Attributes:
         blocked: tensor -> output that holds its values in NCHWc, of the tensors in that layout.
-        inputs: tensors that are inputs of the model.
+        inputs: names of the model's inputs.
     """
 
     def __init__(
@@ -211,19 +211,22 @@ class Tap:
 
         `in_any_order`: tensors whose values may come in any order; graph outputs never do.
         """
-        self.inputs: list[str] = []
-        self._computed: list[str] = []
-        model_inputs = {value.name for value in model.graph.input}
-        for name in tensors:
-            if name in model_inputs:
-                self.inputs.append(name)
-            else:
-                self._computed.append(name)
-        self.session, self.blocked = _open_tapped(model, self._computed, in_any_order)
+        self._tensors = tuple(tensors)
+        self.inputs = {value.name for value in model.graph.input}
+        computed = [name for name in tensors if name not in self.inputs]
+        self.session, self.blocked = _open_tapped(model, computed, in_any_order)
 
     def output_of(self, tensor: str) -> str:
         """Return the output that holds the values of a tensor."""
         return self.blocked.get(tensor, tensor)
+
+    def values_of(
+        self, tensor: str, sample: Sample, outputs: Mapping[str, Array]
+    ) -> NDArray[np.float32]:
+        """Return the values of a tensor from a sample and its outputs."""
+        if tensor in self.inputs:
+            return np.asarray(sample[tensor], np.float32)
+        return outputs[self.output_of(tensor)]
 
     def run(
         self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
@@ -232,16 +235,8 @@ class Tap:
 
         `on_outputs` is called with the model's outputs, and possibly more.
         """
-        try:
-            values = self.session.run(sample)
-        except BackendError as error:
-            raise _run_error(error) from error
-        if on_outputs is not None:
-            on_outputs(values)
-        value_by_tensor = {name: values[self.output_of(name)] for name in self._computed}
-        for name in self.inputs:
-            value_by_tensor[name] = np.asarray(sample[name], np.float32)
-        return value_by_tensor
+        outputs = _run_sample(self.session, sample, on_outputs)
+        return {name: self.values_of(name, sample, outputs) for name in self._tensors}
 
 
 class TapReader:
@@ -265,37 +260,36 @@ class TapReader:
         self._located = None
         if not self._session.reuses_buffers:
             located = None  # its memory may be freed
-        try:
-            values = self._session.run(sample)
-        except BackendError as error:
-            raise _run_error(error) from error
-        if on_outputs is not None:
-            on_outputs(values)
+        outputs = _run_sample(self._session, sample, on_outputs)
 
+        tap = self._tap
         if located is None or not self._session.reuses_buffers:
-            located = LocatedArrays(self._array(name, sample, values) for name in self._tensors)
+            arrays = [tap.values_of(name, sample, outputs) for name in self._tensors]
+            located = LocatedArrays(arrays)
             self._moving = []
             for index, name in enumerate(self._tensors):
-                if self._is_moving(name, values):
+                if name in tap.inputs or arrays[index].dtype != np.float32:
                     self._moving.append(index)
         else:
             for index in self._moving:
-                located.put(index, self._array(self._tensors[index], sample, values))
+                located.put(index, tap.values_of(self._tensors[index], sample, outputs))
         self._located = located
         return located
 
-    def _array(self, name: str, sample: Sample, values: Mapping[str, Array]) -> NDArray[np.float32]:
-        if name in self._tap.inputs:
-            return np.asarray(sample[name], np.float32)
-        return values[self._tap.output_of(name)]
 
-    def _is_moving(self, name: str, values: Mapping[str, Array]) -> bool:
-        is_input = name in self._tap.inputs
-        return is_input or values[self._tap.output_of(name)].dtype != np.float32
-
-
-def _run_error(error: BackendError) -> BackendError:
-    return BackendError(f"could not run a sample: {error}")
+def _run_sample(
+    session: OrtSession | BufferedSession,
+    sample: Sample,
+    on_outputs: Callable[[Sample], None] | None,
+) -> Mapping[str, Array]:
+    """Return the outputs of a sample, after `on_outputs` has got them."""
+    try:
+        outputs = session.run(sample)
+    except BackendError as error:
+        raise BackendError(f"could not run a sample: {error}") from error
+    if on_outputs is not None:
+        on_outputs(outputs)
+    return outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,10 +309,6 @@ class VariantRunner:
     counted: Sequence[Observation]
     uncounted: Sequence[Observation]
     limit: int | None
-
-    def make_reader(self) -> TapReader:
-        """Return the reader of a worker thread."""
-        return TapReader(self.tap, [o.tensor for o in self.counted])
 
     def run(
         self,
@@ -346,9 +336,10 @@ class VariantRunner:
             return waiting
 
         counted_tensors = set()
-        for observation, amax in zip(self.counted, recorders.latest_peaks(), strict=True):
+        histograms = recorders.group.histograms
+        for observation, histogram in zip(self.counted, histograms, strict=True):
             counted_tensors.add(observation.tensor)
-            peaks.add((self.key, observation.tensor), number, amax)
+            peaks.add((self.key, observation.tensor), number, histogram.latest)
         for name, value in values.items():
             if name not in counted_tensors:  # else its histogram knows its largest |x|
                 peaks.add((self.key, name), number, largest_magnitude(value))
@@ -356,7 +347,11 @@ class VariantRunner:
 
 
 class VariantRecorders:
-    """The recorders of a variant's tensors in one slice of the pass."""
+    """The recorders of a variant's tensors in one slice of the pass.
+
+    Attributes:
+        group: histograms of the tensors that are counted together.
+    """
 
     def __init__(self, runner: VariantRunner, recorders: Mapping[Observation, Recorder]) -> None:
         self._counted = runner.counted
@@ -366,12 +361,12 @@ class VariantRecorders:
             histogram = recorders[observation]
             assert isinstance(histogram, Histogram), observation.statistic.key
             histograms.append(histogram)
-        self._histograms = HistogramGroup(histograms)
+        self.group = HistogramGroup(histograms)
 
     def count(self, number: int, located: LocatedArrays) -> None:
         """Record the tensors whose histograms count all samples."""
         try:
-            self._histograms.observe(located)
+            self.group.observe(located)
         except ArrayRefused as error:
             raise name_tensor_and_sample(error, self._counted[error.index], number) from error
 
@@ -387,10 +382,6 @@ class VariantRecorders:
             else:
                 record(recorder, observation, number, value)
         return waiting
-
-    def latest_peaks(self) -> Iterable[float]:
-        """Return the largest |x| of each counted tensor in the last sample."""
-        return [histogram.latest for histogram in self._histograms.histograms]
 
 
 def make_runners(
