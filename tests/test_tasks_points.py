@@ -85,6 +85,8 @@ def test_other_pairs_are_no_points():
     assert figure(turned, turned, SIZE)[0].outputs == ("b", "a")
     assert task_of(pairs, SIZE) == "key points" and task_of(pairs, (64, 64)) is None
     assert task_of([{"x": one["x"]} for one in pairs], SIZE) != "key points"
+    three_rows = [{name: value[:, :3] for name, value in one.items()} for one in pairs]
+    assert task_of(three_rows, SIZE) is None
 
 
 def saved(path):

@@ -404,6 +404,8 @@ def _steps_per_pixel(size: ImageSize, columns: Array, rows: Array) -> float | No
     """Return the steps per pixel, equal on both axes; None if shapes do not fit the picture."""
     if not columns.ndim == rows.ndim == 3 or columns.shape[1] != rows.shape[1]:
         return None
+    if columns.shape[1] < MIN_COUNT:
+        return None
     height, width = size
     steps = float(columns.shape[2] / width)
     is_floating_pair = is_floating(columns) and is_floating(rows)
