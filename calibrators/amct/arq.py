@@ -314,16 +314,10 @@ def _histograms(rows: Float32Array, amax: Float32Array) -> FloatArray:
 
 def _best_scales(counts: FloatArray, amax: Float32Array) -> Float32Array:
     """Return the scales of least divergence, with the smallest cut on ties."""
+    divergences = [_divergence(*_cut_and_level(counts, cut)) for cut in range(_MAX_CUTS)]
+    best_cuts = np.argmin(divergences, axis=0).astype(np.float32)
     width = (amax + amax) / np.float32(_HISTOGRAM_BINS)
-    best = np.full(len(counts), np.inf)
-    scales = np.ones(len(counts), np.float32)
-    for cut in range(_MAX_CUTS):
-        divergence = _divergence(*_cut_and_level(counts, cut))
-        is_better = divergence < best
-        best[is_better] = divergence[is_better]
-        scale = (amax - np.float32(cut) * width) / np.float32(-_MIN_CODE)
-        scales[is_better] = scale[is_better]
-    return scales
+    return np.asarray((amax - best_cuts * width) / np.float32(-_MIN_CODE), np.float32)
 
 
 def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:

@@ -158,8 +158,6 @@ class ModelAnalysis:
     @cached_property
     def collapsed(self) -> Graph:
         """The index with each gate as one node."""
-        if not self.gates:
-            return self.graph
         return CachedGraph(self._model, collapse_gates(self.graph.nodes, self.gates))
 
 
