@@ -4,8 +4,8 @@ A new search is a function from `Histogram` to `Scale` and one row here. Command
 read names, parameters and help; the implementation is imported on first call, so that reading the
 table needs neither numpy nor OpenCV::
 
-    SEARCHES["percentile"] --> params      PercentileParams(percent=99.99), validated
-                           --> statistic   params -> statistic to record of every tensor
+    SEARCHES["percentile"] --> params      PercentileParams(percent=99.99), validated; it names
+                                           the statistic to record of every tensor
                            --> function    (Histogram, params) -> Scale
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from calibrators.errors import CalibrationError
 
@@ -55,6 +55,12 @@ class Params:
         """Return the parameters as text, for fingerprints and reports."""
         return " ".join(_short(getattr(self, name)) for name in self.names())
 
+    def statistic(self) -> HistogramOf:
+        """Return the statistic to record of every tensor: the order-independent histogram."""
+        from calibrators.statistics import HistogramOf
+
+        return HistogramOf()
+
 
 def _short(value: object) -> str:
     """Format a value: 99.99 and 99 as usually written, 99.99999 with all its digits."""
@@ -64,18 +70,8 @@ def _short(value: object) -> str:
     return short if float(short) == value else repr(value)
 
 
-P = TypeVar("P", bound=Params)
-
-
-def _order_free_histogram(params: Params) -> HistogramOf:
-    """Return the order-independent histogram, which most searches read."""
-    from calibrators.statistics import HistogramOf
-
-    return HistogramOf()
-
-
 @dataclass(frozen=True, slots=True)
-class RangeSearch(Generic[P]):
+class RangeSearch:
     """A method to choose a clip range.
 
     Attributes:
@@ -83,16 +79,14 @@ class RangeSearch(Generic[P]):
             two grids.
         params: class of the parameters.
         help: predicate of a sentence whose subject is the method's name.
-        statistic: parameters -> statistic to record of every tensor.
         by_grid: whether the symmetric grid of the threshold and the affine grid of the range
             matter (None for int8 and uint8).
         integer: whether the method is defined for int8 only.
     """
 
     function: Callable[..., Scale]
-    params: type[P]
+    params: type[Params]
     help: str
-    statistic: Callable[[P], HistogramOf] = _order_free_histogram
     by_grid: bool = False
     integer: bool = False
 
@@ -188,14 +182,14 @@ class EntropyTensorrtParams(Params):
         """Return "": the batch size is part of the statistic's key."""
         return ""
 
+    def statistic(self) -> HistogramOf:
+        """Return TensorRT's histogram, whose range starts with the first batch."""
+        from calibrators.statistics import HistogramOf
 
-def _first_batch_histogram(params: EntropyTensorrtParams) -> HistogramOf:
-    from calibrators.statistics import HistogramOf
-
-    return HistogramOf(first_batch=params.batch_size)
+        return HistogramOf(first_batch=self.batch_size)
 
 
-SEARCHES: dict[str, RangeSearch[Any]] = {
+SEARCHES: dict[str, RangeSearch] = {
     "minmax": RangeSearch(_import_search("percentile", "minmax"), Params, "keeps everything"),
     "entropy": RangeSearch(
         _import_search("entropy", "entropy"),
@@ -224,7 +218,6 @@ SEARCHES: dict[str, RangeSearch[Any]] = {
         _import_search("entropy", "entropy"),
         EntropyTensorrtParams,
         "is entropy on TensorRT's own histogram, whose range starts with the first batch",
-        _first_batch_histogram,
         integer=True,
     ),
     "legacy": RangeSearch(

@@ -94,7 +94,7 @@ class Method:
     @property
     def statistic(self) -> HistogramOf:
         """The statistic to observe for every tensor."""
-        return SEARCHES[self.name].statistic(self.params)
+        return self.params.statistic()
 
     @property
     def is_int8_only(self) -> bool:
@@ -133,7 +133,7 @@ def _parse_number(text: str) -> int | float:
         ) from None
 
 
-def _find_search(name: str) -> RangeSearch[Any]:
+def _find_search(name: str) -> RangeSearch:
     if name not in SEARCHES:
         remedy = did_you_mean(name, SEARCHES, "the default is " + DEFAULT_METHOD)
         raise ConfigError(f"a method is one of {', '.join(SEARCHES)}, got {name!r}; {remedy}")
