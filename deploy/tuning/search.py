@@ -66,8 +66,8 @@ class Search:
         rounded: whether trials have rounded weights; None without that repair.
         held_back_gain: returns how many dB a trial's worst slice has more than another's on samples
             that gave no range; None where all samples are needed for the ranges.
-        is_clipping: whether the best method is one that clips, as held-back samples of this search
-            or of another target's showed; None until they are compared.
+        is_clipping: whether the best method is one that clips, as this search or another target's
+            found; None until they are compared.
         add_units: units of Adds without weights, the residual stream.
         prior: what another target's search measured of the layers; None measures it.
         trials: the trials that ran, in order.
@@ -379,6 +379,7 @@ class Search:
             trial_by_kind.setdefault(clips(trial.choices.method), trial)
         if len(trial_by_kind) == 2:
             settled = self._better_kind(trial_by_kind[True], trial_by_kind[False])
+            self.is_clipping = clips(settled.choices.method)
         else:
             (settled,) = trial_by_kind.values()
         self.settled_method = self._label(settled)
@@ -391,17 +392,19 @@ class Search:
         gain_db = self.held_back_gain(clipping, unclipping)
         if gain_db is None:
             return min(unclipping, clipping, key=lambda trial: trial.mean_loss)
-        self.is_clipping = gain_db > _CLEARLY_DB
-        return clipping if self.is_clipping else unclipping
+        return clipping if gain_db > _CLEARLY_DB else unclipping
 
     def best_methods(self) -> tuple[Method, ...]:
-        """Return the best method that clips and the best one that does not, all in int8."""
-        best_by_kind: dict[bool, Trial] = {}
+        """Return the best two methods that clip and the best two that do not, all in int8.
+
+        Two, since the order of methods that are nearly level is another on another target's grid.
+        """
+        methods_by_kind: dict[bool, list[Method]] = {True: [], False: []}
         for trial in sorted(self.trials, key=lambda trial: trial.noise.mean):
-            if trial.in_float == self.refused:
-                best_by_kind.setdefault(clips(trial.choices.method), trial)
-        methods = [trial.choices.method or self.methods[0] for trial in best_by_kind.values()]
-        return tuple(method for method in methods if method is not None)
+            method = trial.choices.method or self.methods[0]
+            if trial.in_float == self.refused and method is not None:
+                methods_by_kind[clips(method)].append(method)
+        return (*methods_by_kind[True][:2], *methods_by_kind[False][:2])
 
     def _try_methods(self, in_float: frozenset[str], choices: Choices) -> list[Trial]:
         """Try a split with the methods, other choices the same; return what ran.

@@ -112,7 +112,7 @@ class SharedFindings:
 
     Attributes:
         sensitivity: noise of the layers; None until it is measured.
-        best_methods: the best method that clips and the best one that does not, all in int8.
+        best_methods: the best two methods that clip and the best two that do not, all in int8.
         is_clipping: whether ranges that clip are better on samples that gave none; None until it
             is measured.
     """
