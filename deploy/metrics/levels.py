@@ -16,6 +16,8 @@ GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "keep FP32"
 FLOAT_MODEL = "the float model"  # subject of a reason that does not blame int8
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
 
+LevelReasons = Iterator[tuple[str, str]]  # (level, reason for it)
+
 # (good up to, doubtful up to)
 _LABEL_LIMITS = 0.01, 0.05  # lost top-1 or mAP, 1 = 100 points
 GOOD_LOSS = 0.05  # share of the float model's predictions that a good engine may lose
@@ -111,7 +113,7 @@ def finds_objects(accuracy: Accuracy) -> bool:
     return accuracy.precision is not None and accuracy.precision.reference_50 >= _MIN_MAP50
 
 
-def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
+def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
     """Yield (level, reason) for everything the figures show of int8.
 
     `max_loss`: lost accuracy or share of the task that the user allows; None uses the limits above.
@@ -153,7 +155,7 @@ def _rate_part(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple
     return _level(-part.sqnr_db, limits), f"{part.sqnr_db:.1f} dB (worst: {part.label})"
 
 
-def question_reference(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+def question_reference(accuracy: Accuracy) -> LevelReasons:
     """Yield (level, reason) for all that puts the float model or its inputs in question."""
     samples = accuracy.samples
     if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
@@ -175,7 +177,7 @@ def question_reference(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
     yield from _blind(accuracy)
 
 
-def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+def _by_chance(accuracy: Accuracy) -> LevelReasons:
     """Check that the float model beats chance; if not, its inputs are probably wrong.
 
     It must exceed chance by three standard deviations of the binomial distribution, which guessing
@@ -217,7 +219,7 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
         )
 
 
-def _silent(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+def _silent(accuracy: Accuracy) -> LevelReasons:
     """Doubt a float model that detects nothing, or the same everywhere: no loss would show."""
     exact = all(output.sqnr_db == math.inf for output in accuracy.outputs)
     if accuracy.silent and not exact:
@@ -229,7 +231,7 @@ def _silent(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
         )
 
 
-def _blind(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
+def _blind(accuracy: Accuracy) -> LevelReasons:
     """Reject a detector that finds none of the annotated objects."""
     precision = accuracy.precision
     if precision is None or finds_objects(accuracy) or accuracy.samples < _MIN_CHANCE_SAMPLES:
