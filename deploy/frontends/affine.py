@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from deploy.frontends.checks import to_array
-from deploy.graph.edit import claim_name, replace_nodes, set_input, unique_name
+from deploy.graph.edit import claim_name, set_input, unique_name
 from deploy.graph.index import (
     ONNX_DOMAINS,
     Nodes,
@@ -41,6 +41,7 @@ from deploy.graph.index import (
     map_producers,
     optional_input,
 )
+from deploy.graph.rewrite import CannotRewrite, RewriteRule, apply_rule
 
 MOVES = frozenset({"Squeeze", "Transpose", "Unsqueeze"})
 
@@ -56,20 +57,22 @@ class MovedLayer:
     layer: onnx.NodeProto
     moves: tuple[onnx.NodeProto, ...] = ()
 
-    def axis(self, rank: int, constants: Mapping[str, onnx.TensorProto]) -> tuple[int, int] | None:
-        """Return (axis of the channels, rank) after the moves; None if unknown.
+    def axis(self, rank: int, constants: Mapping[str, onnx.TensorProto]) -> tuple[int, int]:
+        """Return (axis of the channels, rank) after the moves.
 
         Args:
             rank: of the layer's output, whose channels are on axis 1.
             constants: hold the axes of Squeeze and Unsqueeze.
+
+        Raises:
+            CannotRewrite: the axis is unknown.
         """
         axes: list[int | None] = list(range(rank))
         for node in self.moves:
-            new_axes = _axes_after(node, axes, constants)
-            if new_axes is None:
-                return None
-            axes = new_axes
-        return (axes.index(1), len(axes)) if 1 in axes else None
+            axes = _axes_after(node, axes, constants)
+        if 1 not in axes:
+            raise CannotRewrite("a Squeeze removes the axis of the channels")
+        return axes.index(1), len(axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,39 +109,39 @@ class JoinedLayers:
 
     def axis(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
-    ) -> tuple[int, int] | None:
-        """Return `MovedLayer.axis`; None also if the Concat is along another axis."""
+    ) -> tuple[int, int]:
+        """Return `MovedLayer.axis`.
+
+        Raises:
+            CannotRewrite: it is unknown, or the Concat is along another axis.
+        """
         axes = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
-        common_axis = axes.pop()
-        if axes or common_axis is None:
-            return None
-        axis, rank = common_axis
-        concat_axis = None if self.concat is None else attributes(self.concat).get("axis")
-        if concat_axis not in (None, axis, axis - rank):
-            return None
-        return common_axis
+        axis, rank = axes.pop()
+        concat_axis = axis if self.concat is None else attributes(self.concat).get("axis", axis)
+        if axes or concat_axis not in (axis, axis - rank):
+            raise CannotRewrite("the Concat is not along the channels")
+        return axis, rank
 
 
 def _axes_after(
     node: onnx.NodeProto, axes: list[int | None], constants: Mapping[str, onnx.TensorProto]
-) -> list[int | None] | None:
+) -> list[int | None]:
     """Return which of the layer's axes each axis is after a Transpose, Squeeze or Unsqueeze.
 
-    An inserted axis is None; all is None if the node's axes are unknown or do not fit.
+    An inserted axis is None.
     """
     if node.op_type == "Transpose":
         order = attributes(node).get("perm", range(len(axes))[::-1])
-        is_permutation = sorted(order) == list(range(len(axes)))
-        return [axes[index] for index in order] if is_permutation else None
+        if sorted(order) != list(range(len(axes))):
+            raise CannotRewrite("its permutation does not fit")
+        return [axes[index] for index in order]
 
     changed_axes = _read_axes(node, constants)
-    if changed_axes is None:
-        return None
     rank = len(axes)
     if node.op_type == "Unsqueeze":
         rank += len(changed_axes)
     if not all(-rank <= axis < rank for axis in changed_axes):
-        return None
+        raise CannotRewrite("its axes do not fit")
     indices = {axis % rank for axis in changed_axes}
     if node.op_type == "Squeeze":
         return [axis for index, axis in enumerate(axes) if index not in indices]
@@ -148,14 +151,14 @@ def _axes_after(
     return new_axes + [None] * (rank - len(new_axes))
 
 
-def _read_axes(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> list[int] | None:
+def _read_axes(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> Sequence[int]:
     """Return the axes of a Squeeze or Unsqueeze, an attribute before opset 13."""
-    if len(node.input) < 2:
-        axes: list[int] | None = attributes(node).get("axes")
-        return axes
-    if node.input[1] not in constants:
-        return None
-    return list(map(int, to_array(constants[node.input[1]]).reshape(-1)))
+    if len(node.input) == 2 and node.input[1] in constants:
+        return list(map(int, to_array(constants[node.input[1]]).reshape(-1)))
+    axes: Sequence[int] | None = attributes(node).get("axes")
+    if axes is None:
+        raise CannotRewrite("its axes are not constant")
+    return axes
 
 
 if TYPE_CHECKING:
@@ -176,17 +179,13 @@ def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Co
         graph: with unique node names if `excluded` is given.
         excluded: names of nodes that are not folded.
     """
+    rule: RewriteRule[_AffineFolder] = RewriteRule(
+        pattern=lambda node: node.name not in excluded,
+        rewrite=lambda node, folder: folder.fold(node),
+    )
     folder = _AffineFolder(graph)
-    remaining: Nodes = []
-    folded: Counter[str] = Counter()
-    for node in graph.node:
-        if node.name not in excluded and folder.fold(node):
-            folded[node.op_type] += 1
-        else:
-            remaining.append(node)
-    if folded:
-        replace_nodes(graph, remaining)
-    return folded
+    apply_rule(graph, rule, folder)
+    return folder.folded
 
 
 class _AffineFolder:
@@ -198,6 +197,7 @@ class _AffineFolder:
         producers: tensor -> the node that makes it.
         names: names of all tensors.
         new_names: names given here to tensors whose values changed.
+        folded: type -> number of nodes that were folded.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -207,23 +207,26 @@ class _AffineFolder:
         self.producers = map_producers(graph.node)
         self.names = {*self.weights, *self.read_counts, *self.producers}
         self.new_names: set[str] = set()
+        self.folded: Counter[str] = Counter()
 
-    def fold(self, node: onnx.NodeProto) -> bool:
-        """Fold a node into one or several layers if that is exact; return whether it was folded."""
+    def fold(self, node: onnx.NodeProto) -> Nodes:
+        """Fold a node into one or several layers; no node stands in its place.
+
+        Raises:
+            CannotRewrite: that is not exact.
+        """
         joined = self._find_layers(self._varying_input(node))
-        if joined is None:
-            return False
         # A negative variance or a huge gamma gives NaN or Inf: the layers then stay unchanged.
         with np.errstate(all="ignore"):
             weights_and_biases = self._fold_layers(joined, node)
-        if weights_and_biases is None:
-            return False
+
         for part, (weight, bias) in zip(joined.parts, weights_and_biases, strict=True):
             self._store(part.layer, weight, bias, f"{node.output[0]}_bias")
         self._rename(joined, node.output[0])  # the producers make other tensors now
         for layer_node in joined.nodes:
             self.producers |= dict.fromkeys(layer_node.output, layer_node)
-        return True
+        self.folded[node.op_type] += 1
+        return []
 
     def _varying_input(self, node: onnx.NodeProto) -> str:
         """Return the tensor that an affine node scales and shifts; "" for any other node."""
@@ -239,23 +242,16 @@ class _AffineFolder:
         is_commutative = node.op_type in ("Mul", "Add")
         return str(right) if is_commutative and left in self.weights else ""
 
-    def _find_layers(self, tensor: str) -> JoinedLayers | None:
+    def _find_layers(self, tensor: str) -> JoinedLayers:
         """Return the layers that produce a tensor: one, or all inputs of a Concat."""
         concat = self.producers.get(tensor)
         if concat is None or concat.op_type != "Concat":
-            layer = self._find_layer(tensor)
-            return None if layer is None else JoinedLayers((layer,))
+            return JoinedLayers((self._find_layer(tensor),))
         if self.read_counts[tensor] != 1:
-            return None
-        parts = []
-        for source in concat.input:
-            layer = self._find_layer(source)
-            if layer is None:
-                return None
-            parts.append(layer)
-        return JoinedLayers(tuple(parts), concat)
+            raise CannotRewrite("the joined tensor has other readers")
+        return JoinedLayers(tuple(map(self._find_layer, concat.input)), concat)
 
-    def _find_layer(self, tensor: str) -> MovedLayer | None:
+    def _find_layer(self, tensor: str) -> MovedLayer:
         """Return the layer that makes a tensor, with the moves after it; each has one reader."""
         moves: Nodes = []
         node = self.producers.get(tensor)
@@ -263,42 +259,29 @@ class _AffineFolder:
             if node.op_type in _LAYERS:
                 return MovedLayer(node, tuple(moves))
             if node.op_type not in MOVES:
-                return None
+                break
             moves.insert(0, node)
             node = self.producers.get(node.input[0])
-        return None
+        raise CannotRewrite("no layer without other readers makes its input")
 
     def _fold_layers(
         self, joined: JoinedLayers, node: onnx.NodeProto
-    ) -> list[tuple[NDArray[Any], NDArray[Any]]] | None:
-        """Return the new weight and bias of each layer; None if a node cannot be folded."""
+    ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Return the new weight and bias of each layer."""
         layers = [part.layer for part in joined.parts]
         weights, biases, channel_counts = [], [], []
         for layer in layers:
             weight = _float_constant(self.weights, layer.input[1])
             bias_name = optional_input(layer, 2)
-            bias = _float_constant(self.weights, bias_name)
-            if weight is None or (bias is None and bias_name):
-                return None
             weights.append(weight)
-            biases.append(bias)
+            biases.append(_float_constant(self.weights, bias_name) if bias_name else None)
             channel_counts.append(_count_channels(layer, weight))
-        channel_axis = joined.axis([weight.ndim for weight in weights], self.weights)
-        if channel_axis is None or not all(channel_counts):
-            return None
 
+        channel_axis = joined.axis([weight.ndim for weight in weights], self.weights)
         affine = _read_affine(node, self.weights, sum(channel_counts), *channel_axis)
-        if affine is None:
-            return None
         splits = np.cumsum(channel_counts)[:-1]
         scales, shifts = (np.split(values, splits) for values in affine)
-        folded = []
-        for arguments in zip(layers, weights, biases, scales, shifts, strict=True):
-            weight_and_bias = _fold_layer(*arguments)
-            if weight_and_bias is None:
-                return None
-            folded.append(weight_and_bias)
-        return folded
+        return list(map(_fold_layer, layers, weights, biases, scales, shifts))
 
     def _store(
         self, layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any], new_bias: str
@@ -342,30 +325,26 @@ def _fold_layer(
     bias: NDArray[Any] | None,
     scale: NDArray[np.float64],
     shift: NDArray[np.float64],
-) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """Return the layer's new weight and bias; None if they do not fit or are not finite."""
-    new_bias = _scale_bias(layer, bias, scale, shift)
-    if new_bias is None:
-        return None
-    new_bias = new_bias.astype(weight.dtype)
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the layer's new weight and bias, which must be finite."""
+    new_bias = _scale_bias(layer, bias, scale, shift).astype(weight.dtype)
     new_weight = _scale_weight(layer, weight, scale).astype(weight.dtype)
-    is_finite = np.isfinite(new_weight).all() and np.isfinite(new_bias).all()
-    return (new_weight, new_bias) if is_finite else None
+    if not (np.isfinite(new_weight).all() and np.isfinite(new_bias).all()):
+        raise CannotRewrite("the folded values are not finite")
+    return new_weight, new_bias
 
 
 def _read_affine(
     node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int, axis: int, rank: int
-) -> Affine | None:
+) -> Affine:
     """Return scale and shift per channel of a tensor of `rank` with channels on `axis`."""
     if node.op_type == NORM:
-        return _read_norm(node, weights, channels) if axis == 1 else None
+        if axis != 1:
+            raise CannotRewrite("its channels are not those of the layer")
+        return _read_norm(node, weights, channels)
     operand = next(name for name in reversed(node.input) if name in weights)
-    array = _float_constant(weights, operand)
-    if array is None:
-        return None
-    values = _broadcast_to_channels(array.astype(np.float64), channels, axis, rank)
-    if values is None:
-        return None
+    array = _float_constant(weights, operand).astype(np.float64)
+    values = _broadcast_to_channels(array, channels, axis, rank)
     ones, zeros = np.ones(channels), np.zeros(channels)
     if node.op_type == "Mul":
         return values, zeros
@@ -376,55 +355,49 @@ def _read_affine(
 
 def _broadcast_to_channels(
     values: NDArray[np.float64], channels: int, axis: int, rank: int
-) -> NDArray[np.float64] | None:
-    """Return [C] of a constant that broadcasts along `axis` only; None for any other shape."""
-    if values.ndim > rank:
-        return None
+) -> NDArray[np.float64]:
+    """Return [C] of a constant that broadcasts along `axis` only."""
     channel_shape = [1] * rank
     channel_shape[axis] = channels
     shape = [1] * (rank - values.ndim) + list(values.shape)
-    if values.size != 1 and shape != channel_shape:
-        return None
+    if values.ndim > rank or (values.size != 1 and shape != channel_shape):
+        raise CannotRewrite("its constant has not one value per channel")
     return np.broadcast_to(values.reshape(-1), (channels,))
 
 
-def _read_norm(
-    norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int
-) -> Affine | None:
+def _read_norm(norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int) -> Affine:
     """Return scale and shift of an inference BatchNormalization with constant parameters."""
     attrs = attributes(norm)
     if attrs.get("training_mode", 0) or any(norm.output[1:]) or len(norm.input) != 5:
-        return None
-    parameters = []
-    for name in norm.input[1:]:
-        array = _float_constant(weights, name)
-        if array is None or array.shape != (channels,):
-            return None
-        parameters.append(array.astype(np.float64))
+        raise CannotRewrite("it is in training mode")
+    parameters = [_float_constant(weights, name).astype(np.float64) for name in norm.input[1:]]
+    if any(parameter.shape != (channels,) for parameter in parameters):
+        raise CannotRewrite("its parameters have not one value per channel")
     gamma, beta, mean, variance = parameters
     scale = gamma / np.sqrt(variance + attrs.get("epsilon", 1e-5))
     return scale, beta - mean * scale
 
 
 def _count_channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
-    """Return a layer's number of output channels; 0 for a weight of an impossible shape."""
-    attrs = attributes(layer)
-    if weight.ndim < 2:
-        return 0
-    if layer.op_type == "Conv":  # [O, I/group, ...]
+    """Return a layer's number of output channels."""
+    if weight.ndim > 1 and layer.op_type == "Conv":  # [O, I/group, ...]
         return len(weight)
-    if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
-        return int(weight.shape[0 if attrs.get("transB", 0) else 1])
+    if weight.ndim > 1 and layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
+        return int(weight.shape[0 if attributes(layer).get("transB", 0) else 1])
     group = group_count(layer)  # ConvTranspose: [I, O/group, ...]
-    return 0 if group < 1 or len(weight) % group else int(weight.shape[1]) * group
+    if weight.ndim < 2 or group < 1 or len(weight) % group:
+        raise CannotRewrite("its weight has an impossible shape")
+    return int(weight.shape[1]) * group
 
 
-def _float_constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[Any] | None:
-    """Return the array of a float constant; None for anything else."""
+def _float_constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[Any]:
+    """Return the array of a float constant."""
     if name not in weights:
-        return None
+        raise CannotRewrite("a weight or parameter is not constant")
     array = to_array(weights[name])
-    return array if array.dtype in (np.float32, np.float64) else None
+    if array.dtype not in (np.float32, np.float64):
+        raise CannotRewrite("a weight or parameter is not float")
+    return array
 
 
 def _scale_weight(
@@ -448,8 +421,8 @@ def _scale_bias(
     bias: NDArray[Any] | None,
     scale: NDArray[np.float64],
     shift: NDArray[np.float64],
-) -> NDArray[np.float64] | None:
-    """Return the folded layer's [C] bias; None unless the old one has one value per channel."""
+) -> NDArray[np.float64]:
+    """Return the folded layer's [C] bias; the old one must have one value per channel."""
     if bias is None:
         return shift
     if layer.op_type == "Gemm":
@@ -458,4 +431,6 @@ def _scale_bias(
             bias = np.broadcast_to(bias.reshape(-1), shift.shape)
         elif bias.ndim == 2 and bias.shape[0] == 1:
             bias = bias.reshape(-1)
-    return bias * scale + shift if bias.shape == shift.shape else None
+    if bias.shape != shift.shape:
+        raise CannotRewrite("the bias has not one value per channel")
+    return bias * scale + shift

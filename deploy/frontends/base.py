@@ -35,13 +35,13 @@ from deploy.feed.feed import Dataset
 from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.feed.samples import Feed
 from deploy.feed.states import Recurrence, find_states
+from deploy.files.manifest import sha256
 from deploy.frontends.checks import to_array
 from deploy.frontends.onnx_reader import (
     ModelStamp,
     model_bytes,
     parse_model,
     read_model_and_stamp,
-    stamp_of,
 )
 from deploy.frontends.pairs import PairGrid, PairGrids
 from deploy.frontends.plugins import CutOffNodes
@@ -241,7 +241,7 @@ def read_model_file(loaded: LoadedModel) -> bytes:
         refuse_changed_model(loaded, stamp == loaded.stamp)
         return bytes(model.SerializeToString())
     data = model_bytes(loaded.source)
-    refuse_changed_model(loaded, stamp_of(data) == loaded.stamp)
+    refuse_changed_model(loaded, ModelStamp(sha256(data)) == loaded.stamp)
     return data
 
 
@@ -252,7 +252,7 @@ def read_graph(path: Path, loaded: LoadedModel) -> onnx.ModelProto:
         ModelError: the file changed since it was loaded.
     """
     data = model_bytes(path)
-    refuse_changed_model(loaded, loaded.stamp is None or stamp_of(data).file == loaded.stamp.file)
+    refuse_changed_model(loaded, loaded.stamp is None or sha256(data) == loaded.stamp.file)
     return parse_model(data, str(path))
 
 

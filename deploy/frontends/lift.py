@@ -37,7 +37,6 @@ Source: ONNX operators BatchNormalization-9 to -15 and InstanceNormalization-6.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -94,10 +93,8 @@ TARGET_OPSET = 13
 _FORM_ERRORS = (CannotRewrite, ArithmeticError, LookupError, TypeError, ValueError)
 
 
-def lift_opset(
-    model: onnx.ModelProto, cut_off: CutOffNodes | None = None
-) -> tuple[CutOffNodes | None, str | None]:
-    """Bring a model of opset 7 to 12 to opset 13, in place, and the nodes cut off from it.
+def lift_opset(model: onnx.ModelProto, cut_off: CutOffNodes | None = None) -> str | None:
+    """Bring a model of opset 7 to 12 to opset 13, and the nodes cut off from it, in place.
 
     Nodes and tensors keep their names; what becomes an input is a Constant node.
 
@@ -106,21 +103,19 @@ def lift_opset(
         cut_off: the nodes that were cut off.
 
     Returns:
-        `cut_off`, lifted, and a note; the note is None if there was nothing to lift.
+        A note; None if there was nothing to lift.
 
     Raises:
         ModelError: a node has no form in opset 13 that computes the same.
     """
     opset = opset_of(model)
     if opset >= TARGET_OPSET:
-        return cut_off, None
-    if cut_off is None:
-        _lift((model,), TARGET_OPSET)
-    else:
-        cut_off_model = cut_off.to_model()
-        _lift((model, cut_off_model), TARGET_OPSET)
-        cut_off = cut_off.with_nodes_of(cut_off_model)
-    return cut_off, f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
+        return None
+    parts = [model]
+    if cut_off is not None:
+        parts.append(cut_off.model)
+    _lift(parts, TARGET_OPSET)
+    return f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
 
 
 def raise_opset(model: onnx.ModelProto, opset: int) -> None:
@@ -197,47 +192,34 @@ def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, completed: Counte
     return nodes
 
 
-@dataclass
-class TrainingNorms:
-    """The number of BatchNormalization nodes that were in training mode, by what became of them.
-
-    Attributes:
-        inference: these use their stored statistics.
-        instances: these store no statistics, and are an InstanceNormalization.
-        training: these stay, since their statistics are read or the batch is not of one sample.
-    """
-
-    inference: int = 0
-    instances: int = 0
-    training: int = 0
-
-    @property
-    def notes(self) -> Iterator[str]:
-        """The notes for the user."""
-        if self.inference:
-            yield (
-                f"The file is in training mode: {counted(self.inference, f'{NORM} node')} set to"
-                " the stored statistics, as by model.eval(), in FP32 too."
-            )
-        if self.instances:
-            yield (
-                f"Wrote {counted(self.instances, f'{NORM} node')} without stored statistics as"
-                " InstanceNormalization, which training mode is for a batch of one."
-            )
-        if self.training:
-            yield (
-                f"Left {counted(self.training, f'{NORM} node')} in training mode, which TensorRT"
-                " does not read; export the model for inference (model.eval())."
-            )
+# what becomes of BatchNormalization nodes in training mode -> the note for the user
+TRAINING_NOTES = {
+    "inference": (
+        "The file is in training mode: {} set to the stored statistics, as by model.eval(), in FP32"
+        " too."
+    ),
+    "instances": (
+        "Wrote {} without stored statistics as InstanceNormalization, which training mode is for a"
+        " batch of one."
+    ),
+    # their statistics are read, or the batch is not of one sample
+    "training": (
+        "Left {} in training mode, which TensorRT does not read; export the model for inference"
+        " (model.eval())."
+    ),
+}
 
 
-def leave_training(model: onnx.ModelProto) -> TrainingNorms:
+def leave_training(model: onnx.ModelProto) -> Counter[str]:
     """Bring each BatchNormalization out of training mode, in place.
 
     Args:
         model: opset 13 or newer, with folded constants and inferred shapes.
+
+    Returns:
+        Key of `TRAINING_NOTES` -> number of nodes.
     """
-    norms = TrainingNorms()
+    norms: Counter[str] = Counter()
     opset = opset_of(model)
     if not any(_is_training(node, opset) for node in all_nodes(model.graph)):
         return norms
@@ -246,19 +228,17 @@ def leave_training(model: onnx.ModelProto) -> TrainingNorms:
     def leave_node(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         if not _is_training(node, opset):
             return [node]
-        attrs = {"epsilon": attributes(node).get("epsilon", 1e-5)}
-        if not read_tensors.isdisjoint(node.output[1:]):
-            norms.training += 1
-        elif _has_statistics(node, scope):
-            norms.inference += 1
-            return [make_node(NORM, node.input, node.output[0], node.name, **attrs)]
-        elif _is_single_sample(scope.shapes.get(node.input[0])):
-            norms.instances += 1
-            op_type = "InstanceNormalization"
-            return [make_node(op_type, node.input[:3], node.output[0], node.name, **attrs)]
-        else:
-            norms.training += 1
-        return [node]
+        op_type, inputs, outcome = NORM, node.input, "training"
+        if read_tensors.isdisjoint(node.output[1:]):
+            if _has_statistics(node, scope):
+                outcome = "inference"
+            elif _is_single_sample(scope.shapes.get(node.input[0])):
+                op_type, inputs, outcome = "InstanceNormalization", node.input[:3], "instances"
+        norms[outcome] += 1
+        if outcome == "training":
+            return [node]
+        epsilon = attributes(node).get("epsilon", 1e-5)
+        return [make_node(op_type, inputs, node.output[0], node.name, epsilon=epsilon)]
 
     rewrite_nodes(model.graph, OpsetScope(opset, opset), leave_node)
     return norms

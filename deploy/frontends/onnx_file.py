@@ -28,6 +28,7 @@ from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
 from deploy.frontends.fold import fold_constants, remove_identity, unfold_large, write_dense
 from deploy.frontends.lift import (
+    TRAINING_NOTES,
     complete_axes,
     drop_casts,
     leave_training,
@@ -301,13 +302,16 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     checks.check_valid(model)
     if float16_note:
         drop_casts(model.graph, Graph(model).dtypes)
-    cut_off, opset_note = lift_opset(model, cut_off)
+    opset_note = lift_opset(model, cut_off)
     model, lowering_note = lower_to_runtime(model)
     notes += [opset_note, lowering_note]
 
     model, folding_notes = _fold(model)
     notes += folding_notes
     training_norms = leave_training(model)
+    training_notes = []
+    for outcome, sentence in TRAINING_NOTES.items():
+        training_notes.append(_note(sentence, training_norms[outcome], f"{NORM} node"))
     if fold_batchnorm:
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
@@ -317,8 +321,8 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
         model=model,
         notes=[note for note in notes if note],
         was_float16=float16_note is not None,
-        was_training=training_norms.inference > 0,
-        training_notes=tuple(training_norms.notes),
+        was_training=training_norms["inference"] > 0,
+        training_notes=tuple(filter(None, training_notes)),
         was_newer=lowering_note != "",
         cut_off=cut_off,
     )

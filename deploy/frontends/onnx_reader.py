@@ -20,10 +20,7 @@ MESSAGE_LIMIT = 2**31 - 1  # bytes of one protobuf message
 _OTHER_FORMATS: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer", "run 'git lfs pull'"),
     (0, b"PK\x03\x04", "a zip archive, as torch.save writes", "export the model to ONNX"),
-    (0, b"\x80\x02", "a Python pickle, as torch.save writes", "export the model to ONNX"),
-    (0, b"\x80\x03", "a Python pickle", "export the model to ONNX"),
-    (0, b"\x80\x04", "a Python pickle", "export the model to ONNX"),
-    (0, b"\x80\x05", "a Python pickle", "export the model to ONNX"),
+    (0, b"\x80", "a Python pickle, as torch.save writes", "export the model to ONNX"),
     (0, b"\x1f\x8b", "gzip-compressed", "unpack it first"),
     (0, b"\x89HDF", "an HDF5 file", "export the model to ONNX"),
     (4, b"ORTM", "in onnxruntime's own ORT format", "give the ONNX model it was made from"),
@@ -46,11 +43,6 @@ class ModelStamp:
     weights: str = ""
 
 
-def stamp_of(data: bytes) -> ModelStamp:
-    """Return the stamp of a file without external data."""
-    return ModelStamp(sha256(data))
-
-
 def read_model(path: Path) -> onnx.ModelProto:
     """Read an ONNX file and its external data.
 
@@ -64,7 +56,7 @@ def read_model_and_stamp(path: Path) -> tuple[onnx.ModelProto, ModelStamp]:
     """Return `read_model`'s result and the stamp of the bytes that were parsed."""
     data = model_bytes(path)
     model = parse_model(data, str(path))
-    return model, ModelStamp(stamp_of(data).file, _read_external(model, path))
+    return model, ModelStamp(sha256(data), _read_external(model, path))
 
 
 def parse_model(data: bytes, shown: str) -> onnx.ModelProto:

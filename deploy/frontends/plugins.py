@@ -11,7 +11,7 @@ are put back into the files for the runtimes that know them::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import onnx
 from onnx import helper
@@ -54,20 +54,21 @@ class CutOffNodes:
     """The part cut off a model: unknown nodes, and everything downstream of them.
 
     Attributes:
-        nodes: as in the file, in their order.
-        first_unknown: the first node that ONNX Runtime does not know.
-        constants: that the nodes read.
-        inputs: of the entire model.
-        outputs: of the entire model.
-        opsets: of the entire model.
+        model: the nodes, as in the file, in their order, and the constants that they read; its
+            inputs, outputs and opsets are those of the entire model.
     """
 
-    nodes: tuple[onnx.NodeProto, ...]
-    first_unknown: onnx.NodeProto
-    constants: tuple[onnx.TensorProto, ...]
-    inputs: tuple[onnx.ValueInfoProto, ...]
-    outputs: tuple[onnx.ValueInfoProto, ...]
-    opsets: tuple[onnx.OperatorSetIdProto, ...]
+    model: onnx.ModelProto
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes, in their order."""
+        return list(self.model.graph.node)
+
+    @property
+    def first_unknown(self) -> onnx.NodeProto:
+        """The first node that ONNX Runtime does not know."""
+        return next(filter(is_unknown_node, self.nodes))
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -102,45 +103,25 @@ class CutOffNodes:
         Raises:
             ExportError: a cut-off node has no form in the opset of `model`.
         """
-        if opset_of(model) < self._opset:
-            lowered = lower_opset(self.to_model(), opset=opset_of(model)).model
-            return self.with_nodes_of(lowered).append_to(model)
+        if opset_of(model) < opset_of(self.model):
+            lowered = lower_opset(self.model, opset=opset_of(model)).model
+            replace_field(lowered.graph.output, self.model.graph.output)  # without inferred types
+            return CutOffNodes(lowered).append_to(model)
         self._refuse_opset(opset_of(model))
         complete = copy_message(model)
-        graph = complete.graph
+        graph, whole = complete.graph, self.model.graph
         nodes = list(map(copy_message, self.nodes))
         self._add_constants(graph, nodes)
         # inputs and outputs of both parts, typed as in `model` if it has them
         declared = by_name(map(copy_message, (*graph.input, *graph.output)))
         replace_nodes(graph, [*graph.node, *nodes])
-        replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
-        replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
+        replace_field(graph.input, [declared.get(value.name, value) for value in whole.input])
+        replace_field(graph.output, [declared.get(value.name, value) for value in whole.output])
         domains = {entry.domain for entry in complete.opset_import}
-        for entry in self.opsets:
+        for entry in self.model.opset_import:
             if entry.domain not in domains:
                 complete.opset_import.append(entry)
         return complete
-
-    @property
-    def _opset(self) -> int:
-        return opset_of(onnx.ModelProto(opset_import=self.opsets))
-
-    def to_model(self) -> onnx.ModelProto:
-        """Return the nodes as a model of their own, whose inputs have no types."""
-        model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=self.opsets)
-        model.graph.node.extend(self.nodes)
-        model.graph.initializer.extend(self.constants)
-        model.graph.output.extend(self.outputs)
-        return model
-
-    def with_nodes_of(self, model: onnx.ModelProto) -> CutOffNodes:
-        """Return the part with the nodes, constants and opsets of a model made from `to_model`."""
-        return replace(
-            self,
-            nodes=tuple(model.graph.node),
-            constants=tuple(model.graph.initializer),
-            opsets=tuple(model.opset_import),
-        )
 
     def _add_constants(self, graph: onnx.GraphProto, nodes: Nodes) -> None:
         """Add the constants that `nodes` read, under another name if one was changed in `graph`."""
@@ -148,7 +129,7 @@ class CutOffNodes:
         names = initializers.keys() | all_outputs(graph.node)
         for node in graph.node:
             names.update(node.input)
-        for tensor in self.constants:
+        for tensor in self.model.graph.initializer:
             if initializers.get(tensor.name) == tensor:
                 continue
             constant = copy_message(tensor)
@@ -159,7 +140,7 @@ class CutOffNodes:
 
     def _refuse_opset(self, opset: int) -> None:
         """Refuse an opset that changed the operator of a cut-off node."""
-        source_opset = self._opset
+        source_opset = opset_of(self.model)
         changed_types: set[str] = set()
         for node in self.nodes:
             for inner in nested_nodes(node):
@@ -205,15 +186,13 @@ def cut_unknown_nodes(
             constants.append(copy_tensor(graph.constants[name], name))
         else:
             varying_names.append(name)
-    cut_off = CutOffNodes(
-        nodes=tuple(map(copy_message, cut_nodes)),
-        first_unknown=copy_message(next(filter(is_unknown_node, cut_nodes))),
-        constants=tuple(constants),
-        inputs=tuple(map(copy_message, model.graph.input)),
-        outputs=tuple(map(copy_message, model.graph.output)),
-        opsets=tuple(map(copy_message, model.opset_import)),
-    )
+    cut_model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=model.opset_import)
+    cut_model.graph.node.extend(cut_nodes)
+    cut_model.graph.initializer.extend(constants)
+    cut_model.graph.input.extend(model.graph.input)
+    cut_model.graph.output.extend(model.graph.output)
     _reduce_to(model, remaining_nodes, varying_names, graph)
+    cut_off = CutOffNodes(cut_model)
     if not model.graph.output:
         raise ModelError(
             "calib8 calibrates the part of a model before nodes that onnxruntime does not know,"
