@@ -27,7 +27,7 @@ from deploy.frontends import load
 from deploy.frontends.input_shapes import parse_shape
 from deploy.fx.convert import calibrate
 from deploy.fx.device import DeviceAdapter, device_of, find_device, move_tensors
-from deploy.fx.open_model import export_torch, open_module, open_torch
+from deploy.fx.open_model import open_module, open_torch
 from deploy.fx.prepare import prepare
 from deploy.fx.profile import profile
 from deploy.fx.qat import train
@@ -102,13 +102,13 @@ def test_bad_module_arguments_are_refused(tmp_path, refusal, wording):
         with pytest.raises(ConfigError, match="like 1x3x224x224"):
             parse_shape(text)
     with pytest.raises(ModelError) as raised:
-        export_torch(SMALL, [(1, 4, 64, 64)])
+        open_torch(SMALL, [(1, 4, 64, 64)])
     wording.check(raised.value)
     (tmp_path / "broken.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Linear(3, 2, device='meta')\n"
     )
     with pytest.raises(ModelError):
-        export_torch(f"{tmp_path / 'broken.py'}:make", [(1, 3)])
+        open_torch(f"{tmp_path / 'broken.py'}:make", [(1, 3)])
 
 
 NET_ARGUMENTS = (f"{TRAINING}:net", "--input", "2x1x8x8")

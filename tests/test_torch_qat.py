@@ -576,6 +576,15 @@ def learned_model():
     return prepared, learn_scales(prepared)
 
 
+def test_merged_float_layer_learns_no_scale():
+    grouped = nn.ConvTranspose2d(4, 4, 2, groups=2)  # stays in float
+    x = torch.randn(2, 4, 4, 4)
+    model = nn.Sequential(grouped, nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    prepared = prepare(model, [x], norms="train", target=STEM)
+    calibrate(prepared, [x])
+    assert "the weight of 0" not in learn_scales(prepared)
+
+
 @pytest.mark.slow
 def test_scales_stay_positive_numbers():
     prepared, scales = learned_model()

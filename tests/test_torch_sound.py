@@ -27,7 +27,7 @@ from deploy.fx.int8_layers import QatLayer, WeightQuant
 from deploy.fx.modes import format_modes, measure_mode, quantize_model
 from deploy.fx.open_model import export, open_torch
 from deploy.fx.plain_copy import computed_weights, plain_copy, unwrap
-from deploy.fx.prepare import prepare, prepare_only
+from deploy.fx.prepare import prepare, prepare_part
 from deploy.fx.profile import profile
 from deploy.fx.qat import Task, train
 from deploy.fx.range_search import scale_on_grid, search_for
@@ -135,7 +135,7 @@ def test_wrappers_are_removed_and_torchscript_named(refusal):
 def test_reused_layer_has_one_range():
     head = nn.Sequential(nn.Conv2d(3, 2, 1))
     model = module(lambda self, x: (self.head(x), self.head(10 * x)), head=head)
-    prepared = prepare_only(model, "head", [X], target=STEM)
+    prepared = prepare_part(model, "head", [X], target=STEM)
     calibrate(prepared, [X, X], search=search_for("onnxruntime", "minmax"))
     (observer, _) = observers_of(prepared).values()
     expected = scale_on_grid(float(10 * X.min()), float(10 * X.max()), observer.grid)

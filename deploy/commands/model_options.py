@@ -53,7 +53,7 @@ def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) ->
 
     Raises:
         ConfigError: weights for an ONNX file.
-        SdkMissingError, ModelError, ExportError: as `export_torch`.
+        SdkMissingError, ModelError, ExportError: as `open_torch`.
     """
     from deploy.frontends.input_shapes import is_torch_spec, open_with_shapes, parse_input
 

@@ -70,7 +70,12 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
     larger, smaller = sorted(branches, key=_kernel_size, reverse=True)
     if larger.call.args[0] is not smaller.call.args[0]:
         return None
-    if not isinstance(larger.module, nn.Conv2d) or not _fits(larger.module, smaller.module):
+    if not isinstance(larger.module, nn.Conv2d):
+        return None
+    if is_norm(smaller.module):
+        convolution = _as_convolution(smaller.module, larger.module.groups)
+        smaller = smaller._replace(module=convolution)
+    if smaller.module is None or not _fits(larger.module, smaller.module):
         return None
 
     names = str(larger.call.target), str(smaller.call.target)
@@ -106,35 +111,43 @@ def _kernel_size(branch: _Branch) -> tuple[int, ...]:
     return (0, 0)
 
 
-def _fits(larger: nn.Conv2d, smaller: Any) -> bool:
+def _as_convolution(norm: nn.Module, groups: int) -> nn.Conv2d | None:
+    """Return a norm as a 1x1 convolution: an output reads the input of its own channel.
+
+    None if its channels do not divide into the groups.
+    """
+    factor, shift = norm_factors(norm)
+    channels = len(factor)
+    if channels % groups:
+        return None
+    convolution = nn.Conv2d(channels, channels, 1, groups=groups, device="meta")
+    identity = nn.init.dirac_(factor.new_empty(convolution.weight.shape), groups)
+    convolution.weight = nn.Parameter(identity * factor.reshape(-1, 1, 1, 1))
+    convolution.bias = nn.Parameter(shift)
+    return convolution
+
+
+def _fits(larger: nn.Conv2d, smaller: nn.Conv2d) -> bool:
     """Return whether a branch can be added to the kernel of the larger one."""
-    if not isinstance(smaller, nn.Conv2d):
-        channels = norm_factors(smaller)[0].numel()
-        if not larger.in_channels == larger.out_channels == channels:
-            return False
-        return larger.stride == (1, 1) and _is_centered(larger, (1, 1), (0, 0))
     for name in ("in_channels", "out_channels", "stride", "groups"):
         if getattr(larger, name) != getattr(smaller, name):
             return False
-    return smaller.dilation == (1, 1) and _is_centered(larger, smaller.kernel_size, smaller.padding)
-
-
-def _is_centered(larger: nn.Conv2d, kernel_size: Any, padding: Any) -> bool:
-    """Return whether a kernel of this size and padding lies in the center of the larger one."""
-    if larger.dilation != (1, 1):
+    if not larger.dilation == smaller.dilation == (1, 1):
         return False
+
+    # the smaller kernel must lie in the center of the larger one
     paddings: Any = larger.padding
-    for axis in (0, 1):
-        offset = paddings[axis] - padding[axis]
-        if offset < 0 or kernel_size[axis] + 2 * offset != larger.kernel_size[axis]:
+    for axis, padding in enumerate(smaller.padding):
+        offset = paddings[axis] - padding
+        if offset < 0 or smaller.kernel_size[axis] + 2 * offset != larger.kernel_size[axis]:
             return False
     return True
 
 
 def _sum_branches(larger: _Branch, smaller: _Branch) -> nn.Conv2d:
     """Return a convolution that computes the signed sum of two branches."""
-    weight, bias = _weight_and_bias(larger.module, larger.module)
-    added_weight, added_bias = _weight_and_bias(smaller.module, larger.module)
+    weight, bias = _weight_and_bias(larger.module)
+    added_weight, added_bias = _weight_and_bias(smaller.module)
     # the smaller kernel goes to the center of the larger one
     rows = (weight.shape[2] - added_weight.shape[2]) // 2
     columns = (weight.shape[3] - added_weight.shape[3]) // 2
@@ -145,16 +158,9 @@ def _sum_branches(larger: _Branch, smaller: _Branch) -> nn.Conv2d:
     return layer
 
 
-def _weight_and_bias(module: Any, larger: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor]:
+def _weight_and_bias(convolution: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight [C_out, C_in / groups, h, w] and bias [C_out] of a branch."""
-    if isinstance(module, nn.Conv2d):
-        weight = module.weight.detach()
-        bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
-        return weight, bias
-    # a norm as a 1x1 convolution: an output reads the input of its own channel, in its group
-    factor, shift = norm_factors(module)
-    group_width = larger.in_channels // larger.groups
-    outputs = torch.arange(len(factor), device=factor.device)
-    weight = factor.new_zeros(len(factor), group_width, 1, 1)
-    weight[outputs, outputs % group_width, 0, 0] = factor
-    return weight, shift
+    weight = convolution.weight.detach()
+    if convolution.bias is None:
+        return weight, weight.new_zeros(len(weight))
+    return weight, convolution.bias.detach()

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from deploy.errors import FeedError, ModelError, first_line
-from deploy.fx.comparison import largest_magnitude
+from deploy.fx.comparison import largest_difference, largest_magnitude
 from deploy.fx.device import device_of, fixed_seed, quiet
 from deploy.fx.lift import input_placeholders, lift_program
 from deploy.fx.model_inputs import (
@@ -30,7 +30,7 @@ from deploy.fx.model_inputs import (
 )
 from deploy.fx.plain_copy import plain_copy, unwrap
 from deploy.fx.source import user_code_line
-from deploy.fx.trace import explain_capture_failure, trace
+from deploy.fx.trace import Leaves, explain_capture_failure, trace
 from deploy.terminal import phase
 
 CAPTURE_TOLERANCE = 1e-4  # relative to the largest output
@@ -77,7 +77,7 @@ def select_arguments(batch: Any, model: nn.Module) -> tuple[Any, ...]:
 
 
 def graph_of(
-    model: nn.Module, inputs: Sequence[Any] | None, *, leaves: Sequence[str | type[nn.Module]] = ()
+    model: nn.Module, inputs: Sequence[Any] | None, *, leaves: Leaves = ()
 ) -> fx.GraphModule:
     """Return a graph of a copy of `model`: captured with torch.export, or else traced symbolically.
 
@@ -140,9 +140,8 @@ def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) 
     references = tensor_leaves(run_model(model, inputs))
     outputs = tensor_leaves(run_model(captured, inputs))
     for output, reference in zip(outputs, references, strict=True):
-        exact = reference.double()
-        max_difference = CAPTURE_TOLERANCE * largest_magnitude(exact)
-        if not torch.allclose(output.double(), exact, 0.0, max_difference, equal_nan=True):
+        allowed = CAPTURE_TOLERANCE * largest_magnitude(reference)
+        if output.shape != reference.shape or not largest_difference(output, reference) <= allowed:
             raise ModelError(
                 f"a captured model must compute what {type(model).__name__} does, and does not:"
                 " its forward keeps something from one call to the next, or changes its input"

@@ -6,32 +6,27 @@ agree to 1/1000000.
 
 import copy
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from deploy.errors import ModelError
 from deploy.fx.device import fixed_seed
 from deploy.terminal import phase
 
-_WARM_UP_RUNS, _TIMED_RUNS, _TIMING_ROUNDS = 10, 20, 3
+_TIMED_RUNS, _TIMING_ROUNDS = 20, 3
 
 
 def mean_seconds(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
     """Return the mean wall-clock seconds of a run of `model`, after some untimed runs."""
+    names = {"model": model, "inputs": inputs}
+    timer = Timer("model(*inputs)", globals=names, num_threads=torch.get_num_threads())
     with torch.no_grad():
-        for _ in range(_WARM_UP_RUNS):
-            model(*inputs)
-        wait_for_device()
-        started = time.perf_counter()
-        for _ in range(_TIMED_RUNS):
-            model(*inputs)
-        wait_for_device()
-    return (time.perf_counter() - started) / _TIMED_RUNS
+        return timer.timeit(_TIMED_RUNS).mean
 
 
 @phase("timing")
@@ -64,12 +59,6 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
         for item in output:
             tensors += tensors_of(item)
     return tensors
-
-
-def wait_for_device() -> None:
-    """Wait until the GPU, if there is one, has finished."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 FLOAT32_TOLERANCE = 1e-3  # of the largest output, in float32

@@ -366,9 +366,8 @@ def float_form(prepared: nn.Module) -> nn.Module:
     return copied
 
 
-def freeze_norms(prepared: nn.Module) -> int:
-    """Freeze the statistics of all BatchNorms trained with their layers; return how many."""
-    layers = [module for module in prepared.modules() if isinstance(module, QatConvBn)]
-    for layer in layers:
-        layer.frozen = True
-    return len(layers)
+def freeze_norms(prepared: nn.Module) -> None:
+    """Freeze the statistics of all BatchNorms trained with their layers."""
+    for module in prepared.modules():
+        if isinstance(module, QatConvBn):
+            module.frozen = True

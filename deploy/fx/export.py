@@ -422,7 +422,7 @@ def _exportable_copy(model: nn.Module) -> nn.Module:
     exportable = copy.deepcopy(model).eval()
     for module in exportable.modules():
         if isinstance(module, ExportedModule):
-            module.start_export()
+            module.exporting = True
     return exportable
 
 

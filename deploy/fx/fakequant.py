@@ -246,13 +246,9 @@ UINT8_MAX = UINT8.qmax
 
 
 class ExportedModule(nn.Module):
-    """A module that emits ONNX operators in an export."""
+    """A module whose `forward` emits ONNX operators where it is `exporting`."""
 
     exporting = False
-
-    def start_export(self) -> None:
-        """Make `forward` emit ONNX operators from now on; cannot be undone."""
-        self.exporting = True
 
 
 class DynamicQuant(ExportedModule):
@@ -268,7 +264,14 @@ class DynamicQuant(ExportedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Round x to 256 levels between its extremes, with 0 in the range."""
         if self.exporting:
-            return self.symbolic(x)
+            quantized, scale, zero_point = torch.onnx.ops.symbolic_multi_out(
+                "DynamicQuantizeLinear",
+                (x,),
+                dtypes=(torch.uint8, torch.float32, torch.uint8),
+                shapes=(x.shape, (), ()),
+                version=18,
+            )
+            return _dequantize(quantized, scale, zero_point, x)
         lo, hi = torch.aminmax(x)
         lo, hi = lo.clamp(max=0), hi.clamp(min=0)
         scale = (hi - lo) / UINT8_MAX
@@ -276,17 +279,6 @@ class DynamicQuant(ExportedModule):
         zero_point = torch.round(-lo / scale).clamp(0, UINT8_MAX)
         integers = torch.clamp(torch.round(x / scale) + zero_point, 0, UINT8_MAX)
         return (integers - zero_point) * scale
-
-    def symbolic(self, x: torch.Tensor) -> torch.Tensor:
-        """Emit the ONNX form; only inside an export, where nothing is computed."""
-        quantized, scale, zero_point = torch.onnx.ops.symbolic_multi_out(
-            "DynamicQuantizeLinear",
-            (x,),
-            dtypes=(torch.uint8, torch.float32, torch.uint8),
-            shapes=(x.shape, (), ()),
-            version=18,
-        )
-        return _dequantize(quantized, scale, zero_point, x)
 
 
 def _dequantize(
@@ -311,7 +303,7 @@ class FixedQuant(ExportedModule):
     Attributes:
         grid: grid of the integers.
         name: name of the tensor.
-        clip_limits: real values of qmin and qmax, set when an export starts.
+        clip_limits: real values of qmin and qmax, which an export needs as constants.
         scale: float32, the real value of a step.
         zero_point: the integer that stands for 0.0, in the grid's dtype.
     """
@@ -324,7 +316,7 @@ class FixedQuant(ExportedModule):
         dtype = getattr(torch, grid.dtype)
         self.grid = grid
         self.name = name
-        self.clip_limits = (0.0, 0.0)
+        self.clip_limits = representable_range(grid, np.float32(scale.item()), int(zero_point))
         self.register_buffer("scale", scale.detach().float().clone())
         self.register_buffer("zero_point", zero_point.detach().to(dtype).clone())
 
@@ -335,12 +327,6 @@ class FixedQuant(ExportedModule):
         zero_point = self.zero_point.to(x.dtype)
         integers = torch.round(x / self.scale) + zero_point
         return (integers.clamp(self.grid.qmin, self.grid.qmax) - zero_point) * self.scale
-
-    def start_export(self) -> None:
-        """See `ExportedModule`; the clip limits must be constants by then."""
-        super().start_export()
-        scale, zero_point = np.float32(self.scale.item()), int(self.zero_point)
-        self.clip_limits = representable_range(self.grid, scale, zero_point)
 
     def symbolic(self, x: torch.Tensor) -> torch.Tensor:
         """Emit the ONNX form; only inside an export, where nothing is computed."""

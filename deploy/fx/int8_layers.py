@@ -196,11 +196,11 @@ class QatLayer(nn.Module):
         weight_quant: fake quantizer of its weight; Identity if the layer stays in float.
     """
 
-    def __init__(self, layer: nn.Module, weight_quant: WeightQuant):
+    def __init__(self, layer: nn.Module, weight_quant: nn.Module):
         super().__init__()
         refuse_hooks(layer, f"a layer that is quantized ({type(layer).__name__})")
         self.layer = layer
-        self.weight_quant = weight_quant
+        self.weight_quant: Any = weight_quant
 
     def folded(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the float weight and bias that will be exported."""
@@ -229,7 +229,7 @@ class QatConvBn(QatLayer):
         frozen: whether the statistics of the norm are fixed.
     """
 
-    def __init__(self, layer: nn.Module, norm: nn.Module, weight_quant: WeightQuant):
+    def __init__(self, layer: nn.Module, norm: nn.Module, weight_quant: nn.Module):
         super().__init__(layer, weight_quant)
         self.norm = norm
         self.frozen = False

@@ -220,10 +220,9 @@ def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
 
-def freeze_affines(graph_module: fx.GraphModule) -> int:
-    """Replace each x * factor + shift with per-channel constants by a `FrozenNorm`; count them."""
+def freeze_affines(graph_module: fx.GraphModule) -> None:
+    """Replace each x * factor + shift with per-channel constants by a `FrozenNorm`, in place."""
     constants = _evaluate_constants(graph_module)
-    frozen_count = 0
     for node in list(graph_module.graph.nodes):
         affine = _find_affine(constants, node)
         if affine is None:
@@ -234,10 +233,7 @@ def freeze_affines(graph_module: fx.GraphModule) -> int:
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(name, (source,))
         node.replace_all_uses_with(call)
-        frozen_count += 1
-    if frozen_count:
-        graph_module.graph.eliminate_dead_code()
-    return frozen_count
+    graph_module.graph.eliminate_dead_code()
 
 
 def _unused_name(graph_module: fx.GraphModule) -> str:

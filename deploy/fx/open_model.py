@@ -15,7 +15,7 @@ import onnx
 import torch
 from torch import nn
 
-from deploy.errors import ConfigError, ExportError, FeedError, ModelError, first_line
+from deploy.errors import ConfigError, ExportError, FeedError, ModelError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import FeedSource
 from deploy.feed.paths import RawFiles
@@ -27,7 +27,7 @@ from deploy.frontends.onnx_file import load_onnx
 from deploy.fx.capture import as_inputs, repeat_single_sample, run_model
 from deploy.fx.comparison import FLOAT32_TOLERANCE, largest_difference, largest_magnitude
 from deploy.fx.device import quiet
-from deploy.fx.export import OPSET, check_float_export, to_onnx
+from deploy.fx.export import OPSET, check_float_export, explain_export_failure, to_onnx
 from deploy.fx.fakequant import ExportedModule
 from deploy.fx.fuse import fuse_for_export
 from deploy.fx.model_inputs import (
@@ -41,7 +41,7 @@ from deploy.fx.model_inputs import (
     split_item,
 )
 from deploy.fx.plain_copy import plain_copy
-from deploy.fx.source import load_module, random_weights_note, user_code_line
+from deploy.fx.source import load_module, random_weights_note
 from deploy.terminal import phase
 from deploy.version import __version__
 
@@ -196,25 +196,23 @@ def _first_two_samples(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @phase("exporting the PyTorch model")
-def export_torch(
+def open_torch(
     spec: str,
     inputs: Sequence[tuple[int, ...]],
     *,
     dtypes: Sequence[str | None] = (),
     names: Sequence[str | None] = (),
     weights: Path | None = None,
-    notes: list[str] | None = None,
-) -> onnx.ModelProto:
-    """Export the float model of `file.py:factory` to ONNX, fused, and check it against torch.
+) -> LoadedModel:
+    """Export the float model of `file.py:factory`, fused and checked against torch, and load it.
 
     Args:
         spec: file and function, whose code is run; or a named model.
         inputs: shape of each input of forward, batch first.
         dtypes: dtype of each input; None for the model's floating dtype.
         names: name of each input for `deploy.fx.model_inputs.accept_named_inputs`; empty for
-        positional.
+            positional.
         weights: a state dict to load, tensors only.
-        notes: list to which notes for the user are appended.
 
     Raises:
         SdkMissingError: torch, or the package of a named model, is not installed.
@@ -235,25 +233,9 @@ def export_torch(
     exported, message = _export_checked(
         model, floats_to_float32(examples[index] for index in order)
     )
-    messages.append(message)
-    if notes is not None:
-        notes += [message for message in messages if message]
-    return exported
 
-
-def open_torch(
-    spec: str,
-    inputs: Sequence[tuple[int, ...]],
-    *,
-    dtypes: Sequence[str | None] = (),
-    names: Sequence[str | None] = (),
-    weights: Path | None = None,
-) -> LoadedModel:
-    """Export with `export_torch` and load the result like any other ONNX model."""
     file, _, factory = spec.rpartition(":")
-    notes = list[str]()
-    exported = export_torch(spec, inputs, dtypes=dtypes, names=names, weights=weights, notes=notes)
-    loaded = _load_model(exported, f"{Path(file).name}:{factory}", notes)
+    loaded = _load_model(exported, f"{Path(file).name}:{factory}", [*messages, message])
     return replace(loaded, name=f"{Path(file).stem}-{Path(factory).stem}")
 
 
@@ -297,13 +279,7 @@ def write_fused(
         with quiet():
             program = torch.export.export(fused, repeated, dynamic_shapes=shapes)
     except Exception as error:  # torch.export has no error class of its own
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        if line := user_code_line(error):
-            cause += f" at {line}"
-        raise ModelError(
-            f"torch.export must be able to follow the model, got {cause}; write .onnx with a"
-            " batch that the model does not fix, or rewrite what depends on data"
-        ) from error
+        raise ModelError(explain_export_failure(error, dynamic_batch=True)) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # has paths of this machine
     with torch.no_grad():

@@ -67,7 +67,7 @@ from deploy.fx.operations import (
 from deploy.fx.plain_copy import plain_copy, replace_submodule
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
-from deploy.fx.trace import submodule
+from deploy.fx.trace import Leaves, submodule
 from deploy.targets import Target
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -219,7 +219,7 @@ def prepare(
     mode: str = "static",
     bits: int = 8,
     norms: str = "fold",
-    leaves: Sequence[str | type[nn.Module]] = (),
+    leaves: Leaves = (),
     skip: Sequence[str] = (),
     share: Sequence[str] = (),
     custom: CustomClasses | None = None,
@@ -259,7 +259,7 @@ def prepare(
         fold_frozen(graph_module)
     _check_skip(graph_module, skip)
     if norms == "train":
-        _merge_norms(graph_module, bits, skip)
+        _merge_norms(graph_module, skip)
 
     _set_shapes(graph_module, inputs)
     decompose_calls(graph_module)
@@ -289,9 +289,7 @@ def prepare(
     return graph_module.to(device_of(graph_module))
 
 
-def _is_opaque(
-    graph_module: fx.GraphModule, leaves: Sequence[str | type[nn.Module]], node: fx.Node
-) -> bool:
+def _is_opaque(graph_module: fx.GraphModule, leaves: Leaves, node: fx.Node) -> bool:
     """Return whether a `call_module` node stays one node: a leaf or an unknown module."""
     module = called_module(graph_module, node)
     assert module is not None
@@ -305,40 +303,33 @@ def _is_opaque(
 def prepare_part(
     model: nn.Module, only: str | None, inputs: Sequence[torch.Tensor], **options: Any
 ) -> nn.Module:
-    """Return a copy of `model` prepared: only its submodule `only`, or all of it if None."""
-    if only is None:
-        return prepare(model, inputs, **options)
-    return prepare_only(model, only, inputs, **options)
-
-
-def prepare_only(
-    model: nn.Module, name: str, inputs: Sequence[torch.Tensor], **options: Any
-) -> nn.Module:
-    """Return a copy of `model` with only its submodule `name` prepared.
+    """Return a copy of `model` prepared: only its submodule `only`, or all of it if None.
 
     Args:
         model: a float model; only the submodule has to be traceable.
-        name: qualified name of the submodule.
+        only: qualified name of the submodule.
         inputs: example inputs of the entire model; those of the submodule are recorded in a run.
         options: as for `prepare`.
 
     Raises:
         ConfigError, ModelError: as `prepare`; or the run does not reach the submodule.
     """
+    if only is None:
+        return prepare(model, inputs, **options)
     model = plain_copy(model)
-    part = submodule(model, name)
+    part = submodule(model, only)
     calls: list[tuple[Any, ...]] = []
     hook = part.register_forward_pre_hook(lambda _module, args: calls.append(args))
     with torch.no_grad():
         model(*inputs)
     hook.remove()
     if not calls:
-        raise ModelError(f"{name} must run for the example inputs, and does not")
+        raise ModelError(f"{only} must run for the example inputs, and does not")
     prepared = prepare(part, calls[0], **options)
     for module in prepared.modules():
         if isinstance(module, FakeQuant):
             module.calls_per_batch *= len(calls)  # one range for all calls of the submodule
-    replace_submodule(model, name, prepared)
+    replace_submodule(model, only, prepared)
     return model
 
 
@@ -452,17 +443,14 @@ def _swap_custom(
 def _wrap_weights(
     graph_module: fx.GraphModule, placement: GraphPlacement, bits: int, *, linear_only: bool
 ) -> None:
-    """Insert weight quantizers; a layer that stays float but was merged with its norm has none."""
+    """Insert weight quantizers."""
     kinds = (nn.Linear,) if linear_only else WEIGHTED
     calls = graph_module.graph.find_nodes(op="call_module")
     for name in dict.fromkeys(str(node.target) for node in calls):
         module: Any = graph_module.get_submodule(name)
         is_merged = isinstance(module, QatLayer)
-        if name not in placement.weights:
-            if is_merged:
-                module.weight_quant = nn.Identity()
-            continue
-        if not is_merged and not isinstance(module, kinds):
+        is_quantizable = is_merged or isinstance(module, kinds)
+        if name not in placement.weights or not is_quantizable:
             continue
 
         layer = module.layer if is_merged else module
@@ -474,7 +462,7 @@ def _wrap_weights(
             replace_submodule(graph_module, name, QatLayer(layer, quantizer))
 
 
-def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:
+def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
     """Merge each BatchNorm with the layer before it, to train them as one."""
     reason_by_norm: dict[str, str] = {}
     for node, norm in module_calls(graph_module):
@@ -489,7 +477,7 @@ def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -
         if reason is not None:
             reason_by_norm[str(node.target)] = reason
         elif module is not None and str(layer.target) not in skip:
-            merged = QatConvBn(module, norm, WeightQuant(channel_axis(module), bits))
+            merged = QatConvBn(module, norm, nn.Identity())  # a layer may stay in float
             replace_submodule(graph_module, str(layer.target), merged.train(module.training))
             replace_node(node, layer)
     graph_module.meta[UNFOLDED_NORMS] = reason_by_norm

@@ -7,7 +7,8 @@ exactly; `FLOPS_NOTE` states what.
 import copy
 import re
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,10 +18,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from deploy.fx.capture import as_inputs, graph_of
-from deploy.fx.comparison import wait_for_device
 from deploy.fx.graph_text import format_columns, target_name
 from deploy.fx.operations import called_module
 from deploy.fx.plain_copy import tensor_of
+from deploy.fx.trace import Leaves
 from deploy.terminal import PrintedResult, phase
 
 SCHEMA = "calib8-profile/1"
@@ -112,35 +113,32 @@ class GraphProfile(PrintedResult):
         return format_columns([heading, *map(_row, [*slowest_first, total])]) + FLOPS_NOTE
 
 
-class TimingInterpreter(fx.Interpreter):
-    """Runs a graph and adds up each node's seconds in `seconds`, by node name."""
+class NodeMeter(fx.Interpreter):
+    """Runs a graph and adds up, for each node, by how much a meter advances.
 
-    def __init__(self, graph_module: fx.GraphModule):
+    Attributes:
+        read_meter: returns the present reading, such as that of a clock.
+        amounts: node name -> by how much the meter advanced in all runs.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, read_meter: Callable[[], float]):
         super().__init__(graph_module)
-        self.seconds: dict[str, float] = {}
+        self.read_meter = read_meter
+        self.amounts: dict[str, Any] = defaultdict(int)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node and add its wall-clock time."""
-        started = time.perf_counter()
+        """Run one node and add the advance of the meter."""
+        before = self.read_meter()
         result = super().run_node(n)
-        wait_for_device()
-        self.seconds[n.name] = self.seconds.get(n.name, 0.0) + time.perf_counter() - started
+        self.amounts[n.name] += self.read_meter() - before
         return result
 
 
-class FlopInterpreter(fx.Interpreter):
-    """Runs a graph on the meta device and counts each node's FLOPs in `flops`."""
-
-    def __init__(self, graph_module: fx.GraphModule):
-        super().__init__(graph_module)
-        self.flops: dict[str, int] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node under a FLOP counter."""
-        with FlopCounterMode(display=False) as counter:
-            result = super().run_node(n)
-        self.flops[n.name] = counter.get_total_flops()
-        return result
+def _read_clock() -> float:
+    """Return the seconds of a clock, after the device has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 @phase("profiling")
@@ -148,7 +146,7 @@ def profile(
     model: nn.Module,
     inputs: Sequence[torch.Tensor],
     *,
-    leaves: Sequence[str | type[nn.Module]] = (),
+    leaves: Leaves = (),
     warm_up: int = 5,
     runs: int = 20,
 ) -> GraphProfile:
@@ -158,11 +156,11 @@ def profile(
     """
     inputs = as_inputs(inputs, model)
     graph_module = graph_of(model, inputs, leaves=leaves)
-    timing = TimingInterpreter(graph_module)
+    timing = NodeMeter(graph_module, _read_clock)
     with torch.no_grad():
         for _ in range(warm_up):
             timing.run(*inputs)
-        timing.seconds.clear()
+        timing.amounts.clear()
         started = time.perf_counter()
         for _ in range(runs):
             timing.run(*inputs)
@@ -171,7 +169,7 @@ def profile(
     parameters = _count_parameters(graph_module)
     nodes = []
     for node in graph_module.graph.nodes:
-        seconds = timing.seconds[node.name] / runs
+        seconds = timing.amounts[node.name] / runs
         cost = NodeCost(
             opcode=node.op,
             name=node.name,
@@ -194,10 +192,10 @@ def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) ->
         node.args, node.kwargs = pytree.tree_map_only(
             torch.device, lambda _device: meta_device, (node.args, node.kwargs)
         )
-    counter = FlopInterpreter(on_meta)
-    with torch.no_grad():
-        counter.run(*(tensor.to(meta_device) for tensor in inputs))
-    return counter.flops
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        meter = NodeMeter(on_meta, counter.get_total_flops)
+        meter.run(*(tensor.to(meta_device) for tensor in inputs))
+    return meter.amounts
 
 
 def _count_parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:

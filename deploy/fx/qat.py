@@ -29,7 +29,7 @@ from deploy.fx.convert import calibrate, convert, freeze_norms, set_phase
 from deploy.fx.device import CPU, DeviceAdapter, device_of, move_tensors
 from deploy.fx.distill import Distiller
 from deploy.fx.fakequant import FakeQuant
-from deploy.fx.int8_layers import QatLayer
+from deploy.fx.int8_layers import QatLayer, WeightQuant
 from deploy.fx.plain_copy import computed_weights, plain_copy
 from deploy.fx.prepare import prepare_part
 from deploy.fx.qat_checkpoint import load_checkpoint, save_checkpoint, training_fingerprint
@@ -53,7 +53,7 @@ def learn_scales(prepared: nn.Module) -> Scales:
     for name, module in prepared.named_modules():
         if isinstance(module, FakeQuant):
             scales[module.name] = module.learn()
-        elif isinstance(module, QatLayer):
+        elif isinstance(module, QatLayer) and isinstance(module.weight_quant, WeightQuant):
             scales[f"the weight of {name}"] = module.weight_quant.learn(module.folded()[0])
     return scales
 

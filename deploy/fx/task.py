@@ -30,6 +30,7 @@ from deploy.fx.capture import as_inputs
 from deploy.fx.convert import CustomClasses
 from deploy.fx.model_inputs import make_named_class, match_arguments
 from deploy.fx.plain_copy import unwrap
+from deploy.fx.trace import Leaves
 from deploy.method import Method
 from deploy.tensors import TensorSpec
 
@@ -89,7 +90,7 @@ class Task:
     distil: Sequence[tuple[str, str]] = ()
     distil_weight: float = 1.0
     clip_gradient: float = 1.0
-    leaves: Sequence[str | type[nn.Module]] = ()
+    leaves: Leaves = ()
     skip: Sequence[str] = ()
     share: Sequence[str] = ()
     custom: CustomClasses | None = None

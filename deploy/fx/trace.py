@@ -1,10 +1,9 @@
 """Trace an `nn.Module` symbolically as an `fx.GraphModule`, and explain failures.
 
-`global_wrap` keeps calls of plain functions, of any package or builtins, as nodes. Unlike
-`torch.fx.wrap`, which affects only the calling module, it patches all loaded modules::
+Calls of plain functions, of any package or builtins, can be kept as nodes. Unlike `torch.fx.wrap`,
+which affects only the calling module, this holds in all loaded modules::
 
-    with global_wrap(len):
-        graph_module = trace(model)      # len(x) becomes a call_function node
+    graph_module = trace(model, wrap=[len])      # len(x) becomes a call_function node
 
 torch.fx traces a torch.nn layer as one node, hooks included, and passes that replace the layer
 would lose them. So forward hooks of layers are traced as separate nodes::
@@ -13,16 +12,16 @@ would lose them. So forward hooks of layers are traced as separate nodes::
 """
 
 import copy
-import functools
 import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,27 +33,6 @@ from deploy.fx.plain_copy import replace_submodule, unwrap
 from deploy.fx.source import user_code_line
 
 Function = Callable[..., Any]
-
-
-@contextmanager
-def global_wrap(*functions: Function) -> Iterator[None]:
-    """Record calls of `functions` with a traced argument as graph nodes, inside the `with` block.
-
-    The globals of every loaded module (and `builtins`) that refer to a function are patched, and
-    restored at exit. Functions in closures, default arguments or class attributes are not
-    patched. Not thread-safe.
-    """
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for function in functions:
-            recorder = _recording(function)
-            for namespace, name in list(_find_uses(function)):
-                saved.append((namespace, name, function))
-                namespace[name] = recorder
-        yield
-    finally:
-        for namespace, name, function in reversed(saved):
-            namespace[name] = function
 
 
 def find_function(name: str) -> Function:
@@ -69,33 +47,6 @@ def find_function(name: str) -> Function:
     if not callable(function):
         raise ConfigError(f"--wrap takes a function, and {name!r} is {type(function).__name__}")
     return function  # type: ignore[no-any-return]
-
-
-def _find_uses(function: Function) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (namespace, name) of each global of a loaded module that is the function."""
-    for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", None)
-        if not isinstance(namespace, dict):
-            continue
-        # torch.fx itself needs the real function to trace with
-        if str(namespace.get("__name__", "")).startswith("torch.fx"):
-            continue
-        for name, value in list(namespace.items()):
-            if value is function:
-                yield namespace, name
-
-
-def _recording(function: Function) -> Function:
-    @functools.wraps(function)
-    def record(*args: Any, **kwargs: Any) -> Any:
-        leaves: list[Any] = []
-        fx.node.map_aggregate((args, kwargs), leaves.append)
-        for leaf in leaves:
-            if isinstance(leaf, fx.Proxy):
-                return leaf.tracer.create_proxy("call_function", function, args, kwargs)
-        return function(*args, **kwargs)
-
-    return record
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -125,14 +76,25 @@ def refuse_hooks(module: nn.Module, what: str) -> None:
         )
 
 
-class LeafTracer(fx.Tracer):
-    """A tracer that keeps chosen modules as one `call_module` node each."""
+Leaves = Sequence[str | type[nn.Module]]  # qualified names, class names and classes of modules
 
-    def __init__(self, texts: frozenset[str], classes: tuple[type, ...]):
-        super().__init__()
-        self.texts = texts  # qualified names and class names
-        self.classes = classes
-        self.path: list[tuple[str, str]] = []  # (qualified name, class) of modules being traced
+
+def _names_module(leaf: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    """Return whether a leaf is the name of a module, its class, or the name of its class."""
+    if isinstance(leaf, str):
+        return leaf in (name, type(module).__name__)
+    return isinstance(module, leaf)
+
+
+class LeafTracer(fx.Tracer):
+    """A tracer that keeps chosen modules as one `call_module` node each, and chosen functions."""
+
+    def __init__(self, leaves: Leaves, functions: Sequence[Function]):
+        super().__init__(autowrap_functions=tuple(functions))
+        if functions:  # torch.fx looks for them in the modules of the forwards alone
+            modules = [module for module in sys.modules.values() if _has_code_to_wrap(module)]
+            self._autowrap_search = modules
+        self.leaves = leaves
         self.unhooked: set[str] = set()  # layers whose hooks are traced as separate nodes
 
     def create_args_for_root(
@@ -155,13 +117,11 @@ class LeafTracer(fx.Tracer):
         return bool(super().is_leaf_module(m, module_qualified_name))
 
     def _is_chosen(self, m: nn.Module, name: str) -> bool:
-        is_named = name in self.texts or type(m).__name__ in self.texts
-        return is_named or isinstance(m, self.classes)
+        return any(_names_module(leaf, name, m) for leaf in self.leaves)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Record which module is being traced, for the message of a failure."""
+        """Record the call of a module; the hooks of a layer become separate nodes."""
         name = self.path_of_module(m)
-        self.path.append((name, type(m).__name__))
         if has_hooks(m) and self.is_leaf_module(m, name) and not self._is_chosen(m, name):
             self.unhooked.add(name)
             record_call = super().call_module
@@ -170,35 +130,36 @@ class LeafTracer(fx.Tracer):
                 return record_call(m, forward, args, kwargs)
 
             with replace_forward(m, record_forward):
-                result = forward(*args, **kwargs)
-        else:
-            result = super().call_module(m, forward, args, kwargs)
-        self.path.pop()
-        return result
+                return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+
+def _has_code_to_wrap(module: object) -> bool:
+    """Return whether calls in a module may become nodes; torch.fx needs the real functions."""
+    return isinstance(module, ModuleType) and not module.__name__.startswith("torch.fx")
 
 
 def trace(
-    model: nn.Module, *, leaves: Sequence[str | type[nn.Module]] = (), wrap: Sequence[Function] = ()
+    model: nn.Module, *, leaves: Leaves = (), wrap: Sequence[Function] = ()
 ) -> fx.GraphModule:
     """Trace `model` symbolically; the graph module shares its parameters.
 
     Args:
         model: any module whose control flow does not depend on data.
         leaves: modules to keep as one node, by qualified name, class name or class.
-        wrap: functions whose calls stay nodes (see `global_wrap`).
+        wrap: functions whose calls with a traced argument stay nodes. Functions in closures,
+            default arguments, class attributes or under a name with an underscore are not found.
+            Not thread-safe.
 
     Raises:
         ConfigError: a leaf matches nothing in the model.
         ModelError: the model cannot be traced; the message names module, file, line and remedies.
     """
     model = unwrap(model)
-    classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
-    texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
-    _check_leaves(model, texts, classes)
-    tracer = LeafTracer(texts, classes)
+    _check_leaves(model, leaves)
+    tracer = LeafTracer(leaves, wrap)
     try:
-        with global_wrap(*wrap):
-            graph = tracer.trace(model)
+        graph = tracer.trace(model)
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
@@ -212,14 +173,13 @@ def trace(
     return graph_module
 
 
-def _check_leaves(model: nn.Module, texts: Iterable[str], classes: tuple[type, ...]) -> None:
+def _check_leaves(model: nn.Module, leaves: Leaves) -> None:
     """Raise `ConfigError` if a leaf matches nothing in the model."""
     modules = dict(model.named_modules())
-    missing = set(texts)
-    missing.difference_update(modules, (type(module).__name__ for module in modules.values()))
-    for kind in classes:
-        if not any(isinstance(module, kind) for module in modules.values()):
-            missing.add(kind.__name__)
+    missing: set[str] = set()
+    for leaf in leaves:
+        if not any(_names_module(leaf, name, module) for name, module in modules.items()):
+            missing.add(leaf if isinstance(leaf, str) else leaf.__name__)
     if missing:
         raise ConfigError(
             f"a leaf must name a module or a class of the model, got {', '.join(sorted(missing))};"
@@ -237,20 +197,22 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
-    name, kind = "", type(model).__name__
-    if tracer.path:
-        name, kind = tracer.path[-1]
+    # torch.fx leaves the modules on its stack in which it fails
+    calls = [("", type(model)), *tracer.module_stack.values()]
+    name, kind = calls[-1]
     line = failing_line(error) or "an unknown line"
     remedies = []
     if name:
-        remedies.append(f"keep it whole and in float with --leaf {quote(name)} or --leaf {kind}")
+        remedies.append(
+            f"keep it whole and in float with --leaf {quote(name)} or --leaf {kind.__name__}"
+        )
     remedies.append("trace only a traceable submodule with --only SUBMODULE")
     remedies.append(_rewrite_hint(str(error)))
     if "iterated" in str(error):
         remedies.append("fuse with --input, profile, export and qat follow it by torch.export")
     numbered_remedies = [f"({number}) {remedy}" for number, remedy in enumerate(remedies, 1)]
     return (
-        f"a traced model's control flow and shapes must not depend on data, but {kind}"
+        f"a traced model's control flow and shapes must not depend on data, but {kind.__name__}"
         f" ({name or 'the model itself'}) does at {line} ({_reason(error)}). Ways out:"
         f" {'; '.join(numbered_remedies)}"
     )

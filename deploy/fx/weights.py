@@ -80,38 +80,16 @@ def _find_states(
 
 
 def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the state under the model's names, with a common prefix removed.
+    """Return the entries under the only prefix with exactly the model's names, else the state.
 
     DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
-    attribute, possibly along with other tensors.
+    attribute, possibly along with other tensors: the weights of a loss, or the step count of
+    averaged weights.
     """
     model_names = set(model.state_dict())
-    while state and set(state) != model_names:
-        prefixes = {_first_part(name) for name in state}
-        if len(prefixes) != 1 or not all("." in name for name in state):
-            break
-        if prefixes.issuperset(map(_first_part, model_names)):
-            break  # the model's own names have this prefix
-        state = {name.partition(".")[2]: value for name, value in state.items()}
-    if set(state) == model_names:
-        return state
-    return _entries_under_prefix(state, model_names) or state
-
-
-def _first_part(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _entries_under_prefix(
-    state: Mapping[str, torch.Tensor], model_names: set[str]
-) -> Mapping[str, torch.Tensor]:
-    """Return the entries under the only prefix with exactly the model's names, else {}.
-
-    Other entries are for example the weights of a loss, or the step count of averaged weights.
-    """
     if model_names <= set(state):
-        return {}
-    first_name = min(model_names, default="")
+        return state
+    first_name = min(model_names)
     candidates = []
     for name in state:
         if name.endswith(f".{first_name}"):
@@ -119,7 +97,7 @@ def _entries_under_prefix(
             entries = {n.removeprefix(prefix): state[n] for n in state if n.startswith(prefix)}
             if set(entries) == model_names:
                 candidates.append(entries)
-    return candidates[0] if len(candidates) == 1 else {}
+    return candidates[0] if len(candidates) == 1 else state
 
 
 def _is_state(value: Mapping[Any, Any]) -> bool:
