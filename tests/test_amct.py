@@ -32,8 +32,8 @@ def drawn(kind, size, seed):
     return KINDS[kind](np.random.default_rng(seed), size).astype(np.float32)
 
 
-def streamed_of(batches):
-    histogram = IfmrHistogram()
+def streamed_of(batches, *, exact=False):
+    histogram = IfmrHistogram(exact=exact)
     for batch in batches:
         histogram.observe(batch)
     return histogram
@@ -76,6 +76,13 @@ def test_streaming_is_within_one_candidate(kind, with_offset):
     exact, streamed = ifmr(x, params), ifmr_streaming(histogram, params)
     assert abs(exact.candidate - streamed.candidate) <= 1
     assert abs(exact.offset - streamed.offset) <= 1
+
+
+def test_exact_recorder_searches_all_values():
+    x = drawn("heavy", MAX_STORED_VALUES + 1, seed=5)
+    recorder = streamed_of(np.array_split(x, 7), exact=True)
+    assert ifmr_streaming(recorder).losses.tolist() == ifmr(x).losses.tolist()
+    assert recorder.total == x.size
 
 
 def test_default_ratios_end_at_the_end():
