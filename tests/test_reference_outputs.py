@@ -14,6 +14,7 @@ from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
+from deploy.targets import OnnxRuntime
 from deploy.tuning import search_options
 from tests.models import as_float32, make_model, make_node, save_net
 
@@ -61,6 +62,36 @@ def test_build_runs_every_image_once(model, tmp_path):
     assert accuracy["samples"] == 100
     (note,) = (n for n in notes if "accuracy was measured" in n)
     assert "inner tensors on 4 of these" in note
+
+
+def test_closed_session_is_opened_again(model):
+    opened = []
+
+    def open_session():
+        opened.append(OrtSession.open(model, threads=1, spin=False))
+        return opened[-1]
+
+    outputs = reference_outputs.ReferenceOutputs(open_session, ["y"])
+    sample = {"x": images(1)}
+    first = outputs.get(0, sample)
+    outputs.get(0, sample)
+    assert len(opened) == 1
+    outputs.close_session()
+    assert np.array_equal(outputs.get(0, sample)["y"], first["y"])
+    assert len(opened) == 2
+
+
+def test_targets_are_built_without_the_float_session(model, tmp_path, monkeypatch):
+    sessions = []
+    build = OnnxRuntime.build
+
+    def watched_build(self, request):
+        sessions.append(request.evaluation_set.outputs._session)
+        return build(self, request)
+
+    monkeypatch.setattr(OnnxRuntime, "build", watched_build)
+    build_and_report(model, images(20), tmp_path / "o")
+    assert sessions == [None]
 
 
 def test_second_build_reruns_the_float_model(model, tmp_path):

@@ -103,6 +103,11 @@ class ReferenceOutputs:
         """Return a sample's outputs, computed whatever is stored."""
         return self._open_session().run(sample)
 
+    def close_session(self) -> None:
+        """Free the session, which has the float model's weights; a later run opens another."""
+        with self._lock:
+            self._session = None
+
     def _open_session(self) -> Session:
         with self._lock, PROTOBUF:
             if self._session is None:

@@ -62,15 +62,18 @@ def copy_tensor(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
 
 def copy_with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """Return a copy with these tensors appended to the outputs, without their types."""
-    from onnx import ValueInfoProto
-
     tapped = copy_message(model)
-    output_names = names_of(tapped.graph.output)
+    append_outputs(tapped, names)
+    return tapped
+
+
+def append_outputs(model: onnx.ModelProto, names: Iterable[str]) -> None:
+    """Append these tensors to the outputs, without their types."""
+    output_names = names_of(model.graph.output)
     for name in names:
         if name not in output_names:
-            tapped.graph.output.append(ValueInfoProto(name=name))
+            model.graph.output.add(name=name)
             output_names.add(name)
-    return tapped
 
 
 def extract_output(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:

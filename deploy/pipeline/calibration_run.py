@@ -69,6 +69,7 @@ from deploy.files.guard import refuse_unwritable
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
+from deploy.machine import trim_memory
 from deploy.metrics.accuracy import find_threshold
 from deploy.pipeline.float_reference import check_cleaned_model
 from deploy.targets import Target
@@ -364,6 +365,8 @@ def calibrate_run(
         notes += cache_text.notes
     warning, has_random_outputs = _check_float_model(run, evaluation_set)
     threshold = _find_score_threshold(run, evaluation_set, is_observed=bool(decision.missing))
+    evaluation_set.outputs.close_session()  # the targets rarely run the float model
+    trim_memory()
     calibration = _make_calibration(run, decision, pass_result, threshold)
     text = cache_text.text if cache_text else None
     update_cache(run.policy, subject, decision, calibration, ranges, text=text, stage=stage)

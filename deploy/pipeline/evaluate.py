@@ -30,6 +30,7 @@ from deploy.feed.samples import Feed
 from deploy.feed.states import OwnStates
 from deploy.frontends import LoadedModel
 from deploy.graph.edit import (
+    append_outputs,
     copy_message,
     copy_with_outputs,
     replace_nodes,
@@ -158,7 +159,7 @@ class InnerTensors:
         model = onnx.load(result.runnable)
         pairs = pair_quantized_tensors(loaded.model, model)
         if pairs:  # a fake-quant model has no DequantizeLinear
-            model = copy_with_outputs(model, pairs.values())
+            append_outputs(model, pairs.values())
             session = open_single_thread(model, stand_in=stand_in)
             comparison = TensorComparison(pairs, loaded.declaration.batch_inputs)
             self._engines[result.target] = session, comparison

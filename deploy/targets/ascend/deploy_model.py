@@ -35,7 +35,6 @@ from onnx import helper, numpy_helper
 
 from calibrators.amct.arq import by_row
 from deploy.graph.edit import (
-    copy_message,
     drop_initializer_inputs,
     replace_nodes,
     update_tensors,
@@ -239,7 +238,7 @@ def rewrite_inputs(
     inverse_factors: Mapping[str, Float32Array],
 ) -> onnx.ModelProto:
     """Return a float copy with these weights, and inputs multiplied by `inverse_factors` [C_in]."""
-    out = copy_message(model)
+    out = copy_without_initializers(model, weights, placeholders=True)
     nodes: Nodes = []
     for node in out.graph.node:
         if node.name in inverse_factors:

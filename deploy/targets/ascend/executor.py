@@ -433,6 +433,7 @@ def compare_deploy_model(
         fake_quant = fake_quant_model(model, layers, npu_rounding=npu_rounding)
         # ONNX Runtime's optimizer would fold the dequantization into the weights
         session = OrtSession.open(fake_quant, threads=threads, optimize=False)
+        del fake_quant  # the session has the weights
         return [session.run(sample) for sample in samples]
 
     npu_runs = run_fake_quant(npu_rounding=True)
