@@ -298,7 +298,7 @@ def quantize_weight(
         CalibrationError: a scale is not finite and positive.
     """
     check_scale(scales)
-    scale = _broadcast(scales, weight.ndim, axis)
+    scale = broadcast_parameter(scales, weight.ndim, axis)
     steps = round_to_grid(np.asarray(weight, np.float32) / scale, grid)
     q: StoredArray = np.clip(steps, -grid.qmax, grid.qmax).astype(grid.dtype)
     return q
@@ -326,13 +326,14 @@ class QuantizedTensor:
 
     def distance_from_zero_point(self) -> NDArray[np.int64]:
         """Return q - zero_point, int64."""
-        zero_point = _broadcast(self.zero_point, self.stored.ndim, self.axis)
+        zero_point = broadcast_parameter(self.zero_point, self.stored.ndim, self.axis)
         return np.asarray(self.stored.astype(np.int64) - zero_point, np.int64)
 
     def dequantize(self) -> NDArray[np.float32]:
         """Return the real values (q - zero_point) * scale, float32 of the same shape."""
         steps = self.distance_from_zero_point().astype(np.float32)
-        return np.asarray(steps * _broadcast(self.scale, self.stored.ndim, self.axis), np.float32)
+        scales = broadcast_parameter(self.scale, self.stored.ndim, self.axis)
+        return np.asarray(steps * scales, np.float32)
 
     def representable(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the least and greatest representable real value: two float32 [1] or [C]."""
@@ -398,13 +399,13 @@ def _quantize(
 
     # float64 is exact for every int32, float32 is not
     with np.errstate(over="ignore"):  # an overflow is inf, which saturates
-        steps = np.rint(real / _broadcast(scale, real.ndim, axis)).astype(np.float64)
-    steps += _broadcast(exact_zero_points, real.ndim, axis)
+        steps = np.rint(real / broadcast_parameter(scale, real.ndim, axis)).astype(np.float64)
+    steps += broadcast_parameter(exact_zero_points, real.ndim, axis)
     stored = np.clip(steps, limits.min, limits.max).astype(DTYPES[dtype])
     return QuantizedTensor(stored, scale, exact_zero_points.astype(np.int64), axis)
 
 
-def _broadcast(parameter: NDArray[Value], ndim: int, axis: int | None) -> NDArray[Value]:
+def broadcast_parameter(parameter: NDArray[Value], ndim: int, axis: int | None) -> NDArray[Value]:
     """Return parameters [1], or [C] along `axis`, in a shape that broadcasts over the tensor."""
     shape = [1] * ndim
     if axis is not None:

@@ -1,5 +1,6 @@
 """Old TensorRT calibrators, driven without TensorRT: the same bytes as from the same arrays."""
 
+import ctypes
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from deploy.calibration.trt_cache import dump, from_scales
 from deploy.errors import FeedError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import open_feed
+from deploy.standins.cuda_modules import make_cdll
+from deploy.standins.memory import Memory
 from deploy.targets.tensorrt.cache_tools import compare_with_script_cache
 from deploy.tensors import TensorSpec
 from tests.models import read_markdown
@@ -607,3 +610,13 @@ def test_torch_gpu_tensors_are_fed(put, tmp_path, wording):
     with pytest.raises(FeedError) as raised:
         of_two("import torch", put, tmp_path)
     wording.check(raised.value)
+
+
+def test_libcudart_writes_results_through_pointers() -> None:
+    library = make_cdll(Memory())("libcudart.so")
+    count, address = ctypes.c_int(0), ctypes.c_void_p()
+    assert library.cudaGetDeviceCount(ctypes.byref(count)) == 0
+    assert library.cudaMalloc(ctypes.pointer(address), ctypes.c_size_t(4)) == 0
+    assert library.cudaMemset(address, 7, ctypes.c_size_t(4)) == 0
+    assert count.value == 1
+    assert ctypes.string_at(address.value or 0, 4) == bytes([7] * 4)

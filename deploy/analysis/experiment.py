@@ -21,6 +21,7 @@ from calibrators.grids import (
     UINT8,
     Grid,
     QuantizedTensor,
+    broadcast_parameter,
     checked_axis,
     quantize_per_channel,
     quantize_per_tensor,
@@ -72,11 +73,9 @@ class Experiment(PrintedResult):
     def clipped(self) -> int:
         """Number of values outside the representable range."""
         low, high = self.quantized.representable()
-        bounds_shape = [1] * self.values.ndim
-        if self.quantized.axis is not None:
-            bounds_shape[self.quantized.axis] = -1
-        low, high = low.reshape(bounds_shape), high.reshape(bounds_shape)
-        outside = (self.values < low) | (self.values > high)
+        rank, axis = self.values.ndim, self.quantized.axis
+        is_too_low = self.values < broadcast_parameter(low, rank, axis)
+        outside = is_too_low | (self.values > broadcast_parameter(high, rank, axis))
         return int(outside.sum())
 
     def to_json(self) -> dict[str, object]:

@@ -61,6 +61,22 @@ class Handle(int):
         return int(self)
 
 
+def _to_int(number: Any) -> int:
+    """Return the value of an integer of Python or ctypes."""
+    return int(getattr(number, "value", number))
+
+
+_CUDART_ALLOCATIONS = "Malloc MallocAsync MallocHost HostAlloc MallocManaged"
+_CUDART_STREAMS = "StreamCreate StreamCreateWithFlags"
+_CUDART_RELEASES = "Free FreeAsync FreeHost"
+_CUDART_COPIES = "Memcpy MemcpyAsync"
+_CUDART_NO_OPERATIONS = "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError"
+
+# functions of libcudart: those that return an error code only, and those that write a result
+_CUDART_ACTIONS = f"{_CUDART_RELEASES} {_CUDART_COPIES} {_CUDART_NO_OPERATIONS} Memset MemsetAsync"
+_CUDART_RESULTS = f"{_CUDART_ALLOCATIONS} {_CUDART_STREAMS} GetDevice GetDeviceCount"
+
+
 def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
     """Return dotted name -> module, all on this memory."""
     runtime, driver = runtime_names(memory), driver_names(memory)
@@ -106,7 +122,7 @@ def _common_functions(
         return (success,)
 
     def copy(target: Any, source: Any, count: Any, *kind_and_stream: Any) -> tuple[Any]:
-        memory.copy(target, source, int(count))
+        memory.copy(target, source, _to_int(count))
         return (success,)
 
     def get_handle(*arguments: Any) -> tuple[Any, Handle]:
@@ -130,8 +146,8 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
     """Return the names of the runtime API."""
     success = cudaError_t.cudaSuccess
 
-    def fill(target: Any, value: int, count: int, *stream: Any) -> tuple[Any]:
-        memory.copy(target, bytes([value & 255]) * count)
+    def fill(target: Any, value: Any, count: Any, *stream: Any) -> tuple[Any]:
+        memory.copy(target, bytes([_to_int(value) & 255]) * _to_int(count))
         return (success,)
 
     return {
@@ -140,11 +156,11 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
             cudaError_t,
             int,
             "cuda",
-            "Malloc MallocAsync MallocHost HostAlloc MallocManaged",
-            "Free FreeAsync FreeHost",
-            "Memcpy MemcpyAsync",
-            "StreamCreate StreamCreateWithFlags",
-            "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError",
+            _CUDART_ALLOCATIONS,
+            _CUDART_RELEASES,
+            _CUDART_COPIES,
+            _CUDART_STREAMS,
+            _CUDART_NO_OPERATIONS,
             "GetErrorName GetErrorString",
         ),
         "cudaMemset": fill,
@@ -200,16 +216,25 @@ def make_cdll(memory: Memory) -> type[ctypes.CDLL]:
 
 
 class _LibraryFunction:
-    """One function of the library; argument types declared for ctypes are ignored."""
+    """One function of the library; argument types declared for ctypes are ignored.
+
+    `function`: that of cuda-python. `has_result`: whether it returns a value, which C writes
+    through the first argument.
+    """
 
     argtypes: Any = None
     restype: Any = ctypes.c_int
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, has_result: bool) -> None:
         self._function = function
+        self._has_result = has_result
 
     def __call__(self, *arguments: Any) -> int:
-        self._function(*arguments)
+        if self._has_result:
+            result, *parameters = arguments
+            _, _pointee(result).value = self._function(*parameters)
+        else:
+            self._function(*arguments)
         return 0
 
 
@@ -217,41 +242,11 @@ class _CudartLibrary:
     """The functions of libcudart; each name is the same object every time."""
 
     def __init__(self, memory: Memory) -> None:
-        def allocate(result: Any, size: Any, *flags: Any) -> None:
-            _pointee(result).value = memory.alloc(size)
-
-        def free(pointer: Any) -> None:
-            memory.free(pointer)
-
-        def copy(target: Any, source: Any, count: Any, *kind_and_stream: Any) -> None:
-            memory.copy(target, source, _to_int(count))
-
-        def fill(target: Any, value: Any, count: Any, *stream: Any) -> None:
-            memory.copy(target, bytes([_to_int(value) & 255]) * _to_int(count))
-
-        def write_zero(result: Any, *flags: Any) -> None:
-            _pointee(result).value = 0
-
-        def write_one(result: Any) -> None:
-            _pointee(result).value = 1
-
-        def do_nothing(*arguments: Any) -> None:
-            pass
-
-        for function, names in (
-            (allocate, "Malloc MallocHost HostAlloc MallocManaged"),
-            (free, "Free FreeHost"),
-            (copy, "Memcpy MemcpyAsync"),
-            (fill, "Memset MemsetAsync"),
-            (write_zero, "StreamCreate StreamCreateWithFlags GetDevice"),
-            (write_one, "GetDeviceCount"),
-            (
-                do_nothing,
-                "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError",
-            ),
-        ):
+        functions = runtime_names(memory)
+        for names, has_result in ((_CUDART_ACTIONS, False), (_CUDART_RESULTS, True)):
             for name in names.split():
-                setattr(self, f"cuda{name}", _LibraryFunction(function))
+                function = functions[f"cuda{name}"]
+                setattr(self, f"cuda{name}", _LibraryFunction(function, has_result=has_result))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -260,11 +255,6 @@ class _CudartLibrary:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
-
-
-def _to_int(number: Any) -> int:
-    """Return the value of an integer of Python or ctypes."""
-    return int(getattr(number, "value", number))
 
 
 def _pointee(result: Any) -> Any:
@@ -411,19 +401,17 @@ class _Driver:
         self._memory.copy(allocation, array)
         return allocation
 
-    def memcpy_htod(self, target: object, source: Any) -> None:
-        self._memory.copy(target, source)
-
-    def memcpy_htod_async(self, target: object, source: Any, stream: object = None) -> None:
+    def memcpy_htod(self, target: object, source: Any, stream: object = None) -> None:
         """Copy a complete array to an address, synchronously."""
         self._memory.copy(target, source)
 
-    def memcpy_dtoh(self, target: Any, source: object) -> None:
+    memcpy_htod_async = memcpy_htod
+
+    def memcpy_dtoh(self, target: Any, source: object, stream: object = None) -> None:
+        """Fill a complete array from an address, synchronously."""
         self._memory.copy(target, source, target.nbytes)
 
-    def memcpy_dtoh_async(self, target: Any, source: object, stream: object = None) -> None:
-        """Fill a complete array from an address, synchronously."""
-        self.memcpy_dtoh(target, source)
+    memcpy_dtoh_async = memcpy_dtoh
 
     def memcpy_dtod(self, target: object, source: object, size: int) -> None:
         self._memory.copy(target, source, size)
@@ -483,17 +471,14 @@ class _GpuArrayFunctions:
         return {
             "GPUArray": GPUArray,
             "to_gpu": self.to_gpu,
-            "to_gpu_async": self.to_gpu_async,
+            "to_gpu_async": self.to_gpu,
             "zeros": self.zeros,
             "empty": self.zeros,
         }
 
-    def to_gpu(self, array: Array) -> GPUArray:
-        return GPUArray(self._memory, array)
-
-    def to_gpu_async(self, array: Array, stream: object = None) -> GPUArray:
+    def to_gpu(self, array: Array, stream: object = None) -> GPUArray:
         """Return a copy of an array, synchronously."""
-        return self.to_gpu(array)
+        return GPUArray(self._memory, array)
 
     def zeros(self, shape: Any, dtype: DTypeLike) -> GPUArray:
         return self.to_gpu(np.zeros(shape, dtype))

@@ -25,7 +25,15 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, signed_grid
+from calibrators.grids import (
+    FP8,
+    Grid,
+    broadcast_parameter,
+    fp8_codes,
+    quantize,
+    quantize_weight,
+    signed_grid,
+)
 from calibrators.scales import Scales
 from deploy.errors import ExportError
 from deploy.graph.edit import drop_dead, make_node, rebuild, set_input
@@ -275,10 +283,8 @@ class _QdqWriter:
 
         if is_trained:  # a trained weight may use the lowest integer, -128
             array = numpy_helper.to_array(tensor)
-            shape = [1] * array.ndim
-            if target.axis is not None:
-                shape[target.axis] = -1
-            integers = quantize(array, scales.reshape(shape), 0, grid)
+            steps = broadcast_parameter(scales, array.ndim, target.axis)
+            integers = quantize(array, steps, 0, grid)
         else:
             integers = self.memoize(
                 (target.name, target.axis, grid, scales.tobytes()),

@@ -34,7 +34,7 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
     Left alone: a Resize that interpolates or shifts pixels, one of unknown rank, and one whose
     pairs differ, since the integers would change.
     """
-    if not _has_quantized_resize(model):
+    if not any(node.op_type == "Resize" for node in model.graph.node):
         return
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}
@@ -60,17 +60,6 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         rebuild(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)  # DequantizeLinears that only the Resize read
         model.graph.value_info.extend(shapes)
-
-
-def _has_quantized_resize(model: onnx.ModelProto) -> bool:
-    """Whether a Resize reads a DequantizeLinear; a quick check, as most models have none."""
-    dequantized: set[str] = set()
-    for node in model.graph.node:
-        if node.op_type == "DequantizeLinear":
-            dequantized.add(node.output[0])
-        elif node.op_type == "Resize" and node.input[0] in dequantized:
-            return True
-    return False
 
 
 def _repeat_factors(graph: Graph, node: onnx.NodeProto) -> tuple[int, int] | None:

@@ -37,7 +37,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.grids import INT8, quantize
+from calibrators.grids import INT8, broadcast_parameter, quantize
 from calibrators.scales import Scale
 from deploy.errors import ExportError
 from deploy.frontends import checks
@@ -260,12 +260,8 @@ def _quantizes_to_stored(
     stored = numpy_helper.to_array(constants[pair.input[0]])
     scales = numpy_helper.to_array(constants[pair.input[1]])
     float_weight = numpy_helper.to_array(weight)
-    axis = attributes(pair).get("axis")
-    if axis is not None:
-        shape = [1] * float_weight.ndim
-        shape[axis] = -1
-        scales = scales.reshape(shape)
-    return bool(np.array_equal(quantize(float_weight, scales, 0, TENSORRT.weights), stored))
+    steps = broadcast_parameter(scales, float_weight.ndim, attributes(pair).get("axis"))
+    return bool(np.array_equal(quantize(float_weight, steps, 0, TENSORRT.weights), stored))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from calibrators.grids import broadcast_parameter
 from deploy.frontends.base import QdqCalibration
 from deploy.frontends.checks import to_array
 from deploy.frontends.pairs import DQ, Q
@@ -73,8 +74,9 @@ def _dequantized(node: onnx.NodeProto, graph: Graph) -> NDArray[np.float32]:
     """Return the output of a DequantizeLinear of a constant with zero point 0."""
     integers = to_array(graph.constants[node.input[0]])
     scale = to_array(graph.constants[node.input[1]]).astype(np.float32)
-    shape = [1] * integers.ndim
+    axis = None
     if scale.size > 1:  # a scale for each channel
-        axis = int(attributes(node).get("axis", 1))
-        shape[axis % integers.ndim] = -1  # the default is 1, also for the vector of a bias
-    return np.asarray(integers.astype(np.float32) * scale.reshape(shape), np.float32)
+        # the default is 1, also for the vector of a bias
+        axis = int(attributes(node).get("axis", 1)) % integers.ndim
+    steps = broadcast_parameter(scale, integers.ndim, axis)
+    return np.asarray(integers.astype(np.float32) * steps, np.float32)

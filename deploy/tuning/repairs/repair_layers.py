@@ -23,7 +23,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
-from calibrators.grids import FP8, INT8, Grid, round_to_grid
+from calibrators.grids import FP8, INT8, Grid, broadcast_parameter, round_to_grid
 from deploy.graph.edit import claim_name, copy_message, update_tensors
 from deploy.graph.index import Graph, attributes, count_reads
 from deploy.graph.placement import WEIGHTED
@@ -327,12 +327,11 @@ def _read_pairs(
         return None
 
     scales = _to_array(graph, weight_dq.input[1]).astype(np.float64)
-    shape = [1] * layer.array.ndim
+    axis = None
     if scales.size > 1:
         axis = int(attributes(weight_dq).get("axis", 1))
         if (node.op_type, layer.kind) == ("Conv", "ConvTranspose"):
             axis = 1  # of a ConvTranspose in tiles; the scales repeat for each pixel of a tile
-        shape[axis] = -1
         scales = scales[: layer.out_channels]  # without padding channels
 
     if graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
@@ -341,7 +340,7 @@ def _read_pairs(
         limits = np.iinfo(zero_point.dtype)
         grid, low, high = INT8, limits.min, limits.max
     return LayerQuantization(
-        weight_scale=scales.reshape(shape),
+        weight_scale=broadcast_parameter(scales, layer.array.ndim, axis),
         input_scale=float(step.item()),
         zero_point=int(zero_point.item()),
         low=float(low),
