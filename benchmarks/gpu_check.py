@@ -4,11 +4,11 @@
                                    [--mean X] [--std X] [--only ROW,...] [--out FOLDER]
 
 Rows: TensorRT's FP32 and FP16; what `calib8 build` makes (int8 and FP8 typed; up to TensorRT 10 by
-the cache), also by `trtexec` from the script of the build, where it is on the PATH; and, up to 10,
-`--calibrator` with each of TensorRT's own, its cache held against ours entry by entry. Each row is
-a try of its own: what fails is one sentence. FOLDER/gpu_check.md has the table from the first row
-on: a build takes up to a minute. Exit code 1 if a row failed or is not as it should be, 77 where
-there is no GPU to check on.
+the cache), also by `trtexec` from the script of the build, where it is on the PATH; int8 with the
+search, whose splits are timed on the GPU; and, up to 10, `--calibrator` with each of TensorRT's
+own, its cache held against ours entry by entry. Each row is a try of its own: what fails is one
+sentence. FOLDER/gpu_check.md has the table from the first row on: a build takes up to a minute.
+Exit code 1 if a row failed or is not as it should be, 77 where there is no GPU to check on.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
+from deploy.report.parts import SplitRow
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
@@ -58,6 +59,7 @@ EQUAL = 1e-5  # relative: a few ulp, from another order of summation
 # maximum by ulps, and now and then a value to the next bin, so that single entries say little.
 MEDIAN = 1e-3
 FP16, TYPED, GRAPH = "FP16", "int8 typed", "int8 typed in a CUDA graph"
+SPLITS = "int8 by timed splits"
 Maker = Callable[["Finding"], bytes]
 HEAD = """\
 | engine | p50 ms | speed of FP16 | trtexec ms | cosine | worst | same class | scales beside ours |
@@ -146,6 +148,7 @@ def makers(case: Case, here: sdk.Sdk) -> dict[str, Maker]:
         made[name] = partial(_built, case, target, None)
         if shutil.which("trtexec"):
             made[f"{name} by trtexec"] = partial(_by_trtexec, case, name, line)
+    made[SPLITS] = partial(_built, case, TensorRT(form="qdq"), None, effort=1)
     return made | {n: partial(_calibrated, case, n) for n in CLASSES if here.calibrators}
 
 
@@ -202,14 +205,21 @@ def _float_engine(case: Case, finding: Finding, *, fp16: bool, typed: bool) -> b
     return build_engine(path, settings).plan
 
 
-def _built(case: Case, target: TensorRT, method: Method | None, finding: Finding) -> bytes:
-    """Return the engine of `calib8 build`."""
+def _built(
+    case: Case, target: TensorRT, method: Method | None, finding: Finding, effort: int = 0
+) -> bytes:
+    """Return the engine of `calib8 build`; with an effort its splits must be timed on this GPU."""
     folder, how = case.out / finding.name, {"limit": case.feed.count, "method": method}
-    how |= {"targets": [target], "duration_s": 0, "tuning": Tuning(effort=0)}
+    duration_s = 1 if effort > 0 else 0  # a build that times nothing predicts its splits' times
+    tuning = Tuning(effort=effort, fresh=True)
+    how |= {"targets": [target], "duration_s": duration_s, "tuning": tuning}
     report = build(case.path, case.images, preprocess=case.preprocess, out=folder, **how)
     print(*(n for n in report.targets[0].notes if n.startswith("TensorRT has no scale")), sep="\n")
     if not (engine := folder / f"{case.path.stem}.engine").exists():
         raise BackendError(report.targets[0].error or "; ".join(report.targets[0].notes))
+    search = report.targets[0].search
+    if search is not None:
+        hold_split_times(finding, search.front)
     return engine.read_bytes()
 
 
@@ -237,6 +247,16 @@ def _calibrated(case: Case, name: str, finding: Finding) -> bytes:
     if method is not None:
         hold(finding, *(read_cache(Path(f"{stem}.{one}.cache")) for one in ("gpu", "tensorrt")))
     return engine
+
+
+def hold_split_times(finding: Finding, front: Sequence[SplitRow]) -> None:
+    """Print the splits of a search, and note if the one that was built was not timed."""
+    for split in front:
+        source = "timed" if split.is_timed else "predicted"
+        layers = f"{split.float_layers} of {split.layers} layers in float"
+        print(f"{finding.name}: {layers}, {split.time:.3f} of FP32's time ({source})")
+        if split.taken and not split.is_timed:
+            finding.wrong.append(f"the split that was built was not timed: {layers}")
 
 
 def hold(finding: Finding, theirs: CalibrationCache, ours: CalibrationCache) -> None:
