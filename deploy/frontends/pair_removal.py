@@ -132,7 +132,8 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
         return node.name in names or is_quantizer or node.op_type == "Constant"
 
     fold_constants(model, {}, chosen=makes_codes)
-    bypass(model.graph, lambda node: node.name in names and _is_implied(node, index))
+    folded_index = Graph(model)  # the limits of the clips are initializers now
+    bypass(model.graph, lambda node: node.name in names and _is_implied(node, folded_index))
     drop_unread(model.graph)
 
 
@@ -146,10 +147,9 @@ def _is_implied(clip: onnx.NodeProto, index: Graph) -> bool:
     """Whether a Clip leaves out no code of its pair, or -128 alone."""
     quantizer = index.find_producer(clip.input[0], Q)
     grid = None if quantizer is None else find_pair_grid(quantizer, index)
-    limits = [index.constants.get(name) for name in clip.input[1:] if name]
-    if grid is None or len(clip.input) != 3 or len(limits) != 2 or None in limits:
+    if grid is None or len(clip.input) != 3:
         return False
-    low, high = (checks.to_array(limit).item() for limit in limits if limit is not None)
+    low, high = map(index.scalar, clip.input[1:])
     lowest_codes = (-128, -127) if grid.dtype == "int8" else (grid.min_code,)
     return low in lowest_codes and high == grid.max_code
 
