@@ -274,7 +274,7 @@ class RecordPlan:
         first_factors = {name: self.activations[name] for name in names}
         first_scales = self._search_scales(first_factors, observed)
         second_scales = self._search_scales(self.second_factors, observed)
-        weight_scales = self.weight_scales(observed)
+        weight_scales = self.weight_scales(factors, roundings)
 
         records = {}
         inputs = []  # (layer, record with the scale of this input, observation)
@@ -364,18 +364,10 @@ class RecordPlan:
                 factors[name] = self._balance(name, recorder)
         return factors
 
-    def weight_scales(self, observed: ObservedStatistics) -> Weights:
+    def weight_scales(self, factors: Factors, roundings: Mapping[str, RoundedWeights]) -> Weights:
         """Return layer -> scale of its weight; a pool has scale 1, as in AMCT."""
-        roundings = self.round_weights(observed)
-        return self._merge_weight_scales(self.dmq_factors(observed), roundings)
-
-    def _merge_weight_scales(
-        self, factors: Factors, roundings: Mapping[str, RoundedWeights]
-    ) -> Weights:
-        return {
-            **self._arq_scales(factors),
-            **{name: rounding.scale for name, rounding in roundings.items()},
-        }
+        adaround_scales = {name: rounding.scale for name, rounding in roundings.items()}
+        return {**self._arq_scales(factors), **adaround_scales}
 
     def round_weights(
         self, observed: ObservedStatistics, names: Collection[str] | None = None
@@ -435,7 +427,7 @@ class RecordPlan:
         """Return the model to observe, cut after `end`; `names` limits the rounded layers."""
         factors = self.dmq_factors(observed)
         roundings = self.round_weights(observed, names)
-        scales = self._merge_weight_scales(factors, roundings)
+        scales = self.weight_scales(factors, roundings)
         integers = {
             name: rounding.integers
             for name, rounding in roundings.items()

@@ -16,7 +16,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq
-from deploy.calibration.observation import CalibrationSubject, ObservedStatistics
+from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import CacheError, ConfigError, ModelError
 from deploy.files.reading import read_text
 from deploy.frontends.onnx_reader import read_model
@@ -252,7 +252,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     matched = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
     config = default_config(graph, activation_offset=False)
     plan = RecordPlan(model=model, graph=graph, config=config, base="", samples=1)
-    weight_scales = plan.weight_scales(ObservedStatistics({}))
+    weight_scales = plan.weight_scales({}, {})  # neither DMQ nor AdaRound by default
     records = {
         name: LayerRecord(
             scale_d=matched.scales[layer.input],
