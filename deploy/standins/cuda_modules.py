@@ -272,7 +272,7 @@ def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:
         "driver": _Driver(memory).names(),
         "autoinit": context_names,
         "autoprimaryctx": context_names,
-        "gpuarray": _GpuArrayFunctions(memory).names(),
+        "gpuarray": _gpuarray_names(memory),
         "compiler": {},
         "tools": {"make_default_context": _Context},
     }
@@ -461,24 +461,19 @@ class GPUArray:
         return array
 
 
-class _GpuArrayFunctions:
-    """The functions of `pycuda.gpuarray`."""
+def _gpuarray_names(memory: Memory) -> dict[str, Any]:
+    """Return the names of `pycuda.gpuarray`."""
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def to_gpu(array: Array, stream: object = None) -> GPUArray:
+        return GPUArray(memory, array)
 
-    def names(self) -> dict[str, Any]:
-        return {
-            "GPUArray": GPUArray,
-            "to_gpu": self.to_gpu,
-            "to_gpu_async": self.to_gpu,
-            "zeros": self.zeros,
-            "empty": self.zeros,
-        }
+    def zeros(shape: Any, dtype: DTypeLike) -> GPUArray:
+        return to_gpu(np.zeros(shape, dtype))
 
-    def to_gpu(self, array: Array, stream: object = None) -> GPUArray:
-        """Return a copy of an array, synchronously."""
-        return GPUArray(self._memory, array)
-
-    def zeros(self, shape: Any, dtype: DTypeLike) -> GPUArray:
-        return self.to_gpu(np.zeros(shape, dtype))
+    return {
+        "GPUArray": GPUArray,
+        "to_gpu": to_gpu,
+        "to_gpu_async": to_gpu,
+        "zeros": zeros,
+        "empty": zeros,
+    }
