@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -18,10 +19,12 @@ from deploy.frontends import FRONTENDS, load
 from deploy.frontends.affine import fold_affine
 from deploy.frontends.onnx_reader import parse_model
 from deploy.frontends.shapes import infer_shapes, without_values
-from deploy.graph.index import all_nodes
+from deploy.graph.index import Graph, all_nodes
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.graph.plan import analyse
+from deploy.pipeline import float_reference
 from deploy.pipeline.float_reference import read_float_model
+from deploy.runtimes.ort import OrtSession
 from tests.models import make_model, make_node, make_value, parse_nodes, run_command, save_net
 
 
@@ -685,3 +688,17 @@ def quantized_model(kind: str) -> onnx.ModelProto:
 def test_quantized_models_are_refused(kind):
     with pytest.raises(QuantizedError, match="quantized already"):
         load(quantized_model(kind))
+
+
+@pytest.mark.parametrize(("op", "is_alike"), [("Sigmoid", True), ("Neg", False)])
+def test_rounding_near_zero_is_no_difference(op, is_alike, monkeypatch):
+    """A detector's map of a picture without objects: 1e-6 at most, as exact as values up to 1."""
+    nodes = [make_node(op, ["x"], ["s"]), make_node("Transpose", ["s"], ["y"])]
+    model = model_of(nodes, inputs=[make_value("x", [1, 4])], opset=13)
+    x = np.float32([[-14, -15, -16, -80]]) if op == "Sigmoid" else np.float32([[1e-6, 0, 0, 0]])
+    value = run(model, x)
+    sample, outputs = {"x": x}, {"y": value + np.float32(5e-7)}
+    evaluation_set = SimpleNamespace(samples_with_outputs=lambda count: [(sample, outputs)])
+    session = OrtSession.open(model, threads=1)
+    ((db, name),) = float_reference._compare_outputs(session, evaluation_set, Graph(model))
+    assert name == "y" and (db > 100) == is_alike

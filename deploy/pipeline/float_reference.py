@@ -17,12 +17,16 @@ from deploy.frontends import LoadedModel
 from deploy.frontends.base import read_model_file
 from deploy.frontends.onnx_reader import parse_model
 from deploy.graph.edit import drop_initializer_inputs, name_nodes
-from deploy.graph.index import all_nodes
+from deploy.graph.index import Graph, all_nodes
+from deploy.graph.placement import MOVES
 from deploy.metrics.output_errors import sqnr_db
 from deploy.runtimes.ort import OrtSession
 
 _MIN_CLEANED_DB = 40.0  # SQNR; a cleaned model below it computes something else than the file
 _MIN_WIDENED_DB = 25.0  # the same of a float16 file, whose cleaned model computes in float32
+# of values whose operator has a range of 1: near 0 they are no more exact than that
+_BOUNDED_OPERATORS = frozenset(("Sigmoid", "Softmax", "HardSigmoid", "Tanh"))
+_BOUNDED_ROUNDING = 2e-6
 _PICKING_OPERATORS = frozenset(
     ("ArgMax", "ArgMin", "Ceil", "Floor", "NonMaxSuppression", "NonZero", "Round", "TopK", "Unique")
 )
@@ -84,7 +88,8 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
     try:
         data = user_model if isinstance(user_model, ModelProto) else _read_user_file(loaded)
         session = OrtSession.open(data, threads=1, spin=False)
-        worst_db, output = min(_compare_outputs(session, evaluation_set), default=(math.inf, ""))
+        compared = _compare_outputs(session, evaluation_set, Graph(loaded.model))
+        worst_db, output = min(compared, default=(math.inf, ""))
     except BackendError:  # FP32 itself is not run in the user's form either
         return ""
     if worst_db >= (_MIN_WIDENED_DB if loaded.was_float16 else _MIN_CLEANED_DB):
@@ -100,9 +105,12 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
 
 
 def _compare_outputs(
-    session: OrtSession, evaluation_set: EvaluationSet
+    session: OrtSession, evaluation_set: EvaluationSet, graph: Graph
 ) -> Iterator[tuple[float, str]]:
-    """Yield (SQNR in dB, name) of each float output of the first sample."""
+    """Yield (SQNR in dB, name) of each float output of the first sample.
+
+    `graph`: of the cleaned model.
+    """
     for sample, cleaned_outputs in evaluation_set.samples_with_outputs(1):
         inputs = {spec.name: sample[spec.name].astype(spec.dtype) for spec in session.inputs}
         for name, value in session.run(inputs).items():
@@ -112,4 +120,7 @@ def _compare_outputs(
             if cleaned_value.shape == value.shape:
                 signal = np.nan_to_num(value.astype(np.float64))
                 noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
+                maker = graph.trace_back(name, MOVES)
+                if maker is not None and maker.op_type in _BOUNDED_OPERATORS:
+                    noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0
                 yield sqnr_db(float(np.vdot(signal, signal)), float(np.vdot(noise, noise))), name
