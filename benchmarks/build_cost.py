@@ -1,26 +1,28 @@
-"""CPU time and peak memory of one `build` for three targets, an older checkout beside this one.
+"""CPU time and peak memory of one `build`, an older checkout beside this one.
 
     git worktree add /tmp/older e978d3c
     python benchmarks/build_cost.py --old /tmp/older [--models fashion ...] [--rounds 3]
-    python benchmarks/build_cost.py --models 20-mb 75-mb 300-mb --rounds 1
+    python benchmarks/build_cost.py --models 20-mb 75-mb 300-mb --rounds 1 --threads 1 --each-target
 
 Both sides run the same command in a process of its own, in turns: first into an empty folder, then
 again, so that the second build finds the calibration of the first. No latency is measured
-(`--duration 0`). CPU time is user and system time of the process with its children; a round's
-figures are their medians, memory is the largest. EfficientNet-Lite0 must have been exported once by
-export_efficientnet.py, which needs torch; its photos come from wheels. The nets of 20, 75 and 300
-MB are five convolutions of random weights on pictures of 32x32: memory is that of weights alone.
-Only ratios are worth comparing between machines.
+(`--duration 0`). With `--each-target` each target is also built alone. CPU time is user and system
+time of the process with its children; a round's figures are their medians, memory is the largest.
+EfficientNet-Lite0 must have been exported once by export_efficientnet.py, which needs torch; its
+photos come from wheels. The nets of 20, 75 and 300 MB are five convolutions of random weights on
+pictures of 32x32: memory is that of weights alone. Only ratios are worth comparing between
+machines.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +37,6 @@ from benchmarks import checkouts
 from benchmarks.calibration_cost import image_list
 from benchmarks.fetch_models import cache_folder
 
-THREADS = 2
 TARGETS = ("onnxruntime", "tensorrt", "ascend")
 PASSES = ("first build", "second build")
 
@@ -93,11 +94,13 @@ MODELS: Mapping[str, Callable[[int], list[str]]] = {
 }
 
 
-def twice(checkout: Path, words: list[str], folder: Path) -> list[checkouts.Run]:
+def twice(
+    checkout: Path, words: list[str], targets: Sequence[str], folder: Path
+) -> list[checkouts.Run]:
     """Build into an empty folder, and again into the same one."""
     shutil.rmtree(folder, ignore_errors=True)
-    command = ["build", *words, "--duration", "0", "--threads", str(THREADS), "--out", "out"]
-    for target in TARGETS:
+    command = ["build", *words, "--duration", "0", "--out", "out"]
+    for target in targets:
         command += ["--target", target]
     runs = [checkouts.calib8(checkout, command, folder) for _ in PASSES]
     for run in runs:
@@ -137,6 +140,8 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--each-target", action="store_true", help="also each target alone")
     asked = parser.parse_args()
     sides = {"old": asked.old} if asked.old else {}
     if not asked.only_old:
@@ -146,16 +151,21 @@ def main() -> None:
         checkouts.check(path)
     print("| model | build | CPU before | CPU now | ratio | peak before | peak now | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    target_sets = [TARGETS]
+    if asked.each_target:
+        target_sets += [(target,) for target in TARGETS]
     with tempfile.TemporaryDirectory(prefix="calib8-cost-") as folder:
-        for name in asked.models:
-            words = MODELS[name](asked.images)
+        for name, targets in itertools.product(asked.models, target_sets):
+            words = [*MODELS[name](asked.images), "--threads", str(asked.threads)]
             taken: dict[str, list[list[checkouts.Run]]] = {side: [] for side in sides}
             for _ in range(asked.rounds):
                 for side, path in sides.items():
-                    taken[side].append(twice(path, words, Path(folder) / side))
-            print("\n".join(rows(f"{name}, {asked.images} images", taken)), flush=True)
-    targets = ", ".join(TARGETS)
-    print(f"\n{targets}; {THREADS} threads; median CPU and largest peak of {asked.rounds} rounds")
+                    taken[side].append(twice(path, words, targets, Path(folder) / side))
+            print("\n".join(rows(f"{name}, {' '.join(targets)}", taken)), flush=True)
+    print(
+        f"\n{asked.images} images, {asked.threads} threads;"
+        f" median CPU and largest peak of {asked.rounds} rounds"
+    )
 
 
 if __name__ == "__main__":
