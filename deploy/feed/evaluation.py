@@ -87,11 +87,6 @@ class EvaluationSubset:
         """See `Feed.sequence_of`."""
         return self._feed.sequence_of(key)
 
-    @property
-    def has_fixed_size(self) -> bool:
-        """See `Feed.has_fixed_size`."""
-        return self._feed.has_fixed_size
-
     def samples(self) -> SampleStream[Sample]:
         """Return a stream of the samples, in feed order."""
         return SampleStream(self._walk())
