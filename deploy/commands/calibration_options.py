@@ -143,7 +143,7 @@ def refuse_both_ways(policy: CachePolicy) -> None:
     """Refuse --refresh with an option that uses the cache."""
     if policy.refresh and policy.reuse_flag:
         raise ConfigError(
-            f"--refresh calibrates anew and {policy.reuse_flag} uses the cache; leave one of them"
+            f"--refresh calibrates again and {policy.reuse_flag} uses the cache; leave one of them"
             " out"
         )
 

@@ -202,7 +202,7 @@ def _header_findings(
     texts = []
     if version is not None and header.label not in (None, trt_cache.version_label(version)):
         texts.append(
-            f"TensorRT {version} ignores a cache of {header.version} and calibrates anew, with"
+            f"TensorRT {version} ignores a cache of {header.version} and calibrates again, with"
             f" nothing but a log line; run: calib8 cache relabel --trt-version {version}"
         )
     if algorithm is not None and header.algorithm != algorithm:
