@@ -18,7 +18,7 @@ from pathlib import Path
 
 # The largest value of each figure that `counts` gives.
 LIMITS: Mapping[str, int] = {
-    "syntax nodes": 555_500,
+    "syntax nodes": 553_500,
     "files": 325,
     "rooms": 30,
     "class names defined twice": 0,
