@@ -439,10 +439,10 @@ def _compare_with_training(
     )
 
 
-def _compare_with_bias(bias: Floats, data: Moments, values: Sequence[Array]) -> str:
+def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) -> str:
     """Return a warning from the size of a Conv's bias beside its outputs, or ""."""
     bias_size = float(np.sqrt(np.mean(np.square(bias))))
-    output_size = float(np.sqrt(np.mean(data.variance)))
+    output_size = float(np.sqrt(np.mean(outputs.variance)))
     if bias_size == 0 or not np.isfinite(output_size):
         return ""
     ratio = output_size / bias_size
@@ -453,11 +453,13 @@ def _compare_with_bias(bias: Floats, data: Moments, values: Sequence[Array]) -> 
         )
 
     low, high = _extremes(values)
-    if ratio <= MAX_BIAS_RATIO or max(-low, high) < MIN_PIXEL_MAXIMUM:
+    has_small_values = max(-low, high) < MIN_PIXEL_MAXIMUM
+    if ratio <= MAX_BIAS_RATIO or has_small_values:
         return ""
     are_integers = all(np.array_equal(array, np.rint(array)) for array in values)
     in_pixel_range = low >= 0 and high <= 255
-    are_images = layout_of(values[0]) is not None and (in_pixel_range or _has_color(values[0]))
+    looks_like_pixels = in_pixel_range or _has_color(values[0])
+    are_images = looks_like_pixels and layout_of(values[0]) is not None
     if not are_integers and not are_images:
         return ""
     if in_pixel_range:
