@@ -18,8 +18,8 @@ from pathlib import Path
 
 # The largest value of each figure that `counts` gives.
 LIMITS: Mapping[str, int] = {
-    "syntax nodes": 553_500,
-    "files": 325,
+    "syntax nodes": 556_000,
+    "files": 330,
     "rooms": 30,
     "class names defined twice": 0,
 }
