@@ -239,8 +239,10 @@ def _speed_gate(speed: SpeedUp | None, min_speedup: float, rival: str) -> _Findi
     if speed is None:
         reason = f"its speed, {min_speedup:g}x that of {rival} at least, is not measured"
         return DOUBTFUL, reason
-    level = GOOD if speed.ratio >= min_speedup else UNUSABLE
-    return level, f"{speed.text} the speed of {rival}, at least {min_speedup:g}x is wanted"
+    text = f"{speed.text} the speed of {rival}"
+    if speed.ratio < min_speedup:
+        return UNUSABLE, f"{text}, below the limit of {min_speedup:g}x"
+    return GOOD, f"{text}, within the limit of {min_speedup:g}x"
 
 
 def _judge_gain(speed: SpeedUp, smaller: float | None, rival: str, device_kind: str) -> _Finding:
