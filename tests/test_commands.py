@@ -1,6 +1,7 @@
 """Command lines: options that reach the pipeline, those that are refused, and exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields
