@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from deploy.errors import BackendError
 from deploy.runtimes import ort
 from deploy.runtimes.mapped_model import mapped_tensors, write_mapped
 from tests.models import make_model
@@ -45,7 +46,7 @@ def test_mapped_model_is_the_same_model(model, tmp_path):
 
 def test_mapped_session_gives_the_same_bits(model, monkeypatch):
     expected = run(model)
-    monkeypatch.setattr(ort, "_LARGE_MODEL_BYTES", 1)
+    monkeypatch.setattr(ort, "_LARGE_MODEL_VALUES", 1)
     written = []
     monkeypatch.setattr(
         ort, "write_mapped", lambda *arguments: written.append(1) or write_mapped(*arguments)
@@ -56,10 +57,21 @@ def test_mapped_session_gives_the_same_bits(model, monkeypatch):
 
 def test_full_disk_loads_from_memory(model, monkeypatch):
     expected = run(model)
-    monkeypatch.setattr(ort, "_LARGE_MODEL_BYTES", 1)
+    monkeypatch.setattr(ort, "_LARGE_MODEL_VALUES", 1)
 
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ort, "write_mapped", fail)
     assert run(model) == expected
+
+
+def test_refusal_of_a_large_model_names_no_temporary_file(model, monkeypatch):
+    model.graph.node[-1].op_type = "Unheard"
+    sentences = []
+    for large_model_values in (1 << 30, 1):
+        monkeypatch.setattr(ort, "_LARGE_MODEL_VALUES", large_model_values)
+        with pytest.raises(BackendError, match="Unheard") as refusal:
+            ort.OrtSession.open(model, threads=1)
+        sentences.append(str(refusal.value))
+    assert sentences[0] == sentences[1]

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-_MIN_MAPPED_BYTES = 1 << 20  # smaller tensors stay in the model
+_MIN_MAPPED_VALUES = 1 << 18  # 1 MiB in float32; smaller tensors stay in the model
 _ALIGNMENT = 1 << 12  # of the places in the file, in bytes: a page
 
 
 def mapped_tensors(model: ModelProto) -> dict[str, int]:
-    """Return name -> bytes of the initializers that are worth a file of their own."""
+    """Return name -> number of values of the initializers that are worth a file of their own."""
     sizes: dict[str, int] = {}
     for tensor in model.graph.initializer:
-        # reading the bytes copies them, so it is left out where they are few
-        if 8 * math.prod(tensor.dims) >= _MIN_MAPPED_BYTES and tensor.HasField("raw_data"):
-            sizes[tensor.name] = len(tensor.raw_data)
-    return {name: size for name, size in sizes.items() if size >= _MIN_MAPPED_BYTES}
+        if tensor.HasField("raw_data"):  # whose bytes are not counted: to read is to copy them
+            size = math.prod(tensor.dims)
+            if size >= _MIN_MAPPED_VALUES:
+                sizes[tensor.name] = size
+    return sizes
 
 
 def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Path:

@@ -6,11 +6,12 @@ import json
 import math
 import os
 import platform
+import re
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -144,6 +145,10 @@ def runs_pairs(opset: int) -> bool:
 
 
 _LARGE_MODEL_BYTES = 16 << 20
+_LARGE_MODEL_VALUES = 4 << 20  # in large tensors: 16 MiB in float32
+_TEMPORARY = "calib8-"  # start of the name of the folder with a large model
+# which a message is not to name: it is another one every time, and no file of the user
+_TEMPORARY_FILE = re.compile(rf"Load model from \S*{_TEMPORARY}\w+\W\w+\.onnx failed: ?")
 
 
 def _create_session(
@@ -334,6 +339,7 @@ class OrtSession(CpuSession):
         """Return the message on one line, without its "[ONNXRuntimeError] : 7 : ..." prefix."""
         text = " ".join(str(error).split()) or type(error).__name__
         message = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+        message = _TEMPORARY_FILE.sub("", message)
         if "No Op registered for Ascend" in message:
             return f"{message}; only Ascend's atc reads it, so give its fake-quant model"
         return message
@@ -447,18 +453,21 @@ def _loadable(model: Model) -> Iterator[str | bytes]:
 
     ONNX Runtime maps these; of bytes it would make two copies more.
     """
-    names = {} if isinstance(model, Path | str | bytes) else mapped_tensors(model)
-    if isinstance(model, Path | str | bytes) or sum(names.values()) < _LARGE_MODEL_BYTES:
-        yield model_source(model)
-        return
     with ExitStack() as stack:
-        source: str | bytes
-        try:
-            temporary = tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True)
-            source = str(write_mapped(model, names, Path(stack.enter_context(temporary))))
-        except OSError:  # the disk is full or read-only
-            source = model_source(model)
-        yield source
+        mapped_path = ""
+        if not isinstance(model, Path | str | bytes):
+            with suppress(OSError):  # the disk is full or read-only
+                mapped_path = _write_large(model, stack)
+        yield mapped_path or model_source(model)
+
+
+def _write_large(model: ModelProto, stack: ExitStack) -> str:
+    """Write a large model into a folder that lasts as long as `stack`; return its path, else ""."""
+    sizes = mapped_tensors(model)
+    if sum(sizes.values()) < _LARGE_MODEL_VALUES:
+        return ""
+    temporary = tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True)
+    return str(write_mapped(model, sizes, Path(stack.enter_context(temporary))))
 
 
 def holds_fp8(model: Model) -> bool:
