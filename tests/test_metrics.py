@@ -739,3 +739,11 @@ def test_such_a_model_is_searched_and_built(outputs, tmp_path, capfd):
     assert "nothing was searched" not in (out / "report.md").read_text()
     assert "[[onnxruntime.front]]" in (out / "calib8/net.plan.toml").read_text()
     assert "EP Error" not in "".join(capfd.readouterr())
+
+
+def test_few_do_not_hide_a_cause_that_drops_the_figure():
+    doubt = "the calibration data is of another unit; give --scale"
+    outcome = judge(FEW["20 samples are too few; 10 more would do"], doubts=(doubt,))
+    assert outcome.level == DOUBTFUL
+    assert outcome.reasons[0].endswith("the calibration data is of another unit")
+    assert not outcome.has_few

@@ -155,10 +155,10 @@ def verdict(
     reasons = list(dict.fromkeys(reason for _, reason in ordered))
 
     few = [reason for reason in reasons if _TOO_FEW.fullmatch(reason)]
-    if accuracy is not None and not any("calibration" in reason for reason in few):
-        few = [reason for reason in (_find_too_few(accuracy), *few) if reason]
     reasons = [reason for reason in reasons if reason not in few]
     figures = [index for index, reason in enumerate(reasons) if reason in measured]
+    if accuracy is not None and figures and not any("calibration" in reason for reason in few):
+        few = [reason for reason in (_find_too_few(accuracy), *few) if reason]
     if few:  # one sentence, behind the figure that it makes uncertain
         reasons.insert(figures[0] + 1 if figures else 0, few[0])
         verdict_level = DOUBTFUL if verdict_level == GOOD else verdict_level
