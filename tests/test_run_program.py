@@ -273,3 +273,8 @@ def test_program_reads_folders_and_videos(tmp_path):
         assert ended.returncode == code
         assert "Traceback" not in ended.stderr
     assert "nothing.png" in ended.stderr
+    (tmp_path / "a.onnx").unlink()
+    ended = run_it("photos")
+    assert ended.returncode == 1
+    assert "a.onnx is missing" in ended.stderr
+    assert "Traceback" not in ended.stderr
