@@ -85,7 +85,7 @@ def test_final_config_rebuilds_the_model(auto_small, command, small_cnn, data, t
         for name in ("config.json", "record.txt")
     )
     assert configs[0] == configs[1]
-    # observed anew with the weights of these layers alone quantized, so near and not equal
+    # observed again with the weights of these layers alone quantized, so near and not equal
     auto_record, build_record = map(read_record, records)
     assert list(auto_record) == list(build_record)
     for name, layer in auto_record.items():

@@ -117,7 +117,7 @@ FORMS = [(case, "config.json") for case in NAMES]
 
 @pytest.mark.parametrize(("case", "form"), [*FORMS, ("small_mixed", "simple.cfg")])
 def test_configuration_alone_determines_the_build(case, form, command, tmp_path):
-    """The search switched layers off that the configuration enables, and rounded weights anew."""
+    """The search switched layers off that the configuration enables, and rounded weights again."""
     path = save_net(float_model(case), tmp_path / "m.onnx")
     arrays = np.load(CASES / case / "io.npz")
     inputs = [arrays[name] for name in sorted(arrays.files) if re.fullmatch(r"in\d+", name)]

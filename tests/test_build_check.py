@@ -23,7 +23,7 @@ def file_bytes(folder):
 
 
 def damage_weights(path):
-    """Draw the int8 weights of a Q/DQ model anew."""
+    """Draw the int8 weights of a Q/DQ model again."""
     model = onnx.load(path)
     rng = np.random.default_rng(1)
     for tensor in model.graph.initializer:

@@ -46,7 +46,7 @@ def counting_kernels(library):
 
 @pytest.fixture(autouse=True)
 def uncached_kernel():
-    """Choose the kernel anew in this test, and again after it."""
+    """Choose the kernel again in this test, and again after it."""
     for cached in (kernel.kernel, kernel._load_own_kernel):
         cached.cache_clear()
     yield

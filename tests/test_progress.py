@@ -80,7 +80,7 @@ def screen(monkeypatch):
         return data[:-1].decode()
 
     def begin():
-        monkeypatch.setattr(sys, "stderr", stream)  # of the test: pytest sets it anew before
+        monkeypatch.setattr(sys, "stderr", stream)  # of the test: pytest sets it again before
         return shown
 
     yield begin

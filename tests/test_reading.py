@@ -702,7 +702,7 @@ def measure_held_bytes(model, listing, monkeypatch):
     def looked(self):
         gc.collect()
         traces = tracemalloc.take_snapshot().traces
-        # the table of interned strings, which now and then is made anew as a whole
+        # the table of interned strings, which now and then is made again as a whole
         sizes.append(sum(t.size for t in traces if "pathlib" not in str(t) or t.size < 1 << 17))
         return read_statistics(self)
 

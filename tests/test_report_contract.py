@@ -60,7 +60,7 @@ def flaws(value: Any, schema: dict[str, Any], path: str = "report") -> list[str]
 
 
 def test_stored_schema_is_that_of_the_classes():
-    """`python scripts/report_schema.py` writes it anew: a change is one of the contract."""
+    """`python scripts/report_schema.py` writes it again: a change is one of the contract."""
     assert FILE.read_text("utf-8") == schema_text()
     assert CONTRACT["title"] == SCHEMA
 

@@ -101,7 +101,7 @@ def share_of_range(histogram, params):
 def test_search_needs_only_a_table_row(small_cnn, pictures, tmp_path, monkeypatch, command):
     row = searches.RangeSearch(share_of_range, ShareParams, "keeps a share of the range")
     monkeypatch.setitem(SEARCHES, "share", row)
-    for name in ("build", "calibrate"):  # made anew from the table
+    for name in ("build", "calibrate"):  # made again from the table
         monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
 
     assert "For --method share. [default: 0.5]" in command("build", "--help-all")

@@ -213,7 +213,7 @@ class Checkpoint:
             raise CacheError(
                 f"a run goes on from its own checkpoint, got {self.path} of another one:"
                 f" {'; '.join(differences)}; take the model, images and options of that run, or"
-                " leave --resume out to begin anew"
+                " leave --resume out to begin again"
             )
         feed = self._feed
         feed.resume(existing.digests, existing.skipped)

@@ -165,7 +165,7 @@ def check_cache(
     if decision.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {decision.reason}; leave --require-cache"
-            " out to calibrate anew"
+            " out to calibrate again"
         )
     return decision
 

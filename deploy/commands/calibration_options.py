@@ -122,7 +122,7 @@ class CalibrationArguments:
 
         Raises:
             ConfigError: a search that no target follows or that a trusted cache overrides; a cache
-                that is both to be used and to be made anew.
+                that is both to be used and to be made again.
         """
         flags = " and ".join(given_method_flags())
         if flags and all(target.own_method for target in targets):

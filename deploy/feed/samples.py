@@ -430,7 +430,7 @@ class Feed:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, got another"
                         f" {self._source.title(index)}; restore that file, or leave --resume out to"
-                        " begin anew"
+                        " begin again"
                     )
                 step()
         self._chosen.skip_positions(skipped)

@@ -137,7 +137,7 @@ def _match(spec: TensorSpec, output: TensorSpec) -> bool:
 class SequenceSource:
     """The steps of sequences, with the states that the float model had before each.
 
-    Reading a step before the current one begins its sequence anew, as with a video.
+    Reading a step before the current one restarts its sequence, as with a video.
     """
 
     def __init__(self, source: SampleSource, recurrence: Recurrence) -> None:

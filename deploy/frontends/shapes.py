@@ -1,4 +1,4 @@
-"""Shapes and types of a model's tensors: inferred anew, and read as `TensorSpec`.
+"""Shapes and types of a model's tensors: inferred by ONNX, and read as `TensorSpec`.
 
 Exporters store wrong and stale shapes, so those that can be inferred replace those of the file::
 
@@ -48,7 +48,7 @@ def clear_negative_sizes(graph: onnx.GraphProto) -> None:
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Infer shapes and types anew; keep those of the file where inference gives none.
+    """Infer all shapes and types; keep those of the file where inference gives none.
 
     Raises:
         ModelError: the shapes contradict each other.

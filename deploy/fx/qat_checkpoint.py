@@ -85,10 +85,10 @@ def load_checkpoint(
     try:
         state: Any = read_tensors(path)
     except ModelError as error:
-        raise CacheError(f"{error}; remove it to start anew") from error
+        raise CacheError(f"{error}; remove it to start again") from error
     if not isinstance(state, dict) or set(state) != _CHECKPOINT_KEYS or state["format"] != _FORMAT:
         raise CacheError(
-            f"{path} must be a checkpoint of this calib8's qat; remove it to start anew"
+            f"{path} must be a checkpoint of this calib8's qat; remove it to start again"
         )
     _refuse_other_training(path, fingerprints, state["marks"])
     try:
@@ -97,7 +97,7 @@ def load_checkpoint(
         device.restore_random_state(state["rng"])
         return int(state["epoch"]), [float(loss) for loss in state["losses"]]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CacheError(f"{path} is damaged; remove it to start anew") from error
+        raise CacheError(f"{path} is damaged; remove it to start again") from error
 
 
 def _refuse_other_training(path: Path, fingerprints: Fingerprints, stored: Any) -> None:
@@ -108,7 +108,7 @@ def _refuse_other_training(path: Path, fingerprints: Fingerprints, stored: Any) 
     changed = [name for name, value in fingerprints.items() if stored.get(name) != value]
     raise CacheError(
         f"{path} must be of this training, and is of another {', '.join(changed) or 'one'};"
-        " give another --checkpoint, or remove it to start anew"
+        " give another --checkpoint, or remove it to start again"
     )
 
 

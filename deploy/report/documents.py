@@ -189,7 +189,7 @@ class Report(PrintedResult, Findings):
 
 
 def read_report(path: Path, *, rewritable: bool = False) -> Report:
-    """Read a report.json; `rewritable`: this run may write it anew.
+    """Read a report.json; `rewritable`: this run may overwrite it.
 
     Raises:
         ConfigError: it cannot be read, or is broken, or of another version.

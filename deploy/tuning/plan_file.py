@@ -9,7 +9,7 @@
     [onnxruntime]
     made_from = "..."                what the choice depends on; equal ones are not searched again
     precision = "int8"               grid that it was chosen for; --plan obeys it on no other
-    timed_on = "AMD EPYC ..."        CPU whose times decided; the plan is searched anew on another
+    timed_on = "AMD EPYC ..."        CPU whose times decided; the plan is searched again on another
     method = "minmax"
     rounded = true                   weights rounded by output error
     float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }

@@ -20,7 +20,7 @@ from deploy.tuning.search_options import Tuning
 from deploy.tuning.target_search import SearchSetup, cpu_name, run_search
 
 _REPLANNED = (
-    "the plan of {} in the folder was made with other images or options, so it was searched anew;"
+    "the plan of {} in the folder was made with other images or options, so it was searched again;"
     " --plan obeys a plan as it is"
 )
 _OVERRULED = (
@@ -29,11 +29,11 @@ _OVERRULED = (
 )
 _NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
 _OTHER_CPU = (
-    "the plan of {} in the folder was timed on another CPU ({}), so it was searched anew; --plan"
+    "the plan of {} in the folder was timed on another CPU ({}), so it was searched again; --plan"
     " obeys a plan as it is"
 )
 _INTERRUPTED = (
-    "the search was interrupted: the best so far is built, and the next build searches anew"
+    "the search was interrupted: the best so far is built, and the next build searches again"
 )
 _VERSION = 22  # raised when a search of the same input would give another plan
 
@@ -179,7 +179,7 @@ def _refuse_unknown(kind: str, names: Iterable[str], known_names: Container[str]
         if name not in known_names:
             raise ConfigError(
                 f"a plan must name {kind} of the model, got {name!r}; delete the line, or the file"
-                " to have it made anew"
+                " to have it made again"
             )
 
 
