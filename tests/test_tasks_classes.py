@@ -472,7 +472,6 @@ def test_a_set_of_the_best_counts_a_fifth_of_its_first():
         ("heatmaps", (1, 3, 9, 9), "3 heat maps"),
         ("keypoints", (1, 7, 3), "7 key points"),
         ("keypoints", (1, 8), "4 key points"),
-        ("keypoints", (1, 3, 8), "8 key points"),
         ("embeddings", (1, 40), "embeddings of 40 numbers"),
         ("steps", (1, 9, 5), "5 classes a step"),
         ("steps", (1, 9, 1), "raw scores of steps"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from deploy.tasks.detections import Detections
-from deploy.tasks.rows import ImageSize, Outputs
+from deploy.tasks.rows import Flags, ImageSize, Outputs
 from deploy.tasks.slices import SlicesByOutput
 from deploy.tasks.thresholds import MIN_SHARE_ABOVE, MIN_THINGS
 from deploy.tensors import Array
@@ -316,6 +316,11 @@ class PointTally(TaskTally[T]):
     condition: ClassVar[str]
     points: int = 0
     matches: int = 0
+
+    def count(self, is_present: Flags, is_match: Flags) -> None:
+        """Add the points of one sample: which FP32 sees, and which the candidate has too."""
+        self.points += int(is_present.sum())
+        self.matches += int((is_present & is_match).sum())
 
     def result(self) -> TaskFigure | None:
         """Return the share of the points; None if FP32 has none."""

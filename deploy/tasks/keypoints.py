@@ -1,8 +1,7 @@
 """Key points of faces, hands and bodies: coordinates (`POINTS`), or likelihoods (`SIMCC`).
 
-In a flat output each point is near the one before, or another output has a score a point;
-coordinates of -1 to 1 (InsightFace) are near the ones before in any output. So are points of
-[N, p, K], which are alone or beside flags.
+In a flat output each point is near the one before; so are coordinates of -1 to 1 (InsightFace) in
+any output.
 
 Flags are other outputs of one probability, such as whether an object is present, or which hand it
 is. If int8 decides differently, all points of the sample are lost. A single flag tells whether
@@ -12,7 +11,7 @@ number or by another output, do not count either.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from deploy.tasks.evaluation_task import EvaluationTask, Form, PointTally
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
     Arrays,
+    Flags,
     Floats,
     ImageSize,
     Outputs,
@@ -43,7 +43,6 @@ from deploy.tasks.thresholds import (
     MIN_CODED_SHARE,
     MIN_COUNT,
     MIN_ORDER,
-    MIN_ORDER_LEAD,
     MIN_ORDERED,
     MIN_VISIBLE,
 )
@@ -63,51 +62,49 @@ class _CoordinateTally(PointTally["Points"]):
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_flags = [_is_on(flag, reference) for flag in self.task.flags]
         candidate_flags = [_is_on(flag, candidate) for flag in self.task.flags]
+        # a single flag says whether there is an object, and so whether its points mean anything
         has_presence = len(self.task.flags) == 1
         if has_presence and not (reference_flags[0] or candidate_flags[0]):
             return
         for name, numbers in self.task.outputs.items():
-            count, matches = self._match_points(name, numbers, reference, candidate)
-            self.points += count
-            if reference_flags == candidate_flags:
-                self.matches += matches
+            if reference[name].size % numbers:  # a flat output of varying length
+                continue
+            is_present = self._confidences(name, reference) > MIN_VISIBLE
+            is_match = np.zeros_like(is_present)
+            is_comparable = are_comparable(reference[name], candidate[name])
+            if reference_flags == candidate_flags and is_comparable:
+                is_match = self._match_points(name, is_present, reference, candidate)
+            self.count(is_present, is_match)
 
     def _match_points(
-        self, name: str, numbers: int, reference: Outputs, candidate: Outputs
-    ) -> tuple[int, int]:
-        """Return the number of FP32's present points, and of the candidate's near them."""
-        if reference[name].size % numbers:  # a flat output of varying length
-            return 0, 0
+        self, name: str, is_present: Flags, reference: Outputs, candidate: Outputs
+    ) -> Flags:
+        """Return which of the candidate's points [K] are near FP32's, and visible."""
+        numbers = self.task.outputs[name]
         positions = _to_rows(reference[name], numbers)[:, :2]
-        confidences = self._confidences(name, len(positions), reference)
-        is_present = confidences > MIN_VISIBLE
-        present_count = int(is_present.sum())
-        if not are_comparable(reference[name], candidate[name]):
-            return present_count, 0
-
         offsets = positions - _to_rows(candidate[name], numbers)[:, :2]
         # a few points do not show how large the object is
-        if present_count >= MIN_COUNT:
+        if is_present.sum() >= MIN_COUNT:
             positions = positions[is_present]
         max_distance = MAX_POINT_DISTANCE * np.ptp(positions, axis=0).max()
-        is_match = is_present & (np.linalg.norm(offsets, axis=1) <= max_distance)
-        confidences = self._confidences(name, len(offsets), candidate)
-        is_match &= confidences > MIN_VISIBLE / 2
-        return present_count, int(is_match.sum())
+        is_near = np.linalg.norm(offsets, axis=1) <= max_distance
+        is_visible = self._confidences(name, candidate) > MIN_VISIBLE / 2
+        return np.asarray(is_near & is_visible)
 
-    def _confidences(self, name: str, count: int, outputs: Outputs) -> Floats:
-        """Return the confidence of each point; 1 for all if there is not one for each point."""
-        for part in self.task.parts.get(name, ())[:1]:
-            if part.at is not None:
-                confidences = part.at.best_scores(outputs).reshape(-1)
-                if confidences.size == count:
-                    return confidences
-                return np.ones(count)
-        return np.ones(count)
+    def _confidences(self, name: str, outputs: Outputs) -> Floats:
+        """Return the confidence of each point [K]; 1 for all if there is not one for each point."""
+        point_count = outputs[name].size // self.task.outputs[name]
+        parts = self.task.parts.get(name, ())
+        if parts and parts[0].at is not None:
+            confidences = parts[0].at.best_scores(outputs).reshape(-1)
+            if confidences.size == point_count:
+                return confidences
+        return np.ones(point_count)
 
 
-def _is_on(flag: OutputSlice, outputs: Outputs) -> bool:
-    return bool(np.all(flag.best_scores(outputs) > 0.5))
+def _is_on(flag: str, outputs: Outputs) -> bool:
+    """Whether an output of one probability is above 0.5."""
+    return bool(np.all(outputs[flag] > 0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class Points(EvaluationTask):
     """
 
     outputs: Mapping[str, int]
-    flags: tuple[OutputSlice, ...]
+    flags: tuple[str, ...]
     count: int
     name = "key points"
     reads = "{0.count} key points"
@@ -129,7 +126,7 @@ class Points(EvaluationTask):
 
 
 POINTS = Form(
-    shape="points [N, K, p], [N, p, K] or [N, K p] of 2 or 3 numbers, by `--task` up to 5",
+    shape="points [N, K, p] or [N, K p] of 2 or 3 numbers, by `--task` up to 5",
     values="positions in pixels, as a fraction of the picture, or from -1 to 1, and perhaps a depth"
     " or a score; single probabilities in other outputs",
     figure="points within 3 % of their extent that are visible, in samples whose probabilities stay"
@@ -140,165 +137,106 @@ POINTS = Form(
 
 def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
     """Return the key points of an output that the user or the file says to hold such."""
-    value = samples.outputs[0][name]
-    if value.ndim not in (2, 3, 4):
-        return None
-    numbers = _to_points(value).shape[-1]
+    values = samples.arrays(name)
+    numbers = values[0].shape[-1] if values[0].ndim in (2, 3, 4) else 0
     if numbers not in _ANY_NUMBERS:
-        vectors = value.reshape(1, -1).astype(np.float64)
-        numbers = _find_ordered_numbers(vectors, _ANY_NUMBERS) or 2
-    if any(value.size % numbers for value in samples.arrays(name)):
+        if not is_vector(values[0]):
+            return None
+        numbers = _find_ordered_numbers(values[:1], _ANY_NUMBERS) or 2
+    if any(value.size % numbers for value in values):
         return None
-    return Points({name: numbers}, (), value.size // numbers)
+    return Points({name: numbers}, (), values[0].size // numbers)
 
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Recognise outputs of points in the input's picture."""
-    flags = _find_flags(samples)
-    presence = flags[0] if len(flags) == 1 else None
-    scores_by_layout = _find_point_scores(samples)
-    layout_by_output = {layout.output: layout for layout in reversed(scores_by_layout)}
-    score_outputs = {scores.output for scores in scores_by_layout.values()}
-
-    points: dict[str, int] = {}
-    parts: SlicesByOutput = {flag.output: () for flag in flags}
-    count = 0
-    for name in samples.names:
-        if name in score_outputs:
-            continue
-        layout = layout_by_output.get(name, OutputSlice(output=name))
-        numbers = _find_numbers(name, samples, width=layout.width, flag_count=len(flags))
-        if numbers:
-            points[name] = numbers
-            scores = scores_by_layout.get(layout, presence)
-            parts |= _slice_points(samples.arrays(name), name, numbers, scores)
-            count += samples.outputs[0][name].size // numbers
-    if not points:
+    size = samples.picture_size
+    if size is None:
         return None
-    return Points(points, flags, count, parts=parts)
-
-
-def _find_flags(samples: FirstSamples) -> tuple[OutputSlice, ...]:
-    """Return outputs of one probability."""
     flags = []
     for name, values in samples.floats.items():
         if all(value.size == 1 and are_shares(value) for value in values):
-            flags.append(OutputSlice(output=name))
-    return tuple(flags)
+            flags.append(name)
+    presence = OutputSlice(output=flags[0]) if len(flags) == 1 else None
+    arrays = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
+    scores_by_slice = find_scores(arrays)
+
+    points: dict[str, int] = {}
+    parts: SlicesByOutput = {flag: () for flag in flags}
+    for part, values in arrays.items():
+        if part in scores_by_slice.values():
+            continue
+        numbers = _find_numbers(values, size)
+        if numbers:
+            points[part.output] = numbers
+            scores = scores_by_slice.get(part, presence)
+            parts |= _slice_points(part.output, values, scores)
+    if not points:
+        return None
+    count = sum(samples.outputs[0][name].size // numbers for name, numbers in points.items())
+    return Points(points, tuple(flags), count, parts=parts)
 
 
-def _find_point_scores(samples: FirstSamples) -> dict[OutputSlice, OutputSlice]:
-    """Return layouts of outputs -> scores of their points in another output."""
-    values = {}
-    for name in samples.names:
-        arrays = samples.arrays(name)
-        widths = [0]
-        if all(map(is_vector, arrays)):
-            widths += _NUMBERS
-        for width in widths:
-            layout = OutputSlice(output=name, width=width)
-            values[layout] = [layout.of(value) for value in arrays]
-    return find_scores(values)
-
-
-def _slice_points(
-    values: Arrays, name: str, numbers: int, scores: OutputSlice | None
-) -> SlicesByOutput:
+def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> SlicesByOutput:
     """Return the slices of points that scores weight: the third of their numbers, or `scores`."""
-    points = _to_points(values[0])
-    width = 0 if points.shape[-1] == numbers else numbers
-    complete = OutputSlice(output=name, axis=1 if points is not values[0] else -1, width=width)
-    third = np.concatenate([_to_rows(value, numbers)[:, 2:] for value in values])
-    if are_shares(third) and third.max() > 0:
-        own_scores = replace(complete, start=2, stop=3)
-        return {name: (replace(complete, stop=2, at=own_scores), own_scores)}
+    third = np.concatenate([value[..., 2:3].reshape(-1) for value in values])
+    if not is_vector(values[0]) and are_shares(third) and third.max() > 0:
+        own_scores = OutputSlice(output=name, axis=-1, start=2, stop=3)
+        return {name: (OutputSlice(output=name, axis=-1, stop=2, at=own_scores), own_scores)}
     if scores is None:
         return {}
-    return {name: (replace(complete, at=scores),)}
+    return {name: (OutputSlice(output=name, at=scores),)}
 
 
-def _find_numbers(name: str, samples: FirstSamples, *, width: int, flag_count: int) -> int:
-    """Return the numbers per point; 0 if the output is no points.
+def _find_numbers(values: Arrays, size: ImageSize) -> int:
+    """Return the numbers per point, 2 or 3; 0 if an output is no points.
 
-    `width`: these numbers, if scores in another output show them; else 0.
+    `values`: its arrays for the first few samples. `size`: of the picture.
     """
-    values, size = samples.arrays(name), samples.picture_size
-    if size is None or not _have_point_shape(values):
+    shape = values[0].shape
+    if len(shape) < 2 or shape[0] != 1 or sum(side > 1 for side in shape) > 2:
         return 0
-    points = np.stack([_to_points(value) for value in values]).astype(np.float64)
-    vectors = points.reshape(len(points), -1)
-    is_flat = is_vector(points[0])
-    choices: Sequence[int] = _NUMBERS
-    if not is_flat:
-        choices = (points.shape[-1],)
-    elif width:
-        choices = (width,)
-    ordered_numbers = _find_ordered_numbers(vectors, choices)
-    in_order = ordered_numbers > 0
-    numbers = ordered_numbers if is_flat else points.shape[-1]
+    if not all(value.shape == shape and is_floating(value) for value in values):
+        return 0
+    is_flat = is_vector(values[0])
+    choices = _NUMBERS if is_flat else (shape[-1],)
+    ordered_numbers = _find_ordered_numbers(values, choices)
+    numbers = ordered_numbers if is_flat else shape[-1]
     if numbers not in _NUMBERS:
         return 0
-
-    # channels of cells, or of steps, are in rows as well
-    has_flags_only = len(samples.names) == flag_count + 1
-    if is_transposed(values[0].shape) and not (in_order and has_flags_only):
-        return 0
-    rows = vectors.reshape(len(vectors), -1, numbers)
+    rows = np.stack(values).reshape(len(values), -1, numbers).astype(np.float64)
     min_points = MIN_ORDERED if is_flat else MIN_COUNT
     has_count = min_points <= rows.shape[1] <= MAX_POINTS
-    if has_count and _lie_inside(rows, size, in_order=in_order):
+    if has_count and _lie_inside(rows, size, in_order=ordered_numbers > 0):
         return numbers
     return 0
 
 
-def _have_point_shape(values: Arrays) -> bool:
-    """Whether finite arrays of one shape [1, ...] have two dimensions longer than 1, at most."""
-    shape = values[0].shape
-    if len(shape) < 2 or shape[0] != 1 or sum(side > 1 for side in shape) > 2:
-        return False
-    if values[0].size > MAX_POINTS * _NUMBERS[-1]:
-        return False
-    return all(value.shape == shape and is_floating(value) for value in values)
+def _find_ordered_numbers(values: Arrays, choices: Sequence[int]) -> int:
+    """Return the numbers per point at which each point is near the one before; 0 for none.
 
-
-def _find_ordered_numbers(vectors: Floats, choices: Sequence[int]) -> int:
-    """Return the numbers per point at which vectors [samples, K p] are in order; 0 without.
-
-    A single choice is known, and must only be in better order than any neighbours are.
+    `choices`: numbers that are tried. Of a smooth signal, neighbouring numbers are the nearest.
     """
-    length, step = vectors.shape[1], choices[0] if len(choices) == 1 else 1
-    if (vectors[:, step:] <= vectors[:, :-step]).all():  # sorted scores
+    vectors = np.stack(values).reshape(len(values), -1).astype(np.float64)
+    length = vectors.shape[1]
+    if (vectors[:, 1:] <= vectors[:, :-1]).all():  # sorted scores
         return 0
-    orders = {0: MIN_ORDER}
-    if len(choices) == 1:
-        orders[0] = _order(vectors, 1) + MIN_ORDER_LEAD
-    for numbers in choices:
-        if length % numbers == 0 and length >= numbers * MIN_ORDERED:
-            orders[numbers] = _order(vectors, numbers)
-    return max(orders, key=lambda numbers: orders[numbers])
-
-
-def _order(vectors: Floats, step: int) -> float:
-    """Return the mean correlation of the numbers with those `step` later."""
-    return float(np.mean([correlate(vector[step:], vector[:-step]) for vector in vectors]))
+    best_numbers, best_order = 1, MIN_ORDER
+    for numbers in (1, *choices):
+        if length % numbers or length < numbers * MIN_ORDERED:
+            continue
+        correlations = [correlate(vector[numbers:], vector[:-numbers]) for vector in vectors]
+        order = float(np.mean(correlations))
+        if order > best_order:
+            best_numbers, best_order = numbers, order
+    if best_numbers == 1:
+        return 0
+    return best_numbers
 
 
 def _to_rows(value: Array, numbers: int) -> Floats:
     """Return points as [K, numbers]."""
-    return _to_points(value).reshape(-1, numbers).astype(np.float64)
-
-
-def _to_points(value: Array) -> Array:
-    """Return [N, p, K], with a row for each number, as [N, K, p]; other arrays unchanged."""
-    if not is_transposed(value.shape):
-        return value
-    return value.swapaxes(1, 2)
-
-
-def is_transposed(shape: Sequence[int]) -> bool:
-    """Whether it is [N, p, K], with a row for each of a point's numbers."""
-    has_rows = len(shape) == 3 and shape[1] in _NUMBERS
-    return has_rows and shape[2] >= MIN_ORDERED
+    return value.reshape(-1, numbers).astype(np.float64)
 
 
 def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
@@ -320,7 +258,7 @@ def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
 
 
 def _are_central(positions: Floats) -> bool:
-    """Whether relative coordinates lie about the middle of the picture."""
+    """Whether relative coordinates [samples, K, 2] lie about the middle of the picture."""
     margin = MAX_POINT_OUTSIDE
     is_inside = (positions > -margin) & (positions < 1 + margin)
     if is_inside.mean() < MIN_CODED_SHARE:
@@ -344,16 +282,16 @@ class _AxisTally(PointTally["SimccPoints"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         peaks = sum(_above_median(reference[name]).max(axis=1) for name in self.task.outputs)
-        is_match = peaks > MIN_VISIBLE * np.max(peaks)
-        self.points += int(is_match.sum())
+        is_present = peaks > MIN_VISIBLE * np.max(peaks)
+        is_match = np.ones_like(is_present)
         for name in self.task.outputs:
-            scores = candidate[name]
-            if not are_comparable(reference[name], scores):
-                return
-            distance = np.abs(reference[name][0].argmax(axis=1) - scores[0].argmax(axis=1))
-            is_near = distance <= MAX_SIMCC_PIXELS * self.task.steps_per_pixel
-            is_match = is_match & is_near
-        self.matches += int(is_match.sum())
+            likelihoods, scores = reference[name], candidate[name]
+            if are_comparable(likelihoods, scores):
+                steps = np.abs(likelihoods[0].argmax(axis=1) - scores[0].argmax(axis=1))
+                is_match &= steps <= MAX_SIMCC_PIXELS * self.task.steps_per_pixel
+            else:
+                is_match[:] = False
+        self.count(is_present, is_match)
 
 
 def _above_median(value: Array) -> Floats:

@@ -369,10 +369,11 @@ class _HeatTally(PointTally["HeatMaps"]):
         if self.task.channels_last:
             maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
         is_present = maps[0].max(axis=(1, 2)) > MIN_VISIBLE
-        self.points += int(is_present.sum())
+        is_match = np.zeros_like(is_present)
         if are_comparable(maps, candidate_maps):
             distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps)).max(axis=1)
-            self.matches += int((is_present & (distance <= 1)).sum())
+            is_match = distance <= 1
+        self.count(is_present, is_match)
 
 
 def _peak_cells(value: Array) -> Integers:

@@ -15,13 +15,11 @@ from deploy.tasks.thresholds import (
     HIGH,
     LOW,
     MAX_CHANCE_ORDERS,
-    MAX_LOGIT,
     MAX_LOGIT_DRIFT,
     MAX_TANH,
     MIN_ORDER,
     MIN_ORDERED,
     MIN_ROW_VALUES,
-    MIN_SIDE_DISTANCE,
     MIN_SORTED_VALUES,
     MIN_VARIATION,
     MOST_SHARE,
@@ -213,19 +211,6 @@ def correlate(x_values: Floats, y_values: Floats) -> float:
     x_deviations, y_deviations = x_values - x_values.mean(), y_values - y_values.mean()
     norms = float(np.linalg.norm(x_deviations) * np.linalg.norm(y_deviations))
     return float(x_deviations @ y_deviations) / max(norms, 1e-30)
-
-
-def are_two_sided(values: Floats, min_count: int) -> bool:
-    """Whether raw scores are two groups apart, of `min_count` or more, one on each side of 0."""
-    positive, negative = values[values > 0], values[values <= 0]
-    if min(positive.size, negative.size) < min_count or values.min() >= 0:
-        return False
-    if np.abs(values).max() > MAX_LOGIT:
-        return False
-    squares = positive.size * positive.var() + negative.size * negative.var()
-    deviation = math.sqrt(squares / values.size)
-    distance = positive.mean() - negative.mean()
-    return bool(distance > MIN_SIDE_DISTANCE * deviation)
 
 
 def to_shares(scores: Array, *, raw: bool = True) -> Floats:

@@ -12,7 +12,7 @@ present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from deploy.tasks.rows import (
     Floats,
     Outputs,
     activate,
+    are_between,
     are_shares,
-    are_two_sided,
     is_floating,
     sums_to_one,
     to_shares,
@@ -31,12 +31,8 @@ from deploy.tasks.rows import (
 from deploy.tasks.thresholds import (
     FORM_SAMPLES,
     FORM_SAMPLES_OF_FEW,
-    HIGH,
-    LOW,
-    MAX_LOGIT,
     MAX_LOW_SCORE,
     MAX_SILENT_PEAK,
-    MIN_END_SHARE,
     MIN_ROW_VALUES,
     MIN_UNIT_RATIO,
     MOST_SHARE,
@@ -72,8 +68,6 @@ class OutputSlice:
         output: name of the output.
         axis: 1 or -1, the dimension of the rows; None for the complete output.
         start, stop: the rows, half open; stop 0 for all from start on.
-        width: numbers per cell of a flat output, whose rows are the last dimension of
-            [N, cells, width].
         less: name of the input, or `USUAL` for the mean, that is subtracted from the output first.
         resize: interpolation that makes that input as large as the output; "" if it is.
         at: scores of the same cells. Each cell is weighted by its best score, since values of cells
@@ -85,7 +79,6 @@ class OutputSlice:
     axis: int | None = None
     start: int = 0
     stop: int = 0
-    width: int = 0
     less: str = ""
     resize: str = ""
     at: "OutputSlice | None" = None
@@ -96,8 +89,7 @@ class OutputSlice:
         """Such as output0[4:22], or output0[..., 4:22] if the rows are the last dimension."""
         rows = ""
         if self.axis is not None and self.stop:
-            every = f" of {self.width}" if self.width else ""
-            rows = f"[{'..., ' * (self.axis == -1)}{self.start}:{self.stop}{every}]"
+            rows = f"[{'..., ' * (self.axis == -1)}{self.start}:{self.stop}]"
         less = f" - {self.less}" if self.less else ""
         if self.resize:
             less += " resized"
@@ -106,8 +98,6 @@ class OutputSlice:
 
     def of(self, value: Array) -> Array:
         """Return the slice of an array of the output, with all its dimensions, as a view."""
-        if value.ndim > 1 and self.width and value.size and value[0].size % self.width == 0:
-            value = value.reshape(len(value), -1, self.width)
         if self.axis is None or value.ndim < 2:
             return value
         rows = slice(self.start, self.stop or None)
@@ -175,89 +165,57 @@ def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] 
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SliceValues:
-    """Values of a slice, which may be the scores of the cells of another one.
-
-    Attributes:
-        part: the slice.
-        values: of all samples, flat.
-        are_shares: whether they are probabilities.
-        are_raw: whether they are raw scores.
-        decided_share: share of probabilities near 0 or 1; 0 of other values.
-        has_both_ends: whether there are probabilities, low in some cells and high in others.
-    """
-
-    part: OutputSlice
-    values: Floats
-    are_shares: bool
-    are_raw: bool
-    decided_share: float = 0.0
-    has_both_ends: bool = False
-
-
-def _read_values(part: OutputSlice, arrays: Arrays) -> _SliceValues:
-    values = np.concatenate([value.reshape(-1) for value in arrays]).astype(np.float64)
-    has_shares = are_shares(values)
-    has_raw_scores = not has_shares and are_two_sided(values, 1)
-    slice_values = _SliceValues(
-        part=part, values=values, are_shares=has_shares, are_raw=has_raw_scores
-    )
-    if not has_shares and not has_raw_scores:
-        return slice_values
-    shares = to_shares(values, raw=has_raw_scores)
-    farthest_end = max(shares.min(), 1 - shares.max())
-    has_count = shares.size >= MIN_ROW_VALUES
-    return replace(
-        slice_values,
-        decided_share=float(np.mean((shares < LOW) | (shares > HIGH))),
-        has_both_ends=bool(has_count and farthest_end <= MAX_LOW_SCORE),
-    )
-
-
 def find_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice, OutputSlice]:
     """Return slices of values that count in some cells -> the slice of these cells' scores.
 
-    Such as a pitch -> its confidence, a landmark -> its visibility. Scores, one a cell, go from 0
-    to 1, low in some cells and high in others; raw scores have two groups on both sides of 0. The
-    values leave 0..1, so that it is clear which weights the other, or most are in between.
+    Such as a pitch -> its confidence, a landmark -> its visibility. Scores are probabilities, one a
+    cell, low in some cells and high in others.
 
     `samples`: slice -> its arrays for the first few samples.
     """
-    slices = []
+    values_by_slice = {}
     for part, arrays in samples.items():
         if all(value.size and is_floating(value) for value in arrays):
-            slices.append(_read_values(part, arrays))
+            values_by_slice[part] = np.concatenate([value.reshape(-1) for value in arrays])
     # of more outputs, a small map may be another level's
     is_pair = len({part.output for part in samples}) == 2
-    scores_by_part: dict[OutputSlice, OutputSlice] = {}
-    for weighted, scores in itertools.permutations(slices, 2):
-        if weighted.part in scores_by_part or not _may_weight(scores, weighted):
+
+    scores_by_slice: dict[OutputSlice, OutputSlice] = {}
+    for weighted, scores in itertools.permutations(values_by_slice, 2):
+        if weighted in scores_by_slice:
+            continue
+        if not _may_weight(scores, values_by_slice[scores], values_by_slice[weighted]):
             continue
         pairs = []
-        for shares, value in zip(samples[scores.part], samples[weighted.part], strict=True):
+        for shares, value in zip(samples[scores], samples[weighted], strict=True):
             pairs.append((_enlarge(shares, value.shape) if is_pair else shares, value))
         if _fit_cells(pairs):
-            activation = "sigmoid" if scores.are_raw else ""
-            scores_by_part[weighted.part] = replace(scores.part, activation=activation)
-    return scores_by_part
+            scores_by_slice[weighted] = scores
+    return scores_by_slice
 
 
-def _may_weight(scores: _SliceValues, weighted: _SliceValues) -> bool:
-    """Whether a slice may be the scores of another one's cells, by their values."""
-    if weighted.are_shares and weighted.decided_share >= 0.5:
-        return False  # scores themselves
-    if not scores.has_both_ends or scores.part.width:
+def _may_weight(part: OutputSlice, scores: Array, values: Array) -> bool:
+    """Whether `scores`, those of a slice in all samples, may weight other values, by their sizes.
+
+    A complete output that is smaller may; others only if nearly all of them are near 0 or 1, since
+    as many numbers may be deviations of the values.
+    """
+    if _decided_share(values) >= 0.5:
+        return False  # the values are scores themselves
+    if scores.size < MIN_ROW_VALUES or not are_shares(scores):
         return False
-    if scores.are_raw:
-        is_same_size = scores.values.size == weighted.values.size
-        low, high = weighted.values.min(), weighted.values.max()
-        if weighted.are_raw or (is_same_size and low < 0 < high <= MAX_LOGIT):
-            return False  # of another head
-    if scores.values.size < weighted.values.size and not scores.part.axis:
+    if scores.min() > MAX_LOW_SCORE or scores.max() < 1 - MAX_LOW_SCORE:
+        return False
+    if scores.size < values.size and part.axis is None:
         return True
-    is_doubtful = weighted.are_shares or scores.part.axis is not None
-    return scores.decided_share >= (MOST_SHARE if is_doubtful else 0.5)
+    return _decided_share(scores) >= MOST_SHARE
+
+
+def _decided_share(values: Array) -> float:
+    """Return the share of probabilities near 0 or 1; 0 for values that are no probabilities."""
+    if not are_shares(values):
+        return 0.0
+    return 1 - float(are_between(values).mean())
 
 
 def _fit_cells(pairs: Sequence[tuple[Array, Array]]) -> bool:
@@ -302,14 +260,10 @@ class _Rows:
     Attributes:
         peak: largest magnitude.
         in_unit: whether all are in [0, 1].
-        is_number: whether they are integers beyond that, such as class numbers.
-        is_sure: whether they are in [0, 1], some near 0, some near 1, and few in between.
     """
 
     peak: Floats
     in_unit: Flags
-    is_number: Flags
-    is_sure: Flags
 
 
 def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
@@ -324,16 +278,9 @@ def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
     values = np.concatenate(tables, axis=1)
     if values.shape[1] < MIN_ROW_VALUES:
         return None
-
     tolerance = UNIT_TOLERANCE
     in_unit = np.all((values >= -tolerance) & (values <= 1 + tolerance), axis=1)
-    is_number = (values == np.rint(values)).all(axis=1) & ~in_unit
-    near_0 = (values < LOW).mean(axis=1)
-    near_1 = (values > HIGH).mean(axis=1)
-    is_decided = near_0 + near_1 >= MOST_SHARE
-    has_both_ends = np.minimum(near_0, near_1) >= MIN_END_SHARE
-    peak = np.abs(values).max(axis=1).astype(np.float64)
-    return _Rows(peak, in_unit, is_number, in_unit & is_decided & has_both_ends)
+    return _Rows(np.abs(values).max(axis=1).astype(np.float64), in_unit)
 
 
 def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -353,30 +300,15 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
 
     Every row of the larger side must leave [0, 1]. The smaller side must be probabilities that are
     not silent; if it is of another unit, both sides must have two rows or more, since a single
-    channel of a feature map may well stand out. Class numbers on the smaller side do not count in
-    its magnitude: boxes of 0..320 may share a tensor with a score and classes 0..79. Beside sure
-    probabilities other values need only leave [0, 1], such as the logarithm of a pitch.
+    channel of a feature map may well stand out.
     """
     large, small = slice(start, cut), slice(cut, stop)
-    small_peak = _find_peak(rows, small)
-    if rows.peak[large].min() <= small_peak:
+    if rows.peak[large].min() <= rows.peak[small].max():
         large, small = small, large
-        small_peak = _find_peak(rows, small)
+    small_peak = float(rows.peak[small].max())
     if small_peak < MAX_SILENT_PEAK or rows.in_unit[large].any():
         return 0.0
     has_single_row = min(cut - start, stop - cut) < 2
     if has_single_row and not rows.in_unit[small].all():
         return 0.0
-    ratio = float(rows.peak[large].min()) / small_peak
-    if not rows.is_sure[small].all():
-        return ratio
-    return ratio * MIN_UNIT_RATIO
-
-
-def _find_peak(rows: _Rows, span: slice) -> float:
-    """Return the peak of some rows, without class numbers unless the other rows are silent."""
-    peaks = rows.peak[span]
-    value_peak = float(peaks[~rows.is_number[span]].max(initial=0.0))
-    if value_peak >= MAX_SILENT_PEAK:
-        return value_peak
-    return float(peaks.max())
+    return float(rows.peak[large].min()) / small_peak

@@ -55,7 +55,6 @@ MAX_NORMAL_PEAK = 1.5  # largest number of an embedding, relative to that of nor
 
 # --- key points ---
 MAX_POINTS = 600  # points of an output: a mesh of a face has 468
-MIN_ORDER_LEAD = 0.2  # lead in correlation of points in their order over mere neighbours
 MEAN_COORDINATE = 0.15, 0.85  # range of the mean coordinate, relative to the picture's side
 COORDINATE_SPREAD = 0.01, 0.5  # range of a sample's deviation, relative to the picture's side
 MAX_POINT_OUTSIDE = 0.5  # distance of a point to the picture, relative to its side
@@ -69,8 +68,6 @@ MAX_SIMCC_PIXELS = 2  # distance of matching points
 # --- values ---
 MIN_VARIATION = 1e-3  # change of outputs from sample to sample, relative to the first one's
 SUM_ROUNDING = 1e-2  # error of a sum of probabilities, or of a vector's length, in float16
-MAX_LOGIT = 40.0  # larger magnitudes are of another unit
-MIN_SIDE_DISTANCE = 5.0  # distance of raw scores on both sides of 0, in their own deviations
 MAX_CHANCE_ORDERS = 1e4  # orders of a few values, of which one is sorted by chance
 MIN_SORTED_VALUES = 5  # fewer probabilities may be in one order in every sample
 
@@ -81,7 +78,6 @@ MIN_UNIT_RATIO = 8.0  # of every row of the larger unit to any of the smaller
 MAX_SILENT_PEAK = 0.01  # rows whose peak stays below it show no unit
 MIN_ROW_VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
 MAX_LOW_SCORE = 0.2  # scores below it are low, above 1 - it high
-MIN_END_SHARE = 0.1  # share of sure scores near 0, and near 1
 
 # --- maps over a picture ---
 MIN_MAP_SIDE = 16  # pixels of a side; smaller maps are features

@@ -30,7 +30,7 @@ from deploy.tasks.detector import (
 )
 from deploy.tasks.evaluation_task import EvaluationTask
 from deploy.tasks.indices import Ranked
-from deploy.tasks.keypoints import Points, SimccPoints, is_transposed
+from deploy.tasks.keypoints import Points, SimccPoints
 from deploy.tasks.maps import HeatMaps, MaskMaps, Pixels
 from deploy.tasks.rows import Outputs
 from deploy.tasks.sequences import Text
@@ -230,10 +230,7 @@ def _point_lines(task: Points | HeatMaps | SimccPoints, outputs: Outputs) -> str
         )
     tables = []
     for name, numbers in task.outputs.items():
-        table = f"outputs[{name!a}].reshape(-1, {numbers})[:, :2]"
-        if is_transposed(outputs[name].shape):
-            table = f"outputs[{name!a}][0, :2].T"
-        tables.append(table)
+        tables.append(f"outputs[{name!a}].reshape(-1, {numbers})[:, :2]")
     return f"    return np.concatenate([{', '.join(tables)}])\n"
 
 
