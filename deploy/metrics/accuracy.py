@@ -28,7 +28,7 @@ from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
 from deploy.tensors import HasOutputs, TensorSpec
 
-# fields of `Accuracy` that JSON leaves out
+# fields of `Accuracy` that report.json leaves out
 NOT_WRITTEN = ("alike", "silent", "carried", "label_shift")
 
 
@@ -88,14 +88,21 @@ class Accuracy:
         return self.parts[0]
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON types; numbers JSON has no word for become "inf" or "nan"."""
+        """Return plain JSON types, with infinity and NaN as the texts "inf" and "nan"."""
         names = [item.name for item in fields(self) if item.name not in NOT_WRITTEN]
         return {name: plain_json(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Arrays of one batch: inputs, the float model's outputs, the engine's; number of samples."""
+    """One batch of both models.
+
+    Attributes:
+        inputs: input name -> array.
+        reference: output name -> array of the float model.
+        candidate: output name -> array of the engine.
+        length: number of samples.
+    """
 
     inputs: Outputs
     reference: Outputs
@@ -120,35 +127,38 @@ class Comparison:
     ) -> None:
         """Start with no samples.
 
-        `labels`: classes of the samples, or annotated objects for a detector. `form`: slices and
-        task of the outputs; None derives them from the first samples. `metric`: what the user set
-        in place of the task's figure or of the task; class labels are passed to it.
+        Args:
+            reference: session of the float model, or its stored outputs; only the names and types
+                of its outputs are read here. Outputs of text are not compared.
+            candidate: the same of the engine.
+            labels: classes of the samples, or annotated objects for a detector.
+            form: slices and task of the outputs; None derives them from the first samples.
+            metric: what the user set in place of the recognised task or its figure.
 
         Raises:
             ConfigError: outputs whose names differ.
         """
         names = [spec.name for spec in reference.outputs if spec.dtype != "str"]
         candidate_names = {spec.name for spec in candidate.outputs}
-        if not names or set(names) - candidate_names:
+        if not names or not candidate_names.issuperset(names):
             raise ConfigError(
                 f"both models must have the same outputs, got {names} and"
                 f" {sorted(candidate_names)}; compare an engine with the model it was built from"
             )
         self._objects: GroundTruth | None = None
+        self._labels: Sequence[int] | None = None
         if isinstance(labels, GroundTruth):
-            self._objects, labels = labels, None
+            self._objects = labels
+        else:
+            self._labels = labels
         self._metric = metric or Metric(None)
-        self._metric_tally = self._metric.tally(labels)
-        self._labels = labels
-        if self._metric_tally is not None:
-            self._labels = None
+        self._metric_tally = self._metric.tally(self._labels)
         self._batch_inputs = (form or self._metric.declared).batch_inputs
         self._alike = AlikeOutputs()
         self._samples = 0
         self._errors = {name: RunningError(name) for name in names}
 
-        self._waiting: list[_Batch] = []
-        self._top1 = Top1(self._labels)
+        self._buffered_batches: list[_Batch] = []
         self._form: OutputForm | None = None
         self._slice_errors: dict[OutputSlice, RunningError] = {}
         self._task_tally: TaskTally[Any] | None = None
@@ -156,8 +166,10 @@ class Comparison:
         self._tallies: list[TaskTally[Any] | MetricTally | PrecisionTally] = []
         if self._metric_tally is not None:
             self._tallies.append(self._metric_tally)
+            self._labels = None  # only the user's function uses them
+        self._top1 = Top1(self._labels)
         if form is not None:
-            self._begin(form)
+            self._use_form(form)
 
     def add(
         self,
@@ -173,7 +185,8 @@ class Comparison:
             feed: the inputs.
             reference: outputs of the float model.
             candidate: outputs of the engine.
-            count: number of samples of all batches, if the last one was padded with others.
+            count: number of samples of all batches together; rows beyond them only fill up the
+                last batch and are not compared. None compares every row.
 
         Raises:
             FeedError: labels that do not fit the samples or the classes.
@@ -192,33 +205,41 @@ class Comparison:
         self._alike.add(batch.reference, rows)
 
         self._samples += rows
-        self._waiting.append(batch)
-        if self._form is not None or self._samples >= form_samples(
-            batch.inputs, batch.reference, rows
-        ):
-            self._settle()
+        self._buffered_batches.append(batch)
+        samples_for_form = form_samples(batch.inputs, batch.reference, rows)
+        if self._form is not None or self._samples >= samples_for_form:
+            self._count_buffered()
 
-    def _settle(self) -> OutputForm:
-        """Derive the form if it is unknown, and count the buffered samples."""
-        batches, self._waiting = self._waiting, []
+    def _count_buffered(self) -> OutputForm:
+        """Count the buffered batches, and return the form of their outputs.
+
+        If the form is unknown so far, it is derived from these batches first.
+        """
+        batches = self._buffered_batches
+        self._buffered_batches = []
         if self._form is None:
             reference_outputs = [batch.reference for batch in batches]
             inputs = [batch.inputs for batch in batches]
-            self._begin(derive_form(reference_outputs, inputs=inputs, metric=self._metric))
+            self._use_form(derive_form(reference_outputs, inputs=inputs, metric=self._metric))
         assert self._form is not None
         for batch in batches:
             self._count(self._form, batch)
         return self._form
 
-    def _begin(self, form: OutputForm) -> None:
-        """Start to count the slices and the task of a form."""
+    def _use_form(self, form: OutputForm) -> None:
+        """Prepare the errors of the form's slices, and the tallies of its task.
+
+        Raises:
+            FeedError: annotated boxes for a model whose boxes cannot be read.
+        """
         self._form = form
         for part in form.parts:
             if part == OutputSlice(output=part.output):
                 continue  # complete outputs are measured already
             error = self._slice_errors[part] = RunningError(part.label)
             if part in form.means and part.at is None:
-                error.total = np.zeros(1)
+                error.total = np.zeros(1)  # then only what varies about the mean is signal
+
         if isinstance(form.task, Classes | Ranked):
             self._top1 = Top1(self._labels, form.task.covered[0])
         if form.task is not None:
@@ -226,33 +247,38 @@ class Comparison:
             self._tallies.append(self._task_tally)
         if isinstance(self._task_tally, ThresholdTally):
             self._task_tally.fixed_threshold = self._metric.threshold
-        if self._objects is not None:
-            if not isinstance(form.task, BoxDetection) or not form.task.decoder.placed:
-                raise FeedError(
-                    "annotations of boxes need a model whose boxes can be read from its outputs;"
-                    " this one's cannot, so leave the labels out or give a metric of your own"
-                )
-            self._precision = PrecisionTally(form.task.decoder, self._objects)
-            self._tallies.append(self._precision)
+
+        if self._objects is None:
+            return
+        if not isinstance(form.task, BoxDetection) or not form.task.decoder.placed:
+            raise FeedError(
+                "annotations of boxes need a model whose boxes can be read from its outputs;"
+                " this one's cannot, so leave the labels out or give a metric of your own"
+            )
+        self._precision = PrecisionTally(form.task.decoder, self._objects)
+        self._tallies.append(self._precision)
 
     def _count(self, form: OutputForm, batch: _Batch) -> None:
+        """Add a batch to the top-1 classes, the slices' errors and every tally."""
         self._top1.add(batch.reference, batch.candidate, batch.length)
         reference = form.prepare(batch.reference, batch.inputs, batch.reference)
         candidate = form.prepare(batch.candidate, batch.inputs, batch.reference)
         for part, error in self._slice_errors.items():
-            values = part.of(reference[part.output])
-            error.add(values, part.of(candidate[part.output]), batch.length)
+            reference_slice = part.of(reference[part.output])
+            candidate_slice = part.of(candidate[part.output])
+            error.add(reference_slice, candidate_slice, batch.length)
+
         if not self._tallies:
             return
-        arrays = batch.inputs, batch.reference, batch.candidate
-        for sample in split_batches(batch.length, *arrays):
+        samples = split_batches(batch.length, batch.inputs, batch.reference, batch.candidate)
+        for inputs, reference, candidate in samples:
             for tally in self._tallies:
-                tally.add(*sample)
+                tally.add(inputs, reference, candidate)
 
     @property
     def watched(self) -> frozenset[int]:
-        """Indices of the samples whose pictures `shown` may need."""
-        if self._form is None:
+        """Indices of the samples that `shown` may return, whose pictures must be kept."""
+        if self._form is None:  # every sample so far may be one
             return frozenset(range(self._samples))
         if self._task_tally is None:
             return frozenset()
@@ -260,7 +286,7 @@ class Comparison:
 
     def shown(self) -> tuple[Example, ...]:
         """Return a few samples where both models differ most, the worst first."""
-        self._settle()
+        self._count_buffered()
         if self._task_tally is None:
             return ()
         return self._task_tally.shown()
@@ -273,18 +299,21 @@ class Comparison:
         """
         if self._samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
-        form = self._settle()
+        form = self._count_buffered()
         outputs = tuple(error.result() for error in self._errors.values())
-        figure, kind, precision = self._task_figure(form), "", None
-        if form.task is not None and (figure is None or not figure.beside):
-            kind = form.task.name
+        figure = self._task_figure(form)
+        precision = None
         if self._precision is not None:
             precision = self._precision.result()
-        is_silent = form.task is not None and self._metric_tally is None and figure is None
+        # agreement of the top-1 classes is reported only if the task covers every output
+        task_name = ""
+        if form.task is not None and (figure is None or not figure.beside):
+            task_name = form.task.name
+        is_silent = form.task is not None and figure is None
         return Accuracy(
             samples=self._samples,
             outputs=outputs,
-            **asdict(self._top1.result(kind)),
+            **asdict(self._top1.result(task_name)),
             parts=self._slice_figures(form, outputs),
             task=figure,
             precision=precision,
@@ -294,11 +323,14 @@ class Comparison:
             silent=is_silent,
             alike=self._alike.alike,
             carried=form.states,
-            problems=tuple(_problems(outputs, self._samples, form.lists)),
+            problems=tuple(_find_problems(outputs, self._samples, form.lists)),
         )
 
     def _task_figure(self, form: OutputForm) -> TaskFigure | None:
-        """Return the user metric's figure, else the task's; None if there is none."""
+        """Return the figure of the user's metric, else the task's.
+
+        None without a task, or if the float model predicts next to nothing.
+        """
         if self._metric_tally is not None:
             return self._metric_tally.result()
         if self._task_tally is None:
@@ -309,16 +341,15 @@ class Comparison:
     def _slice_figures(
         self, form: OutputForm, outputs: Sequence[OutputAccuracy]
     ) -> tuple[SliceAccuracy, ...]:
-        """Return the slices' figures, the worst first; NaN is the worst of all.
+        """Return the slices' figures, the lowest SQNR first; NaN is lower than any number.
 
         `outputs`: figures of the complete outputs, which are not computed twice.
         """
-        figures_by_slice = {OutputSlice(output=output.name): output for output in outputs}
-        for part, error in self._slice_errors.items():
-            figures_by_slice[part] = error.result()
+        output_figures = {output.name: output for output in outputs}
         slice_figures = []
         for part in form.parts:
-            figures = figures_by_slice[part]
+            error = self._slice_errors.get(part)  # None for a complete output
+            figures = output_figures[part.output] if error is None else error.result()
             if part.output in form.lists and figures.other_shape:
                 continue  # rows of lists of different lengths are not the same boxes
             slice_figures.append(
@@ -332,17 +363,25 @@ class Comparison:
                     less="" if part.at else part.less,
                 )
             )
-        # NaN has no order: in a comparison with -inf it counts as such
-        slice_figures.sort(key=lambda f: -math.inf if math.isnan(f.sqnr_db) else f.sqnr_db)
+        slice_figures.sort(key=_sqnr_order)
         return tuple(slice_figures)
 
 
+def _sqnr_order(figures: SliceAccuracy) -> float:
+    """Return what slices are sorted by: NaN, which has no order, counts as -inf."""
+    return -math.inf if math.isnan(figures.sqnr_db) else figures.sqnr_db
+
+
 def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:
-    """Return how the outputs were interpreted, as text."""
+    """Return how the outputs were interpreted, as text.
+
+    `is_silent`: whether the float model predicts next to nothing.
+    """
     if task is None:
         return "the form of the outputs does not tell what they are for"
-    silence = "; FP32 finds next to nothing on these samples"
-    return f"{task.form}{silence * is_silent}"
+    if is_silent:
+        return f"{task.form}; FP32 finds next to nothing on these samples"
+    return task.form
 
 
 SamplePairs = Iterable[tuple[Outputs, Outputs]]  # (inputs, FP32's outputs)
@@ -351,31 +390,36 @@ SamplePairs = Iterable[tuple[Outputs, Outputs]]  # (inputs, FP32's outputs)
 def recognise_first(
     samples: SamplePairs, metric: Metric
 ) -> tuple[EvaluationTask | None, SamplePairs]:
-    """Return the task that the first samples show, and all samples.
+    """Return (the task that the first samples show, all samples).
+
+    `samples` may be read only once, so the second value must be used in its place.
 
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
     pairs = iter(samples)
-    first = list(islice(pairs, 1))
-    first += islice(pairs, max((form_samples(*pair) - 1 for pair in first), default=0))
-    inputs, outputs = zip(*first, strict=True)
-    return derive_form(outputs, inputs=inputs, metric=metric).task, chain(first, pairs)
+    inputs, outputs = next(pairs)
+    other_count = form_samples(inputs, outputs) - 1
+    first_pairs = [(inputs, outputs), *islice(pairs, other_count)]
+    first_inputs, first_outputs = zip(*first_pairs, strict=True)
+    form = derive_form(first_outputs, inputs=first_inputs, metric=metric)
+    return form.task, chain(first_pairs, pairs)
 
 
 def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
-    """Return the score above which the float model's boxes, labels or masks count; None without.
+    """Return the score above which the float model's boxes, labels or masks count.
 
-    `metric`: what the user set.
+    None if the task has no such score. `metric`: what the user set.
     """
     task, pairs = recognise_first(samples, metric)
-    tally = task and task.tally()
+    tally = None if task is None else task.tally()
     if not isinstance(tally, ThresholdTally):
         return None
     for inputs, reference in pairs:
         batch = batch_length(inputs, metric.declared.batch_inputs)
-        for input_row, reference_row in split_batches(batch, inputs, reference):
-            tally.add(input_row, reference_row, reference_row)
+        for sample_inputs, sample_outputs in split_batches(batch, inputs, reference):
+            # the threshold depends on the float model alone, which stands for the engine too
+            tally.add(sample_inputs, sample_outputs, sample_outputs)
     return tally.threshold
 
 
@@ -391,27 +435,33 @@ class StoredOutputs:
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
-        """Specs derived from the values."""
+        """Specs derived from the values; text has the dtype "str"."""
         specs = []
         for name, value in self.values.items():
-            spec = TensorSpec(name, value.dtype.name, value.shape)
-            if value.dtype.kind in "OSU":
-                spec = replace(spec, dtype="str")
-            specs.append(spec)
+            is_text = value.dtype.kind in "OSU"
+            specs.append(TensorSpec(name, "str" if is_text else value.dtype.name, value.shape))
         return specs
 
 
 class TensorComparison:
-    """Accumulates figures of pairs of tensors, batch by batch.
+    """Accumulates errors of pairs of inner tensors, batch by batch.
 
     Attributes:
-        pairs: the reference's tensor name -> the candidate's.
+        pairs: name of a tensor of the reference -> name of the candidate's tensor.
     """
 
     def __init__(
         self, pairs: Mapping[str, str], batch_inputs: Collection[str] | None = None
     ) -> None:
-        """Start with no samples; `batch_inputs` as for `batch_length`."""
+        """Start with no samples.
+
+        Args:
+            pairs: name of a tensor of the reference -> name of the candidate's tensor.
+            batch_inputs: inputs each of whose rows is one sample; None for the first input.
+
+        Raises:
+            ConfigError: no pair.
+        """
         if not pairs:
             raise ConfigError("a comparison of tensors needs at least one pair of names, got none")
         self.pairs = dict(pairs)
@@ -419,13 +469,11 @@ class TensorComparison:
         self._errors = {name: RunningError(name) for name in pairs}
         self._samples = 0
 
-    def add(
-        self,
-        feed: Outputs,
-        reference: Outputs,
-        candidate: Outputs,
-    ) -> None:
-        """Add one batch's tensors."""
+    def add(self, feed: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one batch: its inputs, and the tensors of both models by name.
+
+        Channels that only pad one of a pair's tensors are left out.
+        """
         batch = batch_length(feed, self._batch_inputs)
         for name, candidate_name in self.pairs.items():
             expected, actual = reference[name], candidate[candidate_name]
@@ -447,10 +495,16 @@ class TensorComparison:
         return tuple(error.result() for error in self._errors.values())
 
 
-def _problems(
+def _find_problems(
     outputs: Iterable[OutputAccuracy], samples: int, lists: frozenset[str]
 ) -> Iterator[str]:
-    """Yield sentences on NaN, Inf and differing shapes; outputs in `lists` may differ in length."""
+    """Yield sentences on NaN, Inf and differing shapes.
+
+    Args:
+        outputs: figures of the complete outputs.
+        samples: number of samples compared.
+        lists: names of outputs whose length may differ, as the number of boxes does.
+    """
     for output in outputs:
         for count, model in zip(output.not_finite, ("reference", "int8 engine"), strict=True):
             if count:
@@ -466,11 +520,14 @@ def _problems(
 
 
 def _first_rows(arrays: Outputs, names: Iterable[str], rows: int, batch: int) -> Outputs:
-    """Return the first `rows` rows of these arrays whose first dimension is the batch."""
-    cut = {}
-    for name in names:
-        value = arrays[name]
-        cut[name] = value
-        if rows < batch and np.shape(value)[:1] == (batch,):
-            cut[name] = value[:rows]
-    return cut
+    """Return the named arrays, cut to their first `rows` rows.
+
+    An array whose first dimension is not the batch has no rows of samples and stays complete.
+    """
+    selected = {name: arrays[name] for name in names}
+    if rows == batch:
+        return selected
+    for name, value in selected.items():
+        if np.shape(value)[:1] == (batch,):
+            selected[name] = value[:rows]
+    return selected

@@ -29,7 +29,7 @@ def random_feeds(
     count: int = FEED_COUNT,
     seed: int = 0,
 ) -> list[dict[str, Array]]:
-    """Return `count` seeded inputs: normal floats, 0 or 1 for integers and bools.
+    """Return `count` random feeds: normal floats, 0 or 1 for integers and bools.
 
     An open first dimension becomes a batch of 1; other open dimensions need `shapes`.
 
@@ -46,20 +46,14 @@ def random_feeds(
     """
     shapes = shapes or {}
     input_names = [spec.name for spec in inputs]
-    unknown_names = sorted(set(shapes).difference(input_names))
-    if unknown_names:
-        raise ConfigError(
-            f"--shape must name an input of the model ({', '.join(input_names)}),"
-            f" got {unknown_names[0]!r}"
-        )
+    for name in shapes:
+        if name not in input_names:
+            raise ConfigError(
+                f"--shape must name an input of the model ({', '.join(input_names)}), got {name!r}"
+            )
     if batch is not None:
         refuse_fixed_batch(inputs)
-    input_shapes = []
-    for spec in inputs:
-        shape = _choose_shape(spec, shapes.get(spec.name))
-        if batch is not None:
-            shape = _with_batch(spec.name, shape, batch)
-        input_shapes.append(shape)
+    input_shapes = [_choose_shape(spec, shapes.get(spec.name), batch) for spec in inputs]
 
     needed_bytes = count * 4 * sum(map(prod, input_shapes))
     memory = memory_bytes()
@@ -116,7 +110,11 @@ def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
 def read_calibration_shapes(
     paths: Iterable[Path], inputs: Iterable[TensorSpec]
 ) -> dict[str, tuple[int, ...]]:
-    """Return calibration shapes of open inputs, read from the manifest next to one of `paths`."""
+    """Return input -> the shape it was calibrated with, for inputs with open dimensions.
+
+    Read from the first manifest that lies next to one of `paths` and lists that file; empty without
+    such a manifest.
+    """
     for path in paths:
         try:
             build = manifest.read_manifest(path.parent)
@@ -148,49 +146,62 @@ def _fits(spec: TensorSpec, shape: Sequence[int]) -> bool:
     return True
 
 
-def _with_batch(name: str, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
-    if shape[0] != 1:
-        raise ConfigError(
-            f"--batch gives the first dimension of every input, got --shape"
-            f" {name}:{_join(shape)}; write 1 there, or leave --batch out"
-        )
-    return (batch, *shape[1:])
+def _choose_shape(
+    spec: TensorSpec, user_shape: Sequence[int] | None, batch: int | None
+) -> tuple[int, ...]:
+    """Return the user's shape of an input, else the input's own with an open batch of 1.
 
+    `batch`: the first dimension instead of 1; None leaves it as it is.
 
-def _choose_shape(spec: TensorSpec, shape: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the user's shape of an input, else its own with an open batch of 1."""
-    if shape is not None:
-        if not _fits(spec, shape) or min(shape, default=1) < 1:
-            raise ConfigError(
-                f"input {spec.name!r} has shape {_shape_text(spec)}, got --shape {_join(shape)}"
-            )
-        return tuple(shape)
-
-    sizes = []
+    Raises:
+        ConfigError: the user's shape does not fit, or is missing for an open dimension.
+    """
+    shape = []
     for axis, dimension in enumerate(spec.shape):
         if isinstance(dimension, int):
-            sizes.append(dimension)
+            shape.append(dimension)
         else:
-            sizes.append(1 if axis == 0 else _EXAMPLE_SIZE)
-    if _has_open_dimension(spec):
-        example = quote(f"{spec.name}:{_join(sizes)}")
+            shape.append(1 if axis == 0 else _EXAMPLE_SIZE)
+    if user_shape is not None:
+        if not _fits(spec, user_shape) or min(user_shape, default=1) < 1:
+            raise ConfigError(
+                f"input {spec.name!r} has shape {_shape_text(spec)}, got --shape"
+                f" {_join(user_shape)}"
+            )
+        shape = [*user_shape]
+    elif _has_open_dimension(spec):
+        example = quote(f"{spec.name}:{_join(shape)}")
         raise ConfigError(
             "every dimension of an input but the batch must be known, got"
             f" {_shape_text(spec)} for {spec.name!r}; give it, e.g. --shape {example}"
         )
-    return tuple(sizes)
+    if batch is None:
+        return tuple(shape)
+    if shape[0] != 1:
+        raise ConfigError(
+            f"--batch gives the first dimension of every input, got --shape"
+            f" {spec.name}:{_join(shape)}; write 1 there, or leave --batch out"
+        )
+    return (batch, *shape[1:])
 
 
 def _join(shape: Iterable[int]) -> str:
+    """Return a shape as the option --shape writes it, such as "1x3x224x224"."""
     return "x".join(map(str, shape))
 
 
 def _shape_text(spec: TensorSpec) -> str:
+    """Return the shape that a model declares, such as "[batch, 3, ?, ?]"."""
     dimensions = ", ".join(map(str, spec.shape))
     return f"[{dimensions.replace('None', '?')}]"
 
 
 def _draw_values(spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Return random values of the input's dtype.
+
+    Raises:
+        ConfigError: an input of text, or of a type without numbers.
+    """
     try:
         dtype = np.dtype(spec.dtype)
     except TypeError:  # numpy has no such type, such as a sequence

@@ -79,11 +79,13 @@ def time_kernels(
         ConfigError: the runtime reports no times of layers.
         BackendError: the runtime refused the engine or an input.
     """
-    counted_runs = round(min(max(duration_ms / max(p50_ms, 1e-3), _MIN_RUNS), _MAX_RUNS))
-    runs = counted_runs + _WARMUP_RUNS
+    fitting_runs = duration_ms / max(p50_ms, 1e-3)
+    runs = round(min(max(fitting_runs, _MIN_RUNS), _MAX_RUNS)) + _WARMUP_RUNS
     if isinstance(session, OrtSession):
-        microseconds = profile_kernels(path, feeds, runs=runs, threads=session.threads)
-        return _summarize(((name, kind, us / 1e3) for name, kind, us in microseconds), runs)
+        executions = []
+        for name, kind, us in profile_kernels(path, feeds, runs=runs, threads=session.threads):
+            executions.append((name, kind, us / 1e3))
+        return _summarize(executions, runs)
 
     refuse_untimed(path, session)
     profiled_session = open_session()
@@ -100,15 +102,15 @@ def refuse_untimed(path: Path, session: Session) -> None:
         )
 
 
-def _summarize(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[KernelTime, ...]:
+def _summarize(executions: Iterable[tuple[str, str, float]], runs: int) -> tuple[KernelTime, ...]:
     """Return a `KernelTime` for each (name, kind), the slowest first.
 
     Args:
-        events: (name, kind, ms) of each execution, in order.
+        executions: (name, kind, ms) of each execution of a kernel, in order.
         runs: number of inferences, warm-up included.
     """
     times_ms: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for name, kind, ms in events:
+    for name, kind, ms in executions:
         if kind not in _CONTROL_FLOW:
             times_ms[name, kind].append(ms)
     kernels = []
@@ -119,10 +121,14 @@ def _summarize(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[Ker
 
 
 def _p50_per_inference(times_ms: Sequence[float], runs: int) -> float:
-    """Return p50 of a kernel's executions without warm-up, times their number in an inference."""
-    executions = max(len(times_ms) // runs, 1)
-    counted_ms = times_ms[_WARMUP_RUNS * executions :] or times_ms
-    return executions * percentile(np.sort(np.asarray(counted_ms, np.float64)), 50)
+    """Return the time of a kernel in one inference, in which it may run several times.
+
+    That is p50 of its executions, without those of the warm-up, times their number in an inference.
+    """
+    executions_per_run = max(len(times_ms) // runs, 1)
+    # a kernel inside an If may have run in warm-up only
+    counted_ms = times_ms[_WARMUP_RUNS * executions_per_run :] or times_ms
+    return executions_per_run * percentile(np.sort(np.asarray(counted_ms, np.float64)), 50)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +169,9 @@ class ReportsLayers(Protocol):
 
 
 def find_devices(sessions: Mapping[str, Session]) -> tuple[AcceleratorInfo, ...]:
-    """Return the distinct accelerators that the sessions run on."""
+    """Return the accelerators that the sessions run on, each once."""
     devices = [s.device for s in sessions.values() if isinstance(s, ReportsLayers)]
-    return tuple(dict.fromkeys(devices))
+    return tuple(dict.fromkeys(devices))  # unlike a set, a dict keeps their order
 
 
 def read_engine_layers(session: Session | None) -> tuple[EngineLayer, ...]:

@@ -215,48 +215,49 @@ def speed_up(rival: Latency, engine: Latency) -> SpeedUp:
     """Compare the latency of two sessions that were measured together.
 
     The runs are divided into ten stretches of time, each with the ratio of its medians; the
-    interval is that of the median of these ratios, without the outermost two (98 %). Where
-    one engine's runs wait more often for other programs, the fastest runs tell another ratio.
+    interval is that of the median of these ratios, without the outermost two (98 %). It also holds
+    the ratio of the fastest runs, which differs if one engine's runs wait for other programs more
+    often.
     """
     ratio = _ratio(rival.latency.p50, engine.latency.p50)
     fastest_ratio = _ratio(rival.latency.min, engine.latency.min)
-    ratios = (ratio, fastest_ratio, *_usual_ratios(rival.samples_ms, engine.samples_ms))
+    ratios = (ratio, fastest_ratio, *_stretch_ratios(rival.samples_ms, engine.samples_ms))
     return SpeedUp(ratio=ratio, low=min(ratios), high=max(ratios))
 
 
-def _usual_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list[float]:
-    """Return the ratios of the stretches, without the outermost two."""
-    stretch_ratios = sorted(_stretch_ratios(rival_ms, engine_ms))
-    if len(stretch_ratios) != _STRETCHES:
-        return stretch_ratios
-    return stretch_ratios[1:-1]
-
-
 def _ratio(rival_ms: float, engine_ms: float) -> float:
+    """Return how many times as fast the engine is; a time of 0 counts as one tick of the clock."""
     return float(max(rival_ms, _TICK_MS) / max(engine_ms, _TICK_MS))
 
 
 def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list[float]:
-    """Return the ratio of medians in each stretch of the iterations; none without iterations."""
+    """Return the ratios of medians in ten stretches of the iterations, ascending.
+
+    The outermost two are left out. Fewer than ten iterations are a stretch each, and all count.
+    """
     stretch_count = min(_STRETCHES, len(rival_ms), len(engine_ms))
     if stretch_count == 0:
         return []
     rival_stretches = np.array_split(rival_ms, stretch_count)
     engine_stretches = np.array_split(engine_ms, stretch_count)
-    rival_medians, engine_medians = (
-        map(np.median, rival_stretches),
-        map(np.median, engine_stretches),
-    )
-    return [*map(_ratio, rival_medians, engine_medians)]
+    ratios = []
+    for rival_stretch, engine_stretch in zip(rival_stretches, engine_stretches, strict=True):
+        ratios.append(_ratio(np.median(rival_stretch), np.median(engine_stretch)))
+    ratios.sort()
+    if stretch_count < _STRETCHES:
+        return ratios
+    return ratios[1:-1]
 
 
 def percentile(ordered_ms: Floats, percent: int) -> float:
-    """Return trtexec's percentile of ascending samples: drop the floor((1 - p) * n) slowest.
+    """Return trtexec's percentile: the slowest sample after the floor((1 - p) * n) slowest.
 
-    Counted in integers, so that 10 % of 10 samples is 1 and not 0.999.
+    `ordered_ms`: n samples, ascending. The number is counted in integers, so that 10 % of 10
+    samples is 1 and not 0.999.
     """
     n = len(ordered_ms)
-    return float(ordered_ms[max(n - 1 - (100 - percent) * n // 100, 0)])
+    dropped_count = (100 - percent) * n // 100
+    return float(ordered_ms[max(n - 1 - dropped_count, 0)])
 
 
 def measure(
@@ -301,22 +302,22 @@ def measure(
     measured_s = len(sessions) * duration_s
     with timed_phase("latency", warmup_s + measured_s):
         warmup.run_rounds(seconds=warmup_s, rounds=1)
-    timer = _InterleavedTimer(sessions, feeds)
-    with timed_phase("latency", max(measured_s, min_iterations * warmup.round_s)):
-        timer.run_rounds(
-            seconds=measured_s,
-            rounds=min_iterations,
-            settled_s=_MIN_SETTLED_SHARE * measured_s if until_settled else math.inf,
-        )
 
+    # times of the warm-up do not count, so another timer measures
+    timer = _InterleavedTimer(sessions, feeds)
+    earliest_end_s = math.inf
+    if until_settled:
+        earliest_end_s = _MIN_SETTLED_SHARE * measured_s
+    with timed_phase("latency", max(measured_s, min_iterations * warmup.round_s)):
+        timer.run_rounds(seconds=measured_s, rounds=min_iterations, earliest_end_s=earliest_end_s)
     return timer.summarize(warmup)
 
 
 def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
-    """Return whether all sessions that do not time their device run in the calling thread.
+    """Whether CPU time of the calling thread measures all sessions that do not time their device.
 
-    If one does not, the others are not timed in CPU time either: one clock must serve for all, and
-    the calling thread's would show none of the work of another thread.
+    One clock must serve for all of them. If one session computes in other threads, the calling
+    thread's clock would not show that work, so none is timed by it.
     """
     for session in sessions:
         if isinstance(session, DeviceSession):
@@ -327,7 +328,7 @@ def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
+class _SessionTimes:
     """Times of one session's iterations, in order.
 
     Attributes:
@@ -341,15 +342,19 @@ class _Runs:
     device_times: list[DeviceTimes] = field(default_factory=list)
 
     def samples_ms(self, *, in_calling_thread: bool) -> list[float]:
-        """Return the latency of every iteration, by the clock that `latency` is measured by."""
+        """Return the latency of every iteration, by the device's clock if it has one.
+
+        `in_calling_thread`: whether other sessions are timed in CPU time of the calling thread.
+        """
         if self.device_times:  # from the first byte sent to the last byte received
             return [t.h2d_ms + t.compute_ms + t.d2h_ms for t in self.device_times]
-        if in_calling_thread:
-            return self.cpu_ms
-        return self.host_ms
+        return self.cpu_ms if in_calling_thread else self.host_ms
 
     def summarize(self, warmup_queries: int, *, in_calling_thread: bool) -> Latency:
-        """Return the figures; `in_calling_thread`: whether sessions without a device run there."""
+        """Return the figures.
+
+        `warmup_queries`: number of warm-up iterations; `in_calling_thread`: as for `samples_ms`.
+        """
         samples_ms = self.samples_ms(in_calling_thread=in_calling_thread)
         seconds = sum(self.host_ms) / 1e3
         timing = Timing.of(samples_ms)
@@ -402,75 +407,75 @@ class _Runs:
 
 
 class _InterleavedTimer:
-    """Runs all sessions in rounds and stores every time."""
+    """Runs all sessions in rounds, one after the other, and stores every time.
+
+    Attributes:
+        times: label of a session -> its times.
+    """
 
     def __init__(self, sessions: Mapping[str, Session], feeds: Feeds) -> None:
         self._sessions = sessions
         self._feeds = feeds
         self._in_calling_thread = _run_in_calling_thread(sessions.values())
-        self.runs = {label: _Runs() for label in sessions}
+        self.times = {label: _SessionTimes() for label in sessions}
 
-    def run_rounds(self, *, seconds: float, rounds: int, settled_s: float = math.inf) -> None:
-        """Run rounds until both `seconds` and `rounds` are reached.
+    def run_rounds(self, *, seconds: float, rounds: int, earliest_end_s: float = math.inf) -> None:
+        """Run rounds until `seconds` have passed and `rounds` were run.
 
-        `settled_s`: seconds after which rounds end as soon as the speed-ups are settled.
+        `earliest_end_s`: seconds after which the rounds end before that, as soon as longer
+        measuring would hardly change the speed-ups.
         """
         labels = list(self._sessions)
-        start = time.perf_counter()
-        for index in _rounds(seconds, rounds):
+        start, index = time.perf_counter(), 0
+        while index < rounds or time.perf_counter() - start < seconds:
             feed = self._feeds[index % len(self._feeds)]
-            for label in labels if index % 2 == 0 else reversed(labels):
+            for label in labels:
                 self._time(label, feed)
-            if time.perf_counter() - start >= settled_s and self._is_settled():
+            if time.perf_counter() - start >= earliest_end_s and self._is_settled():
                 break
+            index += 1
+            labels.reverse()
 
     def _is_settled(self) -> bool:
         """Whether enough rounds ran, and no session's speed-up over the first changes any more."""
         latencies_ms = []
-        for runs in self.runs.values():
-            latencies_ms.append(runs.samples_ms(in_calling_thread=self._in_calling_thread))
-        first, *other_latencies = latencies_ms
-        if len(first) < MIN_RUNS_FOR_P95 or not other_latencies:
+        for times in self.times.values():
+            latencies_ms.append(times.samples_ms(in_calling_thread=self._in_calling_thread))
+        first_ms, *other_latencies = latencies_ms
+        if len(first_ms) < MIN_RUNS_FOR_P95 or not other_latencies:
             return False
         for samples_ms in other_latencies:
-            ratios = _usual_ratios(first, samples_ms)
-            if max(ratios) > _SETTLED_RATIO * min(ratios):
+            ratios = _stretch_ratios(first_ms, samples_ms)
+            if ratios[-1] > _SETTLED_RATIO * ratios[0]:
                 return False
         return True
 
     def summarize(self, warmup: _InterleavedTimer) -> dict[str, Latency]:
-        """Return label -> its figures."""
+        """Return label -> figures of the session; `warmup`: the timer of the warm-up runs."""
         latencies = {}
-        for label, runs in self.runs.items():
-            latencies[label] = runs.summarize(
-                len(warmup.runs[label].host_ms), in_calling_thread=self._in_calling_thread
+        for label, times in self.times.items():
+            warmup_queries = len(warmup.times[label].host_ms)
+            latencies[label] = times.summarize(
+                warmup_queries, in_calling_thread=self._in_calling_thread
             )
         return latencies
 
     @property
     def round_s(self) -> float:
-        """Median duration of the rounds so far, each session's untimed run included."""
+        """Median duration in seconds of the rounds so far, untimed runs included."""
         runs_per_round = 2 if len(self._sessions) > 1 else 1
-        medians_ms = [statistics.median(runs.host_ms) for runs in self.runs.values()]
+        medians_ms = [statistics.median(times.host_ms) for times in self.times.values()]
         return runs_per_round * sum(medians_ms) / 1e3
 
     def _time(self, label: str, feed: Outputs) -> None:
-        session, runs = self._sessions[label], self.runs[label]
+        """Run a session once and store its times."""
+        session, times = self._sessions[label], self.times[label]
         if len(self._sessions) > 1:
             session.run(feed)  # untimed: refills caches, wakes this session's threads
         start, cpu_start = time.perf_counter(), time.thread_time()
         session.run(feed)
         cpu_end, end = time.thread_time(), time.perf_counter()
-        runs.host_ms.append((end - start) * 1e3)
-        runs.cpu_ms.append((cpu_end - cpu_start) * 1e3)
+        times.host_ms.append((end - start) * 1e3)
+        times.cpu_ms.append((cpu_end - cpu_start) * 1e3)
         if isinstance(session, DeviceSession):
-            runs.device_times.append(session.device_times())
-
-
-def _rounds(seconds: float, rounds: int) -> Iterator[int]:
-    """Yield 0, 1, 2, ... until `seconds` have passed and `rounds` values were yielded."""
-    start = time.perf_counter()
-    index = 0
-    while index < rounds or time.perf_counter() - start < seconds:
-        yield index
-        index += 1
+            times.device_times.append(session.device_times())

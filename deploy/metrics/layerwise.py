@@ -22,81 +22,85 @@ from deploy.graph.index import PADDED_SUFFIX
 def pair_quantized_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, str]:
     """Return tensor of the float model -> tensor that the int8 model's layers read in its place.
 
-    Only tensors that the int8 model quantizes and that a node of the float model makes.
+    Only tensors that the int8 model quantizes and that a node of the float model computes.
     """
-    reading_by_tensor = {}
-    for name, reading in _dequantized_readings(candidate).items():
-        reading_by_tensor[_without_padding(name)] = reading
+    dequantized_by_tensor = {}
+    for name, dequantized in _find_dequantized(candidate).items():
+        dequantized_by_tensor[_without_padding(name)] = dequantized
     pairs = {}
     for node in reference.graph.node:
         for name in node.output:
-            if name in reading_by_tensor:
-                pairs[name] = reading_by_tensor[name]
+            if name in dequantized_by_tensor:
+                pairs[name] = dequantized_by_tensor[name]
     return pairs
 
 
 def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
-    """Return tensor of `first` -> tensor of `second` of the same name, in the first one's order.
+    """Return tensor of `first` -> tensor of `second` of the same name, in the order of `first`.
 
     Either model may be a Q/DQ model; then the output of the DequantizeLinear is used. A tensor
     matches by the name of its producer's output or by the name its readers use: writers of Q/DQ
     models put a new name upstream or downstream of the Q/DQ pair.
     """
-    second_readings = dict(_named_readings(second))
+    second_tensors = dict(_named_tensors(second))
     pairs = {}
-    for name, reading in _named_readings(first):
-        if name in second_readings:
-            pairs[reading] = second_readings[name]
+    for name, tensor in _named_tensors(first):
+        if name in second_tensors:
+            pairs[tensor] = second_tensors[name]
     return pairs
 
 
 def _without_padding(tensor: str) -> str:
+    """Return the name of a tensor without the suffix for additional channels of zeros."""
     return tensor.removesuffix(PADDED_SUFFIX)
 
 
-def _named_readings(model: ModelProto) -> Iterator[tuple[str, str]]:
-    """Yield (name of a tensor, tensor that is read in its place), for both names of a tensor.
+def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
+    """Yield (name of a tensor, name of the tensor that layers read in its place).
 
-    Outputs of QuantizeLinear and DequantizeLinear are left out, unless an int8 kernel made the
-    integers. So are constants: they are weights, which another writer keeps as initializers.
+    A tensor in front of a Q/DQ pair is yielded under its own name and under that of the pair's
+    output. The outputs of the pair are not yielded again, unless an int8 kernel computed the
+    integers. Constants are left out: they are weights, which another writer of models stores as
+    initializers.
     """
-    readings = _dequantized_readings(model)
+    dequantized_by_tensor = _find_dequantized(model)
     from_kernels = _dequantized_from_kernels(model)
     for node in model.graph.node:
-        is_in_pair = _is_quantize(node) or (
-            _is_dequantize(node) and node.output[0] not in from_kernels
-        )
-        if is_in_pair or node.op_type == "Constant":
+        if node.op_type in ("QuantizeLinear", "Constant"):
             continue
-        for output in filter(None, node.output):
-            reading = readings.get(output, output)
-            yield _without_padding(output), reading
-            yield _without_padding(reading), reading
+        if _is_dequantize(node) and node.output[0] not in from_kernels:
+            continue
+        for output in filter(None, node.output):  # an optional output without a name is unused
+            tensor = dequantized_by_tensor.get(output, output)
+            yield _without_padding(output), tensor
+            yield _without_padding(tensor), tensor
 
 
-def _dequantized_readings(model: ModelProto) -> dict[str, str]:
-    """Return input of a QuantizeLinear -> output of the DequantizeLinear that reads its result.
+def _find_dequantized(model: ModelProto) -> dict[str, str]:
+    """Return tensor -> tensor that layers read in its place, the output of a DequantizeLinear.
 
-    Outputs of DequantizeLinear are read as themselves.
+    The keys are inputs of QuantizeLinears, and the outputs of DequantizeLinears, which stand for
+    themselves.
     """
-    dequantized, readings = {}, {}
+    output_by_integers = {}
     for node in model.graph.node:
         if _is_dequantize(node):
-            dequantized[node.input[0]] = node.output[0]
+            output_by_integers[node.input[0]] = node.output[0]
+    dequantized_by_tensor = {}
     for node in model.graph.node:
-        if _is_quantize(node) and node.output[0] in dequantized:
-            readings[node.input[0]] = dequantized[node.output[0]]
-    # where all readers read int8, deploy.targets.onnxruntime.qdq gives the tensor's own name to the
-    # result
-    for name in (*readings.values(), *_dequantized_from_kernels(model)):
-        readings[name] = name
-    return readings
+        if _is_quantize(node) and node.output[0] in output_by_integers:
+            dequantized_by_tensor[node.input[0]] = output_by_integers[node.output[0]]
+    # if every reader reads int8, deploy.targets.onnxruntime.qdq moves the float tensor's name to
+    # the output of the pair
+    for name in (*dequantized_by_tensor.values(), *_dequantized_from_kernels(model)):
+        dequantized_by_tensor[name] = name
+    return dequantized_by_tensor
 
 
 def _dequantized_from_kernels(model: ModelProto) -> set[str]:
-    """Return outputs of DequantizeLinears whose int8 input is not made by a QuantizeLinear.
+    """Return outputs of DequantizeLinears whose integers no QuantizeLinear computes.
 
-    Copies of a nearest Resize or a ConvTranspose in int8 have such
+    A Resize (nearest) or ConvTranspose that runs on integers gives such
     (`deploy.targets.onnxruntime.target`).
     """
     kernel_outputs: set[str] = set()

@@ -12,6 +12,7 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.output_errors import LEFT_DB, USUAL
 from deploy.metrics.output_form import SliceAccuracy
 
+# FLOAT: int8 loses little but gains no speed, so the float model is the better engine
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "keep FP32"
 FLOAT_MODEL = "the float model"  # subject of a reason that does not blame int8
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
@@ -47,7 +48,7 @@ class TaskLoss:
         words: the loss as text.
         sure: whether more samples would hardly change the level: twice the loss would still be
             good, or half of it still unusable.
-        found: number of boxes or labels of the float model; None for other tasks.
+        found: number of boxes or labels that the float model finds; None for other tasks.
     """
 
     share: float
@@ -58,48 +59,63 @@ class TaskLoss:
 
 
 def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
-    """Return the loss on the task; None if nothing measures it and no limit is given."""
+    """Return the loss on the task; None if nothing measures it and no limit is given.
+
+    The first of these that there is: top-1 by labels, mAP by annotated boxes, the user's metric or
+    the task's agreement, and, if the user set a limit, the worst cosine of a slice.
+
+    `max_loss`: loss up to which an engine is good, and above which it is unusable. None uses the
+    limits of this file.
+    """
     task, precision = accuracy.task, accuracy.precision
     is_user_metric = task is not None and task.task == "metric"
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
-        share, limits = accuracy.top1_reference - accuracy.top1_candidate, _LABEL_LIMITS
-        text = f"top-1 {0.0 - 100 * share:+.2f} points"
-    elif precision is not None and finds_objects(accuracy) and not is_user_metric:
-        share, limits = precision.reference - precision.candidate, _LABEL_LIMITS
-        text = f"mAP .50:.95 {0.0 - 100 * share:+.2f} points"
-    elif task is not None:
-        loss = _rate_loss(task.lost, max_loss, _TASK_LIMITS, task.text, found=task.found)
+        share = accuracy.top1_reference - accuracy.top1_candidate
+        return _rate_loss(share, max_loss, _LABEL_LIMITS, f"top-1 {_points(-share)}")
+    if precision is not None and finds_objects(accuracy) and not is_user_metric:
+        share = precision.reference - precision.candidate
+        return _rate_loss(share, max_loss, _LABEL_LIMITS, f"mAP .50:.95 {_points(-share)}")
+    if task is not None:
+        loss = _rate_loss(task.lost, max_loss, _TASK_LIMITS, task.text)
         has_many_new = max_loss is None and task.new > _MAX_NEW_SHARE * task.counted
         if loss.level == GOOD and has_many_new:
-            return replace(loss, level=DOUBTFUL, sure=False)
-        return loss
-    elif max_loss is not None:
-        cosines = [part.cosine_mean for part in accuracy.parts]
-        share, limits = 1 - min(cosines, default=math.nan), _TASK_LIMITS
-        text = f"1 - cosine is {share:.4f} at worst"
-    else:
-        return None
-    return _rate_loss(share, max_loss, limits, text)
+            loss = replace(loss, level=DOUBTFUL, sure=False)
+        return replace(loss, found=task.found)
+    if max_loss is not None:
+        share = 1 - min([part.cosine_mean for part in accuracy.parts], default=math.nan)
+        return _rate_loss(share, max_loss, _TASK_LIMITS, f"1 - cosine is {share:.4f} at worst")
+    return None
+
+
+def _points(share: float) -> str:
+    """Return a gained share in percentage points, as "-0.37 points"; no change is "+0.00"."""
+    return f"{100 * share + 0.0:+.2f} points"
 
 
 def _rate_loss(
-    share: float,
-    max_loss: float | None,
-    limits: tuple[float, float],
-    text: str,
-    *,
-    found: int | None = None,
+    share: float, max_loss: float | None, limits: tuple[float, float], text: str
 ) -> TaskLoss:
+    """Return the loss with its level.
+
+    Args:
+        share: the lost share, 0 to 1.
+        max_loss: the user's limit; None uses `limits`.
+        limits: (good up to, doubtful up to).
+        text: the loss as text.
+    """
     if max_loss is not None:
         limits = max_loss, max_loss
     level = _level(share, limits)
-    nearer_share = {GOOD: 2 * share, UNUSABLE: share / 2}.get(level)
-    is_sure = nearer_share is not None and _level(nearer_share, limits) == level
-    return TaskLoss(share, level, text, is_sure, found)
+    is_sure_good = level == GOOD and _level(2 * share, limits) == GOOD
+    is_sure_unusable = level == UNUSABLE and _level(share / 2, limits) == UNUSABLE
+    return TaskLoss(share, level, text, is_sure_good or is_sure_unusable)
 
 
 def _level(loss: float, limits: tuple[float, float]) -> str:
-    """Return the level of a loss, or of minus an SQNR; UNUSABLE for NaN."""
+    """Return the level of a loss, or of minus an SQNR; UNUSABLE for NaN.
+
+    `limits`: (good up to, doubtful up to).
+    """
     good, doubtful = limits
     if loss - _ROUNDING <= good:
         return GOOD
@@ -124,28 +140,35 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
     if loss is not None:
         yield loss.level, loss.words
     else:
-        yield from _silent(accuracy)
+        yield from _doubt_silent_model(accuracy)
 
-    uncovered_names = () if accuracy.task is None else accuracy.task.beside
-    uncovered = [part for part in accuracy.parts if part.output in uncovered_names]
-    if uncovered:
-        yield _rate_part(uncovered[0], has_task=False, has_limit=False)
+    # outputs that the task says nothing of are judged by their SQNR, as without a task
+    worst_uncovered = None
+    if accuracy.task is not None:
+        uncovered = [part for part in accuracy.parts if part.output in accuracy.task.beside]
+        if uncovered:
+            worst_uncovered = uncovered[0]
+            yield _rate_slice(worst_uncovered, has_task=False, has_limit=False)
+
     worst = accuracy.worst
-    if worst is not None and worst not in uncovered[:1]:
-        has_task = accuracy.task is not None or accuracy.top1_reference is not None
-        yield _rate_part(worst, has_task=has_task, has_limit=max_loss is not None)
-        if worst.less:
-            (output,) = [output for output in accuracy.outputs if output.name == worst.output]
-            limits = _TASK_PART_LIMITS if has_task else _PART_LIMITS
-            db = output.sqnr_db
-            yield _level(-db, limits), f"{db:.1f} dB in {output.name}"
+    if worst is None or worst == worst_uncovered:
+        return
+    has_task = accuracy.task is not None or accuracy.top1_reference is not None
+    yield _rate_slice(worst, has_task=has_task, has_limit=max_loss is not None)
+    if worst.less:  # the complete output, without an input or mean subtracted, counts too
+        (db,) = [output.sqnr_db for output in accuracy.outputs if output.name == worst.output]
+        limits = _TASK_PART_LIMITS if has_task else _PART_LIMITS
+        yield _level(-db, limits), f"{db:.1f} dB in {worst.output}"
 
 
-def _rate_part(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple[str, str]:
-    """Return level and reason of the worst slice.
+def _rate_slice(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple[str, str]:
+    """Return (level, reason) by the SQNR of a slice.
 
-    `has_task`: whether a task or labels judge the engine too; `has_limit`: whether the user's limit
-    does, which the change of an input and what varies are measured by.
+    Args:
+        part: the slice.
+        has_task: whether a task or labels judge the engine too.
+        has_limit: whether the user set a limit. The change of an input and the deviation from a
+            mean are measured by it, so that their SQNR only has to exceed 0 dB.
     """
     limits = _PART_LIMITS
     if has_task or (part.less and has_limit):
@@ -156,7 +179,10 @@ def _rate_part(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple
 
 
 def question_reference(accuracy: Accuracy) -> LevelReasons:
-    """Yield (level, reason) for all that puts the float model or its inputs in question."""
+    """Yield (level, reason) for all that puts the float model or its inputs in question.
+
+    Such as outputs of zeros, too few samples, and labels that do not fit.
+    """
     samples = accuracy.samples
     if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
         yield (
@@ -173,29 +199,42 @@ def question_reference(accuracy: Accuracy) -> LevelReasons:
             f"{FLOAT_MODEL} gives nearly the same outputs for all {samples} samples; check the"
             " inputs, or judge on samples that differ",
         )
-    yield from _by_chance(accuracy)
-    yield from _blind(accuracy)
+    if samples < _MIN_CHANCE_SAMPLES:
+        return  # neither classes nor boxes can be told from chance
+    if accuracy.top1_reference is not None and accuracy.classes:
+        yield from _doubt_top1(accuracy, accuracy.top1_reference, accuracy.classes)
+    elif accuracy.classes and (accuracy.favourite or 0) >= _MAX_FAVOURITE:
+        yield (
+            DOUBTFUL,
+            f"{FLOAT_MODEL} gives one class to {100 * (accuracy.favourite or 0):.0f} % of its"
+            " images; check the preprocessing, or judge on images of more classes",
+        )
+    precision = accuracy.precision
+    if precision is not None and not finds_objects(accuracy):
+        yield (
+            UNUSABLE,
+            f"{FLOAT_MODEL} itself finds next to none of the {precision.objects} objects:"
+            f" mAP .50 {100 * precision.reference_50:.2f} %; check --preprocess, --mean, --std,"
+            " --color, and the boxes and categories of the labels",
+        )
 
 
-def _by_chance(accuracy: Accuracy) -> LevelReasons:
-    """Check that the float model beats chance; if not, its inputs are probably wrong.
+def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
+    """Doubt a float model that is mostly wrong by its labels: its inputs or labels are.
 
-    It must exceed chance by three standard deviations of the binomial distribution, which guessing
-    does once in a thousand times. With too few samples for that nothing is reported.
+    To beat chance it must exceed it by three standard deviations of the binomial distribution,
+    which guessing does once in a thousand times. With too few samples for that, only top-1 itself
+    is judged.
+
+    Args:
+        accuracy: figures with the labels' shift and the number of samples.
+        top1: share of samples whose label is the float model's class.
+        classes: number of classes.
     """
-    top1, classes, shift = accuracy.top1_reference, accuracy.classes, accuracy.label_shift or 0.0
-    if not classes or accuracy.samples < _MIN_CHANCE_SAMPLES:
-        return
-    if top1 is None:
-        if accuracy.favourite is not None and accuracy.favourite >= _MAX_FAVOURITE:
-            yield (
-                DOUBTFUL,
-                f"{FLOAT_MODEL} gives one class to {100 * accuracy.favourite:.0f} % of its images;"
-                " check the preprocessing, or judge on images of more classes",
-            )
-        return
+    shift = accuracy.label_shift or 0.0
     chance = 1 / classes
     spread = 3 * math.sqrt(chance * (1 - chance) / accuracy.samples)
+    is_spread_narrow = spread <= (1 - chance) / 2
     if abs(shift) > _MIN_TOP1:
         side = "above" if shift > 0 else "below"
         yield (
@@ -204,7 +243,7 @@ def _by_chance(accuracy: Accuracy) -> LevelReasons:
             f" {100 * abs(shift):.0f} % of the labels are the class {side}; shift the labels"
             " by one",
         )
-    elif spread <= (1 - chance) / 2 and top1 <= chance + spread:
+    elif is_spread_narrow and top1 <= chance + spread:
         yield (
             UNUSABLE,
             f"{FLOAT_MODEL} itself is wrong on its own images: top-1 {100 * top1:.2f} % of"
@@ -219,8 +258,11 @@ def _by_chance(accuracy: Accuracy) -> LevelReasons:
         )
 
 
-def _silent(accuracy: Accuracy) -> LevelReasons:
-    """Doubt a float model that detects nothing, or the same everywhere: no loss would show."""
+def _doubt_silent_model(accuracy: Accuracy) -> LevelReasons:
+    """Doubt a float model that detects nothing, or the same everywhere: no loss would show.
+
+    Exactly equal outputs leave no doubt.
+    """
     exact = all(output.sqnr_db == math.inf for output in accuracy.outputs)
     if accuracy.silent and not exact:
         yield (
@@ -229,16 +271,3 @@ def _silent(accuracy: Accuracy) -> LevelReasons:
             " samples, so that a loss by int8 would not show; check the inputs, or judge on"
             " samples that hold what it finds",
         )
-
-
-def _blind(accuracy: Accuracy) -> LevelReasons:
-    """Reject a detector that finds none of the annotated objects."""
-    precision = accuracy.precision
-    if precision is None or finds_objects(accuracy) or accuracy.samples < _MIN_CHANCE_SAMPLES:
-        return
-    yield (
-        UNUSABLE,
-        f"{FLOAT_MODEL} itself finds next to none of the {precision.objects} objects:"
-        f" mAP .50 {100 * precision.reference_50:.2f} %; check --preprocess, --mean, --std,"
-        " --color, and the boxes and categories of the labels",
-    )

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import NamedTuple
 
 import cv2
@@ -72,12 +72,13 @@ class OutputAccuracy:
 
 @dataclass(slots=True)
 class RunningError:
-    """Running sums of one output, in O(1) memory.
+    """Running sums of one output, in constant memory. A row is one sample's values, flat.
 
     Attributes:
         name: name of the output.
-        total: sum of the reference's rows, if only what varies about their mean is signal.
-        sums: the sums of `_pair_sums` over all rows.
+        total: sum of the reference's rows, [1] or [values], if only what varies about their mean is
+            signal; else None.
+        sums: [4], the sums of `_pair_sums` over all rows.
         max_values: largest number of values of a row.
         cosine_sum: sum of the rows' cosines.
         cosine_min: least cosine of a row.
@@ -101,23 +102,30 @@ class RunningError:
     empty: int = 0
 
     def add(self, reference: Array, candidate: Array, batch: int) -> None:
-        """Add one batch, row by row."""
+        """Add one batch of `batch` samples, row by row.
+
+        An array whose first dimension is not the batch is one row.
+        """
         reference, candidate = np.asarray(reference), np.asarray(candidate)
         if reference.shape != candidate.shape:
             self.other_shape += batch
-        elif reference.size == 0:  # nothing detected in this sample, by both
+        elif reference.size == 0:  # neither model detected anything
             self.empty += batch
         else:
-            for row_pair in zip(_rows(reference, batch), _rows(candidate, batch), strict=True):
-                self._add_row(*row_pair)
+            row_count = batch if reference.shape[:1] == (batch,) else 1
+            reference_rows = reference.reshape(row_count, -1)
+            candidate_rows = candidate.reshape(row_count, -1)
+            for reference_row, candidate_row in zip(reference_rows, candidate_rows, strict=True):
+                self._add_row(reference_row, candidate_row)
 
     def _add_row(self, reference: Array, candidate: Array) -> None:
+        """Add one sample; one with NaN or Inf is only counted as such."""
         sums, max_error = _pair_sums(reference, candidate)
-        if not np.isfinite(sums).all():  # NaN, Inf, or a sum that overflowed
-            broken = [not np.isfinite(row).all() for row in (reference, candidate)]
-            self.not_finite[0] += broken[0]
-            self.not_finite[1] += broken[1]
-            if any(broken):
+        if not np.isfinite(sums).all():  # NaN, Inf, or finite values whose squares overflow
+            is_finite = [bool(np.isfinite(row).all()) for row in (reference, candidate)]
+            self.not_finite[0] += not is_finite[0]
+            self.not_finite[1] += not is_finite[1]
+            if not all(is_finite):
                 return
         self.sums += sums
         if self.total is not None and self.total.size in (1, reference.size):
@@ -130,35 +138,41 @@ class RunningError:
         self.samples += 1
 
     def result(self) -> OutputAccuracy:
-        """Return the figures so far."""
-        signal, noise = float(self.sums[0]), float(self.sums[3])
-        zeros = signal == noise == 0
-        if self.total is not None:
-            signal -= float(np.square(self.total).sum()) / max(self.samples, 1)
-        db = sqnr_db(signal, noise)
-        cosine_mean, cosine_min, max_error = *self._cosines(), self.max_error
-        has_nothing = self.samples == 0 and self.empty == 0
-        is_broken = any(self.not_finite) or self.other_shape > 0 or has_nothing
-        if is_broken:
-            db = cosine_mean = cosine_min = max_error = math.nan
-        return OutputAccuracy(
+        """Return the figures so far.
+
+        They are NaN if any sample held NaN or Inf or differed in shape, and without any sample.
+        """
+        reference_not_finite, candidate_not_finite = self.not_finite
+        figures = OutputAccuracy(
             name=self.name,
-            sqnr_db=db,
+            sqnr_db=math.nan,
+            cosine_mean=math.nan,
+            cosine_min=math.nan,
+            max_abs_error=math.nan,
+            not_finite=(reference_not_finite, candidate_not_finite),
+            other_shape=self.other_shape,
+        )
+        has_samples = self.samples > 0 or self.empty > 0
+        if any(self.not_finite) or self.other_shape or not has_samples:
+            return figures
+
+        signal, noise = float(self.sums[0]), float(self.sums[3])
+        is_zero = signal == noise == 0
+        if self.total is not None:  # sum r^2 - n mean^2: only the deviation from the mean
+            signal -= float(np.square(self.total).sum()) / max(self.samples, 1)
+        # the cosine of single values is only their sign, so one is taken over all samples
+        cosine_mean = cosine_min = _cosine(self.sums)
+        if self.max_values > 1:
+            cosine_mean, cosine_min = self.cosine_sum / self.samples, self.cosine_min
+        return replace(
+            figures,
+            sqnr_db=sqnr_db(signal, noise),
             cosine_mean=cosine_mean,
             cosine_min=cosine_min,
-            max_abs_error=max_error,
-            not_finite=(self.not_finite[0], self.not_finite[1]),
-            other_shape=self.other_shape,
-            zeros=zeros and not is_broken,
-            empty=self.samples == 0 and not is_broken,
+            max_abs_error=self.max_error,
+            zeros=is_zero,
+            empty=self.samples == 0,
         )
-
-    def _cosines(self) -> tuple[float, float]:
-        """Return their mean and minimum; of single values only the sign would count."""
-        if self.max_values > 1:
-            return self.cosine_sum / self.samples, self.cosine_min
-        overall = _cosine(self.sums)
-        return overall, overall
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -177,10 +191,10 @@ def cosine(reference: Array, candidate: Array) -> float:
 
 
 def _pair_sums(reference: Array, candidate: Array) -> tuple[Floats, float]:
-    """Return sums over two rows, in float64, and their largest absolute difference.
+    """Return (sums over two flat rows, their largest absolute difference), in float64.
 
-    The sums are those of the reference's squares, the candidate's squares, the products, and the
-    squared differences, block by block, each of which fits a core's cache.
+    The sums, [4], are those of the reference's squares, the candidate's squares, the products, and
+    the squared differences. They are added up block by block; a block fits a core's cache.
     """
     sums, max_error = np.zeros(4), 0.0
     with np.errstate(invalid="ignore", over="ignore"):
@@ -202,14 +216,12 @@ def _cosine(sums: Floats) -> float:
     return min(max(product / norms, -1.0), 1.0)
 
 
-def _rows(value: Array, batch: int) -> Array:
-    """Reshape [N, ...] to [N, values]; to one row if the first dimension is not the batch."""
-    rows = batch if value.shape[:1] == (batch,) else 1
-    return value.reshape(rows, -1)
-
-
 def plain_json(value: object) -> object:
-    """Return plain JSON types of figures: dataclasses, sequences and numbers."""
+    """Return figures as plain JSON types.
+
+    A dataclass becomes an object, without the fields that report.json leaves out; infinity and NaN
+    become the texts "inf" and "nan".
+    """
     if is_dataclass(value):
         names = [item.name for item in fields(value) if item.name not in _NOT_WRITTEN]
         return {name: plain_json(getattr(value, name)) for name in names}
@@ -247,32 +259,41 @@ class RepeatedInput(NamedTuple):
 def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedInput | None:
     """Return the input that an output repeats with a small change in all samples; or None.
 
-    Of several interpolations the one that leaves the smallest change is returned.
+    Of several inputs and interpolations, the pair that leaves the smallest change is returned.
+
+    Args:
+        samples: the output's array of each sample.
+        inputs: the inputs of the same samples, by name.
     """
-    best_db, best = 0.0, None
+    best_db, repeated_input = 0.0, None
     for name in inputs[0] if inputs else ():
         for resize in ("", *_RESIZES):
-            db = _given_back_db(samples, [sample[name] for sample in inputs], resize)
+            db = _unchanged_input_db(samples, [sample[name] for sample in inputs], resize)
             if db > best_db:
-                best_db, best = db, RepeatedInput(name, resize)
+                best_db, repeated_input = db, RepeatedInput(name, resize)
     if GIVEN_BACK_DB <= best_db <= ROUNDING_DB:
-        return best
+        return repeated_input
     return None
 
 
-def _given_back_db(samples: Arrays, sources: Arrays, resize: str) -> float:
-    """Return the SQNR in dB that the bare input would have as output; 0 where it does not fit."""
+def _unchanged_input_db(samples: Arrays, sources: Arrays, resize: str) -> float:
+    """Return the SQNR in dB of a model that would give its input back unchanged.
+
+    0 for an input that does not fit the output. `samples`: output of each sample; `sources`: input
+    of each sample; `resize`: interpolation, as for `enlarge_input`.
+    """
     signal = change = 0.0
     for value, source in zip(samples, sources, strict=False):
-        are_floats = value.dtype.kind == source.dtype.kind == "f"
-        enlarged = enlarge_input(source, value.shape, resize) if are_floats else None
-        if enlarged is None or value.ndim < _PICTURE:
+        if value.ndim < _PICTURE or not value.dtype.kind == source.dtype.kind == "f":
+            return 0.0
+        enlarged = enlarge_input(source, value.shape, resize)
+        if enlarged is None:
             return 0.0
         signal += float(np.square(value, dtype=np.float64).sum())
         change += float(np.square(np.subtract(value, enlarged, dtype=np.float64)).sum())
-    if change > 0:
-        return sqnr_db(signal, change)
-    return 0.0
+    if change <= 0:  # the output is the input: nothing to measure
+        return 0.0
+    return sqnr_db(signal, change)
 
 
 def subtract_input(value: Array, source: Array, resize: str = "") -> Array:
@@ -284,40 +305,52 @@ def subtract_input(value: Array, source: Array, resize: str = "") -> Array:
 
 
 def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array | None:
-    """Return the input as large as an output; None if no whole scale up to 16 makes it so."""
+    """Return the input resized to the shape of an output.
+
+    Args:
+        source: the input, [N, C, H, W] or [N, H, W, C].
+        shape: shape of the output.
+        resize: interpolation, of `_RESIZES`; "" for an input that already has the shape.
+
+    Returns:
+        The enlarged input; None if no whole scale from 2 to 16 gives the shape.
+    """
     if not resize:
-        if source.shape == shape:
-            return source
-        return None
+        return source if source.shape == shape else None
     if len(shape) != _PICTURE or source.ndim != _PICTURE or not source.size:
         return None
-    if source.shape[3] == shape[3] and source.shape[1] != shape[1]:  # channels last
-        channels_first = shape[0], shape[3], shape[1], shape[2]
-        enlarged = enlarge_input(np.moveaxis(source, 3, 1), channels_first, resize)
-        if enlarged is None:
-            return None
-        return np.moveaxis(enlarged, 1, 3)
 
-    scale = shape[2] // source.shape[2]
-    batch, channels, rows, columns = source.shape
-    if not 2 <= scale <= _MAX_SCALE or shape != (batch, channels, rows * scale, columns * scale):
+    output = np.empty(shape, np.float64)
+    enlarged = output  # a view with the channels first, as of `source`
+    if source.shape[3] == shape[3] and source.shape[1] != shape[1]:  # channels last
+        source, enlarged = np.moveaxis(source, 3, 1), np.moveaxis(output, 3, 1)
+    batch, channels, height, width = source.shape
+    scale = enlarged.shape[2] // height
+    scaled_height, scaled_width = height * scale, width * scale
+    is_scaled = enlarged.shape == (batch, channels, scaled_height, scaled_width)
+    if not is_scaled or not 2 <= scale <= _MAX_SCALE:
         return None
-    enlarged = np.empty(shape, np.float64)
+
     for index in np.ndindex(batch, channels):
         plane = source[index].astype(np.float64)
-        enlarged[index] = cv2.resize(plane, (shape[3], shape[2]), interpolation=_RESIZES[resize])
-    return enlarged
+        enlarged[index] = cv2.resize(
+            plane, (scaled_width, scaled_height), interpolation=_RESIZES[resize]
+        )
+    return output
 
 
-USUAL = "its mean"
+USUAL = "its mean"  # in `OutputSlice.less`: the mean over samples is subtracted
 FEW = 32  # values per sample, at most, that are meaningful one by one
 _MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 
 
 def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array | None:
-    """Return the mean over samples of numbers that deviate little from it; or None.
+    """Return the mean over samples, if they deviate little from it; else None.
 
-    `weights`: of each number of each sample; 0 for one that is not used.
+    Args:
+        samples: the array of each sample.
+        weights: for each sample, the weight of each number; 0 for a number that is not used. None
+            if all count the same.
     """
     shape = samples[0].shape
     if len(samples) < 2 or samples[0].size == 0:
@@ -325,27 +358,33 @@ def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array |
     if any(value.shape != shape or not is_floating(value) for value in samples):
         return None
     values = np.stack(samples)
-    if weights is None:
-        in_unit = values.min() >= 0 and values.max() <= 1
-        if in_unit and not are_relative(values.reshape(len(samples), -1)):
-            return None  # probabilities near 1 deviate little anyway
-        weights = [np.ones(shape)] * len(samples)
-
-    return find_large_mean(values, np.stack(weights))
+    if weights is not None:
+        return find_large_mean(values, np.stack(weights))
+    in_unit = values.min() >= 0 and values.max() <= 1
+    if in_unit and not are_relative(values.reshape(len(samples), -1)):
+        return None  # probabilities near 1 deviate little anyway
+    return find_large_mean(values, np.ones(values.shape))
 
 
 def find_large_mean(values: Array, weights: Array) -> Array | None:
-    """Return the weighted mean over the rows, if most of the signal is in it; else None."""
-    rows, shares = values.astype(np.float64), weights.astype(np.float64)
-    mean = (shares * rows).sum(axis=0) / np.maximum(shares.sum(axis=0), 1e-30)
-    signal = float(np.vdot(shares, np.square(rows)))
-    deviation = float(np.vdot(shares, np.square(rows - mean)))
+    """Return the weighted mean over the rows, if most of the signal is in it; else None.
+
+    Both arrays are [rows, ...]; the mean is a float32 array of one row's shape.
+    """
+    exact_values, exact_weights = values.astype(np.float64), weights.astype(np.float64)
+    weight_sums = np.maximum(exact_weights.sum(axis=0), 1e-30)  # no division by zero
+    mean = (exact_weights * exact_values).sum(axis=0) / weight_sums
+    signal = float(np.vdot(exact_weights, np.square(exact_values)))
+    deviation = float(np.vdot(exact_weights, np.square(exact_values - mean)))
     if deviation <= 0 or not _MIN_MEAN_DB <= sqnr_db(signal, deviation) <= ROUNDING_DB:
         return None
     return np.asarray(mean, np.float32)
 
 
 def subtract_usual(value: Array, mean: Array) -> None:
-    """Subtract the mean from an output in place; an output of another shape stays unchanged."""
+    """Subtract the mean from an output in place, unless its shape differs from the mean's.
+
+    `mean`: [1, ...] as of one sample, or a single number.
+    """
     if value.shape[1:] == mean.shape[1:] or mean.size == 1:
         np.subtract(value, mean, out=value, casting="unsafe")

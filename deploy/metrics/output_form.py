@@ -27,6 +27,7 @@ from deploy.metrics.output_errors import (
     subtract_usual,
 )
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
+from deploy.tasks.declarations import Declaration
 from deploy.tasks.first_samples import find_logits, find_states
 from deploy.tasks.keypoints import Points
 from deploy.tasks.rows import Arrays, Outputs, are_shares, batch_length, is_vector, split_batch
@@ -64,19 +65,23 @@ class OutputForm:
     @property
     def lists(self) -> frozenset[str]:
         """Outputs whose length, or the order of whose rows, may differ between two models."""
-        if self.task is None:
-            return frozenset()
-        return self.task.lists
+        return frozenset() if self.task is None else self.task.lists
 
     def prepare(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, and weighted by scores.
 
-        `reference`: the float model's outputs, whose scores weight those of both models.
+        Args:
+            outputs: the outputs of either model; they stay unchanged.
+            inputs: its inputs.
+            reference: the float model's outputs. Its scores weight the values of both models, so
+                that both are measured in the same cells.
         """
-        changed = {part.output for part in self.parts if part.at or part in self.means}
-        prepared = {name: np.array(outputs[name]) for name in changed}
+        prepared = {**outputs}
         for part in self.parts:
-            value = prepared.get(part.output, outputs[part.output])
+            # slices are changed in place below, so their output is copied first
+            if (part.at or part in self.means) and prepared[part.output] is outputs[part.output]:
+                prepared[part.output] = np.array(outputs[part.output])
+            value = prepared[part.output]
             if part in self.means:
                 subtract_usual(part.of(value), self.means[part])
             elif part.less:
@@ -84,7 +89,7 @@ class OutputForm:
                 prepared[part.output] = subtract_input(value, source, part.resize)
             if part.at:
                 part.weight(value, reference)
-        return {**outputs, **prepared}
+        return prepared
 
 
 def derive_form(
@@ -95,47 +100,63 @@ def derive_form(
 ) -> OutputForm:
     """Return the form, derived from the first samples.
 
-    `reference_outputs`: the float model's outputs, one mapping per sample or batch. `inputs`: their
-    inputs; without them each mapping is one sample, and tasks that need the picture's size are not
-    recognised. `metric`: the task that the user set, and what the model's file declares.
+    Args:
+        reference_outputs: the float model's outputs, one mapping per sample or batch.
+        inputs: their inputs; without them each mapping is one sample, and tasks that need the
+            picture's size are not recognised.
+        metric: the task that the user set, and what the model's file declares.
 
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
     metric = metric or Metric(None)
-    rows = metric.declared.batch_inputs
-    samples = replace(_split_samples(reference_outputs, inputs, rows), declared=metric.declared)
+    samples = _split_samples(reference_outputs, inputs, metric.declared)
     count = form_samples(samples.inputs[0], samples.outputs[0])
-    first = FirstSamples(samples.inputs[:count], samples.outputs[:count], metric.declared)
+    first = replace(samples, inputs=samples.inputs[:count], outputs=samples.outputs[:count])
     task, source = recognise_task(first, metric.task)
     uncovered = () if task is None else _find_uncovered(task, first)
 
-    known_slices = {} if task is None else task.parts
+    # the recognised task knows the slices of its outputs
+    task_slices = {} if task is None else task.parts
     slices = {}
     for name in reference_outputs[0]:
-        slices[name] = known_slices[name] if name in known_slices else _slice_output(name, first)
+        slices[name] = task_slices[name] if name in task_slices else _slice_output(name, first)
 
-    # what is measured of the slices
-    scores = _find_gates(slices, first)
+    # what is measured of each slice
+    scores = _find_cell_scores(slices, first)
+    parts: list[OutputSlice] = []
     means: dict[OutputSlice, Array] = {}
     for name, output_slices in slices.items():
         is_uncovered = task is None or name in uncovered
         measured = _apply_rules(name, output_slices, task, is_uncovered, samples, scores)
         slices[name] = tuple(measured)
-        means |= {part: mean for part, mean in measured.items() if mean is not None}
+        for part, mean in measured.items():
+            parts.append(part)
+            if mean is not None:
+                means[part] = mean
 
-    parts = [part for output_slices in slices.values() for part in output_slices]
     if not parts and task is None:
         parts = [OutputSlice(output=name) for name in reference_outputs[0]]
-    reason = _describe_task(task, first, slices, source)
-    states = find_states(first)
-    return OutputForm(tuple(parts), task, states, means, uncovered, reason, metric.task, rows)
+    return OutputForm(
+        parts=tuple(parts),
+        task=task,
+        states=find_states(first),
+        means=means,
+        uncovered=uncovered,
+        reason=_describe_task(task, first, slices, source),
+        set_task=metric.task,
+        batch_inputs=metric.declared.batch_inputs,
+    )
 
 
-def _find_gates(
+def _find_cell_scores(
     slices: Mapping[str, Sequence[OutputSlice]], samples: FirstSamples
 ) -> dict[OutputSlice, OutputSlice]:
-    """Return slices of values that count in some cells -> the slice of these cells' scores."""
+    """Return slices of values that count in some cells -> the slice of these cells' scores.
+
+    `slices`: output -> its slices. Those minus an input are left out: their change counts in every
+    cell.
+    """
     values_by_slice = {}
     for name in samples.every:
         for part in slices[name]:
@@ -152,9 +173,10 @@ def _apply_rules(
     samples: FirstSamples,
     scores: Mapping[OutputSlice, OutputSlice],
 ) -> dict[OutputSlice, Array | None]:
-    """Return the slices of an output as they are measured -> the mean that they vary about.
+    """Return the slices of an output as they are measured -> the mean to subtract, or None.
 
-    What the task reads counts everywhere; key points alone are measured about their mean.
+    Values that the task reads count everywhere and without a mean, except key points, which vary
+    little about theirs. Other values may be weighted by scores, or have a mean.
 
     Args:
         name: name of the output.
@@ -170,12 +192,12 @@ def _apply_rules(
     if task is None or name not in task.parts:
         slices = [replace(part, at=part.at or scores.get(part)) for part in slices]
 
-    is_gated = any(part.at for part in slices)
+    is_weighted = any(part.at for part in slices)
+    may_have_mean = not is_weighted and (are_points or is_uncovered)
     measured = {}
     for part in slices:
-        is_ungated = not is_gated and (are_points or is_uncovered)
         mean = None
-        if part.at is not None or is_ungated:
+        if part.at is not None or may_have_mean:
             mean = _find_mean(part, samples, are_points=are_points)
         if mean is not None:
             part = replace(part, less=USUAL)
@@ -184,14 +206,14 @@ def _apply_rules(
 
 
 def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) -> Array | None:
-    """Return the mean that a slice varies little about: of a few numbers, of points, or of steps.
+    """Return the mean that a slice varies little about; None if it has none.
 
-    A value a step counts where its score is high.
+    Key points have a mean each, and so have a few numbers. A slice weighted by scores (`part.at`)
+    may be one vector of any length, a value per time step: then its steps have one mean together.
     """
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
     if part.at is None:
-        is_few = are_points or values[0].size <= FEW
-        if not is_few:
+        if not are_points and values[0].size > FEW:
             return None
         return find_usual_values(values)
     weights = [part.weights(outputs) for outputs in samples.outputs]
@@ -199,18 +221,19 @@ def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) ->
         return find_usual_values(values, weights)
     if not all(map(is_vector, values)):
         return None
+    step_values = np.concatenate([value.reshape(-1, 1) for value in values])
     step_weights = np.concatenate([weight.reshape(-1, 1) for weight in weights])
-    steps = np.concatenate([value.reshape(-1, 1) for value in values])
-    return find_large_mean(steps, step_weights)
+    return find_large_mean(step_values, step_weights)
 
 
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
     """Return the outputs that the figure of a task says nothing of.
 
-    Scores before an activation and states are left out, and maps of the same shape as the task's,
-    which are stages of one thing. Empty where a decoder chooses the outputs.
+    Three kinds of outputs say nothing new and are not among them: scores before their activation,
+    states for the next call, and maps of the same shape as one of the task's, which an earlier
+    stage of the network computes.
     """
-    if not task.covered:
+    if not task.covered:  # the task's decoder chooses its outputs sample by sample
         return ()
     covered = {*task.covered, *task.lists, *find_logits(samples), *find_states(samples)}
     map_shapes = set()
@@ -230,44 +253,53 @@ def _describe_task(
     slices: SlicesByOutput,
     source: str,
 ) -> str:
-    """Return why outputs are of a task: who says so, and their shapes and values, as text."""
-    source_text = f", {source}" * bool(source)
+    """Return why the outputs are of a task, as text.
+
+    That is the task, who declared it (`source`, which may be ""), and the slices of its outputs
+    with their shapes and values, as in "boxes, declared by the file: dets [N, ?, 5] of 0 to 640".
+    """
+    source_text = f", {source}" if source else ""
     if task is None:
         return source_text and f"no task{source_text}"
-    names = [name for name in samples.every if name in (task.covered or samples.every)]
-    texts = []
-    for name in names:
+    descriptions = []
+    for name in samples.every:
+        if task.covered and name not in task.covered:
+            continue
         parts = [part for part in slices[name] if part.axis] or [OutputSlice(output=name)]
         for part in parts:
-            texts.append(_describe_slice(replace(part, at=None), samples.arrays(name)))
-    more = f" and {len(texts) - _LISTED_SLICES} more" if len(texts) > _LISTED_SLICES else ""
-    text = f"{task.name}{source_text}: {', '.join(texts[:_LISTED_SLICES])}{more}"
-    other_names = [name for name in samples.every if name not in names]
-    if other_names or len(names) == 1:
-        text += f", beside {', '.join(other_names) or 'no other output'}"
+            descriptions.append(_describe_slice(replace(part, at=None), samples.arrays(name)))
+    hidden_count = len(descriptions) - _LISTED_SLICES
+    text = f"{task.name}{source_text}: {', '.join(descriptions[:_LISTED_SLICES])}"
+    if hidden_count > 0:
+        text += f" and {hidden_count} more"
     return text
 
 
 def _describe_slice(part: OutputSlice, values: Arrays) -> str:
-    """Return a slice's label, shape and range of values, such as `scores [N, 896] in 0..1`."""
-    rows = [part.of(value) for value in values]
+    """Return a slice's label, shape and range of values, such as `scores [N, 896] in 0..1`.
+
+    `values`: the output's array of each sample. N stands for the batch, ? for a length that differs
+    between samples.
+    """
+    slices = [part.of(value) for value in values]
     sides = []
-    for lengths in zip(*(row.shape for row in rows), strict=False):
-        sides.append(str(lengths[0]) if len({*lengths}) == 1 else "?")
+    for lengths in zip(*(value.shape for value in slices), strict=False):
+        sides.append(str(lengths[0]) if len(set(lengths)) == 1 else "?")
     if sides and sides[0] == "1":
         sides[0] = "N"
-    finite = np.concatenate([row[np.isfinite(row)].reshape(-1) for row in rows])
     text = f"{part.label} [{', '.join(sides)}]"
-    if finite.dtype.kind in "iu":
-        text += " whole numbers"
+    finite = np.concatenate([value[np.isfinite(value)].reshape(-1) for value in slices])
     if not finite.size or are_shares(finite):
         return f"{text} in 0..1"
     return f"{text} of {finite.min():.3g} to {finite.max():.3g}"
 
 
 def _slice_output(name: str, samples: FirstSamples) -> tuple[OutputSlice, ...]:
-    """Return the slices of an output, each of a unit of its own."""
-    if name not in samples.every:
+    """Return the slices of an output, each of a unit of its own; none for integers.
+
+    An output that repeats an input with a small change is one slice: that change.
+    """
+    if name not in samples.every:  # it is missing in some samples
         return (OutputSlice(output=name),)
     values = samples.arrays(name)
     source = find_repeated_input(values, samples.inputs)
@@ -279,16 +311,20 @@ def _slice_output(name: str, samples: FirstSamples) -> tuple[OutputSlice, ...]:
 
 
 def _split_samples(
-    outputs: Sequence[Outputs], inputs: Sequence[Outputs], batch_inputs: Collection[str] | None
+    output_batches: Sequence[Outputs], input_batches: Sequence[Outputs], declared: Declaration
 ) -> FirstSamples:
-    """Split batches into single samples."""
+    """Split batches into single samples; without inputs each batch is one sample.
+
+    `declared`: what the model's file declares, such as the inputs whose rows are samples.
+    """
     input_samples: list[Outputs] = []
     output_samples: list[Outputs] = []
-    for input_batch, batch_outputs in zip(inputs or [{}] * len(outputs), outputs, strict=False):
-        length = batch_length(input_batch, batch_inputs)
-        input_samples += split_batch(input_batch, length)
-        output_samples += split_batch(batch_outputs, length)
-    return FirstSamples(input_samples, output_samples)
+    input_batches = input_batches or [{}] * len(output_batches)
+    for inputs, outputs in zip(input_batches, output_batches, strict=False):
+        length = batch_length(inputs, declared.batch_inputs)
+        input_samples += split_batch(inputs, length)
+        output_samples += split_batch(outputs, length)
+    return FirstSamples(input_samples, output_samples, declared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

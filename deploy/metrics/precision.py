@@ -30,7 +30,7 @@ IOUS = np.linspace(0.5, 0.95, 10)  # overlaps from which a box is a hit, each ev
 _RECALLS = np.linspace(0, 1, 101)  # at which precision is sampled
 _MAX_BOXES = 100  # per class and image, the best by score
 _SUPPRESSION_IOU = 0.65  # of two boxes of a class that overlap more, the better one stays
-_HIT, _MISS, _CROWD = 1, 0, -1  # outcomes of a box; one in a crowd is ignored
+_HIT, _MISS, _CROWD = 1, 0, -1  # outcomes of a detected box; one in a crowd is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class GroundTruth:
 
 
 class AveragePrecision:
-    """The scored boxes of one model, and whether each is a hit."""
+    """The boxes that one model detects, by class, and whether each one is a hit."""
 
     def __init__(self) -> None:
         # class -> (scores [n], outcomes [IoUs, n]) of every image, 18 bytes a box
-        self._boxes: defaultdict[int, list[tuple[Floats, NDArray[np.int8]]]] = defaultdict(list)
+        self._outcomes: defaultdict[int, list[tuple[Floats, NDArray[np.int8]]]] = defaultdict(list)
         self._object_counts: Counter[int] = Counter()
 
     def add(
@@ -99,16 +99,27 @@ class AveragePrecision:
         classes: Integers,
         crowds: Flags,
     ) -> None:
-        """Add one image: its detections, and its objects' boxes [n, 4], classes and crowds."""
+        """Add one image.
+
+        Args:
+            detections: boxes that the model detects, the best score first.
+            boxes: [n, 4] corners of the annotated objects.
+            classes: [n] their classes.
+            crowds: [n] whether each is a crowd, in which detected boxes are ignored.
+        """
         for class_number in np.union1d(detections.classes, classes).tolist():
-            indices = np.flatnonzero(detections.classes == class_number)[:_MAX_BOXES]
-            best, is_of_class = detections.at(indices), classes == class_number
+            detected_indices = np.flatnonzero(detections.classes == class_number)
+            best_detections = detections.at(detected_indices[:_MAX_BOXES])
+            is_of_class = classes == class_number
             class_boxes, class_crowds = boxes[is_of_class], crowds[is_of_class]
-            self._object_counts[class_number] += int((~class_crowds).sum())
+
             outcomes = []
             for iou in IOUS.tolist():
-                outcomes.append(_find_outcomes(best.boxes, class_boxes, class_crowds, iou))
-            self._boxes[class_number].append((best.scores, np.stack(outcomes)))
+                outcomes.append(
+                    _find_outcomes(best_detections.boxes, class_boxes, class_crowds, iou)
+                )
+            self._outcomes[class_number].append((best_detections.scores, np.stack(outcomes)))
+            self._object_counts[class_number] += int((~class_crowds).sum())
 
     @property
     def objects(self) -> int:
@@ -116,34 +127,44 @@ class AveragePrecision:
         return self._object_counts.total()
 
     def result(self) -> tuple[float, float]:
-        """Return the mean over the annotated classes: (mAP over all IoUs, mAP at .50)."""
-        by_class = []
+        """Return (mAP over all IoUs, mAP at IoU .50), means over the annotated classes."""
+        precisions = []  # of each class, [IoUs]
         for class_number, object_count in self._object_counts.items():
-            if object_count:
-                scores, outcomes = zip(*self._boxes[class_number], strict=True)
-                order = np.argsort(-np.concatenate(scores), kind="stable")
-                levels = np.concatenate(outcomes, axis=1)[:, order]
-                by_class.append([_average_precision(level, object_count) for level in levels])
-        if not by_class:
+            if object_count == 0:
+                continue
+            scores, outcomes = zip(*self._outcomes[class_number], strict=True)
+            order = np.argsort(-np.concatenate(scores), kind="stable")
+            sorted_outcomes = np.concatenate(outcomes, axis=1)[:, order]
+            precisions.append([_average_precision(row, object_count) for row in sorted_outcomes])
+        if not precisions:
             return 0.0, 0.0
-        return float(np.mean(by_class)), float(np.mean([row[0] for row in by_class]))
+        return float(np.mean(precisions)), float(np.mean(precisions, axis=0)[0])
 
 
 def _find_outcomes(
     detected_boxes: Floats, boxes: Floats, crowds: Flags, iou: float
 ) -> NDArray[np.int8]:
-    """Return the outcome of each detected box, the best score first."""
-    overlaps = box_ious(detected_boxes, boxes)
+    """Return the outcome of each detected box: _HIT, _MISS or _CROWD, [detected].
+
+    Args:
+        detected_boxes: [detected, 4] corners, the best score first.
+        boxes: [objects, 4] corners of the annotated objects.
+        crowds: [objects] whether each is a crowd.
+        iou: overlap with an object from which a box is a hit.
+    """
+    overlaps = box_ious(detected_boxes, boxes)  # [detected, objects]
     overlaps[:, crowds] = _shares_inside(detected_boxes, boxes[crowds])
-    is_free = ~crowds  # objects that no box has hit yet
+    is_unmatched = ~crowds  # objects that no box has hit yet
     outcomes = np.full(len(detected_boxes), _MISS, np.int8)
-    for row, box_overlaps in enumerate(overlaps):
-        free_overlaps = np.where(is_free & (box_overlaps >= iou), box_overlaps, 0)
-        if free_overlaps.max(initial=0) > 0:
-            is_free[len(boxes) - 1 - free_overlaps[::-1].argmax()] = False  # the last of equal ones
-            outcomes[row] = _HIT
+    for index, box_overlaps in enumerate(overlaps):
+        candidates = np.where(is_unmatched & (box_overlaps >= iou), box_overlaps, 0)
+        if candidates.max(initial=0) > 0:
+            # COCOeval takes the last object of several with the same overlap
+            matched_object = len(boxes) - 1 - candidates[::-1].argmax()
+            is_unmatched[matched_object] = False
+            outcomes[index] = _HIT
         elif (box_overlaps[crowds] >= iou).any():
-            outcomes[row] = _CROWD
+            outcomes[index] = _CROWD
     return outcomes
 
 
@@ -154,12 +175,20 @@ def _shares_inside(boxes: Floats, crowds: Floats) -> Floats:
 
 
 def _average_precision(outcomes: NDArray[np.int8], object_count: int) -> float:
-    """Return the 101-point average precision from outcomes [n], the best score first."""
+    """Return the average precision at 101 recalls.
+
+    Args:
+        outcomes: [n] of the detected boxes of one class, the best score first.
+        object_count: number of annotated objects of the class.
+    """
     hits, misses = np.cumsum(outcomes == _HIT), np.cumsum(outcomes == _MISS)
+    recall = hits / object_count
     precision = hits / np.maximum(hits + misses, 1)
-    falling_precision = np.maximum.accumulate(precision[::-1])[::-1]
-    ranks = np.searchsorted(hits / object_count, _RECALLS, side="left")
-    return float(np.append(falling_precision, 0.0)[ranks].mean())  # 0 at recalls beyond the last
+    # at each recall counts the best precision at this recall or a higher one
+    monotonic_precision = np.maximum.accumulate(precision[::-1])[::-1]
+    sample_indices = np.searchsorted(recall, _RECALLS, side="left")
+    # recalls that no box reaches have the index n, where precision is 0
+    return float(np.append(monotonic_precision, 0.0)[sample_indices].mean())
 
 
 @dataclass(slots=True)
@@ -189,20 +218,27 @@ class PrecisionTally:
         objects = self.truth.objects[self.samples]
         self.samples += 1
         classes = self._find_classes(objects.categories)
-        size = image_size(inputs) or (1, 1)
-        for counts, outputs in ((self.reference, reference), (self.candidate, candidate)):
+        size = image_size(inputs) or (1, 1)  # without a picture boxes stay shares of 1
+        for precision, outputs in ((self.reference, reference), (self.candidate, candidate)):
             detections = self.decoder.boxes(inputs, outputs)
             if detections is None:
                 detections = NOTHING
             detections = scale_to_pixels(detections, size)
             detections = suppress_overlaps(detections, iou=_SUPPRESSION_IOU)
-            counts.add(detections, objects.boxes, classes, objects.crowds)
+            precision.add(detections, objects.boxes, classes, objects.crowds)
 
     def _find_classes(self, categories: Integers) -> Integers:
-        """Return the model's class of each category: by order, or by the category's id."""
+        """Return the model's class number of each category id.
+
+        The number of the model's classes decides how they are numbered: as many as categories are
+        numbered in the order of the ids; more than the largest id are numbered by the id itself.
+
+        Raises:
+            FeedError: the model's classes do not match the categories.
+        """
         category_ids = self.truth.categories
-        class_count = self.decoder.classes
-        if category_ids is None:
+        class_count = self.decoder.classes  # None if the outputs do not show it
+        if category_ids is None:  # the categories are the model's class numbers already
             max_class = int(categories.max(initial=0))
             if class_count is not None and max_class >= class_count:
                 raise FeedError(
@@ -226,10 +262,9 @@ class PrecisionTally:
 
     def result(self) -> MeanPrecision | None:
         """Return both models' figures; None if there are no objects."""
-        if not self.reference.objects:
+        object_count = self.reference.objects
+        if object_count == 0:
             return None
         reference, reference_50 = self.reference.result()
         candidate, candidate_50 = self.candidate.result()
-        return MeanPrecision(
-            reference, candidate, reference_50, candidate_50, self.reference.objects
-        )
+        return MeanPrecision(reference, candidate, reference_50, candidate_50, object_count)
