@@ -1,7 +1,7 @@
 """One calib8 build with its defaults, in a process of its own.
 
     python benchmarks/quantize_calib8.py MODEL SAMPLES OUT [--target T] [--method M] [--threads N]
-                                         [--effort N] [--int8-stem]
+                                         [--effort N] [--duration S] [--int8-stem]
 
 SAMPLES holds one .npz a sample, as peers.py writes them. The engine's path is left in OUT/engine.
 """
@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--method", default=None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--effort", type=int, default=None)
+    parser.add_argument("--duration", type=float, default=0.5)  # time may decide what stays float
     parser.add_argument("--int8-stem", action="store_true")
     given = parser.parse_args()
     try:
@@ -61,7 +62,7 @@ def main() -> int:
             targets=(OnnxRuntime(int8_stem=True) if given.int8_stem else given.target,),
             method=given.method,
             threads=given.threads,
-            duration_s=0.5,  # time may decide what stays float
+            duration_s=given.duration,
             tuning=None if given.effort is None else Tuning(effort=given.effort),
         )
     except Calib8Error as error:
