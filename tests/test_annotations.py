@@ -11,7 +11,7 @@ import pytest
 
 from deploy.errors import FeedError
 from deploy.feed.evaluation import apply_labels, read_labels
-from deploy.feed.feed import open_feed
+from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.preprocess import Preprocess
 from deploy.metrics.precision import GroundTruth, PrecisionTally
 from deploy.tensors import TensorSpec
@@ -116,8 +116,9 @@ def test_all_forms_give_the_objects_of_coco(form, seed, tmp_path):
     images = tmp_path / "images" / "val"
     expected = read_truth(write_coco(tmp_path, scenes), images)
     truth = read_truth(WRITERS[form](tmp_path, scenes), images)
-    assert truth.categories is None and len(truth.objects) == len(scenes)
-    for objects, expected_objects in zip(truth.objects, expected.objects, strict=True):
+    assert truth.categories is None
+    for number in range(len(scenes)):
+        objects, expected_objects = truth.objects(number), expected.objects(number)
         assert np.allclose(objects.boxes, expected_objects.boxes, atol=1e-9)
         assert np.array_equal(objects.categories, expected_objects.categories)
         assert objects.size == expected_objects.size
@@ -134,7 +135,7 @@ def test_picture_without_label_file_is_empty(tmp_path, scenes, wording):
     labels, images = write_yolo(tmp_path, scenes), tmp_path / "images" / "val"
     (labels / "0.a.txt").unlink()
     truth = read_truth(labels, images)
-    assert len(truth.objects[0].boxes) == 0
+    assert len(truth.objects(0).boxes) == 0
     wording.check(*truth.notes)
     for path in labels.glob("*.a.txt"):
         path.rename(path.with_stem(f"x{path.stem}"))
@@ -238,7 +239,8 @@ def test_data_yaml_names_its_images(text, place, tmp_path, monkeypatch):
     train_names = tuple(f"images/train/{number}.png" for number in range(2))
     train = open_feed("set/data.yaml", [X], preprocess=LETTERBOX)
     assert train.names == (train_names if place else (*train_names, *val_names))
-    assert open_feed("set/data.yaml", [X], preprocess=LETTERBOX, split="val").names == val_names
+    val = Dataset(source="set/data.yaml", preprocess=LETTERBOX, split="val")
+    assert val.open([X]).names == val_names
 
 
 @pytest.mark.parametrize(

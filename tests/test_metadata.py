@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from deploy.errors import ConfigError
-from deploy.feed.feed import open_feed
+from deploy.feed.feed import Dataset
 from deploy.feed.model_preprocess import MetadataPreprocess, resolve_preprocess
 from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.frontends.metadata import read_class_names, read_metadata_preprocess
@@ -278,13 +278,13 @@ def test_options_override_metadata(wording):
         (0.5,),
         (114.0,),
     )
-    assert with_options.origin == f"{metadata.source}, but for size and mean"
+    assert with_options.origin == f"{metadata.source}, but for size, mean"
     with_preset = resolve_preprocess(PRESETS["imagenet"], metadata, spec)
     assert (with_preset.origin, with_preset.preprocess.resize) == ("", "short-side")
     assert with_preset.notes == (
-        "the model's metadata (Ultralytics 8.1.0, imgsz 320) says resize letterbox, anchor centre,"
-        " pad 114, a black pixel as 0 and a white one as 1 although other options were given,"
-        " which are used",
+        "the model's metadata (Ultralytics 8.1.0, imgsz 320) says yolo: rgb 320x320, letterbox"
+        " (linear), pixels / 255, mean 0, std 1, nchw, although other options were given, which"
+        " are used",
     )
     expected = Preprocess(size=(320, 320), resize="letterbox", pad=(114,), scale=1, std=(255,))
     assert resolve_preprocess(expected, metadata, spec).notes == ()  # however it is written
@@ -428,9 +428,8 @@ def test_other_commands_follow_metadata(yolo_model, pictures, tmp_path, command)
 
 def test_metadata_does_not_change_arrays(yolo_model):
     spec = TensorSpec("x", "float32", ("batch", 3, 16, 16))
-    feed = open_feed(
-        np.zeros((2, 3, 16, 16), np.float32), [spec], metadata_preprocess=make_metadata(**YOLO)
-    )
+    dataset = Dataset(source=np.zeros((2, 3, 16, 16), np.float32))
+    feed = dataset.open([spec], metadata_preprocess=make_metadata(**YOLO))
     assert feed.preprocess is None
     assert feed.origin == ""
 

@@ -23,7 +23,7 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed import decoding as decoding_module
 from deploy.feed import headers, pixels, preprocess, sources
 from deploy.feed.decoding import call_and_capture, capture_decoder_output, decode_image
-from deploy.feed.feed import open_feed
+from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.pixels import input_to_image, preprocess_image, resize_to_input
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, with_options
 from deploy.feed.sampling import spread_evenly
@@ -462,7 +462,7 @@ def test_decoder_messages_that_mean_damage(monkeypatch, messages, damage):
         decode_image(JPEG, "it.jpg", grey=False)
 
 
-@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "ppm", "pgm", "jp2", "avif"])
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "ppm", "pgm"])
 @pytest.mark.parametrize("size", [(37, 21), (600, 400)])
 def test_sides_are_read_from_the_header(kind, size):
     picture = cv2.resize(PHOTO, size)
@@ -479,7 +479,6 @@ def test_sides_are_read_from_other_headers():
     lossless = encode_image(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 101)
     assert headers.read_image_size(lossless) == headers.read_image_size(PROGRESSIVE) == (600, 400)
     assert headers.read_image_size(b"P5 # a comment\n600 400\n255\n") == (600, 400)
-    assert headers.read_image_size(b"GIF89a" + bytes([88, 2, 144, 1])) == (600, 400)
     assert headers.read_image_size(b"hello") is headers.read_image_size(b"") is None
 
 
@@ -651,9 +650,9 @@ def test_picture_names_are_escaped(pictures):
     assert "data:" not in to_markdown(report)
 
 
-def test_float_pixels_are_refused_by_their_dtype():
+def test_float_pixels_are_refused():
     data = cv2.imencode(".tiff", np.zeros((4, 4, 3), np.float32))[1].tobytes()
-    with pytest.raises(FeedError, match="float32"):
+    with pytest.raises(FeedError, match="8 or 16 bits"):
         decode_image(data, "a.tiff", grey=False)
 
 
@@ -661,7 +660,7 @@ def test_max_pixels_bounds_an_image(tmp_path):
     (tmp_path / "it.png").write_bytes(PNG)
     height, width = cv2.imdecode(np.frombuffer(PNG, np.uint8), cv2.IMREAD_COLOR).shape[:2]
     for max_pixels in (height * width, height * width - 1):
-        feed = open_feed(tmp_path, [IMAGE], max_pixels=max_pixels)
+        feed = Dataset(source=tmp_path, max_pixels=max_pixels).open([IMAGE])
         if max_pixels == height * width:
             list(feed.samples())
         else:

@@ -17,7 +17,7 @@ import onnx
 import pytest
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.feed import open_feed
+from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.loaders import open_iterable
 from deploy.feed.paths import RawFiles
@@ -324,7 +324,7 @@ def test_image_copies_are_reported(pictures, tmp_path, build):
     assert "once more" not in build(*arguments)
     original, *other_paths = sorted(train.iterdir())
     shutil.copy(original, train / "again.png")
-    assert "1 of the 21 images is a copy" in build(*arguments)
+    assert "1 of the 21 images are copies" in build(*arguments)
     for number, path in enumerate(other_paths[:2]):
         shutil.copy(path, train / f"again{number}.png")
         shutil.copy(path, val / f"again{number}.png")
@@ -338,7 +338,7 @@ def test_folders_are_labels(pictures, tmp_path, build):
     for number, path in enumerate(sorted(pictures.iterdir())):
         (tmp_path / "val" / ["cat", "dog", "owl"][number % 3]).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / "val" / ["cat", "dog", "owl"][number % 3])
-    feed = open_feed(tmp_path / "val", [X], labels_by_folder=True)
+    feed = Dataset(source=tmp_path / "val").open([X], labels_by_folder=True)
     assert feed.labels == (0,) * 7 + (1,) * 7 + (2,) * 6
     assert "labels by folder: 3 classes, 0 is cat" in feed.notes
     arguments = "--images", pictures, "--labels", "folders"
@@ -366,7 +366,7 @@ def test_video_is_fed_by_frames(tmp_path, command, small_cnn, wording):
     # in a process whose stderr is no test's
     subprocess.run([sys.executable, "-m", "deploy", *build_arguments.split()], check=True)
     arguments = "calibrate", small_cnn, "--images", path, "--out", tmp_path / "a.cache"
-    assert "every 2nd of 23 samples is used" in command(*arguments, "--stride", 2)
+    assert "one of every 2 of 23 samples is used" in command(*arguments, "--stride", 2)
     for line in ("clip.avi\nclip.avi\n", "clip.avi 3\n"):
         (tmp_path / "list.txt").write_text(line)
         with pytest.raises(FeedError) as raised:
@@ -401,7 +401,7 @@ def test_random_sample_and_stride_choose_images(pictures, tmp_path, run, small_c
     wording.check(run.fails(*arguments, "--sample", 3, "--limit", 3))
     feed = open_feed(pictures, [X], limit=Choice(every=3))
     assert feed.names == tuple(f"{n:02}.png" for n in range(0, 20, 3))
-    assert "every 3rd of 20 samples is used" in feed.notes
+    assert "one of every 3 of 20 samples is used" in feed.notes
 
 
 LOADERS = {

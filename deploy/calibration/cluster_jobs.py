@@ -41,7 +41,7 @@ from deploy.errors import (
     did_you_mean,
     first_line,
 )
-from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.feed import Dataset, FeedSource
 from deploy.feed.loaders import is_loader_spec
 from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess
@@ -374,14 +374,14 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
         assert job.images is not None
         images = list(job.images) if isinstance(job.images, tuple) else job.images
         try:
-            feed = open_feed(
-                images,
-                job.inputs,
+            dataset = Dataset(
+                source=images,
                 preprocess=job.preprocess,
                 skip_bad=job.skip_bad,
                 limit=job.choice,
                 max_pixels=job.max_pixels,
             )
+            feed = dataset.open(job.inputs)
         except FeedError as error:
             raise FeedError(f"{error}; {remedy}") from error
         _last_feed.job_key, _last_feed.feed = job.key, feed

@@ -184,7 +184,7 @@ def _read_yaml_labels(path: Path) -> Annotations:
             " (kpt_shape); leave the labels out"
         )
     files = resolve_files(path, split="val").files
-    image_paths = (os.path.abspath(files.path(index)) for index in range(len(files)))
+    image_paths = (os.path.abspath(file.path) for file in files)
     label_paths = list(dict.fromkeys(map(_label_path, image_paths)))  # a picture may be named twice
     present_paths = list(filter(os.path.exists, label_paths))
     if not present_paths:

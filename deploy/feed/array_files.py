@@ -36,13 +36,13 @@ from deploy.feed.arrays import (
     has_rows,
     with_batch,
 )
-from deploy.feed.file_list import ImageFile
+from deploy.feed.file_list import FileList, ImageFile
 from deploy.feed.images import printable_name, suffix_of
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
 from deploy.files.archives import HEADER_LOCK, check_archive, read_array_header
 from deploy.files.guard import add_input_file
-from deploy.files.reading import format_bytes, open_regular_file, refuse_irregular
+from deploy.files.reading import open_regular_file, refuse_irregular
 from deploy.tensors import Array, FirstAxis, TensorSpec
 
 SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))
@@ -86,12 +86,10 @@ class ArrayFileContents:
     Attributes:
         item: arrays by input.
         labels: one class number per sample; None without labels.
-        is_compressed: whether it was unpacked into temporary files.
     """
 
     item: Item
     labels: tuple[int, ...] | None = None
-    is_compressed: bool = False
 
 
 def open_array_file(path: Path, specs: Specs) -> ArraySource:
@@ -106,24 +104,20 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
     counter.add(contents.item, name)
     if not counter.total:
         raise FeedError(f"{name} must hold samples, got none")
-    notes = conversion_notes(contents.item, specs)
-    if contents.is_compressed:
-        notes.insert(0, f"{name} is compressed and was unpacked into temporary files")
+    notes = tuple(conversion_notes(contents.item, specs))
     return ArraySource(
-        counter.specs, [contents.item], counter.item_ends, name, contents.labels, tuple(notes)
+        counter.specs, [contents.item], counter.item_ends, name, contents.labels, notes
     )
 
 
-def open_array_files(
-    files: Sequence[ImageFile], specs: Specs, name: str, *, skip_bad: bool
-) -> ArraySource:
+def open_array_files(files: FileList, specs: Specs, name: str, *, skip_bad: bool) -> ArraySource:
     """Open files that each hold all inputs; a file's label applies to all its samples.
 
     Raises:
         FeedError: a file does not fit the inputs; with `skip_bad` only when the file is read.
     """
     items = [_paths_of_line(file, specs) for file in files]
-    source = _open_items(items, [file.name for file in files], specs, name, skip_bad=skip_bad)
+    source = _open_items(items, files.names, specs, name, skip_bad=skip_bad)
     labels: list[int] = []
     for file, item_end in zip(files, source.item_ends, strict=True):
         if file.label is None:
@@ -147,7 +141,7 @@ def _paths_of_line(file: ImageFile, specs: Specs) -> Mapping[str, Path]:
 
 
 def open_array_folder(
-    folder: Path, files: Sequence[ImageFile], specs: Specs, *, skip_bad: bool
+    folder: Path, files: FileList, specs: Specs, *, skip_bad: bool
 ) -> ArraySource:
     """Open the files of arrays in a folder, or in one subfolder per input.
 
@@ -155,15 +149,13 @@ def open_array_folder(
         FeedError: a file does not fit the inputs, or the subfolders hold different file names.
     """
     title = printable_name(folder.name or str(folder))
-    subfolders = {file.name.partition("/")[0] for file in files if "/" in file.name}
+    subfolders = {name.partition("/")[0] for name in files.names if "/" in name}
     if len(specs) > 1 and subfolders == {spec.name for spec in specs}:
         return _open_subfolders(files, specs, title, skip_bad=skip_bad)
     return open_array_files(files, specs, title, skip_bad=skip_bad)
 
 
-def _open_subfolders(
-    files: Sequence[ImageFile], specs: Specs, title: str, *, skip_bad: bool
-) -> ArraySource:
+def _open_subfolders(files: FileList, specs: Specs, title: str, *, skip_bad: bool) -> ArraySource:
     """Open one folder per input; files of the same name form one item."""
     input_names = [spec.name for spec in specs]
     files_by_stem: dict[str, dict[str, Path]] = {}  # name without suffix -> input -> its file
@@ -232,8 +224,6 @@ def _open_items(
         else:
             labels += contents.labels or ()
             notes.update(conversion_notes(contents.item, specs))
-            if contents.is_compressed:
-                notes.add("compressed .npz files are unpacked into temporary files")
 
     total = counter.total
     if not total:
@@ -255,12 +245,9 @@ def _read_item(paths: Mapping[str, Path], specs: Specs) -> ArrayFileContents:
     if "" in paths:
         return read_arrays(paths[""], specs)
     item: Item = {}
-    is_compressed = False
     for spec in specs:
-        contents = read_arrays(paths[spec.name], (spec,))
-        item[spec.name] = contents.item[spec.name]
-        is_compressed |= contents.is_compressed
-    return ArrayFileContents(item, is_compressed=is_compressed)
+        item |= read_arrays(paths[spec.name], (spec,)).item
+    return ArrayFileContents(item)
 
 
 def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
@@ -270,12 +257,11 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
     """
     suffix = path.suffix.lower()
-    is_compressed = False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
             if suffix == ".npz":
-                arrays, is_compressed = _load_npz(path)
+                arrays = _load_npz(path)
             elif suffix == ".npy":
                 arrays = {"": _load_npy(path)}
             else:
@@ -298,7 +284,7 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
         count = count_samples(item, specs, name)
         if len(labels) != count:
             raise FeedError(f"{name} must have one label per sample, got {len(labels)} for {count}")
-    return ArrayFileContents(item, labels, is_compressed)
+    return ArrayFileContents(item, labels)
 
 
 def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | None:
@@ -359,35 +345,20 @@ def _load_npy(path: Path) -> Array:
     return array
 
 
-def _load_npz(path: Path) -> tuple[dict[str, Array], bool]:
-    """Return the arrays by name, memory-mapped, and whether any had to be unpacked for that."""
+def _load_npz(path: Path) -> dict[str, Array]:
+    """Return the arrays by name, memory-mapped; compressed ones are unpacked for that."""
     arrays: dict[str, Array] = {}
-    compressed_entries = []
     with open_regular_file(path, what="an .npz file", error=FeedError) as file:
         check_archive(file, path, what="an .npz file", error=FeedError, max_entries=_MAX_ENTRIES)
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.compress_type == zipfile.ZIP_STORED:
-                    arrays[entry.filename.removesuffix(".npy")] = _map_entry(path, file, entry)
+                    array = _map_entry(path, file, entry)
                 else:
-                    compressed_entries.append(entry)
-            _check_free_space(path, sum(entry.file_size for entry in compressed_entries))
-            for entry in compressed_entries:
-                with archive.open(entry) as stream:
-                    array = _unpack(stream, entry.file_size)
+                    with archive.open(entry) as stream:
+                        array = _unpack(stream, entry.file_size)
                 arrays[entry.filename.removesuffix(".npy")] = array
-    return arrays, bool(compressed_entries)
-
-
-def _check_free_space(path: Path, required_bytes: int) -> None:
-    folder = tempfile.gettempdir()
-    free_bytes = shutil.disk_usage(folder).free
-    if required_bytes > free_bytes:
-        raise FeedError(
-            f"{printable_name(str(path))} needs {format_bytes(required_bytes)} of room in {folder}"
-            f" to be unpacked, got {format_bytes(free_bytes)}; write it with numpy.savez, which"
-            " needs no unpacking"
-        )
+    return arrays
 
 
 def _unpack(stream: IO[bytes], max_bytes: int) -> Array:

@@ -70,6 +70,8 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
             " smaller copy of it"
         )
     damage = _find_damage(data)
+    if damage is None and size is None:
+        damage = "damaged or of an unknown format"
     if damage is not None:
         raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {damage})")
 
@@ -77,14 +79,14 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
     if deep and headers.read_bit_depth(data) == 16:
         flag |= cv2.IMREAD_ANYDEPTH
-    pixels, warnings = _decode_with_opencv(data, flag)
+    pixels, warnings = call_and_capture(lambda: _decode_with_opencv(data, flag))
     damage_warnings = list(filter(_DAMAGE_WARNING.search, warnings))
     if damage_warnings:
         raise FeedError(
             f"{title} is damaged ({len(data)} bytes), its decoder says: {damage_warnings[0]}"
         )
     if pixels is None or not pixels.size:
-        reason = ": ".join([_describe_undecodable(data), *warnings[-1:]])
+        reason = ": ".join(["damaged, or not of 8 or 16 bits a channel", *warnings[-1:]])
         raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {reason})")
     with_channels: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
     return with_channels
@@ -115,29 +117,14 @@ def _find_png_damage(data: bytes) -> str | None:
     return "cut short"
 
 
-def _decode_with_opencv(data: bytes, flag: int) -> tuple[Array | None, list[str]]:
-    """Return the pixels, or None if OpenCV refuses the data; and the decoder's warnings.
-
-    `flag`: OpenCV's IMREAD_...
-    """
+def _decode_with_opencv(data: bytes, flag: int) -> Array | None:
+    """Return the pixels, or None if OpenCV refuses the data; `flag` is OpenCV's IMREAD_..."""
     cv2 = opencv()
-
-    def imdecode() -> Array | None:
-        try:
-            pixels: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
-        except (cv2.error, MemoryError):
-            return None
-        return pixels
-
-    return call_and_capture(imdecode)
-
-
-def _describe_undecodable(data: bytes) -> str:
-    """Return why OpenCV gives no 8-bit pixels of an image."""
-    pixels, _ = _decode_with_opencv(data, opencv().IMREAD_UNCHANGED)
-    if pixels is None or not pixels.size:
-        return "damaged or of an unknown format"
-    return f"its pixels are {pixels.dtype}: save it with 8 or 16 bits, or its values as .npy"
+    try:
+        pixels: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+    except (cv2.error, MemoryError):
+        return None
+    return pixels
 
 
 def opencv() -> Any:

@@ -11,7 +11,6 @@ Labels are given, numbered by folder, or annotated objects in pixels of the mode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 
@@ -189,8 +188,8 @@ def apply_labels(
         _note_scaled_boxes(labels, sizes, evaluation.count),
         _note_unlabelled(labels, evaluation),
     )
-    objects = ObjectsInInput(labels, evaluation, sizes)
-    return GroundTruth(objects, labels.categories, tuple(filter(None, notes)))
+    objects = _ObjectsInInput(labels, evaluation, sizes)
+    return GroundTruth(objects.of_sample, labels.categories, tuple(filter(None, notes)))
 
 
 def _note_scaled_boxes(
@@ -252,19 +251,14 @@ def _find_image_sizes(annotations: Annotations, evaluation: Feed) -> dict[str, S
 
 def _describe_other_shape(name: str, size: Size, annotated: Size) -> str:
     """Return the message for an image of another shape than annotated, perhaps rotated."""
-    remedy = "give the images that were annotated, or correct the sizes and boxes there"
-    if size == annotated[::-1]:  # rotated
-        remedy = (
-            "save it as it is displayed, without an EXIF rotation, or swap width, height and the"
-            " boxes there"
-        )
     return (
         f"an image must have the width and height that its annotations say, got {name[:200]!r} of"
-        f" {size[1]}x{size[0]} and {annotated[1]}x{annotated[0]} in the annotations; {remedy}"
+        f" {size[1]}x{size[0]} and {annotated[1]}x{annotated[0]} in the annotations; give the"
+        " images that were annotated, as displayed (without an EXIF rotation), or correct these"
     )
 
 
-class ObjectsInInput(Sequence[Objects]):
+class _ObjectsInInput:
     """The objects of a feed's good images; bad ones drop out while the feed is read."""
 
     def __init__(self, annotations: Annotations, feed: Feed, sizes: Mapping[str, Size]) -> None:
@@ -275,24 +269,12 @@ class ObjectsInInput(Sequence[Objects]):
         self._good_count = -1  # of the feed when `_names` were read
         self._names: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        return self._feed.count
-
-    @overload
-    def __getitem__(self, position: int) -> Objects: ...
-
-    @overload
-    def __getitem__(self, position: slice) -> Sequence[Objects]: ...
-
-    def __getitem__(self, position: int | slice) -> Objects | Sequence[Objects]:
+    def of_sample(self, number: int) -> Objects:
+        """Return the objects of the good image of this number, from 0, in pixels of the input."""
         if self._good_count != self._feed.count:
             self._good_count = self._feed.count
             self._names = self._feed.names
-        if isinstance(position, slice):
-            return list(map(self._convert_objects, self._names[position]))
-        return self._convert_objects(self._names[position])
-
-    def _convert_objects(self, name: str) -> Objects:
+        name = self._names[number]
         preprocess = self._feed.preprocess
         assert preprocess is not None
         annotation = self._annotations.find_objects(name)

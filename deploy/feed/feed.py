@@ -79,36 +79,125 @@ _NO_PREPROCESSING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceOpener:
-    """Options for opening a source for a model."""
+class Dataset:
+    """Images or arrays, and how they are chosen, read and prepared.
 
-    specs: tuple[TensorSpec, ...]
-    preprocess: PreprocessRequest
-    metadata_preprocess: MetadataPreprocess | None
-    skip_bad: bool
-    choice: Choice
-    recurrence: Recurrence | None = None
-    max_pixels: int
+    Attributes:
+        source: see the docstring of `deploy.feed.feed`.
+        preprocess: how images become inputs, or some options of it by name; the model's metadata,
+            else its input, decides the rest.
+        skip_bad: skip unreadable images and arrays with NaN instead of raising.
+        limit: use at most this number of samples, or a `Choice` of them; None uses all.
+        split: which images of a data.yaml are used.
+        batch_axis: "0" if the first dimension of the inputs is a batch, "none" if it is part of a
+            sample; "auto" decides by the shapes of the model and of the samples.
+        states: state input -> the output that the next step of a sequence gets there; states that
+            names and shapes show need not be listed.
+        max_pixels: pixels that an image may have; decoding takes three bytes each.
+    """
 
-    def open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
-        """Open the samples; they may lack the states that the model feeds itself.
+    source: FeedSource
+    preprocess: PreprocessRequest = None
+    skip_bad: bool = False
+    limit: Limit = None
+    split: Split = "train"
+    batch_axis: str = AUTO
+    states: Mapping[str, str] = field(default_factory=dict)
+    max_pixels: int = DEFAULT_MAX_PIXELS
+
+    @phase("opening the samples")
+    def open(
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        metadata_preprocess: MetadataPreprocess | None = None,
+        labels_by_folder: bool = False,
+        recurrence: Recurrence | None = None,
+    ) -> Feed:
+        """Open the samples for a model.
+
+        Args:
+            specs: the model's inputs.
+            metadata_preprocess: preprocessing from the model's metadata, of a `LoadedModel`.
+            labels_by_folder: number the subfolders and use the numbers as class labels.
+            recurrence: how the model may feed itself states; None if it is not to be run.
 
         Raises:
-            FeedError, ConfigError: as `open_feed`.
+            FeedError: no samples, or samples that do not fit the inputs.
+            ConfigError: options that do not apply to the source.
         """
-        if self.recurrence is None or isinstance(source, CalibratorScript):
-            return replace(self, recurrence=None)._open(source, files)
-        given_names: Collection[str] = ()
-        if files is None:
-            given_names, source = peek_names(source, self.specs)
-        elif files.are_arrays:
-            given_names = names_in_file(files.files[0], self.specs)
-        specs = self.recurrence.required_inputs(given_names)
-        if specs is None:  # the samples hold the states
-            return replace(self, recurrence=None)._open(source, files)
-        return replace(self, specs=specs)._open(source, files)
+        if not specs:
+            raise FeedError("a model must have an input to be fed, got none; check the model")
+        if self.batch_axis != AUTO or any(spec.first_axis is None for spec in specs):
+            specs = mark_first_axes(specs, choice=self.batch_axis)
+        source = self.source
+        if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
+            source = cast("FeedSource", call_loader(str(source)))
+        files = _resolve_source_files(source, self.split)
+        if labels_by_folder:
+            if files is None:
+                raise ConfigError("labels by folder are of files in folders, got no path; give one")
+            files = label_by_folder(files)
 
-    def _open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
+        recurrence = self._find_recurrence(specs, recurrence)
+        if isinstance(source, CalibratorScript):  # it gives all inputs
+            recurrence = None
+        if recurrence is not None:
+            given_names: Collection[str] = ()
+            if files is None:
+                given_names, source = peek_names(source, specs)
+            elif files.are_arrays:
+                given_names = names_in_file(files.files[0], recurrence.inputs)
+            required_inputs = recurrence.required_inputs(given_names)
+            if required_inputs is None:  # the samples hold the states
+                recurrence = None
+            else:
+                specs = required_inputs
+        opener = _SourceOpener(
+            dataset=self,
+            choice=to_choice(self.limit),
+            specs=tuple(specs),
+            metadata_preprocess=metadata_preprocess,
+            recurrence=recurrence,
+        )
+        return opener.open(source, files)
+
+    def _find_recurrence(
+        self, specs: Sequence[TensorSpec], recurrence: Recurrence | None
+    ) -> Recurrence | None:
+        """Return the model's recurrence with the user's states; None for a model without states."""
+        if recurrence is None:
+            if self.states:
+                raise ConfigError(
+                    "states are followed where one float model runs, got"
+                    f" {', '.join(self.states)}; leave --state out, and put them into the samples"
+                )
+            return None
+        recurrence = replace(recurrence, inputs=tuple(specs))
+        if self.states:
+            recurrence = recurrence.with_states(self.states)
+        return recurrence if recurrence.states else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SourceOpener:
+    """Opens the source of a `Dataset` for a model.
+
+    Attributes:
+        dataset: the options of the user.
+        choice: `dataset.limit`.
+        specs: the inputs that the samples hold.
+        metadata_preprocess: preprocessing from the model's metadata.
+        recurrence: how the model feeds itself states that the samples lack; None without states.
+    """
+
+    dataset: Dataset
+    choice: Choice
+    specs: tuple[TensorSpec, ...]
+    metadata_preprocess: MetadataPreprocess | None
+    recurrence: Recurrence | None
+
+    def open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
         """Open `source`; `files` are the files that a path or a list of paths resolves to.
 
         Raises:
@@ -121,7 +210,7 @@ class SourceOpener:
             return self._open_images(files)
         if isinstance(source, CalibratorScript):
             return self._open_calibrator(source)
-        if self.preprocess is None:
+        if self.dataset.preprocess is None:
             return self._create_feed(self._open_arrays(source, files, self.specs))
         if files is None:
             return self._open_images_in_memory(source)
@@ -137,11 +226,11 @@ class SourceOpener:
             )
         (spec,) = self.specs
         arrays = self._open_arrays(raw.path, files, (raw.file_spec(spec),))
-        if raw.are_images(spec, has_preprocess=self.preprocess is not None):
+        if raw.are_images(spec, has_preprocess=self.dataset.preprocess is not None):
             resolved = self._resolve_preprocess()
             images = convert_images(arrays, spec, resolved.preprocess)
             return self._create_feed(images, resolved, kind="raw pictures")
-        if self.preprocess is not None:
+        if self.dataset.preprocess is not None:
             raise ConfigError(_NO_PREPROCESSING)
         return self._create_feed(convert_arrays(arrays, spec))
 
@@ -160,17 +249,17 @@ class SourceOpener:
                 default_every=video.frames_per_second,
             )
 
-        if not self.skip_bad:
+        if not self.dataset.skip_bad:
             number, shard_count = self.choice.shard or (1, 1)
             chosen, _ = self.choice.choose(len(files.files))
             own_indices = chosen[number - 1 :: shard_count]
             own_files = (files.files[index] for index in own_indices)
             check_present(own_files, len(own_indices), files.name)
-        source = ImageSource(files.files, spec, preprocess, self.max_pixels)
+        source = ImageSource(files.files, spec, preprocess, self.dataset.max_pixels)
         return self._create_feed(source, resolved, kind="images", notes=files.notes)
 
     def _open_calibrator(self, script: CalibratorScript) -> Feed:
-        if self.preprocess is not None:
+        if self.dataset.preprocess is not None:
             raise ConfigError(
                 f"a calibrator's batches are fed as they are, got preprocessing for {script};"
                 " leave it out"
@@ -190,15 +279,18 @@ class SourceOpener:
     def _open_arrays(
         self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
     ) -> ArraySource:
+        skip_bad = self.dataset.skip_bad
         if files is None:
             items, has_end = iterate_items(source)
             return open_iterable(items, specs, has_end=has_end, limit=self.choice.required_samples)
         if files.folder is not None:
-            return open_array_folder(files.folder, files.files, specs, skip_bad=self.skip_bad)
+            return open_array_folder(
+                files.folder, files.files, specs, skip_bad=self.dataset.skip_bad
+            )
         if len(files.files) == 1 and files.files[0].label is None:
             add_input_file(files.files[0].path)
             return open_array_file(files.files[0].path, specs)
-        return open_array_files(files.files, specs, files.name, skip_bad=self.skip_bad)
+        return open_array_files(files.files, specs, files.name, skip_bad=skip_bad)
 
     def _resolve_preprocess(self) -> ResolvedPreprocess:
         """Return the preprocessing for the model's only input."""
@@ -208,7 +300,9 @@ class SourceOpener:
                 f" {summarize_names([describe(spec) for spec in self.specs])}; give a folder of"
                 " .npz files with one array an input, or one folder of .npy files an input"
             )
-        resolved = resolve_preprocess(self.preprocess, self.metadata_preprocess, self.specs[0])
+        resolved = resolve_preprocess(
+            self.dataset.preprocess, self.metadata_preprocess, self.specs[0]
+        )
         check_dtype(self.specs[0], resolved.preprocess)
         return resolved
 
@@ -260,7 +354,7 @@ class SourceOpener:
             kind=kind,
             batch=batch,
             preprocess=preprocess,
-            skip_bad=self.skip_bad,
+            skip_bad=self.dataset.skip_bad,
             notes=(*notes, *choice_notes),
             origin=origin,
             share=share,
@@ -278,124 +372,6 @@ def _open_video(files: SourceFiles, spec: TensorSpec, preprocess: Preprocess) ->
             f" {files.name}; give it by itself, or its frames as images"
         )
     return VideoSource(videos[0].path, spec, preprocess)
-
-
-@phase("opening the samples")
-def open_feed(
-    source: FeedSource,
-    specs: Sequence[TensorSpec],
-    *,
-    preprocess: PreprocessRequest = None,
-    metadata_preprocess: MetadataPreprocess | None = None,
-    skip_bad: bool = False,
-    limit: Limit = None,
-    labels_by_folder: bool = False,
-    split: Split = "train",
-    recurrence: Recurrence | None = None,
-    max_pixels: int = DEFAULT_MAX_PIXELS,
-) -> Feed:
-    """Open images or arrays as calibration data for a model.
-
-    Args:
-        source: see the module's docstring.
-        specs: the model's inputs.
-        preprocess: image preprocessing, complete or some of its options. The other options come
-            from the model's metadata, else from its input; a note says which.
-        metadata_preprocess: preprocessing from the model's metadata, of a `LoadedModel`.
-        skip_bad: skip unreadable images and arrays with NaN; `notes` lists them.
-        limit: maximum number of samples, spread evenly over the source (the first ones of what has
-            no length: a calibrator, a generator); or a `Choice`.
-        labels_by_folder: number the subfolders and use the numbers as class labels.
-        split: which images of a data.yaml are used.
-        recurrence: how the model feeds itself states; None for a model without.
-        max_pixels: pixels that an image may have.
-
-    Raises:
-        FeedError: no samples, or samples that do not fit the inputs.
-        ConfigError: options that do not apply to the source.
-    """
-    if not specs:
-        raise FeedError("a model must have an input to be fed, got none; check the model")
-    if any(spec.first_axis is None for spec in specs):
-        specs = mark_first_axes(specs)
-    opener = SourceOpener(
-        specs=tuple(specs),
-        preprocess=preprocess,
-        metadata_preprocess=metadata_preprocess,
-        skip_bad=skip_bad,
-        choice=to_choice(limit),
-        recurrence=recurrence,
-        max_pixels=max_pixels,
-    )
-    if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
-        source = cast("FeedSource", call_loader(str(source)))
-    files = _resolve_source_files(source, split)
-    if labels_by_folder:
-        if files is None:
-            raise ConfigError("labels by folder are of files in folders, got no path; give one")
-        files = label_by_folder(files)
-    return opener.open(source, files)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
-    """Images or arrays, and how they are chosen, read and prepared.
-
-    Attributes:
-        source: see the docstring of `deploy.feed.feed`.
-        preprocess: how images become inputs, or some options of it by name; the model's metadata,
-            else its input, decides the rest.
-        skip_bad: skip unreadable images and arrays with NaN instead of raising.
-        limit: use at most this number of samples, or a `Choice` of them; None uses all.
-        split: which images of a data.yaml are used.
-        batch_axis: "0" if the first dimension of the inputs is a batch, "none" if it is part of a
-            sample; "auto" decides by the shapes of the model and of the samples.
-        states: state input -> the output that the next step of a sequence gets there; states that
-            names and shapes show need not be listed.
-        max_pixels: pixels that an image may have; decoding takes three bytes each.
-    """
-
-    source: FeedSource
-    preprocess: PreprocessRequest = None
-    skip_bad: bool = False
-    limit: Limit = None
-    split: Split = "train"
-    batch_axis: str = AUTO
-    states: Mapping[str, str] = field(default_factory=dict)
-    max_pixels: int = DEFAULT_MAX_PIXELS
-
-    def open(
-        self,
-        specs: Sequence[TensorSpec],
-        *,
-        metadata_preprocess: MetadataPreprocess | None = None,
-        labels_by_folder: bool = False,
-        recurrence: Recurrence | None = None,
-    ) -> Feed:
-        """Open the samples for a model with these inputs, as `open_feed`."""
-        if self.batch_axis != AUTO:
-            specs = mark_first_axes(specs, choice=self.batch_axis)
-        if recurrence is not None:
-            recurrence = replace(recurrence, inputs=tuple(specs))
-            if self.states:
-                recurrence = recurrence.with_states(self.states)
-        elif self.states:
-            raise ConfigError(
-                "states are followed where one float model runs, got"
-                f" {', '.join(self.states)}; leave --state out, and put them into the samples"
-            )
-        return open_feed(
-            self.source,
-            specs,
-            preprocess=self.preprocess,
-            metadata_preprocess=metadata_preprocess,
-            skip_bad=self.skip_bad,
-            limit=self.limit,
-            labels_by_folder=labels_by_folder,
-            split=self.split,
-            recurrence=recurrence if recurrence is not None and recurrence.states else None,
-            max_pixels=self.max_pixels,
-        )
 
 
 def to_dataset(
@@ -420,6 +396,19 @@ def to_dataset(
         batch_axis=batch_axis,
         states=states or {},
     )
+
+
+def open_feed(
+    source: FeedSource,
+    specs: Sequence[TensorSpec],
+    *,
+    preprocess: PreprocessRequest = None,
+    skip_bad: bool = False,
+    limit: Limit = None,
+) -> Feed:
+    """Open a source with these options for a model with these inputs, see `Dataset`."""
+    dataset = to_dataset(source, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    return dataset.open(specs)
 
 
 def is_array_dataset(dataset: Dataset, specs: Sequence[TensorSpec]) -> bool:

@@ -1,11 +1,4 @@
-"""Compact storage for the files of a dataset: names, labels and sha256 digests.
-
-A path and a name as Python objects take half a kilobyte per image, and a dataset may have
-100,000. `FileList` stores them in three arrays::
-
-    names    a.jpgb.jpgsub/c.jpg      all names in one buffer
-    ends     5 10 19                  where each name ends
-    labels   -1 -1 -1                 class numbers; -1 for none
+"""The files of a dataset, and the sha256 of every sample.
 
 `SampleDigests` stores one digest per sample, so that every read returns the bytes of the first
 read::
@@ -18,19 +11,14 @@ digest is needed before the pass.
 """
 
 import hashlib
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 
 from deploy.errors import FeedError
 from deploy.tensors import Array
-
-_NO_LABEL = -1  # no label
-_ENCODING_ERRORS = "surrogatepass"  # file names may hold bytes that are not valid text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,61 +30,46 @@ class ImageFile:
     label: int | None = None
 
 
-class FileList(Sequence[ImageFile]):
-    """The files of one folder; of any folder if the names are complete paths."""
+class FileList:
+    """The files of one folder; of any folder if the names are complete paths.
+
+    A dataset may have 100,000 files: a path is made when it is asked for.
+
+    Attributes:
+        names: of the files, relative to the folder.
+    """
 
     def __init__(
-        self, folder: Path | str, names: Iterable[str] = (), labels: Iterable[int] | None = None
+        self, folder: Path | str, names: Iterable[str] = (), labels: Iterable[int] = ()
     ) -> None:
+        """Args: labels: one class number per name, or none at all."""
+        self.names = list(names)
         self._folder = Path(folder)
-        self._names = bytearray()
-        self._ends = array("Q")
-        self._labels = array("i")
-        if labels is None:
-            for name in names:
-                self.add(name)
-        else:
-            for name, label in zip(names, labels, strict=True):
-                self.add(name, label)
+        self._labels: list[int | None] = list(labels) or [None] * len(self.names)
 
     def add(self, name: str, label: int | None = None) -> None:
         """Append a file."""
-        self._names += name.encode(errors=_ENCODING_ERRORS)
-        self._ends.append(len(self._names))
-        self._labels.append(_NO_LABEL if label is None else label)
+        self.names.append(name)
+        self._labels.append(label)
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.names)
 
-    @overload
-    def __getitem__(self, index: int) -> ImageFile: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ImageFile]: ...
-    def __getitem__(self, index: int | slice) -> ImageFile | list[ImageFile]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        name = self.name(index)
-        label: int | None = self._labels[index]
-        if label == _NO_LABEL:
-            label = None
-        return ImageFile(self._folder / name, name, label)
+    def __getitem__(self, index: int) -> ImageFile:
+        return ImageFile(self.path(index), self.names[index], self._labels[index])
+
+    def __iter__(self) -> Iterator[ImageFile]:
+        return map(self.__getitem__, range(len(self)))
 
     def path(self, index: int) -> Path:
-        """Return the path only."""
-        return self._folder / self.name(index)
-
-    def name(self, index: int) -> str:
-        """Return the name only: a third of the work of `[index]`."""
-        position = range(len(self))[index]
-        start = self._ends[position - 1] if position else 0
-        return self._names[start : self._ends[position]].decode(errors=_ENCODING_ERRORS)
+        """Return the path of a file."""
+        return self._folder / self.names[index]
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """One label per file; None if a file has none."""
-        if _NO_LABEL in self._labels:
-            return None
-        return tuple(self._labels)
+        """One class number per file; None if a file has none."""
+        labels = tuple(label for label in self._labels if label is not None)
+        return labels if len(labels) == len(self) else None
 
 
 _DIGEST_BYTES = 32  # length of a sha256
@@ -152,17 +125,20 @@ class SampleDigests:
 
     def digest(self, index: int) -> bytes:
         """Return the digest of a sample that was read."""
-        assert self._is_known[index]
         return bytes(self._digests[index * _DIGEST_BYTES : (index + 1) * _DIGEST_BYTES])
 
     def count_duplicates(self, indices: Iterable[int]) -> int:
         """Count the samples read so far that are byte-for-byte copies of another one."""
-        digests = [self.digest(index) for index in indices if index in self]
+        digests = self.known(indices)
         return len(digests) - len(set(digests))
 
-    def hex(self, indices: Iterable[int]) -> Iterator[str]:
-        """Yield the digests of several samples in hexadecimal."""
-        return (self.digest(index).hex() for index in indices)
+    def known(self, indices: Iterable[int]) -> list[bytes]:
+        """Return the digests of those of these samples that were read so far."""
+        return [self.digest(index) for index in indices if index in self]
+
+    def hex(self, indices: Iterable[int]) -> tuple[str, ...]:
+        """Return the digests of several samples in hexadecimal."""
+        return tuple(self.digest(index).hex() for index in indices)
 
     def combined(self, indices: Sequence[int], *, by_size: bool = False) -> str:
         """Return the sha256 (hex) over the digests of samples that were read.

@@ -4,7 +4,7 @@ Notes tell the user where they differ.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, FeedError
@@ -14,6 +14,7 @@ from deploy.feed.preprocess import (
     apply_user_options,
     complete_preprocess,
     default_preprocess,
+    describe_preprocess,
     find_preset,
     format_size,
 )
@@ -64,10 +65,12 @@ def resolve_preprocess(
         preprocess, completion_notes = complete_preprocess(requested, spec)
         if model_preprocess is not None and metadata_preprocess is not None:
             source = metadata_preprocess.source
-            completion_notes = (
-                *_difference_note(preprocess, model_preprocess, source),
-                *completion_notes,
-            )
+            if _normal_form(preprocess) != _normal_form(model_preprocess):
+                difference_note = (
+                    f"{source} says {describe_preprocess(model_preprocess)}, although other options"
+                    " were given, which are used"
+                )
+                completion_notes = (difference_note, *completion_notes)
         return ResolvedPreprocess(preprocess, notes=completion_notes)
 
     options = _options(requested)
@@ -83,7 +86,7 @@ def resolve_preprocess(
     preprocess, _ = complete_preprocess(apply_user_options(model_preprocess, options), spec)
     origin = metadata_preprocess.source
     if options:
-        origin += f", but for {join_words(list(options))}"
+        origin += f", but for {', '.join(options)}"
     return ResolvedPreprocess(preprocess, origin=origin, notes=notes)
 
 
@@ -122,35 +125,22 @@ def _resolve_metadata(
     return preprocess, (f"{source} is followed but for its size: {sizes}",)
 
 
-def _difference_note(
-    preprocess: Preprocess, model_preprocess: Preprocess, source: str
-) -> tuple[str, ...]:
-    """Return a note if the user's preprocessing gives other values than the model's."""
-    form = _normal_form(preprocess)
-    model_form = _normal_form(model_preprocess)
-    differences = []
-    for name, value in model_form.items():
-        if form.get(name) != value:
-            differences.append(f"{name} {_format(value)}")
-    if not differences:
-        return ()
-    return (
-        f"{source} says {join_words(differences)} although other options were given, which are"
-        " used",
-    )
+def _normal_form(preprocess: Preprocess) -> tuple[object, ...]:
+    """Return what affects an input's values, equal however the options are written.
 
-
-def _normal_form(preprocess: Preprocess) -> dict[str, object]:
-    """Return what affects the values, in a normal form; without sizes and interpolation."""
-    form: dict[str, object] = {"resize": preprocess.resize}
-    if preprocess.resize == "letterbox":
-        form["anchor"] = preprocess.anchor
-    form["color"] = preprocess.color
+    Sizes and interpolation are left out: another size or filter is no other preprocessing.
+    """
+    pad_values = None
     if preprocess.resize in ("letterbox", "fit-height"):
-        form["pad"] = _per_channel(preprocess.pad)
-    form["a black pixel as"] = _input_values(0, preprocess)
-    form["a white one as"] = _input_values(255, preprocess)
-    return form
+        pad_values = _per_channel(preprocess.pad)
+    return (
+        preprocess.resize,
+        preprocess.anchor if preprocess.resize == "letterbox" else None,
+        preprocess.color,
+        pad_values,
+        _input_values(0, preprocess),  # of a black pixel
+        _input_values(255, preprocess),  # of a white one
+    )
 
 
 def _input_values(pixel: int, preprocess: Preprocess) -> tuple[float, ...]:
@@ -163,20 +153,3 @@ def _input_values(pixel: int, preprocess: Preprocess) -> tuple[float, ...]:
 
 def _per_channel(values: tuple[float, ...]) -> tuple[float, ...]:
     return values * 3 if len(values) == 1 else values
-
-
-def _format(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    if not isinstance(value, tuple):
-        return str(value)
-    if len(set(value)) == 1:  # the same in all channels
-        value = value[:1]
-    return " ".join(map(_format, value))
-
-
-def join_words(words: Sequence[str]) -> str:
-    """Join words as in "a, b and c"."""
-    if len(words) < 2:
-        return words[0]
-    return f"{', '.join(words[:-1])} and {words[-1]}"

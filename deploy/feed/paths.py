@@ -66,7 +66,7 @@ class SourceFiles:
         Raises:
             FeedError: some hold arrays and some are images.
         """
-        array_files = [file.name for file in self.files if is_array_file(file.path)]
+        array_files = list(filter(is_array_file, self.files.names))
         if array_files and len(array_files) < len(self.files):
             raise FeedError(
                 f"{self.name} must be of images or of arrays, got {len(array_files)} of"
@@ -303,8 +303,8 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
         FeedError: the source is no folder, a file is in no subfolder, or there is only one.
     """
     subfolders = []  # the first folder of each name, empty without one
-    for file in files.files:
-        folder, separator, _ = file.name.partition("/")
+    for name in files.files.names:
+        folder, separator, _ = name.partition("/")
         subfolders.append(folder if separator else "")
     classes = sorted(set(subfolders))
     if files.folder is None or "" in classes or len(classes) < 2:
@@ -314,9 +314,8 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
             " give a list file with labels, or --labels FILE"
         )
     label_by_class = {name: label for label, name in enumerate(classes)}
-    names = (file.name for file in files.files)
     labels = map(label_by_class.__getitem__, subfolders)
-    labelled_files = FileList(files.folder, names, labels)
+    labelled_files = FileList(files.folder, files.files.names, labels)
     note = f"labels by folder: {len(classes)} classes, 0 is {printable_name(classes[0])}"
     return replace(files, files=labelled_files, notes=(*files.notes, note))
 
@@ -396,7 +395,7 @@ def with_same_format(raw: RawFiles, path: str) -> RawFiles | str:
         files = resolve_files(Path(path)).files
     except FeedError:  # opening the path will report the error
         return path
-    if not all(is_raw_file(file.path) for file in files):
+    if not all(map(is_raw_file, files.names)):
         return path
     return replace(raw, path=path)
 
@@ -407,7 +406,7 @@ def refuse_files_with_header(files: SourceFiles) -> None:
     Raises:
         ConfigError: a file is neither .bin nor .raw.
     """
-    names = [file.name for file in files.files if not is_raw_file(file.path)]
+    names = [name for name in files.files.names if not is_raw_file(name)]
     if names:
         raise ConfigError(
             "a raw shape and dtype apply to .bin and .raw files, got"

@@ -241,12 +241,9 @@ class Feed:
         if not isinstance(self._source, ImageSource):
             return ""
         count = self.duplicate_count
-        if count == 0:
+        if not count:
             return ""
-        predicate = "are copies of others and count"
-        if count == 1:
-            predicate = "is a copy of another and counts"
-        return f"{count} of the {self.count} images {predicate} once more"
+        return f"{count} of the {self.count} images are copies of others and count once more"
 
     @property
     def duplicate_count(self) -> int:
@@ -255,24 +252,22 @@ class Feed:
 
     def count_shared(self, other: Feed) -> int:
         """Count the images or rows read here whose bytes were also read by another feed."""
-        other_digests = set(other._iterate_digests())
-        return sum(digest in other_digests for digest in self._iterate_digests())
+        other_digests = set(other._known_digests())
+        return sum(digest in other_digests for digest in self._known_digests())
 
-    def _iterate_digests(self) -> Iterator[bytes]:
-        digests = self._reader.digests
-        return (digests.digest(index) for index in self._chosen.indices if index in digests)
+    def _known_digests(self) -> list[bytes]:
+        return self._reader.digests.known(self._chosen.indices)
 
     @property
     def entry_digests(self) -> tuple[str, ...]:
         """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
-        return tuple(self._reader.digests.hex(self._chosen.indices))
+        return self._reader.digests.hex(self._chosen.indices)
 
     def sample_digests(self, number: int) -> tuple[str, ...]:
         """Return the sha256 (hex) of each image or row of the n-th sample, from 1, of a pass."""
         stop = number * self.batch
-        return tuple(
-            self._reader.digests.hex(self._chosen.last_pass_indices(stop - self.batch, stop))
-        )
+        indices = self._chosen.last_pass_indices(stop - self.batch, stop)
+        return self._reader.digests.hex(indices)
 
     @property
     def max_pixels(self) -> int:
@@ -412,7 +407,7 @@ class Feed:
         entry_count = self.entry_count
         if good_count < self.count:
             entry_count = self._chosen.count_entries(good_count)
-        digests = tuple(self._reader.digests.hex(self._chosen.indices[:entry_count]))
+        digests = self._reader.digests.hex(self._chosen.indices[:entry_count])
         return digests, self._chosen.skipped_among(entry_count)
 
     def resume(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:

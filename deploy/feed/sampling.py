@@ -202,7 +202,7 @@ class Choice:
         indices: Sequence[int] = range(0, count, every)
         notes = []
         if every > 1:
-            notes.append(f"every {_ordinal(every)} of {count} samples is used")
+            notes.append(f"one of every {every} of {count} samples is used")
         if self.limit is not None and self.limit < len(indices):
             notes.append(f"{self.limit} of {len(indices)} samples are used, spread evenly over all")
             indices = spread_evenly(indices, self.limit)
@@ -231,15 +231,6 @@ def to_choice(limit: Limit) -> Choice:
     if isinstance(limit, Choice):
         return limit
     return Choice(limit=limit)
-
-
-_ORDINAL_ENDINGS = {1: "st", 2: "nd", 3: "rd"}
-
-
-def _ordinal(number: int) -> str:
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{_ORDINAL_ENDINGS.get(number % 10, 'th')}"
 
 
 class ChosenSamples:

@@ -227,7 +227,7 @@ class ImageSource:
 
     def sample_name(self, index: int) -> str:
         """Return the file's name."""
-        return self.files.name(index)
+        return self.files.names[index]
 
     def size(self, index: int) -> Size | None:
         """Return (height, width) of the image as decoded; None if it cannot be decoded."""
@@ -235,7 +235,7 @@ class ImageSource:
 
     def title(self, index: int) -> str:
         """Return the image's name for messages."""
-        return f"image {images.printable_name(self.files.name(index))}"
+        return f"image {images.printable_name(self.files.names[index])}"
 
     def load(self, index: int) -> RawSample:
         """Return the file's bytes, hashed, and the function that decodes and preprocesses them.
@@ -267,7 +267,7 @@ class ImageSource:
 
     def _decode_preview(self, index: int, data: bytes) -> Array:
         with self._limit_large(index, data):
-            return decode_image(data, self.files.name(index), grey=False)
+            return decode_image(data, self.files.names[index], grey=False)
 
     def _limit_large(self, index: int, data: bytes) -> AbstractContextManager[object]:
         """Return the lock that a large image is decoded under.
@@ -285,7 +285,7 @@ class ImageSource:
 
     def _preprocess(self, index: int, data: bytes) -> Sample:
         grey = self.preprocess.color == "grey"
-        name = self.files.name(index)
+        name = self.files.names[index]
         pixels = decode_image(data, name, grey=grey, deep=self._feeds_16_bits)
         if headers.read_bit_depth(data) == 16:
             self.of_16_bits.add(index)

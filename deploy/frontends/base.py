@@ -181,7 +181,7 @@ class LoadedModel:
         """Open samples for this model, which may feed itself its states.
 
         Raises:
-            FeedError, ConfigError: as `deploy.feed.feed.open_feed`.
+            FeedError, ConfigError: as `Dataset.open`.
         """
         return dataset.open(
             self.inputs,

@@ -7,7 +7,7 @@ recall and sampled at 101 recalls. Boxes with a score of 0.05 or less are ignore
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,12 +74,12 @@ class GroundTruth:
     """Annotated objects of all samples.
 
     Attributes:
-        objects: those of each sample in order, in pixels of the input.
+        objects: number of a sample, from 0 -> its objects, in pixels of the input.
         categories: category ids, ascending; None if these are the model's class numbers.
         notes: sentences on how they were read.
     """
 
-    objects: Sequence[Objects]
+    objects: Callable[[int], Objects]
     categories: tuple[int, ...] | None
     notes: tuple[str, ...] = ()
 
@@ -215,7 +215,7 @@ class PrecisionTally:
         Raises:
             FeedError: the model's classes do not match the categories.
         """
-        objects = self.truth.objects[self.samples]
+        objects = self.truth.objects(self.samples)
         self.samples += 1
         classes = self._find_classes(objects.categories)
         size = image_size(inputs) or (1, 1)  # without a picture boxes stay shares of 1
