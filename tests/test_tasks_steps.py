@@ -95,8 +95,8 @@ def test_a_candidate_that_hears_silence_alone_does_not_pass_for_good():
     references = [{"y": softmax(framed(one))[None]} for one in best]
     silent = [{"y": softmax(framed(one * 0))[None]} for one in best]
     _, found = figure(references, silent)
-    assert found.value == 0 and found.figure == "steps alike but the usual"
-    assert found.words.startswith("228 of 240 steps of FP32's class, 0 of 12 of those that are not")
+    assert found.value == 0
+    assert found.words.startswith("0 of 12 steps of FP32's class, without 0, the usual one, where")
     assert figure(references, references)[1].value == 1
     assert figure(silent, references)[1] is None  # nothing to be compared with
 
@@ -157,9 +157,9 @@ def test_values_of_steps_are_compared_by_their_side(shape):
 
     references = [output() for _ in range(4)]
     form, found = figure(references, [output(5), *references[1:]], SOUND)
-    assert form.task.form == "y: probabilities of steps or labels, each its own"
-    start = f"{4 * count - 5} of {4 * count} probabilities on FP32's side of 0.5, "
-    assert found.words.startswith(start)
+    assert form.task.form == "y: scores of steps or labels, each its own"
+    high = round(0.8 * count)  # of all samples; low ones count where they differ
+    assert found.words.startswith(f"{high - 5} of {high} scores on FP32's side of 0.5, without 0,")
     assert found.words.endswith(f"{100 * (1 - 5 / count):.1f} % in the worst sample")
     weather = [{"y": 15 * np.sin(np.arange(96) / 8 + n)[None]} for n in range(4)]
     assert same_task(weather, SOUND) is None  # as many degrees above 0 as below
@@ -172,7 +172,7 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
         assert form.task.name == "steps" and same.value == 1
         quiet = [{"y": one["y"] * (0.5 if n == 1 else 1)} for n, one in enumerate(said)]
         _, found = figure(said, quiet, inputs)
-        assert found.words == "15 of 16 probabilities on FP32's side of 0.5"
+        assert found.words == "15 of 16 scores on FP32's side of 0.5"
         assert figure(said, [{"y": one["y"] * np.nan} for one in said], inputs)[1].value == 0
     state = rng().normal(size=(2, 1, 16))  # is fed to the next call
     calls = [{"sound": np.zeros((1, 512)), "state": state}] * 4
@@ -350,7 +350,7 @@ def test_one_probability_is_counted_sample_by_sample(build, tmp_path):
     _, out, told = build(switch)
     task = told["task"]
     assert task["task"] == "steps" and task["count"].endswith(" of 24") and task["value"] > 0.75
-    assert f"{task['count']} probabilities on FP32's side of 0.5" in out
+    assert f"{task['count']} scores on FP32's side of 0.5" in out
     assert "in the worst sample" not in (tmp_path / "o" / "report.md").read_text()
 
 

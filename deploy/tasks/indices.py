@@ -1,8 +1,7 @@
 """Whole numbers: classes that the model has ranked, class numbers, and indices of what it selects.
 
 `find_ranked`: TopK's values and indices, its indices alone, or ArgMax's index. The figure is the
-top-1 agreement; its text says how often FP32's class is among the candidate's best k, and how much
-of the best k is the same. The last of k are near ties, so a set counts a fifth.
+top-1 agreement; its text says how often FP32's class is among the candidate's best k.
 
 `find_integers`: other class numbers and indices, such as those that NonMaxSuppression selects. They
 are equal or not, at the same place or, in lists of varying length, as rows in any order.
@@ -12,19 +11,18 @@ are equal or not, at the same place or, in lists of varying length, as rows in a
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Integers, Outputs, are_indices, find_indices, is_index_type
+from deploy.tasks.rows import Integers, Outputs, are_indices, is_index_type
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import MOST_SHARE
 from deploy.tensors import Array
 
 NO_CLASS = np.iinfo(np.int64).min  # stands at places without a class, as of a score of NaN
-_SET_WEIGHT = 5.0  # a wrong share of the best k's set counts as much as a fifth of it in top-1
 _PADDING = -1  # integers that fill a list up
 
 
@@ -41,6 +39,13 @@ class CountedPlaces:
     equal: int = 0
     total: int = 0
     usual_class: int | None = None
+
+    @property
+    def exception(self) -> str:
+        """Which places do not count, as the end of a sentence."""
+        if self.usual_class is None:
+            return ""
+        return f", without {self.usual_class}, the usual one, where both have it"
 
 
 @dataclass(slots=True)
@@ -93,32 +98,30 @@ def _count_values(values: Array) -> Counter[int]:
     return Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
 
 
+def best_classes(scores: Array) -> Integers:
+    """Return the best class along axis 1 of scores [N, C, ...]; `NO_CLASS` where one is NaN."""
+    classes = np.asarray(scores.argmax(axis=1), np.int64)
+    classes[np.isnan(scores).any(axis=1)] = NO_CLASS
+    return classes
+
+
 @dataclass(slots=True)
 class _RankedTally(TaskTally["Ranked"]):
     """Counts samples with equal classes."""
 
     top1_matches: int = 0
     top_k_matches: int = 0
-    common_share: float = 0.0  # sum over the samples of the share of FP32's best k
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_classes = reference[self.task.output].reshape(-1).tolist()
         classes = candidate[self.task.output].reshape(-1).tolist()
-        if not reference_classes or not classes:
-            return
-        self.top1_matches += int(reference_classes[0] == classes[0])
-        self.top_k_matches += int(reference_classes[0] in classes)
-        common = {*reference_classes} & {*classes}
-        self.common_share += len(common) / len(reference_classes)
+        if reference_classes and classes:
+            self.top1_matches += int(reference_classes[0] == classes[0])
+            self.top_k_matches += int(reference_classes[0] in classes)
 
     def result(self) -> TaskFigure:
-        count = self.task.count
-        if count == 1:
-            return self.top1(self.top1_matches, self.samples, "")
-        share = self.common_share / self.samples
-        text = f"{self.top_k_matches} among the best {count}, {100 * share:.1f} % of these the same"
-        figure = self.top1(self.top1_matches, self.samples, text)
-        return replace(figure, value=min(figure.value, 1 - (1 - share) / _SET_WEIGHT))
+        text = f"{self.top_k_matches} among the best {self.task.count}"
+        return self.top1(self.top1_matches, self.samples, text if self.task.count > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,29 +153,26 @@ class Ranked(EvaluationTask):
 RANKED = Form(
     shape="[N, k] or [N] of integers, alone or beside their scores",
     values="class numbers, the best first",
-    figure="same best class; of k also how much of the set is the same, which counts a fifth",
+    figure="same best class",
     source="TopK, ArgMax",
 )
 
 
 def find_ranked(samples: FirstSamples) -> Ranked | None:
     """Recognise TopK's outputs, or one class, with or without its score."""
-    names = samples.names
-    index_outputs = {*names}
-    if len(names) == 2:
-        pairs = {find_indices(outputs, names[0], 1) for outputs in samples.outputs}
-        index_outputs = {name for name in pairs if name is not None}
-    if len(index_outputs) != 1:
+    names, first_outputs = samples.names, samples.outputs[0]
+    if len(names) > 2 or len({first_outputs[name].shape for name in names}) != 1:
         return None
-    (name,) = index_outputs
-    values = samples.arrays(name)
-    if not all(_is_class(value) or are_indices(value, 1) for value in values):
-        return None
-    parts: SlicesByOutput = {name: ()}
-    for score_name in names:
-        if score_name != name:
-            parts[score_name] = (OutputSlice(output=score_name),)
-    return Ranked(name, values[0].size, parts=parts)
+    for name in names:
+        values = samples.arrays(name)
+        if not all(_is_class(value) or are_indices(value, 1) for value in values):
+            continue
+        parts: SlicesByOutput = {name: ()}
+        for score_name in names:
+            if score_name != name:
+                parts[score_name] = (OutputSlice(output=score_name),)
+        return Ranked(name, values[0].size, parts=parts)
+    return None
 
 
 def _is_class(value: Array) -> bool:
@@ -206,9 +206,7 @@ class _IndexTally(TaskTally["Indices"]):
     def result(self) -> TaskFigure | None:
         """Return the share kept; None if FP32 gives nothing, or one value at every place."""
         places = self.places.without_usual() or CountedPlaces()
-        text = f"kept, {self.new} new"
-        if places.usual_class is not None:
-            text += f", without {places.usual_class}, the usual one, where both have it"
+        text = f"kept, {self.new} new{places.exception}"
         equal, total = places.equal + self.common_rows, places.total + self.rows
         return self.figure_of_kept("indices", equal, total, text, self.new)
 

@@ -15,8 +15,8 @@ outputs of one shape are masks together, such as U2-Net's supervised stages (Qin
 `find_heatmaps`: maps of key points, one narrow peak per channel.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from deploy.tasks.evaluation_task import (
     ThresholdTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.indices import NO_CLASS, PlaceCounts
+from deploy.tasks.indices import NO_CLASS, PlaceCounts, best_classes
 from deploy.tasks.rows import (
     Arrays,
     Integers,
@@ -38,10 +38,10 @@ from deploy.tasks.rows import (
     are_comparable,
     are_probabilities,
     image_size,
+    is_floating,
     may_be_logits,
     sums_to_one,
 )
-from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import (
     HEAT_RANGE,
     MAX_BETWEEN_SHARE,
@@ -74,6 +74,20 @@ def to_channels_first(value: Array) -> Array:
     return np.moveaxis(value, 3, 1)
 
 
+def _read_layouts(values: Arrays) -> Iterator[tuple[bool, list[Array]]]:
+    """Yield (whether channels are last, an output's maps [1, C, H, W]) for each layout that fits.
+
+    Maps are finite floating-point numbers of one number of channels, with large sides.
+    """
+    if not all(value.ndim == 4 and is_floating(value) for value in values):
+        return
+    for channels_last in (False, True):
+        maps = [to_channels_first(value) if channels_last else value for value in values]
+        min_side = min(min(value.shape[2:]) for value in maps)
+        if min_side >= MIN_MAP_SIDE and len({value.shape[1] for value in maps}) == 1:
+            yield channels_last, maps
+
+
 def _fit_pictures(samples: Arrays, inputs: Sequence[Outputs], max_scale: int) -> bool:
     """Whether each map [1, ..., H, W] is as large as its picture, or at most that much smaller."""
     for value, sample_inputs in zip(samples, inputs, strict=True):
@@ -84,14 +98,6 @@ def _fit_pictures(samples: Arrays, inputs: Sequence[Outputs], max_scale: int) ->
             if not side <= picture_side <= max_scale * side:
                 return False
     return True
-
-
-def _are_maps(value: Array, channels: range) -> bool:
-    """Whether it is finite floating-point numbers [N, C, H, W] of large sides."""
-    if value.ndim != 4 or not np.issubdtype(value.dtype, np.floating):
-        return False
-    is_large = min(value.shape[2:]) >= MIN_MAP_SIDE
-    return is_large and value.shape[1] in channels and bool(np.isfinite(value).all())
 
 
 @dataclass(slots=True)
@@ -113,9 +119,7 @@ class _PixelTally(TaskTally["Pixels"]):
         maps = to_channels_first(value) if self.task.channels_last else value
         if maps.ndim != 4 or maps.shape[1] != self.task.classes:
             return np.zeros(0, np.int64)
-        classes = np.asarray(maps.argmax(axis=1), np.int64)
-        classes[np.isnan(maps).any(axis=1)] = NO_CLASS
-        return classes.reshape(-1)
+        return best_classes(maps).reshape(-1)
 
     def result(self) -> TaskFigure | None:
         """Return the mean IoU of FP32's classes, with the share of equal pixels as text.
@@ -170,27 +174,20 @@ SEGMENTATION = Form(
 )
 
 
-def find_segmentation(first_samples: FirstSamples) -> Pixels | None:
+def find_segmentation(samples: FirstSamples) -> Pixels | None:
     """Recognise the first output that holds a class per pixel."""
-    inputs = first_samples.inputs
-    for name in first_samples.names:
-        samples = first_samples.arrays(name)
-        is_fitting = _fit_pictures(samples, inputs, MAX_CLASS_SCALE)
-        if is_fitting and all(map(_are_class_numbers, samples)):
-            count = int(max(value.max() for value in samples)) + 1
-            # floats of 0 and 1 may be a picture
-            min_count = 3 if samples[0].dtype.kind == "f" else 2
-            if min_count <= count <= _MAX_CLASSES:
-                return Pixels(name, count, parts={name: ()})
+    for name in samples.names:
+        values = samples.arrays(name)
+        if _are_class_numbers(values, samples.inputs):
+            class_count = 1 + int(max(value.max() for value in values))
+            if 2 <= class_count <= _MAX_CLASSES:
+                return Pixels(name, class_count, parts={name: ()})
 
-        maps = [to_channels_first(value) for value in samples]
-        are_last = _fit_pictures(maps, inputs, MAX_CLASS_SCALE)
-        for channels_last in (False, True) if are_last else (False,):
-            scores = maps if channels_last else samples
-            if not _are_class_scores(scores, inputs):
+        for channels_last, maps in _read_layouts(values):
+            if not _are_class_scores(maps, samples.inputs, fits_picture=channels_last):
                 continue
-            if len(first_samples.names) == 1 or _have_several_classes(scores):
-                return Pixels(name, scores[0].shape[1], channels_last)
+            if len(samples.names) == 1 or _have_several_classes(maps):
+                return Pixels(name, maps[0].shape[1], channels_last)
     return None
 
 
@@ -202,36 +199,35 @@ def fit_segmentation(name: str, samples: FirstSamples) -> Pixels | None:
     return Pixels(name, min(shape[1], shape[3]), channels_last=shape[3] < shape[1])
 
 
-def _are_class_numbers(value: Array) -> bool:
-    """Whether it is class numbers [1, H, W] or [1, 1, H, W], of integers or cast to floats."""
-    is_map = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
-    if not is_map or min(value.shape[-2:]) < MIN_MAP_SIDE:
-        return False
-    if value.dtype.kind not in "iuf" or not (value >= 0).all():
-        return False
-    return value.dtype.kind != "f" or bool((value == np.rint(value)).all())
+def _are_class_numbers(values: Arrays, inputs: Sequence[Outputs]) -> bool:
+    """Whether an output is class numbers [1, H, W] or [1, 1, H, W], of integers."""
+    for value in values:
+        is_map = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
+        if value.dtype.kind not in "iu" or not is_map or value.min() < 0:
+            return False
+        if min(value.shape[-2:]) < MIN_MAP_SIDE:
+            return False
+    return _fit_pictures(values, inputs, MAX_CLASS_SCALE)
 
 
-def _are_class_scores(samples: Arrays, inputs: Sequence[Outputs]) -> bool:
-    """Whether [1, C, H, W] are probabilities of classes, or their logits."""
-    channels = range(2, _MAX_CLASSES + 1)
-    has_equal_classes = len({value.shape[1:2] for value in samples}) == 1
-    if not has_equal_classes or not all(_are_maps(value, channels) for value in samples):
+def _are_class_scores(maps: Arrays, inputs: Sequence[Outputs], *, fits_picture: bool) -> bool:
+    """Whether [1, C, H, W] are probabilities of classes, or their logits.
+
+    `fits_picture`: whether probabilities must be about as large as the picture, too.
+    """
+    if not 2 <= maps[0].shape[1] <= _MAX_CLASSES:
         return False
-    if all(are_probabilities(value, 1) for value in samples):
-        return True
-    if not _fit_pictures(samples, inputs, MAX_CLASS_SCALE):
+    are_shares = all(are_probabilities(value, 1) for value in maps)
+    if (fits_picture or not are_shares) and not _fit_pictures(maps, inputs, MAX_CLASS_SCALE):
         return False
-    return all(map(_are_logits, samples)) and _have_several_classes(samples, share=True)
+    return are_shares or (all(map(_are_logits, maps)) and _have_several_classes(maps))
 
 
-def _have_several_classes(samples: Arrays, *, share: bool = False) -> bool:
-    """Whether pixels differ in their best class; `share`: those of more than rare classes."""
+def _have_several_classes(maps: Arrays) -> bool:
+    """Whether pixels differ in their best class."""
     classes: set[int] = set()
-    for value in samples:
-        pixel_counts = np.bincount(value.argmax(axis=1).reshape(-1))
-        min_pixels = MAX_RARE_SHARE * pixel_counts.sum() if share else 0
-        classes |= {*np.flatnonzero(pixel_counts > min_pixels).tolist()}
+    for value in maps:
+        classes |= {*np.unique(value.argmax(axis=1)).tolist()}
     return len(classes) > 1
 
 
@@ -312,30 +308,24 @@ def fit_masks(name: str, samples: FirstSamples) -> MaskMaps | None:
     return MaskMaps((name,))
 
 
-def find_masks(first_samples: FirstSamples) -> MaskMaps | None:
+def find_masks(samples: FirstSamples) -> MaskMaps | None:
     """Recognise outputs of masks, all of one shape."""
     names = []
-    for name in first_samples.names:
-        samples = first_samples.arrays(name)
-        are_pictures = all(map(_is_like_picture, samples, first_samples.inputs))
-        if not are_pictures and _are_masks(samples, first_samples.inputs):
+    for name in samples.names:
+        values = samples.arrays(name)
+        are_pictures = all(map(_is_like_picture, values, samples.inputs))
+        are_masks = any(_are_masks(maps, samples.inputs) for _, maps in _read_layouts(values))
+        if are_masks and not are_pictures:
             names.append(name)
-    shapes = {first_samples.outputs[0][name].shape for name in names}
+    shapes = {samples.outputs[0][name].shape for name in names}
     if len(shapes) != 1:
         return None
     return MaskMaps(tuple(names))
 
 
-def _are_masks(samples: Arrays, inputs: Sequence[Outputs]) -> bool:
-    """Whether they are values of about 0 to 1 in a few channels, few of them in between."""
-    channels = range(1, MAX_MASKS + 1)
-    maps = []
-    for value in samples:
-        has_channels_first = value.ndim == 4 and value.shape[1] in channels
-        maps.append(value if has_channels_first else to_channels_first(value))
-    if not all(_are_maps(value, channels) for value in maps):
-        return False
-    if not _fit_pictures(maps, inputs, MAX_MASK_SCALE):
+def _are_masks(maps: Arrays, inputs: Sequence[Outputs]) -> bool:
+    """Whether [1, C, H, W] are values of about 0 to 1 in a few channels, few of them in between."""
+    if maps[0].shape[1] > MAX_MASKS or not _fit_pictures(maps, inputs, MAX_MASK_SCALE):
         return False
     for value in maps:
         if max(-value.min(), value.max() - 1) > MAX_MASK_EXCESS:
@@ -417,50 +407,32 @@ def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
-    """Recognise heat maps if exactly one output holds such.
-
-    Other outputs of the same cells, such as offsets, count where a map is high.
-    """
+    """Recognise heat maps if exactly one output holds such."""
     tasks = [task for name in samples.names if (task := _find_heat(name, samples)) is not None]
     if len(tasks) != 1:
         return None
-    (heat,) = tasks
-    axis, outputs = -1 if heat.channels_last else 1, samples.outputs[0]
-    weight = OutputSlice(output=heat.output, axis=axis)
-    cell_count = outputs[heat.output].size // heat.count
-    parts: SlicesByOutput = {}
-    for name in samples.names:
-        value = outputs[name]
-        if name != heat.output and value.ndim == 4 and value.size == cell_count * value.shape[axis]:
-            parts[name] = (OutputSlice(output=name, at=weight),)
-    return replace(heat, parts=parts)
+    return tasks[0]
 
 
 def _find_heat(name: str, samples: FirstSamples) -> HeatMaps | None:
-    """Return an output's heat maps; with channels last if only these have the picture's aspect."""
-    size = image_size(samples.inputs[0])
-    channels_first = None
-    for channels_last in (False, True):
-        maps = samples.arrays(name)
-        if channels_last:
-            maps = [to_channels_first(value) for value in maps]
-        if not _are_heat_maps(maps):
-            continue
-        heat = HeatMaps(name, maps[0].shape[1], channels_last)
+    """Return an output's heat maps, in the layout that has the picture's aspect."""
+    size = samples.picture_size
+    for channels_last, maps in _read_layouts(samples.arrays(name)):
         rows, columns = maps[0].shape[2:]
-        if size is not None and rows * size[1] == columns * size[0]:
-            return heat
-        channels_first = channels_first if channels_last else heat
-    return channels_first
+        has_aspect = size is not None and rows * size[1] == columns * size[0]
+        if has_aspect and _are_heat_maps(maps):
+            return HeatMaps(name, maps[0].shape[1], channels_last)
+    return None
 
 
 def _are_heat_maps(samples: Arrays) -> bool:
-    """Whether values are about 0 to 1, and most channels have one narrow peak."""
-    channels = range(MIN_COUNT, _MAX_CLASSES + 1)
+    """Whether values [1, C, H, W] are about 0 to 1, and most channels have one narrow peak."""
     low, high = HEAT_RANGE
     clear_shares = []
     for value in samples:
-        if not _are_maps(value, channels) or value.min() < low or value.max() > high:
+        if not MIN_COUNT <= value.shape[1] <= _MAX_CLASSES:
+            return False
+        if value.min() < low or value.max() > high:
             return False
         maps = value[0].reshape(value.shape[1], -1)
         peaks = maps.max(axis=1)

@@ -15,7 +15,7 @@ import numpy as np
 
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states
-from deploy.tasks.indices import NO_CLASS, PlaceCounts
+from deploy.tasks.indices import NO_CLASS, PlaceCounts, best_classes
 from deploy.tasks.rows import (
     Arrays,
     Integers,
@@ -91,16 +91,11 @@ class _StepTally(TaskTally["Steps"]):
         counted = self.steps.without_usual()
         if counted is None:
             return None
-        total = self.steps.reference.total()
-        name, count = "steps alike", f"{self.steps.equal.total()} of {total}"
-        text = f"{count} {self.task.agreement}"
-        if counted.usual_class is not None:
-            name, count = "steps alike but the usual", f"{counted.equal} of {counted.total}"
-            usual_text = f"the usual class {counted.usual_class}"
-            text += f", {count} of those that are not in both models of {usual_text}"
-        if total > self.samples:
+        count = f"{counted.equal} of {counted.total}"
+        text = f"{count} {self.task.agreement}{counted.exception}"
+        if self.steps.reference.total() > self.samples:
             text += f", {100 * self.worst_share:.1f} % in the worst sample"
-        return self.figure(name, counted.equal / counted.total, count, text)
+        return self.figure("steps alike", counted.equal / counted.total, count, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +104,15 @@ class Steps(EvaluationTask):
 
     Attributes:
         output: name of the output.
-        classes: number of classes; 2 for independent probabilities, the sides of 0.5.
-        axis: dimension of the classes, 1 or 2; None for independent probabilities.
-        raw: whether these are logits, before the Sigmoid.
+        classes: number of classes; 2 for independent scores, on one or the other side.
+        axis: dimension of the classes, 1 or 2; None for independent scores.
+        limit: between the sides of independent scores: 0.5 of probabilities, 0 of logits.
     """
 
     output: str
     classes: int
     axis: int | None
-    raw: bool = False
+    limit: float = 0.5
     name = "steps"
     tally_type = _StepTally
 
@@ -125,31 +120,25 @@ class Steps(EvaluationTask):
     def form(self) -> str:
         """How the output is interpreted."""
         if self.axis is None:
-            scores = "raw scores" if self.raw else "probabilities"
-            return f"{self.output}: {scores} of steps or labels, each its own"
+            return f"{self.output}: scores of steps or labels, each its own"
         return f"{self.output}: {self.classes} classes a step"
 
     @property
     def agreement(self) -> str:
         """What the two models are compared by, as text."""
-        if self.axis is not None:
-            return "steps of FP32's class"
-        if self.raw:
-            return "scores on FP32's side of 0"
-        return "probabilities on FP32's side of 0.5"
+        if self.axis is None:
+            return f"scores on FP32's side of {self.limit:g}"
+        return "steps of FP32's class"
 
     def read_classes(self, value: Array) -> Integers:
         """Return the class of each step of one sample; none for another shape."""
         if self.axis is None:
             scores = value.reshape(-1)
-            sides = (scores > (0 if self.raw else 0.5)).astype(np.int64)
-            return np.where(np.isnan(scores), NO_CLASS, sides)
+            return np.where(np.isnan(scores), NO_CLASS, (scores > self.limit).astype(np.int64))
         steps = _read_steps(value, self.axis)
         if steps is None or steps.shape[1] != self.classes:
             return np.zeros(0, np.int64)
-        best_classes = np.asarray(steps.argmax(axis=1), np.int64)
-        best_classes[np.isnan(steps).any(axis=1)] = NO_CLASS
-        return best_classes
+        return best_classes(steps)
 
 
 STEPS = Form(
@@ -164,42 +153,34 @@ STEPS = Form(
 def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
     """Return the steps of an output that the user or the file says to hold such."""
     values = samples.arrays(name)
+    if values[0].ndim not in (1, 2, 3):
+        return None
     is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(is_vector, values))
     if is_independent or values[0].ndim != 3:
-        raw = not all(map(are_shares, values))
-        if values[0].ndim not in (1, 2, 3):
-            return None
-        return Steps(name, 2, None, raw)
+        limit = 0.5 if all(map(are_shares, values)) else 0.0
+        return Steps(name, 2, None, limit)
     axis = _find_class_axis(values) or 2
     return Steps(name, values[0].shape[axis], axis)
 
 
 def find_steps(samples: FirstSamples) -> Steps | None:
     """Recognise the first output of steps; others may be such, states, or numbers of a sample."""
-    states = find_states(samples)
-    values_by_name = drop_outputs(samples, states).floats
+    values_by_name = drop_outputs(samples, find_states(samples)).floats
     decisions = [name for name in values_by_name if _are_decisions(name, samples)]
     if decisions and all(all(map(is_vector, values)) for values in values_by_name.values()):
         return Steps(decisions[0], 2, None)
 
-    axis_by_name = {}
-    for name, values in values_by_name.items():
-        axis = _find_class_axis(values)
-        if axis is not None:
-            axis_by_name[name] = axis
-    if not axis_by_name:
+    axis_by_name = {name: _find_class_axis(values) for name, values in values_by_name.items()}
+    step_names = [name for name, axis in axis_by_name.items() if axis is not None]
+    if not step_names:
         return None
-    first_name, axis = next(iter(axis_by_name.items()))
-    tables = _read_step_samples(values_by_name[first_name], axis)
-    for name in values_by_name.keys() - axis_by_name.keys():
-        if all(map(_has_steps, values_by_name[name], tables)):
+    steps = fit_steps(step_names[0], samples)
+    step_count = values_by_name[step_names[0]][0].size // steps.classes if steps else 0
+    for name, axis in axis_by_name.items():
+        shape = values_by_name[name][0].shape
+        if axis is None and len(shape) <= 3 and step_count in shape:
             return None  # numbers of what is found at each step
-    return Steps(first_name, tables[0].shape[1], axis)
-
-
-def _has_steps(value: Array, steps: Array) -> bool:
-    """Whether an output has as many steps."""
-    return value.ndim <= 3 and len(steps) in value.shape
+    return steps
 
 
 def _are_decisions(name: str, samples: FirstSamples) -> bool:
@@ -214,18 +195,20 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
     shares = np.concatenate([value.reshape(-1) for value in values])
     if not all(map(is_vector, values)) or not are_shares(shares):
         return False
-    is_single = all(value.size == 1 for value in values)
-    if not is_single:
-        if any(value.size < MIN_ORDERED for value in values):
+    sizes = {value.size for value in values}
+    if sizes != {1}:
+        if min(sizes) < MIN_ORDERED or _is_input_shape(values[0], samples):
             return False
         if all(sums_to_one(value.reshape(-1)).all() for value in values):
             return False
-        for value, inputs in zip(values, samples.inputs, strict=True):
-            if any(source.shape == value.shape for source in inputs.values()):
-                return False
-    max_share = 0.5 if is_single else MAX_BETWEEN_SHARE
+    max_share = 0.5 if sizes == {1} else MAX_BETWEEN_SHARE
     has_both_ends = bool(shares.min() < LOW and shares.max() > HIGH)
     return has_both_ends and are_between(shares).mean() <= max_share
+
+
+def _is_input_shape(value: Array, samples: FirstSamples) -> bool:
+    """Whether the first sample has an input of this array's shape."""
+    return any(source.shape == value.shape for source in samples.inputs[0].values())
 
 
 def _find_class_axis(samples: Arrays) -> int | None:
@@ -296,7 +279,7 @@ class Text(EvaluationTask):
             return None
         best = steps.argmax(axis=1)
         if self.merged:
-            best = best[np.concatenate([[True], best[1:] != best[:-1]])]
+            best = best[np.insert(best[1:] != best[:-1], 0, True)]
         return [int(symbol) for symbol in best if symbol != self.blank]
 
 
@@ -327,41 +310,41 @@ def find_text(samples: FirstSamples) -> Text | None:
     (name,) = samples.names
     for axis in (2, 1) if samples.of_pictures else (2,):
         tables = _read_step_samples(samples.arrays(name), axis)
-        if tables and not _has_input_per_step(tables, samples):
-            blank = _find_blank(tables)
-            if blank is not None:
-                is_blank = [steps.argmax(axis=1) == blank for steps in tables]
-                # blanks after the last symbol alone fill the slots that a sample leaves
-                merged = any((flags[1:] < flags[:-1]).any() for flags in is_blank)
-                return Text(name, tables[0].shape[1], blank, axis, merged)
+        if not tables or tables[0].shape[1] < MIN_SYMBOLS:
+            continue
+        if _has_input_per_step(tables, samples) or not all(map(_are_symbol_scores, tables)):
+            continue
+        blank = _find_blank(tables)
+        if blank is not None:
+            is_blank = [steps.argmax(axis=1) == blank for steps in tables]
+            # blanks after the last symbol alone fill the slots that a sample leaves
+            merged = any((flags[1:] < flags[:-1]).any() for flags in is_blank)
+            return Text(name, tables[0].shape[1], blank, axis, merged)
     return None
 
 
 def _find_blank(samples: Arrays) -> int | None:
-    """Return the blank of scores [T, C] per sample, the most frequent symbol; None for no text."""
+    """Return the blank of scores [T, C] per sample, the most frequent symbol; None for no text.
+
+    CTC's symbols are peaks: few steps in a row have the same symbol, or lie between two blanks.
+    """
     symbol_count = samples[0].shape[1]
-    if symbol_count < MIN_SYMBOLS or not all(map(_are_symbol_scores, samples)):
-        return None
-    best = [np.asarray(steps.argmax(axis=1), np.int64) for steps in samples]
+    best = [steps.argmax(axis=1) for steps in samples]
     counts = np.bincount(np.concatenate(best), minlength=symbol_count)
     blank = int(counts.argmax())
     is_frequent = MIN_BLANK_SHARE * counts.sum() <= counts[blank] < counts.sum()
-    is_at_end = blank in (0, symbol_count - 1)
+    if not is_frequent or blank not in (0, symbol_count - 1):
+        return None
+
     # each sample begins as if after a blank
-    symbols = np.concatenate([np.array([blank, *classes]) for classes in best])
-    if is_frequent and is_at_end and _have_short_runs(symbols, blank):
-        return blank
-    return None
-
-
-def _have_short_runs(symbols: Integers, blank: int) -> bool:
-    """Whether few steps on average lie between blanks, and fewer have one symbol in a row."""
+    symbols = np.concatenate([np.insert(classes, 0, blank) for classes in best])
     is_symbol, is_change = symbols[1:] != blank, symbols[1:] != symbols[:-1]
-    step_count = int(is_symbol.sum())
     run_count = int((is_symbol & is_change).sum())
     word_count = int((is_symbol & (symbols[:-1] == blank)).sum())
-    are_short_words = step_count <= MAX_WORD_STEPS * word_count
-    return are_short_words and step_count <= MAX_SYMBOL_STEPS * run_count
+    max_step_count = min(MAX_SYMBOL_STEPS * run_count, MAX_WORD_STEPS * word_count)
+    if is_symbol.sum() > max_step_count:
+        return None
+    return blank
 
 
 def _are_symbol_scores(steps: Array) -> bool:
@@ -374,22 +357,20 @@ def _are_symbol_scores(steps: Array) -> bool:
 
 
 def _has_input_per_step(samples: Arrays, first_samples: FirstSamples) -> bool:
-    """Whether tokens are an input, or an input has a vector per step, or as many values as symbols.
+    """Whether an input is tokens, or has a vector per step, or as many values as there are symbols.
 
     CTC has fewer steps than its input, which is a picture or sound.
     """
-    for steps, inputs in zip(samples, first_samples.inputs, strict=True):
-        has_vectors = False
-        for value in inputs.values():
-            is_whole = value.dtype in (np.int32, np.int64)
-            if is_whole and value.ndim <= 3 and value.size >= MIN_COUNT:
-                return True
-            if value.ndim == 3:
-                is_of_steps = value.shape[:2] == (1, len(steps))
-                has_vectors |= is_of_steps or value.shape[2] == steps.shape[1]
-        if not has_vectors:
-            return False
-    return True
+    steps = samples[0]
+    for value in first_samples.inputs[0].values():
+        are_tokens = value.dtype in (np.int32, np.int64) and value.size >= MIN_COUNT
+        if are_tokens and value.ndim <= 3:
+            return True
+        if value.ndim != 3:
+            continue
+        if value.shape[:2] == (1, len(steps)) or value.shape[2] == steps.shape[1]:
+            return True
+    return False
 
 
 def edit_distance(text: Sequence[int], other_text: Sequence[int]) -> int:

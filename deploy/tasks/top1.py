@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.tasks.indices import NO_CLASS, PlaceCounts
+from deploy.tasks.indices import PlaceCounts, best_classes
 from deploy.tasks.rows import Integers, Outputs, are_indices, are_ranked, find_indices
 from deploy.tensors import Array
 
@@ -193,6 +193,4 @@ def _read_classes(output: Array, batch: int, *, ranked: bool) -> Integers | None
     if output.dtype.kind != "f" and not is_quantized:
         return None  # flags or counts
     scores = output.reshape(batch, -1)
-    best = np.asarray(scores.argmax(axis=1), np.int64)
-    best[np.isnan(scores.astype(np.float64)).any(axis=1)] = NO_CLASS
-    return best
+    return best_classes(scores.astype(np.float64))
