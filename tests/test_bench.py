@@ -143,17 +143,8 @@ def test_every_report_marks_the_best_batch():
         assert form.count("best: ") == 2
     assert "## Batches" in text
     assert "Batches</h2>" in page
-    (figure,) = re.findall(r"<svg[^>]*><title>Throughput by batch.*?</svg>", page, re.DOTALL)
-    assert figure.count("<circle") == 6
-    assert figure.count('r="6"') == 2
-    assert "a&lt;b, batch 2: 300 /s" in figure
-    assert "a<b" not in figure
-    names = [float(y) for y in re.findall(r'<text class="name[^>]* y="([\d.]+)"', figure)]
-    assert len(names) == 2
-    assert names[1] - names[0] >= 15  # none over another
-    page = to_html(Report(engines=(swept_row("a", 100),)))  # one batch alone is not drawn
-    assert "Throughput by batch" not in page
-    assert "best: " in page
+    assert "a&lt;b" in page
+    assert "a<b" not in page
 
 
 def test_profile_lists_slowest_kernels_first(bench_json, small_cnn):

@@ -34,7 +34,7 @@ Weights by channel::
     |  | |      || |         largest |w| of each channel, logarithmic, relative to the
     |||| |||..|||||||..|     largest of the weight
 
-Batch sweep: p50 and throughput of engines by batch, as a table and a chart.
+Also the table of a batch sweep: p50 and throughput of engines by batch.
 """
 
 import math
@@ -49,23 +49,40 @@ from numpy.typing import NDArray
 
 from deploy.report import figures
 from deploy.report.blocks import breakable
-from deploy.report.parts import BatchRow, EngineRow, HistogramPart, SplitRow, TensorRow, WeightRow
+from deploy.report.parts import EngineRow, HistogramPart, SplitRow, TensorRow, WeightRow
 
 
 class _Axis(NamedTuple):
-    """A horizontal axis: values from `lo` to `hi` lie at `start` to `start + length` px."""
+    """A scale: values from `lo` to `hi` lie at `start` to `start + length` px.
+
+    With the default length, positions are percentages of the width.
+    """
 
     lo: float
     hi: float
-    start: float
-    length: float
+    start: float = 0
+    length: float = 100
 
-    def x(self, value: float) -> float:
+    def position(self, value: float) -> float:
+        """Return a value's position in px."""
         return self.start + self.length * (value - self.lo) / (self.hi - self.lo)
+
+    def percent(self, value: float) -> str:
+        """Return a value's position as a percentage for SVG; values beyond the axis at its end."""
+        return f"{self.position(min(value, self.hi)):.2f}%"
 
 
 def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: str = "") -> str:
-    """Return an SVG of fixed size, with texts for screen readers."""
+    """Return an SVG of fixed size.
+
+    Args:
+        width: in px.
+        height: in px.
+        label: title, as plain text.
+        body: SVG elements.
+        kind: class of the drawing in the page's style.
+        desc: longer description for screen readers, as plain text; "" for none.
+    """
     description = f"<desc>{escape(desc)}</desc>" if desc else ""
     return (
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -74,36 +91,43 @@ def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: 
 
 
 def _vertical_line(kind: str, x: str, top: int, floor: int) -> str:
+    """Return an SVG line from `top` down to `floor`; `kind`: its class in the page's style."""
     return f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top}" y2="{floor}"/>'
 
 
-def _floor_line(start: int, end: int | str, floor: int) -> str:
-    return f'<line class="axis" x1="{start}" x2="{end}" y1="{floor}" y2="{floor}"/>'
+def _floor_line(end: int | str, floor: int) -> str:
+    """Return the horizontal line at the bottom of a chart, from the left to `end`."""
+    return f'<line class="axis" x1="0" x2="{end}" y1="{floor}" y2="{floor}"/>'
 
 
 def _text(kind: str, x: str, y: str, text: str) -> str:
+    """Return an SVG text; `kind`: its class in the page's style."""
     return f'<text class="{kind}" x="{x}" y="{y}">{text}</text>'
 
 
-_BAR_WIDTH, _BAR_HEIGHT = 190, 16
+_BAR_WIDTH, _BAR_HEIGHT = 190, 16  # in px
 
 
 def range_bar(row: TensorRow) -> str:
-    """Draw a tensor's observed values and the range that the calibration keeps."""
+    """Draw a tensor's observed values and its clip range, as one line of a table.
+
+    "" if the range has no width, or an end is not finite.
+    """
     lo = min(row.observed_min, row.lo, 0.0)
     hi = max(row.observed_max, row.hi, 0.0)
     if not (math.isfinite(lo) and math.isfinite(hi)) or hi <= lo:
         return ""
 
     axis = _Axis(lo, hi, start=1, length=_BAR_WIDTH - 2)
-    kept_start, kept_end = axis.x(row.lo), axis.x(row.hi)
+    observed_start, observed_end = axis.position(row.observed_min), axis.position(row.observed_max)
+    clip_start, clip_end = axis.position(row.lo), axis.position(row.hi)
     middle = _BAR_HEIGHT / 2
     body = (
-        f'<line class="seen" x1="{axis.x(row.observed_min):.1f}"'
-        f' x2="{axis.x(row.observed_max):.1f}" y1="{middle}" y2="{middle}"/>'
-        f'<rect class="kept" x="{kept_start:.1f}" width="{max(kept_end - kept_start, 1):.1f}"'
+        f'<line class="seen" x1="{observed_start:.1f}" x2="{observed_end:.1f}"'
+        f' y1="{middle}" y2="{middle}"/>'
+        f'<rect class="kept" x="{clip_start:.1f}" width="{max(clip_end - clip_start, 1):.1f}"'
         f' y="4" height="{_BAR_HEIGHT - 8}" rx="2"/>'
-        + _vertical_line("zero", f"{axis.x(0):.1f}", 1, _BAR_HEIGHT - 1)
+        + _vertical_line("zero", f"{axis.position(0):.1f}", 1, _BAR_HEIGHT - 1)
     )
     label = (
         f"{row.name}: values {figures.real(row.observed_min)} to {figures.real(row.observed_max)},"
@@ -112,19 +136,26 @@ def range_bar(row: TensorRow) -> str:
     return drawing(_BAR_WIDTH, _BAR_HEIGHT, label, body, "bar")
 
 
-_STRIP_WIDTH, _STRIP_HEIGHT = 120, 26
+_STRIP_WIDTH, _STRIP_HEIGHT = 120, 26  # in px
 _DECADES = 4  # range of a strip's logarithmic scale, below the largest
+_MIN_BAR_SHARE = 0.02  # of a strip's height, so that every bar is seen
 
 
 def weight_strip(row: WeightRow) -> str:
-    """Draw a weight's channels as bars on a logarithmic scale; "" if not in the row."""
+    """Draw a weight's channels as bars on a logarithmic scale.
+
+    "" without `row.strip`, which only the worst weights have, and for a weight of zeros.
+    """
     if not row.strip or not row.largest > 0:
         return ""
 
     step = _STRIP_WIDTH / len(row.strip)
     path = ""
     for index, value in enumerate(row.strip):
-        height = _STRIP_HEIGHT * _log_share(value, row.largest)
+        height = 0.0
+        if value > 0:
+            share = 1 + math.log10(value / row.largest) / _DECADES
+            height = _STRIP_HEIGHT * max(share, _MIN_BAR_SHARE)
         path += (
             f"M{index * step:.1f},{_STRIP_HEIGHT}v-{height:.1f}"
             f"h{max(step - 0.4, 0.6):.1f}V{_STRIP_HEIGHT}z"
@@ -138,25 +169,18 @@ def weight_strip(row: WeightRow) -> str:
     return drawing(_STRIP_WIDTH, _STRIP_HEIGHT, label, f'<path class="kept" d="{path}"/>', "bar")
 
 
-def _log_share(value: float, largest: float) -> float:
-    """Return a value's height, 0 to 1, on the logarithmic scale."""
-    if value <= 0:
-        return 0.0
-    return max(1 + math.log10(value / largest) / _DECADES, 0.02)
-
-
 Float64Array = NDArray[np.float64]
 
 LATENCY_CAPTION = (
     "{} of every measured iteration; engines ran in turn, so noise of the machine falls on all"
-    " of them. A curve is scaled to its own peak; dots are single iterations, the first one at the"
-    " top; the dashed line is the p50."
+    " of them. A curve is scaled to its own peak; few iterations have none. The dashed line is the"
+    " p50."
 )
 _HEIGHT, _TOP, _BOTTOM = 230, 34, 34  # in px
 _FLOOR = _HEIGHT - _BOTTOM
 _CURVE_WIDTH, _CURVE_HEIGHT = 1000, _FLOOR - _TOP  # of the inner drawing, in its own units
-_BINS = 90
-_MIN_CURVE = 20  # iterations; bars of fewer would look like a distribution
+_BINS = 90  # steps of a curve
+_MIN_CURVE = 20  # iterations; a curve of fewer would look like a distribution
 _MAX_P50S = 2.5  # times the p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
 _MAX_NARROW_TICKS = 5  # number of tick labels that fit on a narrow screen
@@ -164,7 +188,7 @@ _LETTER_ROWS = 2  # heights of the letters, for lines near each other
 
 
 class _MeasuredEngine(NamedTuple):
-    """An engine with the latency of each iteration in ms, and its colour's class."""
+    """An engine with the latency of each iteration in ms, and the class of its colour."""
 
     label: str
     p50_ms: float
@@ -173,27 +197,27 @@ class _MeasuredEngine(NamedTuple):
 
 
 def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> str:
-    """Draw the distribution of all measured iterations of the engines on the CPU or on a device.
+    """Draw the distribution of all measured iterations, one curve per engine, with its p50.
 
-    Each p50 is marked; "" without samples. The axis ends a little over the slowest engine's 99th
-    percentile, or at `_MAX_P50S` times its p50 if that is less; iterations beyond are counted.
+    "" without measured iterations. Iterations beyond the end of the axis are only counted.
+
+    Args:
+        engines: all engines of the report.
+        on_device: whether to draw those timed by an accelerator's clock, or those timed on the CPU.
     """
     measured = list(_measured_engines(engines, on_device))
     if not measured:
         return ""
 
-    lo, hi = _axis_ends(measured)
+    axis = _latency_scale(measured)
     curves, marks, legend, not_drawn = "", "", "", 0
     for index, engine in enumerate(measured):
-        if len(engine.samples_ms) < _MIN_CURVE:
-            marks += _dots(engine.samples_ms, lo, hi, engine.colour)
-        else:
-            curves += _curve(engine.samples_ms, lo, hi, engine.colour)
-        not_drawn += int((engine.samples_ms > hi).sum())
+        if len(engine.samples_ms) >= _MIN_CURVE:
+            curves += _curve(engine.samples_ms, axis, engine.colour)
+        not_drawn += int((engine.samples_ms > axis.hi).sum())
 
-        round_number, letter_index = divmod(index, len(ascii_uppercase))
-        letter = ascii_uppercase[letter_index] * (round_number + 1)  # A to Z, then AA to ZZ
-        x = _percent(engine.p50_ms, lo, hi)
+        letter = ascii_uppercase[index % len(ascii_uppercase)]
+        x = axis.percent(engine.p50_ms)
         y = 12 + 14 * (index % _LETTER_ROWS)
         marks += _vertical_line(f"median {engine.colour}", x, y + 3, _FLOOR)
         marks += _text(f"tick name {engine.colour}", x, str(y), letter)
@@ -201,44 +225,47 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
             f'<li><i class="{engine.colour}">{letter}</i> {escape(engine.label)}'
             f" <b>p50 {figures.milliseconds(engine.p50_ms)}</b></li>"
         )
+    unit = "ms per inference"
+    if not_drawn:
+        unit += f"; {figures.count(not_drawn, 'slower iteration')} not drawn"
     return (
         f'<ul class="legend">{legend}</ul>'
         f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
-        f"<title>Distribution of the measured times</title>{_latency_axis(lo, hi)}"
+        f"<title>Distribution of the measured times</title>{_latency_axis(axis)}"
         f'<svg y="{_TOP}" width="100%" height="{_CURVE_HEIGHT}" preserveAspectRatio="none"'
         f' viewBox="0 0 {_CURVE_WIDTH} {_CURVE_HEIGHT}">{curves}</svg>'
-        f"{marks}{_axis_unit(not_drawn)}</svg>"
+        f"{marks}{_text('end', '100%', str(_HEIGHT - 3), unit)}</svg>"
     )
 
 
 def _measured_engines(engines: Sequence[EngineRow], on_device: bool) -> Iterator[_MeasuredEngine]:
+    """Yield the engines with measured iterations; each keeps its colour on both charts."""
     for index, engine in enumerate(engines):
         if engine.on_device == on_device and engine.latency and engine.latency.samples_ms:
             samples_ms = np.asarray(engine.latency.samples_ms, np.float64)
             yield _MeasuredEngine(engine.label, engine.p50_ms, samples_ms, f"c{index % _COLOURS}")
 
 
-def _axis_ends(engines: Sequence[_MeasuredEngine]) -> tuple[float, float]:
+def _latency_scale(engines: Sequence[_MeasuredEngine]) -> _Axis:
+    """Return an axis from the fastest iteration to the slowest engine's 99th percentile.
+
+    It ends at `_MAX_P50S` times that engine's p50 if that is less. Both ends have a margin.
+    """
     lo, hi = math.inf, 0.0
     for engine in engines:
         p99 = float(np.quantile(engine.samples_ms, 0.99))
         lo = min(lo, float(engine.samples_ms.min()))
         hi = max(hi, min(p99, _MAX_P50S * engine.p50_ms))
     margin = 0.06 * (hi - lo) or 0.05 * hi or 1.0
-    return max(0.0, lo - margin), float(hi + margin)
+    return _Axis(max(0.0, lo - margin), float(hi + margin))
 
 
-def _percent(value: float, lo: float, hi: float) -> str:
-    """Return a value's position as percentage of the width."""
-    return f"{100 * ((min(value, hi) - lo) / (hi - lo)):.2f}%"
-
-
-def _latency_axis(lo: float, hi: float) -> str:
+def _latency_axis(axis: _Axis) -> str:
     """Draw the floor and its ticks; a narrow screen hides every second of many labels."""
-    body = _floor_line(0, "100%", _FLOOR)
-    ticks = list(_ticks(lo, hi))
+    body = _floor_line("100%", _FLOOR)
+    ticks = list(_ticks(axis.lo, axis.hi))
     for index, (value, label) in enumerate(ticks):
-        x = _percent(value, lo, hi)
+        x = axis.percent(value)
         is_hidden = index % 2 == 1 and len(ticks) > _MAX_NARROW_TICKS
         kind = "tick odd" if is_hidden else "tick"
         body += _vertical_line("grid", x, _TOP, _FLOOR)
@@ -246,19 +273,17 @@ def _latency_axis(lo: float, hi: float) -> str:
     return body
 
 
-def _axis_unit(not_drawn: int) -> str:
-    note = "ms per inference"
-    if not_drawn:
-        note += f"; {figures.count(not_drawn, 'slower iteration')} not drawn"
-    return _text("end", "100%", str(_HEIGHT - 3), note)
-
-
 def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
-    """Yield 3 to 8 round values inside the axis, with the decimals their step needs."""
+    """Yield (value, label) of 3 to 8 round values between the ends of an axis.
+
+    Their step is 1, 2 or 5 times a power of ten; labels have the decimals that it needs.
+    """
     min_step = (hi - lo) / 8
     decade = 10.0 ** math.floor(math.log10(min_step))
-    steps = (decade, 2 * decade, 5 * decade, 10 * decade)
-    step = next(step for step in steps if step >= min_step)
+    step = decade
+    for factor in (2, 5, 10):
+        if step < min_step:
+            step = factor * decade
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
 
     margin = 0.03 * (hi - lo)  # a label nearer to an end would be cut off
@@ -269,29 +294,16 @@ def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
         yield value, f"{value:.{decimals}f}"
 
 
-def _curve(samples_ms: Float64Array, lo: float, hi: float, colour: str) -> str:
-    """Draw a step outline of the shares of iterations, scaled to its own peak."""
-    counts, edges = np.histogram(samples_ms, bins=_BINS, range=(lo, hi))
+def _curve(samples_ms: Float64Array, axis: _Axis, colour: str) -> str:
+    """Draw the histogram of an engine's iterations as steps, scaled to its own peak."""
+    counts, edges = np.histogram(samples_ms, bins=_BINS, range=(axis.lo, axis.hi))
     heights = _CURVE_HEIGHT * counts / max(int(counts.max()), 1)
-    edges_x = _CURVE_WIDTH * (edges - lo) / (hi - lo)
+    edges_x = _CURVE_WIDTH * (edges - axis.lo) / (axis.hi - axis.lo)
     path = f"M0,{_CURVE_HEIGHT}"
     for height, start, end in zip(heights, edges_x[:-1], edges_x[1:], strict=True):
-        y = _CURVE_HEIGHT - float(height)  # downwards from the top
+        y = _CURVE_HEIGHT - float(height)  # SVG counts downwards from the top
         path += f"L{start:.1f},{y:.1f}L{end:.1f},{y:.1f}"
     return f'<path class="area {colour}" d="{path}L{_CURVE_WIDTH},{_CURVE_HEIGHT}Z"/>'
-
-
-def _dots(samples_ms: Float64Array, lo: float, hi: float, colour: str) -> str:
-    """Draw each iteration as a dot, in the order of measurement from the top."""
-    step = _CURVE_HEIGHT / len(samples_ms)
-    dots = ""
-    for index, sample_ms in enumerate(samples_ms):
-        if sample_ms <= hi:
-            y = _TOP + step * (index + 0.5)
-            dots += (
-                f'<circle class="{colour}" cx="{_percent(sample_ms, lo, hi)}" cy="{y:.1f}" r="3"/>'
-            )
-    return dots
 
 
 _HIST_WIDTH, _HIST_HEIGHT, _HIST_TOP, _HIST_FLOOR = 320, 104, 14, 86
@@ -313,11 +325,12 @@ def _range_texts(row: TensorRow, part: HistogramPart) -> Iterator[str]:
     if row.sqnr_db is not None:
         yield figures.decibels(row.sqnr_db)
     if part.others:
-        ranges = (f"{other.method} {_span(other.lo, other.hi)}" for other in part.others)
+        ranges = [f"{other.method} {_span(other.lo, other.hi)}" for other in part.others]
         yield f"others: {', '.join(ranges)}"
 
 
 def _span(lo: float, hi: float) -> str:
+    """Return a range as text, such as "-1 to 3.5", or one sign for both ends if they are equal."""
     if lo == -hi:
         return f"\N{PLUS-MINUS SIGN}{figures.real(hi)}"
     return f"{figures.real(lo)} to {figures.real(hi)}"
@@ -331,14 +344,14 @@ def histogram(row: TensorRow, part: HistogramPart) -> str:
 
     body = (
         _histogram_bars(row, part, axis)
-        + _floor_line(0, _HIST_WIDTH, _HIST_FLOOR)
-        + _vertical_line("zero", f"{axis.x(0):.1f}", _HIST_FLOOR, _HIST_FLOOR + 4)
+        + _floor_line(_HIST_WIDTH, _HIST_FLOOR)
+        + _vertical_line("zero", f"{axis.position(0):.1f}", _HIST_FLOOR, _HIST_FLOOR + 4)
         + _end_lines("clip", row.lo, row.hi, axis, 2, _HIST_FLOOR)
     )
     for other in part.others:
         body += _end_lines("other", other.lo, other.hi, axis, 0, _HIST_TOP - 4)
     label_y = str(_HIST_HEIGHT - 3)
-    body += f'<text x="0" y="{label_y}">{figures.real(axis.lo)}</text>'
+    body += _text("", "0", label_y, figures.real(axis.lo))
     body += _text("end", str(_HIST_WIDTH), label_y, figures.real(axis.hi))
 
     label, description = f"Histogram of {row.name}", _histogram_text(row, part)
@@ -359,34 +372,38 @@ def _histogram_axis(row: TensorRow) -> _Axis:
 
 
 def _end_lines(kind: str, lo: float, hi: float, axis: _Axis, top: int, floor: int) -> str:
-    """Draw the distinct ends of a range that lie on the axis."""
+    """Draw both ends of a range, as far as they lie on the axis."""
     lines = ""
-    for end in dict.fromkeys((lo, hi)):
+    for end in (lo, hi):
         if axis.lo <= end <= axis.hi:
-            lines += _vertical_line(kind, f"{axis.x(end):.1f}", top, floor)
+            lines += _vertical_line(kind, f"{axis.position(end):.1f}", top, floor)
     return lines
 
 
 def _histogram_bars(row: TensorRow, part: HistogramPart, axis: _Axis) -> str:
-    """Draw kept and clipped values; a bar that crosses a range's end is split there."""
-    tallest = math.log1p(max(part.counts))
+    """Draw kept and clipped values in two colours; a bar across an end of the range is split."""
+    max_log_count = math.log1p(max(part.counts))
     path_by_kind = {"kept": "", "cut": ""}
     for index, count in enumerate(part.counts):
         if not count:
             continue
-        top = f"{_HIST_FLOOR - (_HIST_FLOOR - _HIST_TOP) * math.log1p(count) / tallest:.1f}"
+        height = (_HIST_FLOOR - _HIST_TOP) * math.log1p(count) / max_log_count
         bar_start = part.start + index * part.width
         for kind, start, end in _bar_pieces(row, bar_start, bar_start + part.width):
-            x = axis.x(start)
-            width = max(axis.x(end) - x, 1.0)
-            path_by_kind[kind] += f"M{x:.1f},{_HIST_FLOOR}V{top}h{width:.1f}V{_HIST_FLOOR}z"
-    return "".join(
-        f'<path class="{kind}" d="{path}"/>' for kind, path in path_by_kind.items() if path
-    )
+            x = axis.position(start)
+            width = max(axis.position(end) - x, 1.0)
+            path_by_kind[kind] += f"M{x:.1f},{_HIST_FLOOR}v-{height:.1f}h{width:.1f}V{_HIST_FLOOR}z"
+    paths = ""
+    for kind, path in path_by_kind.items():
+        paths += f'<path class="{kind}" d="{path}"/>'
+    return paths
 
 
 def _bar_pieces(row: TensorRow, start: float, end: float) -> Iterator[tuple[str, float, float]]:
-    """Split a bar into kept and clipped pieces, limited to observed values."""
+    """Split a bar into pieces (kind, start, end); kind: "kept" or, if clipped, "cut".
+
+    The bar is cut off at the observed extremes first.
+    """
     start = max(start, row.observed_min)
     end = min(end, row.observed_max)
     if start >= end:  # all its values are equal
@@ -420,31 +437,39 @@ _FRONT_MARGIN = 0.05  # of time, beside the fastest and the slowest split
 
 
 def front_figure(front: Sequence[SplitRow]) -> str:
-    """Draw the splits of a search and the float model; "" for fewer than two splits."""
+    """Draw the splits of a search: time across, SQNR of the worst slice up, the built one larger.
+
+    The float model is drawn at time 1. "" for fewer than two splits with finite figures.
+    """
     splits = [s for s in front if math.isfinite(s.time) and not math.isnan(s.sqnr_db)]
     if len(splits) < 2:
         return ""
 
     times = [1.0, *(split.time for split in splits)]
-    lo, hi = min(times) - _FRONT_MARGIN, max(times) + _FRONT_MARGIN
-    body = _floor_line(0, "100%", _FRONT_FLOOR)
-    for value, label in _ticks(lo, hi):
-        body += _text("tick", _percent(value, lo, hi), str(_FRONT_FLOOR + 15), label)
+    time_axis = _Axis(min(times) - _FRONT_MARGIN, max(times) + _FRONT_MARGIN)
+    body = _floor_line("100%", _FRONT_FLOOR)
+    for value, label in _ticks(time_axis.lo, time_axis.hi):
+        body += _text("tick", time_axis.percent(value), str(_FRONT_FLOOR + 15), label)
 
     finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
-    worst_db, best_db = min(finite_db), max(*finite_db, min(finite_db) + 1)
-    axis = _Axis(worst_db, best_db, start=_FRONT_WORST, length=_FRONT_BEST - _FRONT_WORST)
+    worst_db = min(finite_db)
+    best_db = max(*finite_db, worst_db + 1)  # an axis needs a length
+    db_axis = _Axis(worst_db, best_db, start=_FRONT_WORST, length=_FRONT_BEST - _FRONT_WORST)
     for value, label in _ticks(worst_db, best_db):
-        y = f"{axis.x(value):.1f}"
+        y = f"{db_axis.position(value):.1f}"
         body += f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
         body += _text("", "0", y, f"{label} dB")
 
-    body += _front_point("time", _percent(1.0, lo, hi), _FRONT_TOP, "FP32")
+    body += _front_point("time", time_axis.percent(1.0), _FRONT_TOP, "FP32", is_left=True)
     for split in splits:
-        y_px = axis.x(split.sqnr_db) if math.isfinite(split.sqnr_db) else _FRONT_TOP
+        y_px: float = _FRONT_TOP  # of a split without any error
+        if math.isfinite(split.sqnr_db):
+            y_px = db_axis.position(split.sqnr_db)
         kind = "kept" if split.taken else "tried"
-        x = _percent(split.time, lo, hi)
-        body += _front_point(kind, x, y_px, str(split.number), is_odd=split.number % 2 == 1)
+        # names are left and right in turn, so that points above each other do not hide them
+        is_left = split.number % 2 == 1
+        x = time_axis.percent(split.time)
+        body += _front_point(kind, x, y_px, str(split.number), is_left=is_left)
     body += _text("end", "100%", str(_FRONT_HEIGHT - 3), "time, FP32 = 1")
     return (
         f'<svg class="wide" width="100%" height="{_FRONT_HEIGHT}" role="img">'
@@ -452,97 +477,31 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     )
 
 
-def _front_point(kind: str, x: str, y: float, name: str, *, is_odd: bool = True) -> str:
-    """Draw a point with its name on the left, or on the right if not `is_odd`.
+def _front_point(kind: str, x: str, y: float, name: str, *, is_left: bool) -> str:
+    """Draw a point with its name, on the left or the right of it.
 
-    In turn, so that points above each other do not hide each other's names.
+    `kind`: its class in the page's style; "kept" is the split that was built.
     """
     radius = 7 if kind == "kept" else 4
-    label = _text("end name", "-10", "4", name) if is_odd else _text("name", "10", "4", name)
+    label = _text("end name", "-10", "4", name) if is_left else _text("name", "10", "4", name)
     circle = f'<circle class="{kind}" r="{radius}"/>'
     return f'<svg x="{x}" y="{y:.1f}" overflow="visible">{circle}{label}</svg>'
 
 
-_SWEEP_WIDTH, _SWEEP_HEIGHT = 480, 240
-_SWEEP_LEFT, _SWEEP_RIGHT, _SWEEP_TOP = 16, 170, 24
-_SWEEP_FLOOR = _SWEEP_HEIGHT - 34
-_NAME_HEIGHT, _NAME_LETTERS = 15, 22  # px between names; letters of a name
-
-
 def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows: p50 and items per second of every engine by batch, best marked."""
-    cells_by_batch: dict[int, list[str]] = defaultdict(list)
-    swept = [engine for engine in engines if engine.sweep]
-    for engine in swept:
-        best_row = _best_row(engine)
+    """Return (heads, rows): p50 and items per second of every engine by batch.
+
+    The batch with the most items per second is marked; no rows without a sweep.
+    """
+    heads, cells_by_batch = ["batch"], defaultdict[int, list[str]](list)
+    for engine in engines:
+        if not engine.sweep:
+            continue
+        heads.append(engine.label)
+        best_row = max(engine.sweep, key=lambda row: row.items_qps)
         for row in engine.sweep:
             mark = "best: " if row is best_row else ""
             p50 = figures.milliseconds(row.latency.latency.p50)
             cells_by_batch[row.batch].append(f"{mark}{p50}, {figures.rate(row.items_qps)}")
     rows = [[str(batch), *cells] for batch, cells in cells_by_batch.items()]
-    return ["batch", *(engine.label for engine in swept)], rows
-
-
-def sweep_figure(engines: Sequence[EngineRow]) -> str:
-    """Draw throughput over batch, one line per engine; "" for fewer than two batches."""
-    swept = []
-    for index, engine in enumerate(engines):
-        if len(engine.sweep) > 1:
-            swept.append((engine, f"c{index % _COLOURS}"))
-    if not swept:
-        return ""
-
-    max_qps = max(_best_row(engine).items_qps for engine, _ in swept)
-    body = _sweep_axis([row.batch for row in swept[0][0].sweep])
-    swept.sort(key=lambda entry: -entry[0].sweep[-1].items_qps)
-    name_y = -math.inf
-    for engine, colour in swept:
-        body += _sweep_line(engine, colour, max_qps)
-        name_y = max(_sweep_y(engine.sweep[-1], max_qps) + 4, name_y + _NAME_HEIGHT)
-        name_x = str(_SWEEP_WIDTH - _SWEEP_RIGHT + 10)
-        name = escape(engine.label[:_NAME_LETTERS])
-        body += _text(f"name {colour}", name_x, f"{name_y:.1f}", name)
-    return drawing(_SWEEP_WIDTH, _SWEEP_HEIGHT, "Throughput by batch", body, "wide")
-
-
-def _best_row(engine: EngineRow) -> BatchRow:
-    return max(engine.sweep, key=lambda row: row.items_qps)
-
-
-def _sweep_x(batch: int, batches: Sequence[int]) -> float:
-    """Return the x of a batch on a logarithmic axis."""
-    length = _SWEEP_WIDTH - _SWEEP_LEFT - _SWEEP_RIGHT
-    axis = _Axis(math.log2(batches[0]), math.log2(batches[-1]), _SWEEP_LEFT, length)
-    return axis.x(math.log2(batch))
-
-
-def _sweep_y(row: BatchRow, max_qps: float) -> float:
-    return _SWEEP_FLOOR - (_SWEEP_FLOOR - _SWEEP_TOP) * row.items_qps / max_qps
-
-
-def _sweep_axis(batches: Sequence[int]) -> str:
-    right = _SWEEP_WIDTH - _SWEEP_RIGHT
-    body = _floor_line(_SWEEP_LEFT, right, _SWEEP_FLOOR)
-    for batch in batches:
-        x = f"{_sweep_x(batch, batches):.1f}"
-        body += _vertical_line("grid", x, _SWEEP_TOP, _SWEEP_FLOOR)
-        body += _text("tick", x, str(_SWEEP_FLOOR + 16), str(batch))
-    return body + _text("end", str(right), str(_SWEEP_HEIGHT - 3), "batch")
-
-
-def _sweep_line(engine: EngineRow, colour: str, max_qps: float) -> str:
-    """Draw the engine's points joined by a line, the best one larger."""
-    batches = [row.batch for row in engine.sweep]
-    best_row = _best_row(engine)
-    points, circles = [], ""
-    for row in engine.sweep:
-        x, y = _sweep_x(row.batch, batches), _sweep_y(row, max_qps)
-        points.append(f"{x:.1f},{y:.1f}")
-        title = f"{engine.label}, batch {row.batch}: {figures.rate(row.items_qps)}"
-        radius = 6 if row is best_row else 3
-        circles += (
-            f'<circle class="area {colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
-            f"<title>{escape(title)}</title></circle>"
-        )
-    path = "L".join(points)
-    return f'<path class="{colour}" d="M{path}" fill="none" stroke-width="2"/>{circles}'
+    return heads, rows

@@ -86,14 +86,8 @@ def _engines(report: Findings) -> Sections:
 
 def _batches(report: Findings) -> Sections:
     heads, rows = charts.sweep_table(report.engines)
-    if not rows:
-        return
-
-    blocks: list[Block] = [Table(heads, rows)]
-    if figure := charts.sweep_figure(report.engines):
-        caption = "Items a second, the batch over p50; the larger point is the best."
-        blocks.insert(0, Drawing(figure, caption))
-    yield Section("Batches", blocks, folded=False)
+    if rows:
+        yield Section("Batches", (Table(heads, rows),), folded=False)
 
 
 def _kernels(report: Findings) -> Sections:
