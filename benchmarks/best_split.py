@@ -19,7 +19,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.plan_file import read_plan
-from deploy.tuning.prices import cheapest_float_units, group_units, measure_prices
+from deploy.tuning.prices import group_units, measure_prices
 from deploy.tuning.repairs import ROUNDING
 from deploy.tuning.repairs.apply import trial_builder
 
@@ -59,7 +59,7 @@ def best_splits(
     rounded = trial_builder(target, request, [ROUNDING])
 
     def built(floats: frozenset[str], make: Callable[[BuildRequest], onnx.ModelProto]):  # type: ignore[no-untyped-def]
-        nodes = dict.fromkeys(units.nodes(floats), "float")
+        nodes = dict.fromkeys(units.node_names(floats), "float")
         return make(
             request.with_added_choices(Choices(float_nodes=nodes, method=method, rounded=True))
         )
@@ -71,7 +71,7 @@ def best_splits(
     score = trial.case.score(trial.folder)
 
     def split(pinned: frozenset[str]) -> frozenset[str]:
-        return cheapest_float_units(prices, units, {}, weight=0.0, pinned=pinned)
+        return prices.cheapest_float_units(pinned=pinned)
 
     def figure(floats: frozenset[str]) -> Figure:
         session = OrtSession.open(built(floats, rounded), threads=trial.threads)

@@ -17,12 +17,12 @@ from deploy.report.parts import (
     NodeRow,
     RequestPart,
     SearchPart,
-    SplitRow,
     TargetPart,
 )
 from deploy.report.screen import find_alternative, next_steps
 from deploy.report.verdict import MIN_OBJECTS, Verdict
 from deploy.tasks.evaluation_task import TaskFigure
+from deploy.tuning.plan_file import SplitRow
 
 
 def split(number, time, level, sqnr_db, figure="", **changed):

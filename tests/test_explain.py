@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from deploy.analysis.explain_build import ChannelSums, explain
 from deploy.cli import cli
 from deploy.errors import Calib8Error
-from deploy.tuning import plan_file
+from deploy.tuning import plan_file, reasons
 from tests.models import make_model, run_command, save_fixed_batch, save_net
 
 
@@ -148,16 +148,16 @@ def test_nan_layer_is_the_worst(changed_copy):
 
 
 FLOATS = (
-    ("r", "Relu", "the node before it is float", plan_file.RULE),
+    ("r", "Relu", "the node before it is float", reasons.RULE),
     (
         "m",
         "Mul",
         "converting to float and back would cost more than int8 saves",
-        plan_file.CONSEQUENCE,
+        reasons.CONSEQUENCE,
     ),
-    ("s", "Conv", "slower in int8: 9 us, 4 us in float", plan_file.TIME),
-    ("b", "Conv", "alone in int8 its group of 2 layers leaves 12.5 dB of y[0:4]", plan_file.NOISE),
-    ("a", "Conv", "alone in int8 it leaves 4.4 dB of y[4:22]", plan_file.NOISE),
+    ("s", "Conv", "slower in int8: 9 us, 4 us in float", reasons.TIME),
+    ("b", "Conv", "alone in int8 its group of 2 layers leaves 12.5 dB of y[0:4]", reasons.NOISE),
+    ("a", "Conv", "alone in int8 it leaves 4.4 dB of y[4:22]", reasons.NOISE),
 )
 
 
@@ -183,8 +183,8 @@ def test_float_reasons_are_ordered_by_kind(changed_copy):
 
 @pytest.mark.parametrize(("reason", "expected"), [row[2:] for row in FLOATS])
 def test_reason_kind_follows_from_its_text(reason, expected):
-    assert plan_file.reason_kind(reason) == expected
-    assert math.isfinite(plan_file.reason_sqnr_db(reason)) == (expected == plan_file.NOISE)
+    assert reasons.reason_kind(reason) == expected
+    assert math.isfinite(reasons.reason_sqnr_db(reason)) == (expected == reasons.NOISE)
 
 
 def test_built_split_is_marked_in_report(searched_build):
@@ -192,8 +192,8 @@ def test_built_split_is_marked_in_report(searched_build):
     for target in report_of(searched_build)["targets"]:
         front = target["search"]["front"]
         (built,) = (split for split in front if split["taken"])
-        (planned,) = (split for split in plan.targets[target["name"]].front if split.taken)
-        assert built["number"] == planned.number
+        (planned,) = (split for split in plan.targets[target["name"]].front if split.row.taken)
+        assert built["number"] == planned.row.number
 
 
 def test_choice_comes_from_plan_without_report(changed_copy):

@@ -86,7 +86,7 @@ def test_search_continues_without_single_layer_trials(where, refused, build_fail
     assert ": 3 of " in note
     front = built.plan.targets["onnxruntime"].front
     assert front
-    assert all(split.sqnr_db > -28 for split in front)
+    assert all(split.row.sqnr_db > -28 for split in front)
 
 
 @pytest.mark.slow

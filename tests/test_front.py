@@ -1,7 +1,7 @@
 """The rule that chooses a split, and the front of what could be built instead."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +27,6 @@ def make_trial(float_layers, *, time, db, method=None):
     power = 10 ** (-db / 10)
     choices = Choices(float_nodes=dict.fromkeys(in_float, "tried"), method=method)
     return Trial(
-        what=f"{float_layers} of {len(LAYERS)} layers in float",
         in_float=in_float,
         choices=choices,
         noise=Noise({"y": np.array([power])}),
@@ -50,6 +49,17 @@ class FakeSearch:
     def eligible(self):
         return self.trials
 
+    @property
+    def prices(self):
+        return self
+
+    @property
+    def units(self):
+        return SimpleNamespace(layers=LAYERS)
+
+    def count_float_layers(self, in_float):
+        return len(in_float)
+
     def cost(self, trial):
         return trial.cost(self.weight)
 
@@ -57,9 +67,9 @@ class FakeSearch:
         return self.losses
 
     def predicted_front(self):
-        return sorted((t.in_float for t in [*self.trials, *self.untried]), key=self.time_of)
+        return sorted((t.in_float for t in [*self.trials, *self.untried]), key=self.time_share)
 
-    def time_of(self, in_float):
+    def time_share(self, in_float):
         times = {t.in_float: t.time for t in [*self.untried, *self.trials]}
         return times[in_float]
 
@@ -119,7 +129,7 @@ def test_equal_time_with_less_loss_wins():
     trials.insert(0, make_trial(0, time=0.7, db=36.0))
     chosen, chooser = choose(FakeSearch(trials), good_from(15))
     assert chosen is min(trials, key=lambda trial: trial.worst_loss)
-    assert [point.trial for point in chooser.front(chosen)] == [chosen]
+    assert chooser.front_trials(chosen) == [chosen]
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.5, 10.0])
@@ -196,11 +206,7 @@ def test_measured_times_decide():
 
     def measure(trials):
         times = {0: 0.9, 3: 0.55}
-        return [
-            Trial(what=t.what, in_float=t.in_float, choices=t.choices, noise=t.noise,
-                  time=times[len(t.in_float)])
-            for t in trials
-        ]  # fmt: skip
+        return [replace(trial, time=times[len(trial.in_float)]) for trial in trials]
 
     chosen, chooser = choose(
         FakeSearch([predicted_fast, predicted_slow]), good_from(20), measure=measure
@@ -208,22 +214,22 @@ def test_measured_times_decide():
     assert chosen.in_float == predicted_slow.in_float
     assert chosen.time == 0.55
     (point,) = chooser.front(chosen)  # the other one is slower and loses more
-    assert point.is_timed
+    assert point.row.is_timed
 
 
 def test_front_falls_in_loss_and_holds_what_is_built():
     rng = np.random.default_rng(3)
     trials = [make_trial(n, time=0.5 + 0.02 * n, db=15.0 + n + 4 * rng.random()) for n in range(21)]
     chosen, chooser = choose(FakeSearch(trials), good_from(15))
-    front = chooser.front(chosen)
-    times = [point.trial.time for point in front]
-    losses = [point.trial.worst_loss for point in front]
+    front = chooser.front_trials(chosen)
+    times = [trial.time for trial in front]
+    losses = [trial.worst_loss for trial in front]
     assert len(front) == MAX_POINTS
     assert times == sorted(times)
     assert losses == sorted(losses, reverse=True)
-    assert [point.trial for point in front if point.taken] == [chosen]
-    judged = [point for point in front if point.verdict is not None]
-    assert chosen in [point.trial for point in judged]
+    (taken,) = [split for split in chooser.front(chosen) if split.row.taken]
+    assert taken.choices is chosen.choices
+    assert taken.row.level == GOOD
 
 
 @pytest.mark.parametrize("good_index", range(8))
@@ -269,7 +275,7 @@ def test_unmeasurable_splits_are_chosen_by_prediction():
     fast, slow = make_trial(0, time=0.5, db=25.0), make_trial(3, time=0.8, db=26.0)
     chosen, chooser = choose(FakeSearch([fast, slow]), good_from(20), measure=measure)
     assert chosen is fast
-    assert not any(point.is_timed for point in chooser.front(chosen))
+    assert not any(split.row.is_timed for split in chooser.front(chosen))
 
 
 class FakeDevice:

@@ -91,8 +91,9 @@ def never_usable(monkeypatch):
 def test_a_search_costs_five_calibrations(target, search_deep, runs, never_usable, monkeypatch):
     counted, make_budget = [], SearchBudget.for_feed
     monkeypatch.setattr(
-        SearchBudget, "for_feed", lambda *a: counted.append(make_budget(*a[:2])) or counted[-1]
+        SearchBudget, "for_feed", lambda *a: counted.append(make_budget(*a)) or counted[-1]
     )
+    monkeypatch.setattr(search_options, "_SMALL_MODEL_PRODUCTS", 0)  # as of a large model
     (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
     # splits are judged on all samples, none twice: each on 48, then on the other 52

@@ -7,7 +7,8 @@ import pytest
 
 from deploy.report import Report, to_html, to_markdown
 from deploy.report.charts import front_figure
-from deploy.report.parts import SearchPart, SplitRow, TargetPart
+from deploy.report.parts import SearchPart, TargetPart
+from deploy.tuning.plan_file import SplitRow
 
 
 def front_split(number, **changed):

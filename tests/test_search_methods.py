@@ -7,7 +7,7 @@ from calibrators.searches import COMPARABLE
 from deploy.method import Method
 from deploy.tuning.prices import Prices, Units
 from deploy.tuning.probe import Noise
-from deploy.tuning.search import Search
+from deploy.tuning.search import Search, SharedFindings
 from deploy.tuning.search_options import EFFORTS
 
 METHODS = [Method.of(name, parameters) for name, parameters in COMPARABLE]
@@ -30,17 +30,18 @@ class FakeProber:
         return noises
 
 
-def run_search(db_by_method, methods, is_clipping=None):
+def run_search(db_by_method, methods, shared):
     """A finished search of a model with one layer."""
+    units = Units(members={"/c": ("/c",)}, borders=(), layers=("/c",))
     search = Search(
-        units=Units(members={"/c": ("/c",)}, edges=(), inlets=(), outlets=(), layers=("/c",)),
-        prices=Prices(units={"/c": (0.7, 1.0)}, conversions={}, fixed_price=0.0, measured=False),
+        prices=Prices(units=units, pairs={"/c": (0.7, 1.0)}, conversions={}),
         prober=FakeProber(db_by_method),
         methods=methods,
         effort=EFFORTS[1],
-        is_clipping=is_clipping,
+        shared=shared,
     )
     search.run()
+    search.share_findings()
     return search
 
 
@@ -48,10 +49,11 @@ def run_search(db_by_method, methods, is_clipping=None):
     ("changed_db", "settled"), [({"minmax": 37.6}, "minmax"), ({"minmax": 37.2}, "lp 3")]
 )
 def test_each_grid_has_its_best_method(changed_db, settled):
-    first = run_search(ASYMMETRIC, METHODS)
+    shared = SharedFindings()
+    first = run_search(ASYMMETRIC, METHODS, shared)
     assert first.settled_method == "lp 3"
 
-    shared_methods = list(dict.fromkeys((METHODS[0], *first.best_methods())))
-    second = run_search(ASYMMETRIC | changed_db, shared_methods, first.is_clipping)
+    shared_methods = list(dict.fromkeys((METHODS[0], *shared.best_methods)))
+    second = run_search(ASYMMETRIC | changed_db, shared_methods, shared)
     assert second.settled_method == settled
     assert set(second.prober.tried) == {"lp 3", "minmax"}

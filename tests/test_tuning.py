@@ -422,12 +422,12 @@ def test_another_split_of_the_front_is_built_without_trials(
     (tmp_path / "o/calib8").mkdir(parents=True)
     shutil.copy(default.out / "calib8/spoiled.plan.toml", tmp_path / "o/calib8")
     front = default.plan.targets[target].front
-    split = next(split for split in front if not split.taken)
-    built = build(model, "--target", target, "--split", split.number, "--accept")
+    split = next(split for split in front if not split.row.taken)
+    built = build(model, "--target", target, "--split", split.row.number, "--accept")
     assert built.float_of(target) == set(split.choices.float_nodes)
     (row,) = built.report["targets"]
     assert [entry["number"] for entry in row["search"]["front"] if entry.get("taken")] == [
-        split.number
+        split.row.number
     ]
     rebuilt = build(model, "--target", target, "--accept")  # the plan keeps what was built
     assert rebuilt.files == built.files
@@ -732,7 +732,8 @@ def test_max_loss_applies_to_user_metric(build, tmp_path, user_metric):
     assert not blind.float_of("onnxruntime")
     strict = build(*arguments, user_metric("strict"), out="strict")
     assert strict.code == 3
-    (split,) = [split for split in strict.plan.targets["onnxruntime"].front if split.taken]
+    front = strict.plan.targets["onnxruntime"].front
+    (split,) = [split.row for split in front if split.row.taken]
     assert split.level == "unusable"  # no split holds it, so the cheapest one is built
 
 

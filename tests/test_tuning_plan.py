@@ -21,15 +21,16 @@ from deploy.tuning.plan_file import (
     SCHEMA,
     PlanFile,
     PlannedSplit,
+    SplitRow,
     TargetPlan,
     read_plan,
     write_plan,
 )
 from deploy.tuning.prices import (
     CPUS,
+    FLOAT_SIDE,
     Prices,
     Units,
-    cheapest_float_units,
     count_prices,
     group_units,
     measure_prices,
@@ -71,16 +72,19 @@ METHODS = st.dictionaries(NAME, METHOD, max_size=3)
 SPLIT_NODES = st.lists(NAME, max_size=3).map(lambda names: dict.fromkeys(names, ""))
 SPLIT = st.builds(
     PlannedSplit,
-    number=st.integers(1, 9),
-    float_layers=st.integers(0, 9),
-    layers=st.integers(0, 9),
-    time=NUMBER,
-    size=NUMBER,
-    sqnr_db=NUMBER,
-    is_timed=st.booleans(),
-    figure=NAME,
-    level=NAME,
-    taken=st.booleans(),
+    row=st.builds(
+        SplitRow,
+        number=st.integers(1, 9),
+        float_layers=st.integers(0, 9),
+        layers=st.integers(0, 9),
+        time=NUMBER,
+        size=NUMBER,
+        sqnr_db=NUMBER,
+        is_timed=st.booleans(),
+        figure=NAME,
+        level=NAME,
+        taken=st.booleans(),
+    ),
     choices=st.builds(Choices, float_nodes=SPLIT_NODES, method=st.none() | METHOD, methods=METHODS),
 )
 TARGET = st.builds(
@@ -114,6 +118,10 @@ float = {{ "/c1" = "alone in int8 it leaves 4.4 dB of y" }}
 methods = {{ "t" = "mse" }}
 [[onnxruntime.front]]
 number = 1
+float_layers = 1
+layers = 2
+time = 0.9
+size = 1
 sqnr_db = 4.4
 float = ["/c1"]
 """
@@ -141,7 +149,7 @@ def test_handwritten_plan_round_trips(path):
     assert target_plan.choices.method == Method.of("minmax")
     assert target_plan.choices.methods == {"t": Method.of("mse")}
     (split,) = target_plan.front
-    assert (split.number, split.sqnr_db, split.time) == (1, 4.4, 1.0)
+    assert (split.row.number, split.row.sqnr_db, split.row.time) == (1, 4.4, 0.9)
     assert list(split.choices.float_nodes) == ["/c1"]
     write_plan(path, plan)
     assert read_plan(path) == plan
@@ -388,14 +396,14 @@ def timed(monkeypatch, chain, *, int8, floats, other_time=0.0, pairs=()):
 
 def test_slightly_slower_int8_counts_as_equal(monkeypatch, priced):
     prices = timed(monkeypatch, priced, int8=(119, 121, 50), floats=(100, 100, 100))
-    assert prices.units == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
+    assert prices.pairs == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
     assert prices.measured
 
 
 def test_negligible_time_moves_no_unit(monkeypatch, priced):
     prices = timed(monkeypatch, priced, int8=(1.9, 2.2, 500), floats=(1, 1, 998))
-    assert prices.units["/a"] == (1, 1)  # less than a thousandth of 1000 us
-    assert prices.units["/b"] == (2.2, 1)
+    assert prices.pairs["/a"] == (1, 1)  # less than a thousandth of 1000 us
+    assert prices.pairs["/b"] == (2.2, 1)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +446,7 @@ def test_kernels_are_timed_per_side(monkeypatch, priced):
 def test_counted_prices_are_products_without_conversion(priced):
     model, units = priced
     prices = count_prices(model, units, SAMPLE)
-    assert prices.units == {
+    assert prices.pairs == {
         "/a": (0.7 * (1024 * 144), 1024 * 144),  # 16 channels of 3x3 behind each of 1024 values
         "/b": (0.7 * (1024 * 9), 1024 * 9),  # one channel each: depthwise
         "/y": (0.7 * (512 * 16), 512 * 16),
@@ -446,53 +454,56 @@ def test_counted_prices_are_products_without_conversion(priced):
     assert set(prices.conversions.values()) == {0.0}
     assert not prices.measured
     avx2 = count_prices(model, units, SAMPLE, CPUS["avx2"])
-    assert avx2.units["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
-    assert avx2.units["/b"] == (pytest.approx(1.5 * 2.2 * 1024 * 9), pytest.approx(2.2 * 1024 * 9))
+    assert avx2.pairs["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
+    assert avx2.pairs["/b"] == (pytest.approx(1.5 * 2.2 * 1024 * 9), pytest.approx(2.2 * 1024 * 9))
     assert set(avx2.conversions.values()) >= {20.0 * 1024}
     assert {*CPUS} < {*CPU_NAMES}
 
 
 ROW = Units(
     members={name: (name,) for name in "abc"},
-    edges=(("a", "b", "t"), ("b", "c", "u")),
-    inlets=(("a", "x"),),
-    outlets=(("c", "y"),),
+    borders=(
+        (FLOAT_SIDE, "a", "x"),
+        ("a", "b", "t"),
+        ("b", "c", "u"),
+        ("c", FLOAT_SIDE, "y"),
+    ),
     layers=("a", "b", "c"),
 )
 
 
-def row(turning=1.0, **units):
-    sides = {name: (1.0, 10.0) for name in "abc"} | units
-    return Prices(
-        units=sides, conversions=dict.fromkeys("xtuy", turning), fixed_price=5.0, measured=True
-    )
+def row(turning=1.0, units=ROW, **pairs):
+    pairs = {name: (1.0, 10.0) for name in "abc"} | pairs
+    conversions = dict.fromkeys("xtuy", turning)
+    return Prices(units=units, pairs=pairs, conversions=conversions, fixed_price=5.0, measured=True)
 
 
 def test_nodes_of_units_are_in_model_order():
-    assert ROW.nodes(frozenset("cab")) == ("a", "b", "c")
+    assert ROW.node_names(frozenset("cab")) == ("a", "b", "c")
 
 
 def test_split_price_counts_borders_once():
     prices = row()
-    assert prices.total(ROW, frozenset()) == 5 + 3 + 2  # in and out
-    assert prices.total(ROW, frozenset("b")) == 5 + 12 + 4
-    assert prices.total(ROW, frozenset("abc")) == 5 + 30
-    shared_tensor = replace(ROW, edges=(("a", "b", "t"), ("a", "c", "t")), inlets=(), outlets=())
-    assert prices.total(shared_tensor, frozenset("bc")) == 5 + 21 + 1  # two readers, one pair
+    assert prices.total(frozenset()) == 5 + 3 + 2  # in and out
+    assert prices.total(frozenset("b")) == 5 + 12 + 4
+    assert prices.total(frozenset("abc")) == prices.float_total == 5 + 30
+    assert prices.time_share(frozenset()) == 10 / 35
+    shared_tensor = replace(ROW, borders=(("a", "b", "t"), ("a", "c", "t")))
+    assert row(units=shared_tensor).total(frozenset("bc")) == 5 + 21 + 1  # two readers, one pair
 
 
 def test_cheapest_split_weighs_time_and_noise():
-    assert cheapest_float_units(row(), ROW, {}, weight=0) == frozenset()
-    assert cheapest_float_units(row(b=(13.0, 10.0)), ROW, {}, weight=0) == {"b"}  # wins 3, turns 2
-    assert cheapest_float_units(row(turning=2.0, b=(13.0, 10.0)), ROW, {}, weight=0) == frozenset()
-    assert cheapest_float_units(row(), ROW, {"b": 1.0}, weight=10) == frozenset()
-    assert cheapest_float_units(row(), ROW, {"b": 1.0}, weight=12) == {"b"}
-    assert cheapest_float_units(row(), ROW, {}, weight=0, pinned=frozenset("c")) == {"c"}
+    assert row().cheapest_float_units() == frozenset()
+    assert row(b=(13.0, 10.0)).cheapest_float_units() == {"b"}  # wins 3, turns 2
+    assert row(turning=2.0, b=(13.0, 10.0)).cheapest_float_units() == frozenset()
+    assert row().cheapest_float_units({"b": 1.0}, 10) == frozenset()
+    assert row().cheapest_float_units({"b": 1.0}, 12) == {"b"}
+    assert row().cheapest_float_units(pinned=frozenset("c")) == {"c"}
     dear = row(a=(5.0, 5.5), b=(5.0, 5.5), c=(5.0, 5.5))
-    assert cheapest_float_units(dear, ROW, {}, weight=0) == frozenset("abc")  # in and out count too
+    assert dear.cheapest_float_units() == frozenset("abc")  # in and out count too
 
 
 def test_pass_through_nodes_follow_float_layer():
     noisy, glue = {"a": 100.0}, replace(ROW, layers=("a", "c"))
-    assert cheapest_float_units(row(turning=0.0), ROW, noisy, weight=1) == {"a"}
-    assert cheapest_float_units(row(turning=0.0), glue, noisy, weight=1) == {"a", "b"}
+    assert row(turning=0.0).cheapest_float_units(noisy, 1) == {"a"}
+    assert row(turning=0.0, units=glue).cheapest_float_units(noisy, 1) == {"a", "b"}

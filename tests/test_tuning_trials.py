@@ -27,7 +27,8 @@ from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tasks.slices import form_samples
 from deploy.tuning import probe, search_samples, slice_signals
-from deploy.tuning.plan_file import BETWEEN, float_reasons, read_plan
+from deploy.tuning.plan_file import read_plan
+from deploy.tuning.reasons import BETWEEN, float_reasons
 from deploy.tuning.sensitivity import Sensitivity
 from tests.models import as_float32, build_net, make_model, make_node
 from tests.test_tuning import SAME, ran, saved
@@ -380,10 +381,16 @@ def test_negligible_noise_is_no_float_reason(power, by_noise):
     """As of a policy whose moves, in the samples that were looked at, are at a Tanh's ends."""
     sensitivity = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
     units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
-    prices = SimpleNamespace(units={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
-    reasons = float_reasons(
-        SimpleNamespace(in_float={"one", "other"}), units, prices, sensitivity, "int8"
+    prices = SimpleNamespace(pairs={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
+    search = SimpleNamespace(
+        units=units,
+        prices=prices,
+        sensitivity=sensitivity,
+        precision="int8",
+        refused=(),
+        float_adds={},
     )
+    reasons = float_reasons(search, SimpleNamespace(in_float={"one", "other"}))
     expected = "alone in int8 it leaves 30.0 dB of a" if by_noise else BETWEEN
     assert reasons == {"/one": expected, "/other": expected}
 
@@ -500,6 +507,6 @@ def test_search_weighs_samples_of_saturated_sigmoids(tmp_path):
     out = build_net(model, loud * rng.normal(0, 1, (48, 32)), tmp_path)
     plan = read_plan(out / "calib8/net.plan.toml").targets["onnxruntime"]
     (part,) = json.loads((out / "report.json").read_text())["engines"][1]["accuracy"]["parts"]
-    int8_sqnrs = [split.sqnr_db for split in plan.front if split.float_layers == 0]
+    int8_sqnrs = [split.row.sqnr_db for split in plan.front if split.row.float_layers == 0]
     assert int8_sqnrs
     assert max(int8_sqnrs) < part["sqnr_db"] + 6 < 60

@@ -5,7 +5,7 @@ import pytest
 
 from deploy.frontends import load
 from deploy.targets import TARGETS
-from deploy.tuning.prices import group_units
+from deploy.tuning.prices import FLOAT_SIDE, group_units
 from tests.models import as_float32, make_model, make_node
 
 CONSTANTS = {"three": 3.0, "zero": 0.0, "six": 6.0}
@@ -72,8 +72,13 @@ def test_unit_is_a_layer_and_tail(nodes, options, members):
     assert set(layer_units.layers) == {f"/{o}" for op, _, o, *_ in nodes if op == "Conv"}
 
 
-def test_borders_are_edges_inlets_and_outlets():
-    assert units(*SILU).edges == (("/c1", "/s", "c1"), ("/s", "/y", "m"))
+def test_borders_are_between_units_and_float():
+    assert set(units(*SILU).borders) == {
+        (FLOAT_SIDE, "/c1", "x"),
+        ("/c1", "/s", "c1"),
+        ("/s", "/y", "m"),
+        ("/y", FLOAT_SIDE, "y"),
+    }
     layer_units = units(
         C1,
         ("Exp", "c1", "e"),
@@ -83,17 +88,20 @@ def test_borders_are_edges_inlets_and_outlets():
         conv("s", "y"),
     )
     edges = {("/c1", "/c3", "c1"), ("/c2", "/s", "c2"), ("/c3", "/s", "c3"), ("/s", "/y", "s")}
-    assert set(layer_units.edges) == edges
-    assert set(layer_units.inlets) == {("/c1", "x"), ("/c2", "e")}
-    assert set(layer_units.outlets) == {("/c1", "c1"), ("/y", "y")}
+    inlets = {(FLOAT_SIDE, "/c1", "x"), (FLOAT_SIDE, "/c2", "e")}
+    outlets = {("/c1", FLOAT_SIDE, "c1"), ("/y", FLOAT_SIDE, "y")}
+    assert set(layer_units.borders) == edges | inlets | outlets
     assert set(layer_units.tensors) == {"c1", "c2", "c3", "s", "x", "e", "y"}
-    assert set(layer_units.shared_tensors(["/c2"])) == {"c2", "e"}
     assert layer_units.layers == ("/c1", "/c2", "/c3", "/y")
-    assert layer_units.nodes(["/c3", "/s"]) == ("/c3", "/s")
+    assert layer_units.node_names(["/c3", "/s"]) == ("/c3", "/s")
 
 
 def test_float_nodes_are_in_no_unit():
     layer_units = units(C1, conv("c1", "c2"), conv("c2", "y"), keep=("/c2",))
     assert list(layer_units.members) == ["/c1", "/y"]
-    assert layer_units.outlets == (("/c1", "c1"), ("/y", "y"))
-    assert ("/y", "c2") in layer_units.inlets
+    assert set(layer_units.borders) == {
+        (FLOAT_SIDE, "/c1", "x"),
+        ("/c1", FLOAT_SIDE, "c1"),
+        (FLOAT_SIDE, "/y", "c2"),
+        ("/y", FLOAT_SIDE, "y"),
+    }

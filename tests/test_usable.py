@@ -189,7 +189,7 @@ def test_nonfinite_float_model_is_not_searched(model, build, tmp_path):
     assert "NaN" in screen(built)
     plan, float_nodes = chosen(built)
     assert not float_nodes
-    assert {split.level for split in plan.front} <= {"", "good"}
+    assert {split.row.level for split in plan.front} <= {"", "good"}
 
 
 def save_single_layer(folder, feed, share):
@@ -237,7 +237,7 @@ def test_good_engine_replaces_a_doubtful_one(target, surer, narrow, build):
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "kept_count"), [("tensorrt", 33), ("ascend", 30)])
 def test_front_tells_what_a_faster_split_loses(target, kept_count, surer):
-    (fastest, *_) = chosen(surer, target)[0].front
+    fastest = chosen(surer, target)[0].front[0].row
     assert fastest.figure.startswith(f"{kept_count} of 40 samples keep FP32's top-1 class")
     assert fastest.level == "doubtful"
     assert not fastest.taken
@@ -250,7 +250,7 @@ def test_price_of_a_better_verdict_is_on_the_screen(build, tmp_path):
     assert built.code == 0
     assert level(built, "tensorrt") == "good"
     plan, _ = chosen(built, "tensorrt")
-    (fast,) = [split for split in plan.front if split.number == 1]
+    (fast,) = [split.row for split in plan.front if split.row.number == 1]
     assert fast.level == "doubtful"
     assert "(doubtful): --split 1" in screen(built)
     cheaper = build(built.out.parent / "guessing.onnx", "--target", "tensorrt", "--split", 1)
@@ -282,7 +282,7 @@ def test_user_metric_judges_the_choice(narrow, build, metric, tmp_path):
     assert built.code == 0, built.output
     plan, float_nodes = chosen(built)
     assert "/wide/Conv" in float_nodes
-    (taken,) = [split for split in plan.front if split.taken]
+    (taken,) = [split.row for split in plan.front if split.row.taken]
     assert taken.level == "good"
     assert Path(metric).name in taken.figure
 
@@ -297,7 +297,7 @@ def test_changed_metric_is_judged_again(narrow, build, metric):
     script.write_text(script.read_text().replace("0.02", "9e9"))
     changed, _ = chosen(build(narrow, "--metric", metric))
     assert changed.made_from != first_digest
-    assert "unusable" not in {split.level for split in changed.front}
+    assert "unusable" not in {split.row.level for split in changed.front}
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_labelled_metric_judges_only_built_engines(narrow, feed, build, metric, 
     labels.write_text("3\n" * 40)
     built = build(narrow, "--eval-images", feed, "--metric", metric, "--labels", labels)
     assert built.code == 0
-    assert not [split for split in chosen(built)[0].front if metric in split.figure]
+    assert not [split for split in chosen(built)[0].front if metric in split.row.figure]
     notes = built.report["notes"]
     (search_note,) = (
         note for note in notes if note.startswith("the search went by the outputs' form")

@@ -28,7 +28,6 @@ from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.input_shapes import open_with_shapes, parse_input
-from deploy.method import NO_CHOICES
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.pipeline.results import split_rows
@@ -36,14 +35,12 @@ from deploy.report.documents import Report, read_report
 from deploy.report.parts import EngineRow, NodeRow, TargetPart, TensorRow
 from deploy.report.tables import PLAN
 from deploy.terminal import PrintedResult, join_visible
-from deploy.tuning.plan_file import (
+from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan
+from deploy.tuning.reasons import (
     CONSEQUENCE,
     NOISE,
     RULE,
     TIME,
-    PlanFile,
-    TargetPlan,
-    read_plan,
     reason_kind,
     reason_sqnr_db,
 )
@@ -312,7 +309,7 @@ def _is_array(images: FeedSource) -> bool:
 def _explain_target(
     target: TargetPart, engine: EngineRow | None, plan: PlanFile, notes: tuple[str, ...]
 ) -> TargetExplanation:
-    target_plan = plan.targets.get(target.name, TargetPlan(choices=NO_CHOICES))
+    target_plan = plan.targets.get(target.name, TargetPlan())
     if target.search is not None:
         settled, front = target.search.settled, target.search.front
     else:

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 from deploy.errors import list_first
 from deploy.report import figures
 from deploy.report.model import to_plain_object
-from deploy.report.parts import SplitRow
 from deploy.report.screen import entries, entry, labelled_table
 from deploy.report.tables import FRONT_HEADS, split_row
 from deploy.terminal import PrintedResult, join_visible
-from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME
+from deploy.tuning.plan_file import SplitRow
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME
 
 SCHEMA = "calib8-explanation/1"
 _MAX_ROWS = 10  # rows of a table unless all are asked for
@@ -45,7 +45,7 @@ class FloatNodeGroup:
     """Nodes that stay float for one reason.
 
     Attributes:
-        kind: kind of the reason, see `deploy.tuning.plan_file`.
+        kind: kind of the reason, see `deploy.tuning.reasons`.
         reason: the reason, "" if none is known.
         operators: operators of the nodes.
         nodes: names of the nodes.

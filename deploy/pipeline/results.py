@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from deploy.report.parts import (
     ModelPart,
     RequestPart,
     SearchPart,
-    SplitRow,
     TargetPart,
     WorkPart,
     node_rows,
@@ -51,7 +50,7 @@ from deploy.targets import TARGETS, Target
 from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
-from deploy.tuning.plan_file import TargetPlan
+from deploy.tuning.plan_file import SplitRow, TargetPlan
 from deploy.tuning.tune import PlannedTarget
 from deploy.version import __version__
 
@@ -490,9 +489,8 @@ def _search_notes(planned: PlannedTarget) -> Iterator[str]:
 def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:
     """Yield rows of the front."""
     for split in plan.front:
-        figures = {field.name: getattr(split, field.name) for field in fields(SplitRow)}
-        count = _COUNT.match(split.figure)  # "27 of 28 boxes" of a sentence
-        yield SplitRow(**{**figures, "figure": count[0] if count else split.figure})
+        count = _COUNT.match(split.row.figure)  # "27 of 28 boxes" of a sentence
+        yield replace(split.row, figure=count[0]) if count else split.row
 
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:

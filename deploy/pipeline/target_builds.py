@@ -20,7 +20,6 @@ from deploy.files import atomic
 from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage
 from deploy.machine import trim_memory
-from deploy.method import NO_CHOICES
 from deploy.pipeline.build_options import plan_name
 from deploy.targets import Target
 from deploy.targets.base import BuildRequest, BuildResult
@@ -81,7 +80,7 @@ def search_targets(
             if not isinstance(reason, BackendError | CalibrationError | ExportError):
                 raise
             plans[target.name] = PlannedTarget(
-                plan=TargetPlan(choices=NO_CHOICES),
+                plan=TargetPlan(),
                 searched=False,
                 note=f"nothing was searched for {target.name}: {reason}",
             )

@@ -49,7 +49,8 @@ from numpy.typing import NDArray
 
 from deploy.report import figures
 from deploy.report.blocks import breakable
-from deploy.report.parts import EngineRow, HistogramPart, SplitRow, TensorRow, WeightRow
+from deploy.report.parts import EngineRow, HistogramPart, TensorRow, WeightRow
+from deploy.tuning.plan_file import SplitRow
 
 
 class _Axis(NamedTuple):

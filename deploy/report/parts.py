@@ -17,6 +17,7 @@ from deploy.metrics.output_errors import OutputAccuracy
 from deploy.report.figures import EngineLayersPart
 from deploy.report.previews import BoxRow, ClassRow, PicturesPart
 from deploy.report.verdict import Verdict
+from deploy.tuning.plan_file import SplitRow
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -380,37 +381,6 @@ class EarlierPart:
     target: str
     text: str
     flags: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRow:
-    """One split of the front: no other that was tried is both as fast and as near to FP32.
-
-    Attributes:
-        number: what `--split` takes, from 1, the fastest split first.
-        float_layers: number of layers in float.
-        layers: number of all layers with weights.
-        time: as a share of the float model's.
-        is_timed: whether the time was measured, and not predicted.
-        size: predicted bytes of weights and constants, as a share of the float model's.
-        sqnr_db: of the worst output slice, over the samples of the search.
-        figure: the task's figure on the evaluation samples, such as "27 of 28 boxes"; "" where
-            the split was not judged.
-        level: expected verdict on its accuracy: "good", "doubtful" or "unusable"; "" where the
-            split was not judged.
-        taken: whether it was built.
-    """
-
-    number: int
-    float_layers: int
-    layers: int
-    time: float
-    is_timed: bool = False
-    size: float
-    sqnr_db: float
-    figure: str = ""
-    level: str = ""
-    taken: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ from deploy.report.parts import (
 )
 from deploy.targets.base import BuildResult
 from deploy.targets.stored_weights import StoredWeight
-from deploy.tuning.plan_file import NOISE, TIME, reason_kind, reason_sqnr_db
+from deploy.tuning.reasons import NOISE, TIME, reason_kind, reason_sqnr_db
 
 MAX_BARS = 64  # of a histogram
 

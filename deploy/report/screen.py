@@ -31,7 +31,7 @@ from deploy.report import figures
 from deploy.report.charts import sweep_table
 from deploy.report.figures import engine_layers_text
 from deploy.report.model import Findings, find_rivals
-from deploy.report.parts import EngineRow, FileRow, RequestPart, SplitRow, TargetPart
+from deploy.report.parts import EngineRow, FileRow, RequestPart, TargetPart
 from deploy.report.tables import (
     KERNEL_HEADS,
     OPTIONS,
@@ -50,6 +50,7 @@ from deploy.report.tables import (
 )
 from deploy.report.verdict import Verdict
 from deploy.terminal import join_visible
+from deploy.tuning.plan_file import SplitRow
 
 WIDTH = 98
 MARGIN = 14

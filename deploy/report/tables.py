@@ -26,11 +26,11 @@ from deploy.report.parts import (
     EngineRow,
     GroupRow,
     SearchPart,
-    SplitRow,
     TargetPart,
     WeightRow,
     WorkPart,
 )
+from deploy.tuning.plan_file import SplitRow
 
 Part = TypeVar("Part")
 

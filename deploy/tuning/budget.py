@@ -129,11 +129,11 @@ class BudgetSearch:
             is_held_out=False,
         )
         members = {name: (name,) for name in self.layers}
-        prices = dict.fromkeys(members, (0.0, 1.0))
+        units = Units(members=members, borders=(), layers=(*members,))
+        pairs = dict.fromkeys(members, (0.0, 1.0))
         budget = SearchBudget(math.inf)
         return Search(
-            units=Units(members=members, edges=(), inlets=(), outlets=(), layers=(*members,)),
-            prices=Prices(units=prices, conversions={}, fixed_price=0.0, measured=False),
+            prices=Prices(units=units, pairs=pairs, conversions={}),
             prober=make_prober(setup, self._samples, self._form, step, budget),
             methods=[None],
             effort=EFFORTS[_EFFORT],
@@ -141,10 +141,8 @@ class BudgetSearch:
 
     def _try_searches_everywhere(self, search: Search) -> Trial:
         """Return the trial of least loss with one search in all layers."""
-        choices = {
-            name: Choices(searches=dict.fromkeys(self.layers, name)) for name in self.everywhere
-        }
-        trials = search.try_choices(choices)
+        searches = [dict.fromkeys(self.layers, name) for name in self.everywhere]
+        trials = search.try_choices([Choices(searches=by_layer) for by_layer in searches])
         if not trials:
             raise BackendError(
                 f"a search must be able to run the int8 model, got: {search.prober.errors[0]}"
@@ -165,7 +163,7 @@ class BudgetSearch:
         request, results = repair_request(self.target, chosen, names, samples)
         builder = RepairedBuilder(self.target, self.request, request)
         search = self._search(builder, step)
-        trials = search.try_choices({"repaired": request.choices})
+        trials = search.try_choices([request.choices])
         if not trials or _loss(trials[0]) >= _loss(base):
             return None
         self._builder = builder
@@ -205,11 +203,11 @@ class BudgetSearch:
         self, search: Search, base: Trial, layer: str, in_float: frozenset[str]
     ) -> Trial:
         """Return the trial of least loss with some search of a layer, else `base`."""
-        choices = {}
+        choices = []
         for name, layers in self.searches.items():
             if layer in layers:
                 searches = {**base.choices.searches, layer: name}
-                choices[name] = replace(base.choices, searches=searches)
+                choices.append(replace(base.choices, searches=searches))
         return min(search.try_choices(choices, in_float), key=_loss, default=base)
 
     def _holds(self, trial: Trial) -> bool:

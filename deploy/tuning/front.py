@@ -33,35 +33,18 @@ from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED
 from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
+from deploy.tuning.plan_file import PlannedSplit, SplitRow
 from deploy.tuning.prices import Units
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import Trial
 from deploy.tuning.search_samples import ExpectedVerdict
 
-MAX_POINTS = 8  # of the front that is kept
+MAX_POINTS = 8  # of the front that the plan stores
 WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
-_LIKELY = 3  # splits that are timed before one is chosen
+_INT8_SIZE = 0.25  # of a weight, as a share of its float size
+_TIMED_SPLITS = 3  # the cheapest splits are timed before one is chosen
 _TIME_STEP = 1.02  # splits that differ by less time are not worth judging both
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontPoint:
-    """A split that could be built, and what it costs.
-
-    Attributes:
-        trial: the split with its range methods; its time is measured where `is_timed`.
-        size: bytes of the constants, as a share of the float model's.
-        is_timed: whether the time was measured, else it is predicted.
-        verdict: the expected one; None where it was not judged.
-        taken: whether it is built.
-    """
-
-    trial: Trial
-    size: float
-    is_timed: bool = False
-    verdict: ExpectedVerdict | None = None
-    taken: bool = False
 
 
 class SplitSizes:
@@ -71,20 +54,20 @@ class SplitSizes:
         graph = Graph(model)
         nodes = {node.name: node for node in graph.nodes}
         counts = {name: int(math.prod(tensor.dims)) for name, tensor in graph.initializers.items()}
-        self._values: int = sum(counts.values())
-        self._weights_by_layer: dict[str, int] = {}
+        self._value_count: int = max(sum(counts.values()), 1)
+        self._weight_count_by_layer: dict[str, int] = {}
         for layer in units.layers:
             weighted = [nodes[name] for name in units.members[layer]]
             names = {node.input[1] for node in weighted if node.op_type in WEIGHTED}
-            self._weights_by_layer[layer] = sum(counts.get(name, 0) for name in names)
+            self._weight_count_by_layer[layer] = sum(counts.get(name, 0) for name in names)
 
     def of(self, in_float: frozenset[str]) -> float:
         """Return the bytes of a split's constants, as a share of the float model's."""
         int8_weights = 0
-        for layer, count in self._weights_by_layer.items():
+        for layer, count in self._weight_count_by_layer.items():
             if layer not in in_float:
                 int8_weights += count
-        return 1.0 - 0.75 * int8_weights / max(self._values, 1)
+        return 1.0 - (1.0 - _INT8_SIZE) * int8_weights / self._value_count
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,8 +88,8 @@ class SplitChooser:
     judge: Callable[[Trial], ExpectedVerdict]
     can_judge: Callable[[], bool]
     measure: Callable[[Sequence[Trial]], list[Trial]] | None = None
-    _verdicts: dict[object, ExpectedVerdict] = field(default_factory=dict)
-    _timed: dict[object, Trial] = field(default_factory=dict)
+    _verdict_by_key: dict[object, ExpectedVerdict] = field(default_factory=dict)
+    _timed_by_key: dict[object, Trial] = field(default_factory=dict)
 
     def choose(self) -> Trial:
         """Return the trial to build."""
@@ -122,35 +105,57 @@ class SplitChooser:
                 break
         return choice
 
-    def front(self, choice: Trial) -> list[FrontPoint]:
+    def front_trials(self, choice: Trial) -> list[Trial]:
         """Return the trials that no other beats in both time and loss, the fastest first.
 
         `choice`: what is built; it is always among them.
         """
-        taken_key = choice.key
-        points: list[FrontPoint] = []
+        points: list[Trial] = []
         least_loss = math.inf
         candidates = [self._with_time(trial) for trial in self.search.eligible]
         for trial in sorted(candidates, key=lambda trial: (trial.time, trial.worst_loss)):
-            key = trial.key
-            if key != taken_key and trial.worst_loss >= least_loss:
-                continue
-            least_loss = min(least_loss, trial.worst_loss)
-            point = FrontPoint(
-                trial=trial,
-                size=self.sizes.of(trial.in_float),
-                is_timed=key in self._timed,
-                verdict=self._verdicts.get(key),
-                taken=key == taken_key,
+            if trial.worst_loss < least_loss or trial.key == choice.key:
+                points.append(trial)
+                least_loss = min(least_loss, trial.worst_loss)
+
+        # of too many, the ends stay, what is built, and those farthest apart
+        while len(points) > MAX_POINTS:
+            gaps: dict[int, float] = {}
+            for index in range(1, len(points) - 1):
+                before, after = points[index - 1], points[index + 1]
+                if points[index].key != choice.key:
+                    time_gap = abs(after.time - before.time)
+                    gaps[index] = time_gap + before.worst_loss - after.worst_loss
+            del points[min(gaps, key=gaps.__getitem__)]
+        return points
+
+    def front(self, choice: Trial) -> tuple[PlannedSplit, ...]:
+        """Return the front as the plan stores it."""
+        splits = []
+        for number, trial in enumerate(self.front_trials(choice), start=1):
+            verdict = self._verdict_by_key.get(trial.key)
+            task_loss = verdict.task_loss if verdict else None
+            row = SplitRow(
+                number=number,
+                float_layers=self.search.count_float_layers(trial.in_float),
+                layers=len(self.search.units.layers),
+                time=round(trial.time, 4),
+                is_timed=trial.key in self._timed_by_key,
+                size=round(self.sizes.of(trial.in_float), 4),
+                sqnr_db=round(trial.noise.db, 2),
+                figure=task_loss.words if task_loss else "",
+                level=verdict.level if verdict else "",
+                taken=trial.key == choice.key,
             )
-            points.append(point)
-        return _thin_out(points)
+            splits.append(PlannedSplit(row=row, choices=trial.choices))
+        return tuple(splits)
 
     def _choose_tried(self) -> Trial:
         """Return the trial of least cost among the tried ones with the best verdict."""
         judged: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
-            if trial.key not in self._verdicts:
+            if trial.key not in self._verdict_by_key:
+                # one that loses as much at more cost cannot have a better verdict
                 if any(cheaper.worst_loss <= trial.worst_loss for cheaper in judged):
                     continue
                 if judged and not self.can_judge():
@@ -158,31 +163,38 @@ class SplitChooser:
             judged.append(trial)
             if self._level(trial) == GOOD:
                 break
-        return min(judged, key=self._rank)
+        return min(
+            judged, key=lambda trial: (_RANKS.index(self._level(trial)), self.search.cost(trial))
+        )
 
     def _candidates(self) -> list[Trial]:
         """Return the trials to choose among: where time is measured, those that were timed."""
+        if self.measure is not None:
+            untimed = {trial.key: trial for trial in self._likely_trials()}
+            for key in self._timed_by_key:
+                untimed.pop(key, None)
+            try:
+                timed = self.measure(list(untimed.values())) if untimed else []
+            except BackendError:
+                self.measure = None
+                self._timed_by_key.clear()
+            else:
+                self._timed_by_key |= {trial.key: trial for trial in timed}
         trials = self.search.eligible
         if self.measure is None:
             return trials
-        cheapest = sorted(trials, key=self.search.cost)
-        likely: dict[frozenset[str], Trial] = {}
-        for trial in cheapest:
-            likely.setdefault(trial.in_float, trial)
-        plain = [trial for trial in cheapest if trial.in_float == self.search.refused][:1]
-        judged = [trial for trial in trials if trial.key in self._verdicts]
-        wanted = {trial.key: trial for trial in (*list(likely.values())[:_LIKELY], *plain, *judged)}
-        untimed = [trial for key, trial in wanted.items() if key not in self._timed]
-        if untimed:
-            try:
-                timed = self.measure(untimed)
-            except BackendError:
-                self.measure = None
-                self._timed.clear()
-                return trials
-            for trial in timed:
-                self._timed[trial.key] = trial
-        return [self._with_time(trial) for trial in trials if trial.key in self._timed]
+        return [self._with_time(trial) for trial in trials if trial.key in self._timed_by_key]
+
+    def _likely_trials(self) -> list[Trial]:
+        """Return the trials to time: of the cheapest splits, plain int8, and the judged ones."""
+        trials = sorted(self.search.eligible, key=self.search.cost)
+        trial_by_split: dict[frozenset[str], Trial] = {}
+        for trial in trials:
+            trial_by_split.setdefault(trial.in_float, trial)
+        likely = list(trial_by_split.values())[:_TIMED_SPLITS]
+        if self.search.refused in trial_by_split:
+            likely.append(trial_by_split[self.search.refused])
+        return likely + [trial for trial in trials if trial.key in self._verdict_by_key]
 
     def _look_for(self, level: str) -> None:
         """Try splits of the predicted front, by halving, for the fastest with a verdict.
@@ -196,12 +208,12 @@ class SplitChooser:
             pinned = self.search.pinned
             splits = [pinned.union(order[:count]) for count in range(1, len(order))]
         else:
-            too_fast, good = self._bounds(level)
+            too_fast, good = self._time_bounds(level)
             splits = []
             for split in self.search.predicted_front():
-                time = self.search.time_of(split)
+                time = self.search.prices.time_share(split)
                 is_between = time > _TIME_STEP * too_fast and _TIME_STEP * time < good
-                if is_between and self._is_worthwhile(split):
+                if is_between and self._is_worthwhile(split, time):
                     splits.append(split)
                     too_fast = time
 
@@ -210,42 +222,37 @@ class SplitChooser:
 
         find_fastest(self.search, base, splits, is_good_enough, self.can_judge)
 
-    def _bounds(self, level: str) -> tuple[float, float]:
+    def _time_bounds(self, level: str) -> tuple[float, float]:
         """Return the times between which the fastest split with a verdict must be."""
         too_fast, good = 0.0, math.inf
         for trial in self.search.eligible:
-            verdict = self._verdicts.get(trial.key)
+            verdict = self._verdict_by_key.get(trial.key)
             if verdict is None:
                 continue
-            time = self.search.time_of(trial.in_float)
+            time = self.search.prices.time_share(trial.in_float)
             if _is_as_good(verdict.level, level):
                 good = min(good, time)
             else:
                 too_fast = max(too_fast, time)
         return too_fast, good
 
-    def _rank(self, trial: Trial) -> tuple[int, float]:
-        return _RANKS.index(self._level(trial)), self.search.cost(trial)
-
     def _level(self, trial: Trial) -> str:
         """Return the expected verdict of a trial; FLOAT where it would win nothing."""
         key = trial.key
-        if key not in self._verdicts:
-            self._verdicts[key] = self.judge(trial)
-        level = self._verdicts[key].level
+        if key not in self._verdict_by_key:
+            self._verdict_by_key[key] = self.judge(trial)
+        level = self._verdict_by_key[key].level
         if level != UNUSABLE and not self._is_worthwhile(trial.in_float, trial.time):
             return FLOAT
         return level
 
-    def _is_worthwhile(self, in_float: frozenset[str], time: float | None = None) -> bool:
-        """Whether a split wins some of the time or a quarter of the size."""
-        if time is None:
-            time = self.search.time_of(in_float)
+    def _is_worthwhile(self, in_float: frozenset[str], time: float) -> bool:
+        """Whether a split of some time wins some of the float model's, or a quarter of its size."""
         return time * MIN_GAIN <= 1 or self.sizes.of(in_float) <= WORTHWHILE_SIZE
 
     def _with_time(self, trial: Trial) -> Trial:
         """Return a trial with its measured time, if it was timed."""
-        return self._timed.get(trial.key, trial)
+        return self._timed_by_key.get(trial.key, trial)
 
 
 def _is_as_good(level: str, required: str) -> bool:
@@ -269,7 +276,7 @@ def find_fastest(
         base: its methods are used.
         splits: the fastest first.
         is_good_enough: judges a trial.
-        can_go_on: whether the budget allows another one.
+        can_go_on: whether the budget allows another trial.
     """
     first, end, fastest = 0, len(splits), None
     while first < end and can_go_on():
@@ -280,15 +287,3 @@ def find_fastest(
         else:
             first = middle + 1
     return fastest
-
-
-def _thin_out(points: list[FrontPoint]) -> list[FrontPoint]:
-    """Return at most `MAX_POINTS` points: the ends, what is built, and those farthest apart."""
-    while len(points) > MAX_POINTS:
-        gaps: dict[int, float] = {}
-        for index in range(1, len(points) - 1):
-            before, after = points[index - 1].trial, points[index + 1].trial
-            if not points[index].taken:
-                gaps[index] = abs(after.time - before.time) + before.worst_loss - after.worst_loss
-        del points[min(gaps, key=gaps.__getitem__)]
-    return points

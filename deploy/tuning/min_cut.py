@@ -37,14 +37,16 @@ def cheapest_split(
     """
     index_by_unit = {unit: index for index, unit in enumerate(prices, start=2)}
     network = _FlowNetwork(len(index_by_unit) + 2)
+    unlimited = 1.0
     for unit, (int8, float32) in prices.items():
         shared = min(int8, float32)  # paid on either side
         network.add_pipe(_INT8_END, index_by_unit[unit], float32 - shared)
         network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - shared)
+        unlimited += max(int8, float32)
     for unit, other, price in between:
         network.add_pipe(index_by_unit[unit], index_by_unit[other], price)
         network.add_pipe(index_by_unit[other], index_by_unit[unit], price)
-    unlimited = 1 + sum(max(pair) for pair in prices.values())
+        unlimited += price
     for unit, other in follows:
         network.add_pipe(index_by_unit[unit], index_by_unit[other], unlimited)
     for unit in pinned:
@@ -70,10 +72,13 @@ class _FlowNetwork:
 
     def find_float_side(self) -> Mapping[int, int]:
         """Return the nodes that can still reach the float end at maximum flow."""
-        while _INT8_END in (distances := self._measure_distances()):
-            untried = [[*ends] for ends in self._residuals]
-            while self._fill_path(distances, untried):
-                pass
+        distances = self._measure_distances()
+        while _INT8_END in distances:
+            # start of a pipe -> ends that may still lead to the float end
+            untried_ends = [list(ends) for ends in self._residuals]
+            while path := self._find_path(distances, untried_ends):
+                self._fill_path(path)
+            distances = self._measure_distances()
         return distances
 
     def _measure_distances(self) -> dict[int, int]:
@@ -82,34 +87,39 @@ class _FlowNetwork:
         while waiting:
             end = waiting.popleft()
             for start in self._residuals[end]:
-                if start not in distances and self._residuals[start][end] > self._min_capacity:
+                if start not in distances and self._has_capacity(start, end):
                     distances[start] = distances[end] + 1
                     waiting.append(start)
         return distances
 
-    def _fill_path(self, distances: Mapping[int, int], untried: list[list[int]]) -> bool:
-        """Send as much as fits along one path of fewest pipes; return whether one was left.
+    def _find_path(self, distances: Mapping[int, int], untried_ends: list[list[int]]) -> list[int]:
+        """Return one path of fewest pipes from the int8 end to the float end; empty without one.
 
-        `untried`: start of a pipe -> ends that may still lead on; those that do not are removed.
+        Ends from which no path leads on are removed from `untried_ends`.
         """
         path = [_INT8_END]
-        while (start := path[-1]) != _FLOAT_END:
-            if not untried[start]:
+        while path and path[-1] != _FLOAT_END:
+            start = path[-1]
+            if not untried_ends[start]:  # a dead end: go back one pipe
                 path.pop()
-                if not path:
-                    return False
-                untried[path[-1]].pop()
+                if path:
+                    untried_ends[path[-1]].pop()
                 continue
-            end = untried[start][-1]
-            has_capacity = self._residuals[start][end] > self._min_capacity
-            if has_capacity and distances.get(end) == distances[start] - 1:
+            end = untried_ends[start][-1]
+            is_nearer = distances.get(end) == distances[start] - 1
+            if is_nearer and self._has_capacity(start, end):
                 path.append(end)
             else:
-                untried[start].pop()
+                untried_ends[start].pop()
+        return path
 
+    def _fill_path(self, path: list[int]) -> None:
+        """Send as much along a path as its narrowest pipe takes."""
         pipes = list(pairwise(path))
         size = min(self._residuals[start][end] for start, end in pipes)
         for start, end in pipes:
             self._residuals[start][end] -= size
             self._residuals[end][start] += size
-        return True
+
+    def _has_capacity(self, start: int, end: int) -> bool:
+        return self._residuals[start][end] > self._min_capacity

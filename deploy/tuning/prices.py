@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from types import MappingProxyType
 
 import onnx
 
@@ -34,7 +34,11 @@ from deploy.tuning.timing import PAIRS, KernelTimes, kernel_times, least_kernel_
 
 _MAX_GATE_STEPS = 4  # x -> Add -> Clip -> Div -> Mul is the longest gate that exporters write
 
-Groups = dict[str, frozenset[str]]  # int8 node -> all nodes of its unit
+FLOAT_SIDE = ""  # stands for the float nodes in a border
+
+Groups = dict[str, frozenset[str]]  # int8 node -> names of all nodes of its unit
+# unit that makes a tensor, unit that reads it, the tensor
+Border = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +46,34 @@ class Units:
     """The int8 nodes of a model, in groups that change sides together.
 
     Attributes:
-        members: unit, named after its first node -> its nodes, in the model's order.
-        edges: (unit that makes a tensor, unit that reads it, the tensor), each once.
-        inlets: (unit, tensor that a float node makes for it).
-        outlets: (unit, its tensor that a float node reads).
+        members: unit, named after its first node -> names of its nodes, in the model's order.
+        borders: the tensors between two units, each once, and between a unit and the float nodes
+            (`FLOAT_SIDE`).
         layers: units with weights, in the model's order.
     """
 
     members: Mapping[str, tuple[str, ...]]
-    edges: tuple[tuple[str, str, str], ...]
-    inlets: tuple[tuple[str, str], ...]
-    outlets: tuple[tuple[str, str], ...]
+    borders: tuple[Border, ...]
     layers: tuple[str, ...]
 
-    def nodes(self, units: Iterable[str]) -> tuple[str, ...]:
-        """Return all nodes of some units, unit by unit in the model's order."""
-        chosen = set(units)
-        members = [nodes for unit, nodes in self.members.items() if unit in chosen]
-        return tuple(chain.from_iterable(members))
-
-    def shared_tensors(self, units: Iterable[str]) -> tuple[str, ...]:
-        """Return the tensors that some units make for others or exchange with float nodes."""
-        makers = [(maker, tensor) for maker, _, tensor in self.edges]
-        chosen = set(units)
-        tensors = dict.fromkeys(
-            tensor for unit, tensor in (*makers, *self.inlets, *self.outlets) if unit in chosen
-        )
-        return tuple(tensors)
+    @property
+    def all_units(self) -> frozenset[str]:
+        """Every unit."""
+        return frozenset(self.members)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Every tensor between units, or between units and float."""
-        return self.shared_tensors(self.members)
+        """Every tensor between units, or between units and float nodes."""
+        return tuple(dict.fromkeys(tensor for _, _, tensor in self.borders))
+
+    def node_names(self, units: Iterable[str]) -> tuple[str, ...]:
+        """Return the names of all nodes of some units, unit by unit in the model's order."""
+        chosen_units = set(units)
+        names: list[str] = []
+        for unit, members in self.members.items():
+            if unit in chosen_units:
+                names += members
+        return tuple(names)
 
 
 def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
@@ -90,26 +90,27 @@ def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
             _join(groups, [*gate.nodes, *_find_gated_layer(graph, gate, groups)])
 
     members_by_group: dict[frozenset[str], list[str]] = {}
+    layer_groups = set()
     for node in int8_nodes:
-        members_by_group.setdefault(groups[node.name], []).append(node.name)
-    members = {nodes[0]: tuple(nodes) for nodes in members_by_group.values()}
-    unit_by_node = {node: unit for unit, nodes in members.items() for node in nodes}
-    weighted = {unit_by_node[node.name] for node in int8_nodes if node.op_type in WEIGHTED}
-
-    borders = _find_borders(graph, unit_by_node)
+        group = groups[node.name]
+        members_by_group.setdefault(group, []).append(node.name)
+        if node.op_type in WEIGHTED:
+            layer_groups.add(group)
     return Units(
-        members=members,
-        edges=tuple(border for border in borders if border[0] and border[1]),
-        inlets=tuple((reader, tensor) for maker, reader, tensor in borders if not maker),
-        outlets=tuple((maker, tensor) for maker, reader, tensor in borders if not reader),
-        layers=tuple(unit for unit in members if unit in weighted),
+        members={names[0]: tuple(names) for names in members_by_group.values()},
+        borders=_find_borders(
+            graph, {name: members_by_group[group][0] for name, group in groups.items()}
+        ),
+        layers=tuple(
+            names[0] for group, names in members_by_group.items() if group in layer_groups
+        ),
     )
 
 
 def find_add_units(model: onnx.ModelProto, units: Units) -> frozenset[str]:
     """Return the units with an Add and without weights."""
     adds = {node.name for node in model.graph.node if node.op_type == "Add"}
-    with_add = [unit for unit, nodes in units.members.items() if not adds.isdisjoint(nodes)]
+    with_add = [unit for unit, names in units.members.items() if not adds.isdisjoint(names)]
     return frozenset(with_add).difference(units.layers)
 
 
@@ -159,20 +160,24 @@ def _find_gate_steps(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list
     return []
 
 
-def _find_borders(graph: Graph, unit_by_node: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return (unit that makes a tensor, unit that reads it, the tensor), "" for a float node."""
+def _find_borders(graph: Graph, unit_by_node: Mapping[str, str]) -> tuple[Border, ...]:
+    """Return the borders of the units, in the order of the nodes that read them."""
     unit_by_tensor: dict[str, str] = {}
     for node in graph.nodes:
         if node.name in unit_by_node:
             unit_by_tensor |= dict.fromkeys(node.output, unit_by_node[node.name])
-    borders: dict[tuple[str, str, str], None] = {}
+    reads = []
     for node in graph.nodes:
-        for tensor in graph.data_inputs(node):
-            maker, reader = unit_by_tensor.get(tensor, ""), unit_by_node.get(node.name, "")
+        reader = unit_by_node.get(node.name, FLOAT_SIDE)
+        reads += [(reader, tensor) for tensor in graph.data_inputs(node)]
+    reads += [(FLOAT_SIDE, tensor) for tensor in graph.outputs]
+
+    borders: dict[Border, None] = {}
+    for reader, tensor in reads:
+        maker = unit_by_tensor.get(tensor, FLOAT_SIDE)
+        if maker != reader:
             borders[maker, reader, tensor] = None
-    for tensor in graph.outputs:
-        borders[unit_by_tensor.get(tensor, ""), "", tensor] = None
-    return [(maker, reader, tensor) for maker, reader, tensor in borders if maker != reader]
+    return tuple(borders)
 
 
 MARGIN = 1.2  # int8 counts as slower from a fifth on; less is measurement noise
@@ -181,6 +186,7 @@ _MIN_CONVERSION_US, _MAX_CONVERSION_US = 0.1e-3, 1.0e-3  # of one value, by all 
 _CONVERSION_KERNELS = 2  # per border, however small: a Q or DQ, and a change of layout
 _RUNS, _SECONDS = 4, 0.1  # least of a profiling round
 _INT8_RATIO = 0.7  # price of an int8 product, in float products, where it is not measured
+NO_LOSSES: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +236,8 @@ class Prices:
     """Prices of one model on one target: microseconds if measured, else products.
 
     Attributes:
-        units: unit -> (price in int8, price in float).
+        units: of the model.
+        pairs: unit -> (price in int8, price in float).
         conversions: tensor -> price of converting it between int8 and float.
         fixed_price: price of the nodes that are in no unit.
         measured: whether prices are times on this machine.
@@ -238,57 +245,68 @@ class Prices:
             where many small units and borders lie side by side.
     """
 
-    units: Mapping[str, tuple[float, float]]
+    units: Units
+    pairs: Mapping[str, tuple[float, float]]
     conversions: Mapping[str, float]
-    fixed_price: float
-    measured: bool
+    fixed_price: float = 0.0
+    measured: bool = False
     int8_total: float = math.inf
 
-    def total(self, units: Units, in_float: frozenset[str]) -> float:
-        """Return the price of the model with these units in float."""
-        unit_prices = 0.0
-        for unit, (int8, float32) in self.units.items():
-            unit_prices += float32 if unit in in_float else int8
-        borders = (*units.inlets, *units.outlets)
-        converted = dict.fromkeys(tensor for unit, tensor in borders if unit not in in_float)
-        for maker, reader, tensor in units.edges:
-            if (maker in in_float) != (reader in in_float):
-                converted[tensor] = None
-        conversions = sum(self.conversions[tensor] for tensor in converted)
-        return self.fixed_price + unit_prices + conversions
+    @property
+    def float_total(self) -> float:
+        """Price of the float model."""
+        return self.total(self.units.all_units)
 
-    def measured_share(self, units: Units) -> float:
-        """Return measured time over summed prices with all units in int8, at most 1."""
-        priced = self.total(units, frozenset())
+    def total(self, in_float: frozenset[str]) -> float:
+        """Return the price of the model with these units in float."""
+        price = self.fixed_price
+        for unit, (int8, float32) in self.pairs.items():
+            price += float32 if unit in in_float else int8
+        # a tensor with several readers is converted once
+        float_units = in_float.union([FLOAT_SIDE])
+        converted: dict[str, None] = {}
+        for maker, reader, tensor in self.units.borders:
+            if (maker in float_units) != (reader in float_units):
+                converted[tensor] = None
+        return price + sum(self.conversions[tensor] for tensor in converted)
+
+    def time_share(self, in_float: frozenset[str]) -> float:
+        """Return the price with these units in float, as a share of the float model's."""
+        float_total = self.float_total
+        return self.total(in_float) / float_total if float_total else 1.0
+
+    @property
+    def measured_share(self) -> float:
+        """Measured time over summed prices with all units in int8, at most 1."""
+        priced = self.total(frozenset())
         return min(1.0, self.int8_total / priced) if priced else 1.0
 
+    def cheapest_float_units(
+        self,
+        losses: Mapping[str, float] = NO_LOSSES,
+        weight: float = 0.0,
+        pinned: frozenset[str] = frozenset(),
+    ) -> frozenset[str]:
+        """Return the units to run in float for the least price plus weighted loss.
 
-def cheapest_float_units(
-    prices: Prices,
-    units: Units,
-    noise: Mapping[str, float],
-    *,
-    weight: float,
-    pinned: frozenset[str] = frozenset(),
-) -> frozenset[str]:
-    """Return the units to run in float for the least price plus weighted noise.
+        Args:
+            losses: unit -> its loss in int8, 0 if missing.
+            weight: price of a loss of 1.
+            pinned: units that must be float.
+        """
+        pairs = {FLOAT_SIDE: (0.0, 0.0)}
+        for unit, (int8, float32) in self.pairs.items():
+            pairs[unit] = int8 + weight * losses.get(unit, 0.0), float32
 
-    `noise`: unit -> its noise in int8, 0 if missing. `pinned`: units that must be float.
-    """
-    pairs = {}
-    for unit, (int8, float32) in prices.units.items():
-        pairs[unit] = int8 + weight * noise.get(unit, 0.0), float32
-    for unit, tensor in (*units.inlets, *units.outlets):
-        int8, float32 = pairs[unit]
-        pairs[unit] = int8 + prices.conversions[tensor], float32
-
-    between, follows = [], []
-    layers = set(units.layers)
-    for maker, reader, tensor in units.edges:
-        between.append((maker, reader, prices.conversions[tensor]))
-        if reader not in layers:
-            follows.append((reader, maker))
-    return cheapest_split(pairs, between, follows, pinned)
+        between, follows = [], []
+        layers = {*self.units.layers, FLOAT_SIDE}
+        for maker, reader, tensor in self.units.borders:
+            between.append((maker, reader, self.conversions[tensor]))
+            # a unit without weights gains nothing in int8 behind a float unit
+            if reader not in layers and maker != FLOAT_SIDE:
+                follows.append((reader, maker))
+        float_units = cheapest_split(pairs, between, follows, pinned.union([FLOAT_SIDE]))
+        return float_units.difference([FLOAT_SIDE])
 
 
 def count_prices(
@@ -301,24 +319,20 @@ def count_prices(
     kernels = cpu or _OTHER_DEVICE
     graph = Graph(model)
     nodes = {node.name: node for node in graph.nodes}
-    outputs = [str(nodes[name].output[0]) for name in units.nodes(units.members)]
+    outputs = [str(nodes[name].output[0]) for name in units.node_names(units.members)]
     sizes = _count_values(model, [*outputs, *units.tensors], sample)
-    prices = {}
+    pairs = {}
     for unit, members in units.members.items():
         int8_price = float_price = 0.0
         for name in members:
             node = nodes[name]
-            products, ratio, product_price = _price_node(graph, node, kernels)
-            count = sizes[node.output[0]] * products
-            int8_price += ratio * product_price * count
-            float_price += product_price * count
-        prices[unit] = int8_price, float_price
-    return Prices(
-        units=prices,
-        conversions={tensor: kernels.conversion * sizes[tensor] for tensor in units.tensors},
-        fixed_price=0.0,
-        measured=False,
-    )
+            products, int8_ratio, product_price = _price_node(graph, node, kernels)
+            node_price = product_price * sizes[node.output[0]] * products
+            int8_price += int8_ratio * node_price
+            float_price += node_price
+        pairs[unit] = int8_price, float_price
+    conversions = {tensor: kernels.conversion * sizes[tensor] for tensor in units.tensors}
+    return Prices(units=units, pairs=pairs, conversions=conversions)
 
 
 def _price_node(
@@ -354,22 +368,25 @@ def measure_prices(
     floats = least_kernel_times(first_floats, profile(float32))
     quantized = least_kernel_times(first_quantized, profile(int8))
 
-    unit_time = _sum_times(floats, units.nodes(units.members))
-    layout = 1 + floats.unattributed / unit_time if unit_time else 1.0  # share of layout changes
-    prices = {}
+    unit_time = _sum_times(floats, units.node_names(units.members))
+    # kernels that change the layout belong to no node: the units share them
+    layout_factor = 1 + floats.unattributed / unit_time if unit_time else 1.0
+    pairs = {}
     for unit, members in units.members.items():
-        int8_time, float_time = _sum_times(quantized, members), layout * _sum_times(floats, members)
+        int8_time = _sum_times(quantized, members)
+        float_time = layout_factor * _sum_times(floats, members)
         # less than the margin is no difference
         if int8_time <= max(MARGIN * float_time, float_time + _MIN_GAIN * floats.total):
             int8_time = min(int8_time, float_time)
-        prices[unit] = int8_time, float_time
+        pairs[unit] = int8_time, float_time
 
     sizes = _count_values(model, units.tensors, feeds[0])
     value_us = _conversion_us(quantized, int8, sizes)
     kernel_us = min((time for time in quantized.nodes.values() if time > 0), default=0.0)
     border_us = _CONVERSION_KERNELS * kernel_us
     return Prices(
-        units=prices,
+        units=units,
+        pairs=pairs,
         conversions={tensor: border_us + value_us * size for tensor, size in sizes.items()},
         fixed_price=max(floats.total - floats.unattributed - unit_time, 0.0),
         measured=True,

@@ -8,7 +8,7 @@ is all noise costs 3.5, more than int8 ever wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,29 +86,28 @@ class SearchBudget:
 
     Attributes:
         limit: samples that may be run; the trials alone need far less.
-        spent: samples run so far, each counted once per model that ran it.
         count_products: returns the float model's products of one sample; called once, where the
-            budget would be spent.
+            budget would be spent. None where the limit is final.
+        spent: samples run so far, each counted once per model that ran it.
     """
 
     limit: float
-    spent: int = 0
     count_products: Callable[[], float] | None = None
+    spent: int = 0
 
     @classmethod
     def for_feed(
-        cls, calibrations: float, samples: int, count_products: Callable[[], float] | None = None
+        cls, calibrations: float, samples: int, count_products: Callable[[], float]
     ) -> SearchBudget:
         """Return the budget of a number of calibrations on a feed of `samples`."""
-        limit = calibrations * max(samples, _MIN_IMAGES)
-        return cls(limit, count_products=count_products)
+        return cls(calibrations * max(samples, _MIN_IMAGES), count_products)
 
     def spend(self, samples: int) -> None:
         """Count samples as run."""
         self.spent += samples
 
     def holds(self, samples: int) -> bool:
-        """Whether so many more samples may be run."""
+        """Return whether so many more samples may be run; a small model gets a larger budget."""
         if self.spent + samples > self.limit and self.count_products is not None:
             factor = _SMALL_MODEL_PRODUCTS / max(self.limit * self.count_products(), 1.0)
             self.limit *= min(max(factor, 1.0), _MAX_FACTOR)
@@ -118,6 +117,7 @@ class SearchBudget:
 
 COMMON_WEIGHT = 3.5  # default weight of loss against log(time)
 _ACCURATE_WEIGHT = 14.0  # the same where accuracy is preferred
+_MIN_TIME = 1e-6  # of a trial, whose logarithm must be finite
 _CLIPS_LITTLE = ("lp 3", "minmax")
 # loss added for other methods, until held-back samples decide: new inputs are clipped more
 _CLIPPING_LOSS = 0.02
@@ -125,13 +125,19 @@ _CLIPPING_LOSS = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One split with its range methods, run on the samples of the search."""
+    """One split with its range methods, run on the samples of the search.
 
-    what: str
+    Attributes:
+        in_float: units in float.
+        choices: nodes in float and range methods.
+        noise: of the outputs.
+        time: as a share of the float model's, predicted or measured.
+    """
+
     in_float: frozenset[str]
     choices: Choices
     noise: Noise
-    time: float  # predicted time, as a share of the float model's
+    time: float
 
     @property
     def key(self) -> object:
@@ -154,12 +160,17 @@ class Trial:
         return self.noise.worst + self.clipping_loss
 
     def cost(self, weight: float) -> float:
-        """Return log(time) + weight * loss of the worst slice."""
-        return math.log(max(self.time, 1e-6)) + weight * self.worst_loss
+        """Return the cost of the trial with a weight of loss."""
+        return trial_cost(self.time, self.worst_loss, weight)
+
+
+def trial_cost(time: float, loss: float, weight: float) -> float:
+    """Return log(time) + weight * loss; `time` is a share of the float model's."""
+    return math.log(max(time, _MIN_TIME)) + weight * loss
 
 
 def clips(method: Method | None) -> bool:
-    """Whether a range method clips more than a few values."""
+    """Return whether a range method clips more than a few values; None is the default method."""
     return (method.label if method else DEFAULT_METHOD) not in _CLIPS_LITTLE
 
 
@@ -199,16 +210,11 @@ class Tuning:
     split: int | None = None
 
     def __post_init__(self) -> None:
-        if self.level not in (0, *EFFORTS):
-            raise ConfigError(f"an effort is 0 to {max(EFFORTS)}, got {self.effort}")
         if self.max_loss is not None and not 0 <= self.max_loss <= 1:
             raise ConfigError(f"the largest loss is a share, 0 to 1, got {self.max_loss}")
-        for what, value, known in (
-            ("a preference", self.prefer, PREFERENCES),
-            ("a CPU", self.cpu, CPU_NAMES),
-        ):
-            if value not in known:
-                raise ConfigError(f"{what} is one of {', '.join(known)}, got {value!r}")
+        _check_choice("an effort", self.level, (0, *EFFORTS))
+        _check_choice("a preference", self.prefer, PREFERENCES)
+        _check_choice("a CPU", self.cpu, CPU_NAMES)
 
     @property
     def level(self) -> int:
@@ -236,3 +242,9 @@ class Tuning:
     def is_timed(self) -> bool:
         """Whether time on this machine decides, where the target runs on it."""
         return self.timed and self.cpu == THIS_CPU and self.prefer != "size"
+
+
+def _check_choice(what: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse a value of an option that is none of its choices."""
+    if value not in choices:
+        raise ConfigError(f"{what} is one of {', '.join(map(str, choices))}, got {value!r}")

@@ -19,19 +19,18 @@ from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.errors import BackendError
 from deploy.graph.plan import quantized_precision
 from deploy.machine import this_machine
-from deploy.method import NO_CHOICES, Choices, Method, comparable_methods
+from deploy.method import Choices, Method, comparable_methods
 from deploy.metrics.output_form import OutputForm
 from deploy.runtimes.ort import continue_runs
 from deploy.targets.base import BuildRequest, Target
 from deploy.tensors import Array
 from deploy.terminal import Step, phase
-from deploy.tuning.front import FrontPoint, SplitChooser, SplitSizes
-from deploy.tuning.plan_file import PlannedSplit, TargetPlan, float_reasons
+from deploy.tuning.front import SplitChooser, SplitSizes
+from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.prices import (
     CPUS,
     Prices,
     Units,
-    cheapest_float_units,
     count_prices,
     find_add_units,
     group_units,
@@ -45,7 +44,8 @@ from deploy.tuning.probe import (
     find_ranked_scores,
     replace_by_scores,
 )
-from deploy.tuning.search import Search
+from deploy.tuning.reasons import float_reasons
+from deploy.tuning.search import Search, SharedFindings
 from deploy.tuning.search_options import EFFORTS, Effort, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import (
     CANDIDATES,
@@ -57,7 +57,6 @@ from deploy.tuning.search_samples import (
     select_samples,
     with_held_out_ranges,
 )
-from deploy.tuning.sensitivity import Sensitivity
 from deploy.tuning.timing import DeviceTimer, has_device, time_models
 
 _MIN_SAMPLES = 2  # of a trial
@@ -106,22 +105,6 @@ class SearchSetup:
         return self.request.evaluation_set
 
 
-@dataclass(slots=True)
-class SharedFindings:
-    """What the search of one target finds of the model, for those of other targets.
-
-    Attributes:
-        sensitivity: noise of the layers; None until it is measured.
-        best_methods: the best two methods that clip and the best two that do not, all in int8.
-        is_clipping: whether ranges that clip are better on samples that gave none; None until it
-            is measured.
-    """
-
-    sensitivity: Sensitivity | None = None
-    best_methods: tuple[Method, ...] = ()
-    is_clipping: bool | None = None
-
-
 def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Run a search; return its plan and the number of trial models that ran.
 
@@ -134,7 +117,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     decisions = setup.target.plan(model, tuple(setup.request.float_nodes)).decisions
     units = group_units(model, decisions)
     if not units.layers:
-        return TargetPlan(choices=NO_CHOICES), 0
+        return TargetPlan(), 0
 
     samples, form = _search_samples(setup)
     budget = SearchBudget.for_feed(
@@ -142,14 +125,13 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         len(setup.request.feed),
         partial(_count_products, model, units, samples[0][0]),
     )
-    # what the search of the first target learns, for those after it
+    # what the search of the first target finds out, for those after it
     shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
     if shared.is_clipping is not None:  # ranges without the samples matter less from then on
         setup = replace(setup, observes_again=False)
     prober = make_prober(setup, samples, form, step, budget)
     timed_samples = same_shape_samples([sample for sample, _ in samples])
     search = Search(
-        units=units,
         prices=_unit_prices(setup, units, timed_samples),
         prober=prober,
         methods=_methods(setup, shared.best_methods),
@@ -159,9 +141,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         weight=setup.options.weight,
         rounded=setup.rounded,
         held_back_gain=partial(_held_back_gain, setup, budget.spend),
-        is_clipping=shared.is_clipping,
+        shared=shared,
         add_units=find_add_units(model, units),
-        prior=shared.sensitivity,
     )
     chooser = _split_chooser(setup, search, timed_samples, budget)
     is_interrupted = False
@@ -171,22 +152,28 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
             raise prober.metric_error  # a metric that fails on noisy trials only is a loss of all
         choice = chooser.choose()
     except KeyboardInterrupt:
-        if not search.trials:
+        if not search.trial_by_key:
             raise
         continue_runs()
         choice, is_interrupted = search.best, True
-    shared.is_clipping = search.is_clipping
-    if shared.sensitivity is None:
-        shared.sensitivity = search.sensitivity
-    if not shared.best_methods:
-        shared.best_methods = search.best_methods()
-    plan = _target_plan(search, choice, chooser.front(choice))
-    return replace(plan, interrupted=is_interrupted), prober.trial_count
+    search.share_findings()
+
+    float_nodes = float_reasons(search, choice)
+    plan = TargetPlan(
+        choices=replace(choice.choices, float_nodes=float_nodes),
+        precision=search.precision,
+        settled=_describe(search, choice),
+        front=chooser.front(choice),
+        timed_on=cpu_name() if search.prices.measured else "",
+        failed=_describe_failures(prober),
+        interrupted=is_interrupted,
+    )
+    return plan, prober.trial_count
 
 
 def _count_products(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> float:
     """Return the products of the float model in a sample."""
-    return count_prices(model, units, sample).total(units, frozenset(units.members))
+    return count_prices(model, units, sample).float_total
 
 
 def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], OutputForm]:
@@ -282,11 +269,9 @@ def _measured_prices(
     request = setup.request
     float32, int8 = _with_float(setup, units, units.members), _with_float(setup, units, ())
     prices = measure_prices(request.model, float32, int8, units, samples)
-    float_price = prices.total(units, frozenset(units.members))
-    quickest = cheapest_float_units(prices, units, {}, weight=0.0)
-    if float_price < _MIN_FLOAT_US or prices.total(units, quickest) > _MAX_SHARE * float_price:
-        return None
-    return prices
+    quickest = prices.cheapest_float_units()
+    is_large = prices.float_total >= _MIN_FLOAT_US
+    return prices if is_large and prices.time_share(quickest) <= _MAX_SHARE else None
 
 
 def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
@@ -295,7 +280,7 @@ def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> on
 
 
 def _float_choices(units: Units, in_float: Iterable[str]) -> Choices:
-    return Choices(float_nodes=dict.fromkeys(units.nodes(in_float), "timed in float"))
+    return Choices(float_nodes=dict.fromkeys(units.node_names(in_float), "timed in float"))
 
 
 def _methods(setup: SearchSetup, best_methods: Sequence[Method]) -> list[Method | None]:
@@ -363,10 +348,10 @@ def _measure_times(
     models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
     float32 = _with_float(setup, units, units.members)
     *times_ms, float_ms = time_models([*models, float32], samples, threads=request.threads)
-    lowest_share = _BELIEVED * search.prices.measured_share(units)
+    lowest_share = _BELIEVED * search.prices.measured_share
     timed_trials = []
     for trial, split_ms in zip(trials, times_ms, strict=True):
-        share = max(split_ms / float_ms, lowest_share * search.time_of(trial.in_float))
+        share = max(split_ms / float_ms, lowest_share * search.prices.time_share(trial.in_float))
         timed_trials.append(replace(trial, time=share))
     return timed_trials
 
@@ -403,52 +388,12 @@ def _judged_samples(setup: SearchSetup) -> int:
     return setup.effort.samples + len(setup.evaluation_set.subset)
 
 
-def _target_plan(search: Search, choice: Trial, front: Sequence[FrontPoint]) -> TargetPlan:
-    """Return the plan of what is built."""
-    float_nodes = float_reasons(
-        choice,
-        search.units,
-        search.prices,
-        search.sensitivity,
-        search.precision,
-        search.refused,
-        adds=search.float_adds,
-    )
-    failed, errors = "", search.prober.errors
-    if errors:
-        failed_trials = f"{len(errors)} of {search.prober.trial_count} trials"
-        failed = f"{failed_trials} could not be run; the first: {errors[0]}"
-    return TargetPlan(
-        choices=replace(choice.choices, float_nodes=float_nodes),
-        precision=search.precision,
-        settled=_describe(choice),
-        front=tuple(
-            _planned_split(search, point, number) for number, point in enumerate(front, start=1)
-        ),
-        timed_on=cpu_name() if search.prices.measured else "",
-        failed=failed,
-    )
-
-
-def _planned_split(search: Search, point: FrontPoint, number: int) -> PlannedSplit:
-    """Return a point of the front as the plan holds it."""
-    trial, verdict = point.trial, point.verdict
-    figure = ""
-    if verdict is not None and verdict.task_loss is not None:
-        figure = verdict.task_loss.words
-    return PlannedSplit(
-        number=number,
-        float_layers=search.count_float_layers(trial.in_float),
-        layers=len(search.units.layers),
-        time=round(trial.time, 4),
-        is_timed=point.is_timed,
-        size=round(point.size, 4),
-        sqnr_db=round(trial.noise.db, 2),
-        figure=figure,
-        level="" if verdict is None else verdict.level,
-        taken=point.taken,
-        choices=trial.choices,
-    )
+def _describe_failures(prober: Prober) -> str:
+    """Return how many trials could not run, and why the first could not; "" where all ran."""
+    if not prober.errors:
+        return ""
+    failed_trials = f"{len(prober.errors)} of {prober.trial_count} trials"
+    return f"{failed_trials} could not be run; the first: {prober.errors[0]}"
 
 
 def cpu_name() -> str:
@@ -457,13 +402,12 @@ def cpu_name() -> str:
     return ", ".join((machine.cpu, *machine.int8))
 
 
-def _describe(trial: Trial) -> str:
+def _describe(search: Search, trial: Trial) -> str:
     """Return a trial's description with its figure."""
-    noise = trial.noise
+    text, noise = search.describe(trial), trial.noise
+    if noise.accuracy is not None and noise.worst_slice == DETECTION_LIST and noise.accuracy.task:
+        return f"{text}: {noise.accuracy.task.text}"
     if not noise.slice_powers:
-        return trial.what
-    accuracy = noise.accuracy
-    if noise.worst_slice == DETECTION_LIST and accuracy is not None and accuracy.task is not None:
-        return f"{trial.what}: {accuracy.task.text}"
-    place = f" in {noise.worst_slice}" if len(noise.slice_powers) > 1 else ""
-    return f"{trial.what}: {noise.db:.1f} dB{place}"
+        return text
+    slice_text = f" in {noise.worst_slice}" if len(noise.slice_powers) > 1 else ""
+    return f"{text}: {noise.db:.1f} dB{slice_text}"

@@ -328,7 +328,7 @@ def _plan(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
     return lambda path: (
         lambda: [
-            target.with_split(split.number)
+            target.with_split(split.row.number)
             for target in read_plan(path).targets.values()
             for split in target.front
         ]
