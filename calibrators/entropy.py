@@ -141,5 +141,5 @@ def entropy(histogram: Histogram) -> Scale:
         amax=amax,
         observed_min=histogram.minimum,
         observed_max=histogram.maximum,
-        method="entropy" if histogram.base is None else "entropy-tensorrt",
+        method="entropy" if histogram.initial_range is None else "entropy-tensorrt",
     )

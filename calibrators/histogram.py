@@ -14,8 +14,8 @@ from the start. There are two range rules:
 
 * `Histogram()`: R is the smallest power of two that covers the data. The counts depend on the set
   of values only, not on order, batch size or number of threads.
-* `Histogram(base=m)`: R starts at m, TensorRT's rule with m = the first batch's largest |x|
-  (measured on tables that TensorRT 7.2 wrote). As there, x == R is counted in bin BINS - 1 before
+* `Histogram(initial_range=m)`: R starts at m, TensorRT's rule, with the first batch's largest |x| as
+  m (measured on tables that TensorRT 7.2 wrote). As there, x == R is counted in bin BINS - 1 before
   any doubling. The result depends on the first batch.
 
 Memory is 8 * (2 * BINS + 1) bytes per tensor. This module defines the counts; `calibrators.kernel`
@@ -123,21 +123,24 @@ def halve_resolution(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 class Histogram(HistogramState):
     """Counts and extremes of one tensor over any number of batches.
 
-    The kernel accesses this structure and its counts by address, so neither may move.
+    The bins divide [-R, R]; R, `full_range`, doubles when a larger value comes. The kernel accesses
+    this structure and its counts by address, so neither may move.
 
     Attributes:
-        full_range: R in real units; 0 while there are only zeros.
+        full_range: R, the end of the histogram's range, in real units; 0 while all values were 0.
         minimum, maximum: extremes of the finite values (inf, -inf while empty).
         infinite: number of +-Inf values; they are in no bin.
-        latest: largest finite |x| of the last batch.
+        batch_amax: largest finite |x| of the last call of `observe`.
     """
 
-    def __init__(self, *, base: float | None = None) -> None:
-        if base is not None and not (math.isfinite(base) and base >= 0):
-            raise CalibrationError(f"a histogram's base range must be finite and >= 0, got {base}")
+    def __init__(self, *, initial_range: float | None = None) -> None:
+        if initial_range is not None and not (math.isfinite(initial_range) and initial_range >= 0):
+            raise CalibrationError(
+                f"a histogram's initial range must be finite and >= 0, got {initial_range}"
+            )
         kernel()  # reports an invalid CALIB8_COUNTING before any value is counted
         super().__init__(minimum=math.inf, maximum=-math.inf)
-        self._base = max(base, _MIN_RANGE) if base else 0.0
+        self._initial_range = max(initial_range, _MIN_RANGE) if initial_range else 0.0
         self._counts = np.zeros(2 * BINS + 1, np.int64)
 
     @property
@@ -146,9 +149,9 @@ class Histogram(HistogramState):
         return self._counts
 
     @property
-    def base(self) -> float | None:
+    def initial_range(self) -> float | None:
         """Initial R of TensorRT's rule; None for powers of two."""
-        return self._base or None
+        return self._initial_range or None
 
     @property
     def amax(self) -> float:
@@ -165,7 +168,7 @@ class Histogram(HistogramState):
         flat = as_kernel_array(x).reshape(-1)
         counting_kernel = kernel()
         if counting_kernel is None:
-            self.latest = 0.0
+            self.batch_amax = 0.0
             for chunk in np.split(flat, range(_CHUNK_SIZE, flat.size, _CHUNK_SIZE)):
                 self._observe_chunk(chunk)
             return
@@ -193,7 +196,13 @@ class Histogram(HistogramState):
             )
 
     def _observe_chunk(self, chunk: NDArray[np.float32]) -> None:
-        """Count one chunk, which fits in a core's cache: extremes, range, counts."""
+        """Count one chunk of a batch: extremes, range, counts; used where no kernel was compiled.
+
+        A chunk is small enough for a core's cache.
+
+        Raises:
+            CalibrationError: it holds NaN.
+        """
         if chunk.size == 0:
             return
         # + 0.0 turns -0.0 into 0.0, so that the order of both does not matter
@@ -207,7 +216,7 @@ class Histogram(HistogramState):
             return
 
         amax = max(abs(low), abs(high))
-        self.latest = max(self.latest, amax)
+        self.batch_amax = max(self.batch_amax, amax)
         self._widen(amax)
         self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
         self.total += chunk.size
@@ -216,7 +225,8 @@ class Histogram(HistogramState):
             self.counts[BINS] += chunk.size
         else:
             self.counts[:] += _count_bins(chunk, self.full_range)
-        if self.base is not None:  # TensorRT counts |x| == R one bin lower from the start
+        if self.initial_range is not None:
+            # TensorRT counts |x| == R in the bin below the end, from the first batch on
             self.counts[:] = close_range(self.counts)
 
     def merge(self, histogram: Histogram) -> None:
@@ -225,9 +235,9 @@ class Histogram(HistogramState):
         Raises:
             CalibrationError: the two follow different range rules.
         """
-        if self.base != histogram.base:
+        if self.initial_range != histogram.initial_range:
             raise CalibrationError(
-                f"histograms merge only with equal bases, got {self.base} and {histogram.base}"
+                f"histograms merge only with equal initial ranges, got {self.initial_range} and {histogram.initial_range}"
             )
         self._widen_to(histogram.full_range)
         counts, full_range = histogram.counts, histogram.full_range
@@ -248,7 +258,7 @@ class Histogram(HistogramState):
         Raises:
             CalibrationError: a range follows TensorRT's rule.
         """
-        if self.base is not None or subset.base is not None:
+        if self.initial_range is not None or subset.initial_range is not None:
             raise CalibrationError("values are taken from a histogram of no order, got one of some")
         # both on the wider of the two ranges
         removed = Histogram()
@@ -276,7 +286,7 @@ class Histogram(HistogramState):
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """Return plain 1-D arrays for `calibrators.statistics.HistogramOf.restore`."""
-        reals = (self.base or 0.0, self.full_range, self.minimum, self.maximum)
+        reals = (self.initial_range or 0.0, self.full_range, self.minimum, self.maximum)
         return {
             "counts": self.counts,
             "reals": np.array(reals, np.float64),
@@ -289,7 +299,7 @@ class Histogram(HistogramState):
         Readers of the tensor do not distinguish values beyond these bounds, so that a clip range
         should spend no integers on them.
         """
-        clamped = Histogram(base=self.base)
+        clamped = Histogram(initial_range=self.initial_range)
         clamped.counts[:] = self.counts
         clamped.full_range = self.full_range
         clamped.minimum, clamped.maximum = self.minimum, self.maximum
@@ -333,10 +343,10 @@ class Histogram(HistogramState):
         """Double the range until it covers `amax`."""
         if amax <= self.full_range:
             return
-        if self.base is None:
+        if self.initial_range is None:
             self._widen_to(range_for(amax))
             return
-        target = self.full_range or self.base
+        target = self.full_range or self.initial_range
         while target < amax:
             target *= 2
         self._widen_to(target)

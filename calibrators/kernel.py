@@ -27,20 +27,20 @@ _INTERFACE_VERSION = 3  # interface version of count.h; a library with another v
 class HistogramState(ctypes.Structure):
     """State of a histogram except its counts, which are a separate array; layout as in count.h."""
 
-    _base: float
+    _initial_range: float
     full_range: float
     minimum: float
     maximum: float
-    latest: float
+    batch_amax: float
     total: int
     infinite: int
 
     _fields_ = (
-        ("_base", ctypes.c_double),
+        ("_initial_range", ctypes.c_double),
         ("full_range", ctypes.c_double),
         ("minimum", ctypes.c_double),
         ("maximum", ctypes.c_double),
-        ("latest", ctypes.c_double),
+        ("batch_amax", ctypes.c_double),
         ("total", ctypes.c_int64),
         ("infinite", ctypes.c_int64),
     )

@@ -138,12 +138,12 @@ class HistogramOf:
         """Return an empty histogram; an infinite first batch sets no range."""
         if not isinstance(lead, Amax):
             return Histogram()
-        return Histogram(base=lead.amax if np.isfinite(lead.amax) else 0.0)
+        return Histogram(initial_range=lead.amax if np.isfinite(lead.amax) else 0.0)
 
     def restore(self, arrays: Arrays) -> Histogram:
         """Return a stored histogram."""
         reals, integers = read_numbers(arrays, 4, 2)
-        histogram = Histogram(base=reals[0])
+        histogram = Histogram(initial_range=reals[0])
         histogram.full_range, histogram.minimum, histogram.maximum = reals[1:]
         histogram.total, histogram.infinite = integers
         counts = np.asarray(arrays["counts"], np.int64)

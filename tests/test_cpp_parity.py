@@ -271,7 +271,7 @@ def tensors():
 
 
 def histogram_of(batches, base=None):
-    histogram = Histogram(base=base)
+    histogram = Histogram(initial_range=base)
     for batch in batches:
         histogram.observe(batch)
     return histogram

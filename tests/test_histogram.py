@@ -33,7 +33,7 @@ def state(h):
 
 
 def observed(*batches, base=None):
-    h = Histogram(base=base)
+    h = Histogram(initial_range=base)
     for batch in batches:
         h.observe(np.asarray(batch, np.float32))
     return h
@@ -114,8 +114,8 @@ def test_nan_infinities_zeros_and_bases():
     h.observe(np.array([3.0], np.float32))
     assert h.full_range == 4.0
     assert h.counts[BINS] == 4
-    with pytest.raises(CalibrationError, match="equal bases"):
-        Histogram(base=1.0).merge(Histogram())
+    with pytest.raises(CalibrationError, match="equal initial ranges"):
+        Histogram(initial_range=1.0).merge(Histogram())
 
 
 @given(values | ends, values | ends)
@@ -143,4 +143,4 @@ def test_without_never_counts_below_zero():
     assert (remaining := complete.without(foreign)).counts.min() == 0
     assert remaining.total == 2
     with pytest.raises(CalibrationError, match="of no order"):
-        Histogram(base=1.0).without(foreign)
+        Histogram(initial_range=1.0).without(foreign)

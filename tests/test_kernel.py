@@ -56,7 +56,7 @@ def uncached_kernel():
 
 def observe_with(counting_kernel, batches, base):
     """All that a histogram holds after the batches, or after that which was refused, and why."""
-    recorder, message = Histogram(base=base), ""
+    recorder, message = Histogram(initial_range=base), ""
     usual_kernel, histogram.kernel = histogram.kernel, lambda: counting_kernel
     try:
         for batch in batches:
@@ -66,7 +66,7 @@ def observe_with(counting_kernel, batches, base):
     finally:
         histogram.kernel = usual_kernel
     arrays = {name: value.tobytes() for name, value in recorder.to_arrays().items()}
-    return {**arrays, "latest": recorder.latest, "refused": message}
+    return {**arrays, "batch_amax": recorder.batch_amax, "refused": message}
 
 
 def check_equal_states(counting_kernels, batches, base=None):
@@ -278,7 +278,9 @@ def counting_kernel(request, monkeypatch):
 
 
 def state(recorder):
-    return {name: value.tobytes() for name, value in recorder.to_arrays().items()}, recorder.latest
+    return {
+        name: value.tobytes() for name, value in recorder.to_arrays().items()
+    }, recorder.batch_amax
 
 
 def arrays(seed):

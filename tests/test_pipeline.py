@@ -268,7 +268,7 @@ def test_batch_size_counts_images_not_batches(small_cnn, tmp_path):
     method = Method.of("entropy-tensorrt", {"batch_size": 4})
     result = calibrate(save_fixed_batch(small_cnn, tmp_path / "four.onnx"), arrays, method=method)
     (histogram,) = (result.ranges.histogram(o) for o in result.searched if o.tensor == "x")
-    assert histogram.base == float(np.abs(arrays[:4]).max())
+    assert histogram.initial_range == float(np.abs(arrays[:4]).max())
 
 
 def test_bad_evaluation_image_skips_its_label(build_small, pictures, tmp_path):

@@ -21,7 +21,7 @@ seeds = st.integers(0, 10_000)
 
 
 def observed(x, base=None):
-    h = Histogram(base=base)
+    h = Histogram(initial_range=base)
     h.observe(np.asarray(x, np.float32))
     return h
 

@@ -114,7 +114,11 @@ def sigmoid(x: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """At most 64 output channels of a layer.
+    """At most 64 output channels of a layer, in AMCT's tiles, over which it sums in float32.
+
+    G is the number of groups, M of output channels in a group, K of weights of a channel, P of
+    positions (pixels of all samples). K is cut into A tiles of T values, the last padded with 0;
+    the positions of an iteration into B tiles of S positions.
 
     Attributes:
         weight: float32 [G, A, M, T], A tiles of T values of K.
@@ -122,7 +126,7 @@ class Tiles:
         bias: float32 [G, 1, M, 1].
         inputs: float32 [P, G, A * T].
         row_width: K.
-        batch: (tiles, positions per tile) of an iteration.
+        batch_shape: (B, S): tiles and positions per tile of an iteration.
     """
 
     weight: FloatArray
@@ -130,7 +134,7 @@ class Tiles:
     bias: FloatArray
     inputs: FloatArray
     row_width: int
-    batch: tuple[int, int]
+    batch_shape: tuple[int, int]
 
     @classmethod
     def of(
@@ -148,7 +152,7 @@ class Tiles:
             bias=np.ascontiguousarray(bias[:, None, :, None], np.float32),
             inputs=np.pad(inputs, ((0, 0), (0, 0), (0, padding))),
             row_width=row_width,
-            batch=tile_layout(min(len(inputs), _MAX_POSITIONS), drop_remainder=True),
+            batch_shape=tile_layout(min(len(inputs), _MAX_POSITIONS), drop_remainder=True),
         )
 
     def activate_targets(self, targets: FloatArray, activation: AdaActivation) -> FloatArray:
@@ -157,29 +161,31 @@ class Tiles:
 
     def draw(self, source: np.random.Generator) -> NDArray[np.int64]:
         """Draw the positions of one iteration without repetition; all if they are few."""
-        count = self.batch[0] * self.batch[1]
+        count = self.batch_shape[0] * self.batch_shape[1]
         if count == len(self.inputs):
             return np.arange(count)
         return source.choice(len(self.inputs), count, replace=False, shuffle=False)
 
     def inputs_at(self, positions: NDArray[np.int64]) -> FloatArray:
-        """Return the inputs at some positions, [B, T, G, A, T']."""
+        """Return the inputs at some positions, [B, S, G, A, T]."""
         groups, tile_count, _, tile_size = self.weight.shape
-        return self.inputs[positions].reshape(*self.batch, groups, tile_count, tile_size)
+        return self.inputs[positions].reshape(*self.batch_shape, groups, tile_count, tile_size)
 
     def targets_at(self, targets: FloatArray, positions: NDArray[np.int64]) -> FloatArray:
         """Return the values of [G, M, P] at some positions, in the layout of `outputs`."""
         groups, rows, _ = targets.shape
-        return targets[:, :, positions].reshape(groups, rows, *self.batch).transpose(0, 2, 1, 3)
+        return (
+            targets[:, :, positions].reshape(groups, rows, *self.batch_shape).transpose(0, 2, 1, 3)
+        )
 
     def outputs(self, weight: FloatArray, inputs: FloatArray) -> FloatArray:
-        """Return weight [G, A, M, T] times inputs from `inputs_at`, plus bias: [G, B, M, T]."""
-        right = inputs.transpose(2, 0, 3, 4, 1)  # [G, B, A, T', T]
+        """Return weight [G, A, M, T] times inputs from `inputs_at`, plus bias: [G, B, M, S]."""
+        right = inputs.transpose(2, 0, 3, 4, 1)  # [G, B, A, T, S]
         return np.asarray((weight[:, None] @ right).sum(axis=2) + self.bias)
 
     def weight_gradient(self, output_gradient: FloatArray, inputs: FloatArray) -> FloatArray:
-        """Return the gradient by the weight [G, A, M, T'] from that by the outputs [G, B, M, T]."""
-        right = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, T, T']
+        """Return the gradient by the weight [G, A, M, T] from that by the outputs [G, B, M, S]."""
+        right = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, S, T]
         return np.asarray((output_gradient[:, :, None] @ right).sum(axis=1))
 
     def rows(self, tiled: FloatArray) -> FloatArray:

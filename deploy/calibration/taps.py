@@ -339,7 +339,7 @@ class VariantRunner:
         histograms = recorders.group.histograms
         for observation, histogram in zip(self.counted, histograms, strict=True):
             counted_tensors.add(observation.tensor)
-            peaks.add((self.key, observation.tensor), number, histogram.latest)
+            peaks.add((self.key, observation.tensor), number, histogram.batch_amax)
         for name, value in values.items():
             if name not in counted_tensors:  # else its histogram knows its largest |x|
                 peaks.add((self.key, name), number, largest_magnitude(value))
