@@ -8,7 +8,7 @@ here. The user's limits (`Gates`) override both.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError
@@ -78,33 +78,38 @@ class Verdict:
 
     @property
     def missing_calibration(self) -> str:
-        """How many samples would be enough to calibrate with; "" if there are enough."""
+        """Number of samples to calibrate with, such as "32 or more"; "" if there are enough."""
         return self._missing(calibration=True)
 
     @property
     def missing_samples(self) -> str:
-        """How many more samples would be enough to judge by; "" if there are enough."""
+        """How many more samples to judge by, such as "20 more"; "" if there are enough."""
         return self._missing(calibration=False)
 
     def _missing(self, *, calibration: bool) -> str:
+        """Return what a reason says is missing: samples to calibrate with, or to judge by.
+
+        It is read from the sentence, since a verdict may come from a report.json, which has no more
+        than that.
+        """
         for reason in self.reasons:
-            few = _TOO_FEW.fullmatch(reason)
-            if few and ("calibration" in few["things"]) == calibration:
-                return few["missing"]
+            too_few = _TOO_FEW.fullmatch(reason)
+            if too_few and ("calibration" in too_few["things"]) == calibration:
+                return too_few["missing"]
         return ""
 
     @property
     def text(self) -> str:
         """Level and reasons as text."""
-        return f"{self.level}: {'; '.join(self.reasons)}" if self.reasons else self.level
+        return ": ".join(filter(None, (self.level, "; ".join(self.reasons))))
 
 
 MIN_SHRINK = 4 / 3  # size of the float file over the engine's from which the size is a gain
 MIN_OBJECTS = 40  # fewer boxes, labels or points hide a loss of 0.025
 MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
-# sentences of `_find_too_few` and of `deploy.calibration.input_checks`
+# sentences of `_describe_too_few`, `question_reference` and `deploy.calibration.input_checks`
 _TOO_FEW = re.compile(r"\d+ (?P<things>.+) (?:is|are) too few; (?P<missing>.+) would do")
-_KEPT = " kept"  # ending of a figure that counts things
+_KEPT = " kept"  # ending of a figure that counts things, such as "boxes kept"
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
 
@@ -121,7 +126,9 @@ def verdict(
     draws: bool = False,
     on_calibration: bool = False,
 ) -> Verdict:
-    """Judge one engine.
+    """Return the verdict on one engine: the level of its worst finding, and the reasons.
+
+    Too few samples or objects never hide a cause: they only turn "good" into "doubtful".
 
     Args:
         accuracy: against the float model; None if not measured.
@@ -138,9 +145,9 @@ def verdict(
         on_calibration: whether the accuracy is that on the calibration images.
     """
     causes, findings = _judge_accuracy(accuracy, gates.max_loss, doubts, draws)
-    measured = {reason for _, reason in findings if not reason.startswith(FLOAT_MODEL)}
+    int8_figures = {reason for _, reason in findings if not reason.startswith(FLOAT_MODEL)}
     if gates.min_speedup is not None:
-        findings.append(_speed_gate(speed, gates.min_speedup, rival))
+        findings.append(_judge_speed_limit(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
         findings.append(_judge_gain(speed, smaller, rival, device_kind))
     if not int8:
@@ -149,29 +156,51 @@ def verdict(
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
 
     verdict_level = max((level for level, _ in findings), key=LEVELS.index)
-    ordered = [*causes, *sorted(findings, key=lambda finding: -LEVELS.index(finding[0]))]
-    if verdict_level not in (GOOD, FLOAT):
-        ordered = [(level, reason) for level, reason in ordered if level != GOOD]
-    reasons = list(dict.fromkeys(reason for _, reason in ordered))
-
-    few = [reason for reason in reasons if _TOO_FEW.fullmatch(reason)]
-    reasons = [reason for reason in reasons if reason not in few]
-    figures = [index for index, reason in enumerate(reasons) if reason in measured]
-    if accuracy is not None and figures and not any("calibration" in reason for reason in few):
-        few = [reason for reason in (_find_too_few(accuracy), *few) if reason]
-    if few:  # one sentence, behind the figure that it makes uncertain
-        reasons.insert(figures[0] + 1 if figures else 0, few[0])
-        verdict_level = DOUBTFUL if verdict_level == GOOD else verdict_level
-    if on_calibration and figures:
-        reasons[figures[0]] += " (on calibration images)"
+    reasons, too_few = _order_reasons([*causes, *_worst_first(findings)], verdict_level)
+    indices = [index for index, reason in enumerate(reasons) if reason in int8_figures]
+    calibrates_with_few = any("calibration" in reason for reason in too_few)
+    if accuracy is not None and indices and not calibrates_with_few:
+        too_few = [*_describe_too_few(accuracy), *too_few]
+    if on_calibration and indices:
+        reasons[indices[0]] += " (on calibration images)"
+    if too_few:  # one sentence, behind the figure that it makes uncertain
+        reasons.insert(indices[0] + 1 if indices else 0, too_few[0])
+        if verdict_level == GOOD:
+            verdict_level = DOUBTFUL
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
     return Verdict(verdict_level, tuple(reasons), gated=has_limits and verdict_level == UNUSABLE)
+
+
+def _worst_first(findings: Sequence[_Finding]) -> list[_Finding]:
+    """Return the findings, the worst level first; those of one level keep their order."""
+    return sorted(findings, key=lambda finding: -LEVELS.index(finding[0]))
+
+
+def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[list[str], list[str]]:
+    """Return (reasons, sentences on too few samples), each reason once.
+
+    A good figure is no reason of a doubtful or unusable engine, so it is left out there.
+    """
+    reasons, too_few = [], []
+    for level, reason in findings:
+        is_irrelevant = level == GOOD and verdict_level not in (GOOD, FLOAT)
+        if is_irrelevant or reason in reasons:
+            continue
+        if _TOO_FEW.fullmatch(reason):
+            too_few.append(reason)
+        else:
+            reasons.append(reason)
+    return reasons, too_few
 
 
 def _judge_accuracy(
     accuracy: Accuracy | None, max_loss: float | None, doubts: Sequence[str], draws: bool
 ) -> tuple[list[_Finding], list[_Finding]]:
-    """Return (what puts the float model or its inputs in question, that and what int8 loses)."""
+    """Return (causes, findings) by the accuracy.
+
+    Causes put the float model or its inputs in question; findings are these and what int8 loses.
+    The arguments are those of `verdict`.
+    """
     causes: list[_Finding] = []
     findings: list[_Finding] = []
     if accuracy is not None:
@@ -180,42 +209,48 @@ def _judge_accuracy(
 
     if draws:
         causes = []
-        # if these are good with the random numbers, they are without
+        # figures that are good in spite of the random numbers are good without them
         is_good = findings and all(level == GOOD for level, _ in findings)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
             reason = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
             findings = [(DOUBTFUL, reason)]
 
-    if not _is_mostly_right(accuracy):
-        for doubt in reversed(doubts):
+    if _is_mostly_right(accuracy):  # then its inputs are right too
+        return causes, findings
+    doubtful_inputs: list[_Finding] = []
+    for doubt in doubts:
+        reason = doubt
+        if not _TOO_FEW.fullmatch(doubt):
             reason = f"{FLOAT_MODEL}'s inputs are in question: {doubt.partition(';')[0]}"
-            if _TOO_FEW.fullmatch(doubt):
-                reason = doubt
-            causes.insert(0, (DOUBTFUL, reason))
-        findings = [*causes, *findings]
-    return causes, findings
+        doubtful_inputs.append((DOUBTFUL, reason))
+    causes = [*doubtful_inputs, *causes]
+    return causes, [*causes, *findings]
 
 
-def _find_too_few(accuracy: Accuracy) -> str:
-    """Return that the figure stands on too few objects or samples, and how many more would do."""
+def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
+    """Yield that the figure stands on too few objects or samples, if so; how many more would do."""
     things, count = _find_counted(accuracy)
-    if not count:
-        return ""
+    if count == 0:
+        return
     missing = math.ceil((MIN_OBJECTS - count) * accuracy.samples / count)
-    images = f" samples with {things}"
+    samples = f" samples with {things}"
     if things == "samples":
-        missing, images = MIN_SAMPLES - count, ""
+        missing, samples = MIN_SAMPLES - count, ""
     elif things in ("boxes", "objects"):
-        images = " photos with objects"
-    if missing <= 0:
-        return ""
-    more = f"about {math.ceil(missing / 10) * 10}" if missing > 20 else str(missing)
-    return f"{count} {things} are too few; {more} more{images} would do"
+        samples = " photos with objects"
+    number = str(missing)
+    if missing > 20:
+        number = f"about {math.ceil(missing / 10) * 10}"
+    if missing > 0:
+        yield f"{count} {things} are too few; {number} more{samples} would do"
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
-    """Return what the accuracy is a share of, and its number; 0 for means and values."""
+    """Return (things, their number) that the accuracy is a share of; 0 for means and values.
+
+    Things are "samples", "objects", or what the task counts, such as "boxes".
+    """
     task = accuracy.task
     if accuracy.top1_reference is not None:
         return "samples", accuracy.samples
@@ -223,8 +258,9 @@ def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
         return "objects", accuracy.precision.objects
     if task is None:
         return "", 0
-    is_of_things = task.figure.endswith(_KEPT)
-    return task.figure.removesuffix(_KEPT) if is_of_things else "samples", task.counted
+    if task.figure.endswith(_KEPT):
+        return task.figure.removesuffix(_KEPT), task.counted
+    return "samples", task.counted
 
 
 def _is_mostly_right(accuracy: Accuracy | None) -> bool:
@@ -234,8 +270,8 @@ def _is_mostly_right(accuracy: Accuracy | None) -> bool:
     return (accuracy.top1_reference or 0.0) > 0.5 or finds_objects(accuracy)
 
 
-def _speed_gate(speed: SpeedUp | None, min_speedup: float, rival: str) -> _Finding:
-    """Return whether a speed meets the user's own limit."""
+def _judge_speed_limit(speed: SpeedUp | None, min_speedup: float, rival: str) -> _Finding:
+    """Return whether a speed meets the user's own limit, `min_speedup` times the rival's."""
     if speed is None:
         reason = f"its speed, {min_speedup:g}x that of {rival} at least, is not measured"
         return DOUBTFUL, reason
@@ -246,20 +282,24 @@ def _speed_gate(speed: SpeedUp | None, min_speedup: float, rival: str) -> _Findi
 
 
 def _judge_gain(speed: SpeedUp, smaller: float | None, rival: str, device_kind: str) -> _Finding:
-    """Return what int8 wins: time, by the middle of its interval, or size at no clear loss of time.
+    """Return what int8 gains: time, or size at no clear loss of time; else that FP32 is better.
 
-    Noise is no merit: times that are too noisy to tell a gain are none.
+    Args:
+        speed: beside its rival; the middle of its interval counts.
+        smaller: size of the rival's file as a multiple of its own; None if unknown.
+        rival: name of the float engine that it is compared with.
+        device_kind: "CPU" or "device".
     """
     text = f"{speed.text} the speed of {rival}"
     if speed.ratio >= MIN_GAIN:
-        return GOOD, f"{text}, which is too noisy to be sure of" if speed.low <= 1 else text
+        if speed.low <= 1:
+            text += ", which is too noisy to be sure of"
+        return GOOD, text
 
-    size = "" if smaller is None else " ".join(size_change(smaller)).strip()
-    is_small = smaller is not None and smaller >= MIN_SHRINK
-    if is_small and speed.ratio * MIN_GAIN >= 1:
+    size = " ".join(size_change(smaller or 1)).strip()  # "" for files of one size
+    if (smaller or 1) >= MIN_SHRINK and speed.ratio * MIN_GAIN >= 1:
         return GOOD, f"{text}, {size}"
     reason = f"int8 has {text} on this {device_kind}"
-    return FLOAT, f"{reason}, and its file is {size}" if size else reason
-
-
-__all__ = ["DOUBTFUL", "FLOAT", "GOOD", "LEVELS", "UNUSABLE", "Gates", "Verdict", "verdict"]
+    if size:
+        reason += f", and its file is {size}"
+    return FLOAT, reason
