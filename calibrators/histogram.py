@@ -14,8 +14,8 @@ from the start. There are two range rules:
 
 * `Histogram()`: R is the smallest power of two that covers the data. The counts depend on the set
   of values only, not on order, batch size or number of threads.
-* `Histogram(initial_range=m)`: R starts at m, TensorRT's rule, with the first batch's largest |x| as
-  m (measured on tables that TensorRT 7.2 wrote). As there, x == R is counted in bin BINS - 1 before
+* `Histogram(initial_range=m)`: R starts at m, TensorRT's rule; m is the largest |x| of the first
+  batch (measured on tables that TensorRT 7.2 wrote). As there, x == R is counted in bin BINS - 1 before
   any doubling. The result depends on the first batch.
 
 Memory is 8 * (2 * BINS + 1) bytes per tensor. This module defines the counts; `calibrators.kernel`
