@@ -23,7 +23,7 @@ HOSTILE = "<script>alert('x')</script>&\"\udcff"
 class Rows:
     """A decoder of outputs that are boxes already: [n, 6] of corners, score, class."""
 
-    form, parts, placed, classes = "rows", {}, True, 3
+    form, parts, coding, classes = "rows", {}, "corners", 3
 
     def boxes(self, inputs, outputs):
         rows = np.asarray(outputs["y"], np.float64)

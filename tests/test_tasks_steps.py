@@ -568,7 +568,6 @@ def form_of(outputs, picture=False):
         lambda raw: {"label": raw.argmax(1), "p": softmax(raw, -1)},
         lambda raw: {"p": softmax(raw, -1), "label": raw.argmax(1)[:, None]},
         lambda raw: {"raw": raw, "p": softmax(raw, -1)},
-        lambda raw: {"p": np.log(softmax(raw, -1)), "raw": raw},
         lambda raw: {"p": softmax(raw, -1), "raw": raw, "label": raw.argmax(1)},
     ],
 )

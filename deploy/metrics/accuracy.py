@@ -250,7 +250,7 @@ class Comparison:
 
         if self._objects is None:
             return
-        if not isinstance(form.task, BoxDetection) or not form.task.decoder.placed:
+        if not isinstance(form.task, BoxDetection) or not form.task.decoder.coding:
             raise FeedError(
                 "annotations of boxes need a model whose boxes can be read from its outputs;"
                 " this one's cannot, so leave the labels out or give a metric of your own"

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from deploy.errors import FeedError
 from deploy.tasks.detections import (
-    NOTHING,
     Detections,
     box_areas,
     box_intersections,
@@ -220,10 +219,7 @@ class PrecisionTally:
         classes = self._find_classes(objects.categories)
         size = image_size(inputs) or (1, 1)  # without a picture boxes stay shares of 1
         for precision, outputs in ((self.reference, reference), (self.candidate, candidate)):
-            detections = self.decoder.boxes(inputs, outputs)
-            if detections is None:
-                detections = NOTHING
-            detections = scale_to_pixels(detections, size)
+            detections = scale_to_pixels(self.decoder.boxes(inputs, outputs), size)
             detections = suppress_overlaps(detections, iou=_SUPPRESSION_IOU)
             precision.add(detections, objects.boxes, classes, objects.crowds)
 

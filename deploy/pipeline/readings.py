@@ -160,8 +160,7 @@ def sample_scores(
     With a label it is 1 if the best class is the label's, else 0.
     """
     if isinstance(task, BoxDetection):
-        boxes = task.decoder.boxes(inputs, outputs)
-        return np.zeros(0) if boxes is None else suppress_overlaps(boxes).scores
+        return suppress_overlaps(task.decoder.boxes(inputs, outputs)).scores
     row = outputs[task.outputs[0]].reshape(1, -1).astype(np.float64)
     if label is not None:
         return np.array([float(row.argmax() == label)])

@@ -17,8 +17,6 @@ from itertools import permutations
 import numpy as np
 
 from deploy.tasks.detections import (
-    NOTHING,
-    Detections,
     match_detections,
     scale_to_pixels,
     suppress_overlaps,
@@ -55,39 +53,35 @@ LISTS = Form(
 
 def find_list(samples: FirstSamples) -> RowDecoder | None:
     """Recognise a list in one, two or three outputs, if its columns are clear."""
-    decoders_by_outputs: dict[tuple[str, ...], list[RowDecoder]] = {}
-    for decoder in _propose_lists(samples):
-        if _is_list(decoder, samples):
-            decoders_by_outputs.setdefault(decoder.list_outputs, []).append(decoder)
-    for decoders in decoders_by_outputs.values():
-        if len(decoders) == 1:
-            return decoders[0]
+    decoders = [decoder for decoder in _propose_lists(samples) if _is_list(decoder, samples)]
+    for decoder in decoders:
+        same_outputs = [other.list_outputs == decoder.list_outputs for other in decoders]
+        if same_outputs.count(True) == 1:
+            return decoder
     return None
 
 
 def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
     """Propose columns by the shapes of outputs: of several outputs first."""
     shapes = {name: samples.outputs[0][name].shape for name in samples.every}
-    widths = {name: shape[-1] for name, shape in shapes.items() if len(shape) > 1}
-    for name, width in widths.items():
-        corners, scores = Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5)
-        if width == 5:
-            for numbers in shapes:
-                yield _list_decoder(corners, scores, Columns(numbers, LIST_NUMBERS))
-        if width == 4:
-            for score_output, numbers in permutations(shapes, 2):
-                scores = Columns(score_output, LIST_NUMBERS)
-                yield _list_decoder(corners, scores, Columns(numbers, LIST_NUMBERS))
-    for name, width in widths.items():
-        if np.prod(shapes[name][:-2]) != 1:
+    for name, shape in shapes.items():
+        corners, width = Columns(name, LIST, 0, 4), shape[-1] if len(shape) > 1 else 0
+        for score_output, numbers in permutations(shapes, 2) if width == 4 else ():
+            scores = Columns(score_output, LIST_NUMBERS)
+            yield _list_decoder(corners, scores, Columns(numbers, LIST_NUMBERS))
+        for numbers in shapes if width == 5 else ():
+            scores = Columns(name, LIST, 4, 5)
+            yield _list_decoder(corners, scores, Columns(numbers, LIST_NUMBERS))
+    for name, shape in shapes.items():
+        if len(shape) < 2 or np.prod(shape[:-2]) != 1:
             continue
-        for corner, score, number in _LAYOUTS.get(width, ()):
+        for corner, score, number in _LAYOUTS.get(shape[-1], ()):
             yield _list_decoder(
                 Columns(name, LIST, corner, corner + 4),
                 Columns(name, LIST, score, score + 1),
                 Columns(name, LIST, number, number + 1),
             )
-        if width == 5:
+        if shape[-1] == 5:
             yield _list_decoder(Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5))
 
 
@@ -110,11 +104,10 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
         tables = [decoder.read_list(outputs) for outputs in samples.outputs]
     except OtherShapeError:
         return False
-    if not decoder.numbers:
-        for table in tables:
-            if len(table) < 2 or np.diff(table[:, 4]).max() > 0:
-                return False
     rows = np.concatenate(tables)
+    has_falling_scores = all((np.diff(table[:, 4]) <= 0).all() for table in tables)
+    if not decoder.numbers and not (has_falling_scores and len(rows) > len(tables)):
+        return False
     if not np.isfinite(rows).all():
         return False
     rows = rows[rows[:, 4] > 0]  # lists of fixed length are padded
@@ -156,10 +149,11 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
     )
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        reference_boxes = self._decode(inputs, reference)
-        candidate_boxes = self._decode(inputs, candidate)
+        decoder = self.task.decoder
+        reference_boxes = suppress_overlaps(decoder.boxes(inputs, reference))
+        candidate_boxes = suppress_overlaps(decoder.boxes(inputs, candidate))
         pairs_above = match_detections(reference_boxes, candidate_boxes, self.thresholds)
-        size = image_size(inputs) if self.task.decoder.placed else None
+        size = image_size(inputs) if decoder.coding else None
         for threshold, pairs in zip(self.thresholds, pairs_above, strict=True):
             expected, detected = reference_boxes.above(threshold), candidate_boxes.above(threshold)
             self.count(threshold, len(expected.scores), len(detected.scores), len(pairs))
@@ -179,13 +173,6 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
                 new=detected.at(new),
             )
             self.examples[threshold].offer(example, differs=len(lost) + len(new), says=len(pairs))
-
-    def _decode(self, inputs: Outputs, outputs: Outputs) -> Detections:
-        """Return the boxes of one sample after suppression; none of other shapes."""
-        boxes = self.task.decoder.boxes(inputs, outputs)
-        if boxes is None:
-            return NOTHING
-        return suppress_overlaps(boxes)
 
     @property
     def watched(self) -> frozenset[int]:

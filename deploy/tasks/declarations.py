@@ -66,13 +66,12 @@ OUTPUT_NAMES = (
 # operator that makes the values of an output -> what they are
 ENDS = {
     "Softmax": "softmax",
-    "LogSoftmax": "log_softmax",
+    "LogSoftmax": "softmax",
     "Sigmoid": "sigmoid",
     "HardSigmoid": "sigmoid",
-    "ArgMax": "argmax",
-    "TopK": "topk",
+    "ArgMax": "classes",
+    "TopK": "ranked",
     "NonMaxSuppression": "selected",
-    "LpNormalization": "unit",
     "MatMul": "raw",
     "Gemm": "raw",
     "Conv": "raw",
@@ -149,19 +148,22 @@ def _declared_tasks(
 
 
 def find_ends(graph: "onnx.GraphProto") -> dict[str, str]:
-    """Return output -> what its values are by the operator at its end (`ENDS`)."""
+    """Return output -> what its values are by the operator at its end (`ENDS`).
+
+    Outputs are left out if another operator, or several, make their values.
+    """
     makers = {name: node for node in graph.node for name in node.output}
     ends = {}
     for output in graph.output:
-        end = _find_end(output.name, makers)
-        if end:
-            ends[output.name] = end
+        operators = _last_operators(output.name, makers)
+        if len(operators) == 1 and operators <= ENDS.keys():
+            ends[output.name] = ENDS[operators.pop()]
     return ends
 
 
-def _find_end(tensor: str, makers: Mapping[str, "onnx.NodeProto"]) -> str:
-    """Return what the values of a tensor are; "" if several operators make them, or another one."""
-    kinds = set()
+def _last_operators(tensor: str, makers: Mapping[str, "onnx.NodeProto"]) -> set[str]:
+    """Return the operators that compute a tensor's values, upstream of those that move them."""
+    operators = set()
     tensors, visited = [tensor], set[str]()
     while tensors:
         name = tensors.pop()
@@ -176,20 +178,5 @@ def _find_end(tensor: str, makers: Mapping[str, "onnx.NodeProto"]) -> str:
         elif node.op_type in _MOVING:
             tensors.append(node.input[0])
         else:
-            kind = "unit" if _is_normalized(node, makers) else ENDS.get(node.op_type, "")
-            if kind == "topk" and name != node.output[0]:
-                kind = "topk_indices"
-            kinds.add(kind)
-    if len(kinds) != 1:
-        return ""
-    return kinds.pop()
-
-
-def _is_normalized(node: "onnx.NodeProto", makers: Mapping[str, "onnx.NodeProto"]) -> bool:
-    """Whether a Div divides by an L2 norm, as PyTorch's `normalize` is exported."""
-    if node.op_type != "Div":
-        return False
-    norm = makers.get(node.input[1])
-    while norm is not None and norm.op_type in ("Clip", "Expand", "Max", "Add"):
-        norm = makers.get(norm.input[0])
-    return norm is not None and norm.op_type == "ReduceL2"
+            operators.add(node.op_type)
+    return operators

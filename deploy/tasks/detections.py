@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,20 +27,8 @@ _CORNERS_X, _CORNERS_Y = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])
 Indices = Flags | Integers | list[int]
 
 
-class BoxShapes(ABC):
-    """What is known of the objects in boxes, beyond the boxes."""
-
-    @abstractmethod
-    def at(self, indices: Indices) -> BoxShapes:
-        """Return those of some boxes, by mask or indices."""
-
-    @abstractmethod
-    def is_like(self, candidate: BoxShapes, box: Floats, candidate_box: Floats) -> bool:
-        """Whether the shape of a single box [4] is like the candidate's."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class BoxPoints(BoxShapes):
+class BoxPoints:
     """Key points of an image's boxes.
 
     Attributes:
@@ -53,19 +41,17 @@ class BoxPoints(BoxShapes):
         """Return the points of some boxes."""
         return BoxPoints(self.places[indices])
 
-    def is_like(self, candidate: BoxShapes, box: Floats, candidate_box: Floats) -> bool:
-        """Whether the visible points are near, relative to the size of the box."""
-        if not isinstance(candidate, BoxPoints):
-            return False
+    def is_like(self, candidate: Any, box: Floats, candidate_box: Floats) -> bool:
+        """Whether the first box's visible points are near the candidate's, relative to its size."""
         distances = np.hypot(*(self.places - candidate.places)[0, :, :2].T)
         if self.places.shape[2] > 2:
             distances = distances[self.places[0, :, 2] > MIN_VISIBILITY]
-        size = float(np.sqrt(np.clip(box[2:] - box[:2], 0, None).prod()))
+        size = float(np.sqrt(box_areas(box[None])[0]))
         return not distances.size or bool(distances.mean() <= MAX_BOX_POINT_DISTANCE * size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InstanceMasks(BoxShapes):
+class InstanceMasks:
     """Masks of an image's boxes: where a weighted sum of prototype maps is above 0 (YOLACT).
 
     Attributes:
@@ -82,10 +68,8 @@ class InstanceMasks(BoxShapes):
         """Return the masks of some boxes."""
         return InstanceMasks(self.weights[indices], self.maps, self.stride)
 
-    def is_like(self, candidate: BoxShapes, box: Floats, candidate_box: Floats) -> bool:
-        """Whether the masks overlap enough."""
-        if not isinstance(candidate, InstanceMasks):
-            return False
+    def is_like(self, candidate: Any, box: Floats, candidate_box: Floats) -> bool:
+        """Whether the first box's mask overlaps enough with the candidate's."""
         mask, candidate_mask = self.first(box), candidate.first(candidate_box)
         union = int((mask | candidate_mask).sum())
         return not union or int((mask & candidate_mask).sum()) > MIN_MASK_IOU * union
@@ -97,6 +81,10 @@ class InstanceMasks(BoxShapes):
         in_rows = (rows > box[1]) & (rows < box[3])
         is_object = np.tensordot(self.weights[0], self.maps, 1) > 0
         return np.asarray(is_object & in_columns & in_rows)
+
+
+# what is known of the objects in boxes, beyond the boxes: `is_like` compares two of one kind
+BoxShapes = BoxPoints | InstanceMasks
 
 
 def make_masks(weights: Array, maps: Array | None, size: ImageSize | None) -> InstanceMasks | None:
@@ -179,14 +167,14 @@ def detections_by_score(
     return Detections.of(boxes, best, classes, shapes)
 
 
-def detections_by_anchor(scores: Floats) -> Detections:
-    """Return anchors with scores [A, C] whose boxes cannot be decoded, as disjoint unit squares.
+def anchor_squares(anchors: Integers) -> Floats:
+    """Return unit squares [n, 4] for anchors [n] whose boxes cannot be decoded.
 
-    So a square overlaps only with that of the same anchor.
+    They are disjoint, so that a square overlaps only with that of the same anchor.
     """
-    left_sides = 2.0 * np.arange(len(scores))
-    top, bottom = np.zeros(len(scores)), np.ones(len(scores))
-    return detections_by_score(np.stack([left_sides, top, left_sides + 1, bottom], axis=1), scores)
+    left_sides = 2.0 * anchors
+    zeros = np.zeros(len(anchors))
+    return np.stack([left_sides, zeros, left_sides + 1, zeros + 1], axis=1)
 
 
 def box_intersections(boxes: Floats, candidates: Floats) -> Floats:

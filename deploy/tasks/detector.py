@@ -20,10 +20,11 @@ import numpy as np
 
 from deploy.tasks.detections import (
     LOWEST,
+    NOTHING,
     BoxPoints,
     BoxShapes,
     Detections,
-    detections_by_anchor,
+    anchor_squares,
     detections_by_score,
     make_masks,
     rotate_boxes,
@@ -227,11 +228,6 @@ class RowDecoder:
     has_angle: bool = False
 
     @property
-    def placed(self) -> bool:
-        """Whether boxes are decoded to places in the picture."""
-        return bool(self.coding)
-
-    @property
     def list_outputs(self) -> tuple[str, ...]:
         """Outputs of a list; none of other detectors."""
         columns = (*self.box_columns, *self.scores, *self.numbers) if self.is_list else ()
@@ -243,34 +239,31 @@ class RowDecoder:
         if self.is_list:
             return f"{', '.join(self.list_outputs)}: a list of boxes, scores and classes"
         names = dict.fromkeys(columns.output for columns in self.scores)
-        objectness = "objectness and " if self.gates else ""
+        objectness = "objectness and " * bool(self.gates)
         scores = self.activation or "scores"
         boxes = f"boxes by {self.coding}" if self.coding else "boxes matched by anchor"
+        extras = ", an angle" * self.has_angle + ", a mask" * bool(self.mask_maps)
+        extras += ", key points" * bool(self.point_numbers)
         text = f"{', '.join(names)}: {objectness}{scores} of {self.classes} classes, {boxes}"
-        if self.has_angle:
-            text += ", an angle"
-        if self.mask_maps:
-            text += ", a mask"
-        if self.point_numbers:
-            text += ", key points"
-        return text
+        return text + extras
 
-    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """Return the boxes of one sample, of all levels; None for other shapes."""
+    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections:
+        """Return the boxes of one sample, of all levels; none for outputs of other shapes."""
         try:
             if self.is_list:
                 rows = self.read_list(outputs)
                 classes = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
                 return Detections.of(rows[:, :4], rows[:, 4], classes.round().astype(np.int64))
             scores = self.read_scores(outputs)
+            likely = np.flatnonzero(scores.max(axis=1) > LOWEST)  # few: the others are not decoded
             if not self.coding:
-                return detections_by_anchor(scores)
-            return self._decode(scores, image_size(inputs), outputs)
+                return detections_by_score(anchor_squares(likely), scores[likely])
+            return self._decode(scores, likely, image_size(inputs), outputs)
         except OtherShapeError:
-            return None
+            return NOTHING
 
     def read_list(self, outputs: Outputs) -> Floats:
-        """Return corners, score and class number of a list, [K, 6].
+        """Return corners, score and class number of a list, [K, 6]; class 0 if it has no classes.
 
         Raises:
             OtherShapeError: an output has another shape.
@@ -302,29 +295,24 @@ class RowDecoder:
             raise OtherShapeError
         return scores * activate(gates, self.gate_activation)
 
-    def _decode(self, scores: Floats, size: ImageSize | None, outputs: Outputs) -> Detections:
-        """Return the boxes of one sample in a picture of a size (height, width)."""
-        likely = np.flatnonzero(scores.max(axis=1) > LOWEST)  # few: the others are not decoded
-        boxes = read_columns(self.box_columns, outputs)
-        if len(boxes) != len(scores):
+    def _decode(
+        self, scores: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
+    ) -> Detections:
+        """Return the boxes of some rows of the scores, in a picture of a size (height, width)."""
+        numbers = read_columns(self.box_columns, outputs)
+        if len(numbers) != len(scores):
             raise OtherShapeError
-        boxes = boxes[likely]
-        coding = CODINGS[self.coding]
-        cells = np.zeros((len(scores), 3))
+        coding, cells = CODINGS[self.coding], np.zeros((len(scores), 3))
         if coding.uses_cells:
             if size is None or sum(grid.count(size) for grid in self.grids) != len(scores):
                 raise OtherShapeError
             cells = np.concatenate([grid.cells(size) for grid in self.grids])
-        corners = coding.decode(boxes, cells[likely])
-        shapes = self._read_shapes(boxes, likely, size, outputs) if self.extra else None
-        return detections_by_score(corners, scores[likely], shapes)
+        shapes = self._read_shapes(numbers[rows], rows, size, outputs) if self.extra else None
+        corners = coding.decode(numbers[rows], cells[rows])
+        return detections_by_score(corners, scores[rows], shapes)
 
     def _read_shapes(
-        self,
-        boxes: Floats,
-        rows: Integers,
-        size: ImageSize | None,
-        outputs: Outputs,
+        self, boxes: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
     ) -> BoxShapes | None:
         """Return the masks, turned corners or key points of some rows; None without."""
         extra = read_columns(self.extra, outputs)[rows]
@@ -337,9 +325,9 @@ class RowDecoder:
             return BoxPoints(rotate_boxes(boxes, extra[:, 0]))
         if not self.point_numbers:
             return None
-        point_count, remainder = divmod(extra.shape[1], self.point_numbers)
-        if remainder:
+        if extra.shape[1] % self.point_numbers:
             raise OtherShapeError
+        point_count = extra.shape[1] // self.point_numbers
         return BoxPoints(extra.reshape(len(extra), point_count, self.point_numbers))
 
 

@@ -37,6 +37,7 @@ from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
     Arrays,
     Floats,
+    ImageSize,
     activate,
     are_shares,
     correlate,
@@ -247,8 +248,8 @@ def _propose_separate(
 
     levels: list[RowDecoder] = []
     paired_outputs: set[str] = set()
-    for count in sorted(tables_by_count, reverse=True):
-        level_tables = tables_by_count[count]
+    # an output has a row count in each layout: the larger one counts anchors
+    for _, level_tables in sorted(tables_by_count.items(), reverse=True):
         level = _pair_tables([*level_tables.values()], is_set=is_set)
         if level is not None and paired_outputs.isdisjoint(level_tables):
             levels.append(level)
@@ -381,7 +382,7 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
     is_separate = _are_separate(proposed)
     activation, background = _missing_sigmoid(score_rows), None
     if is_separate:
-        activations = _find_activation(score_rows, samples, is_set=is_set)
+        activations = _find_activation(score_rows, samples.declared.classes, is_set=is_set)
         if activations is None:
             return None
         activation, background = activations
@@ -414,19 +415,20 @@ def _are_separate(decoder: RowDecoder) -> bool:
 
 
 def _find_activation(
-    rows: Floats, samples: FirstSamples, *, is_set: bool
+    rows: Floats, class_count: int, *, is_set: bool
 ) -> tuple[str, int | None] | None:
-    """Return (missing activation, class of the background); None if the values fit neither."""
-    last_class, class_count = rows.shape[1] - 1, samples.declared.classes
+    """Return (missing activation, class of the background); None if the values fit neither.
+
+    `class_count`: number of classes that the file declares; 0 if unknown.
+    """
+    last_class = rows.shape[1] - 1
     background = _find_background(rows)
+    if background is None and is_set:
+        background = last_class
     if are_shares(rows):
         if last_class == 0 or not sums_to_one(rows).all():
             return "", None
-        if background is None and is_set:
-            background = last_class
-        if background is None:
-            return None
-        return ("", background)
+        return None if background is None else ("", background)
 
     # a Softmax has one more class, the background, and a Sigmoid none
     if class_count == last_class + 1:
@@ -437,9 +439,7 @@ def _find_activation(
     if raw_activation is not None or not is_set:
         return raw_activation
     is_sigmoid = last_class == 0 or np.median(rows.max(axis=1)) < 0
-    if is_sigmoid:
-        return ("sigmoid", None)
-    return ("softmax", last_class)
+    return ("sigmoid", None) if is_sigmoid else ("softmax", background)
 
 
 def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
@@ -447,9 +447,7 @@ def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
     if np.mean(rows.max(axis=1) < 0) >= MIN_EMPTY_SHARE:
         return "sigmoid", None
     background = _find_background(rows)
-    if background is None:
-        return None
-    return ("softmax", background)
+    return None if background is None else ("softmax", background)
 
 
 def _find_background(rows: Array) -> int | None:
@@ -468,7 +466,7 @@ def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:
     boxes = BoxRows(
         output=decoder.box_columns[0].output,
         numbers=numbers,
-        relative_boxes=_to_relative(decoder.box_columns, numbers, samples),
+        relative_boxes=_to_relative(numbers, samples.picture_size),
         has_levels=len(decoder.box_columns) > 1,
         has_cells=bool(decoder.grids),
         has_gates=bool(decoder.gates),
@@ -476,23 +474,21 @@ def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:
     return next((name for name, coding in CODINGS.items() if coding.fits(boxes)), "")
 
 
-def _to_relative(
-    box_columns: Sequence[Columns], numbers: Floats, samples: FirstSamples
-) -> Floats | None:
-    """Return four numbers relative to the picture; None if its size is unknown, or of more."""
+def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
+    """Return four numbers of a box relative to the picture; None if its size is unknown.
+
+    `numbers`: [n, k]; None for others than 4. `size`: (height, width), if it is the same in all
+    samples.
+    """
     tolerance = MAX_OUTSIDE_PICTURE
     if numbers.shape[1] != _BOX:
         return None
     if numbers.min() >= -tolerance and numbers.max() <= 1 + tolerance:
         return numbers
-    relative_boxes = []
-    for inputs, outputs in zip(samples.inputs, samples.outputs, strict=True):
-        size = image_size(inputs)
-        if size is None:
-            return None
-        height, width = size
-        relative_boxes.append(read_columns(box_columns, outputs) / (width, height, width, height))
-    return np.concatenate(relative_boxes)
+    if size is None:
+        return None
+    height, width = size
+    return numbers / np.array([width, height, width, height], np.float64)
 
 
 def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
@@ -507,8 +503,8 @@ def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     if width == 1:
         has_angle = decoder.coding == "centre" and are_angles(extra)
         return replace(decoder, has_angle=has_angle)
-    for numbers in (3, 2):
-        if width % numbers == 0 and decoder.placed and _are_points(extra, boxes, numbers):
+    for numbers in (3, 2) if decoder.coding else ():
+        if width % numbers == 0 and _are_points(extra, boxes, numbers):
             return replace(decoder, point_numbers=numbers)
     return decoder
 
@@ -537,35 +533,30 @@ def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
 
 
 def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
-    """Return the slices of a detector's outputs; none if its boxes are not decoded."""
+    """Return the slices of a detector's outputs; none if its boxes are not decoded.
+
+    An output of boxes and scores has a slice for each; outputs of boxes alone are weighted by the
+    scores of the same rows.
+    """
     if not decoder.box_columns:
         return {}
+    slices: SlicesByOutput = {}
     if _are_separate(decoder):
-        return _slice_levels(decoder, samples)
-    return _slice_columns(decoder, samples)
+        for columns in (*decoder.scores, *decoder.gates):
+            slices[columns.output] = (OutputSlice(output=columns.output),)
+        weights = _find_weights(decoder, samples)
+        for weighted in (decoder.box_columns, decoder.extra):
+            for columns, weight in zip(weighted, weights, strict=False):
+                slices[columns.output] = (OutputSlice(output=columns.output, at=weight),)
+        return slices
 
-
-def _slice_columns(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
-    """Return the slices of an output with boxes, scores and further columns."""
     boxes, scores = decoder.box_columns[0], (decoder.gates or decoder.scores)[0]
     axis = -1 if scores.layout == ROWS else 1
     starts = {boxes.start, scores.start, *(columns.start for columns in decoder.extra)}
     width = samples.outputs[0][scores.output].shape[axis]
-    slices = []
     for start, stop in itertools.pairwise(sorted([*starts, width])):
-        slices.append(OutputSlice(output=scores.output, axis=axis, start=start, stop=stop))
-    return {scores.output: tuple(slices)}
-
-
-def _slice_levels(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
-    """Return the slices of outputs of scores, and of boxes, which their rows' scores weight."""
-    slices: SlicesByOutput = {}
-    for columns in (*decoder.scores, *decoder.gates):
-        slices[columns.output] = (OutputSlice(output=columns.output),)
-    weights = _find_weights(decoder, samples)
-    for weighted in (decoder.box_columns, decoder.extra):
-        for columns, weight in zip(weighted, weights, strict=False):
-            slices[columns.output] = (OutputSlice(output=columns.output, at=weight),)
+        part = OutputSlice(output=scores.output, axis=axis, start=start, stop=stop)
+        slices[scores.output] = (*slices.get(scores.output, ()), part)
     return slices
 
 
@@ -574,22 +565,33 @@ def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> list[OutputSlic
 
     The other one may be arbitrary without an object.
     """
-    weights, activation = decoder.scores, decoder.activation
-    start, stop = 0, 0  # the columns of the classes, without the background; 0, 0 for all
-    if decoder.background == 0:
-        start, stop = 1, 1 + (decoder.classes or 0)
-    elif decoder.background is not None:
-        stop = decoder.background
-    if decoder.gates:
-        scores = activate(_read_rows(decoder.scores, samples), activation).max(axis=1)
-        gates = activate(_read_rows(decoder.gates, samples), decoder.gate_activation)
-        if gates.mean() < scores.mean():
-            weights, activation, start, stop = decoder.gates, decoder.gate_activation, 0, 0
-    slices = []
-    for columns in weights:
-        axis: int | None = -1 if columns.layout == ROWS else 1
-        if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
-            axis = None  # one number a row
-        weight = OutputSlice(output=columns.output, axis=axis, start=start, stop=stop)
-        slices.append(replace(weight, activation=activation))
-    return slices
+    scores = []
+    for columns in decoder.scores:
+        weight = _weight_slice(columns, decoder.activation, samples)
+        if decoder.background == 0:
+            weight = replace(weight, start=1, stop=1 + (decoder.classes or 0))
+        elif decoder.background is not None:
+            weight = replace(weight, stop=decoder.background)
+        scores.append(weight)
+    gates = []
+    for columns in decoder.gates:
+        gates.append(_weight_slice(columns, decoder.gate_activation, samples))
+    if gates and _mean_score(gates, samples) < _mean_score(scores, samples):
+        return gates
+    return scores
+
+
+def _weight_slice(columns: Columns, activation: str, samples: FirstSamples) -> OutputSlice:
+    """Return an output of scores as a slice that weights the boxes of the same rows."""
+    axis: int | None = -1 if columns.layout == ROWS else 1
+    if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
+        axis = None  # one number a row
+    return OutputSlice(output=columns.output, axis=axis, activation=activation)
+
+
+def _mean_score(slices: Sequence[OutputSlice], samples: FirstSamples) -> float:
+    """Return the mean of the best scores of all rows, levels and samples."""
+    scores = []
+    for part, outputs in itertools.product(slices, samples.outputs):
+        scores.append(part.best_scores(outputs).reshape(-1))
+    return float(np.concatenate(scores).mean())

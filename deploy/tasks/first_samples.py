@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.rows import Arrays, ImageSize, Outputs, image_size, is_floating, to_shares
+from deploy.tasks.rows import (
+    Arrays,
+    ImageSize,
+    Outputs,
+    activate,
+    image_size,
+    is_floating,
+    to_shares,
+)
 from deploy.tensors import Array
 
 _PICTURE = 4  # dimensions of a picture
@@ -117,7 +125,7 @@ def _is_state(name: str, source: str, samples: FirstSamples) -> bool:
 
 
 def find_logits(samples: FirstSamples) -> frozenset[str]:
-    """Return outputs of raw scores whose Softmax, LogSoftmax or Sigmoid is another output.
+    """Return outputs of raw scores whose Softmax or Sigmoid is another output.
 
     The other one of each pair is used: its values are known to be probabilities.
     """
@@ -169,17 +177,12 @@ def _sigmoid(scores: Array, axis: int) -> Array:
     return to_shares(scores)
 
 
-def _log_softmax(scores: Array, axis: int) -> Array:
-    shifted = scores - scores.max(axis=axis, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True)))
-
-
 def _softmax(scores: Array, axis: int) -> Array:
-    return np.asarray(np.exp(_log_softmax(scores, axis)))
+    return activate(scores, "softmax", axis)
 
 
 def _argmax(scores: Array, axis: int) -> Array:
     return np.asarray(scores.argmax(axis=axis))
 
 
-_ACTIVATIONS: tuple[Computation, ...] = (_sigmoid, _softmax, _log_softmax)
+_ACTIVATIONS: tuple[Computation, ...] = (_sigmoid, _softmax)

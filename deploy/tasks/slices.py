@@ -11,7 +11,7 @@ present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,24 +124,13 @@ class OutputSlice:
         Values of other cells stay unchanged, see `_cells`.
         """
         assert self.at is not None
-        rows = self.of(value)
-        scores = _enlarge(self.at.best_scores(reference), rows.shape)
+        rows, scores = self.of(value), self.at.best_scores(reference)
         cells = _cells(scores.shape, rows.shape)
         if cells is not None:
             np.multiply(rows, scores.reshape(cells), out=rows, casting="unsafe")
 
 
 SlicesByOutput = dict[str, tuple[OutputSlice, ...]]
-
-
-def _enlarge(scores: Array, values: tuple[int, ...]) -> Array:
-    """Return a map of scores [N, 1, h, w] as large as values, if these are k times its size."""
-    if scores.ndim != 4 or len(values) != 4 or scores.shape[1] != 1:
-        return scores
-    scale, remainder = divmod(values[2], scores.shape[2])
-    if not scale or remainder or scores.shape[3] * scale != values[3]:
-        return scores
-    return scores.repeat(scale, 2).repeat(scale, 3)
 
 
 def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -177,19 +166,13 @@ def find_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice, Outp
     for part, arrays in samples.items():
         if all(value.size and is_floating(value) for value in arrays):
             values_by_slice[part] = np.concatenate([value.reshape(-1) for value in arrays])
-    # of more outputs, a small map may be another level's
-    is_pair = len({part.output for part in samples}) == 2
 
     scores_by_slice: dict[OutputSlice, OutputSlice] = {}
     for weighted, scores in itertools.permutations(values_by_slice, 2):
         if weighted in scores_by_slice:
             continue
-        if not _may_weight(scores, values_by_slice[scores], values_by_slice[weighted]):
-            continue
-        pairs = []
-        for shares, value in zip(samples[scores], samples[weighted], strict=True):
-            pairs.append((_enlarge(shares, value.shape) if is_pair else shares, value))
-        if _fit_cells(pairs):
+        is_fitting = _may_weight(scores, values_by_slice[scores], values_by_slice[weighted])
+        if is_fitting and _fit_cells(samples[scores], samples[weighted]):
             scores_by_slice[weighted] = scores
     return scores_by_slice
 
@@ -218,12 +201,12 @@ def _decided_share(values: Array) -> float:
     return 1 - float(are_between(values).mean())
 
 
-def _fit_cells(pairs: Sequence[tuple[Array, Array]]) -> bool:
+def _fit_cells(score_arrays: Arrays, value_arrays: Arrays) -> bool:
     """Whether there is one score for each cell of the values, not made of the value itself."""
-    for scores, value in pairs:
+    for scores, value in zip(score_arrays, value_arrays, strict=True):
         if scores.size < 2 or value.ndim < 2 or not _cells(scores.shape, value.shape):
             return False
-    return not all(_is_activation(*pair) for pair in pairs)
+    return not all(map(_is_activation, score_arrays, value_arrays))
 
 
 def _is_activation(scores: Array, value: Array) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.tasks.indices import PlaceCounts, best_classes
-from deploy.tasks.rows import Integers, Outputs, are_indices, are_ranked, find_indices
+from deploy.tasks.rows import Integers, Outputs, are_indices, find_indices
 from deploy.tensors import Array
 
 _MAX_CLASS = np.iinfo(np.int64).max
@@ -61,7 +61,6 @@ class Top1:
         self.has_classes = True  # until the output turns out to hold no classes
         self.score_count: int | None = None  # scores of a sample; None for class numbers
         self.classes = PlaceCounts()  # classes of the samples
-        self.is_ranked = True  # until a sample is not in descending order
 
     def add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
         """Add one batch.
@@ -81,7 +80,6 @@ class Top1:
             return
         holds_class = scores.size == batch or are_indices(scores, batch)
         self.score_count = None if holds_class else scores.size // batch
-        self.is_ranked &= not holds_class and are_ranked(scores, batch)
         self.classes.add(reference_classes, classes)
         if self.labels is None:
             return
@@ -119,12 +117,6 @@ class Top1:
 
     def _describe_wrong_label(self, label: int) -> str:
         """Return the message for a label out of range."""
-        if label >= 0 and self.is_ranked:
-            return (
-                f"labels need to know which class a value is of, got {self.name!r} of"
-                f" {self.score_count} values in falling order, as TopK's, without their places; let"
-                " the model give TopK's second output too, or leave the labels out"
-            )
         if self.score_count is None:
             return f"labels must be 0 or more, got {label}; leave out samples that are of no class"
         return (

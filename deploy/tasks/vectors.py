@@ -210,7 +210,7 @@ def find_classes(samples: FirstSamples) -> Classes | None:
     probabilities, raw_scores, floats = {}, {}, samples.floats
     for name in samples.names:
         rows = _stack_vectors(samples.arrays(name))
-        if rows is None or are_sorted([*rows]) or are_ordered([*rows]):
+        if rows is None or are_sorted(rows) or are_ordered([*rows]):
             continue
         if are_probabilities_or_logs(rows):
             probabilities[name] = rows
@@ -329,7 +329,7 @@ def find_labels(samples: FirstSamples) -> Labels | None:
         return None
     (name,) = samples.names
     rows = _stack_vectors(samples.arrays(name))
-    if rows is None or rows.shape[1] < MIN_COUNT or are_sorted([*rows]):
+    if rows is None or rows.shape[1] < MIN_COUNT or are_sorted(rows):
         return None
     if not samples.of_pictures and sequences.find_steps(samples) is not None:
         return None
@@ -433,29 +433,25 @@ EMBEDDINGS = Form(
 
 
 def find_embeddings(samples: FirstSamples) -> Embeddings | None:
-    """Recognise one output of vectors; other outputs may be vectors of tokens, as long as it."""
-    vectors, token_lengths = {}, set()
-    for name, values in samples.floats.items():
-        if values[0].ndim == 3:
-            token_lengths.add(values[0].shape[2])
-        else:
-            vectors[name] = values
-    if len(vectors) != 1:
+    """Recognise one output of vectors; other outputs may be vectors of tokens."""
+    floats = samples.floats
+    names = [name for name in floats if floats[name][0].ndim != 3]
+    if len(names) != 1:
         return None
-    ((name, values),) = vectors.items()
+    values = floats[names[0]]
     length = values[0].size
-    has_equal_length = {value.size for value in values} | token_lengths == {length}
-    if length < MIN_EMBEDDING_SIZE or not has_equal_length:
+    if length < MIN_EMBEDDING_SIZE or {value.size for value in values} != {length}:
+        return None
+    if not all(map(is_vector, values)):
         return None
     rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
-    if not all(map(is_vector, values)) or _are_points(rows):
+    if _are_smooth(rows):
         return None
-    is_embedding = samples.declared.ends.get(name) == "unit"
-    is_embedding |= samples.of_pictures and are_features(rows)
+    is_embedding = samples.of_pictures and are_features(rows)
     is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
     if not is_embedding:
         return None
-    return Embeddings(name, length)
+    return Embeddings(names[0], length)
 
 
 def are_features(rows: Floats) -> bool:
@@ -477,8 +473,8 @@ def has_unit_length(vector: Floats) -> bool:
     return is_wide and deviation < SUM_ROUNDING
 
 
-def _are_points(rows: Floats) -> bool:
-    """Whether numbers correlate with those 1 to 3 before them, as points in order do."""
+def _are_smooth(rows: Floats) -> bool:
+    """Whether numbers correlate with those 1 to 3 before them, as of a signal or of points."""
     for step in (1, 2, 3):
         correlations = [correlate(row[step:], row[:-step]) for row in rows]
         if np.mean(correlations) > MIN_ORDER:

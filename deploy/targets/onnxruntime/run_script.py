@@ -291,8 +291,7 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     """Return the functions that decode and draw boxes; "" for a form without such."""
     decoder = task.decoder
     if decoder.is_list:
-        detections = decoder.boxes({}, outputs)
-        is_relative = detections is not None and _are_relative(detections.boxes)
+        is_relative = _are_relative(decoder.boxes({}, outputs).boxes)
         scale = "    boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]\n" if is_relative else ""
         rows = _list_lines(decoder, outputs)
         return _part("list", rows=rows, scale=scale) + _part("boxes", outline=_RECTANGLE)
