@@ -103,12 +103,6 @@ def encodable(text: str) -> str:
     return join_visible(text.split("\n"))
 
 
-def nan_aware_min(values: Iterable[float]) -> float:
-    """Return the minimum, NaN if any is NaN (for `min` it would depend on the order)."""
-    numbers = tuple(values)
-    return math.nan if any(map(math.isnan, numbers)) else min(numbers, default=math.nan)
-
-
 DEVIATION_HEADS = ("node", "operator", "planned in", "runs in")
 _GRIDS = ("int8", "uint8", "fp8")  # layer types that count as quantized
 

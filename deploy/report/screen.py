@@ -77,23 +77,24 @@ def _with_label(label: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def align_columns(rows: Sequence[Sequence[str]], left_columns: Collection[int]) -> Iterator[str]:
-    """Yield rows as lines with columns of equal width.
+    """Yield rows as lines of text, in which every column has one width.
 
-    Cells are aligned to the right, those of `left_columns` to the left.
+    Cells are aligned to the right, those of the columns with an index in `left_columns` to the
+    left.
     """
-    columns = []
-    for index, cells in enumerate(zip(*rows, strict=True)):
-        align = str.ljust if index in left_columns else str.rjust
-        width = max(map(len, cells))
-        columns.append([align(cell, width) for cell in cells])
-    for line_cells in zip(*columns, strict=True):
-        yield "  ".join(line_cells).rstrip()
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        cells = []
+        for index, cell in enumerate(row):
+            align = str.ljust if index in left_columns else str.rjust
+            cells.append(align(cell, widths[index]))
+        yield "  ".join(cells).rstrip()
 
 
 def labelled_table(
     label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> Iterator[str]:
-    """Yield a label and a table next to it, with the names of the first column at the right.
+    """Yield a label and a table next to it, whose first column, the names, moves to the right.
 
     Columns that are empty in every row are left out; without rows nothing is yielded.
     """
@@ -101,7 +102,7 @@ def labelled_table(
         return
 
     names, *values = zip(heads, *rows, strict=False)
-    columns = [column for column in (*values, names) if any(column[1:])]
+    columns = [column for column in (*values, names) if any(column[1:])]  # [0] is the head
     table_rows = list(zip(*columns, strict=True))
     yield from _with_label(label, align_columns(table_rows, left_columns=(len(columns) - 1,)))
 
@@ -112,7 +113,10 @@ _MAX_KERNELS = 10
 
 
 def to_screen(report: Findings) -> str:
-    """Return plain text without colours, at most `WIDTH` columns if names allow."""
+    """Return plain text without colours, at most `WIDTH` columns if names allow.
+
+    A build, which has verdicts, gets what a user decides by; other results all they have.
+    """
     if any(engine.verdict for engine in report.engines):
         lines = (report.title, *_verdicts(report), *_short_table(report), *_decisions(report))
         return join_visible(lines) + "\n"
@@ -143,20 +147,21 @@ def _verdicts(report: Findings) -> Iterator[str]:
     for engine in report.engines:
         if engine.verdict:
             labels_by_text.setdefault(engine.verdict.text, []).append(engine.label)
-    if sum(map(len, labels_by_text.values())) == 1:
-        yield from entries("Verdict", labels_by_text)
-    else:
-        texts = (f"{', '.join(labels)}: {text}" for text, labels in labels_by_text.items())
-        yield from entries("Verdict", texts)
+    texts = []
+    for text, labels in labels_by_text.items():
+        is_only_engine = len(labels) == len(labels_by_text) == 1
+        texts.append(text if is_only_engine else f"{', '.join(labels)}: {text}")
+    yield from entries("Verdict", texts)
 
 
-_SHORT = ("Size", "Latency p50", "CPU time p50")  # lines of the table of one screen
+# labels of the lines that one screen shows
+_SHORT = ("Size", "Latency p50", "CPU time p50")
 _TASKS = ("Top-1", "mAP .50:.95")
 _WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 
 
 def _short_table(report: Findings) -> Iterator[str]:
-    """Yield size, speed and the task's figures; the output error where there is no task."""
+    """Yield size, speed and the task's figures, or the error of the outputs without a task."""
     lines = engine_lines(report)
     labels = set(_TASKS)
     for engine in report.engines:
@@ -169,7 +174,7 @@ def _short_table(report: Findings) -> Iterator[str]:
 
 
 def _decisions(report: Findings) -> Iterator[str]:
-    """Yield what was fed, what to ship, what to look at, and what to do next."""
+    """Yield what the images were taken for, what to ship, warnings, and what to do next."""
     yield from entries("Speed", speed_texts(report))
     yield from _devices(report)
     if report.feed:
@@ -183,9 +188,8 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _failures(report)
 
     yield from entries("Ship", dict.fromkeys(_shipped_files(report)))
-    verdicts = [engine.verdict.text for engine in report.engines if engine.verdict]
-    shown = "\n".join(verdicts)
-    alerts = [alert for alert in report.all_alerts if alert not in shown]
+    verdicts = "\n".join(engine.verdict.text for engine in report.engines if engine.verdict)
+    alerts = [alert for alert in report.all_alerts if alert not in verdicts]
     warnings = (*earlier_texts(report), *_lost_layers(report), *alerts)
     yield from entries("Warning", warnings[:_MAX_ALERTS])
     notes = figures.count(len(report.warnings), "note")
@@ -195,7 +199,7 @@ def _decisions(report: Findings) -> Iterator[str]:
 
 
 def _shipped_files(report: Findings) -> Iterator[str]:
-    """Yield each engine's file; the float model's where int8 is not worth it, with both names."""
+    """Yield each engine's file; if int8 is not worth it, the float model's, with both names."""
     for engine in report.engines:
         if engine.is_float or not engine.path:
             continue
@@ -207,13 +211,15 @@ def _shipped_files(report: Findings) -> Iterator[str]:
 
 
 def _int8_nodes(report: Findings) -> Iterator[str]:
-    """Yield how many layers of each target are int8; nodes where no search counted layers."""
+    """Yield how many layers of each target are int8, or nodes if no search counted layers."""
     texts = []
     for target in built_targets(report):
-        name = f"{target.name} " if len(report.targets) > 1 else ""
-        split = target.built_split
-        layers = f"{split.layers - split.float_layers} of {split.layers} layers" if split else ""
-        texts.append(name + (layers or coverage(target)))
+        text = coverage(target)
+        if split := target.built_split:
+            text = f"{split.layers - split.float_layers} of {split.layers} layers"
+        if len(report.targets) > 1:
+            text = f"{target.name} {text}"
+        texts.append(text)
     if texts:
         yield from entry("In int8", ", ".join(texts))
 
@@ -229,30 +235,31 @@ def _lost_layers(report: Findings) -> Iterator[str]:
 _RANKS = {GOOD: 0, FLOAT: 0, DOUBTFUL: 1, UNUSABLE: 2}
 _UNKNOWN_RANK = 3  # of a split that was not judged
 _MIN_FASTER = 1.08  # speed over the built split's from which a noisier split is worth knowing
-_MIN_QUIETER_DB = 3.0  # SQNR over the built split's from which a split is worth its price
+_MIN_MORE_DB = 3.0  # SQNR over the built split's from which a split is worth its price
 _MAX_SLOWER = 1.08  # time over the built split's that this SQNR may cost
 
 
-def find_alternative(front: Sequence[SplitRow], taken: SplitRow) -> SplitRow | None:
+def find_alternative(front: Sequence[SplitRow], built: SplitRow) -> SplitRow | None:
     """Return the split that is most worth knowing beside the one that was built.
 
-    In this order: one of a better level that still wins time; a clearly faster one of the same
-    level or the next; one with clearly more SQNR for little time.
+    A split says which layers are int8 and which float; the front has those that no other split
+    beats in both time and error. In this order: a split of a better level that still wins time; a
+    clearly faster one of the same level or the next; one with clearly more SQNR for little time.
     """
-    rank = rank_of(taken.level)
-    max_rank = min(rank + 1, _RANKS[DOUBTFUL])
-    better, faster, quieter = [], [], []
+    built_rank = rank_of(built.level)
+    max_rank = min(built_rank + 1, _RANKS[DOUBTFUL])
+    better, faster, more_exact = [], [], []
     for split in front:
         if not 0 < split.time * MIN_GAIN <= 1:
-            continue
-        if rank_of(split.level) < rank:
+            continue  # hardly faster than the float model
+        if rank_of(split.level) < built_rank:
             better.append(split)
-        if split.time * _MIN_FASTER <= taken.time and rank_of(split.level) <= max_rank:
+        if split.time * _MIN_FASTER <= built.time and rank_of(split.level) <= max_rank:
             faster.append(split)
-        is_clear = split.sqnr_db >= taken.sqnr_db + _MIN_QUIETER_DB
-        if is_clear and split.time <= taken.time * _MAX_SLOWER:
-            quieter.append(split)
-    return min(better or faster or quieter, key=_rank_and_time, default=None)
+        has_more_sqnr = split.sqnr_db >= built.sqnr_db + _MIN_MORE_DB
+        if has_more_sqnr and split.time <= built.time * _MAX_SLOWER:
+            more_exact.append(split)
+    return min(better or faster or more_exact, key=_rank_and_time, default=None)
 
 
 def rank_of(level: str) -> int:
@@ -265,7 +272,11 @@ def _rank_and_time(split: SplitRow) -> tuple[int, float]:
 
 
 def speed_texts(report: Findings) -> Iterator[str]:
-    """Yield a line for each target whose front tells a speed that the table does not."""
+    """Yield a line for each target with a speed that the table of engines does not show.
+
+    That is the estimated speed of an engine that was not timed, and the speed and accuracy of
+    another split that may be the better choice.
+    """
     engine_by_target = {e.target: e for e in report.engines if not e.is_float}
     for target in report.targets:
         built, engine = target.built_split, engine_by_target.get(target.name)
@@ -274,23 +285,29 @@ def speed_texts(report: Findings) -> Iterator[str]:
         alternative = find_alternative(target.search.front, built)
         if engine is not None and engine.speed is not None:
             if alternative is None:
-                continue  # the table has its speed
-            rivals = find_rivals(report.engines, engine)
+                continue  # the table shows its speed
             ratio = engine.speed.ratio
+            rivals = find_rivals(report.engines, engine)
             text = f"{figures.ratio(ratio)} {rivals[0].label if rivals else 'FP32'}"
         else:
             ratio = 1 / built.time
             text = f"about {figures.ratio(ratio)} FP32 (estimated)"
 
         if alternative is not None:
-            speed_text = figures.ratio(ratio * built.time / alternative.time)
-            accuracy_text = figures.decibels(alternative.sqnr_db)
-            if alternative.figure not in ("", built.figure):  # an equal figure tells no price
-                accuracy_text = alternative.figure
-            if alternative.level != built.level:
-                accuracy_text += f" ({alternative.level})"
-            text += f"; {speed_text} with {accuracy_text}: --split {alternative.number}"
+            speed = figures.ratio(ratio * built.time / alternative.time)
+            price = _accuracy_text(alternative, built)
+            text += f"; {speed} with {price}: --split {alternative.number}"
         yield f"{target.name}: {text}" if len(report.targets) > 1 else text
+
+
+def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
+    """Return the accuracy of a split, as far as it differs from that of the built split."""
+    text = split.figure
+    if text in ("", built.figure):  # an equal figure of the task shows no difference
+        text = figures.decibels(split.sqnr_db)
+    if split.level != built.level:
+        text += f" ({split.level})"
+    return text
 
 
 # role of a script -> where it is to be run, and its argument
@@ -306,26 +323,32 @@ IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
 def next_steps(report: Findings) -> Iterator[str]:
     """Yield what to do: one step for each engine, then the scripts for the devices."""
-    level_by_target = {e.target: e.verdict.level for e in report.engines if e.verdict}
+    unusable_targets = set()
     for engine in report.engines:
         target, verdict = report.target_of(engine), engine.verdict
         if target is None or verdict is None:
             continue
+        if verdict.level == UNUSABLE:
+            unusable_targets.add(target.name)
         steps = [*_rebuild_steps(report, target, verdict)]
         if not steps and not verdict.blames_float and not verdict.has_few:
             steps += _use_steps(report, engine, target)
         yield from steps[:1]
     for target in report.targets:
-        is_unusable = level_by_target.get(target.name) == UNUSABLE
         for file in target.files:
-            if file.role in _DEVICE_SCRIPTS and not is_unusable:
-                place, argument = _DEVICE_SCRIPTS[file.role]
-                yield f"{place}: sh {shlex.quote(file.path)}{argument}"
+            if file.role in _DEVICE_SCRIPTS and target.name not in unusable_targets:
+                machine, argument = _DEVICE_SCRIPTS[file.role]
+                yield f"{machine}: sh {shlex.quote(file.path)}{argument}"
 
 
 def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> Iterator[str]:
-    """Yield what to build in place of an engine, or to do instead, the first step first."""
-    options, page = path_of(report.files, OPTIONS), path_of(report.files, REPORT)
+    """Yield the steps that may give a better engine of a target, the most promising first.
+
+    None for a good engine, unless the build before it was better. The caller shows the first step.
+    A build of a model in memory has no file of options, so it cannot be repeated by a command.
+    """
+    request = report.request or RequestPart()
+    options = path_of(report.files, OPTIONS)
     build = f"calib8 build --config {shlex.quote(options)}"
     build_target = f"{build} --target {target.name}" if len(report.targets) > 1 else build
     if options:
@@ -335,16 +358,10 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     if verdict.level not in (DOUBTFUL, UNUSABLE):
         return
 
-    request = report.request or RequestPart()
-    if options and verdict.missing_calibration:
-        yield f"with {verdict.missing_calibration} images: {build} --images FOLDER"
-    if options and verdict.missing_samples:
-        yield from _image_steps(verdict.missing_samples, request, build)
-    if verdict.blames_float and options:
-        preprocessing = "--preprocess NAME, or --mean, --std, --scale, --color"
-        yield f"with the preprocessing that the model was trained with: {build} {preprocessing}"
+    if options:
+        yield from _data_steps(verdict, request, build)
     if verdict.blames_float or verdict.has_few:
-        return
+        return  # another build of the same data would be no better
     if options and (split := _better_split(target, verdict, request)):
         speed = figures.ratio(1 / split.time)
         price = split.figure or figures.decibels(split.sqnr_db)
@@ -352,24 +369,49 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     if request.is_quantized:
         yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
     elif options and not verdict.gated:
-        effort = request.effort.get(target.name, 0)
-        if effort == 0:
-            yield f"{build} --effort 1"
-        if request.has_method:
-            line = f"without the line of method in {shlex.quote(options)}"
-            yield f"{line}: {build} --effort {max(effort, 1)}"
-        if EFFORT not in request.followed:
-            yield f"{build} --prefer accuracy --effort {max(effort, 2)} --repair all"
-        if request.is_module:
-            yield "train it with int8: calib8.torch.qat or `calib8 qat`"
+        yield from _effort_steps(request, request.effort.get(target.name, 0), options)
         if report.model:
             yield f"use the float model: {report.model.path}"
-    if page:
+    if page := path_of(report.files, REPORT):
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
 
 
+def _data_steps(verdict: Verdict, request: RequestPart, build: str) -> Iterator[str]:
+    """Yield builds with other data: more images, or the preprocessing of the training.
+
+    `build`: the command that repeats the build.
+    """
+    if verdict.missing_calibration:
+        yield f"with {verdict.missing_calibration} images: {build} --images FOLDER"
+    if verdict.missing_samples:
+        yield from _image_steps(verdict.missing_samples, request, build)
+    if verdict.blames_float:
+        preprocessing = "--preprocess NAME, or --mean, --std, --scale, --color"
+        yield f"with the preprocessing that the model was trained with: {build} {preprocessing}"
+
+
+def _effort_steps(request: RequestPart, effort: int, options: str) -> Iterator[str]:
+    """Yield builds that search longer, and training with int8 for a PyTorch model.
+
+    `effort`: that of the target's search so far; `options`: path of the build's options.
+    """
+    build = f"calib8 build --config {shlex.quote(options)}"
+    if effort == 0:
+        yield f"{build} --effort 1"
+    if request.has_method:
+        line = f"without the line of method in {shlex.quote(options)}"
+        yield f"{line}: {build} --effort {max(effort, 1)}"
+    if EFFORT not in request.followed:
+        yield f"{build} --prefer accuracy --effort {max(effort, 2)} --repair all"
+    if request.is_module:
+        yield "train it with int8: calib8.torch.qat or `calib8 qat`"
+
+
 def _image_steps(missing_samples: str, request: RequestPart, build: str) -> Iterator[str]:
-    """Yield the steps for too few samples, or too few boxes in them, to judge by."""
+    """Yield builds with more images to judge by, once, and then with other ones.
+
+    `missing_samples`: how many are needed, such as "20 more".
+    """
     if IMAGES not in request.followed:
         flag = "--eval-images" if request.has_evaluation else "--images"
         yield f"with {missing_samples}: {build} {flag} FOLDER"
@@ -379,13 +421,13 @@ def _image_steps(missing_samples: str, request: RequestPart, build: str) -> Iter
 
 def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) -> SplitRow | None:
     """Return a slower split of the front whose expected level is better than the engine's."""
-    taken = target.built_split
-    if taken is None or target.search is None:
+    built = target.built_split
+    if built is None or target.search is None:
         return None
 
     better = []
     for split in target.search.front:
-        is_slower = taken.time < split.time <= 1 / MIN_GAIN
+        is_slower = built.time < split.time <= 1 / MIN_GAIN  # but faster than the float model
         is_new = split_name(target, split) not in request.followed
         if is_slower and is_new and rank_of(split.level) < rank_of(verdict.level):
             better.append(split)
@@ -393,14 +435,14 @@ def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) ->
 
 
 def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Iterator[str]:
-    """Yield how to measure or run an engine, the first step first."""
+    """Yield how to measure or run an engine, the most useful step first."""
     has_device_script = any(file.role in _DEVICE_SCRIPTS for file in target.files)
     if engine.latency is None and has_device_script:
-        return
+        return  # it runs on its device only
     bench = _bench_command(report, engine)
-    if engine.verdict and engine.verdict.level == FLOAT and bench:
+    if bench and engine.verdict and engine.verdict.level == FLOAT:
         yield f"on the CPU that will run it: {bench}"
-    if engine.speed and engine.speed.is_noisy and bench:
+    if bench and engine.speed and engine.speed.is_noisy:
         yield f"on a quiet machine: {bench} --duration 30"
     if program := path_of(target.files, _PROGRAM):
         yield f"python {shlex.quote(program)} PICTURE"
@@ -440,6 +482,7 @@ def _failures(report: Findings) -> Iterator[str]:
 
 
 def _table(report: Findings, lines: Sequence[ComparisonLine]) -> Iterator[str]:
+    """Yield the lines as a table with a column for each engine."""
     if not lines:
         return
     heads = (" " * MARGIN, *(engine.label for engine in report.engines), "")

@@ -4,12 +4,15 @@ Engines side by side, coverage of targets, the task's figure and output slices, 
 search as text, and kernels: the slowest first, and by kind for several engines.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
 from typing import TypeVar
+
+import numpy as np
 
 from deploy.calibration.reuse import NO_CACHE
 from deploy.files.manifest import RECORDS
@@ -47,7 +50,9 @@ def has_slices(accuracy: Accuracy) -> bool:
 
 
 def worst_figure(accuracy: Accuracy, name: str) -> float | None:
-    """Return a figure of the worst slice, else of the worst output; None for lists of boxes.
+    """Return a figure of the worst slice, else of the worst output.
+
+    None if the task's outputs are lists, whose rows cannot be compared one by one.
 
     Args:
         accuracy: of one engine.
@@ -57,7 +62,8 @@ def worst_figure(accuracy: Accuracy, name: str) -> float | None:
         return None
     if accuracy.worst is not None:
         return float(getattr(accuracy.worst, name))
-    return figures.nan_aware_min(getattr(output, name) for output in accuracy.outputs)
+    values = [getattr(output, name) for output in accuracy.outputs]
+    return float(np.min(values, initial=math.inf))  # unlike min(), NaN if any is NaN
 
 
 def worst_label(accuracy: Accuracy) -> str:
@@ -68,11 +74,12 @@ def worst_label(accuracy: Accuracy) -> str:
 
 
 def task_label(accuracy: Accuracy) -> str:
-    """Return the task's figure as a line's label; "" without a task or if top-1 covers it."""
+    """Return the name of the task's figure as a line's label, such as "Boxes kept".
+
+    "" without a task, and for classes that the line of top-1 agreement covers.
+    """
     task = accuracy.task
-    if task is None:
-        return ""
-    if task.task == "classes" and accuracy.top1_agreement is not None:
+    if task is None or (task.task == "classes" and accuracy.top1_agreement is not None):
         return ""
     return task.figure[:1].upper() + task.figure[1:]
 
@@ -101,7 +108,7 @@ def layer_row(layer: OutputAccuracy) -> list[str]:
 
 
 def accuracy_notes(accuracy: Accuracy) -> tuple[str, ...]:
-    """Return the task's figure as text, how the outputs were interpreted, and by what."""
+    """Return the task's figure as text, how the outputs were interpreted, and why so."""
     task_text = accuracy.task.words if accuracy.task else ""
     return tuple(filter(None, (task_text, accuracy.reading, accuracy.why)))
 
@@ -132,9 +139,9 @@ def coverage(target: TargetPart) -> str:
     if not target.nodes:
         return ""
     counts = Counter(node.precision for node in target.nodes if node.quantized)
-    (main_precision, main_count), *less_used = counts.most_common() or [("int8", 0)]
+    (main_precision, main_count), *other_counts = counts.most_common() or [("int8", 0)]
     text = f"{main_count} of {figures.count(len(target.nodes), 'node')} {main_precision}"
-    for precision, count in less_used:
+    for precision, count in other_counts:
         text += f", {count} {precision}"
     return text
 
@@ -176,7 +183,10 @@ def size_ratio(report: Findings, engine: EngineRow) -> float | None:
 
 
 def top1(report: Findings, engine: EngineRow) -> float | None:
-    """Return an engine's top-1; the float model's own is that of any comparison with it."""
+    """Return an engine's top-1 by labels, 0 to 1; None if not measured.
+
+    That of the float model was measured together with every other engine.
+    """
     if engine.accuracy:
         return engine.accuracy.top1_candidate
     if engine.reference:
@@ -187,16 +197,22 @@ def top1(report: Findings, engine: EngineRow) -> float | None:
 
 
 def _line(
-    label: str, parts: Iterable[Part | None], get: Callable[[Part], str], change: str = ""
+    label: str, parts: Iterable[Part | None], to_text: Callable[[Part], str], change: str = ""
 ) -> ComparisonLine:
-    """Return a line with a cell per engine, given its part; "-" for an engine without the part."""
-    cells = []
-    for part in parts:
-        cells.append(figures.NONE if part is None else get(part))
-    return ComparisonLine(label, tuple(cells), change)
+    """Return a line with a cell per engine.
+
+    Args:
+        label: of the line.
+        parts: for each engine, what the cell is made of; None for "-".
+        to_text: makes the cell of it.
+        change: how the engines compare, as text.
+    """
+    cells = tuple(figures.NONE if part is None else to_text(part) for part in parts)
+    return ComparisonLine(label, cells, change)
 
 
 def _size(report: Findings) -> Iterator[ComparisonLine]:
+    """Yield the size of every file, with how many times as small the only engine is; load time."""
     cells, ratios = [], []
     for engine in report.engines:
         target = report.target_of(engine)
@@ -222,29 +238,40 @@ def time_name(engines: Iterable[EngineRow]) -> str:
 
 
 def _latency(report: Findings) -> Iterator[ComparisonLine]:
+    """Yield the smallest batch of a sweep, then latency, its spread, and throughput."""
     name = time_name(report.engines)
-    parts = [engine.latency for engine in report.engines]
+    latencies = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
         sweeps = [engine.sweep or None for engine in report.engines]
         yield _line("Batch", sweeps, lambda sweep: str(sweep[0].batch))
-    runs = min((part.queries for part in parts if part), default=0)
+    runs = min((latency.queries for latency in latencies if latency), default=0)
     for figure, min_runs in _MIN_RUNS.items():
         if runs >= min_runs:
             change = _speed_text(report) if figure == "p50" else ""
-            yield _line(f"{name} {figure}", parts, partial(_time, "latency", figure), change)
-    yield _line("Spread (std / mean)", parts, lambda part: f"{part.latency.cv_percent:.3g} %")
+            yield _line(f"{name} {figure}", latencies, partial(_time, "latency", figure), change)
+    yield _line("Spread (std / mean)", latencies, lambda x: f"{x.latency.cv_percent:.3g} %")
     for label, clock in _DEVICE_CLOCKS.items():
-        yield _line(label, parts, partial(_time, clock, "p50"))
-    yield _line("Throughput", parts, lambda part: figures.rate(part.throughput_qps))
+        yield _line(label, latencies, partial(_time, clock, "p50"))
+    yield _line("Throughput", latencies, lambda latency: figures.rate(latency.throughput_qps))
 
 
 def _time(clock: str, figure: str, latency: Latency) -> str:
-    """Return a figure of one clock of an engine's runs; "-" without that clock."""
-    return figures.milliseconds(getattr(getattr(latency, clock), figure, None))
+    """Return a figure of one clock as text; "-" if the engine was not timed by that clock.
+
+    Args:
+        clock: field of `Latency`, such as "gpu_compute".
+        figure: field of its `Timing`, such as "p50".
+        latency: of one engine.
+    """
+    timing = getattr(latency, clock)
+    return figures.milliseconds(getattr(timing, figure, None))
 
 
 def _speed_text(report: Findings) -> str:
-    """Return how much faster the only comparable engine is than each of its rivals."""
+    """Return how many times as fast the engine is as each of its rivals.
+
+    "" for several engines with rivals: one text in a line of several would not say whose it is.
+    """
     compared = []
     for engine in report.engines:
         if rivals := model.find_rivals(report.engines, engine):
@@ -252,13 +279,14 @@ def _speed_text(report: Findings) -> str:
     if len(compared) != 1:
         return ""
 
-    engine, rivals = compared[0]
+    engine, (main_rival, *other_rivals) = compared[0]
+    speeds = [(main_rival, figures.ratio(model.speed_over(main_rival, engine)))]
+    if engine.speed:  # with its interval
+        speeds = [(main_rival, engine.speed.text)]
+    for rival in other_rivals:
+        speeds.append((rival, figures.ratio(model.speed_over(rival, engine))))
     texts = []
-    for rival in rivals:
-        if rival is rivals[0] and engine.speed:
-            speed = engine.speed.text
-        else:
-            speed = figures.ratio(model.speed_over(rival, engine))
+    for rival, speed in speeds:
         texts.append(speed if rival.reference else f"{speed} of {rival.label}")
     return ", ".join(texts)
 
@@ -271,6 +299,7 @@ def _layers(report: Findings) -> Iterator[ComparisonLine]:
 
 
 def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
+    """Yield top-1, mean average precision, the task's figures, and the errors of the outputs."""
     yield _top1_line(report)
     accuracies = [engine.accuracy for engine in report.engines]
     measured = [accuracy for accuracy in accuracies if accuracy]
@@ -280,22 +309,14 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
         yield _task_line(report, label)
     yield _line("Top-1 agreement", accuracies, lambda x: figures.percent(x.top1_agreement))
 
-    worst_labels = _distinct(map(worst_label, measured))
-    if worst_labels:
-        labels = ", ".join(worst_labels)
-        yield _line("SQNR, worst part", accuracies, _worst_sqnr, f"of {labels}")
-    else:
-        yield _line("SQNR", accuracies, _worst_sqnr)
+    label, change = "SQNR", ""
+    if worst_labels := _distinct(map(worst_label, measured)):
+        label, change = "SQNR, worst part", f"of {', '.join(worst_labels)}"
+    yield _line(label, accuracies, lambda x: figures.decibels(worst_figure(x, "sqnr_db")), change)
     yield _line("Cosine", accuracies, lambda x: figures.cosine(worst_figure(x, "cosine_mean")))
-    yield _line("Cosine, worst", accuracies, _worst_cosine)
-
-
-def _worst_sqnr(accuracy: Accuracy) -> str:
-    return figures.decibels(worst_figure(accuracy, "sqnr_db"))
-
-
-def _worst_cosine(accuracy: Accuracy) -> str:
-    return figures.cosine(worst_figure(accuracy, "cosine_min"))
+    yield _line(
+        "Cosine, worst", accuracies, lambda x: figures.cosine(worst_figure(x, "cosine_min"))
+    )
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:
@@ -304,14 +325,13 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 
 
 def _top1_line(report: Findings) -> ComparisonLine:
+    """Return top-1 by labels, with the largest loss against the first engine, the float model."""
     shares = [top1(report, engine) for engine in report.engines]
     changes = []
     for share in shares[1:]:
         if share is not None and shares[0] is not None:
             changes.append(share - shares[0])
-    text = ""
-    if changes:
-        text = figures.points(min(changes))
+    text = figures.points(min(changes)) if changes else ""
     if len(changes) > 1:
         text = f"worst {text}"
     return ComparisonLine("Top-1", tuple(map(figures.percent, shares)), text)
@@ -333,21 +353,26 @@ def _task_line(report: Findings, label: str) -> ComparisonLine:
 
 
 def _precision(report: Findings, label: str, suffix: str) -> Iterator[ComparisonLine]:
-    """Yield mean average precision of every engine; FP32's is that of any comparison with it."""
-    measured = [e.accuracy.precision for e in report.engines if e.accuracy and e.accuracy.precision]
-    if not measured:
-        return
+    """Yield the mean average precision of every engine, with the largest loss; none unmeasured.
 
-    fp32: float = getattr(measured[0], f"reference{suffix}")
-    changes = [getattr(precision, f"candidate{suffix}") - fp32 for precision in measured]
-    cells = []
+    Args:
+        report: the results.
+        label: of the line.
+        suffix: of the fields of `MeanPrecision`: "" over all IoUs, "_50" at IoU .50.
+    """
+    fp32: float | None = None  # the float model's, which is the same beside every engine
+    shares: list[float | None] = []
     for engine in report.engines:
         precision = engine.accuracy.precision if engine.accuracy else None
+        fp32 = getattr(precision, f"reference{suffix}", fp32)
+        shares.append(getattr(precision, f"candidate{suffix}", None))
+    if fp32 is None:
+        return
+    change = figures.points(min(share - fp32 for share in shares if share is not None))
+    for index, engine in enumerate(report.engines):
         if engine.reference:
-            cells.append(figures.percent(fp32))
-        else:
-            cells.append(figures.percent(getattr(precision, f"candidate{suffix}", None)))
-    yield ComparisonLine(label, tuple(cells), figures.points(min(changes)))
+            shares[index] = fp32
+    yield ComparisonLine(label, tuple(map(figures.percent, shares)), change)
 
 
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
@@ -419,6 +444,7 @@ def work_texts(part: WorkPart) -> Iterator[str]:
 
 
 def _runs(purpose: str, runs: Mapping[str, int]) -> str:
+    """Return numbers of inferences as text, such as "12 engine inferences (tensorrt 12)"."""
     total = figures.count(sum(runs.values()), f"{purpose} inference")
     details = ", ".join(f"{name} {number}" for name, number in runs.items())
     return f"{total} ({details})" if details else total
@@ -495,25 +521,22 @@ def _total_ms(kernels: Sequence[KernelTime]) -> float:
 
 
 def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows: time and number of each kind of kernel in every engine.
+    """Return (heads, rows): time and number of each kind of kernel in every engine.
 
     Sorted by the kind's longest time in any engine; without kinds there are no rows.
     """
     timed = timed_engines(engines)
-    kernels_by_kind: dict[str, list[list[KernelTime]]] = {}  # those of each engine
-    for index, engine in enumerate(timed):
-        for kernel in engine.kernels:
-            if kernel.kind:
-                kernels = kernels_by_kind.setdefault(kernel.kind, [[] for _ in timed])
-                kernels[index].append(kernel)
-
-    def rank(kind: str) -> tuple[float, str]:
-        return -max(map(_total_ms, kernels_by_kind[kind])), kind
-
-    rows = []
-    for kind in sorted(kernels_by_kind, key=rank):
-        rows.append([kind, *map(_kind_cell, kernels_by_kind[kind])])
-    return ["kind", *(engine.label for engine in timed)], rows
+    kinds = sorted({kernel.kind for engine in timed for kernel in engine.kernels if kernel.kind})
+    ranked_rows = []
+    for kind in kinds:
+        cells, max_ms = [], 0.0
+        for engine in timed:
+            kernels = [kernel for kernel in engine.kernels if kernel.kind == kind]
+            cells.append(_kind_cell(kernels))
+            max_ms = max(max_ms, _total_ms(kernels))
+        ranked_rows.append((max_ms, [kind, *cells]))
+    ranked_rows.sort(key=lambda ranked_row: -ranked_row[0])
+    return ["kind", *(engine.label for engine in timed)], [row for _, row in ranked_rows]
 
 
 def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:
@@ -522,10 +545,12 @@ def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:
 
 
 def _kind_cell(kernels: Sequence[KernelTime]) -> str:
+    """Return the time and number of an engine's kernels of one kind."""
     if not kernels:
         return figures.NONE
     return f"{figures.milliseconds(_total_ms(kernels))} in {len(kernels)}"
 
 
 def _share(ms: float, total_ms: float) -> str:
+    """Return a part of the total time in percent; "-" if the clock measured nothing."""
     return f"{100 * ms / total_ms:.1f} %" if total_ms else figures.NONE
