@@ -26,7 +26,7 @@ from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import changed_options
 from deploy.terminal import phase
 from deploy.tuning.plan_file import TargetPlan
-from deploy.tuning.repairs.apply import repair_notes, repair_request, repair_samples
+from deploy.tuning.repairs.apply import repair_request, repair_samples
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.tune import PlannedTarget, find_plan, plan_target, store_plan
 
@@ -149,7 +149,7 @@ def _build_target(target: Target, request: BuildRequest, repairs: Sequence[str])
     repaired_request, repair_results = repair_request(target, request, repairs, samples)
     result = target.build(repaired_request)
     trim_memory()  # of this target's models, before those of the next one are there
-    notes = (*repair_notes(repair_results), *result.notes)
+    notes = (*(repair.sentence for repair in repair_results), *result.notes)
     return replace(result, options=changed_options(target), notes=notes)
 
 

@@ -36,8 +36,8 @@ from deploy.tuning.front import find_fastest
 from deploy.tuning.prices import Prices, Units
 from deploy.tuning.probe import ReferenceSample
 from deploy.tuning.repairs import ROUNDING
-from deploy.tuning.repairs.apply import repair_request
-from deploy.tuning.repairs.base import RepairResult, with_model
+from deploy.tuning.repairs.apply import RepairResult, repair_request
+from deploy.tuning.repairs.base import with_model
 from deploy.tuning.repairs.repair_layers import original_constants, restore_constants
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial, Tuning

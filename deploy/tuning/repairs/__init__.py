@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.graph.index import as_names
-from deploy.tuning.repairs.base import LayerwiseRepair, RepairResult, RequestRepair
+from deploy.tuning.repairs.base import RepairFunction
 from deploy.tuning.repairs.bias import correct_biases
 from deploy.tuning.repairs.output_rounding import round_weights
 
@@ -25,25 +25,22 @@ ROUNDING = "adaround"
 DEFAULT = (ROUNDING,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Repair:
-    """One repair, with one of the two functions.
+    """One repair.
 
     Attributes:
         title: its name in sentences.
-        request_repair: changes the build request after calibration; kept or not by the error of
-            the outputs.
-        layer_repair: likewise, but decides layer by layer by itself.
+        apply: returns the repaired build request, after calibration.
     """
 
     title: str
-    request_repair: RequestRepair | None = None
-    layer_repair: LayerwiseRepair | None = None
+    apply: RepairFunction
 
 
 REPAIRS: dict[str, Repair] = {
-    ROUNDING: Repair(title="adaptive rounding", layer_repair=round_weights),
-    "bias": Repair(title="bias correction", request_repair=correct_biases),
+    ROUNDING: Repair("adaptive rounding", round_weights),
+    "bias": Repair("bias correction", correct_biases),
 }
 
 
@@ -59,8 +56,3 @@ def parse_repairs(names: str | Iterable[str]) -> tuple[str, ...]:
             advice = did_you_mean(name, accepted, f"{ALL} tries each of them")
             raise ConfigError(f"a repair is one of {', '.join(REPAIRS)}, got {name!r}; {advice}")
     return tuple(name for name in REPAIRS if name in requested or ALL in requested)
-
-
-__all__ = [
-    "ALL", "DEFAULT", "NONE", "REPAIRS", "ROUNDING", "Repair", "RepairResult", "parse_repairs",
-]  # fmt: skip

@@ -1,30 +1,36 @@
 """Tries the repairs one after another, each on the result of those before, and keeps what helps."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import onnx
 
 from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.errors import Calib8Error
-from deploy.feed.parallel import Sample
 from deploy.targets.base import BuildRequest, Target
-from deploy.tasks.rows import Outputs
 from deploy.terminal import phase
 from deploy.tuning.repairs import REPAIRS, ROUNDING
-from deploy.tuning.repairs.base import RepairInput, RepairResult, with_new_digest
+from deploy.tuning.repairs.base import EvaluationSample, RepairInput, with_new_digest
 from deploy.tuning.repairs.output_rounding import rounded_trial_builder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
-from deploy.tuning.repairs.sample_runs import SampleComparison, gains, harms, worst_sqnr_db
-
-# a sample and the float model's outputs on it
-EvaluationSample = tuple[Sample, Outputs]
 
 _SAMPLES = 16  # half of them compute the repairs, half evaluate them
 _MIN_SPLIT = 4  # samples; fewer are not split into halves
 _MAX_VALUES = 5_000_000  # input values to compute a repair from; a large sample gives many patches
-_MIN_GAIN_DB = 0.1  # of the worst slice, for a repair that is kept
+
+
+@dataclass(frozen=True, slots=True)
+class RepairResult:
+    """Result of one repair on one target.
+
+    Attributes:
+        kept: whether it helped.
+        sentence: text for the report.
+    """
+
+    kept: bool
+    sentence: str
 
 
 def repair_samples(evaluation_set: EvaluationSet | None) -> list[EvaluationSample]:
@@ -37,9 +43,7 @@ def repair_samples(evaluation_set: EvaluationSet | None) -> list[EvaluationSampl
 
 
 def trial_builder(
-    target: Target,
-    request: BuildRequest,
-    names: Sequence[str],
+    target: Target, request: BuildRequest, names: Sequence[str]
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """Return a builder of a target's trial models, with rounded weights if that repair is chosen.
 
@@ -53,31 +57,9 @@ def trial_builder(
     """
     if ROUNDING not in names:
         return target.trial
-    samples = [sample for sample, _ in repair_samples(request.evaluation_set)]
+    samples = repair_samples(request.evaluation_set)
     with _repair_phase(target, request, samples) as repair_input:
         return rounded_trial_builder(request, repair_input)
-
-
-@contextmanager
-def _repair_phase(
-    target: Target, request: BuildRequest, samples: Sequence[Sample]
-) -> Iterator[RepairInput]:
-    """Split the samples: every other one computes the repairs, some of the rest evaluate them."""
-    computing, held_out = samples, samples[:0]
-    if len(samples) >= _MIN_SPLIT:
-        values = sum(value.size for value in samples[0].values())
-        computing = samples[0::2][: max(2, _MAX_VALUES // max(values, 1))]
-        held_out = samples[1::2][: -(-len(computing) // 2)]
-    layers = len(find_weighted_layers(request.model))
-    with phase("weights", layers, "layers", about=True) as step:
-        yield RepairInput(
-            target=target,
-            reference=request.model,
-            samples=computing,
-            held_out=held_out,
-            threads=request.threads,
-            progress=step,
-        )
 
 
 def repair_request(
@@ -85,8 +67,11 @@ def repair_request(
 ) -> tuple[BuildRequest, list[RepairResult]]:
     """Try the named repairs that follow calibration, for one target.
 
-    `names`: keys of `REPAIRS`. `samples`: a few samples with the float
-    model's outputs; half compute the repairs, half evaluate them.
+    Args:
+        target: the target.
+        request: its build request.
+        names: keys of `REPAIRS`.
+        samples: a few samples; half compute the repairs, half evaluate them.
 
     Returns:
         The repaired request and the result of each repair.
@@ -96,73 +81,54 @@ def repair_request(
     """
     if not names:
         return request, []
-    original, results = request.model, []
-    with _repair_phase(target, request, [sample for sample, _ in samples]) as repair_input:
+    original_model, results = request.model, []
+    with _repair_phase(target, request, samples) as repair_input:
         for name in names:
-            try:
-                request, result = _try_repair(request, repair_input, name, samples)
-            except Calib8Error as error:
-                result = _no_change(name, target.name, f"not kept, {error}")
-            results.append(result)
-    if request.model is not original:
+            repaired_request, text = _try_repair(request, repair_input, name)
+            is_kept = repaired_request is not request
+            results.append(RepairResult(is_kept, f"{REPAIRS[name].title}: {text}"))
+            request = repaired_request
+    if request.model is not original_model:
         request = replace(request, subject=with_new_digest(request.subject))
     return request, results
 
 
 def _try_repair(
-    request: BuildRequest,
-    repair_input: RepairInput,
-    name: str,
-    samples: Sequence[EvaluationSample],
-) -> tuple[BuildRequest, RepairResult]:
-    repair, target = REPAIRS[name], repair_input.target.name
+    request: BuildRequest, repair_input: RepairInput, name: str
+) -> tuple[BuildRequest, str]:
+    """Return (the request with the repair if it helps, else as it is; a text for the report)."""
     if name == ROUNDING and request.choices.rounded is False:
-        return request, _no_change(name, target, "not kept, the plan has none")
-    if repair.layer_repair is not None:
-        repaired = repair.layer_repair(request, repair_input)
-        if repaired is None:
-            return request, _no_change(name, target)
-        request, text = repaired
-        sentence = f"{repair.title}: {text}, kept"
-        return request, RepairResult(name=name, target=target, kept=True, sentence=sentence)
-    assert repair.request_repair is not None
-    candidate = repair.request_repair(request, repair_input)
-    if candidate is None:
-        return request, _no_change(name, target)
-    return _choose(request, candidate, repair_input.target, name, samples)
+        return request, "not kept, the plan has none"
+    try:
+        outcome = REPAIRS[name].apply(request, repair_input)
+    except Calib8Error as error:
+        return request, f"not kept, {error}"
+    if outcome is None:
+        return request, "nothing to repair"
+    repaired_request, text = outcome
+    return repaired_request, f"{text}, {'not kept' if repaired_request is request else 'kept'}"
 
 
-def _choose(
-    request: BuildRequest,
-    candidate: BuildRequest,
-    target: Target,
-    name: str,
-    samples: Sequence[EvaluationSample],
-) -> tuple[BuildRequest, RepairResult]:
-    """Return a repaired request if it helps on the samples that computed no repair."""
+@contextmanager
+def _repair_phase(
+    target: Target, request: BuildRequest, samples: Sequence[EvaluationSample]
+) -> Iterator[RepairInput]:
+    """Split the samples: every other one computes the repairs, the rest evaluate them."""
+    inputs = [sample for sample, _ in samples]
+    computing, held_out, evaluation = inputs, inputs[:0], samples
     if len(samples) >= _MIN_SPLIT:
-        samples = samples[1::2]
-    inputs, outputs = zip(*samples, strict=True)
-    comparison = SampleComparison(
-        request.subject, inputs, threads=request.threads, reference_outputs=outputs
-    )
-    original, repaired = (
-        comparison.accuracy(target.trial(tried_request), int8_kernels=target.runs_here)
-        for tried_request in (request, candidate)
-    )
-    has_helped = gains(original, repaired, _MIN_GAIN_DB) and not harms(original, repaired)
-    outcome = "kept" if has_helped else "not kept"
-    change = f"{worst_sqnr_db(original):.1f} -> {worst_sqnr_db(repaired):.1f} dB"
-    sentence = f"{REPAIRS[name].title}: worst part {change}, {outcome}"
-    result = RepairResult(name=name, target=target.name, kept=has_helped, sentence=sentence)
-    return candidate if has_helped else request, result
-
-
-def repair_notes(results: Iterable[RepairResult]) -> list[str]:
-    """Return notes on the repairs of a target."""
-    return [result.sentence for result in results]
-
-
-def _no_change(name: str, target: str, reason: str = "nothing to repair") -> RepairResult:
-    sentence = f"{REPAIRS[name].title}: {reason}"
-    return RepairResult(name=name, target=target, kept=False, sentence=sentence)
+        values = sum(value.size for value in inputs[0].values())
+        computing = inputs[0::2][: max(2, _MAX_VALUES // max(values, 1))]
+        held_out = inputs[1::2][: -(-len(computing) // 2)]
+        evaluation = samples[1::2]
+    layers = len(find_weighted_layers(request.model))
+    with phase("weights", layers, "layers", about=True) as step:
+        yield RepairInput(
+            target=target,
+            reference=request.model,
+            samples=computing,
+            held_out=held_out,
+            evaluation=evaluation,
+            threads=request.threads,
+            progress=step,
+        )

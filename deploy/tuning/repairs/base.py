@@ -1,4 +1,4 @@
-"""Types of the repairs: their inputs, their signatures and their results."""
+"""Types of the repairs: their input and their signature, and a request with other constants."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,10 @@ from deploy.calibration.observation import CalibrationSubject
 from deploy.feed.parallel import Sample
 from deploy.frontends.base import model_digest
 from deploy.targets.base import BuildRequest, Target
+from deploy.tasks.rows import Outputs
+
+# a sample and the float model's outputs on it
+EvaluationSample = tuple[Sample, Outputs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,7 @@ class RepairInput:
         samples: samples that compute the repair.
         held_out: samples that accept or reject each change of a layer; empty where there are too
             few samples.
+        evaluation: samples that accept or reject the change of all layers together.
         threads: samples that run in parallel.
         progress: called after each layer.
     """
@@ -29,32 +34,14 @@ class RepairInput:
     reference: onnx.ModelProto
     samples: Sequence[Sample]
     held_out: Sequence[Sample]
+    evaluation: Sequence[EvaluationSample]
     threads: int
     progress: Callable[[], None] = lambda: None
 
 
-# each returns None where there is nothing to repair
-# (build request, input) -> repaired request
-RequestRepair = Callable[["BuildRequest", RepairInput], "BuildRequest | None"]
-# (build request, input) -> (repaired request, text for the report)
-LayerwiseRepair = Callable[["BuildRequest", RepairInput], "tuple[BuildRequest, str] | None"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairResult:
-    """Result of one repair on one target.
-
-    Attributes:
-        name: key of `REPAIRS`.
-        target: name of the target; "" where the repair found nothing on any.
-        kept: whether it helped.
-        sentence: text for the report.
-    """
-
-    name: str
-    target: str
-    kept: bool
-    sentence: str
+# (build request, input) -> (the request to build, text for the report); the request is the given
+# one where the repair did not help. None where there is nothing to repair.
+RepairFunction = Callable[["BuildRequest", RepairInput], "tuple[BuildRequest, str] | None"]
 
 
 def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:

@@ -11,19 +11,28 @@ the int8 model for many layers at once, each would correct what the layers upstr
 one after the other it would cost one int8 model per layer. A mean on which the samples disagree is
 shrunk by m^2 / (m^2 + variance / n).
 
+It is kept if the worst output slice of the int8 model gains, and no other slice loses much.
+
 Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
 (ICCV 2019), section 4.2 (equation 16 and 17), and appendix D for correction on data.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from calibrators.weights import shrunk_mean
+from deploy.feed.parallel import Sample, run_in_order
+from deploy.metrics.accuracy import Comparison, StoredOutputs
+from deploy.metrics.output_form import derive_form
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest
+from deploy.tasks import Metric
+from deploy.tasks.rows import Outputs
 from deploy.tuning.repairs.base import RepairInput, with_model
 from deploy.tuning.repairs.repair_layers import (
     Float64Array,
@@ -35,13 +44,21 @@ from deploy.tuning.repairs.repair_layers import (
 from deploy.tuning.repairs.sample_runs import layer_patches
 
 _PATCHES = 1024  # input patches of a layer, over all samples
+_MIN_GAIN_DB = 0.1  # of the worst output slice
+_MAX_LOSS_DB = 0.5  # of any output slice
 
 
-def correct_biases(request: BuildRequest, repair_input: RepairInput) -> BuildRequest | None:
-    """Return the request with other biases; None without an int8 layer that can have one."""
-    layers = tuple(layer for layer in find_weighted_layers(request.model) if layer.can_have_bias)
+def correct_biases(
+    request: BuildRequest, repair_input: RepairInput
+) -> tuple[BuildRequest, str] | None:
+    """Return the request with other biases if they help, and a text for the report.
+
+    None without an int8 layer that can have a bias.
+    """
+    original_model = repair_input.target.trial(request)
+    layers = [layer for layer in find_weighted_layers(request.model) if layer.can_have_bias]
     float_layers = {layer.name: layer for layer in find_weighted_layers(repair_input.reference)}
-    quantized = read_all_quantizations(repair_input.target.trial(request), layers)
+    quantized = read_all_quantizations(original_model, layers)
     biases = []
     for layer, patches in layer_patches(
         repair_input.reference,
@@ -54,9 +71,21 @@ def correct_biases(request: BuildRequest, repair_input: RepairInput) -> BuildReq
         weight = np.asarray(quantization.quantize_weight(layer), np.float32)
         int8_patches = [quantization.quantize_inputs(values) for values in patches]
         expected = _mean_outputs(float_layers[layer.name].rows, patches)
-        actual = _mean_outputs(replace(layer, array=weight).rows, int8_patches)
+        actual = _mean_outputs(layer.to_rows(weight), int8_patches)
         biases.append((layer, layer.bias_values + shrunk_mean(expected - actual)))
-    return with_model(request, with_biases(request.model, biases)) if biases else None
+    if not biases:
+        return None
+
+    candidate = with_model(request, with_biases(request.model, biases))
+    original_db = _measure_sqnr(original_model, request, repair_input)
+    corrected_model = repair_input.target.trial(candidate)
+    corrected_db = _measure_sqnr(corrected_model, request, repair_input)
+    worst_db = min(original_db.values(), default=-math.inf)
+    corrected_worst_db = min(corrected_db.values(), default=-math.inf)
+    has_gain = corrected_worst_db >= worst_db + _MIN_GAIN_DB
+    has_loss = any(corrected_db[name] < db - _MAX_LOSS_DB for name, db in original_db.items())
+    text = f"worst part {worst_db:.1f} -> {corrected_worst_db:.1f} dB"
+    return (candidate if has_gain and not has_loss else request), text
 
 
 def _mean_outputs(rows: NDArray[Any], patches: Sequence[FloatArray]) -> Float64Array:
@@ -64,3 +93,37 @@ def _mean_outputs(rows: NDArray[Any], patches: Sequence[FloatArray]) -> Float64A
     means = [values.mean(axis=2, dtype=np.float64) for values in patches if values.shape[2]]
     outputs = (np.asarray(rows, np.float64) * np.stack(means)[:, :, None, :]).sum(axis=3)
     return np.asarray(outputs.reshape(len(means), -1), np.float64)
+
+
+def _measure_sqnr(
+    model: onnx.ModelProto, request: BuildRequest, repair_input: RepairInput
+) -> dict[str, float]:
+    """Return output slice -> SQNR in dB on the evaluation samples; -inf where it is NaN.
+
+    Raises:
+        BackendError: ONNX Runtime refused the model or a sample.
+    """
+    inputs, outputs = zip(*repair_input.evaluation, strict=True)
+    subject = request.subject
+    metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
+    form = derive_form(outputs, inputs=inputs, metric=metric)
+    session = OrtSession.open(
+        model,
+        threads=1,
+        spin=False,
+        reuse_memory=True,
+        int8_kernels=repair_input.target.runs_here,
+    )
+    comparison = Comparison(StoredOutputs(outputs[0]), session, form=form)
+
+    def run(_: int, __: int, sample: Sample) -> Outputs:
+        return session.run(sample)
+
+    def compare(number: int, candidate: Outputs) -> None:
+        comparison.add(inputs[number - 1], outputs[number - 1], candidate)
+
+    run_in_order(inputs, run, compare, threads=repair_input.threads)
+    sqnr_by_slice = {}
+    for part in comparison.result().parts:
+        sqnr_by_slice[part.label] = -math.inf if math.isnan(part.sqnr_db) else part.sqnr_db
+    return sqnr_by_slice

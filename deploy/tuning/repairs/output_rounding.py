@@ -49,6 +49,7 @@ from deploy.tuning.repairs.sample_runs import layer_patches
 _PATCHES = 1024  # input patches of a layer, over all samples
 _SWEEPS = 2  # a third one changes one weight in a hundred
 _MAX_GRAM_SIZE = 1200  # values of a patch in one Gram matrix; larger ones are split
+_MIN_ERROR_RATIO = 1e-12  # whose logarithm is finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +66,10 @@ class RoundedWeight:
     error_ratio: float
 
 
+# weight's initializer -> the weight after rounding
+RoundedWeights = dict[str, RoundedWeight]
+
+
 def round_weights(
     request: BuildRequest, repair_input: RepairInput
 ) -> tuple[BuildRequest, str] | None:
@@ -72,7 +77,7 @@ def round_weights(
 
     None where no weight of an int8 layer changes.
     """
-    rounded_by_weight = round_all_weights(request, repair_input)
+    rounded_by_weight = _round_all_weights(request, repair_input)
     arrays, error_ratios = {}, []
     int8_model = repair_input.target.trial(request)
     quantized = read_all_quantizations(int8_model, _find_exclusive_layers(request.model))
@@ -84,16 +89,13 @@ def round_weights(
         error_ratios.append(rounded.error_ratio)
     if not arrays:
         return None
-    repaired = with_model(request, with_constants(request.model, arrays))
-    return repaired, _report_text(error_ratios)
 
-
-def _report_text(error_ratios: Sequence[float]) -> str:
-    layers = counted(len(error_ratios), "layer")
-    if not np.isfinite(error_ratios).all():
-        return f"{layers}, less error on the samples that round them"
-    mean = float(np.exp(np.log(np.maximum(error_ratios, 1e-12)).mean()))
-    return f"{layers}, squared error on other samples {100 * (mean - 1):+.0f} %"
+    text = f"{counted(len(arrays), 'layer')}, less error on the samples that round them"
+    if np.isfinite(error_ratios).all():
+        ratio = float(np.exp(np.log(np.maximum(error_ratios, _MIN_ERROR_RATIO)).mean()))
+        change = f"{100 * (ratio - 1):+.0f} %"
+        text = f"{counted(len(arrays), 'layer')}, squared error on other samples {change}"
+    return with_model(request, with_constants(request.model, arrays)), text
 
 
 def rounded_trial_builder(
@@ -101,7 +103,7 @@ def rounded_trial_builder(
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """Return a builder of trial models with rounded weights, unless `choices.rounded` is False."""
     target = repair_input.target
-    rounded_by_weight = round_all_weights(request, repair_input)
+    rounded_by_weight = _round_all_weights(request, repair_input)
     arrays = {name: rounded.weight for name, rounded in rounded_by_weight.items()}
     loaded = with_model(request, with_constants(request.model, arrays)).subject.loaded
     initializers = request.model.graph.initializer
@@ -124,107 +126,125 @@ def _restore_float_weights(
     layers: Sequence[WeightedLayer],
     originals: Mapping[str, onnx.TensorProto],
 ) -> None:
-    """Give layers that stay float their original weights back, in place."""
-    sizes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    layer_by_weight = {}  # name of the weight in this model -> layer
-    for layer in layers:
-        for name in (layer.weight, padded_name(layer.weight, layer.name)):
-            if name in sizes:
-                layer_by_weight[name] = layer
-                break
-    if not layer_by_weight:
-        return
+    """Give layers that stay float their original weights back, in place.
 
-    quantized = read_all_quantizations(model, tuple(layer_by_weight.values()))
+    A float weight may be a copy that was padded with channels for its layer; the weight of an int8
+    layer is a constant of another name.
+    """
+    sizes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    quantized = read_all_quantizations(model, layers)
     restored = {}
-    for name, layer in layer_by_weight.items():
+    for layer in layers:
         if layer.name in quantized:
             continue
         tensor = originals[layer.weight]
-        if name != tensor.name:
-            padded = pad_with_zeros(numpy_helper.to_array(tensor), sizes[name])
-            tensor = numpy_helper.from_array(padded, name)
-        restored[name] = tensor
+        padded = padded_name(layer.weight, layer.name)
+        if layer.weight in sizes:
+            restored[layer.weight] = tensor
+        elif padded in sizes:
+            values = pad_with_zeros(numpy_helper.to_array(tensor), sizes[padded])
+            restored[padded] = numpy_helper.from_array(values, padded)
     update_tensors(model.graph.initializer, restored)
 
 
-def round_all_weights(
-    request: BuildRequest, repair_input: RepairInput
-) -> Mapping[str, RoundedWeight]:
-    """Return the rounded weight of every layer that can be int8, by initializer.
+def _round_all_weights(request: BuildRequest, repair_input: RepairInput) -> RoundedWeights:
+    """Return the rounded weight of every layer that can be int8 on the target.
 
-    It is computed once, in one pass over the layers for all targets of the build.
+    The weights for all targets of the build are computed once, in one pass over the layers.
     """
-    weights_by_target: dict[str, dict[str, RoundedWeight]] = request.ranges.compute_once(
+    weights_by_target: dict[str, RoundedWeights] = request.ranges.compute_once(
         "rounded weights", dict, of=request.model
     )
     target = repair_input.target
     if target.name not in weights_by_target:
         finished = {target.name, *weights_by_target}
         companions = [other for other in request.companions if other.name not in finished]
-        new_weights = _round_all(request.with_choices(NO_CHOICES), repair_input, companions)
-        weights_by_target.update(new_weights)
+        unsearched_request = request.with_choices(NO_CHOICES)
+        weights_by_target |= _round_for_targets(unsearched_request, repair_input, companions)
     return weights_by_target[target.name]
 
 
-def _round_all(
+@dataclass(frozen=True, slots=True)
+class _TargetGrids:
+    """Grids of a target's weights.
+
+    Attributes:
+        quantization_by_layer: of the layers whose weights the target rounds to nearest.
+        fits_pairs: whether sums of two products must fit 16 bits (see `calibrators.weights`).
+    """
+
+    quantization_by_layer: dict[str, LayerQuantization]
+    fits_pairs: bool
+
+
+def _round_for_targets(
     request: BuildRequest, repair_input: RepairInput, companions: Sequence[Target]
-) -> dict[str, dict[str, RoundedWeight]]:
-    """Return target -> initializer -> rounded weight; without companions that cannot be built."""
+) -> dict[str, RoundedWeights]:
+    """Return target -> its rounded weights; without companions that cannot be built."""
     layers, target = _find_exclusive_layers(request.model), repair_input.target
-    grids_by_target = {target: _read_grids(request, layers, target)}
+    grids_by_target = {target.name: _read_grids(request, layers, target)}
     for companion in companions:
         with suppress(Calib8Error):  # its own search reports it
-            grids_by_target[companion] = _read_grids(request, layers, companion)
-    fits_pairs = {
-        target: target.plan(request.model).placement.fits_pairs for target in grids_by_target
-    }
+            grids_by_target[companion.name] = _read_grids(request, layers, companion)
 
-    quantized = set().union(*grids_by_target.values())
+    rounded_layers: set[str] = set()
+    for grids in grids_by_target.values():
+        rounded_layers |= grids.quantization_by_layer.keys()
     count = len(repair_input.samples)
     samples = [*repair_input.samples, *repair_input.held_out]
-    weights: dict[str, dict[str, RoundedWeight]] = {target.name: {} for target in grids_by_target}
+    weights: dict[str, RoundedWeights] = {name: {} for name in grids_by_target}
     for layer, patches in layer_patches(
         repair_input.reference,
-        [layer for layer in layers if layer.name in quantized],
+        [layer for layer in layers if layer.name in rounded_layers],
         samples,
         max_patches=_PATCHES * len(samples) // count,
         threads=repair_input.threads,
     ):
         held_out = np.concatenate(patches[count:], axis=2) if repair_input.held_out else None
         inputs = LayerInputs(np.concatenate(patches[:count], axis=2), held_out)
-        rounded_by_grid: dict[object, RoundedWeight] = {}
-        for target, grids in grids_by_target.items():
-            if layer.name not in grids:
-                continue
-            grid, scale = grids[layer.name].grid, grids[layer.name].weight_scale
-            channel_scales = _to_rows(layer, np.broadcast_to(scale, layer.array.shape))[..., 0]
-            has_pairs = fits_pairs[target] and not _is_depthwise(layer)
-            key = grid, scale.size == 1, channel_scales.tobytes(), has_pairs
-            if key not in rounded_by_grid:
-                rounded_by_grid[key] = round_weight(
-                    layer, scale, inputs, grid, fits_pairs=has_pairs
-                )
-            weights[target.name][layer.weight] = rounded_by_grid[key]
+        for name, rounded in _round_for_grids(layer, inputs, grids_by_target).items():
+            weights[name][layer.weight] = rounded
         repair_input.progress()
     return weights
 
 
+def _round_for_grids(
+    layer: WeightedLayer, inputs: "LayerInputs", grids_by_target: Mapping[str, _TargetGrids]
+) -> RoundedWeights:
+    """Return target -> the rounded weight of a layer; targets of equal grids share it."""
+    groups, out_channels, in_channels, _ = layer.channel_shape
+    has_pairs = not is_depthwise(groups, groups * out_channels, in_channels)
+    rounded_by_target, rounded_by_grid = {}, dict[object, RoundedWeight]()
+    for name, grids in grids_by_target.items():
+        quantization = grids.quantization_by_layer.get(layer.name)
+        if quantization is None:
+            continue
+        scale, fits_pairs = quantization.weight_scale, grids.fits_pairs and has_pairs
+        # one scale for the weight holds other extremes than equal scales of its channels
+        channel_scales = layer.to_rows(np.broadcast_to(scale, layer.array.shape))[..., 0]
+        key = quantization.grid, scale.size == 1, channel_scales.tobytes(), fits_pairs
+        if key not in rounded_by_grid:
+            rounded_by_grid[key] = round_weight(
+                layer, scale, inputs, quantization.grid, fits_pairs=fits_pairs
+            )
+        rounded_by_target[name] = rounded_by_grid[key]
+    return rounded_by_target
+
+
 def _read_grids(
-    request: BuildRequest, layers: tuple[WeightedLayer, ...], target: Target
-) -> dict[str, LayerQuantization]:
-    """Return layer -> its quantization for a target, without layers that keep their weights."""
-    quantized = read_all_quantizations(target.trial(request), layers)
-    grids = {}
-    for layer, quantization in quantized.values():
+    request: BuildRequest, layers: Sequence[WeightedLayer], target: Target
+) -> _TargetGrids:
+    """Return the grids of a target's weights, without layers that keep their weights."""
+    quantization_by_layer = {}
+    for layer, quantization in read_all_quantizations(target.trial(request), layers).values():
         if quantization.is_nearest and quantization.factors is None:
-            grids[layer.name] = quantization
-    return grids
+            quantization_by_layer[layer.name] = quantization
+    return _TargetGrids(quantization_by_layer, target.plan(request.model).placement.fits_pairs)
 
 
-def _find_exclusive_layers(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
+def _find_exclusive_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
     """Return the layers whose weight no other node reads."""
-    return tuple(layer for layer in find_weighted_layers(model) if layer.is_only_reader)
+    return [layer for layer in find_weighted_layers(model) if layer.is_only_reader]
 
 
 class LayerInputs:
@@ -260,12 +280,15 @@ def round_weight(
         fits_pairs: whether pairs of stored weights fit 16 bits and must stay so.
     """
     weight = layer.array.astype(np.float64)
-    steps = _to_rows(layer, weight / scales)
+    weight_rows, steps = layer.to_rows(weight), layer.to_rows(weight / scales)
+    scale_rows = layer.to_rows(np.broadcast_to(scales, weight.shape))
     sizes = np.abs(steps)
     channel_axis = None if scales.size == 1 else 2
     is_fixed = sizes >= sizes.max(axis=channel_axis, keepdims=True)  # they set the scale
     if fits_pairs:
-        is_fixed |= _find_tight_pairs(layer, steps)
+        groups, out_channels, in_channels, taps = layer.channel_shape
+        channel_steps = steps.reshape(groups * out_channels, in_channels, taps)
+        is_fixed |= tight_pair_mask(channel_steps).reshape(steps.shape)
 
     nearest = round_to_grid(steps, grid)
     integers = nearest.copy()
@@ -276,28 +299,13 @@ def round_weight(
                 steps[:, :, part], products, fixed=is_fixed[:, :, part], sweeps=_SWEEPS, grid=grid
             )
 
-    scale_rows = _to_rows(layer, np.broadcast_to(scales, weight.shape))
     if inputs.held_out is not None:
         error_ratio = _undo_worse(steps, nearest, integers, scale_rows, inputs.held_out)
     else:
         error_ratio = math.nan if (integers != nearest).any() else 1.0
-    weight_rows = _to_rows(layer, weight)
     rounded = np.clip(integers * scale_rows, *_weight_limits(weight_rows))
     rounded = np.where(integers != nearest, rounded, weight_rows)
-    return RoundedWeight(layer.from_channels(rounded.reshape(layer.by_channel.shape)), error_ratio)
-
-
-def _is_depthwise(layer: WeightedLayer) -> bool:
-    groups, out, into, _ = layer.by_channel.shape
-    return is_depthwise(groups, groups * out, into)
-
-
-def _find_tight_pairs(layer: WeightedLayer, steps: Float64Array) -> NDArray[np.bool_]:
-    """Return a mask like `steps` of the weights to round to nearest, so that pairs fit 16 bits."""
-    groups, out, into, taps = layer.by_channel.shape
-    if _is_depthwise(layer):
-        return np.zeros(steps.shape, np.bool_)
-    return tight_pair_mask(steps.reshape(groups * out, into, taps)).reshape(steps.shape)
+    return RoundedWeight(layer.from_rows(rounded), error_ratio)
 
 
 def _undo_worse(
@@ -308,6 +316,13 @@ def _undo_worse(
     held_out: FloatArray,
 ) -> float:
     """Round rows to nearest again, in place, where that has no more error.
+
+    Args:
+        steps: weight / scale, [groups, C_out per group, K].
+        nearest: `steps` rounded to nearest.
+        integers: `steps` rounded by output error; changed in place.
+        scales: of the same shape.
+        held_out: patches, [groups, K, P].
 
     Returns:
         The squared error of what remains, relative to that of rounding all to nearest.
@@ -334,8 +349,3 @@ def _weight_limits(weight: Float64Array) -> tuple[Float64Array, Float64Array]:
     low = np.where(weight.min(axis=2, keepdims=True) == -extreme, extreme, inside)
     high = np.where(weight.max(axis=2, keepdims=True) == extreme, extreme, inside)
     return -low, high
-
-
-def _to_rows(layer: WeightedLayer, weight: Float64Array) -> Float64Array:
-    """Reshape a weight from ONNX layout to [groups, C_out per group, K], the layout of patches."""
-    return np.asarray(replace(layer, array=np.asarray(weight)).rows, np.float64)

@@ -85,23 +85,31 @@ class WeightedLayer:
         return self.kind != "Conv" and not self.is_transposed_gemm
 
     @property
-    def by_channel(self) -> FloatArray:
-        """The weight as [groups, C_out per group, C_in per group, taps]; a view or a copy."""
-        rows, columns = self.array.shape[:2]
-        group = int(self.attributes.get("group", 1))
-        channels = self.array.reshape(group, rows // group, columns, -1)
-        return channels.swapaxes(1, 2) if self._has_inputs_first else channels
+    def groups(self) -> int:
+        """Number of groups of a convolution; 1 for a matrix product."""
+        return int(self.attributes.get("group", 1))
 
     @property
-    def rows(self) -> NDArray[Any]:
-        """The weight as [groups, C_out per group, values of an input patch]."""
-        groups, out = self.by_channel.shape[:2]
-        return self.by_channel.reshape(groups, out, -1)
+    def channel_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the weight as groups, C_out per group, C_in per group, taps."""
+        groups, out_channels, in_channels, taps = self._to_channels(self.array).shape
+        return groups, out_channels, in_channels, taps
+
+    @property
+    def patch_size(self) -> int:
+        """Number of input values that an output value is made of."""
+        _, _, in_channels, taps = self.channel_shape
+        return in_channels * taps
 
     @property
     def out_channels(self) -> int:
         """Number of output channels."""
-        return int(self.by_channel.shape[0] * self.by_channel.shape[1])
+        return self.groups * self.channel_shape[1]
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        """The weight as [groups, C_out per group, values of an input patch]."""
+        return self.to_rows(self.array)
 
     @property
     def bias_values(self) -> Float64Array:
@@ -109,18 +117,35 @@ class WeightedLayer:
         values = self.bias_array.astype(np.float64).reshape(-1)
         return np.broadcast_to(values, self.out_channels).copy()
 
-    def from_channels(self, channels: NDArray[Any]) -> FloatArray:
-        """Inverse of `by_channel`, for a weight of the same shape."""
+    def _to_channels(self, weight: NDArray[Any]) -> NDArray[Any]:
+        """Return a weight as [groups, C_out per group, C_in per group, taps]; a view or a copy."""
+        rows, columns = weight.shape[:2]
+        channels = weight.reshape(self.groups, rows // self.groups, columns, -1)
+        return channels.swapaxes(1, 2) if self._has_inputs_first else channels
+
+    def to_rows(self, weight: NDArray[Any]) -> NDArray[Any]:
+        """Return an array of the weight's shape as [groups, C_out per group, K], as patches are."""
+        channels = self._to_channels(weight)
+        return channels.reshape(*channels.shape[:2], -1)
+
+    def from_rows(self, rows: NDArray[Any]) -> FloatArray:
+        """Inverse of `to_rows`, as float32; `rows`: of the same number of values, in that order."""
+        channels = rows.reshape(self.channel_shape)
         if self._has_inputs_first:
             channels = channels.swapaxes(1, 2)
         return np.ascontiguousarray(channels.reshape(self.array.shape), np.float32)
 
 
-def find_weighted_layers(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
+def find_weighted_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
     """Return the layers of the main graph, in its order."""
     graph, read_counts = Graph(model), count_reads(model.graph)
-    nodes = [node for node in graph.nodes if node.op_type in WEIGHTED and not node.domain]
-    return tuple(filter(None, (_read_layer(graph, read_counts, node) for node in nodes)))
+    layers = []
+    for node in graph.nodes:
+        if node.op_type in WEIGHTED and not node.domain:
+            layer = _read_layer(graph, read_counts, node)
+            if layer is not None:
+                layers.append(layer)
+    return layers
 
 
 def _read_layer(
@@ -141,13 +166,12 @@ def _read_layer(
     if (len(weight.dims) == 2) != (node.op_type in _MATRIX_PRODUCTS):
         return None
 
-    array = np.asarray(numpy_helper.to_array(weight), np.float32)
-    output, bias, add = str(node.output[0]), "", None
+    output, bias, add_name = str(node.output[0]), "", ""
     if node.op_type == "MatMul":
-        add = graph.bias_add(node, int(array.shape[1]))
+        add = graph.bias_add(node, int(weight.dims[1]))
         if add is not None:
-            bias = next(str(name) for name in add.input if name != output)
-            output = str(add.output[0])
+            bias = str(add.input[1] if add.input[0] == output else add.input[0])
+            output, add_name = str(add.output[0]), add.name
     elif len(node.input) > 2:
         bias = str(node.input[2])
     if bias and bias not in graph.initializers:
@@ -158,10 +182,10 @@ def _read_layer(
         input=str(node.input[0]),
         output=output,
         weight=str(node.input[1]),
-        array=array,
+        array=np.asarray(numpy_helper.to_array(weight), np.float32),
         bias=bias,
         bias_array=_to_array(graph, bias) if bias else np.zeros(1),
-        add="" if add is None else add.name,
+        add=add_name,
         attributes=node_attributes,
         is_only_reader=read_counts[node.input[1]] == 1,
     )
@@ -170,12 +194,16 @@ def _read_layer(
 def with_constants(model: onnx.ModelProto, arrays: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
     """Return a copy in which the named initializers hold these arrays, as float32."""
     changed = copy_message(model)
-    tensors = {
-        name: numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name)
-        for name, array in arrays.items()
-    }
-    update_tensors(changed.graph.initializer, tensors)
+    update_tensors(changed.graph.initializer, _to_tensors(arrays))
     return changed
+
+
+def _to_tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, onnx.TensorProto]:
+    """Return name -> float32 tensor of that name."""
+    tensors = {}
+    for name, array in arrays.items():
+        tensors[name] = numpy_helper.from_array(np.asarray(array, np.float32, order="C"), name)
+    return tensors
 
 
 def with_biases(
@@ -185,7 +213,7 @@ def with_biases(
     read_counts = count_reads(model.graph)
     used_names = {*read_counts, *(tensor.name for tensor in model.graph.initializer)}
     arrays: dict[str, Float64Array] = {}
-    # node that adds the bias -> (old name of the bias, new name)
+    # node that adds the bias -> (old name of the bias, "" for none; new name)
     names_by_node: dict[str, tuple[str, str]] = {}
     for layer, values in biases:
         name = layer.bias
@@ -196,37 +224,31 @@ def with_biases(
 
     changed = with_constants(model, arrays)
     for node in changed.graph.node:
-        if node.name in names_by_node:
-            _rename_bias(node, *names_by_node[node.name])
+        if node.name not in names_by_node:
+            continue
+        old_name, new_name = names_by_node[node.name]
+        if old_name:
+            node.input[list(node.input).index(old_name)] = new_name
+        else:
+            node.input[:] = [*node.input[:2], new_name]
     return changed
-
-
-def _rename_bias(node: onnx.NodeProto, old_name: str, new_name: str) -> None:
-    """Make a node read its bias under a new name; `old_name` is "" where it has none."""
-    if old_name:
-        node.input[list(node.input).index(old_name)] = new_name
-    else:
-        del node.input[2:]
-        node.input.append(new_name)
 
 
 def original_constants(
     model: onnx.ModelProto, repaired: onnx.ModelProto
 ) -> dict[str, dict[str, onnx.TensorProto]]:
-    """Return layer -> its weight and bias before the repairs, under their names after them."""
-    initializers = Graph(model).initializers
+    """Return layer -> its weight and bias before the repairs, by their names after them."""
     original_layers = {layer.name: layer for layer in find_weighted_layers(model)}
-    result = {}
+    tensors_by_layer = {}
     for layer in find_weighted_layers(repaired):
         original = original_layers[layer.name]
-        tensors = {layer.weight: initializers[original.weight]}
-        if layer.bias == original.bias != "":
-            tensors[layer.bias] = initializers[original.bias]
-        elif layer.bias:
-            values = original.bias_values.astype(np.float32)
-            tensors[layer.bias] = numpy_helper.from_array(values, layer.bias)
-        result[layer.name] = tensors
-    return result
+        arrays = {layer.weight: original.array}
+        if layer.bias:
+            has_own_shape = layer.bias == original.bias  # else it is new, with a value per channel
+            values = original.bias_array if has_own_shape else original.bias_values
+            arrays[layer.bias] = values.astype(np.float32)
+        tensors_by_layer[layer.name] = _to_tensors(arrays)
+    return tensors_by_layer
 
 
 def restore_constants(
@@ -236,12 +258,11 @@ def restore_constants(
 ) -> None:
     """Give layers of a model their `original_constants` back, in place."""
     constants = {tensor.name for tensor in model.graph.initializer}
-    restored = {}
+    restored: dict[str, onnx.TensorProto] = {}
     for layer in layers:
-        for name, tensor in originals.get(layer, {}).items():
-            if name in constants:
-                restored[name] = tensor
-    update_tensors(model.graph.initializer, restored)
+        restored |= originals.get(layer, {})
+    present = {name: tensor for name, tensor in restored.items() if name in constants}
+    update_tensors(model.graph.initializer, present)
 
 
 _MAX_STEP_ERROR = 0.5001  # half a step, plus the error of float32 scales
@@ -288,17 +309,17 @@ class LayerQuantization:
 
 
 def read_all_quantizations(
-    int8: onnx.ModelProto, layers: tuple[WeightedLayer, ...]
+    int8: onnx.ModelProto, layers: Iterable[WeightedLayer]
 ) -> dict[str, tuple[WeightedLayer, LayerQuantization]]:
-    """Return the layers that an int8 model runs in integers, by name."""
+    """Return name -> (layer, its quantization) for those that an int8 model runs in integers."""
     graph = Graph(int8)
     node_by_name = {node.name: node for node in graph.nodes}
     quantizations = {}
     for layer in layers:
-        node = node_by_name.get(layer.name)
-        quantization = None if node is None else _read_quantization(graph, node, layer)
-        if quantization is not None:
-            quantizations[layer.name] = layer, quantization
+        if layer.name in node_by_name:
+            quantization = _read_quantization(graph, node_by_name[layer.name], layer)
+            if quantization is not None:
+                quantizations[layer.name] = layer, quantization
     return quantizations
 
 
@@ -334,17 +355,18 @@ def _read_pairs(
             axis = 1  # of a ConvTranspose in tiles; the scales repeat for each pixel of a tile
         scales = scales[: layer.out_channels]  # without padding channels
 
+    grid, limits = INT8, (FP8.qmin, FP8.qmax)
     if graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
-        grid, low, high = FP8, FP8.qmin, FP8.qmax
+        grid = FP8
     else:
-        limits = np.iinfo(zero_point.dtype)
-        grid, low, high = INT8, limits.min, limits.max
+        integers = np.iinfo(zero_point.dtype)
+        limits = integers.min, integers.max
     return LayerQuantization(
         weight_scale=broadcast_parameter(scales, layer.array.ndim, axis),
         input_scale=float(step.item()),
         zero_point=int(zero_point.item()),
-        low=float(low),
-        high=float(high),
+        low=float(limits[0]),
+        high=float(limits[1]),
         grid=grid,
     )
 
@@ -355,22 +377,24 @@ def _read_fake_quant(
     """Read the quantization from the constants that a fake-quant model has for a layer."""
     prefix = node.input[0].removesuffix(".sub.output0")
     names = [f"{prefix}.{key}.output0" for key in ("scale", "offset", "min_val", "max_val")]
-    names.append(f"{node.name}.fakedequant.dqscale.output0")
-    if not graph.constants.keys() >= set(names):
+    weight_scale_name = f"{node.name}.fakedequant.dqscale.output0"
+    if not graph.constants.keys() >= {*names, weight_scale_name}:
         return None
-    inverse_scale, zero_point, low, high = (float(_to_array(graph, name)) for name in names[:4])
+    inverse_scale, zero_point, low, high = (float(_to_array(graph, name)) for name in names)
 
-    groups, _, _, taps = layer.by_channel.shape
-    scales = _to_array(graph, names[4]).astype(np.float64).reshape(-1) * inverse_scale
-    channel_scales = np.broadcast_to(scales, layer.out_channels).reshape(groups, -1, 1, 1)
-    factors, balance = None, f"{node.name}.tensor_balance_factor.output0"
-    if balance in graph.constants:  # DMQ multiplies the input by it before
-        inverse = np.asarray(_to_array(graph, balance), np.float32).reshape(-1)
-        channel_scales = channel_scales * inverse.reshape(groups, 1, -1, 1)
-        factors = (np.float32(1) / inverse).repeat(taps).reshape(groups, -1, 1)
+    # the constant is the product of both scales, one for each output channel or for all
+    weight_scales = _to_array(graph, weight_scale_name).astype(np.float64).reshape(-1)
+    groups, _, _, taps = layer.channel_shape
+    channel_scales = np.broadcast_to(weight_scales * inverse_scale, layer.out_channels)
+    channel_scales = channel_scales.reshape(groups, -1, 1, 1)
+    factors, balance_name = None, f"{node.name}.tensor_balance_factor.output0"
+    if balance_name in graph.constants:  # DMQ multiplies the input by it before
+        inverse_factors = np.asarray(_to_array(graph, balance_name), np.float32).reshape(-1)
+        channel_scales = channel_scales * inverse_factors.reshape(groups, 1, -1, 1)
+        factors = (np.float32(1) / inverse_factors).repeat(taps).reshape(groups, -1, 1)
 
-    full_scales = np.ones(layer.by_channel.shape) * channel_scales
-    weight_scale = layer.from_channels(full_scales).astype(np.float64)
+    full_scales = np.ones(layer.channel_shape) * channel_scales
+    weight_scale = layer.from_rows(full_scales).astype(np.float64)
     return LayerQuantization(
         weight_scale=weight_scale,
         input_scale=1 / inverse_scale,
