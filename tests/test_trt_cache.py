@@ -1,6 +1,7 @@
 """The TensorRT cache: its text, byte for byte, and `calib8 cache`."""
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -325,6 +326,44 @@ def test_check_reports_wrong_version_and_model(run, small_cnn, cache, tmp_path):
         code, out, _ = run("cache", "check", *arguments)
         assert code == 1
         assert reason in out
+
+
+def test_check_reports_a_cache_changed_afterwards(run, cache):
+    head, *lines = cache.read_text().splitlines()
+    equal = [line.rpartition(": ")[0] + ": 3a000000" for line in lines]
+    cache.write_text("\n".join([head, *equal, ""]))
+    code, out, _ = run("cache", "check", cache)
+    assert code == 1
+    assert "m.cache.json" in out
+    Path(f"{cache}.json").unlink()  # without its fingerprint, equal scales are strange only
+    assert "0.000488281" in run.ok("cache", "check", cache)
+
+
+def printed_command(output):
+    """Return the arguments of the `calib8` command that an output advises to run."""
+    return shlex.split(output.split("run: calib8 ")[1].splitlines()[0])
+
+
+def test_check_prints_a_command_that_works(run, small_cnn, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = tmp_path / "my model.cache"
+    cache.rename(plain)
+    wanted = ("--trt-version", "8.5.3", "--algorithm", "MinMaxCalibration")
+    for options in (wanted[:2], wanted[2:], wanted):
+        _, out, _ = run("cache", "check", plain, *options)
+        arguments = printed_command(out)
+        run.ok(*arguments)
+        run.ok("cache", "check", arguments[arguments.index("-o") + 1], *options)
+
+
+def test_check_of_builds_cache_advises_a_build(run, small_cnn, tmp_path):
+    samples = np.random.default_rng(0).normal(size=(4, 3, 16, 16))
+    out = build_net(onnx.load(small_cnn), samples, tmp_path, "--target", "tensorrt", "--effort", 0)
+    cache = out / "net.tensorrt.cache"
+    _, output, _ = run("cache", "check", cache, "--trt-version", "8.5.3")
+    arguments = printed_command(output)
+    assert "reused" in run.ok(*arguments)
+    run.ok("cache", "check", cache, "--trt-version", "8.5.3")
 
 
 def test_caches_of_dead_branch_pass_check(run, tmp_path):

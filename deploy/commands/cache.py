@@ -183,7 +183,9 @@ def check(
     match = None
     if model is not None:
         match = _match_model(read, model, parser)
-    findings = cache_tools.check_cache(read, version=trt_version, algorithm=algorithm, match=match)
+    findings = cache_tools.check_cache(
+        read, path=path, version=trt_version, algorithm=algorithm, match=match
+    )
 
     say(_header_text(read))
     for finding in findings:

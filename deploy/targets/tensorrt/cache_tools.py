@@ -4,7 +4,8 @@ With model, cache and the note that a build writes next to it, the C++ `calib8-b
 engine on a device without the calibration data.
 """
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from deploy.calibration.trt_cache import CalibrationCache, Entry
 from deploy.errors import CacheError, ModelError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.files import atomic
-from deploy.files.manifest import sha256
+from deploy.files.manifest import SETTINGS, sha256
 from deploy.files.reading import MAX_TEXT_BYTES, read_bytes
 from deploy.frontends import load
 from deploy.frontends.base import model_digest
@@ -148,6 +149,7 @@ class CacheFinding:
     harmful: bool
 
 
+_MAX_EQUAL_SCALES = 3  # entries that may all be equal: an input, and a pool and a reshape of it
 _FLAWS = {
     "zero": "always zero while calibrating",
     "inf": "infinite while calibrating, such as the mask of an attention; TensorRT keeps it in"
@@ -160,30 +162,59 @@ _FLAWS = {
 def check_cache(
     cache: CalibrationCache,
     *,
+    path: Path | None = None,
     version: str | None = None,
     algorithm: str | None = None,
     match: CacheMatch | None = None,
 ) -> list[CacheFinding]:
     """Check a cache before a build.
 
-    `version`: "X.Y.Z" of the TensorRT that will read it. `algorithm`: of the calibrator that will
-    read it; `trtexec --calib` needs ENTROPY2.
+    Args:
+        cache: the cache.
+        path: its file. If its fingerprint lies beside it, the file must be the one that was written
+            with it. Findings name the file in the commands that they advise.
+        version: "X.Y.Z" of the TensorRT that will read it.
+        algorithm: of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
+        match: the cache matched to its model; None checks the cache alone.
     """
-    names_by_flaw: dict[str, list[str]] = {}
-    for name, flaw in cache.flaws().items():
-        names_by_flaw.setdefault(flaw, []).append(name)
-    findings = []
-    for flaw, names in names_by_flaw.items():
-        text = f"{len(names)} {flaw} scales ({', '.join(names[:3])}): {_FLAWS[flaw]}"
-        findings.append(CacheFinding(text, harmful=flaw in ("NaN", "negative")))
+    findings = [*_origin_findings(path), *_scale_findings(cache)]
     duplicates = cache.duplicates()
     if duplicates:
         text = f"{len(duplicates)} names occur twice: {', '.join(duplicates[:3])}"
         findings.append(CacheFinding(text, harmful=_has_conflict(cache)))
-    findings += _header_findings(cache, version, algorithm)
+    findings += _header_findings(cache, path, version, algorithm)
     if match is not None:
         findings += _match_findings(match)
     return findings
+
+
+def _origin_findings(path: Path | None) -> Iterator[CacheFinding]:
+    """Yield a finding if the file is not the one that its fingerprint was written with."""
+    if path is None or not store.sidecars(path)[0].exists():
+        return
+    try:
+        store.read_cache_text(path)
+    except CacheError as error:
+        text = f"{error}; build or calibrate again, or remove the .json if the change is yours"
+        yield CacheFinding(text, harmful=True)
+
+
+def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
+    """Yield findings on scales that no calibration gives, or that a Q/DQ node cannot have."""
+    names_by_flaw: dict[str, list[str]] = {}
+    for name, flaw in cache.flaws().items():
+        names_by_flaw.setdefault(flaw, []).append(name)
+    for flaw, names in names_by_flaw.items():
+        text = f"{len(names)} {flaw} scales ({', '.join(names[:3])}): {_FLAWS[flaw]}"
+        yield CacheFinding(text, harmful=flaw in ("NaN", "negative"))
+
+    entry_count = len(cache.entries)
+    if entry_count > _MAX_EQUAL_SCALES and len({entry.bits for entry in cache.entries}) == 1:
+        text = (
+            f"all {entry_count} scales are {cache.entries[0].scale:.6g}, which no calibration"
+            " gives; was the file overwritten?"
+        )
+        yield CacheFinding(text, harmful=False)
 
 
 def _has_conflict(cache: CalibrationCache) -> bool:
@@ -196,21 +227,36 @@ def _has_conflict(cache: CalibrationCache) -> bool:
 
 
 def _header_findings(
-    cache: CalibrationCache, version: str | None, algorithm: str | None
-) -> list[CacheFinding]:
+    cache: CalibrationCache, path: Path | None, version: str | None, algorithm: str | None
+) -> Iterator[CacheFinding]:
+    """Yield a finding for each part of the first line that the reader of the cache ignores."""
     header = cache.header
-    texts = []
+    remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
     if version is not None and header.label not in (None, trt_cache.version_label(version)):
-        texts.append(
+        text = (
             f"TensorRT {version} ignores a cache of {header.version} and calibrates again, with"
-            f" nothing but a log line; run: calib8 cache relabel --trt-version {version}"
+            f" nothing but a log line; run: {remedy}"
         )
+        yield CacheFinding(text, harmful=True)
     if algorithm is not None and header.algorithm != algorithm:
-        texts.append(
-            f"a calibrator of {algorithm} ignores a cache of {header.algorithm}; run:"
-            f" calib8 cache relabel --algorithm {algorithm}"
-        )
-    return [CacheFinding(text, harmful=True) for text in texts]
+        text = f"a calibrator of {algorithm} ignores a cache of {header.algorithm}; run: {remedy}"
+        yield CacheFinding(text, harmful=True)
+
+
+def _relabel_command(path: Path | None, version: str, algorithm: str | None) -> str:
+    """Return the command that gives a cache another first line.
+
+    For the cache of a build it is the build with that version, so that all files are for it.
+    """
+    cache_path = path or Path("model.cache")
+    settings = cache_path.with_name(SETTINGS)
+    if settings.exists() and algorithm is None:
+        return f"calib8 build --config {shlex.quote(str(settings))} --trt-version {version}"
+    arguments = ["calib8", "cache", "relabel", str(cache_path), "--trt-version", version]
+    if algorithm is not None:
+        arguments += ["--algorithm", algorithm]
+    label = "-".join(filter(None, (cache_path.stem, version, algorithm)))
+    return shlex.join([*arguments, "-o", f"{label}{cache_path.suffix}"])
 
 
 def _match_findings(match: CacheMatch) -> list[CacheFinding]:
