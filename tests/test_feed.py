@@ -577,7 +577,7 @@ def test_inconsistent_array_files_are_refused(tmp_path):
         ("o.npy", [IMAGE], "cannot be read as plain numpy arrays"),
         ("o.npz", [IMAGE], "cannot be read as plain numpy arrays"),
         ("l.npz", [IMAGE], "one label per sample, got 4 for 5"),
-        ("n.npz", two_specs, "equally many samples, got image: 5, z: 4"),
+        ("n.npz", two_specs, "equally many samples, got {'image': 5, 'z': 4}"),
         ("m.npz", two_specs, r"exactly the inputs \['image', 'z'\], got \['image'\]"),
     ):
         with pytest.raises(FeedError, match=message):

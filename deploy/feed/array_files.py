@@ -68,14 +68,15 @@ def names_in_file(file: ImageFile, specs: Specs) -> Collection[str]:
 
     Empty if that does not show; opening the file reports what is wrong with it.
     """
-    if len(file.name.split()) == len(specs) > 1:
-        return tuple(spec.name for spec in specs)  # a line of a list, with a file for each input
+    input_names = [spec.name for spec in specs]
+    if len(file.name.split()) == len(specs) > 1:  # a line of a list, with a file for each input
+        return input_names
     if file.path.suffix.lower() == ".npz":
         with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(file.path) as archive:
-            return tuple(name.removesuffix(".npy") for name in archive.namelist())
+            return [name.removesuffix(".npy") for name in archive.namelist()]
     if "/" in file.name:  # a folder for each input stands beside this one
         folder = file.path.parent.parent
-        return tuple(spec.name for spec in specs if (folder / spec.name).is_dir())
+        return [name for name in input_names if (folder / name).is_dir()]
     return ()
 
 
@@ -118,16 +119,18 @@ def open_array_files(files: FileList, specs: Specs, name: str, *, skip_bad: bool
     """
     items = [_paths_of_line(file, specs) for file in files]
     source = _open_items(items, files.names, specs, name, skip_bad=skip_bad)
-    labels: list[int] = []
-    for file, item_end in zip(files, source.item_ends, strict=True):
-        if file.label is None:
-            return source
-        labels += [file.label] * (item_end - len(labels))
+    if files.labels is None:
+        return source
+    counts = np.diff(source.item_ends, prepend=0)  # samples of each file
+    labels = np.repeat(files.labels, counts).tolist()
     return replace(source, labels=tuple(labels))
 
 
 def _paths_of_line(file: ImageFile, specs: Specs) -> Mapping[str, Path]:
-    """Return the files of an item: one of all inputs, or one per input on a line of a list."""
+    """Return input name -> its file; or "" -> the file of all inputs.
+
+    The files of an item with several are on one line of a list, separated by spaces.
+    """
     names = file.name.split()
     if len(names) == 1 or file.path.exists():
         return {"": file.path}
@@ -156,28 +159,24 @@ def open_array_folder(
 
 
 def _open_subfolders(files: FileList, specs: Specs, title: str, *, skip_bad: bool) -> ArraySource:
-    """Open one folder per input; files of the same name form one item."""
-    input_names = [spec.name for spec in specs]
-    files_by_stem: dict[str, dict[str, Path]] = {}  # name without suffix -> input -> its file
+    """Open one folder per input; files of the same name, without suffix, form one item."""
+    path_by_input_of_stem: dict[str, dict[str, Path]] = {}
     for file in files:
         input_name, _, name = file.name.partition("/")
-        if input_name in input_names and name:
+        if name:
             stem = os.path.splitext(name)[0]
-            files_by_stem.setdefault(stem, {})[input_name] = file.path
-    stems = sorted(files_by_stem, key=os.fsencode)
+            path_by_input_of_stem.setdefault(stem, {})[input_name] = file.path
+    stems = sorted(path_by_input_of_stem, key=os.fsencode)
 
-    for input_name in input_names:
-        missing_stems = [stem for stem in stems if input_name not in files_by_stem[stem]]
+    for spec in specs:
+        missing_stems = [stem for stem in stems if spec.name not in path_by_input_of_stem[stem]]
         if missing_stems:
             raise FeedError(
                 f"every input's folder in {title} must have files of the same names, got"
-                f" {len(missing_stems)} missing in {printable_name(input_name)}, the first"
+                f" {len(missing_stems)} missing in {printable_name(spec.name)}, the first"
                 f" {printable_name(missing_stems[0])}; add them"
             )
-    items = []
-    for stem in stems:
-        files_of_item = files_by_stem[stem]
-        items.append({name: files_of_item[name] for name in input_names})
+    items = [path_by_input_of_stem[stem] for stem in stems]
     return _open_items(items, stems, specs, title, skip_bad=skip_bad)
 
 
@@ -220,7 +219,7 @@ def _open_items(
         except FeedError:
             if not skip_bad:
                 raise
-            counter.add_unreadable()
+            counter.row_counts.append(1)  # one sample, whose reading will report the error
         else:
             labels += contents.labels or ()
             notes.update(conversion_notes(contents.item, specs))
@@ -245,7 +244,7 @@ def _read_item(paths: Mapping[str, Path], specs: Specs) -> ArrayFileContents:
     if "" in paths:
         return read_arrays(paths[""], specs)
     item: Item = {}
-    for spec in specs:
+    for spec in specs:  # a file for each input
         item |= read_arrays(paths[spec.name], (spec,)).item
     return ArrayFileContents(item)
 
@@ -262,7 +261,7 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
             warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
             if suffix == ".npz":
                 arrays = _load_npz(path)
-            elif suffix == ".npy":
+            elif suffix == ".npy":  # "" stands for an array without a name
                 arrays = {"": _load_npy(path)}
             else:
                 arrays = {"": _load_raw(path, specs)}
@@ -289,17 +288,16 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
 
 def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | None:
     """Remove the labels from the arrays of a file and return them; None without labels."""
-    input_names = {spec.name for spec in specs}
+    input_names = [spec.name for spec in specs]
     for key in LABEL_KEYS:
         if key in input_names or key not in arrays or arrays[key].ndim > 1:
             continue
         labels = np.atleast_1d(arrays.pop(key))  # a number, beside a single sample
-        is_integer = labels.dtype.kind in "iu"
-        if not is_integer or (labels.size and labels.min() < 0):
-            got = labels.min() if labels.dtype.kind == "i" else labels.dtype
+        if labels.dtype.kind not in "iu" or (labels < 0).any():
             raise FeedError(
-                f"{key!r} must be whole numbers from 0, got {got}; number the classes in the"
-                " order of the model's outputs, and leave out samples without a class"
+                f"{key!r} must be whole numbers from 0, got {labels.dtype} {labels.tolist()[:9]};"
+                " number the classes in the order of the model's outputs, and leave out samples"
+                " without a class"
             )
         return tuple(map(int, labels))
     return None
@@ -314,9 +312,9 @@ def _load_raw(path: Path, specs: Specs) -> Array:
             " per input, named as the input, into the folder"
         )
     (spec,) = specs
-    sizes = spec.shape[1:] if has_rows(spec) else spec.shape
-    sample_shape = tuple(size for size in sizes if isinstance(size, int))
-    if len(sample_shape) != len(sizes):
+    shape_without_rows = spec.shape[1:] if has_rows(spec) else spec.shape
+    sample_shape = tuple(size for size in shape_without_rows if isinstance(size, int))
+    if len(sample_shape) != len(shape_without_rows):
         raise FeedError(
             f"{name} has no header, so the input must state its shape, got {describe(spec)}; give"
             " it (--raw-shape), or write .npy files, which store theirs"
@@ -373,12 +371,14 @@ def _unpack(stream: IO[bytes], max_bytes: int) -> Array:
 
 
 def _map_entry(path: Path, file: IO[bytes], entry: zipfile.ZipInfo) -> Array:
-    """Memory-map an uncompressed entry; its data starts after the local header."""
+    """Memory-map an uncompressed entry of the archive `file`, which lies at `path`.
+
+    Its .npy bytes follow the entry's local header, whose two last fields are the sizes of the name
+    and of the extra field behind it.
+    """
     file.seek(entry.header_offset)
-    header = file.read(_LOCAL_HEADER_BYTES)
-    if len(header) < _LOCAL_HEADER_BYTES or not header.startswith(b"PK\x03\x04"):
-        raise zipfile.BadZipFile("a local header is damaged")
-    name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
+    local_header = file.read(_LOCAL_HEADER_BYTES)
+    name_bytes, extra_bytes = struct.unpack_from("<HH", local_header, 26)
     file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
     shape, is_fortran, dtype = read_array_header(file, entry.file_size)
     if 0 in shape or not shape:

@@ -35,17 +35,17 @@ def as_array(value: object, item_name: str) -> Array:
     Raises:
         FeedError: numpy makes no array of numbers of it.
     """
-    kind = type(value).__name__
+    type_name = type(value).__name__
     try:
         if hasattr(value, "detach"):  # a torch tensor, perhaps of a GPU
             value = value.detach().cpu()
         array: Array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FeedError(f"{item_name} must be an array, got {kind}: {error}") from error
+        raise FeedError(f"{item_name} must be an array, got {type_name}: {error}") from error
     if array.dtype.kind not in "fiub":
         raise FeedError(
             f"{item_name} must be an array of numbers, a tuple that begins with them, or a dict of"
-            f" them by input name, got {kind}"
+            f" them by input name, got {type_name}"
         )
     return array
 
@@ -106,19 +106,16 @@ class ArraySource:
         if batch == 1:
             return 1
         first_item = self.items[0]
-        for spec in self.specs:
-            if first_item[spec.name].ndim > len(spec.shape):  # stacked, with their own batch
-                return 1
-        return batch
+        is_stacked = any(first_item[spec.name].ndim > len(spec.shape) for spec in self.specs)
+        return 1 if is_stacked else batch  # stacked samples have their own batch
 
     @property
     def has_uneven_items(self) -> bool:
         """Whether items hold rows in different numbers, which may be one sample each."""
         if not any(map(has_open_first, self.specs)):
             return False
-        pairs = zip((0, *self.item_ends), self.item_ends, strict=False)
-        counts = [end - start for start, end in pairs]
-        return len(set(counts[:-1])) > 1 or counts[-1] > counts[0]  # the last may be shorter
+        counts = np.diff(self.item_ends, prepend=0)
+        return len(set(counts[:-1])) > 1 or bool(counts[-1] > counts[0])  # the last may be shorter
 
     def sample_name(self, index: int) -> str:
         """Return the sample's name for messages."""
@@ -149,7 +146,7 @@ class ArraySource:
                 raise SampleChangedError(
                     f"{item_name} changed while calib8 ran; do not change it during a run"
                 )
-        sample = {spec.name: _row(item[spec.name], spec, row) for spec in self.specs}
+        sample = {spec.name: _take_sample(item[spec.name], spec, row) for spec in self.specs}
 
         def decode() -> Item:
             _refuse_non_finite(sample, self.sample_name(index))
@@ -170,9 +167,9 @@ def with_batch(array: Array, spec: TensorSpec) -> Array:
     """Add the batch dimension to a single sample that lacks it and fits otherwise."""
     if not spec.shape or array.ndim != len(spec.shape) - 1:
         return array
-    sample = array[None]
-    fits = _fits(array.shape, spec.shape[1:]) or _find_axis_order(sample.shape, spec) is not None
-    return sample if fits else array
+    batch_of_one = array[None]
+    is_turned = _find_axis_order(batch_of_one.shape, spec) is not None
+    return batch_of_one if is_turned or _fits(array.shape, spec.shape[1:]) else array
 
 
 def count_samples(item: Item, specs: Specs, item_name: str) -> int:
@@ -200,46 +197,45 @@ class SampleCounter:
 
     inputs: Specs
     row_counts: list[int] = field(default_factory=list)
-    _has_unequal_rows: bool = False
-    _has_other_size: bool = False
+    _has_unequal_rows: bool = False  # whether the inputs of an item differ in their rows
+    _has_other_size: bool = False  # whether an item has other rows than the model fixes
 
     def add(self, item: Item, item_name: str) -> int:
         """Return the number of samples in an item, as far as the items up to it show.
 
+        Args:
+            item: arrays by input.
+            item_name: of the item, for messages.
+
         Raises:
             FeedError: a dtype, rank or dimension does not fit the input, or the counts differ.
         """
-        rows: dict[str, int] = {}
-        is_stacked = False
+        rows_by_input: dict[str, int] = {}
+        is_stacked = False  # whether an array has one dimension more than its input
         for spec in self.inputs:
             array = item[spec.name]
             _check_array(array, spec, item_name)
             is_stacked |= array.ndim > len(spec.shape)
             if array.ndim > len(spec.shape) or has_rows(spec):
-                rows[spec.name] = array.shape[0]
+                rows_by_input[spec.name] = array.shape[0]
 
-        distinct_counts = set(rows.values())
-        if len(distinct_counts) > 1:
+        distinct_counts = set(rows_by_input.values())
+        if len(distinct_counts) > 1:  # rows are no samples then, unless that cannot be
             fits = (_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
-            if is_stacked or self._has_one_batch(rows) or not all(fits):
-                got = ", ".join(f"{name}: {count}" for name, count in rows.items())
+            if is_stacked or self._have_one_batch(rows_by_input) or not all(fits):
                 raise FeedError(
-                    f"all inputs of {item_name} must have equally many samples, got {got}"
+                    f"all inputs of {item_name} must have equally many samples, got {rows_by_input}"
                 )
             self._has_unequal_rows = True
-        count = max(distinct_counts, default=1)
-        self._has_other_size |= is_stacked or count != rows_of_run(self.inputs)
-        self.row_counts.append(count)
-        return 1 if self.is_complete else count
+        row_count = max(distinct_counts, default=1)
+        self._has_other_size |= is_stacked or row_count != rows_of_run(self.inputs)
+        self.row_counts.append(row_count)
+        return 1 if self.is_complete else row_count
 
-    def _has_one_batch(self, names: Collection[str]) -> bool:
-        """Whether the first dimensions of these inputs have one name, such as "batch"."""
-        first_dimensions = {spec.shape[0] for spec in self.inputs if spec.name in names}
+    def _have_one_batch(self, input_names: Collection[str]) -> bool:
+        """Whether the first dimensions of these inputs have the same name, such as "batch"."""
+        first_dimensions = {spec.shape[0] for spec in self.inputs if spec.name in input_names}
         return len(first_dimensions) == 1 and None not in first_dimensions
-
-    def add_unreadable(self) -> None:
-        """Count an item that cannot be read as one sample; reading it will report the error."""
-        self.row_counts.append(1)
 
     @property
     def is_complete(self) -> bool:
@@ -301,27 +297,24 @@ def _is_convertible(dtype: np.dtype[Any], input_dtype: np.dtype[Any]) -> bool:
 
 
 def _fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> bool:
-    """Return whether sizes equal those of a shape where it fixes them."""
+    """Return whether sizes are as many as those of a shape, and equal those that it fixes."""
     if len(sizes) != len(expected_shape):
         return False
     pairs = zip(sizes, expected_shape, strict=True)
-    return all(not isinstance(expected, int) or size == expected for size, expected in pairs)
+    return all(size == expected for size, expected in pairs if isinstance(expected, int))
 
 
-def _row(array: Array, spec: TensorSpec, row: int) -> Array:
-    """Return a sample of an array that `count_samples` accepted."""
+def _take_sample(array: Array, spec: TensorSpec, row: int) -> Array:
+    """Return one sample of an array that `count_samples` accepted, with the input's rank."""
     if array.ndim > len(spec.shape):
-        values = _native_copy(array[row]).reshape(array.shape[1:])
+        view = array[row, ...]
     elif has_rows(spec):
-        values = _native_copy(array[row : row + 1])
+        view = array[row : row + 1]
     else:
-        values = _native_copy(array).reshape(array.shape)
+        view = array
+    # copied to native byte and C order, so that later changes of the source do no harm
+    values = np.array(view, array.dtype.newbyteorder("="), order="C")
     return fit_array(values, spec)
-
-
-def _native_copy(array: Array) -> Array:
-    """Copy to native byte and C order, so that later changes of the source do no harm."""
-    return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
 def fit_array(array: Array, spec: TensorSpec) -> Array:
@@ -335,8 +328,7 @@ def fit_array(array: Array, spec: TensorSpec) -> Array:
         array = np.ascontiguousarray(array.transpose(axis_order))
     with np.errstate(over="ignore"):  # infinite values are refused later
         values = array.astype(spec.dtype, copy=False)
-    is_integer_cast = values is not array and values.dtype.kind == "i"
-    if is_integer_cast and not np.array_equal(values, array):
+    if values.dtype.kind == "i" and not np.array_equal(values, array):
         raise FeedError(f"integers must fit the input {describe(spec)}, got {array.dtype} beyond")
     return values
 
@@ -356,31 +348,32 @@ def conversion_notes(item: Item, specs: Specs) -> list[str]:
     return notes
 
 
-# axis of the channel in the input and in the array, and the order of axes that moves it
-_AXIS_ORDERS = ((1, 3, (0, 3, 1, 2)), (3, 1, (0, 2, 3, 1)))
+# axis of the channels in the input -> the transposition of an array in the other order
+_AXIS_ORDERS = {1: (0, 3, 1, 2), 3: (0, 2, 3, 1)}
 
 
 def _find_axis_order(sizes: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...] | None:
     """Return the axes that turn [N, H, W, C] into [N, C, H, W] or back; None to leave them.
 
-    Only a channel that is fixed and smaller than both sides tells the two orders apart.
+    Only channels that are fixed, and fewer than the pixels of both sides, tell the orders apart.
     """
     if len(sizes) != 4 or len(spec.shape) != 4:
         return None
-    for input_axis, array_axis, axis_order in _AXIS_ORDERS:
-        channels = spec.shape[input_axis]
-        if sizes[array_axis] != channels or sizes[input_axis] == channels:
+    for channel_axis, axis_order in _AXIS_ORDERS.items():
+        channels = spec.shape[channel_axis]
+        turned_sizes = [sizes[axis] for axis in axis_order]
+        if sizes[channel_axis] == channels or not _fits(turned_sizes[1:], spec.shape[1:]):
             continue
-        sides = [sizes[axis] for axis in (1, 2, 3) if axis != array_axis]
-        reordered = [sizes[axis] for axis in axis_order]
-        if sizes[array_axis] < min(sides) and _fits(reordered[1:], spec.shape[1:]):
+        sides = turned_sizes[2:] if channel_axis == 1 else turned_sizes[1:3]
+        if isinstance(channels, int) and channels < min(sides):
             return axis_order
     return None
 
 
 def _refuse_non_finite(sample: Item, sample_name: str) -> None:
+    """Raise `FeedError` for NaN and infinite values."""
     for name, array in sample.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            count = int((~np.isfinite(array)).sum())
+        count = int((~np.isfinite(array)).sum()) if array.dtype.kind == "f" else 0
+        if count:
             # the caller that reads all samples adds the remedy
             raise FeedError(f"{sample_name} holds {count} NaN or Inf values for the input {name!r}")

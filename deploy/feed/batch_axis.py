@@ -39,27 +39,29 @@ def mark_first_axes(
         raise ConfigError(
             f"the batch axis must be {', '.join(CHOICES[:-1])} or {NONE}, got {choice!r}"
         )
-    size = _common_size(inputs)
-    has_batch = choice != NONE
-    if choice == AUTO:
+    fixed_batch = _common_size(inputs)
+    if choice != AUTO:
+        has_batch = choice == FIRST
+    elif fixed_batch > 1:  # a batch that outputs lose is no batch, but the parts of one sample
+        has_batch = all(_may_carry(output.shape, fixed_batch) for output in outputs)
+    else:
         has_batch = not _is_graph(inputs)
-        if size > 1:
-            has_batch = all(_may_carry(output.shape, size) for output in outputs)
 
-    marked = []
+    batch_meaning = FirstAxis.CONTENT
+    if has_batch:
+        batch_meaning = FirstAxis.ROWS
+    elif fixed_batch > 1:
+        batch_meaning = FirstAxis.PARTS
+    marked_inputs = []
     for spec in inputs:
-        first_axis = FirstAxis.CONTENT
-        if spec.shape and (not isinstance(spec.shape[0], int) or spec.shape[0] in (1, size)):
-            if has_batch:
-                first_axis = FirstAxis.ROWS
-            elif size > 1:
-                first_axis = FirstAxis.PARTS
-        marked.append(replace(spec, first_axis=first_axis))
-    return tuple(marked)
+        may_be_batch = has_open_first(spec) or spec.shape[:1] in ((1,), (fixed_batch,))
+        first_axis = batch_meaning if may_be_batch else FirstAxis.CONTENT
+        marked_inputs.append(replace(spec, first_axis=first_axis))
+    return tuple(marked_inputs)
 
 
 def without_batch(inputs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return the inputs of a model whose items are complete samples."""
+    """Return the inputs with a first dimension like any other: each item is a complete sample."""
     return tuple(replace(spec, first_axis=FirstAxis.CONTENT) for spec in inputs)
 
 
@@ -68,16 +70,17 @@ def _common_size(inputs: Iterable[TensorSpec]) -> int:
 
     An input [3, H, W] is an image without a batch dimension, no batch of 3.
     """
-    sizes: set[int | str | None] = set()
+    first_sizes: set[int | str | None] = set()
     for spec in inputs:
         if _is_image_shape(spec.shape):
-            sizes.add(1)
+            first_sizes.add(1)
         elif len(spec.shape) > 1:
-            sizes.add(spec.shape[0])
-    return _single_size(sizes)
+            first_sizes.add(spec.shape[0])
+    return _single_size(first_sizes)
 
 
 def _single_size(sizes: set[int | str | None]) -> int:
+    """Return the only one of these sizes if it is fixed; 1 for several, or for an open one."""
     if len(sizes) != 1:
         return 1
     (size,) = sizes
@@ -85,13 +88,17 @@ def _single_size(sizes: set[int | str | None]) -> int:
 
 
 def _is_image_shape(shape: tuple[int | str | None, ...]) -> bool:
+    """Whether a shape is [3, H, W] with both sides fixed."""
     if len(shape) != 3 or shape[0] != 3:
         return False
     return all(isinstance(side, int) and side > 3 for side in shape[1:])
 
 
 def _may_carry(shape: tuple[int | str | None, ...], size: int) -> bool:
-    """Whether an output may hold so many samples: in its first dimension, or as [T, N, C]."""
+    """Whether an output of this shape may hold `size` samples.
+
+    They are rows of its first dimension, or of the second of a sequence [T, N, C].
+    """
     if not shape:  # a scalar, or of unknown rank
         return True
     batch_sizes = shape[:2] if len(shape) > 2 else shape[:1]
@@ -103,16 +110,18 @@ def _is_graph(inputs: Sequence[TensorSpec]) -> bool:
 
     They hold edges, integers [2, E], or an adjacency matrix [N, N] beside nodes [N, ...].
     """
-    open_sizes = {id(spec): spec.shape[0] for spec in inputs if has_open_first(spec)}
     for spec in inputs:
         if len(spec.shape) != 2 or isinstance(spec.shape[1], int):
             continue
-        other_sizes = [size for key, size in open_sizes.items() if key != id(spec)]
-        is_integer = spec.dtype in ("int32", "int64")
-        if is_integer and spec.shape[0] == 2 and other_sizes:
-            return True
-        is_square = spec.shape[0] == spec.shape[1] is not None
-        if is_square and not is_integer and spec.shape[0] in other_sizes:
+        open_inputs = filter(has_open_first, inputs)
+        other_first_sizes = [other.shape[0] for other in open_inputs if other is not spec]
+        first_size, second_size = spec.shape
+        if spec.dtype in ("int32", "int64"):
+            has_edges = first_size == 2 and bool(other_first_sizes)
+        else:  # an adjacency matrix
+            is_square = first_size == second_size is not None
+            has_edges = is_square and first_size in other_first_sizes
+        if has_edges:
             return True
     return False
 
@@ -123,31 +132,30 @@ def has_open_first(spec: TensorSpec) -> bool:
 
 
 def may_lack_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
-    """Whether open first dimensions may be no batch, which a run must decide.
+    """Whether open first dimensions may be no batch, which two runs of the model must decide.
 
-    That is so if no output has one, as where the points of a cloud give one row; and for inputs
-    [N, C] or [N, M, C] whose other sizes are fixed, which are points as often as a batch.
+    That is so if no output has an open dimension, as if the points of a cloud give one row; and
+    for inputs [N, C] or [N, M, C] with a fixed C and M, which are points as often as a batch.
     """
     open_inputs = list(filter(has_open_first, inputs))
     if not open_inputs:
         return False
     known_shapes = [output.shape for output in outputs if output.shape]
-    if known_shapes and not any(_may_carry(shape, 0) for shape in known_shapes):
+    no_size = 0  # which no fixed dimension has: only an open one may carry the batch
+    if known_shapes and not any(_may_carry(shape, no_size) for shape in known_shapes):
         return True
     return all(_may_be_points(spec.shape) for spec in open_inputs)
 
 
 def _may_be_points(shape: tuple[int | str | None, ...]) -> bool:
+    """Whether a shape with an open first dimension is [N, C] or [N, M, C] and fixed otherwise."""
     return len(shape) in (2, 3) and all(isinstance(size, int) for size in shape[1:])
 
 
 def rows_of_run(inputs: Iterable[TensorSpec]) -> int:
     """Return how many rows the model fixes in each run; 1 if it fixes none."""
-    sizes = set()
-    for spec in inputs:
-        if spec.first_axis is not FirstAxis.CONTENT and len(spec.shape) > 1:
-            sizes.add(spec.shape[0])
-    return _single_size(sizes)
+    batched_inputs = (spec for spec in inputs if spec.first_axis is not FirstAxis.CONTENT)
+    return _single_size({spec.shape[0] for spec in batched_inputs if len(spec.shape) > 1})
 
 
 def batch_inputs(inputs: Iterable[TensorSpec]) -> frozenset[str]:

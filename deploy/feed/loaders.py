@@ -11,7 +11,7 @@ mapping. Whatever numpy converts to an array is one, also a torch tensor that re
 
 import ast
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -47,26 +47,19 @@ def peek_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str
 
     An item without names holds the first input, or as many inputs as it has arrays of their rank.
     """
-    if isinstance(source, list | tuple | Mapping) or hasattr(source, "__array__"):
-        first_item = source[0] if isinstance(source, list | tuple) and source else source
-    else:
-        items = iter(iterate_items(source)[0])
-        first_items = list(islice(items, 1))
-        if not first_items:
-            return (), []
-        first_item, source = first_items[0], chain(first_items, items)
+    items = iterate_items(source)[0]
+    first_items = list(islice(items, 1))
+    if not isinstance(items, list | tuple):  # it is read once: put the first item back
+        items = chain(first_items, items)
+    first_item = first_items[0] if first_items else None
     if isinstance(first_item, tuple | list) and first_item and isinstance(first_item[0], Mapping):
         first_item = first_item[0]
     if isinstance(first_item, Mapping):
-        return tuple(map(str, first_item)), source
+        return tuple(map(str, first_item)), items
     if not isinstance(first_item, tuple | list):
-        return (), source
-    fitting = [
-        spec.name
-        for spec, value in zip(specs, first_item, strict=False)
-        if 0 < len(spec.shape) - 1 <= np.ndim(value)
-    ]
-    return fitting, source
+        return (), items
+    pairs = zip(specs, first_item, strict=False)
+    return [spec.name for spec, value in pairs if 0 < len(spec.shape) - 1 <= np.ndim(value)], items
 
 
 def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
@@ -85,7 +78,7 @@ def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
     if hasattr(source, "__array__"):
         return [as_array(source, "the feed")], True
     if callable(getattr(source, "get_next", None)):
-        return _iterate_until_none(source.get_next), False  # type: ignore[attr-defined]
+        return _iterate(_read_until_none(source)), False
     if callable(getattr(source, "get_batch", None)):
         raise FeedError(
             f"a feed must give arrays, got the TensorRT calibrator {type(source).__name__}, which"
@@ -116,12 +109,9 @@ def _length(source: object) -> int | None:
         return None
 
 
-def _iterate_until_none(get_next: Callable[[], object]) -> Iterator[object]:
-    while True:
-        with wrap_user_errors("get_next of the reader", error=FeedError):
-            item = get_next()
-        if item is None:
-            return
+def _read_until_none(reader: Any) -> Iterator[object]:
+    """Yield the items of ONNX Runtime's calibration reader, which ends with None."""
+    while (item := reader.get_next()) is not None:
         yield item
 
 
@@ -217,9 +207,9 @@ def open_iterable(
     items: list[Item] | ItemStore = [] if is_in_memory else ItemStore()
     counter = SampleCounter(specs)
     unused_values = _UnusedValues()
-    notes: dict[str, None] = {}
+    notes: dict[str, None] = {}  # each note once, in order
     max_samples = None if has_end else limit
-    is_cut = False
+    is_cut = False  # whether reading stopped at `max_samples`
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
@@ -237,13 +227,13 @@ def open_iterable(
             )
 
     item_ends = counter.item_ends
-    if is_cut and max_samples is not None:
+    if is_cut and max_samples is not None:  # the last item may hold more samples
         item_ends = (*item_ends[:-1], max_samples)
     total = item_ends[-1] if item_ends else 0
     if not total:
         raise FeedError(f"{name} must give samples, got none")
     labels = unused_values.labels(counter.total)
-    all_notes = [*notes, *unused_values.notes(len(specs))]
+    all_notes = [*notes, *unused_values.notes()]
     if not is_in_memory:
         count = f"{'the first ' if is_cut else ''}{total}"
         all_notes.append(f"{name} was read once into a temporary file ({count} samples)")
@@ -295,30 +285,28 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
 
 
 def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedItem:
-    """Return the inputs by position."""
+    """Return the inputs of a tuple or list: by name if a mapping is first, else by position."""
     if value and isinstance(value[0], Mapping):
         matched = _match_mapping(value[0], specs, item_name)
         if len(value) == 1:
             return matched
-        mapping_names = matched.unused_names
-        return _with_unused_elements(matched.arrays, value[1:], 2, mapping_names)
+        return _with_unused_elements(matched.arrays, value[1:], 2, matched.unused_names)
 
-    kind = f"{type(value).__name__} of {len(value)}"
+    length_text = f"{type(value).__name__} of {len(value)}"
     if len(value) < len(specs):
         raise FeedError(
-            f"{item_name} must hold the inputs {[spec.name for spec in specs]}, got a {kind}; give"
-            " a dict of arrays by input name"
+            f"{item_name} must hold the inputs {[spec.name for spec in specs]}, got a"
+            f" {length_text}; give a dict of arrays by input name"
         )
     arrays = [as_array(element, item_name) for element in value[: len(specs)]]
     unused_elements = value[len(specs) :]
     # a list of samples is no tuple of inputs and labels; labels may all be numbers
     shape = arrays[0].shape
-    looks_like_samples = any(_shape(element) == shape for element in unused_elements)
-    if len(shape) > 1 and looks_like_samples:
+    if len(shape) > 1 and any(getattr(e, "shape", None) == shape for e in unused_elements):
         raise FeedError(
-            f"{item_name} must distinguish its inputs from its other values, got a {kind} with"
-            f" several of the shape {list(shape)}; give one array per sample, or a dict of arrays"
-            " by input name"
+            f"{item_name} must distinguish its inputs from its other values, got a {length_text}"
+            f" with several of the shape {list(shape)}; give one array per sample, or a dict of"
+            " arrays by input name"
         )
     item = {spec.name: array for spec, array in zip(specs, arrays, strict=True)}
     return _with_unused_elements(item, unused_elements, len(specs) + 1)
@@ -327,13 +315,20 @@ def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedI
 def _with_unused_elements(
     arrays: Item, elements: Sequence[object], first_number: int, names: tuple[str, ...] = ()
 ) -> MatchedItem:
-    """Return an item with the elements after its inputs; `names`: of other unused values."""
+    """Return an item with the names of its elements after the inputs; a single one may be labels.
+
+    Args:
+        arrays: the inputs.
+        elements: those after the inputs.
+        first_number: number of the first of them in the item, from 1.
+        names: of other values without an input.
+    """
     count = min(len(elements), _MAX_IGNORED_NAMES)
     numbers = range(first_number, first_number + count)
-    element_names = tuple(f"value {number}" for number in numbers)
+    all_names = (*names, *(f"value {number}" for number in numbers))
     if len(elements) != 1:
-        return MatchedItem(arrays, (*names, *element_names))
-    return MatchedItem(arrays, (*names, *element_names), elements[0], element_names[0])
+        return MatchedItem(arrays, all_names)
+    return MatchedItem(arrays, all_names, elements[0], all_names[-1])
 
 
 def _match_mapping(value: Mapping[Any, Any], specs: Specs, item_name: str) -> MatchedItem:
@@ -345,11 +340,11 @@ def _match_mapping(value: Mapping[Any, Any], specs: Specs, item_name: str) -> Ma
         )
     item = {name: as_array(value[name], item_name) for name in input_names}
     unused_names = [repr(str(name)) for name in value if name not in input_names]
-    label_keys = [key for key in LABEL_KEYS if key in value and key not in input_names]
     shown_names = tuple(unused_names[:_MAX_IGNORED_NAMES])
-    if not label_keys:
-        return MatchedItem(item, shown_names)
-    return MatchedItem(item, shown_names, value[label_keys[0]], repr(label_keys[0]))
+    for key in LABEL_KEYS:
+        if key in value and key not in input_names:
+            return MatchedItem(item, shown_names, value[key], repr(key))
+    return MatchedItem(item, shown_names)
 
 
 def read_item_labels(value: object, count: int) -> list[int] | None:
@@ -391,17 +386,16 @@ class _UnusedValues:
         self._is_labelled &= len(self._labels) == sample_count
         return tuple(self._labels) if self._is_labelled else None
 
-    def notes(self, input_count: int) -> Iterator[str]:
-        """Yield which values are labels and which are ignored."""
-        ignored_names = self._names
-        if self._is_labelled and self._label_names:
-            yield f"labels: {' or '.join(self._label_names)} of each item"
-            ignored_names = {name: None for name in self._names if name not in self._label_names}
+    def notes(self) -> Iterator[str]:
+        """Yield which values are labels and which are ignored; call `labels` first."""
+        label_names = self._label_names if self._is_labelled else {}
+        if label_names:
+            yield f"labels: {' or '.join(label_names)} of each item"
+        ignored_names = [name for name in self._names if name not in label_names]
         if ignored_names:
-            inputs = "one input" if input_count == 1 else f"{input_count} inputs"
             yield (
-                f"ignored: {', '.join(ignored_names)} of each item, since the model has {inputs};"
-                " labels are whole numbers, one a sample, or go into labels= (--labels)"
+                f"ignored: {', '.join(ignored_names)} of each item, which no input takes; labels"
+                " are whole numbers, one a sample, or go into labels= (--labels)"
             )
 
 
@@ -410,13 +404,6 @@ def _is_nested_numbers(value: Sequence[Any]) -> bool:
     while isinstance(value, tuple | list) and value:
         value = value[0]
     return isinstance(value, int | float)
-
-
-def _shape(value: object) -> tuple[int, ...] | None:
-    shape = getattr(value, "shape", None)
-    if shape is None:
-        return None
-    return tuple(shape)
 
 
 def preprocess_items(
@@ -458,9 +445,9 @@ def _split_labelled_image(item: Any) -> tuple[object, object]:
         return item[0], item[1] if len(item) == 2 else None
     if isinstance(item, Mapping):
         images = [value for value in item.values() if np.ndim(value) >= 2]
-        labels = [item[key] for key in LABEL_KEYS if key in item]
+        labels = (item[key] for key in LABEL_KEYS if key in item)
         if len(images) == 1:
-            return images[0], labels[0] if labels else None
+            return images[0], next(labels, None)
     return item, None
 
 
@@ -475,7 +462,7 @@ def to_opencv_channels(image: Array, preprocess: Preprocess, title: str) -> Arra
     if image.ndim == 2:
         image = image[:, :, None]
     is_grey = image.shape[2] == 1
-    if not is_grey and image.shape[2] != 3:
+    if image.shape[2] not in (1, 3):
         raise FeedError(
             f"{title} must have 1 or 3 channels, last, got {list(image.shape)};"
             " move them with .transpose(1, 2, 0) if they are first"
