@@ -234,7 +234,7 @@ def test_wrong_options_are_refused(options, message):
         (Preprocess(size=(32, 32)), spec(1, 3, 224, 224), "size must fit .*32x32"),
         (Preprocess(color="grey"), spec(1, 3, 8, 8), "grey images have 1 channels.*with 3"),
         (None, spec(1, 4, 8, 8), "rgb images have 3 channels.*with 4"),
-        (None, spec(1, 3, "h", "w"), f"leaves its {OPEN}224x224, or 224x\\* or native"),
+        (None, spec(1, 3, "h", "w"), f"leaves its {OPEN}224x224, or \\*x\\* for"),
         (None, spec(1, 3, 64, "w"), f"{OPEN}64x224, or 64x\\* for"),
         (None, spec(1, "h", 48, 3), f"{OPEN}224x48, or \\*x48 for"),
         (None, spec(1, 16), "need an input of 4 dimensions"),

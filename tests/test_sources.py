@@ -751,7 +751,7 @@ def test_commands_take_open_sizes(sized_pictures, wide_net, tmp_path, command):
         ("--size 24x* --resize letterbox", "go with resize stretch, or with fit-height"),
         ("--size native --resize fit-height", "got fit-height to *x*; give another resize"),
         ("--size 24x24 --multiple 8", "a multiple is for sides that depend on the image, got 8"),
-        ("--multiple 8", "leaves its size open; give a size, such as 224x224, or 224x* or native"),
+        ("--multiple 8", "leaves its size open; give a size, such as 224x224, or *x* for"),
         ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
         ("--size 24x24x3", "a size reads HxW, such as 224x224, 224, 48x* or native, got '24x24x3'"),
         ("--size 1x* --resize stretch", None),

@@ -58,12 +58,13 @@ def find_jpeg_damage(data: bytes) -> str | None:
 
 
 def _has_zero_hole(data: bytes) -> bool:
-    """Return whether a hole of zeros decodes to coefficients in every group of blocks.
+    """Return whether a JPEG has a hole of zeros that decodes to coefficients, so not to flat areas.
 
-    The code of all zeros is the first one of a Huffman table. Only files with a single scan of all
-    components count: a flat component in a separate scan may consist of zeros.
+    Zeros are a flat area where the code of zeros only, the first of a Huffman table, means "end of
+    block". Files with several scans are left alone: a flat component in a scan of its own may
+    consist of zeros.
     """
-    zero_symbol_by_table: dict[int, int] = {}
+    zero_symbol_by_table: dict[int, int] = {}  # AC table -> symbol of the code of zeros only
     is_sequential = False
     for marker, offset, body in jpeg_segments(data):
         if marker in _SEQUENTIAL_FRAMES:
@@ -71,19 +72,23 @@ def _has_zero_hole(data: bytes) -> bool:
         elif marker == _HUFFMAN_TABLES:
             zero_symbol_by_table.update(_zero_symbols(body))
         elif marker == _START_OF_SCAN and body:
-            coded = data[offset + 2 : data.find(b"\xff\xd9", offset)]
-            if not is_sequential or _HOLE not in coded or b"\xff\xda" in coded:
+            coded_data = data[offset + 2 : data.find(b"\xff\xd9", offset)]
+            has_other_scans = b"\xff\xda" in coded_data
+            if not is_sequential or has_other_scans or _HOLE not in coded_data:
                 return False
-            component_count = min(body[0], (len(body) - 1) // 2)
-            for selector in body[2 : 2 + 2 * component_count : 2]:
-                if zero_symbol_by_table.get(selector & 15, _END_OF_BLOCK) != _END_OF_BLOCK:
-                    return True
-            return False
+            # the number of components, then two bytes for each: its id, its DC and AC tables
+            table_pairs = body[2 : 2 + 2 * body[0] : 2]
+            symbols = [zero_symbol_by_table.get(pair & 15, _END_OF_BLOCK) for pair in table_pairs]
+            return any(symbol != _END_OF_BLOCK for symbol in symbols)
     return False
 
 
 def _zero_symbols(body: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (number, symbol of the all-zeros code) of every AC table in a segment."""
+    """Yield (number, symbol of the code of zeros only) of every AC table in a segment.
+
+    A table is its class (1 for AC) and number in one byte, 16 counts of codes by their length, and
+    the symbols of all codes.
+    """
     offset = 0
     while offset + 17 < len(body):
         if body[offset] >> 4 == 1:
@@ -125,21 +130,17 @@ def read_bit_depth(data: bytes) -> int:
     except (struct.error, IndexError):
         return 8
     header = _PNM.match(data[:_MAX_PNM_HEADER])
-    if header is None or data[1:2] in b"14":  # bitmaps state no largest value
+    if header is None or data[1:2] in b"14":  # P1 and P4 are bitmaps, without a largest value
         return 8
-    maximum = _PNM_MAXIMUM.match(data[header.end() : header.end() + _MAX_PNM_HEADER])
-    if maximum and int(maximum[1]) > 255:
-        return 16
-    return 8
+    largest_value = _PNM_MAXIMUM.match(data[header.end() : header.end() + _MAX_PNM_HEADER])
+    return 16 if largest_value and int(largest_value[1]) > 255 else 8
 
 
 def is_rotated(data: bytes) -> bool | None:
     """Return whether decoding swaps width and height; None if these bytes leave it open."""
     if not data.startswith(b"\xff\xd8"):
-        has_exif = any(word in data for word in (b"Exif", b"eXIf", b"EXIF"))
-        if has_exif or data.startswith((b"II", b"MM")):
-            return None
-        return False
+        is_tiff = data.startswith((b"II", b"MM"))
+        return None if is_tiff or re.search(b"exif", data, re.IGNORECASE) else False
     for marker, _, body in jpeg_segments(data):
         if marker == _APP1 and body.startswith(b"Exif\0\0"):
             try:
@@ -164,16 +165,15 @@ def _read_jpeg_size(data: bytes) -> WidthHeight | None:
 
 
 def _read_webp_size(data: bytes) -> WidthHeight | None:
-    if data[8:12] != b"WEBP":
-        return None
-    kind = data[12:16]
-    if kind == b"VP8 ":
+    """Read the size by the first chunk: lossy, lossless (two fields of 14 bits) or extended."""
+    chunk = data[8:16]
+    if chunk == b"WEBPVP8 ":
         width, height = struct.unpack_from("<HH", data, 26)
         return width & 0x3FFF, height & 0x3FFF
-    if kind == b"VP8L":
+    if chunk == b"WEBPVP8L":
         (bits,) = struct.unpack_from("<I", data, 21)
         return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    if kind == b"VP8X":
+    if chunk == b"WEBPVP8X":
         width = int.from_bytes(data[24:27], "little")
         height = int.from_bytes(data[27:30], "little")
         return width + 1, height + 1
@@ -187,43 +187,46 @@ def _read_bmp_size(data: bytes) -> WidthHeight:
 
 
 def _read_tiff_size(data: bytes) -> WidthHeight | None:
-    tags = _read_tiff_tags(data)
-    if _WIDTH_TAG in tags and _HEIGHT_TAG in tags:
-        return tags[_WIDTH_TAG], tags[_HEIGHT_TAG]
-    return None
+    value_by_tag = _read_tiff_tags(data)
+    if not {_WIDTH_TAG, _HEIGHT_TAG} <= value_by_tag.keys():
+        return None
+    return value_by_tag[_WIDTH_TAG], value_by_tag[_HEIGHT_TAG]
 
 
 def _read_tiff_tags(data: bytes) -> dict[int, int]:
-    """Return those of `_READ_TAGS` in the first directory of a TIFF, BigTIFF or EXIF.
+    """Return tag -> value for those of `_READ_TAGS` in the first directory of a TIFF or EXIF.
 
     ::
 
         entry of a TIFF     tag 2, type 2, number of values 4, value or offset 4 bytes
         entry of a BigTIFF  tag 2, type 2, number of values 8, value or offset 8 bytes
     """
-    order = "<" if data.startswith(b"II") else ">"
-    (version,) = struct.unpack_from(f"{order}H", data, 2)
-    word, word_bytes, count_format, count_bytes = f"{order}I", 4, f"{order}H", 2
-    if version == _BIG_TIFF:
-        word, word_bytes, count_format, count_bytes = f"{order}Q", 8, f"{order}Q", 8
+    byte_order = "<" if data.startswith(b"II") else ">"
 
-    (directory,) = struct.unpack_from(word, data, word_bytes)
-    (entry_count,) = struct.unpack_from(count_format, data, directory)
-    tags: dict[int, int] = {}
-    for number in range(min(entry_count, _MAX_TIFF_TAGS)):
-        entry = directory + count_bytes + number * (4 + 2 * word_bytes)
-        tag, kind = struct.unpack_from(f"{order}HH", data, entry)
+    def read_integer(layout: str, offset: int) -> int:
+        (value,) = struct.unpack_from(byte_order + layout, data, offset)
+        return int(value)
+
+    word, word_bytes, entry_count_layout, entry_count_bytes = "I", 4, "H", 2
+    if read_integer("H", 2) == _BIG_TIFF:
+        word, word_bytes, entry_count_layout, entry_count_bytes = "Q", 8, "Q", 8
+    directory = read_integer(word, word_bytes)
+    first_entry = directory + entry_count_bytes
+    value_by_tag: dict[int, int] = {}
+    for number in range(min(read_integer(entry_count_layout, directory), _MAX_TIFF_TAGS)):
+        entry = first_entry + number * (4 + 2 * word_bytes)
+        tag = read_integer("H", entry)
         if tag not in _READ_TAGS:
             continue
-        (value_count,) = struct.unpack_from(word, data, entry + 4)
-        offset = entry + 4 + word_bytes
-        if tag == _BITS_TAG and 2 * value_count > word_bytes:  # too many to stand here
-            (offset,) = struct.unpack_from(word, data, offset)
-        # decoders take an orientation for 2 bytes, whatever its type
-        layout = "H" if tag == _ORIENTATION_TAG else _FORMAT_BY_TIFF_TYPE.get(kind, "I")
-        (value,) = struct.unpack_from(order + layout, data, offset)
-        tags.setdefault(tag, value)
-    return tags
+        value_count = read_integer(word, entry + 4)
+        value_offset = entry + 4 + word_bytes
+        if tag == _BITS_TAG and 2 * value_count > word_bytes:  # too many values for the entry
+            value_offset = read_integer(word, value_offset)
+        layout = _FORMAT_BY_TIFF_TYPE.get(read_integer("H", entry + 2), "I")
+        if tag == _ORIENTATION_TAG:  # decoders take it for 2 bytes, whatever its type
+            layout = "H"
+        value_by_tag.setdefault(tag, read_integer(layout, value_offset))
+    return value_by_tag
 
 
 def _read_pnm_size(data: bytes) -> WidthHeight | None:

@@ -25,6 +25,13 @@ INTERPOLATIONS = ("nearest", "linear", "cubic", "area", "lanczos")
 COLORS = {"rgb": 3, "bgr": 3, "grey": 1}
 LAYOUTS = ("nchw", "nhwc")
 ANCHORS = ("centre", "top-left")
+_CHOICES = {
+    "resize": RESIZES,
+    "interpolation": INTERPOLATIONS,
+    "anchor": ANCHORS,
+    "color": tuple(COLORS),
+    "layout": LAYOUTS,
+}
 MAX_SIDE = 16384
 INTEGER_DTYPES = ("uint8", "int32")  # integer inputs that accept images
 _UNIT_DESCRIPTION = "pixels / 255 (preset 'unit')"
@@ -72,22 +79,21 @@ class Preprocess:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("resize", self.resize, RESIZES)
-        _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
-        _check_choice("anchor", self.anchor, ANCHORS)
-        if self.color is not None:
-            _check_choice("color", self.color, tuple(COLORS))
-        if self.layout is not None:
-            _check_choice("layout", self.layout, LAYOUTS)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (value is None and name in ("color", "layout")):
+                suggestion = did_you_mean(str(value), choices, "take one of these")
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(choices)}, got {value!r}; {suggestion}"
+                )
         object.__setattr__(self, "size", _check_size("size", self.size, may_be_open=True))
         object.__setattr__(self, "default_size", _check_size("default_size", self.default_size))
         _check_side("multiple", self.multiple)
         if self.short_side is not None:
             _check_side("short_side", self.short_side)
-        scales = _check_numbers("scale", self.scale)
         if isinstance(self.scale, Sequence):
             raise ConfigError(f"scale must be one number, got {self.scale!r}")
-        object.__setattr__(self, "scale", scales[0])
+        object.__setattr__(self, "scale", _check_numbers("scale", self.scale)[0])
         for name in ("mean", "std", "pad"):
             object.__setattr__(self, name, _check_numbers(name, getattr(self, name)))
             self._check_channels(name)
@@ -160,30 +166,30 @@ PreprocessRequest = Preprocess | str | Mapping[str, object] | None
 name (the model gives the others); or nothing."""
 
 
-def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
-    """Return `base` with every option that is not None replaced.
+def with_options(preprocess: Preprocess, options: Mapping[str, object]) -> Preprocess:
+    """Return `preprocess` with these options, of which those that are None are left out.
 
     Raises:
         ConfigError: an unknown name or an invalid value.
     """
-    names = [f.name for f in dataclasses.fields(Preprocess)]
+    all_names = [field.name for field in dataclasses.fields(Preprocess)]
     for name in options:
-        if name not in names:
+        if name not in all_names:
             raise ConfigError(
                 f"{name!r} is no preprocessing option;"
-                f" {did_you_mean(name, names, 'there are ' + ', '.join(names))}"
+                f" {did_you_mean(name, all_names, 'there are ' + ', '.join(all_names))}"
             )
     set_options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    return dataclasses.replace(base, **set_options)
+    return dataclasses.replace(preprocess, **set_options)
 
 
-def apply_user_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
+def apply_user_options(preprocess: Preprocess, options: Mapping[str, object]) -> Preprocess:
     """Return `with_options` of the user's options, none of which may be without effect.
 
     Raises:
         ConfigError: see `with_options`; or an option that the chosen resize does not use.
     """
-    preprocess = with_options(base, options)
+    preprocess = with_options(preprocess, options)
     for name, resizes in _RESIZES_BY_OPTION.items():
         if options.get(name) is not None and preprocess.resize not in resizes:
             raise ConfigError(
@@ -228,13 +234,10 @@ def complete_preprocess(
     if color is None:
         color = "grey" if channels == 1 else "rgb"
     if isinstance(channels, int) and channels != COLORS[color]:
-        if channels in COLORS.values():
-            remedy = "give another color or layout, or feed arrays from an .npy file"
-        else:
-            remedy = "images have 1 or 3, so feed this model arrays from .npy files, or a layout"
         raise FeedError(
             f"{color} images have {COLORS[color]} channels, the input is {describe(spec)} with"
-            f" {channels} in {layout.upper()}; {remedy}"
+            f" {channels} in {layout.upper()}; give another color or layout, or feed arrays from"
+            " .npy files"
         )
 
     size = _resolve_size(unresolved, (height, width), spec)
@@ -242,7 +245,8 @@ def complete_preprocess(
         resolved = dataclasses.replace(unresolved, size=size, color=color, layout=layout)
     except ConfigError as error:
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
-    _check_resolved(resolved)
+    _check_sides(resolved)
+    _check_mean(resolved)
     if requested is not None:
         return resolved, ()
 
@@ -252,17 +256,6 @@ def complete_preprocess(
     return resolved, (
         f"no preprocessing was given: {color} images stretched to {format_size(size)}, {values}",
     )
-
-
-def _check_resolved(preprocess: Preprocess) -> None:
-    """Refuse options that contradict each other, which shows once the size is known."""
-    _check_open_sides(preprocess)
-    if preprocess.resize == "short-side" and preprocess.short < max(preprocess.box):
-        raise ConfigError(
-            f"short_side must reach the crop of {format_size(preprocess.box)},"
-            f" got {preprocess.short_side}; give {max(preprocess.box)} or more"
-        )
-    _check_mean(preprocess)
 
 
 def with_image_size(
@@ -300,7 +293,7 @@ def with_image_size(
     return dataclasses.replace(preprocess, size=(height, width))
 
 
-def format_size(size: Sides) -> str:
+def format_size(size: Sequence[int | None]) -> str:
     """Return `HxW`, with * for a side that depends on the image."""
     return "x".join(_format_side(side, "*") for side in size)
 
@@ -325,8 +318,13 @@ def describe(spec: TensorSpec) -> str:
     return f"{spec.name!r} {spec.dtype} [{dims}]"
 
 
-def _check_open_sides(preprocess: Preprocess) -> None:
-    """Refuse image-dependent sides with a resize that needs a size, and `multiple` without them."""
+def _check_sides(preprocess: Preprocess) -> None:
+    """Refuse a size that the other options do not go with.
+
+    Raises:
+        ConfigError: a `multiple` without a side that depends on the image, such a side with a
+            resize that needs both, or a short side below the crop.
+    """
     height, width = preprocess.size or (None, None)
     if height is not None and width is not None:
         if preprocess.multiple != 1:
@@ -334,11 +332,14 @@ def _check_open_sides(preprocess: Preprocess) -> None:
                 f"a multiple is for sides that depend on the image, got {preprocess.multiple} for"
                 f" {height}x{width}; give a size such as {height}x*, or leave the multiple out"
             )
+        if preprocess.resize == "short-side" and preprocess.short < max(height, width):
+            raise ConfigError(
+                f"short_side must reach the crop of {height}x{width}, got"
+                f" {preprocess.short_side}; give {max(height, width)} or more"
+            )
         return
-    is_possible = preprocess.resize == "stretch"
-    if preprocess.resize == "fit-height":
-        is_possible = height is not None
-    if not is_possible:
+    has_height = preprocess.resize == "fit-height" and height is not None
+    if preprocess.resize != "stretch" and not has_height:
         raise ConfigError(
             "sizes that depend on the image go with resize stretch, or with fit-height and a"
             f" height, got {preprocess.resize} to {format_size((height, width))}; give another"
@@ -373,9 +374,10 @@ def _resolve_size(
             if isinstance(model_side, int):
                 sides[axis] = model_side
         if None in sides:
+            example = format_size([side or 224 for side in sides])
             raise FeedError(
-                f"the input {describe(spec)} leaves its size open; give a size, such as"
-                f" {_examples(model_sides)} for sizes that depend on the image"
+                f"the input {describe(spec)} leaves its size open; give a size, such as {example},"
+                f" or {format_size(sides)} for sizes that depend on the image"
             )
         size = _check_size("size", sides)
     for side, model_side in zip(size, model_sides, strict=True):
@@ -386,27 +388,6 @@ def _resolve_size(
                 " model is fully convolutional, give it another one (--input 1x3x256x256)"
             )
     return size
-
-
-def _examples(model_sides: tuple[int | str | None, int | str | None]) -> str:
-    """Return a size for all images, and one for sizes that depend on the image."""
-    height, width = map(_fixed_side, model_sides)
-    example = format_size((height or 224, width or 224))
-    if height is None and width is None:
-        return f"{example}, or 224x* or native"
-    return f"{example}, or {format_size((height, width))}"
-
-
-def _fixed_side(side: int | str | None) -> int | None:
-    return side if isinstance(side, int) else None
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        message = f"{name} must be one of {', '.join(allowed)}, got {value!r}"
-        if suggestion := did_you_mean(str(value), allowed):
-            message += f"; {suggestion}"
-        raise ConfigError(message)
 
 
 def _check_side(name: str, value: object) -> int:

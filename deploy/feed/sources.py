@@ -114,9 +114,8 @@ class VideoSource:
             FeedError: the frame cannot be decoded.
         """
         pixels = self._read_frame(index)
-        return RawSample(
-            sample_digest({"": pixels}), lambda: self._preprocess_frame(pixels), lambda: pixels
-        )
+        digest = sample_digest({"": pixels})
+        return RawSample(digest, lambda: self._preprocess_frame(pixels), lambda: pixels)
 
     def _preprocess_frame(self, pixels: Array) -> Sample:
         if self._preprocess.color == "grey":
@@ -304,15 +303,10 @@ def check_present(files: Iterable[ImageFile], count: int, source_name: str) -> N
     missing_names = [file.name for file in files if not os.path.exists(file.path)]
     if not missing_names:
         return
-    remedy = (
-        "paths in a list are relative to it; correct the paths or links, or skip bad ones"
-        " (--skip-bad)"
-    )
-    if any("\\" in name for name in missing_names):
-        remedy = "folders are separated by /, not by \\ as in Windows"
     raise FeedError(
         f"every image must exist, {len(missing_names)} of {count} in {source_name} do not:"
-        f" {images.summarize_names(missing_names)}; {remedy}"
+        f" {images.summarize_names(missing_names)}; paths in a list are relative to it, with /"
+        " between folders; correct the paths or links, or skip bad ones (--skip-bad)"
     )
 
 
@@ -325,12 +319,12 @@ def check_dtype(spec: TensorSpec, preprocess: Preprocess) -> None:
     """
     if spec.dtype in ("float32", "float16"):
         return
-    remedy = "feed it arrays from an .npy file"
-    if spec.dtype in INTEGER_DTYPES:
-        if _keeps_integers(preprocess):
-            return
-        remedy = "use the preset 'raw' (scale 1, no mean, std 1)"
-    raise FeedError(f"images become float32 or float16, the input is {describe(spec)}; {remedy}")
+    if spec.dtype in INTEGER_DTYPES and _keeps_integers(preprocess):
+        return
+    raise FeedError(
+        f"images become float32 or float16, the input is {describe(spec)}; use the preset 'raw'"
+        f" (scale 1, no mean, std 1) for {' or '.join(INTEGER_DTYPES)}, or feed arrays"
+    )
 
 
 def _keeps_integers(preprocess: Preprocess) -> bool:
