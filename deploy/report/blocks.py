@@ -207,15 +207,15 @@ def table_of_contents(sections: Sequence[Section]) -> str:
 
 
 def _anchored(sections: Sequence[Section]) -> Iterator[tuple[str, Section]]:
-    """Yield each section with a unique id made of its title."""
-    used: set[str] = set()
+    """Yield (id, section); the id is made of the title, with a number if it would not be unique."""
+    used_anchors: set[str] = set()
     for section in sections:
         name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
         anchor, number = name, 0
-        while anchor in used:
+        while anchor in used_anchors:
             number += 1
             anchor = f"{name}-{number}"
-        used.add(anchor)
+        used_anchors.add(anchor)
         yield anchor, section
 
 
@@ -225,12 +225,16 @@ def breakable(text: str) -> str:
 
 
 def _breakable_word(word: str) -> str:
+    """Return a word with a place to break after each piece of at most `_RUN` letters."""
     pieces = _PIECE.findall(word) if len(word) > _RUN else [word]
     return "<wbr>".join(map(escape, pieces))
 
 
 def _table_html(table: Table) -> str:
-    """Return a table; each cell has its column's name, for rows as cards on a narrow screen."""
+    """Return a table as HTML.
+
+    Each cell has its column's name, since a narrow screen shows rows as cards without heads.
+    """
     heads, legend = list(table.heads), ""
     rows = [list(map(_cell_html, row)) for row in table.rows]
     if table.drawn is not None:
@@ -241,7 +245,10 @@ def _table_html(table: Table) -> str:
         legend = block_html(Paragraph(legend_text, note=True)) if legend_text else ""
 
     head_row = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
-    body = "\n".join(f"<tr>{''.join(map(_cell_with_head, heads, row))}</tr>" for row in rows)
+    body_rows = []
+    for row in rows:
+        body_rows.append(f"<tr>{''.join(map(_cell_with_head, heads, row))}</tr>")
+    body = "\n".join(body_rows)
     return (
         f'{legend}<div class="scroll"><table class="{table.kind}">'
         f"<thead><tr>{head_row}</tr></thead>"
@@ -250,6 +257,7 @@ def _table_html(table: Table) -> str:
 
 
 def _cell_html(cell: Cell) -> str:
+    """Return a cell's text as HTML; many names are folded under their number."""
     text = breakable(_cell_text(cell))
     if isinstance(cell, str) or len(cell) <= _MAX_UNFOLDED_NAMES:
         return text

@@ -66,16 +66,21 @@ def to_markdown(report: Findings) -> str:
 
 
 def _sections(report: Findings) -> list[Section]:
-    return [section for to_sections in SECTIONS for section in to_sections(report)]
+    """Return the sections that have contents, in the order of the report."""
+    sections: list[Section] = []
+    for find_sections in SECTIONS:
+        sections += find_sections(report)
+    return sections
 
 
 def _page_head(report: Findings) -> Iterator[str]:
-    """Yield title, verdicts, troubles, model and devices as HTML."""
+    """Yield title, verdicts, failures and wrong outputs, model and devices as HTML."""
     yield f"<h1>{escape(report.title)}</h1>"
     yield verdicts((e.label, e.verdict) for e in report.engines if e.verdict)
     troubles = list(_failure_texts(report))
     for engine in report.engines:
-        troubles += engine.accuracy.problems if engine.accuracy else ()
+        if engine.accuracy:
+            troubles += engine.accuracy.problems
     if troubles:
         yield block_html(Bullets(list(dict.fromkeys(troubles)), "troubles"))
     if report.model:
@@ -86,7 +91,7 @@ def _page_head(report: Findings) -> Iterator[str]:
 
 
 def _head_facts(report: Findings) -> Iterator[str]:
-    """Yield the head of the Markdown text."""
+    """Yield the first lines of the Markdown text: devices, verdicts, model and failures."""
     for device in _devices(report):
         yield f"Device: {device}"
     for engine in report.engines:
@@ -113,10 +118,9 @@ def _devices(report: Findings) -> list[str]:
 
 def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
     """Yield (value, label): the first engine's main figures, then each target's coverage."""
-    for engine in report.engines:
-        if not engine.is_float:
-            yield from _engine_figures(report, engine)
-            break
+    engine = next((engine for engine in report.engines if not engine.is_float), None)
+    if engine is not None:
+        yield from _engine_figures(report, engine)
     for target in tables.built_targets(report):
         quantized = [node.precision for node in target.nodes if node.quantized]
         precisions = ", ".join(sorted(set(quantized))) or "int8"
@@ -226,7 +230,10 @@ def read_report(path: Path, *, rewritable: bool = False) -> Report:
 
 
 def _with_field_names(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document with a key that was written under another name than its field's."""
+    """Return a report.json with the key `apart` under the name of its field, `differences`.
+
+    `HalvesAgreement.to_json` writes it so.
+    """
     calibration = document.get("calibration")
     if not isinstance(calibration, dict):
         return document
@@ -238,4 +245,5 @@ def _with_field_names(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refusal(path: Path, rule: str, value: str) -> ConfigError:
+    """Return the error of a broken report: the rule, the value, the file and the way out."""
     return ConfigError(f"{rule}, got {value[:_MAX_TEXT]} in {path}; {_WAY_OUT}")

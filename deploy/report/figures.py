@@ -164,7 +164,12 @@ class EngineLayersPart:
 def compare_with_plan(
     layers: Sequence[EngineLayer], plan: Iterable[Decision] = ()
 ) -> EngineLayersPart | None:
-    """Compare an engine's layers with the plan of its model; None without layers."""
+    """Compare an engine's layers with the plan of its model; None without layers.
+
+    Args:
+        layers: as the engine's runtime reports them.
+        plan: the planned type of each node, in the model's order; empty if it is not known.
+    """
     if not layers:
         return None
 
@@ -173,20 +178,19 @@ def compare_with_plan(
     decisions = list(plan)
     type_by_node = _type_by_node(computing)
     unreported = [decision.node for decision in decisions if decision.node not in type_by_node]
-    nodes_in_blocks = {node for block in blocks for node in _block_nodes(block, unreported)}
+    nodes_in_blocks: set[str] = set()
+    for block in blocks:
+        nodes_in_blocks.update(_block_nodes(block, unreported))
 
-    quantized = [decision for decision in decisions if decision.quantized]
-    inside = [decision.node for decision in quantized if decision.node in nodes_in_blocks]
-    unnamed = [
-        decision.node
-        for decision in quantized
-        if decision.node not in type_by_node and decision.node not in nodes_in_blocks
-    ]
-    lost, gained = [], []
+    inside, unnamed, lost, gained = [], [], [], []
     for decision in decisions:
         engine_type = type_by_node.get(decision.node)
+        if decision.quantized and decision.node in nodes_in_blocks:
+            inside.append(decision.node)
+        elif decision.quantized and engine_type is None:
+            unnamed.append(decision.node)
         if engine_type is None or decision.quantized == (engine_type in _GRIDS):
-            continue
+            continue  # its type is unknown, or as planned
         deviation = NodeDeviation(
             node=decision.node, op=decision.op_type, planned=decision.precision, ran=engine_type
         )
@@ -195,12 +199,13 @@ def compare_with_plan(
         else:
             gained.append(deviation)
 
+    grids = [decision.precision for decision in decisions if decision.quantized]
     return EngineLayersPart(
         layers=len(computing) - len(blocks),
         precisions=dict(Counter(layer.precision for layer in computing if layer.precision)),
         reformats=len(layers) - len(computing),
-        planned=len(quantized) if decisions else None,
-        grid=" or ".join(sorted({decision.precision for decision in quantized})) or None,
+        planned=len(grids) if decisions else None,
+        grid=" or ".join(sorted(set(grids))) or None,
         unnamed=tuple(unnamed),
         inside=tuple(inside),
         blocks=_count_blocks(blocks),
@@ -231,18 +236,17 @@ def _block_kind(block: EngineLayer) -> str:
 
 
 def _block_nodes(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:
-    """Return the nodes of a block; `nodes`, in the model's order, are those of no other layer.
+    """Return the names of the nodes in a block.
 
-    An end that is no node of the plan, such as a QuantizeLinear, bounds nothing.
+    If only its first and last node are known, these are all nodes between them that no other layer
+    has: `nodes`, in the model's order. An end that is no node of the plan, such as a
+    QuantizeLinear, bounds nothing.
     """
     if block.end_nodes is None:
         return block.nodes
     first_node, last_node = block.end_nodes
-    start, stop = 0, len(nodes)
-    if first_node in nodes:
-        start = nodes.index(first_node)
-    if last_node in nodes:
-        stop = nodes.index(last_node) + 1
+    start = nodes.index(first_node) if first_node in nodes else 0
+    stop = nodes.index(last_node) + 1 if last_node in nodes else len(nodes)
     return nodes[start:stop]
 
 

@@ -45,7 +45,7 @@ class Raster:
 def raster(picture: Array) -> Raster:
     """Encode RGB uint8 [h, w, 3] as PNG or JPEG, whichever is smaller; deterministic."""
     cv2 = opencv()
-    bgr = np.ascontiguousarray(picture[:, :, ::-1])
+    bgr = np.ascontiguousarray(picture[:, :, ::-1])  # OpenCV's order of colors
     png = cv2.imencode(".png", bgr)[1].tobytes()
     jpeg = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])[1].tobytes()
     height, width = picture.shape[:2]
@@ -232,6 +232,7 @@ def class_rows(
 def _box_row(
     example: BoxExample, sample: str, picture: Array, class_names: Mapping[int, str]
 ) -> BoxRow:
+    """Return the row of one sample with boxes; `sample`: its name."""
     to_boxes = partial(_drawn_boxes, size=example.size, class_names=class_names)
     boxes = DrawnBoxes(
         number=example.number,
@@ -255,12 +256,13 @@ def _box_row(
 def _drawn_boxes(
     detections: Detections, size: tuple[int, int], class_names: Mapping[int, str]
 ) -> tuple[DrawnBox, ...]:
+    """Return boxes for the page, with corners relative to a picture of `size` (height, width)."""
     height, width = size
+    relative_corners = detections.boxes / (width, height, width, height)
     boxes = []
-    for (x1, y1, x2, y2), class_number, score in zip(
-        detections.boxes.tolist(), detections.classes.tolist(), detections.scores, strict=True
+    for corners, class_number, score in zip(
+        relative_corners.tolist(), detections.classes.tolist(), detections.scores, strict=True
     ):
-        corners = (x1 / width, y1 / height, x2 / width, y2 / height)
         kind = class_names.get(int(class_number), str(int(class_number)))
-        boxes.append(DrawnBox(corners=corners, kind=kind, score=float(score)))
+        boxes.append(DrawnBox(corners=tuple(corners), kind=kind, score=float(score)))
     return tuple(boxes)

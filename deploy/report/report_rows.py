@@ -64,8 +64,16 @@ def histogram_part(recorder: Recorder) -> HistogramPart | None:
 
 
 def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> HistogramPart | None:
-    """Sum [2 B + 1] counts: B bins of full_range / B on each side, and one around 0."""
-    half = counts.size // 2
+    """Return bars of a histogram with mirrored bins; None if it is empty.
+
+    Bars are counted from the one around 0, which is number 0; those of negative values have
+    negative numbers.
+
+    Args:
+        counts: [2 B + 1], of B bins on each side and one around 0.
+        full_range: R, the magnitude at which the last bins end.
+    """
+    half = counts.size // 2  # B
     occupied = np.flatnonzero(counts)
     if not occupied.size:
         return None
@@ -73,26 +81,26 @@ def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> Histogr
         return _single_bar(0.0, int(counts.sum()))
 
     bins = np.arange(-half, half + 1)
-    bins[[0, -1]] = 1 - half, half - 1  # only |x| == R, which lies at the last bin's edge
-    span = int(occupied[-1] - occupied[0]) + 1
-    bins_per_half_bar = -(-span // (2 * (MAX_BARS - 2)))
-    distance = (np.abs(bins) + bins_per_half_bar) // (2 * bins_per_half_bar)  # in bars
-    bars = (np.sign(bins) * distance)[occupied]
+    bins[[0, -1]] = 1 - half, half - 1  # hold only |x| == R, the edge of the last bin but one
+    occupied_span = int(occupied[-1] - occupied[0]) + 1
+    bins_per_half_bar = -(-occupied_span // (2 * (MAX_BARS - 2)))  # rounded up
+    bar_distances = (np.abs(bins) + bins_per_half_bar) // (2 * bins_per_half_bar)
+    bar_numbers = (np.sign(bins) * bar_distances)[occupied]
 
-    first_bar = int(bars[0])
-    sums = np.bincount(bars - first_bar, counts[occupied]).astype(np.int64)
+    first_bar = int(bar_numbers[0])
+    sums = np.bincount(bar_numbers - first_bar, counts[occupied]).astype(np.int64)
     width = 2 * bins_per_half_bar * full_range / half
     return HistogramPart(start=(first_bar - 0.5) * width, width=width, counts=tuple(sums.tolist()))
 
 
 def _even_histogram(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | None:
-    """Sum counts of bins that divide [lo, hi] evenly."""
+    """Return bars of a histogram whose bins divide [lo, hi] evenly; None if it is empty."""
     if not counts.any():
         return None
     if lo == hi:
         return _single_bar(lo, int(counts.sum()))
 
-    bins_per_bar = -(-counts.size // MAX_BARS)
+    bins_per_bar = -(-counts.size // MAX_BARS)  # rounded up
     padded = np.pad(counts.astype(np.int64), (0, -counts.size % bins_per_bar))
     sums = padded.reshape(-1, bins_per_bar).sum(axis=1)
     width = (hi - lo) / counts.size * bins_per_bar
@@ -100,6 +108,7 @@ def _even_histogram(counts: NDArray[np.int32], lo: float, hi: float) -> Histogra
 
 
 def _histogram_of_values(values: NDArray[np.float32]) -> HistogramPart | None:
+    """Return bars of stored values, between their extremes; None without values."""
     if not values.size:
         return None
     lo, hi = float(values.min()), float(values.max())
@@ -110,6 +119,7 @@ def _histogram_of_values(values: NDArray[np.float32]) -> HistogramPart | None:
 
 
 def _single_bar(value: float, count: int) -> HistogramPart:
+    """Return the histogram of `count` equal values."""
     return HistogramPart(start=value, width=0.0, counts=(count,))
 
 
@@ -118,7 +128,7 @@ Row = TypeVar("Row", TensorRow, OutputAccuracy)
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
     """Sort by ascending SQNR, NaN first, None last; equal ones keep their order."""
-    return sorted(rows, key=lambda row: _rank(row.sqnr_db))
+    return sorted(rows, key=lambda row: _sqnr_order(row.sqnr_db))
 
 
 def worst_rows(rows: Sequence[Row], limit: int) -> list[Row]:
@@ -126,7 +136,8 @@ def worst_rows(rows: Sequence[Row], limit: int) -> list[Row]:
     return [row for row in worst_first(rows)[:limit] if row.sqnr_db not in (None, math.inf)]
 
 
-def _rank(sqnr_db: float | None) -> tuple[bool, float]:
+def _sqnr_order(sqnr_db: float | None) -> tuple[bool, float]:
+    """Return (whether it was not measured, dB) to sort by; NaN, which has no order, as -inf."""
     if sqnr_db is None:
         return True, 0.0
     if math.isnan(sqnr_db):
@@ -146,24 +157,25 @@ def clip_rows(
     A range inherited from another tensor, such as a pool's output, or found on a statistic that is
     not stored, has neither a clipped share nor a histogram.
     """
-    recorder_by_tensor, observation_by_tensor, clipped_by_tensor = {}, {}, {}
+    observed_by_tensor, clipped_by_tensor = {}, {}
     for observation, recorder in _recorders(calibrated, built):
         tensor = observation.tensor
-        recorder_by_tensor[tensor] = recorder
-        observation_by_tensor[tensor] = observation
+        observed_by_tensor[tensor] = observation, recorder
         if isinstance(recorder, Histogram):
             limits = calibrated.subject.range_limits.get(tensor, UNLIMITED)
             clipped_by_tensor[tensor] = clipped_share(recorder, built.ranges[tensor], limits)
 
     rows = tensor_rows(built.ranges, clipped=clipped_by_tensor, layers=layers)
-    observed_rows = [row for row in rows if row.name in recorder_by_tensor]
+    observed_rows = [row for row in rows if row.name in observed_by_tensor]
+    # of tensors that were not measured, those that are clipped most come first
     observed_rows.sort(key=lambda row: -(row.clipped or 0))
     grids = _grids(built)
     histograms: dict[str, HistogramPart] = {}
     for row in worst_first(observed_rows)[:MAX_HISTOGRAMS]:
-        part = histogram_part(recorder_by_tensor[row.name])
+        observation, recorder = observed_by_tensor[row.name]
+        part = histogram_part(recorder)
         if part is not None:
-            ranges = _other_ranges(row, observation_by_tensor[row.name], calibrated, grids)
+            ranges = _other_ranges(row, observation, calibrated, grids)
             histograms[row.name] = replace(part, others=tuple(ranges))
     return tuple(replace(row, histogram=histograms.get(row.name)) for row in rows)
 
@@ -190,20 +202,20 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits = 
 def _recorders(
     calibrated: CalibrationResult, built: BuildResult
 ) -> Iterator[tuple[Observation, Recorder]]:
-    """Yield observations and recorders of the ranges found on a stored statistic."""
+    """Yield the observation and the recorder (its stored statistic) of each range found on one.
+
+    A range that another tensor's statistic gave has other extremes than the tensor's own recorder.
+    """
     for observation in calibrated.observations_by_target.get(built.target, ()):
         recorder = calibrated.ranges.observed.get(observation.key)
         scale = built.ranges.get(observation.tensor)
         if recorder is None or scale is None:
             continue
-        if _extremes(recorder) == (scale.observed_min, scale.observed_max):
+        extremes = getattr(recorder, "extremes", None)
+        if isinstance(recorder, Histogram):
+            extremes = recorder.minimum, recorder.maximum
+        if extremes == (scale.observed_min, scale.observed_max):
             yield observation, recorder
-
-
-def _extremes(recorder: Recorder) -> tuple[float, float] | None:
-    if isinstance(recorder, Histogram):
-        return recorder.minimum, recorder.maximum
-    return getattr(recorder, "extremes", None)
 
 
 def _other_ranges(
@@ -214,7 +226,13 @@ def _other_ranges(
 ) -> Iterator[RangeRow]:
     """Yield the ranges that other methods find on the same histogram.
 
-    Slow methods are included only if they were computed anyway.
+    Slow methods are included only if their range was computed before.
+
+    Args:
+        row: the tensor, with the method that found its range.
+        observation: of the tensor.
+        calibrated: the calibration.
+        grids: grids of the target's quantized nodes, by name.
     """
     fp8_grid = grids.get(FP8.name)
     is_symmetric = any(grid.symmetric for grid in grids.values())
@@ -312,9 +330,10 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
 
 
 def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
-    order = _KIND_ORDER.get(reason_kind(group.reason), 2)
+    """Return what groups are sorted by; see `float_groups`."""
+    kind_order = _KIND_ORDER.get(reason_kind(group.reason), len(_KIND_ORDER))
     is_trivial = group.op in _ON_SHAPES or group.reason == _ANY_NO_FLOAT
-    return order, reason_sqnr_db(group.reason), is_trivial, -len(group.names)
+    return kind_order, reason_sqnr_db(group.reason), is_trivial, -len(group.names)
 
 
 MAX_STRIPS = 6  # weights of a target whose channels are drawn
@@ -338,10 +357,16 @@ def worst_weights(rows: Iterable[WeightRow]) -> list[WeightRow]:
 
 
 def _weight_rank(row: WeightRow) -> tuple[float, float]:
+    """Return what weights are sorted by, the worst first."""
     return row.used, -row.ratio
 
 
 def _weight_row(weight: StoredWeight) -> WeightRow:
+    """Return the figures of a weight's channels; dead channels, nearly all 0, are only counted.
+
+    `weight.amax` is the largest |w| of each output channel, `weight.used` the share of the grid
+    that it reaches, both [channels].
+    """
     amax, used = weight.amax, weight.used
     live_channels = np.flatnonzero(amax > _DEAD_RATIO * amax.max())
     row = WeightRow(
@@ -362,9 +387,9 @@ def _weight_row(weight: StoredWeight) -> WeightRow:
     live_amax, live_used = amax[live_channels], used[live_channels]
     smallest, largest = float(live_amax.min()), float(live_amax.max())
     worst_channels: list[int] = []
-    if largest > smallest:
-        worst_order = np.lexsort((live_amax, live_used))[:_LISTED_CHANNELS]
-        worst_channels = live_channels[worst_order].tolist()
+    if largest > smallest:  # no channel of equal ones is the worst
+        by_used_then_amax = np.lexsort((live_amax, live_used))  # the last key sorts first
+        worst_channels = live_channels[by_used_then_amax[:_LISTED_CHANNELS]].tolist()
     return replace(
         row,
         least=smallest,
@@ -377,7 +402,10 @@ def _weight_row(weight: StoredWeight) -> WeightRow:
 
 
 def _strip(amax: NDArray[np.float64]) -> tuple[float, ...]:
-    """Return at most `_MAX_STRIP_BARS` heights of four digits: the least of runs of channels."""
-    channels_per_bar = -(-amax.size // _MAX_STRIP_BARS)
+    """Return at most `_MAX_STRIP_BARS` heights, each the least `amax` of a run of channels.
+
+    They are rounded to four digits, which a drawing does not show, for a shorter report.json.
+    """
+    channels_per_bar = -(-amax.size // _MAX_STRIP_BARS)  # rounded up
     heights = np.minimum.reduceat(amax, np.arange(0, amax.size, channels_per_bar))
     return tuple(float(f"{height:.4g}") for height in heights)

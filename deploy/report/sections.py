@@ -30,7 +30,7 @@ from deploy.report.blocks import (
 from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_text
 from deploy.report.model import Findings
 from deploy.report.page import DRAWING_PX, PICTURE_PX
-from deploy.report.parts import CalibrationPart, FeedPart, TensorRow
+from deploy.report.parts import TensorRow
 from deploy.report.previews import BoxRow, ClassRow, DrawnBox, DrawnBoxes, Raster, ViewRow
 from deploy.report.report_rows import float_groups, worst_first, worst_rows, worst_weights
 from deploy.report.tables import target_suffix
@@ -68,12 +68,13 @@ _BOX_TEXT = (
 
 
 def _engines(report: Findings) -> Sections:
+    """Yield the distribution of latency, and the engines side by side."""
     lines = tables.engine_lines(report)
     if not lines:
         return
 
     blocks: list[Block] = []
-    for on_device in (False, True):  # on separate axes
+    for on_device in (False, True):  # times of two clocks, each on an axis of its own
         if figure := charts.latency_figure(report.engines, on_device=on_device):
             engines = [engine for engine in report.engines if engine.on_device == on_device]
             caption = charts.LATENCY_CAPTION.format(tables.time_name(engines))
@@ -85,6 +86,7 @@ def _engines(report: Findings) -> Sections:
 
 
 def _batches(report: Findings) -> Sections:
+    """Yield p50 and throughput by batch."""
     heads, rows = charts.sweep_table(report.engines)
     if rows:
         yield Section("Batches", (Table(heads, rows),), folded=False)
@@ -107,13 +109,13 @@ def _kernels(report: Findings) -> Sections:
 
 
 def _accuracy(report: Findings) -> Sections:
-    sample_counts: dict[str, None] = {}
-    notes, slice_rows, output_rows = [], [], []
+    """Yield the task's figure of each engine, and the errors of its output slices and outputs."""
+    sample_counts, notes, slice_rows, output_rows = [], [], [], []
     for engine in report.engines:
         accuracy = engine.accuracy
         if accuracy is None:
             continue
-        sample_counts[figures.count(accuracy.samples, "sample")] = None
+        sample_counts.append(figures.count(accuracy.samples, "sample"))
         notes += [f"{engine.label}: {text}" for text in tables.accuracy_notes(accuracy)]
         if tables.has_slices(accuracy):
             for part in accuracy.parts:
@@ -123,7 +125,7 @@ def _accuracy(report: Findings) -> Sections:
     if not sample_counts:
         return
 
-    samples = " and ".join(sample_counts)
+    samples = " and ".join(dict.fromkeys(sample_counts))
     blocks: list[Block] = [Paragraph(f"Over {samples}, against the float model.", note=True)]
     if notes:
         blocks.append(Bullets(notes))
@@ -134,7 +136,7 @@ def _accuracy(report: Findings) -> Sections:
 
 
 def _worst_layers(report: Findings) -> Sections:
-    """Yield the inner tensors that lose most on each target."""
+    """Yield the inner tensors that lose most on each target, with the range of each."""
     heads, max_layers = [*tables.LAYER_HEADS, "clipped"], _MAX_LAYERS
     has_several = len(report.targets) > 1
     if has_several:
@@ -145,8 +147,8 @@ def _worst_layers(report: Findings) -> Sections:
         range_by_tensor = {row.name: row for row in target.tensors}
         for layer in worst_rows(target.layers, max_layers):
             clipped, bar = None, ""
-            if row := range_by_tensor.get(layer.name):
-                clipped, bar = row.clipped, charts.range_bar(row)
+            if tensor_range := range_by_tensor.get(layer.name):
+                clipped, bar = tensor_range.clipped, charts.range_bar(tensor_range)
             cells = [*tables.layer_row(layer), figures.percent(clipped)]
             if has_several:
                 cells.append(target.name)
@@ -180,38 +182,37 @@ def _notes(report: Findings) -> Sections:
 
 
 def _calibration(report: Findings) -> Sections:
-    facts: list[tuple[str, str]] = []
-    tables_below: list[Table] = []
-    if report.calibration:
-        facts.append(("Calibration", tables.calibration_text(report)))
-        facts += _calibration_facts(report.calibration)
-        agreement = report.calibration.agreement
-        if agreement and agreement.differences:
-            rows = [(name, figures.percent(x)) for name, x in agreement.differences.items()]
-            tables_below.append(Table(["tensor", "halves differ by"], rows))
-    if report.feed:
-        facts += _feed_facts(report.feed)
-    facts += [(step, f"{seconds:.1f} s") for step, seconds in report.seconds.items()]
-    if facts:
-        yield Section("Calibration", (Facts(facts), *tables_below))
+    """Yield how the ranges were found, from which data, and the time of each step."""
+    facts = list(_calibration_facts(report))
+    if not facts:
+        return
+    blocks: list[Block] = [Facts(facts)]
+    agreement = report.calibration.agreement if report.calibration else None
+    if agreement and agreement.differences:
+        rows = [(name, figures.percent(x)) for name, x in agreement.differences.items()]
+        blocks.append(Table(["tensor", "halves differ by"], rows))
+    yield Section("Calibration", blocks)
 
 
-def _calibration_facts(part: CalibrationPart) -> Iterator[tuple[str, str]]:
-    if part.agreement:
-        yield "Ranges", part.agreement.sentence
-    for group in part.groups:
-        yield "Observed", tables.group_text(group)
-    if part.cache:
-        yield "Cache", part.cache
-
-
-def _feed_facts(feed: FeedPart) -> Iterator[tuple[str, str]]:
-    yield "Feed", f"{figures.count(feed.samples, 'sample')} from {feed.source}"
-    for name, value in feed.preprocess.items():
-        if value is not None:
-            yield name, str(value)
-    for text in feed.skipped:
-        yield "Skipped", text
+def _calibration_facts(report: Findings) -> Iterator[tuple[str, str]]:
+    """Yield (term, value) on the calibration, its data, and the duration of each step."""
+    if calibration := report.calibration:
+        yield "Calibration", tables.calibration_text(report)
+        if calibration.agreement:
+            yield "Ranges", calibration.agreement.sentence
+        for group in calibration.groups:
+            yield "Observed", tables.group_text(group)
+        if calibration.cache:
+            yield "Cache", calibration.cache
+    if feed := report.feed:
+        yield "Feed", f"{figures.count(feed.samples, 'sample')} from {feed.source}"
+        for name, value in feed.preprocess.items():
+            if value is not None:
+                yield name, str(value)
+        for text in feed.skipped:
+            yield "Skipped", text
+    for step, seconds in report.seconds.items():
+        yield step, f"{seconds:.1f} s"
 
 
 def _search(report: Findings) -> Sections:
@@ -329,6 +330,7 @@ def _weights(report: Findings) -> Sections:
 
 
 def _machine(report: Findings) -> Sections:
+    """Yield the machine that ran it, with the versions of its packages."""
     if machine := report.machine:
         versions = (f"{name} {version}" for name, version in machine.versions.items())
         facts = [
@@ -368,6 +370,7 @@ def _views(report: Findings) -> Sections:
 
 
 def _view(row: ViewRow) -> str:
+    """Return one sample as HTML: the picture in its file, the model's input, and both sizes."""
     name = encodable(row.name)
     pictures, sizes = "", _size_text(row.input_size)
     if row.source_image is not None:
@@ -391,42 +394,47 @@ def _size_text(size: tuple[int, int]) -> str:
 
 
 def _examples(report: Findings) -> Sections:
-    """Yield a section per engine with such samples; the first one's boxes are unfolded."""
-    samples_in_page: set[int] = set()  # whose picture is in the page already
+    """Yield the samples in which each engine differs most from FP32: their boxes or classes.
+
+    Only the boxes of the first engine that has any are unfolded.
+    """
+    samples_in_page: set[int] = set()  # indices of samples whose picture is in the page already
     for engine in report.engines:
-        drawn_rows = [(row, row.boxes) for row in engine.boxes if row.boxes is not None]
-        if drawn_rows:
-            is_folded = bool(samples_in_page)
-            drawing = Drawing(_box_pairs(drawn_rows, engine.label, samples_in_page))
-            yield Section(f"Boxes of FP32 and {engine.label}", (drawing,), folded=is_folded)
-        changed = "".join(
-            _changed_class(row, row.picture, engine.label)
-            for row in engine.changed
-            if row.picture is not None
-        )
-        if changed:
-            drawing = Drawing(f'<div class="views">{changed}</div>')
+        drawings = ""
+        is_folded = bool(samples_in_page)
+        for row in engine.boxes:
+            if row.boxes is not None:
+                is_in_page = row.boxes.number in samples_in_page
+                drawings += _box_pair(row, row.boxes, engine.label, is_in_page=is_in_page)
+                samples_in_page.add(row.boxes.number)
+        if drawings:
+            text = _BOX_TEXT.format(engine.boxes[0].threshold)
+            body = f'<p class="sub">{text}</p><div class="pairs">{drawings}</div>'
+            title = f"Boxes of FP32 and {engine.label}"
+            yield Section(title, (Drawing(body),), folded=is_folded)
+
+        pictures = ""
+        for changed_row in engine.changed:
+            if changed_row.picture is not None:
+                pictures += _changed_class(changed_row, changed_row.picture, engine.label)
+        if pictures:
+            drawing = Drawing(f'<div class="views">{pictures}</div>')
             yield Section(f"Samples of another class in {engine.label}", (drawing,))
 
 
-def _box_pairs(
-    drawn_rows: Sequence[tuple[BoxRow, DrawnBoxes]], label: str, samples_in_page: set[int]
-) -> str:
-    """Return all drawings of one engine; adds its samples to `samples_in_page`."""
-    pairs = ""
-    for row, boxes in drawn_rows:
-        pairs += _box_pair(row, boxes, label, is_in_page=boxes.number in samples_in_page)
-        samples_in_page.add(boxes.number)
-    text = _BOX_TEXT.format(drawn_rows[0][0].threshold)
-    return f'<p class="sub">{text}</p><div class="pairs">{pairs}</div>'
-
-
 def _box_pair(row: BoxRow, boxes: DrawnBoxes, label: str, *, is_in_page: bool) -> str:
-    """Return FP32's boxes and the engine's, side by side."""
+    """Return FP32's boxes and the engine's over one sample, side by side, as HTML.
+
+    Args:
+        row: the sample's name, and how many boxes are kept, lost and new.
+        boxes: the boxes to draw.
+        label: name of the engine.
+        is_in_page: whether the page has the picture already, so that it is only referred to.
+    """
     name = encodable(row.sample)
     fp32_body = _picture_reference(boxes) if is_in_page else _picture_definition(boxes)
     fp32_body += _boxes(boxes, boxes.matched_fp32, "kept") + _boxes(boxes, boxes.lost, "lost")
-    engine_body = _picture_reference(boxes)
+    engine_body = _picture_reference(boxes)  # FP32's drawing has defined it
     engine_body += _boxes(boxes, boxes.matched_engine, "kept") + _boxes(boxes, boxes.new, "new")
 
     text = f"{row.kept} of {row.kept + row.lost} boxes kept, {row.new} new"
@@ -446,6 +454,7 @@ def _drawing_size(boxes: DrawnBoxes) -> tuple[float, float]:
 
 
 def _box_drawing(boxes: DrawnBoxes, body: str, title: str) -> str:
+    """Return one picture with its boxes as SVG; `body`: its elements."""
     width, height = _drawing_size(boxes)
     return (
         f'<svg class="boxes" viewBox="0 0 {width:.1f} {height:.1f}" role="img">'
@@ -468,15 +477,21 @@ def _picture_reference(boxes: DrawnBoxes) -> str:
 
 
 def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], kind: str) -> str:
-    """Draw rectangles, each with its class and score kept inside the drawing."""
+    """Draw rectangles, each with its class and score, none outside the drawing.
+
+    Args:
+        boxes: all boxes of the sample.
+        group: those to draw.
+        kind: "kept", "lost" or "new", their class in the page's style.
+    """
     width, height = _drawing_size(boxes)
     body = ""
     for box in group[:_MAX_DRAWN_BOXES]:
         left, top, right, bottom = box.corners
         x1, x2 = _clamp(left * width, width), _clamp(right * width, width)
         y1, y2 = _clamp(top * height, height), _clamp(bottom * height, height)
-        text_x = min(x1 + 2, width - 34)
-        text_y = y1 - 3 if y1 > 12 else y1 + 11
+        text_x = min(x1 + 2, width - 34)  # room for the text at the right edge
+        text_y = y1 - 3 if y1 > 12 else y1 + 11  # above the box, or inside it at the top edge
         body += (
             f'<rect class="{kind}" x="{x1:.1f}" y="{y1:.1f}" width="{max(x2 - x1, 0):.1f}"'
             f' height="{max(y2 - y1, 0):.1f}"/><text x="{text_x:.1f}" y="{text_y:.1f}">'
@@ -490,6 +505,7 @@ def _clamp(position: float, length: float) -> float:
 
 
 def _changed_class(row: ClassRow, picture: Raster, label: str) -> str:
+    """Return a sample of another class in an engine as HTML; `label`: name of the engine."""
     name = encodable(row.sample)
     text = (
         f"{row.output}: FP32 class {row.fp32} ({row.fp32_value:.3g}),"

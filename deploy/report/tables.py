@@ -207,8 +207,10 @@ def _line(
         to_text: makes the cell of it.
         change: how the engines compare, as text.
     """
-    cells = tuple(figures.NONE if part is None else to_text(part) for part in parts)
-    return ComparisonLine(label, cells, change)
+    cells = []
+    for part in parts:
+        cells.append(figures.NONE if part is None else to_text(part))
+    return ComparisonLine(label, tuple(cells), change)
 
 
 def _size(report: Findings) -> Iterator[ComparisonLine]:
