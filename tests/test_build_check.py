@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -100,6 +101,74 @@ def test_missing_file_fails_and_others_are_checked(copy, pictures, run):
     assert {e.target for e in report.engines if e.accuracy} == {"tensorrt", "ascend"}
 
 
+@pytest.mark.parametrize(
+    ("target", "name", "is_missing"),
+    [
+        ("tensorrt", "small_cnn.tensorrt.cache", False),
+        ("tensorrt", "small_cnn.tensorrt.qdq.onnx", True),
+        ("ascend", "small_cnn_deploy_model.onnx", False),
+        ("ascend", "small_cnn_record.txt", True),
+    ],
+)
+def test_changed_file_that_is_not_run_fails(target, name, is_missing, copy, pictures, run):
+    """A gate that runs another file of the target says nothing of this one."""
+    if is_missing:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_text("junk")
+    report = check(copy, pictures)
+    (failed,) = report.targets
+    assert failed.name == target
+    assert name in failed.error
+    assert {e.target for e in report.engines if e.accuracy} == {*TARGETS} - {target}
+    assert run("check", copy, "--images", pictures, "--duration", 0)[0] == 1
+
+
+def test_changed_scripts_are_alerts(copy, pictures):
+    (copy / "small_cnn_trtexec.sh").write_text("echo mine")
+    (copy / "small_cnn_README.txt").unlink()
+    report = check(copy, pictures)
+    assert not report.failed
+    changed, missing = report.alerts
+    assert "small_cnn_trtexec.sh" in changed
+    assert "small_cnn_README.txt" in missing
+
+
+def test_model_in_memory_is_saved_for_later_checks(small_cnn, pictures, tmp_path):
+    """A build that was moved still has the model that no file of the user's holds."""
+    model = onnx.load(small_cnn)
+    calib8.build(model, pictures, out=tmp_path / "first", **QUICK)
+    folder = (tmp_path / "first").rename(tmp_path / "moved")
+    name = Path(calib8.report(folder).model.path).name
+    assert onnx.load(folder / "calib8" / name) == model
+    report = check(folder, pictures)
+    assert not report.failed
+    assert not report.alerts
+    assert calib8.explain(folder, images=pictures).targets[0].held.samples > 0
+
+
+def test_labels_by_folder_reach_the_check(small_cnn, pictures, tmp_path, run):
+    """As for `build`: the classes are numbers of folders, from the command line too."""
+    for label in range(2):
+        shutil.copytree(pictures, tmp_path / "held" / str(label))
+    run.ok("build", small_cnn, "--images", pictures, "--out", tmp_path / "b", "--effort", 0)
+    options = ("--images", tmp_path / "held", "--labels", "folders", "--duration", 0)
+    run("check", tmp_path / "b", *options, "--json", tmp_path / "found.json")
+    report = json.loads((tmp_path / "found.json").read_text())
+    accuracies = [engine["accuracy"] for engine in report["engines"] if "accuracy" in engine]
+    assert accuracies[0]["top1_reference"] is not None
+
+
+def test_float_file_is_no_engine_to_check(small_cnn, pictures):
+    with pytest.raises(ConfigError, match=r"small_cnn\.onnx"):
+        check(small_cnn, pictures, against=small_cnn)
+
+
+def test_samples_in_memory_are_not_printed(shipped, small_cnn):
+    samples = [np.ones((1, 3, 16, 16), np.float32)] * 2
+    assert check(shipped, samples).feed.source == "arrays in memory"
+
+
 def test_engine_for_a_gpu_is_one_sentence(copy, pictures, wording):
     """A folder built on the GPU machine, with the engine and its manifest's entry."""
     (copy / "small_cnn.engine").write_bytes(b"made on a GPU")
@@ -140,13 +209,17 @@ def test_engine_alone_needs_its_float_model(shipped, pictures, small_cnn):
 
 def test_images_of_a_qdq_build_did_not_calibrate(shipped, small_cnn, pictures, run, tmp_path):
     qdq = shipped / "small_cnn.tensorrt.qdq.onnx"
-    files = (qdq, "--float", small_cnn, "--images", pictures, "--out", tmp_path / "qdq")
+    float_model = shutil.copy(small_cnn, tmp_path / "float.onnx")
+    files = (qdq, "--float", float_model, "--images", pictures, "--out", tmp_path / "qdq")
     run.ok("build", *files, "--duration", 0, "--mean", 0.5, "--std", 0.25, "--accept")
     report = check(tmp_path / "qdq", pictures)
     assert "calibration images" not in report.engine("int8").verdict.text
-    assert any("--against" in alert for alert in report.alerts)
-    report = check(tmp_path / "qdq", pictures, against=small_cnn)
-    assert not any("--against" in alert for alert in report.alerts)
+    assert report.model.path == str(float_model)  # the float model that the build was compared with
+    assert not report.alerts
+
+    moved = float_model.rename(tmp_path / "moved.onnx")
+    assert any("--against" in alert for alert in check(tmp_path / "qdq", pictures).alerts)
+    assert not check(tmp_path / "qdq", pictures, against=moved).alerts
 
 
 def test_speed_limit_without_timing_is_doubtful(shipped, pictures):

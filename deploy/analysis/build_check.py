@@ -12,6 +12,7 @@ Nothing is built, and nothing is written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from deploy.graph.index import all_nodes
 from deploy.graph.plan import Decision
 from deploy.machine import this_machine, worker_threads
 from deploy.pipeline.build_options import open_torch_module
+from deploy.pipeline.calibration_run import describe_source
 from deploy.pipeline.measure import Figures, measure_engines
 from deploy.pipeline.results import engine_rows, feed_part, model_part
 from deploy.report import Report
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MAX_NAMES = 3  # files named in a sentence
+_ADAPTABLE = (".sh", ".py", "_README.txt")  # ends of files that users may change as they like
 _INPUT_SAMPLES = 8  # samples whose inputs are looked at for odd preprocessing
 
 
@@ -123,9 +126,9 @@ def check(
     _refuse_unusable(shipped)
 
     loaded = shipped.loaded
-    feed = loaded.open_samples(dataset, labels_by_folder=labels == BY_FOLDER)
     if isinstance(labels, str | Path):
         labels = read_labels(labels)
+    feed = loaded.open_samples(dataset, labels_by_folder=labels == BY_FOLDER)
     reference, reference_notes = find_reference_model(loaded, None, dataset.source)
     figures = measure_engines(
         reference,
@@ -143,7 +146,7 @@ def check(
     if metric is None and shipped.metric:
         alert = f"the build was judged by its own metric, {shipped.metric}; --metric gives it here"
         shipped = replace(shipped, alerts=(*shipped.alerts, alert))
-    report = _make_report(shipped, figures, feed, str(dataset.source), gates or Gates())
+    report = _make_report(shipped, figures, feed, describe_source(dataset.source), gates or Gates())
     return replace(report, notes=(*reference_notes, *report.notes))
 
 
@@ -186,20 +189,21 @@ def _read_build(
     build = read_stored_build(folder)
     verification = verify(build.path.parent)
     report = build.report
-    written_model = report.model.path if report.model else ""
-    shapes = report.model.shapes if report.model else ()
-    loaded = load_float_model(written_model, build.path, against, shapes=shapes, flag="--against")
+    request = report.request or RequestPart()
+    loaded, reference_alerts = _load_reference(build, against, is_quantized=request.is_quantized)
     target_by_name = {target.name: target for target in targets}
     chosen_targets: list[Target] = []
     results = []
     for part in report.targets:
         if part.name in TARGETS:
             chosen_targets.append(target_by_name.get(part.name) or TARGETS[part.name]())
-            results.append(_stored_result(build, part))
+            results.append(_stored_result(build, part, verification.changed))
 
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
     metrics = [a.task.figure for a in accuracies if a.task and a.task.task == "metric"]
-    request = report.request or RequestPart()
+    digest = ""
+    if report.feed is not None and not request.is_quantized:  # its images calibrated
+        digest = report.feed.digest or ""
     stored = report.feed.preprocess if report.feed else {}
     shipped = _ShippedFiles(
         title=f"calib8: the files of {build.name}, checked against {loaded.source or loaded.name}",
@@ -210,32 +214,61 @@ def _read_build(
         gates=Gates(max_loss=request.max_loss, min_speedup=request.min_speedup),
         task=next((a.set_task for a in accuracies if a.set_task), ""),
         metric=next(iter(metrics), ""),
-        calibration_digest=_calibration_digest(report, loaded),
+        calibration_digest=digest,
         alerts=(
             *_change_alerts(verification, results),
-            *_reference_alerts(build, against),
-            *model_notes(build.path, loaded),
+            *reference_alerts,
         ),
     )
     return shipped, with_stored_preprocess(dataset, stored, build.path)
 
 
-def _calibration_digest(report: Report, loaded: LoadedModel) -> str:
-    """Return the digest of the images that calibrated; "" for a Q/DQ model, or if unknown."""
-    if report.feed is None or loaded.qdq is not None:
-        return ""
-    return report.feed.digest or ""
+def _load_reference(
+    build: StoredBuild,
+    against: Path | str | onnx.ModelProto | LoadedModel | None,
+    *,
+    is_quantized: bool,
+) -> tuple[LoadedModel, tuple[str, ...]]:
+    """Return (the float model of a build, sentences on it).
 
-
-def _reference_alerts(build: StoredBuild, against: object) -> Iterator[str]:
-    """Yield a sentence if the build of a Q/DQ model was compared with another float model."""
+    Args:
+        build: the build.
+        against: the user's float model; None takes the one that the build was compared with.
+        is_quantized: whether a Q/DQ model was built, whose float model is another file.
+    """
+    model = build.report.model
     float_model = (build.options or {}).get("float")
+    if against is None and float_model and os.path.isfile(float_model):
+        against = Path(float_model)
+    loaded = load_float_model(
+        model.path if model else "",
+        build.path,
+        against,
+        shapes=model.shapes if model else (),
+        flag="--against",
+    )
+    if is_quantized and loaded.qdq is None:
+        return loaded, ()  # no model that the manifest knows
+    alerts = list(model_notes(build.path, loaded))
     if against is None and float_model:
-        yield f"the build was compared with the float model {float_model}; --against names it here"
+        alerts.append(
+            f"the build was compared with the float model {float_model}, which is not here;"
+            " --against names it"
+        )
+    return loaded, tuple(alerts)
 
 
-def _stored_result(build: StoredBuild, part: TargetPart) -> BuildResult:
-    """Return the files of a target that can be run, at their paths now."""
+def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, str]) -> BuildResult:
+    """Return the files of a target that can be run, at their paths now.
+
+    Files that are not run, such as the model that `atc` compiles, must be as the build wrote them:
+    running others says nothing of them.
+
+    Args:
+        build: the build.
+        part: of the report, on this target.
+        changes: file of the build -> "is missing", or that it was changed.
+    """
     result = BuildResult(target=part.name, error=part.error)
     if part.error:
         return result
@@ -254,6 +287,13 @@ def _stored_result(build: StoredBuild, part: TargetPart) -> BuildResult:
     missing = [path.name for path in (engine, runnable) if path and not path.is_file()]
     if missing:
         return replace(result, error=f"{missing[0]} is missing; build again, or copy it back")
+    folder = build.path.parent
+    models_run = {engine, runnable, *baselines.values()}
+    for file in part.files:
+        path = path_in_build(file.path, build.path)
+        change = changes.get(path.relative_to(folder).as_posix())
+        if change and path not in models_run and not path.name.endswith(_ADAPTABLE):
+            return replace(result, error=f"{path.name} {change}; build again, or copy it back")
     if engine is None and runnable is None:
         return replace(result, error="the build wrote no file of it that can be run here")
     decisions = [Decision(row.name, row.op, row.precision, row.reason) for row in part.nodes]
@@ -267,16 +307,18 @@ def _stored_result(build: StoredBuild, part: TargetPart) -> BuildResult:
     )
 
 
-def _change_alerts(verification: Verification, results: Iterable[BuildResult]) -> Iterator[str]:
-    """Yield sentences on files that are not as the build wrote them; they are checked as they are.
-
-    Missing files that are checked are errors of their targets.
-    """
+def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -> Iterator[str]:
+    """Yield sentences on files that are not as the build wrote them, unless an error names them."""
     folder, files = verification.folder, verification.manifest.files
-    changed = [name for name in verification.changed if (folder / name).is_file()]
+    errors = "\n".join(result.error for result in results)
+    unnamed = [name for name in verification.changed if Path(name).name not in errors]
+    changed = [name for name in unnamed if (folder / name).is_file()]
+    missing = [name for name in unnamed if not (folder / name).is_file()]
     if changed:
         names = list_first(changed, _MAX_NAMES)
         yield f"not as the build wrote it, and checked as it is: {names}"
+    if missing:
+        yield f"missing in the folder, and not needed here: {list_first(missing, _MAX_NAMES)}"
 
     foreign = []
     for result in results:
@@ -301,11 +343,17 @@ def _read_engine(
         )
     loaded = load_float_or_qdq(against)
     target = find_target(path, targets)
+    decisions = _engine_decisions(path) if target.runs_here else (_INT8_ENGINE,)
+    if not any(decision.quantized for decision in decisions):
+        raise ConfigError(
+            f"an int8 engine is checked, got {path} without QuantizeLinear and integer operators;"
+            " name the int8 file"
+        )
     result = BuildResult(
         target=target.name,
         engine=path,
         runnable=path if target.runs_here else None,
-        decisions=_engine_decisions(path) if target.runs_here else (_INT8_ENGINE,),
+        decisions=decisions,
     )
     return _ShippedFiles(
         title=f"calib8: {path}, checked against {loaded.source or loaded.name}",

@@ -20,6 +20,7 @@ from deploy.terminal import PrintedResult, join_visible
 
 BUILDS_SCHEMA = "calib8-builds/1"
 _DEFAULT_EFFORT = "default"
+_MAX_TEXT = 60  # characters of a value that is shown
 _COLUMN_OPTIONS = frozenset(("effort", "method"))  # options shown as columns of the engines
 _HEADS = ("target", "verdict", "speed-up", "p50", "size", "task", "worst SQNR", "int8 nodes",
           "method", "effort")  # fmt: skip
@@ -186,7 +187,11 @@ def _differences(builds: Sequence[StoredBuild]) -> Iterator[SettingDifference]:
     for name in names:
         values = tuple(setting.get(name, "") for setting in settings)
         if len(set(values)) > 1 and name not in _COLUMN_OPTIONS:
-            yield SettingDifference(name, values)
+            yield SettingDifference(name, tuple(map(_shorten, values)))
+
+
+def _shorten(value: str) -> str:
+    return value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}..."
 
 
 def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:

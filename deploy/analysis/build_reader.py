@@ -46,7 +46,6 @@ from deploy.tuning.reasons import (
 )
 from deploy.tuning.repairs import REPAIRS
 
-_MAX_TEXT = 60  # characters of a value in a message, and of an option's value
 _ARRAY_SUFFIXES = {".npy", ".npz"}
 _CHANGED = "was changed after it was written"
 _KIND_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
@@ -170,10 +169,7 @@ def _read_options(path: Path) -> dict[str, str] | None:
 def _format_option(value: Any) -> str:
     if isinstance(value, list):
         value = ", ".join(map(str, value))
-    text = str(value)
-    if len(text) > _MAX_TEXT:
-        return f"{text[:_MAX_TEXT]}..."
-    return text
+    return str(value)
 
 
 def read_explanation(folder: Path) -> Explanation:
@@ -226,11 +222,12 @@ def path_in_build(written: str, report: Path) -> Path:
 
 
 def path_near_report(written: str, report: Path) -> Path:
-    """Return the path of a file outside the build: as in the report, or in the report's folder."""
+    """Return the path of a model: as in the report, unless it lies in the report's folder."""
     path = Path(written)
-    if os.path.exists(path):
+    is_saved = path.parent.name == RECORDS  # by the build, from a model in memory
+    if os.path.exists(path) and not is_saved:
         return path
-    return report.parent / path.name
+    return path_in_build(written, report)
 
 
 def load_float_model(

@@ -234,6 +234,11 @@ def build_with(
         better_reading = find_better_reading(calibration, metric.without_function, labelled)
         if better_reading:
             calibration = replace(calibration, doubts=(*calibration.doubts, better_reading))
+        saved_model = None
+        if build.unsaved_model is not None:
+            saved_model = stage.records / f"{build.loaded.name}.onnx"
+            model_bytes = build.unsaved_model.SerializeToString(deterministic=True)
+            atomic.write_bytes(saved_model, model_bytes)
         report = write_report(
             calibration,
             results,
@@ -241,6 +246,7 @@ def build_with(
             stage,
             plans=plans,
             plan_path=plan_path,
+            saved_model=saved_model,
             gates=options.gates,
             has_settings=options.settings is not None,
             request=_request_part(build),

@@ -191,6 +191,15 @@ class PreparedBuild:
         return None if path.parent.resolve() in (out, out / manifest.RECORDS) else path
 
     @property
+    def unsaved_model(self) -> onnx.ModelProto | None:
+        """The model that is built, if no file holds it: given in memory, or made from PyTorch."""
+        if not _is_unsaved(self.loaded):
+            return None
+        if self.loaded.exported is not None:
+            return self.loaded.exported
+        return self.user_model if isinstance(self.user_model, onnx.ModelProto) else None
+
+    @property
     def cache_and_plan_names(self) -> tuple[str, ...]:
         """Names of the cache's files and of the plan, which say themselves that calib8 wrote."""
         cache = self.options.calibration.cache.path
@@ -330,6 +339,15 @@ def _drop_idle_preprocess(
     return dataset, evaluation
 
 
+def _is_unsaved(loaded: LoadedModel) -> bool:
+    return loaded.source is None and loaded.resized_file is None
+
+
+def saved_model_name(loaded: LoadedModel) -> str:
+    """Return the path in the output folder under which a build saves an unsaved model."""
+    return f"{manifest.RECORDS}/{loaded.name}.onnx"
+
+
 def plan_name(loaded: LoadedModel) -> str:
     """Return the path of a model's plan in the output folder."""
     return f"{manifest.RECORDS}/{loaded.name}.plan.toml"
@@ -339,6 +357,8 @@ def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
     """Refuse to overwrite files that no build wrote, or another output."""
     cache = options.calibration.cache
     names = list_output_names(options.targets, loaded.name)
+    if _is_unsaved(loaded):
+        names.append(saved_model_name(loaded))
     if cache.refresh:  # else the plan is read, and must be one
         names.append(plan_name(loaded))
     if options.settings is not None:

@@ -68,6 +68,7 @@ def write_report(
     *,
     plans: Mapping[str, PlannedTarget],
     plan_path: Path | None,
+    saved_model: Path | None,
     gates: Gates,
     has_settings: bool,
     request: RequestPart,
@@ -81,6 +82,7 @@ def write_report(
         stage: folder of the build.
         plans: target -> its plan.
         plan_path: the plan file; None without one.
+        saved_model: file of a model that was given in memory; None if it is a file of the user's.
         gates: demands on the engines.
         has_settings: whether the options of the command are written too.
         request: what the user asked for.
@@ -100,7 +102,7 @@ def write_report(
     target_names = ", ".join(result.target for result in results)
     report = Report(
         title=f"calib8: {loaded.name} in {' and '.join(precisions)} for {target_names}",
-        model=model_part(loaded),
+        model=model_part(loaded, path=saved_model and stage.published_path(saved_model)),
         feed=feed_part(feed, calibration.images),
         calibration=_calibration_part(calibration, results),
         targets=tuple(
@@ -284,11 +286,14 @@ def publish_build(
     stage.publish(write_manifest)
 
 
-def model_part(loaded: LoadedModel) -> ModelPart:
-    """Return the float model's part of a report."""
+def model_part(loaded: LoadedModel, *, path: Path | None = None) -> ModelPart:
+    """Return the float model's part of a report.
+
+    `path`: file that the build saved it in; None names the file that was loaded.
+    """
     version_by_domain = {item.domain: item.version for item in loaded.model.opset_import}
     return ModelPart(
-        path=str(loaded.source or loaded.resized_file or loaded.name),
+        path=str(path or loaded.source or loaded.resized_file or loaded.name),
         shapes=loaded.given_shapes,
         opset=version_by_domain.get("", version_by_domain.get("ai.onnx")),
         nodes=len(loaded.model.graph.node),
