@@ -3,7 +3,8 @@
 import ctypes
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,11 +24,39 @@ MAX_DEFAULT_THREADS = 4
 _PACKAGES = ("numpy", "onnx", "onnxruntime", "opencv-python-headless")
 
 
+# parameter of glibc's mallopt (malloc.h): blocks from this size on are mapped one by one
+_M_MMAP_THRESHOLD = -3
+_LARGE_BLOCK_BYTES = 1 << 20
+_MAX_MMAP_THRESHOLD = 32 << 20  # up to which glibc itself raises the threshold as blocks are freed
+
+
 def trim_memory() -> None:
     """Return the memory that the C library's allocator holds to the system (glibc only)."""
     with suppress(OSError, AttributeError):  # other C libraries lack the function
         if platform.system() == "Linux":
             ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def large_blocks_returned() -> Iterator[None]:
+    """Return blocks of over 1 MiB to the system as soon as they are freed (glibc only).
+
+    For work that copies weights again and again: glibc would hold them between smaller blocks, and
+    the process would take twice what is in use. Small blocks are returned at the end. Elsewhere
+    blocks are better reused, since the system clears each page that it hands out.
+    """
+    _set_mmap_threshold(_LARGE_BLOCK_BYTES)
+    try:
+        yield
+    finally:
+        _set_mmap_threshold(_MAX_MMAP_THRESHOLD)
+        trim_memory()
+
+
+def _set_mmap_threshold(size: int) -> None:
+    with suppress(OSError, AttributeError):  # as above
+        if platform.system() == "Linux":
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from calib8 import build
+from deploy.calibration.observation import CalibrationSubject
+from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.config import read_config
+from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
-from deploy.targets.ascend.preparation import make_default_plan, prepare_model
+from deploy.targets.ascend.preparation import make_default_plan, prepare_model, unfuse_batchnorms
 from deploy.targets.ascend.record import read_record
 from deploy.tuning.search_options import Tuning
 from tests import models
@@ -147,6 +150,22 @@ def test_shared_weights_avoid_large_copies(monkeypatch):
     _, graph = prepare_model(name_nodes(two_pictures()))
     assert graph.layers.keys() == {"left/gemm", "right/gemm"}
     assert {graph.float_reasons[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
+
+
+def test_model_without_shared_weights_is_not_copied(small_cnn):
+    model = load(small_cnn).model
+    assert prepare_model(model)[0] is model
+
+
+def test_unfusing_leaves_the_unfolded_model_alone():
+    weights = {"w": np.ones((2, 3, 1, 1), np.float32)}
+    weights |= dict.fromkeys("gbmv", np.ones(2, np.float32))
+    nodes = "c = Conv (x, w) y = BatchNormalization (c, g, b, m, v)"
+    model = make_model(nodes, {"x": (1, 3, 4, 4)}, {"y": (1, 2, 4, 4)}, weights)
+    subject = CalibrationSubject(loaded=load(model), samples=1, user_model=model)
+    fused, _ = unfuse_batchnorms(subject, QuantConfig())
+    assert len(fused.graph.node) == 1
+    assert len(subject.unfolded.model.graph.node) == 2
 
 
 def test_qdq_model_keeps_shared_weight_layers(pictures_built, command, tmp_path):

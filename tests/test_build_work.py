@@ -54,13 +54,18 @@ def test_images_are_decoded_once_per_build(run_small, pictures, tmp_path):
     (held_out / "00.png").unlink()
     arguments = ("--target", ALL_TARGETS, "--eval-images", held_out, "--out", tmp_path / "o")
     run_small("build", *arguments)
-    # two variants of the model, each over the 20 pictures; 19 others to judge by
-    assert work_counts(tmp_path / "o") == {"decodes": 20 + 19, "calibration": 40, "reference": 19}
+    # two variants of the model, each over the 20 pictures; 19 others to judge by, and the inner
+    # tensors of 4 of these
+    assert work_counts(tmp_path / "o") == {
+        "decodes": 20 + 19,
+        "calibration": 40,
+        "reference": 4 + 19,
+    }
     assert set(read_report(tmp_path / "o")["work"]["engine_runs"].values()) == {19}
     output = run_small("build", *arguments, "--verbose")
     second = work_counts(tmp_path / "o")
     assert second["calibration"] == 0
-    assert second["reference"] == 19
+    assert second["reference"] == 4 + 19
     # a few calibration pictures, for shapes, integer checks and the rounding of weights
     assert second["decodes"] <= 20 + 19
     assert "no calibration inference" in output or "0 calibration" in output

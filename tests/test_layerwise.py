@@ -8,7 +8,7 @@ from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.graph.plan import Decision
 from deploy.metrics.layerwise import pair_quantized_tensors, pair_tensors_by_name
-from deploy.pipeline.evaluate import LAYER_SAMPLES, InnerTensors
+from deploy.pipeline.evaluate import LAYER_SAMPLES, compare_inner_tensors
 from deploy.targets.base import BuildResult
 from tests.models import make_model
 
@@ -51,15 +51,21 @@ def test_pairs_by_name_work_both_ways():
     assert pair_tensors_by_name(int8_model(), float_model()) == {"a_dq": "a", "y": "y"}
 
 
-def test_inner_tensor_is_compared_as_readers_see_it(built):
-    x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
-    loaded = load(float_model())
-    inner_tensors = InnerTensors(loaded, [built], {"int8": None}, len(x))
-    for row, sample in zip(x, open_feed([x], loaded.inputs).first_samples(4), strict=True):
-        outputs = inner_tensors.compare(sample)
-        assert outputs is not None
-        assert np.array_equal(outputs["y"][0], -np.maximum(row, 0))
+@pytest.fixture
+def compare_on(built):
+    """A call that compares both models on an input's rows; returns the float model, too."""
 
+    def compare(x):
+        loaded = load(float_model())
+        samples = open_feed([x], loaded.inputs).spread_samples(LAYER_SAMPLES)
+        return loaded, compare_inner_tensors(loaded, [built], {"int8": None}, samples)
+
+    return compare
+
+
+def test_inner_tensor_is_compared_as_readers_see_it(compare_on):
+    x = np.random.default_rng(0).standard_normal((LAYER_SAMPLES, 3)).astype(np.float32)
+    _, inner_tensors = compare_on(x)
     ((layer,),) = inner_tensors.layers.values()
     values = np.maximum(x, 0).astype(np.float64)
     errors = values - np.rint(values / STEP) * STEP
@@ -67,18 +73,14 @@ def test_inner_tensor_is_compared_as_readers_see_it(built):
     assert layer.sqnr_db == pytest.approx(10 * np.log10((values**2).sum() / (errors**2).sum()))
 
 
-def test_built_file_is_not_changed_by_the_comparison(built):
+def test_built_file_is_not_changed_by_the_comparison(built, compare_on):
     """Only copies get the inner tensors as outputs."""
-    loaded = load(float_model())
-    InnerTensors(loaded, [built], {"int8": None}, 4)
+    loaded, _ = compare_on(np.ones((2, 3), np.float32))
     assert [output.name for output in onnx.load(built.runnable).graph.output] == ["y"]
     assert [output.name for output in loaded.model.graph.output] == ["y"]
 
 
-@pytest.mark.parametrize(
-    ("sample_count", "numbers"), [(1, [1]), (3, [1, 2, 3]), (100, [1, 26, 51, 76])]
-)
-def test_compared_samples_are_spread_over_the_feed(built, sample_count, numbers):
-    assert LAYER_SAMPLES == 4
-    inner_tensors = InnerTensors(load(float_model()), [built], {}, sample_count)
-    assert sorted(inner_tensors.sample_numbers) == numbers
+@pytest.mark.parametrize(("sample_count", "compared_count"), [(1, 1), (3, 3), (9, 4)])
+def test_few_samples_are_compared(compare_on, sample_count, compared_count):
+    _, inner_tensors = compare_on(np.ones((sample_count, 3), np.float32))
+    assert inner_tensors.sample_count == compared_count

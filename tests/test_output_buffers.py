@@ -161,3 +161,15 @@ def test_first_run_memory_is_trimmed_once(monkeypatch):
     trim_memory()
     monkeypatch.setattr(machine.ctypes, "CDLL", Mock(side_effect=OSError))
     trim_memory()  # where the allocator cannot be told, nothing is given back
+
+
+def test_blocks_are_returned_only_for_a_time(monkeypatch):
+    library = Mock()
+    monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _: library)
+    with pytest.raises(MemoryError), machine.large_blocks_returned():
+        (inside,) = library.mallopt.call_args_list
+        raise MemoryError
+    _, outside = library.mallopt.call_args_list
+    assert inside.args[1] < outside.args[1]
+    library.malloc_trim.assert_called_once()

@@ -26,7 +26,7 @@ from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic, manifest, staging
 from deploy.files.guard import add_input_file, guard_inputs, refuse_output
 from deploy.files.staging import recover, stage_files
-from deploy.pipeline.evaluate import InnerTensors
+from deploy.pipeline import evaluate
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.search_options import Tuning
@@ -405,14 +405,14 @@ def test_failed_build_keeps_old_files(built_folder, monkeypatch):
 def test_failed_target_leaves_no_file(where, small_cnn, pictures, tmp_path, run, monkeypatch):
     """A file that no runtime opens was kept and listed, and `verify` vouched for it."""
     monkeypatch.delenv("CALIB8_TRACEBACK", raising=False)
-    owner, name = (InnerTensors, "_tap") if where == "measure" else (OnnxRuntime, where)
+    owner, name = (evaluate, "_open_tapped") if where == "measure" else (OnnxRuntime, where)
     original = getattr(owner, name)
 
     def failing(self, *arguments, **named):
         original(self, *arguments, **named)  # its files are written
         if where == "open":
             raise BackendError("no engine")
-        if where == "build" or arguments[1].target == "onnxruntime":
+        if where == "build" or arguments[0].target == "onnxruntime":
             raise TypeError("int")
 
     with monkeypatch.context() as patched:

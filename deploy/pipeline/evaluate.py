@@ -6,13 +6,13 @@ float model runs only the samples whose outputs the calibration did not store::
     sample            1    2    3    4    5 ...      spread over the feed
     float outputs     stored, or run
     engines           run  run  run  run  run
-    inner tensors     of both, for a few of them     the float model's outputs come with these
+
+The inner tensors of both models are compared beforehand, on a few of these samples.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,91 +106,75 @@ def _has_scale_in(node: onnx.NodeProto, names: Collection[str]) -> bool:
     return node.op_type == "QuantizeLinear" and node.input[1] in names
 
 
+@dataclass(frozen=True, slots=True)
 class InnerTensors:
-    """Compares inner tensors of both models on a few samples, one sample in memory at a time.
+    """Inner tensors of each engine, compared with the float model's on a few samples.
 
     Attributes:
-        sample_numbers: numbers, from 1, of the samples that are compared.
-        compared_count: number of samples compared so far.
+        layers: target -> figures of its tensors.
+        sample_count: number of samples that were compared.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        results: Sequence[BuildResult],
-        device_sessions: DeviceSessions,
-        sample_count: int,
-        *,
-        is_reference: bool = True,
-    ) -> None:
-        """Open both models with all shared tensors as outputs.
+    layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
+    sample_count: int = 0
 
-        Args:
-            loaded: the float model.
-            results: results whose runnable file is compared.
-            device_sessions: target whose engine can be opened here -> its session if a device runs
-                it, None if ONNX Runtime does.
-            sample_count: number of evaluation samples.
-            is_reference: whether engines are compared with `loaded` itself, without repairs.
-        """
-        self.compared_count = 0
-        self.sample_numbers: frozenset[int] = frozenset()
-        self._reference_is_float_model = is_reference
-        self._lock = threading.Lock()
-        self._engines: dict[str, tuple[Session, TensorComparison]] = {}
-        for result in results:
-            if result.runnable is not None and any(node.quantized for node in result.decisions):
-                self._tap(loaded, result, stand_in=result.target not in device_sessions)
-        if not self._engines:
-            return
 
-        tensors: dict[str, None] = {}
-        for _, comparison in self._engines.values():
-            tensors |= dict.fromkeys(comparison.pairs)
-        self._reference = open_single_thread(copy_with_outputs(loaded.model, tensors))
-        array_names = {spec.name for spec in self._reference.outputs}  # no sequences
-        self._output_names = [spec.name for spec in loaded.outputs if spec.name in array_names]
-        count = min(LAYER_SAMPLES, sample_count)
-        self.sample_numbers = frozenset(1 + i * sample_count // count for i in range(count))
+def compare_inner_tensors(
+    loaded: LoadedModel,
+    results: Sequence[BuildResult],
+    device_sessions: DeviceSessions,
+    samples: Iterable[Sample],
+) -> InnerTensors:
+    """Compare all inner tensors that both models share, one sample in memory at a time.
 
-    def _tap(self, loaded: LoadedModel, result: BuildResult, *, stand_in: bool) -> None:
-        """Open the runnable file of a target with all tensors that it shares as outputs."""
-        assert result.runnable is not None
-        model = onnx.load(result.runnable)
-        pairs = pair_quantized_tensors(loaded.model, model)
-        if pairs:  # a fake-quant model has no DequantizeLinear
-            append_outputs(model, pairs.values())
-            session = open_single_thread(model, stand_in=stand_in)
-            comparison = TensorComparison(pairs, loaded.declaration.batch_inputs)
-            self._engines[result.target] = session, comparison
+    The sessions, which hold all weights once more, are closed before others are opened. A target
+    whose engine fails is not compared; the engine reports the error.
 
-    def compare(self, sample: Sample) -> Mapping[str, Array] | None:
-        """Compare the tensors of one sample; thread-safe.
+    Args:
+        loaded: the float model.
+        results: results whose runnable file is compared.
+        device_sessions: target whose engine can be opened here -> its session if a device runs it,
+            None if ONNX Runtime does.
+        samples: the samples to compare on.
+    """
+    engines: dict[str, tuple[Session, TensorComparison]] = {}
+    for result in results:
+        if result.runnable is not None and any(node.quantized for node in result.decisions):
+            engine = _open_tapped(loaded, result, stand_in=result.target not in device_sessions)
+            if engine is not None:
+                engines[result.target] = engine
+    if not engines:
+        return InnerTensors()
 
-        A target whose engine fails is not compared any more; the engine reports the error.
+    tensors: dict[str, None] = {}
+    for _, comparison in engines.values():
+        tensors |= dict.fromkeys(comparison.pairs)
+    float_session = open_single_thread(copy_with_outputs(loaded.model, tensors))
+    sample_count = 0
+    for sample in samples:
+        float_tensors = float_session.run(sample)
+        for target, (session, comparison) in list(engines.items()):
+            try:
+                comparison.add(sample, float_tensors, session.run(sample))
+            except BackendError:
+                del engines[target]
+        sample_count += 1
+    layers = {target: comparison.result() for target, (_, comparison) in engines.items()}
+    return InnerTensors(layers, sample_count)
 
-        Returns:
-            The float model's outputs, so that it need not run again; None if the reference is
-            another model.
-        """
-        with self._lock:
-            tensors = self._reference.run(sample)
-            for target, (session, comparison) in list(self._engines.items()):
-                try:
-                    comparison.add(sample, tensors, session.run(sample))
-                except BackendError:
-                    del self._engines[target]
-            self.compared_count += 1
-        if not self._reference_is_float_model:
-            return None
-        return {name: tensors[name] for name in self._output_names}
 
-    @property
-    def layers(self) -> dict[str, tuple[OutputAccuracy, ...]]:
-        """Target -> figures of its inner tensors."""
-        if not self.compared_count:
-            return {}
-        return {target: comparison.result() for target, (_, comparison) in self._engines.items()}
+def _open_tapped(
+    loaded: LoadedModel, result: BuildResult, *, stand_in: bool
+) -> tuple[Session, TensorComparison] | None:
+    """Open the runnable file of a target with all tensors that it shares as outputs, if any."""
+    assert result.runnable is not None
+    model = onnx.load(result.runnable)
+    pairs = pair_quantized_tensors(loaded.model, model)
+    if not pairs:  # a fake-quant model has no DequantizeLinear
+        return None
+    append_outputs(model, pairs.values())
+    session = open_single_thread(model, stand_in=stand_in)
+    return session, TensorComparison(pairs, loaded.declaration.batch_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +335,6 @@ def evaluate(
     reference: ReferenceOutputs,
     candidates: Mapping[str, Candidate],
     evaluation: Evaluation,
-    inner_tensors: InnerTensors,
     *,
     threads: int,
 ) -> EvaluationResult:
@@ -359,7 +342,7 @@ def evaluate(
     if not candidates:
         return EvaluationResult()
     earlier_runs = reference.runs
-    evaluation_pass = _EvaluationPass(reference, candidates, evaluation, inner_tensors)
+    evaluation_pass = _EvaluationPass(reference, candidates, evaluation)
     count = evaluation.sample_count
     with phase("accuracy", count, "samples") as step, evaluation.feed.samples() as samples:
 
@@ -373,7 +356,7 @@ def evaluate(
             itertools.islice(samples, count), evaluation_pass.run, compare, threads=threads
         )
     result = evaluation_pass.finish()
-    result.reference_runs = reference.runs - earlier_runs + inner_tensors.compared_count
+    result.reference_runs = reference.runs - earlier_runs
     return result
 
 
@@ -402,12 +385,10 @@ class _EvaluationPass:
         reference: ReferenceOutputs,
         candidates: Mapping[str, Candidate],
         evaluation: Evaluation,
-        inner_tensors: InnerTensors,
     ) -> None:
         self._reference = reference
         self._candidates = candidates
         self._evaluation = evaluation
-        self._inner_tensors = inner_tensors
         self._result = EvaluationResult()
         states = evaluation.feed.states
         self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
@@ -423,12 +404,8 @@ class _EvaluationPass:
 
     def run(self, _worker: int, number: int, sample: Sample) -> _SampleOutputs:
         """Run the float model and all candidates that run in parallel on one sample."""
-        reference_outputs = None
-        if number in self._inner_tensors.sample_numbers:
-            reference_outputs = self._inner_tensors.compare(sample)
-        if not reference_outputs:
-            key = self._evaluation.find_key(number)
-            reference_outputs = self._reference.get(key, sample)
+        key = self._evaluation.find_key(number)
+        reference_outputs = self._reference.get(key, sample)
         feed = self._evaluation.feed
         sequence = feed.sequence_of(feed.sample_key(number)) if feed.states else 0
         outputs = _SampleOutputs(sample, sequence, reference_outputs)

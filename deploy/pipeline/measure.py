@@ -9,6 +9,7 @@ from pathlib import Path
 from deploy.calibration.reference_outputs import ReferenceOutputs, outputs_match
 from deploy.errors import BackendError, SdkMissingError
 from deploy.feed.evaluation import EvaluationSubset
+from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel
 from deploy.graph.bounds import find_bounds
 from deploy.machine import AcceleratorInfo
@@ -17,6 +18,7 @@ from deploy.metrics.kernels import find_devices, read_engine_layers
 from deploy.metrics.latency import DeviceSession, Latency, measure
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.pipeline.evaluate import (
+    LAYER_SAMPLES,
     Candidate,
     DeviceSessions,
     Evaluation,
@@ -25,6 +27,7 @@ from deploy.pipeline.evaluate import (
     Labels,
     Pictures,
     choose_evaluation,
+    compare_inner_tensors,
     evaluate,
     find_candidates,
     open_single_thread,
@@ -83,7 +86,7 @@ def measure_engines(
     results: Sequence[BuildResult],
     *,
     calibration: EvaluationSubset,
-    evaluation: EvaluationFeed | None,
+    evaluation: Feed | None,
     labels: Labels | None,
     metric: Metric | None = None,
     observed_outputs: ReferenceOutputs | None = None,
@@ -123,10 +126,8 @@ def measure_engines(
     del float_file  # its session has the weights
     engines = {_FLOAT_ENGINE: float_engine}
     failures, absent = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
-    reference, is_same_model = _choose_reference(float_outputs, observed_outputs, samples)
     given_outputs = _open_given_pairs(loaded)
-    if given_outputs is not None:
-        reference, is_same_model = given_outputs, False
+    reference = given_outputs or _choose_reference(float_outputs, observed_outputs, samples)
     first_runs = float_outputs.runs
     del float_outputs  # frees the weights of a session that may not be needed any more
 
@@ -136,12 +137,13 @@ def measure_engines(
         device_sessions = {
             name: engine.device_session for name, engine in engines.items() if name != _FLOAT_ENGINE
         }
+    if evaluation is not None:
+        evaluation.cache_samples(LAYER_SAMPLES)  # which are decoded once
     with phase("layers"):
-        inner_tensors = InnerTensors(
-            loaded, opened, device_sessions, samples.sample_count, is_reference=is_same_model
-        )
+        layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
+        inner_tensors = compare_inner_tensors(loaded, opened, device_sessions, layer_samples)
     candidates = _find_candidates(opened, engines, device_sessions, failures)
-    evaluated = evaluate(reference, candidates, samples, inner_tensors, threads=threads)
+    evaluated = evaluate(reference, candidates, samples, threads=threads)
     failures |= evaluated.failures
 
     timed_sessions = {
@@ -170,15 +172,13 @@ def measure_engines(
         failures=failures,
         absent=absent,
         notes=(
-            *_sample_notes(
-                evaluated.accuracy, evaluation, calibration, inner_tensors.compared_count
-            ),
+            *_sample_notes(evaluated.accuracy, evaluation, calibration, inner_tensors.sample_count),
             *_constant_notes(loaded, latency),
             *_given_pairs_notes(loaded, is_reference=given_outputs is not None),
         ),
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
-        reference_runs=first_runs + evaluated.reference_runs,
+        reference_runs=first_runs + inner_tensors.sample_count + evaluated.reference_runs,
         engine_runs=evaluated.engine_runs,
         examples=evaluated.examples,
         pictures=evaluated.pictures,
@@ -304,22 +304,19 @@ def _choose_reference(
     float_outputs: ReferenceOutputs,
     observed_outputs: ReferenceOutputs | None,
     samples: Evaluation,
-) -> tuple[ReferenceOutputs, bool]:
-    """Return the reference outputs, and whether the cleaned model that was loaded gives them too.
+) -> ReferenceOutputs:
+    """Return the outputs of the user's file, or those stored while its cleaned model was observed.
 
-    The cleaned model's outputs, which were stored while it was observed, take the place of those of
-    the user's file if both match on the first sample.
+    The stored ones are taken if they match the file's on the first sample.
     """
-    if observed_outputs is None:
-        return float_outputs, False
     keys = _first_key(samples)
-    if not keys or keys[0] not in observed_outputs:
-        return float_outputs, True
+    if observed_outputs is None or not keys or keys[0] not in observed_outputs:
+        return float_outputs
     (sample,) = samples.feed.first_samples(1)
     file_values = float_outputs.get(keys[0], sample)
     if outputs_match(file_values, observed_outputs.get(keys[0], sample)):
-        return observed_outputs, True
-    return float_outputs, False
+        return observed_outputs
+    return float_outputs
 
 
 def _open_given_pairs(loaded: LoadedModel) -> ReferenceOutputs | None:

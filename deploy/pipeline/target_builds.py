@@ -19,7 +19,7 @@ from deploy.feed.file_list import SampleChangedError
 from deploy.files import atomic
 from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage
-from deploy.machine import trim_memory
+from deploy.machine import large_blocks_returned
 from deploy.pipeline.build_options import plan_name
 from deploy.targets import Target
 from deploy.targets.base import BuildRequest, BuildResult
@@ -147,8 +147,8 @@ def _build_target(target: Target, request: BuildRequest, repairs: Sequence[str])
     """Repair the model for a target, and build it."""
     samples = repair_samples(request.evaluation_set) if repairs else []
     repaired_request, repair_results = repair_request(target, request, repairs, samples)
-    result = target.build(repaired_request)
-    trim_memory()  # of this target's models, before those of the next one are there
+    with large_blocks_returned():
+        result = target.build(repaired_request)
     notes = (*(repair.sentence for repair in repair_results), *result.notes)
     return replace(result, options=changed_options(target), notes=notes)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from deploy.errors import BackendError
 from deploy.files.reading import is_utf8_path, read_bytes, refuse_irregular
-from deploy.machine import trim_memory, usable_cores
+from deploy.machine import large_blocks_returned, usable_cores
 from deploy.runtimes.mapped_model import mapped_tensors, write_mapped
 from deploy.tensors import Array, TensorSpec
 
@@ -172,9 +172,6 @@ def _create_session(
         session = create(disabled_optimizers=[*disabled_optimizers, _OUTPUT_LOSING_OPTIMIZER])
     # it would hold the bytes of a model in memory, to change providers later
     vars(session)["_model_bytes"] = None
-    size = len(source) if isinstance(source, bytes) else os.path.getsize(source)
-    if size >= _LARGE_MODEL_BYTES:
-        trim_memory()  # ONNX Runtime copied the weights two or three times
     return session
 
 
@@ -458,7 +455,11 @@ def _loadable(model: Model) -> Iterator[str | bytes]:
         if not isinstance(model, Path | str | bytes):
             with suppress(OSError):  # the disk is full or read-only
                 mapped_path = _write_large(model, stack)
-        yield mapped_path or model_source(model)
+        source = mapped_path or model_source(model)
+        size = len(source) if isinstance(source, bytes) else os.path.getsize(source)
+        if mapped_path or size >= _LARGE_MODEL_BYTES:
+            stack.enter_context(large_blocks_returned())  # weights are copied two to four times
+        yield source
 
 
 def _write_large(model: ModelProto, stack: ExitStack) -> str:

@@ -188,7 +188,14 @@ class LayerGraph:
 
 
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with unique node names; a nameless node becomes '<op>_<index>'."""
+    """Return the model with unique node names; a nameless node becomes '<op>_<index>'.
+
+    A model whose names are unique, as those of every loaded model are, is returned itself: a copy
+    would hold all weights once more.
+    """
+    names = {node.name for node in model.graph.node}
+    if "" not in names and len(names) == len(model.graph.node):
+        return model
     named = copy_message(model)
     name_nodes_by_index(named.graph)
     return named

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.graph.edit import claim_name, copy_tensor
+from deploy.graph.edit import claim_name, copy_message, copy_tensor
 from deploy.graph.index import Graph, count_reads
 
 if TYPE_CHECKING:
@@ -43,15 +43,19 @@ def find_weight_sharers(layers: Iterable[Layer], graph: LayerGraph) -> list[str]
 
 
 def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
-    """Return a copy with unique node names and unshared weights, and its layers."""
+    """Return the model with unique node names and unshared weights, and its layers.
+
+    The model is a copy only if something had to be changed; the caller changes neither.
+    """
     from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 
     named_model = name_nodes(model)
     graph = find_layers(named_model)
-    sharing_nodes = [n for n in named_model.graph.node if graph.float_reasons.get(n.name) == SHARED]
-    if not sharing_nodes:
+    if SHARED not in graph.float_reasons.values():
         return named_model, graph
 
+    named_model = copy_message(named_model)
+    sharing_nodes = [n for n in named_model.graph.node if graph.float_reasons.get(n.name) == SHARED]
     # copy a shared weight for each node, or for none if the copies would be too large, as for a
     # cell unrolled over hundreds of steps
     index, readers = Graph(named_model), count_reads(named_model.graph)
@@ -105,6 +109,7 @@ def unfuse_batchnorms(
     if not config.do_fusion:
         return model, graph
 
+    model = copy_message(model)
     # output of a layer -> whether nothing is folded into it, or else no BatchNormalization
     refuses_all: dict[str, bool] = {}
     excluded = set()
