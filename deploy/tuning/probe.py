@@ -82,10 +82,10 @@ class Noise:
     @property
     def slice_losses(self) -> Mapping[str, float]:
         """Loss of each slice: 0 for none, 1 for all."""
-        return {
-            name: min(_mean_loss(powers) / self.signal_shares.get(name, 1.0), 1.0)
-            for name, powers in self.slice_powers.items()
-        }
+        losses = {}
+        for name, powers in self.slice_powers.items():
+            losses[name] = min(_mean_loss(powers) / self.signal_shares.get(name, 1.0), 1.0)
+        return losses
 
     @property
     def worst_slice(self) -> str:
@@ -209,7 +209,6 @@ class Prober:
         self._isolated_samples: _TrialSamples | None = None
         inputs, outputs = zip(*samples, strict=True)
         self._form = form or derive_form(outputs, inputs=inputs, metric=metric)
-        self._labels = [part.label for part in self._form.parts]
         self._temperatures = find_temperatures(self._form, outputs)
         slices = [self._to_slices(outputs, inputs, outputs) for inputs, outputs in samples]
         powers = slice_powers(self._form, slices)
@@ -230,7 +229,9 @@ class Prober:
 
         Only the nodes downstream of the int8 nodes run, from stored values of the float model.
 
-        `trials`: choices that keep everything else in float. `int8_nodes`: those of each trial.
+        Args:
+            trials: choices that keep everything else in float.
+            int8_nodes: names of the nodes of each trial.
         """
         if self._isolated_samples is None:
             self._isolated_samples = self._store_activations(int8_nodes)
@@ -241,36 +242,38 @@ class Prober:
         self._count_samples(self._isolated_sample_count)
         indices = self._select_isolated()
         samples = [self._samples.samples[index] for index in indices]
-        inputs = [sample for sample, _ in samples]
         slices = [self._samples.slices[index] for index in indices]
         powers = self._samples.powers[indices]
         try:
+            inputs = [sample for sample, _ in samples]
             activations = FloatActivations(self._request.model, int8_nodes, inputs)
         except Calib8Error as error:
             return _TrialSamples(samples, slices, powers, error)
-        extended = []
+        extended_samples = []
         for (sample, outputs), values in zip(samples, activations.values, strict=True):
-            extended.append(({**sample, **values}, outputs))
-        return _TrialSamples(extended, slices, powers, activations)
+            extended_samples.append(({**sample, **values}, outputs))
+        return _TrialSamples(extended_samples, slices, powers, activations)
 
     def _select_isolated(self) -> list[int]:
-        """Return the samples of greatest signal; of greatest noise if these lose next to nothing.
+        """Return the indices of the samples of greatest signal, in order.
 
-        The noise is the first trial's, which may be in the samples of one class alone.
+        If the first trial loses next to nothing in these, as where all loss is in the samples of
+        one class, those in which it loses most are taken.
         """
         slices, count = self._samples.slices, self._isolated_sample_count
-        chosen = strongest_samples(self._form, slices, count)
+        strongest = strongest_samples(self._form, slices, count)
         noise = next(filter(None, self._noise_by_key.values()), Noise({}))
         powers = noise.slice_powers.get(noise.worst_slice, np.zeros(0))
-        if powers.size != len(slices):
-            return chosen
-        if _mean_loss(powers[chosen]) < _MIN_SHOWN * _mean_loss(powers):
-            chosen = sorted(map(int, np.argsort(-powers, kind="stable")[:count]))
-        return chosen
+        if powers.size != len(slices):  # no trial ran, or its outputs have no slices
+            return strongest
+        if _mean_loss(powers[strongest]) >= _MIN_SHOWN * _mean_loss(powers):
+            return strongest
+        return sorted(map(int, np.argsort(-powers, kind="stable")[:count]))
 
     def _run(self, trials: Sequence[Choices], samples: _TrialSamples) -> list[Noise | None]:
         """Return the noise of trials, each run once."""
-        keys = [(samples.activations is None, choices_key(choices)) for choices in trials]
+        is_complete = samples.activations is None
+        keys = [(is_complete, choices_key(choices)) for choices in trials]
         new_trials = dict(zip(keys, trials, strict=True))
         for key in new_trials.keys() & self._noise_by_key.keys():
             del new_trials[key]
@@ -278,7 +281,7 @@ class Prober:
         self._count_samples(len(new_trials) * len(samples.samples))
         with ThreadPoolExecutor(self._threads) as pool:
             try:
-                results = [*pool.map(partial(self._attempt, samples), new_trials.values())]
+                results = list(pool.map(partial(self._attempt, samples), new_trials.values()))
             except BaseException:  # Ctrl-C reaches only this thread
                 self._is_stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -286,10 +289,13 @@ class Prober:
         for key, result in zip(new_trials, results, strict=True):
             if isinstance(result, Calib8Error):
                 self.errors.append(result)
-            self._noise_by_key[key] = result if isinstance(result, Noise) else None
+                self._noise_by_key[key] = None
+            else:
+                self._noise_by_key[key] = result
         return [self._noise_by_key[key] for key in keys]
 
     def _attempt(self, samples: _TrialSamples, choices: Choices) -> Noise | Calib8Error:
+        """Return the noise of one trial, or why it could not be built or run."""
         try:
             return self._measure(self._open(choices, samples), samples)
         except Calib8Error as error:
@@ -319,33 +325,33 @@ class Prober:
 
     def _measure(self, session: OrtSession, trial: _TrialSamples) -> Noise:
         """Return the noise of a model on samples, which may hold more tensors than it reads."""
-        names = [spec.name for spec in session.inputs]
         is_list = not self._form.parts and self._form.task is not None
         comparison = None
         if is_list or (self._by_task and trial.activations is None):
             reference = StoredOutputs(trial.samples[0][1])
             comparison = Comparison(reference, session, form=self._form, metric=self._metric)
-        powers = []
+        input_names = [spec.name for spec in session.inputs]
         signal_powers = np.maximum(trial.powers, self._usual_powers)
-        for (inputs, outputs), slices, signal in zip(
-            trial.samples, trial.slices, signal_powers, strict=True
-        ):
+        powers = []
+        for index, (inputs, outputs) in enumerate(trial.samples):
             if self._is_stopped:
                 break
-            trial_outputs = session.run({name: inputs[name] for name in names})
+            trial_outputs = session.run({name: inputs[name] for name in input_names})
             if comparison is not None and not self._add(comparison, inputs, outputs, trial_outputs):
                 comparison = None
             trial_slices = self._to_slices(trial_outputs, inputs, outputs)
+            slices, signal = trial.slices[index], signal_powers[index]
             powers.append(noise_powers(self._form, slices, trial_slices, signal))
 
-        accuracy = comparison.result() if comparison is not None else None
+        accuracy = None if comparison is None else comparison.result()
         if is_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
+        labels = [part.label for part in self._form.parts]
         shares = signal_shares(trial.powers, self._usual_powers).tolist()
         return Noise(
-            dict(zip(self._labels, np.array(powers).T, strict=True)),
-            dict(zip(self._labels, shares, strict=True)),
-            accuracy,
+            slice_powers=dict(zip(labels, np.array(powers).T, strict=True)),
+            signal_shares=dict(zip(labels, shares, strict=True)),
+            accuracy=accuracy,
         )
 
     def _to_slices(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
@@ -396,16 +402,16 @@ def find_ranked_scores(model: onnx.ModelProto) -> dict[str, str]:
 
     Empty if the model has other outputs too, since boxes are in the order of their scores.
     """
-    makers = {name: node for node in model.graph.node for name in node.output}
-    scores = {}
+    maker_by_tensor = {name: node for node in model.graph.node for name in node.output}
+    scores_by_output = {}
     for output in model.graph.output:
-        node = makers.get(output.name)
+        node = maker_by_tensor.get(output.name)
         while node is not None and node.op_type in _MOVING:
-            node = makers.get(node.input[0])
+            node = maker_by_tensor.get(node.input[0])
         if node is None or node.op_type not in _RANKING:
             return {}
-        scores[output.name] = node.input[0]
-    return scores
+        scores_by_output[output.name] = node.input[0]
+    return scores_by_output
 
 
 def replace_by_scores(
@@ -415,27 +421,30 @@ def replace_by_scores(
 
     `keep_outputs`: whether the ranked outputs stay too.
     """
-    scores = dict.fromkeys(find_ranked_scores(model).values())
-    session = OrtSession.open(copy_with_outputs(model, scores), threads=threads, spin=False)
+    score_names = list(dict.fromkeys(find_ranked_scores(model).values()))
+    session = OrtSession.open(copy_with_outputs(model, score_names), threads=threads, spin=False)
     replaced: list[ReferenceSample] = []
     for inputs, outputs in samples:
         values = session.run(inputs)
-        kept_outputs = outputs if keep_outputs else {}
-        replaced.append((inputs, {**kept_outputs, **{name: values[name] for name in scores}}))
+        scores = {name: values[name] for name in score_names}
+        replaced.append((inputs, {**outputs, **scores} if keep_outputs else scores))
     return replaced
 
 
-def add_score_outputs(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.ModelProto:
+def add_score_outputs(
+    model: onnx.ModelProto, scores_by_output: Mapping[str, str]
+) -> onnx.ModelProto:
     """Return a trial model with the scores as outputs too, under the float model's names.
 
-    `ends`: outputs and scores of the float model, as found by `find_ranked_scores`.
+    `scores_by_output`: those of the float model, as found by `find_ranked_scores`.
     """
-    extended = copy_with_outputs(model, ends.values())
+    extended = copy_with_outputs(model, scores_by_output.values())
     graph = extended.graph
     names = {name for node in graph.node for name in node.output}
-    for output, scores in find_ranked_scores(model).items():
-        name = ends.get(output, scores)
+    for output, trial_scores in find_ranked_scores(model).items():
+        name = scores_by_output.get(output, trial_scores)
         if name not in names:  # the trial has it under another name
-            graph.node.append(helper.make_node("Identity", [scores], [name], name=f"{name}/told"))
+            node_name = f"{name}/told"
+            graph.node.append(helper.make_node("Identity", [trial_scores], [name], name=node_name))
             names.add(name)
     return extended

@@ -77,16 +77,21 @@ def max_sample_count(evaluation_set: EvaluationSet) -> int:
 def select_samples(
     evaluation_set: EvaluationSet, max_count: int, metric: Metric | None = None
 ) -> tuple[list[tuple[Sample, Outputs]], OutputForm]:
-    """Return at most so many samples in feed order, with the float model's outputs, and the form.
+    """Return the samples of a search with the float model's outputs, and the form of these.
 
-    It is that of the candidates, since the selected ones are extreme. The candidates are read
-    twice, so that only the selected ones are in memory. `metric`: what outputs are judged by.
+    The form is that of all candidates, since the selected samples are extreme. The candidates are
+    read twice, so that only the selected ones are in memory.
+
+    Args:
+        evaluation_set: its first `CANDIDATES` samples are the candidates.
+        max_count: number of samples to select, in feed order.
+        metric: what outputs are judged by.
     """
     signals, form = _measure_candidates(evaluation_set.samples_with_outputs(CANDIDATES), metric)
-    chosen = _select_indices(signals, max_count)
+    selected_indices = _select_indices(signals, max_count)
     selected = []
     for index, candidate in enumerate(evaluation_set.samples_with_outputs(CANDIDATES)):
-        if index in chosen:
+        if index in selected_indices:
             selected.append(candidate)
     return selected, form
 
@@ -96,8 +101,8 @@ def same_shape_samples(samples: Sequence[Sample]) -> list[Sample]:
 
     The least time over several shapes would be that of the smallest, where int8 gains least.
     """
-    median = sorted(samples, key=_count_values)[len(samples) // 2]
-    return [sample for sample in samples if _shapes(sample) == _shapes(median)]
+    median_sample = sorted(samples, key=_count_values)[len(samples) // 2]
+    return [sample for sample in samples if _shapes(sample) == _shapes(median_sample)]
 
 
 def _count_values(sample: Sample) -> int:
@@ -112,15 +117,19 @@ def _measure_candidates(
     candidates: Iterable[tuple[Sample, Outputs]], metric: Metric | None
 ) -> tuple[Floats, OutputForm]:
     """Return the signal of every slice in every sample, [samples, slices], and their form."""
+    # the form is derived from the first candidates, which are then measured like the others
     remaining = iter(candidates)
-    form_candidates = list(islice(remaining, 1))
-    mean_samples = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(form_candidates[0][0]), 1))
-    form_candidates += islice(remaining, max(form_samples(*form_candidates[0]), mean_samples) - 1)
-    inputs, outputs = zip(*form_candidates, strict=True)
-    form = derive_form(outputs, inputs=inputs, metric=metric)
+    first_candidates = [next(remaining)]
+    sample, outputs = first_candidates[0]
+    mean_samples = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(sample), 1))
+    form_count = max(form_samples(sample, outputs), mean_samples)
+    first_candidates += islice(remaining, form_count - 1)
+    inputs, reference_outputs = zip(*first_candidates, strict=True)
+    form = derive_form(reference_outputs, inputs=inputs, metric=metric)
+
     slices = (
         form.prepare(outputs, sample, outputs)
-        for sample, outputs in chain(form_candidates, remaining)
+        for sample, outputs in chain(first_candidates, remaining)
     )
     return slice_signals(form, slices), form
 
@@ -248,6 +257,13 @@ class GrowingComparison:
 
     Of two models the second runs the samples of `second_half`, the first all others.
 
+    Args:
+        models: the model, or the two.
+        evaluation_set: samples with the float model's outputs.
+        metric: the user's metric or task.
+        int8_kernels: whether ONNX Runtime's int8 kernels run the models.
+        labels: class of each image, for top-1 accuracy on all samples.
+
     Attributes:
         keys: keys of the samples that were run.
     """
@@ -261,24 +277,19 @@ class GrowingComparison:
         int8_kernels: bool,
         labels: Sequence[int] | None = None,
     ) -> None:
-        """Load the models.
-
-        `int8_kernels`: whether ONNX Runtime's int8 kernels run them. `labels`: class of each image,
-        for top-1 accuracy on all samples.
-        """
-        self._sessions = [
-            OrtSession.open(
+        self._sessions = []
+        for model in models:
+            session = OrtSession.open(
                 model, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
             )
-            for model in models
-        ]
+            self._sessions.append(session)
         self._second_keys = frozenset[int]()
         if len(models) > 1:
             self._second_keys = second_half(evaluation_set.subset)
         self._evaluation_set = evaluation_set
-        self._metric = metric
-        self._labels = labels
-        self._comparison: Comparison | None = None
+        self._comparison = Comparison(
+            evaluation_set.outputs, self._sessions[0], labels=labels, metric=metric
+        )
         self._own_states = OwnStates(evaluation_set.subset.states)
         self.keys: list[int] = []
 
@@ -298,7 +309,6 @@ class GrowingComparison:
             threads=threads,
             first_number=len(self.keys) + 1,
         )
-        assert self._comparison is not None
         return self._comparison.result()
 
     def _new_samples(self, max_samples: int) -> Iterator[Sample]:
@@ -316,18 +326,16 @@ class GrowingComparison:
         return sample, self._evaluation_set.outputs.get(key, sample), outputs
 
     def _add(self, _: int, arrays: Sequence[Mapping[str, Array]]) -> None:
-        if self._comparison is None:
-            reference = self._evaluation_set.outputs
-            self._comparison = Comparison(
-                reference, self._sessions[0], labels=self._labels, metric=self._metric
-            )
         self._comparison.add(*arrays, count=self._evaluation_set.subset.unpadded_count)
 
 
 def second_half(subset: EvaluationSubset) -> frozenset[int]:
     """Return the keys of half of the evaluation samples; repetition in the feed does not matter."""
-    halves = {key: alternate_halves(index) % 2 for index, key in enumerate(subset.keys)}
-    return frozenset(key for key, half in halves.items() if half)
+    keys = []
+    for index, key in enumerate(subset.keys):
+        if alternate_halves(index) % 2:
+            keys.append(key)
+    return frozenset(keys)
 
 
 def halved_requests(
@@ -346,16 +354,18 @@ def halved_requests(
         return []
 
     second_keys = second_half(request.evaluation_set.subset)
-    second = ranges.compute_once("halves", ObservedStatistics)  # shared by the targets
-    missing = second.missing(demand)
+    second_statistics = ranges.compute_once("halves", ObservedStatistics)  # shared by the targets
+    missing = second_statistics.missing(demand)
     if missing:
         count_samples(len(second_keys))
         samples = (sample for _, sample in request.feed.samples_by_key(second_keys))
-        second |= observe(missing, samples, threads=request.threads)
-    return [
-        replace(request, ranges=Ranges(statistics, ranges.method, ranges.range_limits))
-        for statistics in (second, _subtract(ranges, demand, second))
-    ]
+        second_statistics |= observe(missing, samples, threads=request.threads)
+    first_statistics = _subtract(ranges, demand, second_statistics)
+    requests = []
+    for statistics in (second_statistics, first_statistics):
+        half_ranges = Ranges(statistics, ranges.method, ranges.range_limits)
+        requests.append(replace(request, ranges=half_ranges))
+    return requests
 
 
 def with_held_out_ranges(
@@ -368,8 +378,12 @@ def with_held_out_ranges(
 ) -> BuildRequest:
     """Return the request with ranges of all samples but these; unchanged if it cannot be.
 
-    `count_samples`: called with the number of samples that are run for it. `observes_again`:
-    whether to run all other samples for statistics that cannot be subtracted.
+    Args:
+        target: its demand is observed.
+        request: its ranges are those of all samples.
+        samples: to leave out.
+        count_samples: called with the number of samples that are run for it.
+        observes_again: whether to run all other samples for statistics that cannot be subtracted.
     """
     ranges, other_count = request.ranges, len(request.feed) - len(samples)
     if ranges.trusted is not None or not 0 < other_count < LARGE_FEED:
@@ -425,6 +439,9 @@ def _subtract(
 
 
 def _other_samples(request: BuildRequest, samples: Sequence[Sample]) -> Iterator[Sample]:
+    """Yield the samples of the feed that are none of these."""
     digests = {sample_digest(sample) for sample in samples}
     with request.feed.samples() as all_samples:
-        yield from (sample for sample in all_samples if sample_digest(sample) not in digests)
+        for sample in all_samples:
+            if sample_digest(sample) not in digests:
+                yield sample

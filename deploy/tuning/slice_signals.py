@@ -33,7 +33,7 @@ from deploy.tasks.rows import Floats, Outputs, are_probabilities, is_floating
 from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
-_TEMPERATURES = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _MIN_PROBABILITY = 1e-30  # smaller ones are rounded to 0
 _UNCERTAIN = 0.1  # mean of 1 - sum p^2 from which a Softmax is not certain
 _FULL_SIGNAL = 0.25  # share of the mean power, half the amplitude: a sample with more counts fully
@@ -42,18 +42,15 @@ _ALL_NOISE = 1e6  # -60 dB, a loss of all: NaN, another shape
 
 def slice_signals(form: OutputForm, outputs: Iterable[Outputs]) -> Floats:
     """Return the signal of every slice in every sample, [samples, slices]; 0 where not finite."""
-    # one value next to others says whether they matter
+    # a single probability is measured only alone: next to other slices these say if it matters
     min_probabilities = 1 if len(form.parts) == 1 else 2
     rows = []
     for sample_outputs in outputs:
         slices = [part.of(sample_outputs[part.output]) for part in form.parts]
         rows.append([_measure_signal(values, min_probabilities) for values in slices])
-    measured = np.array(rows)
-    if not measured.size:
-        return np.zeros(measured.shape[:2])
-
-    squares, uncertain = measured[..., 0], measured[..., 1]
-    signals = np.where(np.isfinite(uncertain).all(axis=0), uncertain, squares)
+    measured = np.array(rows).reshape(len(rows), len(form.parts), 2)
+    squares, uncertainties = measured[..., 0], measured[..., 1]
+    signals = np.where(np.isfinite(uncertainties).all(axis=0), uncertainties, squares)
     is_number = [part.less == USUAL and part.at is None for part in form.parts]
     return np.asarray(np.where(is_number, signals > 0, signals))
 
@@ -81,7 +78,7 @@ def _is_one_row(values: Array) -> bool:
 def rank_by_signal(signals: Floats) -> Array:
     """Return the indices of the samples by their signal, each slice normalized, greatest first.
 
-    Equal ones are spread.
+    Samples of equal signal are in sampling order, so that they are spread over the data.
     """
     order, largest = sampling_order(len(signals)), signals.max(axis=0)
     normalized = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
@@ -102,23 +99,27 @@ def sum_of_squares(values: Array) -> float:
 def find_temperatures(form: OutputForm, outputs: Sequence[Outputs]) -> dict[str, tuple[float, int]]:
     """Return {output of a Softmax that is certain: (temperature, axis of the classes)}."""
     temperatures = {}
-    whole_outputs = [part.output for part in form.parts if part == OutputSlice(output=part.output)]
-    for name in whole_outputs:
-        arrays = [sample_outputs[name] for sample_outputs in outputs]
-        axes = [axis for axis in (1, -1) if all(_is_softmax(values, axis) for values in arrays)]
-        if axes:
-            temperature = _find_temperature(arrays, axes[0])
-            if temperature > 1:
-                temperatures[name] = temperature, axes[0]
+    for part in form.parts:
+        if part != OutputSlice(output=part.output):  # a part of an output is no Softmax
+            continue
+        arrays = [sample_outputs[part.output] for sample_outputs in outputs]
+        for axis in (1, -1):
+            if all(_is_softmax(values, axis) for values in arrays):
+                temperature = _find_temperature(arrays, axis)
+                if temperature > 1:
+                    temperatures[part.output] = temperature, axis
+                break
     return temperatures
 
 
 def _find_temperature(arrays: Sequence[Array], axis: int) -> float:
     """Return the least temperature at which a Softmax is not certain, or the largest."""
-    for temperature in (1.0, *_TEMPERATURES):
-        shares = [apply_temperature(values, temperature, axis) for values in arrays]
-        uncertain = [1 - np.square(values).sum(axis=axis).mean() for values in shares]
-        if np.mean(uncertain) >= _UNCERTAIN:
+    for temperature in _TEMPERATURES:
+        uncertainties = []
+        for values in arrays:
+            probabilities = apply_temperature(values, temperature, axis)
+            uncertainties.append(1 - np.square(probabilities).sum(axis=axis).mean())
+        if np.mean(uncertainties) >= _UNCERTAIN:
             break
     return temperature
 
@@ -179,11 +180,12 @@ def noise_powers(
 
 
 def _noise_power(expected: Array, actual: Array, signal_power: float) -> float:
+    """Return the error power over the signal power; 0 for no error, at most `_ALL_NOISE`."""
     if expected.shape != actual.shape:
         return _ALL_NOISE
     noise = sum_of_squares(np.asarray(expected, np.float64) - np.asarray(actual, np.float64))
-    if not (math.isfinite(signal_power) and math.isfinite(noise)):
+    if noise == 0:
+        return 0.0
+    if signal_power == 0 or not (math.isfinite(signal_power) and math.isfinite(noise)):
         return _ALL_NOISE
-    if signal_power == 0:
-        return 0.0 if noise == 0 else _ALL_NOISE
     return min(noise / signal_power, _ALL_NOISE)
