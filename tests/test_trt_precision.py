@@ -23,6 +23,7 @@ from deploy.targets.tensorrt import trtexec
 from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part, round_scales
 from deploy.targets.tensorrt.trtexec import ParserRequirements
 from deploy.tuning.search_options import Tuning
+from tests.models import read_target
 from tests.vendor_models import build_net, parse_nodes
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
@@ -376,6 +377,31 @@ def test_trtexec_script_runs_from_any_folder(lines, small_cnn, tmp_path):
         process = subprocess.run(["sh", path, "help"], cwd=folder, capture_output=True, text=True)
         assert process.returncode == 2
         assert "11: with TensorRT 11" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "shipped_names", "line"),
+    [
+        ("8.6.1", ["small_cnn.tensorrt.onnx", "small_cnn.tensorrt.cache"], ""),
+        ("10.3.0", [TYPED_NAME], "typed"),
+        ("11.2.0", [TYPED_NAME], ""),
+    ],
+)
+def test_shipped_files_are_the_versions(
+    run, small_cnn, pictures, tmp_path, version, shipped_names, line
+):
+    quick = ("--size", "16x16", "--duration", 0, "--effort", 0, "--target", "tensorrt")
+    arguments = (*quick, "--trt-version", version, "--out", tmp_path)
+    screen = " ".join(run.ok("build", small_cnn, "--images", pictures, *arguments).split())
+    shipped = " with ".join(f"{tmp_path}/{name}" for name in shipped_names)
+    assert f"Ship {shipped} Report" in screen
+    script = tmp_path / "small_cnn_trtexec.sh"
+    assert screen.endswith(f"sh {script} {line}".strip())
+    assert read_target(tmp_path)["shipped"] == shipped.split(" with ")
+    default_command = script.read_text().split("''|")[1].splitlines()[0]
+    assert ("--stronglyTyped" in default_command) is False
+    if not line:
+        assert all(name in default_command for name in shipped_names)
 
 
 def test_first_tensorrt_version_by_requirement(wording):

@@ -452,6 +452,7 @@ def _target_part(
         modules=_modules_by_tensor(calibration.loaded.model),
         files=file_rows(result.files, stage),
         runnable=_final_path(result.runnable, stage),
+        shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
         search=search,
         alerts=(
             *result.alerts,

@@ -190,7 +190,9 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
     for path in {*engines, *result.files.values()}.difference(remaining_files.values()):
         discarded_names += [path.name, f"{path.name}.json"]
     stage.discard(discarded_names)
-    return replace(result, engine=None, runnable=None, baselines={}, files=remaining_files)
+    return replace(
+        result, engine=None, runnable=None, shipped=(), baselines={}, files=remaining_files
+    )
 
 
 def _make_request(

@@ -416,6 +416,7 @@ class TargetPart:
         modules: tensor -> path of the PyTorch module that makes it, where the model's file says it.
         files: files written for it.
         runnable: file with its numerics that ONNX Runtime can run; None without.
+        shipped: files from which the device builds its engine.
         search: the search before it was built; None without.
         alerts: notes that need an action.
         notes: sentences on what was left out, with the command that does it.
@@ -433,6 +434,7 @@ class TargetPart:
     modules: Mapping[str, str] = field(default_factory=dict)
     files: tuple[FileRow, ...] = ()
     runnable: str | None = None
+    shipped: tuple[str, ...] = ()
     search: SearchPart | None = None
     alerts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

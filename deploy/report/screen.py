@@ -199,15 +199,21 @@ def _decisions(report: Findings) -> Iterator[str]:
 
 
 def _shipped_files(report: Findings) -> Iterator[str]:
-    """Yield each engine's file; if int8 is not worth it, the float model's, with both names."""
+    """Yield each engine's file, or the files from which its device builds it.
+
+    Where int8 is not worth it, the float model is shipped, and both are named.
+    """
     for engine in report.engines:
-        if engine.is_float or not engine.path:
+        target = report.target_of(engine)
+        paths = target.shipped if target and not engine.path else (engine.path,)
+        int8_files = " with ".join(filter(None, paths))
+        if engine.is_float or not int8_files:
             continue
         level = engine.verdict.level if engine.verdict else ""
         if level in (FLOAT, UNUSABLE) and report.model:
-            yield f"{report.model.path}  (the float model; int8 is in {engine.path})"
+            yield f"{report.model.path}  (the float model; int8 is in {int8_files})"
         else:
-            yield engine.path
+            yield int8_files
 
 
 def _int8_nodes(report: Findings) -> Iterator[str]:
@@ -313,6 +319,7 @@ def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
 # role of a script -> where it is to be run, and its argument
 _DEVICE_SCRIPTS = {
     "script of trtexec": ("on the GPU machine", ""),
+    "script of trtexec, with typed as argument": ("on the GPU machine", " typed"),
     "script of TensorRT for RTX": ("on the GPU machine", ""),
     "atc command": ("where atc is", ""),
     "atc command, with the chip as argument": ("where atc is, for its chip", " Ascend310P3"),

@@ -164,6 +164,7 @@ class BuildResult:
         engine: the file that runs on the target; None where the SDK or device is missing.
         runnable: a model of the same numerics that ONNX Runtime runs, for accuracy and, if it is
             the engine itself, for latency; None if there is none.
+        shipped: files from which the device builds its engine.
         baselines: label -> float engine of the same runtime and device for the speed comparison;
             the last one is the reference.
         files: role -> path of every file written, the engines included.
@@ -180,6 +181,7 @@ class BuildResult:
     target: str
     engine: Path | None = None
     runnable: Path | None = None
+    shipped: tuple[Path, ...] = ()
     baselines: Mapping[str, Path] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()

@@ -297,8 +297,8 @@ class TensorRT(TensorrtOptions):
             files[PART] = engines.write_file(request, ".part.onnx", runnable_part)
             evaluated_role = PART
         commands = trtexec.trtexec_commands(self, request, files, models, version, float32_nodes)
-        script = request.folder / f"{request.name}_trtexec.sh"
-        files["script of trtexec"] = write_script(script, trtexec.trtexec_script(commands))
+        shipped = _shipped_files(files, commands, version)
+        files |= _write_script(request, commands, version)
 
         built = self._build_engines(request, calibrated, files, float32_nodes, commands)
         notes = (*model_set.notes, *lowering_notes, *([_DLA_NOTE] if self.dla else []))
@@ -308,6 +308,7 @@ class TensorRT(TensorrtOptions):
             target=self.name,
             engine=built.engine,
             runnable=None if built.failure else files[evaluated_role],
+            shipped=shipped,
             baselines=built.baselines.engines,
             files={**files, **built.baselines.files},
             decisions=(*match.plan.decisions, *request.plugin_decisions),
@@ -486,6 +487,35 @@ class TensorRT(TensorrtOptions):
             quantized={decision.node for decision in decisions if decision.quantized},
         )
         return layers, _float32_notes(reasons)
+
+
+def _shipped_files(
+    files: Mapping[str, Path], commands: Sequence[TrtexecCommand], version: str
+) -> tuple[Path, ...]:
+    """Return the files that the command for TensorRT `version` reads."""
+    from deploy.targets.tensorrt.trtexec import shipping_command
+
+    command = shipping_command(commands, version)
+    arguments = command.arguments if command else ()
+    file_names = {argument.rpartition("=")[2] for argument in arguments}
+    return tuple(path for path in files.values() if path.name in file_names)
+
+
+def _write_script(
+    request: BuildRequest, commands: Sequence[TrtexecCommand], version: str
+) -> dict[str, Path]:
+    """Write the script of the commands; return role -> its path.
+
+    The role tells the argument for TensorRT `version`, if that is not what runs without one.
+    """
+    from deploy.targets.tensorrt.trtexec import shipping_command, trtexec_script
+
+    role = "script of trtexec"
+    command = shipping_command(commands, version)
+    if command and command != commands[0]:
+        role += f", with {command.name} as argument"
+    path = request.folder / f"{request.name}_trtexec.sh"
+    return {role: write_script(path, trtexec_script(commands))}
 
 
 def _float32_notes(reasons: Mapping[str, str]) -> list[str]:

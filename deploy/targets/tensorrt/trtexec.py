@@ -218,7 +218,7 @@ def trtexec_commands(
         )
         if not options.dla:
             commands += _weakly_typed(files, requirements[QDQ], options.rest, float32_nodes)
-    commands += _strongly_typed(files, requirements, options.features)
+    commands += _strongly_typed(files, requirements, version, options.features)
     flags = _common_flags(options, request)
     for index, command in enumerate(commands):
         if command.arguments:
@@ -238,6 +238,19 @@ def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
     if options.timing_cache is not None:
         flags.append(f"--timingCacheFile={options.timing_cache.resolve()}")
     return [*flags, *options.trtexec_flags]
+
+
+def shipping_command(commands: Sequence[TrtexecCommand], version: str) -> TrtexecCommand | None:
+    """Return the command whose files are to be shipped to TensorRT `version`; None if none can be.
+
+    It is the first one, except for TensorRT 10, which reads cache and typed model: caches are
+    deprecated since 10.1, and the accuracy in the report is that of the typed model.
+    """
+    runnable = [command for command in commands if command.arguments]
+    features = features_of(version)
+    if features.calibrators and features.typed:
+        runnable.sort(key=lambda command: command.name != "typed")  # stable: only this one moves
+    return runnable[0] if runnable else None
 
 
 def trtexec_script(commands: Sequence[TrtexecCommand]) -> str:
@@ -300,9 +313,10 @@ def _weakly_typed(
 def _strongly_typed(
     files: Mapping[str, Path],
     requirements: Mapping[str, ParserRequirements],
+    version: str,
     features: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
-    """Build in the types of the model."""
+    """Build in the types of the model; the command for TensorRT `version` is the first."""
     role = TYPED if TYPED in files else QDQ
     model = files[role]
     since = requirements[role].first_reading(*features)
@@ -320,8 +334,12 @@ def _strongly_typed(
     command_11 = TrtexecCommand("11", condition, _command(model, flags_11))
     if version_label(since) >= version_label(_TYPED_ONLY):
         return (command_11,)
+
     arguments = _command(model, ["--stronglyTyped"])
-    return TrtexecCommand("typed", machine + _until_10(since), arguments), command_11
+    command_10 = TrtexecCommand("typed", machine + _until_10(since), arguments)
+    if version_label(version) >= version_label(_TYPED_ONLY):
+        return command_11, command_10
+    return command_10, command_11
 
 
 def _command(model: Path, flags: Sequence[str]) -> tuple[str, ...]:
