@@ -188,6 +188,7 @@ def build(
 
 
 def _with_effort(tuning: Tuning, effort: int | None) -> Tuning:
+    """Return the options of the search with an effort that was given beside them, if any."""
     if effort is None:
         return tuning
     if tuning.effort is not None:
@@ -217,6 +218,7 @@ def build_with(
         build = replace(build, metric=metric)
         _refuse_other_samples(build, calibration)
         _refuse_broken_metric(build, calibration)
+
         plans, plan_path = _plan_targets(build, calibration, stage)
         results = build_targets(
             options.targets,
@@ -230,8 +232,10 @@ def build_with(
         )
         figures = _measure(build, calibration, results, stage)
         results = discard_failed(results, figures.failures, stage)
-        labelled = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
-        better_reading = find_better_reading(calibration, metric.without_function, labelled)
+
+        # labels that the float model mostly misses are a sign of wrong preprocessing
+        mislabelled = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
+        better_reading = find_better_reading(calibration, metric.without_function, mislabelled)
         if better_reading:
             calibration = replace(calibration, doubts=(*calibration.doubts, better_reading))
         saved_model = None
@@ -321,12 +325,15 @@ def _refuse_other_samples(build: PreparedBuild, calibration: CalibrationResult) 
 
 
 def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) -> None:
-    """Refuse a user's metric or task that fails on the float model itself, before all is built."""
+    """Refuse a user's metric or task that fails on the float model itself, before all is built.
+
+    It is tried on the first sample, whose outputs stand for those of the engine too.
+    """
     if not build.metric.is_set or build.loaded.qdq is not None:
         return
     sample, outputs = next(iter(calibration.evaluation_set.samples_with_outputs(1)))
     labels = None if build.evaluation is None else build.evaluation.labels
-    if labels is not None:
+    if labels is not None:  # any label will do, as many as the batch has rows
         labels = labels[:1] * batch_length(sample, build.metric.declared.batch_inputs)
     float_outputs = StoredOutputs(outputs)
     comparison = Comparison(float_outputs, float_outputs, metric=build.metric, labels=labels)
@@ -372,16 +379,13 @@ def _measure(
         figures = list_engines(build.reference, results)
     else:
         figures = _measure_on_images(build, calibration, results, stage)
-    evaluation, shared_count = build.evaluation, 0
-    if evaluation is not None and build.loaded.qdq is None:
+    evaluation, is_calibrated = build.evaluation, build.loaded.qdq is None
+    shared_count = 0
+    if evaluation is not None and is_calibrated:
         shared_count = evaluation.count_shared(calibration.feed)
+    has_own_images = evaluation is not None and shared_count < evaluation.count
     notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration, shared_count))
-    images_calibrated = evaluation is None or shared_count == evaluation.count
-    return replace(
-        figures,
-        notes=notes,
-        on_calibration=images_calibrated and build.loaded.qdq is None,
-    )
+    return replace(figures, notes=notes, on_calibration=is_calibrated and not has_own_images)
 
 
 def _measure_on_images(
@@ -411,7 +415,7 @@ def _measure_on_images(
         return measure(targets, results, duration_s=build.duration_s)
     except (Calib8Error, MemoryError, OSError):
         raise
-    except Exception:  # a fault: each target by itself, to find those that raise it
+    except Exception:  # a fault of calib8: each target by itself, to find those that raise it
         failures: dict[str, str] = {}
         for target, result in zip(targets, results, strict=True):
             try:
@@ -421,11 +425,12 @@ def _measure_on_images(
         if not failures or len(failures) == len(targets):
             raise
 
-    measurable = list(results)
-    for position, result in enumerate(results):
+    measurable_results = []
+    for result in results:
         if result.target in failures:
-            measurable[position] = BuildResult(target=result.target, error=failures[result.target])
-    figures = measure(targets, measurable, duration_s=build.duration_s)
+            result = BuildResult(target=result.target, error=failures[result.target])
+        measurable_results.append(result)
+    figures = measure(targets, measurable_results, duration_s=build.duration_s)
     return replace(figures, failures={**figures.failures, **failures})
 
 

@@ -49,7 +49,8 @@ from deploy.terminal import phase
 
 EvaluationFeed = Feed | EvaluationSubset
 Labels = Sequence[int] | GroundTruth  # classes of the samples, or the objects on them
-DeviceSessions = Mapping[str, Session | None]  # engine that can be opened here -> see InnerTensors
+# engine that can be opened here -> its session on a device; None if ONNX Runtime runs it
+DeviceSessions = Mapping[str, Session | None]
 Pictures = Mapping[int, tuple[str, Array]]  # sample number -> name, image uint8 [h, w, 3] RGB
 
 LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
@@ -58,9 +59,10 @@ _PICTURE_SIDE = 256  # pixels of the longer side of an example; boxes are drawn 
 
 
 def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
-    """Open a session of one thread without spinning; samples run in parallel instead.
+    """Open a session of ONNX Runtime in one thread, without spinning; samples run in parallel.
 
-    `stand_in`: the model is in another runtime's form, and is computed as written.
+    `stand_in`: whether the model stands for an engine of another runtime. Its Q/DQ pairs are then
+    computed as they are written, without int8 kernels.
     """
     if stand_in and not isinstance(model, bytes) and _truncates_float16():
         model = _quantize_in_float32(model)
@@ -70,7 +72,7 @@ def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool 
 
 
 def _truncates_float16() -> bool:
-    """Return whether this ONNX Runtime's QuantizeLinear rounds float16 values towards zero."""
+    """Whether this ONNX Runtime's QuantizeLinear rounds float16 values towards zero."""
     import onnxruntime
 
     major, minor = map(int, onnxruntime.__version__.split(".")[:2])
@@ -78,31 +80,37 @@ def _truncates_float16() -> bool:
 
 
 def _quantize_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
-    """Cast float16 values to float32 before they are quantized; return the model if it has none."""
-    graph_only = onnx.load(model, load_external_data=False) if isinstance(model, Path) else model
-    float16 = onnx.TensorProto.FLOAT16
-    weights = graph_only.graph.initializer
-    float16_scales = {tensor.name for tensor in weights if tensor.data_type == float16}
-    if not any(_has_scale_in(node, float16_scales) for node in graph_only.graph.node):
+    """Return a model whose float16 values are cast to float32 before they are quantized.
+
+    A model without such values is returned as it is, so that its weights are not read for nothing.
+    """
+    if isinstance(model, Path):
+        without_weights = onnx.load(model, load_external_data=False)
+    else:
+        without_weights = model
+    float16_names = set()
+    for tensor in without_weights.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT16:
+            float16_names.add(tensor.name)
+    if not any(_has_scale_in(node, float16_names) for node in without_weights.graph.node):
         return model
 
-    casted = onnx.load(model) if isinstance(model, Path) else copy_message(model)
+    copy = onnx.load(model) if isinstance(model, Path) else copy_message(model)
     nodes: list[onnx.NodeProto] = []
-    for node in casted.graph.node:
-        if _has_scale_in(node, float16_scales):
+    for node in copy.graph.node:
+        if _has_scale_in(node, float16_names):
             for index, name in enumerate(node.input[:2]):  # the value and its scale
-                casted_name = f"{node.output[0]}/{name}/float32"
-                node.input[index] = casted_name
-                cast = onnx.helper.make_node(
-                    "Cast", [name], [casted_name], to=onnx.TensorProto.FLOAT
-                )
+                cast_name = f"{node.output[0]}/{name}/float32"
+                node.input[index] = cast_name
+                cast = onnx.helper.make_node("Cast", [name], [cast_name], to=onnx.TensorProto.FLOAT)
                 nodes.append(cast)
         nodes.append(node)
-    replace_nodes(casted.graph, nodes)
-    return casted
+    replace_nodes(copy.graph, nodes)
+    return copy
 
 
 def _has_scale_in(node: onnx.NodeProto, names: Collection[str]) -> bool:
+    """Whether a node is a QuantizeLinear whose scale is one of these tensors."""
     return node.op_type == "QuantizeLinear" and node.input[1] in names
 
 
@@ -215,12 +223,13 @@ def find_candidates(
             path = result.engine
         if path is None:
             continue
+        session = host_sessions.get(result.target)
         try:
-            session = host_sessions.get(result.target)
             session = session or open_single_thread(path, stand_in=stand_in)
-            candidates[result.target] = Candidate(session, is_serial=False)
         except BackendError as error:
             failures[result.target] = str(error)
+        else:
+            candidates[result.target] = Candidate(session, is_serial=False)
     return candidates
 
 
@@ -338,20 +347,27 @@ def evaluate(
     *,
     threads: int,
 ) -> EvaluationResult:
-    """Run all candidates over the evaluation samples, and compare with the float model."""
+    """Run all candidates over the evaluation samples, and compare with the float model.
+
+    Args:
+        reference: outputs of the float model.
+        candidates: name -> what is evaluated.
+        evaluation: the samples, and how they are compared.
+        threads: samples that run in parallel.
+    """
     if not candidates:
         return EvaluationResult()
     earlier_runs = reference.runs
     evaluation_pass = _EvaluationPass(reference, candidates, evaluation)
     count = evaluation.sample_count
-    with phase("accuracy", count, "samples") as step, evaluation.feed.samples() as samples:
+    with phase("accuracy", count, "samples") as show_progress, evaluation.feed.samples() as samples:
 
-        def compare(number: int, outputs: _SampleOutputs) -> None:
-            evaluation_pass.compare(number, outputs)
-            step()
+        def compare(_number: int, outputs: _SampleOutputs) -> None:
+            evaluation_pass.compare(outputs)
+            show_progress()
 
         if evaluation.feed.states:
-            threads = 1  # each step needs the states of the one before
+            threads = 1  # each sample needs the states that the one before it left
         run_in_order(
             itertools.islice(samples, count), evaluation_pass.run, compare, threads=threads
         )
@@ -403,7 +419,10 @@ class _EvaluationPass:
         }
 
     def run(self, _worker: int, number: int, sample: Sample) -> _SampleOutputs:
-        """Run the float model and all candidates that run in parallel on one sample."""
+        """Run the float model and all candidates that run in parallel on one sample.
+
+        Called by several threads. `number`: of the sample in the pass, from 1.
+        """
         key = self._evaluation.find_key(number)
         reference_outputs = self._reference.get(key, sample)
         feed = self._evaluation.feed
@@ -412,8 +431,11 @@ class _EvaluationPass:
         self._run_candidates(outputs, is_serial=False)
         return outputs
 
-    def compare(self, _number: int, outputs: _SampleOutputs) -> None:
-        """Run the other candidates, and add the outputs of a sample to the figures, in order."""
+    def compare(self, outputs: _SampleOutputs) -> None:
+        """Run the candidates that take one sample at a time, and add all outputs to the figures.
+
+        Called by one thread, in the order of the samples.
+        """
         self._run_candidates(outputs, is_serial=True)
         for name in self._candidates:
             if name in outputs.candidates:
@@ -430,7 +452,7 @@ class _EvaluationPass:
         self._pictures.add(outputs.sample, watched)
 
     def _run_candidates(self, outputs: _SampleOutputs, *, is_serial: bool) -> None:
-        """Run the candidates that have not failed yet."""
+        """Run the serial or the parallel candidates, those that have not failed yet."""
         for name, candidate in self._candidates.items():
             if candidate.is_serial != is_serial or name in self._result.failures:
                 continue
@@ -455,14 +477,19 @@ class _EvaluationPass:
 
 
 class CandidateImages:
-    """Images of the samples that are candidates for a report.
+    """Images of the samples that a report may show.
 
     Which samples are worth showing is known only after the pass, when they are gone; so after each
-    sample the caller passes the current candidates, and images of all others are dropped.
+    sample the caller passes the numbers of those that may be, and images of all others are dropped.
     """
 
     def __init__(self, feed: EvaluationFeed, batch_inputs: Collection[str] | None = None) -> None:
-        """Start with no pictures; `batch_inputs` as for `batch_length`."""
+        """Start with no images.
+
+        Args:
+            feed: the samples.
+            batch_inputs: inputs each of whose rows is one sample; None for the first input.
+        """
         self._feed = feed
         self._batch_inputs = batch_inputs
         self._sample_count = 0
@@ -472,20 +499,24 @@ class CandidateImages:
         return len(self._stored)
 
     def add(self, sample: Mapping[str, Array], watched: Collection[int]) -> None:
-        """Add the pass's next sample; drop images of samples that `watched` no longer has."""
+        """Add the pass's next sample or batch; drop images that are not needed any more.
+
+        `watched`: numbers, from 0, of the samples whose images may be shown.
+        """
         batch = batch_length(sample, self._batch_inputs)
         start = self._sample_count
         self._sample_count += batch
-        self._stored = {n: picture for n, picture in self._stored.items() if n in watched}
+        for number in self._stored.keys() - set(watched):
+            del self._stored[number]
         watched_rows = [row for row in range(batch) if start + row in watched]
         if not watched_rows:
             return
 
         samples = split_batch(sample, batch)
         for row in watched_rows:
-            picture = self._feed.to_image(samples[row])
-            if picture is not None:
-                self._stored[start + row] = shrink_image(picture, _PICTURE_SIDE)
+            image = self._feed.to_image(samples[row])
+            if image is not None:
+                self._stored[start + row] = shrink_image(image, _PICTURE_SIDE)
 
     def select(self, numbers: Iterable[int]) -> Pictures:
         """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""

@@ -1,7 +1,7 @@
 """Measure speed and accuracy of the built engines, compared with the float model."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from deploy.pipeline.evaluate import (
     open_single_thread,
 )
 from deploy.pipeline.float_reference import read_float_model
-from deploy.report.figures import compare_with_plan
+from deploy.report.figures import compare_with_plan, count
 from deploy.report.parts import EngineRow
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult, Target
@@ -126,17 +126,16 @@ def measure_engines(
     del float_file  # its session has the weights
     engines = {_FLOAT_ENGINE: float_engine}
     failures, absent = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
-    given_outputs = _open_given_pairs(loaded)
-    reference = given_outputs or _choose_reference(float_outputs, observed_outputs, samples)
+    # the model that engines are compared with
+    qdq_outputs = _open_qdq_model(loaded)
+    reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, samples)
     first_runs = float_outputs.runs
     del float_outputs  # frees the weights of a session that may not be needed any more
 
     opened = [result for result in results if result.target not in failures]
-    device_sessions: dict[str, Session | None] = {}
-    if loaded.cut_off is None:  # else the engines have other outputs
-        device_sessions = {
-            name: engine.device_session for name, engine in engines.items() if name != _FLOAT_ENGINE
-        }
+    device_sessions = _find_device_sessions(engines)
+    if loaded.cut_off is not None:  # the engines have other outputs than the float model
+        device_sessions = {}
     if evaluation is not None:
         evaluation.cache_samples(LAYER_SAMPLES)  # which are decoded once
     with phase("layers"):
@@ -146,11 +145,7 @@ def measure_engines(
     evaluated = evaluate(reference, candidates, samples, threads=threads)
     failures |= evaluated.failures
 
-    timed_sessions = {
-        name: engine.session
-        for name, engine in engines.items()
-        if engine.session is not None and not engine.is_for_accuracy and name not in failures
-    }
+    timed_sessions = _find_timed_sessions(engines, failures)
     latency = _measure_latency(timed_sessions, calibration, duration_s)
     devices = find_devices(timed_sessions)
     measurements = _Measurements(
@@ -166,16 +161,17 @@ def measure_engines(
         latency=latency.get(_FLOAT_ENGINE),
     )
     evaluated_results = [result for result in opened if result.target not in failures]
+    notes = (
+        *_sample_notes(evaluated.accuracy, evaluation, calibration, inner_tensors.sample_count),
+        *_constant_notes(loaded, latency),
+        *_qdq_notes(loaded, is_reference=qdq_outputs is not None),
+    )
     return Figures(
         engines=(float_row, *_make_rows(results, measurements)),
         layers=_find_lossy_layers(inner_tensors, loaded, evaluated_results),
         failures=failures,
         absent=absent,
-        notes=(
-            *_sample_notes(evaluated.accuracy, evaluation, calibration, inner_tensors.sample_count),
-            *_constant_notes(loaded, latency),
-            *_given_pairs_notes(loaded, is_reference=given_outputs is not None),
-        ),
+        notes=notes,
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
         reference_runs=first_runs + inner_tensors.sample_count + evaluated.reference_runs,
@@ -207,15 +203,43 @@ class _OpenedEngine:
     is_on_device: bool
     is_for_accuracy: bool = False
 
-    @property
-    def device_session(self) -> Session | None:
-        """The session if a device runs it; None if ONNX Runtime does."""
-        return self.session if self.is_on_device else None
+
+def _find_device_sessions(engines: Mapping[str, _OpenedEngine]) -> dict[str, Session | None]:
+    """Return engine -> its session if a device runs it, None if ONNX Runtime does.
+
+    The float model, which is only compared with, is left out.
+    """
+    sessions = {}
+    for name, engine in engines.items():
+        if name != _FLOAT_ENGINE:
+            sessions[name] = engine.session if engine.is_on_device else None
+    return sessions
+
+
+def _find_timed_sessions(
+    engines: Mapping[str, _OpenedEngine], failures: Collection[str]
+) -> dict[str, Session]:
+    """Return engine -> the session whose latency is measured; `failures`: engines without."""
+    sessions = {}
+    for name, engine in engines.items():
+        is_timed = not engine.is_for_accuracy and name not in failures
+        if is_timed and engine.session is not None:
+            sessions[name] = engine.session
+    return sessions
 
 
 @dataclass(frozen=True, slots=True)
 class _Measurements:
-    """Results of the engines, by their names."""
+    """What was measured, each by the name of the engine.
+
+    Attributes:
+        engines: the opened engines.
+        timed_sessions: the sessions whose latency was measured.
+        latency: their latency.
+        accuracy: figures against the float model.
+        failures: why engines cannot be opened or run.
+        threads: threads inside one inference; None if nothing was run.
+    """
 
     engines: Mapping[str, _OpenedEngine] = field(default_factory=dict)
     timed_sessions: Mapping[str, Session] = field(default_factory=dict)
@@ -236,9 +260,10 @@ def _time_loading(open_session: Callable[[], Session]) -> tuple[Session, float]:
 def _open_float_model(
     loaded: LoadedModel, float_file: bytes, samples: Evaluation, *, threads: int, is_timed: bool
 ) -> tuple[_OpenedEngine, ReferenceOutputs]:
-    """Return the float model's engine and its outputs, which are computed on demand.
+    """Return (the float model's engine, its outputs, which are computed on demand).
 
-    Without latency runs one session is enough for both, and the outputs own it.
+    The engine's session is for latency runs, in all threads; that of the outputs has one thread.
+    Without latency runs only the latter is opened.
     """
     names = [spec.name for spec in loaded.outputs]
     first_key = _first_key(samples)
@@ -261,10 +286,10 @@ def _open_engines(
     threads: int,
     is_timed: bool,
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Open all engines and add them to `engines`; return why others cannot be opened, by name.
+    """Open all engines and add them to `engines`.
 
     Returns:
-        Engines that their runtime refused; engines whose runtime or device is not here.
+        (engine -> why its runtime refused it, engine -> the runtime or device that is not here).
     """
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
@@ -319,10 +344,10 @@ def _choose_reference(
     return float_outputs
 
 
-def _open_given_pairs(loaded: LoadedModel) -> ReferenceOutputs | None:
-    """Return the outputs of a given Q/DQ model, computed on demand as its pairs are written.
+def _open_qdq_model(loaded: LoadedModel) -> ReferenceOutputs | None:
+    """Return the outputs of the user's Q/DQ model, computed on demand as it is written.
 
-    None for a float model, and for pairs that ONNX Runtime has no kernels for.
+    None for a float model, and for Q/DQ pairs that ONNX Runtime has no kernels for.
     """
     if loaded.qdq is None:
         return None
@@ -333,7 +358,7 @@ def _open_given_pairs(loaded: LoadedModel) -> ReferenceOutputs | None:
     return ReferenceOutputs(lambda: session, [spec.name for spec in loaded.outputs])
 
 
-def _given_pairs_notes(loaded: LoadedModel, *, is_reference: bool) -> Iterator[str]:
+def _qdq_notes(loaded: LoadedModel, *, is_reference: bool) -> Iterator[str]:
     """Yield the note on the model that a Q/DQ model's engines are compared with."""
     if loaded.qdq is not None:
         name = Path(loaded.qdq.name).name
@@ -347,12 +372,15 @@ def _find_candidates(
     device_sessions: DeviceSessions,
     failures: dict[str, str],
 ) -> dict[str, Candidate]:
-    """Return name -> what is evaluated: an engine of each target, and baselines of a device."""
-    host_sessions = {
-        name: engine.session
-        for name, engine in engines.items()
-        if engine.session is not None and engine.is_for_accuracy
-    }
+    """Return name -> what is evaluated: an engine of each target, and baselines of a device.
+
+    A baseline is a float engine that was built for the target. Add to `failures` why engines cannot
+    be evaluated.
+    """
+    host_sessions = {}
+    for name, engine in engines.items():
+        if engine.is_for_accuracy and engine.session is not None:
+            host_sessions[name] = engine.session
     candidates = find_candidates(opened, device_sessions, host_sessions, failures)
     for result in opened:
         for name in result.baselines:
@@ -365,12 +393,19 @@ def _find_candidates(
 def _measure_latency(
     sessions: Mapping[str, Session], calibration: EvaluationSubset, duration_s: float
 ) -> dict[str, Latency]:
-    """Return the latency of all sessions; devices are timed separately, so as not to cool down."""
+    """Return the latency of all sessions; none if `duration_s` is 0.
+
+    Sessions on a device are timed apart from the others, during whose runs it would cool down.
+    """
     if duration_s <= 0:
         return {}
     samples = calibration.first_samples(_LATENCY_SAMPLES)
-    on_device = {name: s for name, s in sessions.items() if isinstance(s, DeviceSession)}
-    on_host = {name: s for name, s in sessions.items() if name not in on_device}
+    on_device, on_host = {}, {}
+    for name, session in sessions.items():
+        if isinstance(session, DeviceSession):
+            on_device[name] = session
+        else:
+            on_host[name] = session
     latency: dict[str, Latency] = {}
     for group in (on_host, on_device):
         if group:
@@ -417,10 +452,9 @@ def _find_lossy_layers(
     lossy_layers = {}
     for result in results:
         if result.target in layers_by_target:
+            layers = layers_by_target[result.target]
             lossy_layers[result.target] = tuple(
-                layer
-                for layer in layers_by_target[result.target]
-                if not _is_clamped(layer.name, bounds, result)
+                layer for layer in layers if not _is_clamped(layer.name, bounds, result)
             )
     return lossy_layers
 
@@ -428,7 +462,10 @@ def _find_lossy_layers(
 def _is_clamped(
     tensor: str, bounds: Mapping[str, tuple[float, float]], result: BuildResult
 ) -> bool:
-    """Whether int8 clamps a tensor by design, where its readers cannot tell values apart."""
+    """Whether int8 clamps a tensor by design, as a Relu does that reads it: that is no loss.
+
+    `bounds`: tensor -> (lowest, highest) value that its readers tell from values beyond.
+    """
     if tensor not in bounds:
         return False
     lowest, highest = bounds[tensor]
@@ -442,32 +479,38 @@ def _sample_notes(
     calibration: EvaluationSubset,
     layer_samples: int,
 ) -> Iterator[str]:
-    """Yield notes on which samples the figures stand on."""
+    """Yield notes on the samples that the figures stand on.
+
+    `layer_samples`: number of samples on which inner tensors were compared.
+    """
     if not accuracy:
         return
-    count = next(iter(accuracy.values())).samples
-    layers = f", that of inner tensors on {layer_samples} of these" if layer_samples else ""
+    samples = next(iter(accuracy.values())).samples
+    of_layers = f", that of inner tensors on {layer_samples} of these" if layer_samples else ""
     if evaluation is None:
         yield (
-            f"accuracy was measured on {count} of the calibration images{layers}; --eval-images"
-            " gives others, which tell more"
+            f"accuracy was measured on {samples} of the calibration images{of_layers};"
+            " --eval-images gives others, which tell more"
         )
         if calibration.has_labels:
             yield "labels of images that calibrate are not used; --eval-images takes both"
-    elif layers:
-        yield f"accuracy was measured on {count} evaluation images{layers}"
+    elif of_layers:
+        yield f"accuracy was measured on {samples} evaluation images{of_layers}"
     if not calibration.states:  # else every engine had its own states
         yield from state_notes(accuracy.values())
 
 
 def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:
-    """Yield a note that errors which add up in states from call to call are not measured."""
-    lossy_states = {
-        f"{output.name} like {accuracy.carried[output.name]}"
-        for accuracy in accuracies
-        for output in accuracy.outputs
-        if output.name in accuracy.carried and not output.sqnr_db >= _LOSSLESS_DB
-    }
+    """Yield a note that errors which add up in states from call to call are not measured.
+
+    A state is an output that the next call takes as an input (`Accuracy.carried`).
+    """
+    lossy_states = set()
+    for accuracy in accuracies:
+        for output in accuracy.outputs:
+            is_lossless = output.sqnr_db >= _LOSSLESS_DB  # False for NaN
+            if output.name in accuracy.carried and not is_lossless:
+                lossy_states.add(f"{output.name} like {accuracy.carried[output.name]}")
     if lossy_states:
         yield (
             f"some outputs are what the next call is fed ({', '.join(sorted(lossy_states))}): here"
@@ -479,9 +522,9 @@ def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:
 def _constant_notes(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
     """Yield a note that the float model was timed with constants its file lists as inputs."""
     if loaded.fed_weights and _FLOAT_ENGINE in latency:
-        weights = "1 weight" if loaded.fed_weights == 1 else f"{loaded.fed_weights} weights"
         yield (
-            f"FP32 was timed with constants for {weights} that the file lists as inputs: ONNX"
-            " Runtime optimizes no layer whose weights may be fed, so the file itself is likely"
-            " slower; export it again with constants (keep_initializers_as_inputs=False)"
+            f"FP32 was timed with constants for {count(loaded.fed_weights, 'weight')} that the file"
+            " lists as inputs: ONNX Runtime optimizes no layer whose weights may be fed, so the"
+            " file itself is likely slower; export it again with constants"
+            " (keep_initializers_as_inputs=False)"
         )

@@ -14,6 +14,7 @@ whose first layer does not contradict (`deploy.calibration.input_checks`). With 
 tried if most images are of another class than FP32's, and count by the images that are right.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -118,22 +119,31 @@ def find_better_reading(
     if not isinstance(task, BoxDetection | Classes):
         return ""
 
-    form = "finds {} boxes" if isinstance(task, BoxDetection) else ""
+    # scores of the reading in use, with what a sentence counts
+    form, is_silent = "", False
     labelled = labelled_samples(evaluation) if isinstance(task, Classes) else []
+    used_scores = []
     if labelled:
         form = f"is right on {{}} of {len(labelled)} images"
-        used_scores = [sample_scores(task, x, float_outputs.recompute(x), y) for x, y in labelled]
+        for sample, label in labelled:
+            outputs = float_outputs.recompute(sample)
+            used_scores.append(sample_scores(task, sample, outputs, label))
     else:
-        used_scores = [sample_scores(task, *pair) for pair in pairs]
+        used_scores += [sample_scores(task, *pair) for pair in pairs]
+    if isinstance(task, BoxDetection):
+        form = "finds {} boxes"
+        is_silent = count_clear(used_scores) <= MAX_SILENT_BOXES
 
-    is_silent = isinstance(task, BoxDetection) and count_clear(used_scores) <= MAX_SILENT_BOXES
     for reading in list_readings(calibration, used, with_scales=is_silent or bool(labelled)):
         scores: list[Floats] = []
         losses = 0
-        samples = evaluation_set.subset.spread_samples(SAMPLES)
-        for sample, label in labelled or ((x, None) for x in samples):
-            fed = {name: renormalize(x, used, reading.preprocess) for name, x in sample.items()}
-            scores.append(sample_scores(task, fed, float_outputs.recompute(fed), label))
+        samples = labelled or zip(
+            evaluation_set.subset.spread_samples(SAMPLES), itertools.repeat(None)
+        )
+        for sample, label in samples:
+            inputs = {name: renormalize(x, used, reading.preprocess) for name, x in sample.items()}
+            outputs = float_outputs.recompute(inputs)
+            scores.append(sample_scores(task, inputs, outputs, label))
             losses += confidence_of(scores[-1]) < confidence_of(used_scores[len(scores) - 1])
             if losses > MAX_LOSSES:
                 break
@@ -202,6 +212,9 @@ def describe_reading(
         count, used_count = count_clear(scores), count_clear(used_scores)
         text = f"{form.format(count)} as {reading.text}, {used_count} as {reading.used_text}"
     else:
-        best, used_best = (100 * float(np.mean(rows)) for rows in (scores, used_scores))
-        text = f"is {best:.0f} % sure as {reading.text}, {used_best:.0f} % as {reading.used_text}"
+        percent, used_percent = 100 * np.mean(scores), 100 * np.mean(used_scores)
+        text = (
+            f"is {percent:.0f} % sure as {reading.text}, {used_percent:.0f} % as"
+            f" {reading.used_text}"
+        )
     return f"FP32 {text}; {reading.remedy}"

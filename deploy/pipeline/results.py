@@ -88,27 +88,18 @@ def write_report(
         request: what the user asked for.
     """
     loaded, feed = calibration.loaded, calibration.feed
-    files = {}
-    cache = _staged_cache(calibration, stage)
-    if cache is not None:
-        files["calibration cache"] = cache
-    if plan_path is not None:
-        files[PLAN] = plan_path
-    pages = [FileRow(role=REPORT, path=str(stage.folder / "report.html"))]
-    if has_settings:
-        pages.append(FileRow(role=OPTIONS, path=str(stage.folder / manifest.SETTINGS)))
-
     precisions = sorted({result.precision for result in results}, reverse=True)
     target_names = ", ".join(result.target for result in results)
+    targets = []
+    for result in results:
+        plan = plans.get(result.target)
+        targets.append(_target_part(calibration, figures, result, plan, stage))
     report = Report(
         title=f"calib8: {loaded.name} in {' and '.join(precisions)} for {target_names}",
         model=model_part(loaded, path=saved_model and stage.published_path(saved_model)),
         feed=feed_part(feed, calibration.images),
         calibration=_calibration_part(calibration, results),
-        targets=tuple(
-            _target_part(calibration, figures, result, plans.get(result.target), stage)
-            for result in results
-        ),
+        targets=tuple(targets),
         engines=engine_rows(
             figures,
             results,
@@ -119,7 +110,7 @@ def write_report(
             classes=loaded.classes,
         ),
         machine=replace(this_machine(), devices=figures.devices),
-        files=(*file_rows(files, stage), *pages),
+        files=tuple(_run_files(calibration, stage, plan_path, has_settings=has_settings)),
         work=WorkPart(
             decodes=feed.decodes + figures.decodes,
             calibration_runs=dict(calibration.runs),
@@ -135,6 +126,25 @@ def write_report(
     return report
 
 
+def _run_files(
+    calibration: CalibrationResult, stage: Stage, plan_path: Path | None, *, has_settings: bool
+) -> Iterator[FileRow]:
+    """Yield the files written for no single target: cache, plan, report and options.
+
+    The report and the options are written after this, so their rows have no size.
+    """
+    files = {}
+    cache = _staged_cache(calibration, stage)
+    if cache is not None:
+        files["calibration cache"] = cache
+    if plan_path is not None:
+        files[PLAN] = plan_path
+    yield from file_rows(files, stage)
+    yield FileRow(role=REPORT, path=str(stage.folder / "report.html"))
+    if has_settings:
+        yield FileRow(role=OPTIONS, path=str(stage.folder / manifest.SETTINGS))
+
+
 def find_earlier_report(folder: Path, model_digest: str) -> Report | None:
     """Return the report of the build of the same model that is in a folder; None without."""
     with suppress(CacheError, ConfigError, KeyError, TypeError):
@@ -144,89 +154,113 @@ def find_earlier_report(folder: Path, model_digest: str) -> Report | None:
 
 
 def follow_up(report: Report, earlier: Report | None) -> Report:
-    """Return the report with the steps followed so far, and what the build before it had better.
+    """Return the report with the suggested steps that were followed, and with better engines.
+
+    Those are engines of the build before this one. The steps are not suggested again.
 
     `earlier`: report of the build of the same model that was in the folder before; None without.
     """
     request = report.request or RequestPart()
-    followed = list(earlier.request.followed) if earlier and earlier.request else []
-    if earlier and _sample_count(report) > _sample_count(earlier):
-        followed.append(IMAGES)
+    followed: list[str] = []
+    better_engines: tuple[EarlierPart, ...] = ()
+    if earlier is not None:
+        if earlier.request:
+            followed += earlier.request.followed
+        if _sample_count(report) > _sample_count(earlier):
+            followed.append(IMAGES)
+        better_engines = tuple(_better_engines(report, earlier))
     if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
         followed.append(EFFORT)
     for target in report.targets:
-        if taken := target.built_split:
-            followed.append(split_name(target, taken))
+        if split := target.built_split:
+            followed.append(split_name(target, split))
     request = replace(request, followed=tuple(dict.fromkeys(followed)))
-    better = tuple(_better_engines(report, earlier)) if earlier else ()
-    return replace(report, request=request, earlier=better)
+    return replace(report, request=request, earlier=better_engines)
 
 
 def _sample_count(report: Report) -> int:
-    """Return the number of samples that calibrated and that engines were judged on, together."""
-    judged = max((e.accuracy.samples for e in report.engines if e.accuracy), default=0)
-    return judged + (report.feed.samples if report.feed else 0)
+    """Return the number of samples for calibration plus that of samples for evaluation."""
+    evaluated = [engine.accuracy.samples for engine in report.engines if engine.accuracy]
+    calibrated = report.feed.samples if report.feed else 0
+    return calibrated + max(evaluated, default=0)
 
 
 def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
     """Yield the engines of an earlier build that were better than those of this one."""
-    former_by_target = {e.target: e for e in earlier.engines if not e.is_float}
+    earlier_engines = {e.target: e for e in earlier.engines if not e.is_float}
     for engine in report.engines:
-        former, target = former_by_target.get(engine.target), report.target_of(engine)
-        former_target = earlier.target_of(former) if former else None
-        if not (former and former.verdict and former_target and target):
+        earlier_engine, target = earlier_engines.get(engine.target), report.target_of(engine)
+        earlier_target = earlier.target_of(earlier_engine) if earlier_engine else None
+        if not (earlier_engine and earlier_engine.verdict and earlier_target and target):
             continue
-        taken, former_taken = target.built_split, former_target.built_split
-        is_faster = taken and former_taken and taken.time < former_taken.time
-        flags = _flags_of(earlier, former_taken, report, target)
-        if flags and not is_faster and _is_worse(engine, former):
-            number = f" (its --split {former_taken.number})" if former_taken else ""
-            text = f"{former.verdict.text}{number}"
+        split, earlier_split = target.built_split, earlier_target.built_split
+        is_faster = split and earlier_split and split.time < earlier_split.time
+        flags = _earlier_flags(earlier, earlier_split, report, target)
+        if flags and not is_faster and _is_worse(engine, earlier_engine):
+            text = earlier_engine.verdict.text
+            if earlier_split:
+                text += f" (its --split {earlier_split.number})"
             yield EarlierPart(target=target.name, text=text, flags=flags)
 
 
-def _flags_of(
-    earlier: Report, former_taken: SplitRow | None, report: Report, target: TargetPart
+def _earlier_flags(
+    earlier: Report, earlier_split: SplitRow | None, report: Report, target: TargetPart
 ) -> str:
-    """Return the options that build a target as an earlier build did; "" if this one did too."""
-    if former_taken and target.search:
-        for split in target.search.front:  # of the same search, or one that found this split too
-            former_split = replace(split, number=former_taken.number, taken=not split.taken)
-            if former_split == former_taken:
+    """Return the options of `calib8 build` that build a target as an earlier build did.
+
+    "" if this build had the same options, or those of the earlier one are unknown. `earlier_split`:
+    the split that it built, of its front.
+    """
+    if earlier_split and target.search:
+        for split in target.search.front:
+            # the front may number the same split differently, and mark another as built
+            renumbered = replace(split, number=earlier_split.number, taken=not split.taken)
+            if renumbered == earlier_split:
                 return f"--split {split.number}"
-    request = earlier.request
-    if request is None:
+
+    request, earlier_request = report.request or earlier.request, earlier.request
+    if request is None or earlier_request is None:
         return ""
-    equal_request = replace(
-        report.request or request,
-        followed=request.followed,
-        max_loss=request.max_loss,
-        min_speedup=request.min_speedup,
+    # these do not change what is built
+    comparable_request = replace(
+        request,
+        followed=earlier_request.followed,
+        max_loss=earlier_request.max_loss,
+        min_speedup=earlier_request.min_speedup,
     )
-    if request == equal_request:
+    if comparable_request == earlier_request:
         return ""
-    effort, repairs = request.effort.get(target.name, 0), ",".join(request.repairs)
-    flags = f"--effort {effort} --prefer {request.prefer} --repair {repairs or 'none'}"
-    current_effort = report.request.effort.get(target.name, 0) if report.request else 0
-    return f"{flags} --force" if effort < current_effort else flags
+    effort = earlier_request.effort.get(target.name, 0)
+    repairs = ",".join(earlier_request.repairs) or "none"
+    flags = f"--effort {effort} --prefer {earlier_request.prefer} --repair {repairs}"
+    if effort < request.effort.get(target.name, 0):
+        flags += " --force"  # else the plan of the longer search would be used again
+    return flags
 
 
-def _is_worse(engine: EngineRow, former: EngineRow) -> bool:
+def _is_worse(engine: EngineRow, earlier_engine: EngineRow) -> bool:
     """Whether an engine is worse than an earlier one that was judged on equal samples."""
-    judged, former_judged = _judgement(engine), _judgement(former)
-    if judged[:2] != former_judged[:2]:
+    samples, objects, rank, loss = _judgement(engine)
+    earlier_samples, earlier_objects, earlier_rank, earlier_loss = _judgement(earlier_engine)
+    if samples != earlier_samples or objects != earlier_objects:
         return False
-    rank, former_rank, loss, former_loss = judged[2], former_judged[2], judged[3], former_judged[3]
-    return rank > former_rank or (rank == former_rank and loss > former_loss + _CLEAR_LOSS)
+    if rank != earlier_rank:
+        return rank > earlier_rank
+    return loss > earlier_loss + _CLEAR_LOSS
 
 
 def _judgement(engine: EngineRow) -> tuple[int, int, int, float]:
-    """Return (samples, boxes in them, rank of the verdict, loss); all are 0 if not judged."""
+    """Return (samples, objects in them, rank of the verdict, loss); all are 0 if not judged.
+
+    Rank 0 is the best verdict; the loss is a share of the task.
+    """
     if engine.verdict is None or engine.accuracy is None:
         return 0, 0, 0, 0.0
+    samples, rank = engine.accuracy.samples, rank_of(engine.verdict.level)
     loss = measure_loss(engine.accuracy, None)
-    counts = engine.accuracy.samples, (loss and loss.found) or 0
-    return *counts, rank_of(engine.verdict.level), loss.share if loss else 0.0
+    if loss is None:
+        return samples, 0, rank, 0.0
+    return samples, loss.found or 0, rank, loss.share
 
 
 def write_pages(report: Report, stage: Stage) -> None:
@@ -346,12 +380,16 @@ def engine_rows(
         on_calibration=figures.on_calibration,
     )
     result_by_target = {result.target: result for result in results if not result.error}
-    rows = [figures.engines[0]]
-    for engine in figures.engines[1:]:
-        row = replace(engine, path=_final_path(engine.path, stage))
-        row = _with_examples(row, figures, classes)
-        is_judged = row.target in result_by_target and row.target not in figures.failures
-        if is_judged and not row.baseline:
+    float_row, *other_rows = figures.engines
+    rows = [float_row]
+    for row in other_rows:
+        row = replace(row, path=_final_path(row.path, stage))
+        if not row.baseline:
+            examples = figures.examples.get(row.target, ())
+            boxes = box_rows(examples, figures.pictures, classes)
+            row = replace(row, boxes=boxes, changed=class_rows(examples, figures.pictures))
+        has_run = row.target in result_by_target and row.target not in figures.failures
+        if has_run and not row.baseline:
             row = model.with_speed(figures.engines, row)
             decisions = result_by_target[row.target].decisions
             is_quantized = any(decision.quantized for decision in decisions)
@@ -361,17 +399,16 @@ def engine_rows(
     return tuple(rows)
 
 
-def _with_examples(row: EngineRow, figures: Figures, classes: Mapping[int, str]) -> EngineRow:
-    """Return the row of an int8 engine with example samples."""
-    examples = () if row.baseline else figures.examples.get(row.target, ())
-    boxes = box_rows(examples, figures.pictures, classes)
-    return replace(row, boxes=boxes, changed=class_rows(examples, figures.pictures))
-
-
 def _judge_engine(
     row: EngineRow, engines: Sequence[EngineRow], judge: Callable[..., Verdict]
 ) -> Verdict:
-    """Return the verdict on one engine; its speed is compared with the first of its rivals."""
+    """Return the verdict on one engine.
+
+    Args:
+        row: the engine; its speed is compared with the first of its rivals.
+        engines: all engines, among which these are.
+        judge: `verdict`, with the arguments that all engines share.
+    """
     rivals = model.find_rivals(engines, row)
     if not rivals:
         missing_rival = "a float engine on its device" if row.on_device else "FP32"
@@ -392,31 +429,29 @@ def _judge_engine(
 def _calibration_part(
     calibration: CalibrationResult, results: Sequence[BuildResult]
 ) -> CalibrationPart:
+    """Return how the scales were determined."""
     method = calibration.ranges.chosen_by
     methods_of_files = {result.method for result in results if result.method}
     if methods_of_files and method not in methods_of_files:
         method = ""  # all targets have searches of their own
-    has_pairs = calibration.loaded.qdq is not None
-    seconds = None
-    if not calibration.reused and not has_pairs:
-        seconds = calibration.seconds
+    is_qdq_model = calibration.loaded.qdq is not None  # its ranges are those of its pairs
     observed_now = set(calibration.observed_now)
-    counts = Counter[tuple[str, str, bool]]()  # (variant, statistic, reused) -> number of tensors
+    tensor_counts = Counter[tuple[str, str, bool]]()  # by (variant, statistic, is reused)
     for observation in calibration.observations:
         is_reused = observation not in observed_now
-        counts[observation.variant.key, observation.statistic.key, is_reused] += 1
-    groups = [
-        GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
-        for (variant, statistic, is_reused), count in counts.items()
-    ]
+        tensor_counts[observation.variant.key, observation.statistic.key, is_reused] += 1
+    groups = []
+    for (variant, statistic, is_reused), count in tensor_counts.items():
+        group = GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
+        groups.append(group)
     return CalibrationPart(
         method=method,
         reused=calibration.reused,
         reason=calibration.reason,
-        seconds=seconds,
+        seconds=None if calibration.reused or is_qdq_model else calibration.seconds,
         cache=str(calibration.cache) if calibration.cache else None,
         groups=tuple(groups),
-        by_model=has_pairs,
+        by_model=is_qdq_model,
         agreement=calibration.agreement,
     )
 
@@ -428,6 +463,7 @@ def _target_part(
     plan: PlannedTarget | None,
     stage: Stage,
 ) -> TargetPart:
+    """Return the results of one target; `plan`: that of its search, None without."""
     error = result.error or figures.failures.get(result.target, "")
     layers = figures.layers.get(result.target, ())
     observations = calibration.observations_by_target.get(result.target, ())
@@ -464,19 +500,21 @@ def _target_part(
 
 
 def _modules_by_tensor(model: ModelProto) -> dict[str, str]:
-    """Return tensor -> path of the PyTorch module that makes it."""
+    """Return tensor -> path of the PyTorch module that computes it."""
     path_by_node = module_paths(model)
     modules = {}
     for node in model.graph.node:
-        if node.name in path_by_node:
-            modules.update(dict.fromkeys(node.output, path_by_node[node.name]))
+        for tensor in node.output:
+            if node.name in path_by_node:
+                modules[tensor] = path_by_node[node.name]
     return modules
 
 
 def _earlier_file_alerts(model_name: str, target: str, stage: Stage) -> Iterator[str]:
     """Yield a note on files of an earlier build of the same model that this one did not write."""
+    endings = TARGETS[target]().writes if target in TARGETS else ()
     names = []
-    for ending in TARGETS[target]().writes if target in TARGETS else ():
+    for ending in endings:
         name = f"{model_name}{ending}"
         if (stage.folder / name).exists() and not (stage.temporary_folder / name).exists():
             names.append(name)
@@ -493,23 +531,24 @@ def _search_notes(planned: PlannedTarget) -> Iterator[str]:
 
 
 def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:
-    """Yield rows of the front."""
+    """Yield the splits that can be built, each with the count of its figure alone."""
     for split in plan.front:
-        count = _COUNT.match(split.row.figure)  # "27 of 28 boxes" of a sentence
+        count = _COUNT.match(split.row.figure)  # "27 of 28 boxes", at the start of a sentence
         yield replace(split.row, figure=count[0]) if count else split.row
 
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
     """Return a row for each written file, by its role."""
-    return tuple(
-        FileRow(
+    rows = []
+    for role, path in files.items():
+        row = FileRow(
             role=role,
             path=str(stage.published_path(path)),
             size_bytes=path.stat().st_size,
             sha256=sha256(path.read_bytes()),
         )
-        for role, path in files.items()
-    )
+        rows.append(row)
+    return tuple(rows)
 
 
 def _final_path(path: Path | str | None, stage: Stage) -> str | None:
@@ -518,7 +557,10 @@ def _final_path(path: Path | str | None, stage: Stage) -> str | None:
 
 
 def _staged_cache(calibration: CalibrationResult, stage: Stage) -> Path | None:
-    """Return the cache of this run: in the stage if it appears with the build."""
+    """Return the cache of this run; None without.
+
+    A cache in the folder of the build lies in the stage, a temporary folder, until it is published.
+    """
     if calibration.cache is None:
         return None
     staged_path = stage.staged_path(calibration.cache)
@@ -540,5 +582,6 @@ def _scale_alerts(calibration: CalibrationResult) -> Iterator[str]:
 
 
 def _describe(spec: TensorSpec) -> str:
+    """Return an input or output as text, such as "image float32 [N,3,224,224]"."""
     shape = ",".join("?" if size is None else str(size) for size in spec.shape)
     return f"{spec.name} {spec.dtype} [{shape}]"

@@ -181,13 +181,18 @@ def discard_failed(
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
     """Remove the engines of a target, and its other files unless they are for another machine."""
     engines = {path for path in (result.engine, *result.baselines.values()) if path}
-    # others are for another machine if the engine was built from them, not if it is one of them
-    remaining_files = {}
-    if result.engine not in (None, result.runnable):
-        remaining_files = {role: p for role, p in result.files.items() if p not in engines}
+    # if the engine was built from the other files, another machine can build it from them too; if
+    # the engine is itself the file that ONNX Runtime runs, nothing else of the target is of use
+    is_built_from_files = result.engine not in (None, result.runnable)
+    remaining_files, discarded_paths = {}, set(engines)
+    for role, path in result.files.items():
+        if is_built_from_files and path not in engines:
+            remaining_files[role] = path
+        else:
+            discarded_paths.add(path)
 
     discarded_names = []
-    for path in {*engines, *result.files.values()}.difference(remaining_files.values()):
+    for path in discarded_paths:
         discarded_names += [path.name, f"{path.name}.json"]
     stage.discard(discarded_names)
     return replace(
@@ -198,6 +203,7 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
 def _make_request(
     targets: Sequence[Target], calibration: CalibrationResult, stage: Stage, threads: int, cpu: str
 ) -> BuildRequest:
+    """Return what a target is built from; the plans of the targets are not applied yet."""
     return BuildRequest(
         subject=calibration.subject,
         folder=stage.temporary_folder,
