@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from deploy.metrics.output_form import derive_form
 from deploy.pipeline.measure import state_notes
+from deploy.tasks import Metric
+from deploy.tasks.declarations import Declaration, declare
 from deploy.tasks.sequences import edit_distance
 from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, figure, framed, rng, same_task, softmax, spoken, steps
@@ -556,32 +558,41 @@ def drawn(count, *shape, wide=5.0):
     return [made.normal(size=shape) * wide for _ in range(count)]
 
 
-def form_of(outputs, picture=False):
-    shape = (1, 3, 64, 64) if picture else (1, 20)
-    return derive_form(outputs, inputs=[{"x": np.zeros(shape, np.float32)}] * len(outputs))
+def form_of(outputs, picture=False, declared=None):
+    inputs = [{"x": np.zeros((1, 3, 64, 64) if picture else (1, 20), np.float32)}] * len(outputs)
+    metric = Metric(None, declared=declared or Declaration())
+    return derive_form(outputs, inputs=inputs, metric=metric)
+
+
+def repeated(*names):
+    """What a graph declares whose outputs are scores, their Softmax and their ArgMax."""
+    ends = {"raw": "Identity", "p": "Softmax", "label": "ArgMax"}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"])]
+    nodes += [helper.make_node(ends[name], ["m"], [name]) for name in names]
+    values = [make_value(name, None) for name in ("x", *names)]
+    graph = helper.make_graph(nodes, "net", values[:1], values[1:])
+    return declare(helper.make_model(graph), {})
 
 
 @pytest.mark.parametrize("picture", [False, True])
-@pytest.mark.parametrize(
-    "said",
-    [
-        lambda raw: {"label": raw.argmax(1), "p": softmax(raw, -1)},
-        lambda raw: {"p": softmax(raw, -1), "label": raw.argmax(1)[:, None]},
-        lambda raw: {"raw": raw, "p": softmax(raw, -1)},
-        lambda raw: {"p": softmax(raw, -1), "raw": raw, "label": raw.argmax(1)},
-    ],
-)
-def test_one_of_them_is_the_task_and_the_rest_is_not_beside_it(said, picture):
-    form = form_of([said(raw) for raw in drawn(4, 1, 12)], picture)
-    assert form.task is not None and form.task.name == "classes"
-    assert len(form.task.outputs) == 1 and not form.uncovered
+@pytest.mark.parametrize("names", ["label p", "p label", "raw p", "p raw", "p raw label"])
+def test_one_of_repeated_outputs_is_the_task(names, picture):
+    outputs = []
+    for raw in drawn(4, 1, 12):
+        values = {"raw": raw, "p": softmax(raw, -1), "label": raw.argmax(1)}
+        outputs.append({name: values[name] for name in names.split()})
+    form = form_of(outputs, picture, repeated(*names.split()))
+    assert form.task.name == "classes"
+    assert form.task.outputs == ("p",)
+    assert not form.uncovered
 
 
 def test_a_picture_of_classes_is_found_in_scores_that_are_no_task_themselves():
     raw = drawn(4, 1, 5, 64, 64)  # of neighbours that differ: no form of scores
     raw = [np.kron(one[:, :, :8, :8], np.ones((8, 8))) for one in raw]
-    outputs = [{"raw": one, "classes": one.argmax(1)} for one in raw]
-    assert form_of(outputs, picture=True).task.name == "segmentation"
+    outputs = [{"raw": one, "label": one.argmax(1)} for one in raw]
+    form = form_of(outputs, picture=True, declared=repeated("raw", "label"))
+    assert form.task.name == "segmentation"
 
 
 def test_what_only_looks_alike_stays():

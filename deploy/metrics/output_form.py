@@ -28,7 +28,7 @@ from deploy.metrics.output_errors import (
 )
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.first_samples import find_logits, find_states
+from deploy.tasks.first_samples import find_states
 from deploy.tasks.keypoints import Points
 from deploy.tasks.rows import Arrays, Outputs, are_shares, batch_length, is_vector, split_batch
 from deploy.tasks.slices import OutputSlice, SlicesByOutput, find_scores, form_samples, split_output
@@ -235,7 +235,8 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     """
     if not task.covered:  # the task's decoder chooses its outputs sample by sample
         return ()
-    covered = {*task.covered, *task.lists, *find_logits(samples), *find_states(samples)}
+    covered = {*task.covered, *task.lists, *find_states(samples)}
+    covered |= {*samples.declared.probabilities}
     map_shapes = set()
     for name in covered:
         map_shapes |= {value.shape for value in samples.arrays(name) if value.ndim == _MAP}

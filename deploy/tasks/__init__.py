@@ -4,6 +4,7 @@ What the user sets decides, then what the model's file declares (`declarations`)
 the values. Thresholds of all forms: `thresholds`.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -103,15 +104,18 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
+    declared = samples.declared
+    source = "as set by --task" if task else f"by {declared.source}"
     if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MAX_OUTPUTS):
-        return None, "as set by --task" if task else ""
-    distinct = first_samples.drop_outputs(samples, first_samples.find_logits(samples))
-    declared_task = samples.declared.task
-    if task or declared_task in TASKS:
-        row = TASKS[task or declared_task]
+        return None, source if task else ""
+    # probabilities are used without their raw scores, which say the same
+    distinct = first_samples.drop_outputs(samples, declared.probabilities)
+    named_task = task or declared.task
+    if named_task in TASKS:
+        row = TASKS[named_task]
         fitting = _recognise(distinct, [row]) or row.fit(distinct)
         if fitting is not None:
-            return fitting, "as set by --task" if task else f"by {samples.declared.source}"
+            return fitting, source
         if task:
             got = [f"{name} {[*samples.outputs[0][name].shape]}" for name in samples.every[:4]]
             shapes = ", or ".join(form.shape for form in row.forms)
@@ -119,8 +123,8 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
                 f"the task {task} needs {shapes}, got {', '.join(got)}; set another, or none to"
                 " compare values"
             )
-    if declared_task in NO_TASK:
-        return None, f"by {samples.declared.source}"
+    if named_task in NO_TASK:
+        return None, source
 
     rows = [row for name, row in TASKS.items() if name != "indices"]
     return _recognise(distinct, rows) or indices.find_integers(distinct), ""
@@ -136,18 +140,17 @@ def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask
 
 def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
     """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
-    scores_by_argmax = first_samples.find_argmax_outputs(samples)
+    declared = samples.declared
     choices = [samples]
-    if scores_by_argmax:
-        without_argmax = first_samples.drop_outputs(samples, scores_by_argmax)
-        without_scores = first_samples.drop_outputs(samples, set(scores_by_argmax.values()))
-        choices = [without_argmax, samples, without_scores]
-    for choice in choices:
-        for row in rows:
-            for find in row.finders:
-                task = find(choice)
-                if task is not None:
-                    return task
+    if declared.best_classes:
+        scores = {*declared.best_classes.values()}
+        without_argmax = first_samples.drop_outputs(samples, declared.best_classes)
+        choices = [without_argmax, samples, first_samples.drop_outputs(samples, scores)]
+    for choice, row in itertools.product(choices, rows):
+        for find in row.finders:
+            task = find(choice)
+            if task is not None:
+                return task
     return None
 
 

@@ -76,11 +76,14 @@ ENDS = {
     "Gemm": "raw",
     "Conv": "raw",
 }
-# operators that move values, or add a bias to them: what their input is, their output is too
-_MOVING = frozenset(
-    {"Add", "Cast", "Concat", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze"}
-    | {"Transpose", "Unsqueeze"}
+# operators whose output has the values of their input
+_RESHAPING = frozenset(
+    {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
+# operators that move values, or add a bias to them: what their input is, their output is too
+_MOVING = _RESHAPING | {"Add", "Concat", "Slice", "Split"}
+_OF_SCORES = _RESHAPING | {"Softmax", "LogSoftmax", "Sigmoid", "HardSigmoid", "ArgMax"}
+Makers = Mapping[str, "onnx.NodeProto"]  # tensor -> the node that computes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class Declaration:
         source: who declares the task, as text.
         classes: number of classes; 0 if unknown.
         ends: output -> what its values are by the operator at its end, as in `ENDS`.
+        probabilities: output of raw scores -> the output that is their Softmax or Sigmoid.
+        best_classes: output of an ArgMax -> the output of the scores that it is computed of.
         batch_inputs: inputs each of whose rows is one sample; None if that is unknown, and then
             the first input is taken.
     """
@@ -101,6 +106,8 @@ class Declaration:
     source: str = ""
     classes: int = 0
     ends: Mapping[str, str] = field(default_factory=dict)
+    probabilities: Mapping[str, str] = field(default_factory=dict)
+    best_classes: Mapping[str, str] = field(default_factory=dict)
     batch_inputs: Collection[str] | None = None
 
 
@@ -116,13 +123,21 @@ def declare(
     """
     properties = {entry.key: entry.value for entry in model.metadata_props}
     outputs = [output.name for output in model.graph.output]
-    ends = find_ends(model.graph)
     labels = config.get("id2label")
     if not class_count and isinstance(labels, Mapping):
         class_count = len(labels)
-    for task, source in _declared_tasks(properties, config, outputs):
-        return Declaration(task, source, class_count, ends)
-    return Declaration("", "", class_count, ends)
+    task, source = next(_declared_tasks(properties, config, outputs), ("", ""))
+    makers = {name: node for node in model.graph.node for name in node.output}
+    ends = _find_ends(outputs, makers)
+    probabilities, best_classes = _find_repeats(outputs, makers, ends)
+    return Declaration(
+        task=task,
+        source=source,
+        classes=class_count,
+        ends=ends,
+        probabilities=probabilities,
+        best_classes=best_classes,
+    )
 
 
 def _declared_tasks(
@@ -147,21 +162,49 @@ def _declared_tasks(
             yield row.task, f"{row.exporter}'s output names"
 
 
-def find_ends(graph: "onnx.GraphProto") -> dict[str, str]:
+def _find_ends(outputs: Collection[str], makers: Makers) -> dict[str, str]:
     """Return output -> what its values are by the operator at its end (`ENDS`).
 
     Outputs are left out if another operator, or several, make their values.
     """
-    makers = {name: node for node in graph.node for name in node.output}
     ends = {}
-    for output in graph.output:
-        operators = _last_operators(output.name, makers)
+    for output in outputs:
+        operators = _last_operators(output, makers)
         if len(operators) == 1 and operators <= ENDS.keys():
-            ends[output.name] = ENDS[operators.pop()]
+            ends[output] = ENDS[operators.pop()]
     return ends
 
 
-def _last_operators(tensor: str, makers: Mapping[str, "onnx.NodeProto"]) -> set[str]:
+def _find_repeats(
+    outputs: Collection[str], makers: Makers, ends: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the outputs that are computed of the same scores: `probabilities`, `best_classes`.
+
+    Classifiers of scikit-learn, text and sound often give scores, their Softmax and their ArgMax.
+    """
+    outputs_by_origin: dict[str, list[str]] = {}
+    for output in outputs:
+        outputs_by_origin.setdefault(_find_origin(output, makers), []).append(output)
+    probabilities, best_classes = {}, {}
+    for group in outputs_by_origin.values():
+        scores = [output for output in group if ends.get(output) != "classes"]
+        shares = [output for output in scores if ends.get(output) in ("softmax", "sigmoid")]
+        for output in group:
+            if scores and output not in scores:
+                best_classes[output] = (shares or scores)[0]
+            elif shares and output not in shares:
+                probabilities[output] = shares[0]
+    return probabilities, best_classes
+
+
+def _find_origin(tensor: str, makers: Makers) -> str:
+    """Return the scores that a tensor holds in another shape, activated, or as their best class."""
+    while tensor in makers and makers[tensor].op_type in _OF_SCORES:
+        tensor = makers[tensor].input[0]
+    return tensor
+
+
+def _last_operators(tensor: str, makers: Makers) -> set[str]:
     """Return the operators that compute a tensor's values, upstream of those that move them."""
     operators = set()
     tensors, visited = [tensor], set[str]()

@@ -1,30 +1,22 @@
-"""The float model's first samples, from which its task is recognised; outputs that repeat others.
-
-Classifiers of scikit-learn, text and sound often output both scores and their Softmax or ArgMax;
-each recogniser expects only one of them.
-"""
+"""The float model's first samples, from which its task is recognised."""
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.rows import (
-    Arrays,
     ImageSize,
     Outputs,
-    activate,
     image_size,
     is_floating,
-    to_shares,
 )
 from deploy.tensors import Array
 
 _PICTURE = 4  # dimensions of a picture
 _CHANNELS = frozenset((1, 3, 4))
-_TOLERANCE = 1e-4  # between two computations of a probability in float16 or float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,70 +111,3 @@ def _is_state(name: str, source: str, samples: FirstSamples) -> bool:
         if value.ndim == _PICTURE and {value.shape[1], value.shape[3]} & _CHANNELS:
             return False
     return True
-
-
-# --- outputs that are computed of another one ---
-
-
-def find_logits(samples: FirstSamples) -> frozenset[str]:
-    """Return outputs of raw scores whose Softmax or Sigmoid is another output.
-
-    The other one of each pair is used: its values are known to be probabilities.
-    """
-    logits: set[str] = set()
-    for (raw, scores), (name, shares) in itertools.permutations(samples.floats.items(), 2):
-        # a constant would match any other constant
-        if name in logits or min(map(np.ptp, (*scores, *shares))) == 0:
-            continue
-        if any(_are_computed(compute, scores, shares) for compute in _ACTIVATIONS):
-            logits.add(raw)
-    return frozenset(logits)
-
-
-def find_argmax_outputs(samples: FirstSamples) -> dict[str, str]:
-    """Return ArgMax output -> the output of its scores, the first of several."""
-    scores_by_argmax: dict[str, str] = {}
-    for name, (scores, values) in itertools.product(samples.names, samples.floats.items()):
-        indices = samples.arrays(name)
-        if indices[0].dtype.kind in "iu" and _are_computed(_argmax, values, indices):
-            scores_by_argmax.setdefault(name, scores)
-    return scores_by_argmax
-
-
-Computation = Callable[[Array, int], Array]  # of an array, along an axis
-
-
-def _are_computed(compute: Computation, sources: Arrays, values: Arrays) -> bool:
-    """Whether values are computed of the sources along one axis, in every sample."""
-    for axis in range(min(source.ndim for source in sources)):
-        pairs = zip(sources, values, strict=True)
-        if all(_is_computed(compute, axis, source, value) for source, value in pairs):
-            return True
-    return False
-
-
-def _is_computed(compute: Computation, axis: int, source: Array, value: Array) -> bool:
-    length = source.shape[axis]
-    if length < 2 or value.size not in (source.size, source.size // length):
-        return False
-    computed, value = np.squeeze(compute(source.astype(np.float64), axis)), np.squeeze(value)
-    if computed.shape != value.shape:
-        return False
-    if computed.dtype.kind == "i":
-        return np.array_equal(computed, value)
-    return np.allclose(computed, value.astype(np.float64), rtol=_TOLERANCE, atol=_TOLERANCE)
-
-
-def _sigmoid(scores: Array, axis: int) -> Array:
-    return to_shares(scores)
-
-
-def _softmax(scores: Array, axis: int) -> Array:
-    return activate(scores, "softmax", axis)
-
-
-def _argmax(scores: Array, axis: int) -> Array:
-    return np.asarray(scores.argmax(axis=axis))
-
-
-_ACTIVATIONS: tuple[Computation, ...] = (_sigmoid, _softmax)
