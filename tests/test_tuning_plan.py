@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deploy.errors import ConfigError
 from deploy.frontends import load
+from deploy.graph.plan import Decision
 from deploy.method import Choices, Method
 from deploy.targets import TARGETS
 from deploy.tuning import CPU_NAMES
@@ -457,6 +458,19 @@ def test_counted_prices_are_products_without_conversion(priced):
     assert avx2.pairs["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
     assert avx2.pairs["/b"] == (pytest.approx(1.5 * 2.2 * 1024 * 9), pytest.approx(2.2 * 1024 * 9))
     assert set(avx2.conversions.values()) >= {20.0 * 1024}
+
+
+def test_layer_of_few_products_costs_its_weights():
+    """The Gemm of a classifier waits for its weights, of which int8 reads a fraction."""
+    weight = np.ones((64, 32), np.float32)
+    nodes = [make_node("Gemm", ["x", "w"], ["y"], name="/y")]
+    model = make_model(nodes, {"x": [1, 64]}, {"y": [1, 32]}, {"w": weight})
+    units = group_units(model, [Decision("/y", "Gemm", "int8")])
+    prices = count_prices(model, units, {"x": np.ones((1, 64), np.float32)}, CPUS["vnni"])
+    assert prices.pairs == {"/y": (0.5 * 8 * 64 * 32, 8 * 64 * 32)}
+
+
+def test_each_priced_cpu_has_a_name():
     assert {*CPUS} < {*CPU_NAMES}
 
 

@@ -200,6 +200,8 @@ class CpuKernels:
         matrix: Gemm, MatMul.
         other: nodes without weights.
         depthwise_product: time of a float product of a depthwise Conv, in dense ones.
+        weight_read: time to read a float weight from memory, in dense products; the price of a
+            layer of few products a weight, such as the last Gemm of a classifier.
         conversion: time of a value's conversion between int8 and float, in dense products.
     """
 
@@ -209,6 +211,7 @@ class CpuKernels:
     matrix: float
     other: float = 0.6
     depthwise_product: float = 2.2
+    weight_read: float = 8.0
     conversion: float = 20.0
 
 
@@ -227,6 +230,7 @@ _OTHER_DEVICE = CpuKernels(
     matrix=_INT8_RATIO,
     other=_INT8_RATIO,
     depthwise_product=1.0,
+    weight_read=0.0,
     conversion=0.0,
 )
 
@@ -328,6 +332,9 @@ def count_prices(
             node = nodes[name]
             products, int8_ratio, product_price = _price_node(graph, node, kernels)
             node_price = product_price * sizes[node.output[0]] * products
+            if node.op_type in WEIGHTED and node.input[1] in graph.initializers:
+                weight_count = math.prod(graph.initializers[node.input[1]].dims)
+                node_price = max(node_price, kernels.weight_read * weight_count)
             int8_price += int8_ratio * node_price
             float_price += node_price
         pairs[unit] = int8_price, float_price
