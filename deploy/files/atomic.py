@@ -7,6 +7,8 @@ its last write.
 
 import fcntl
 import os
+import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,13 +25,16 @@ _LOCK_TIMEOUT_S = 60.0  # seconds; a lock is held while files are renamed, which
 def create_claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
     """Create a file that is `is_claimed` until the returned descriptor is closed.
 
+    Its permissions are those of any new file of this process.
+
     Raises:
         OSError: the folder cannot be written to.
     """
     while True:
-        handle, name = tempfile.mkstemp(prefix=prefix, dir=folder)
+        path = folder / f"{prefix}{secrets.token_hex(8)}"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         if _claim(handle):
-            return handle, Path(name)
+            return handle, path
 
 
 def create_claimed_folder(folder: Path, *, prefix: str) -> tuple[int, Path]:
@@ -134,10 +139,11 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
     path = Path(path)
     refuse_output(path, named=True)
     try:
-        mode = file_mode(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = create_claimed_file(path.parent, prefix=PREFIX)
         try:
+            mode = stat.S_IMODE(os.stat(path if path.exists() else temporary).st_mode)
+            os.fchmod(handle, 0o600)  # until it is complete
             fill(temporary)
             _flush(temporary)
             temporary.chmod(mode)
@@ -153,17 +159,12 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
     return path
 
 
-def remove_leftovers(folder: Path) -> int:
-    """Remove temporary files that killed processes left in `folder`; return their number."""
-    removed = 0
-    for leftover in Path(folder).glob(f"{PREFIX}*"):
-        try:
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files that killed processes left in `folder`."""
+    for leftover in folder.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another process removed it first
             if belongs_to_user(leftover) and leftover.is_file() and not is_claimed(leftover):
                 leftover.unlink()
-                removed += 1
-        except OSError:  # another process removed it first
-            continue
-    return removed
 
 
 def is_real_file(path: Path) -> bool:
@@ -195,22 +196,3 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def file_mode(path: Path) -> int:
-    """Return the permissions of an existing file, or those of a new one."""
-    try:
-        return path.stat().st_mode & 0o777
-    except OSError:
-        return 0o666 & ~_umask()
-
-
-def _umask() -> int:
-    """Return the mask of this process; setting it to read it would be seen by other threads."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

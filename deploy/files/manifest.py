@@ -95,7 +95,6 @@ SETTINGS = "calib8.toml"  # the options of a build
 PAGES = ("report.json", "report.md", "report.html")  # reports of a build
 SCHEMA = "calib8-manifest/1"
 _IS_MISSING, _WAS_CHANGED = "is missing", "was changed after it was written"
-_SCHEMA_PREFIX = "calib8-"  # prefix of the schema of reports and manifests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +116,7 @@ class Manifest:
         """Input -> dimensions used for calibration; {} if the build did not store them."""
         with suppress(CacheError):
             shapes = _convert(self.made_from.get("shapes"), dict[str, tuple[int, ...]])
-            return {name: dims for name, dims in shapes.items() if all(d > 0 for d in dims)}
+            return {name: dims for name, dims in shapes.items() if min(dims, default=1) > 0}
         return {}
 
     @property
@@ -142,13 +141,18 @@ def write_manifest(
     Raises:
         ExportError: the folder is not writable.
     """
-    files = {name: _digest_file(stage_folder / name) for name in names}
-    files_before = _files_in_manifest(folder)
-    replaced = {MANIFEST_NAME, *files}  # replaced by this build
-    earlier = {
-        n: d for n, d in files_before.items() if n not in replaced and (folder / n).is_file()
+    digest_by_name = {name: _digest_file(stage_folder / name) for name in names}
+    earlier = {}  # files of earlier builds that are still there
+    for name, digest in _files_in_manifest(folder).items():
+        is_replaced = name == MANIFEST_NAME or name in digest_by_name
+        if not is_replaced and (folder / name).is_file():
+            earlier[name] = digest
+    document = {
+        "schema": SCHEMA,
+        "made_from": made_from,
+        "files": digest_by_name,
+        "earlier": earlier,
     }
-    document = {"schema": SCHEMA, "made_from": made_from, "files": files, "earlier": earlier}
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
     (stage_folder / RECORDS).mkdir(exist_ok=True)
     return atomic.write_text(stage_folder / MANIFEST_NAME, text)
@@ -208,15 +212,13 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
     guard.refuse_unwritable(folder / RECORDS)
     for name in names:
         guard.refuse_output(folder / name)
-    existing = [name for name in names if (folder / name).exists()]
-    if force or not existing:
-        return
-    known_names = {*_files_in_manifest(folder), *_names_in_report(folder)}
-    foreign_name = next((name for name in existing if name not in known_names), None)
-    if foreign_name is not None:
+    known_names = _files_in_manifest(folder)
+    foreign_names = (name for name in names if name not in known_names)
+    foreign_file = next(filter(Path.exists, map(folder.joinpath, foreign_names)), None)
+    if foreign_file is not None and not force:
         way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(
-            f"a build must not replace what calib8 did not write, got {folder / foreign_name}; give"
+            f"a build must not replace what calib8 did not write, got {foreign_file}; give"
             f" another --out, or {way_out}"
         )
 
@@ -251,24 +253,23 @@ def name_output(path: Path, kind: str, *, force: bool | None = None) -> None:
 
 def is_marked(path: Path, kind: str) -> bool:
     """Whether calib8 wrote a file of this kind, by both of its ends; or it is empty."""
-    with (
-        suppress(ExportError),
-        reading.open_regular_file(
-            path, what="an output", error=ExportError, rewritable=True
-        ) as file,
-    ):
-        ends = file.read(_MARK_BYTES)
-        file.seek(max(len(ends), os.fstat(file.fileno()).st_size - _MARK_BYTES))
-        ends += file.read(_MARK_BYTES)
-        return not ends or re.match(MARKS[kind], ends, re.DOTALL) is not None
+    opened = reading.open_regular_file(path, what="an output", error=ExportError, rewritable=True)
+    with suppress(ExportError), opened as file:
+        both_ends = file.read(_MARK_BYTES)
+        file.seek(max(len(both_ends), os.fstat(file.fileno()).st_size - _MARK_BYTES))
+        both_ends += file.read(_MARK_BYTES)
+        return not both_ends or re.match(MARKS[kind], both_ends, re.DOTALL) is not None
     return False
 
 
 def _refuse_unmarked(path: Path, kind: str, force: bool | None) -> None:
-    parent = path.absolute().parent
-    folder = parent.parent if parent.name == RECORDS else parent
-    is_in_manifest = path.absolute().relative_to(folder).as_posix() in _files_in_manifest(folder)
-    if not force and (is_in_manifest or (path.exists() and not is_marked(path, kind))):
+    """Raise `ExportError` unless the file at `path` is of this kind and by calib8, or none."""
+    build_folder = path.absolute().parent
+    if build_folder.name == RECORDS:
+        build_folder = build_folder.parent
+    name_in_build = path.absolute().relative_to(build_folder).as_posix()
+    is_of_build = name_in_build in _files_in_manifest(build_folder)
+    if not force and (is_of_build or (path.exists() and not is_marked(path, kind))):
         way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(
             f"an output may replace only a {kind} that calib8 wrote, and none of a build, got"
@@ -289,23 +290,6 @@ def _files_in_manifest(folder: Path) -> dict[str, str]:
     except CacheError:
         return {}
     return {**manifest.earlier, **manifest.files, MANIFEST_NAME: ""}
-
-
-def _names_in_report(folder: Path) -> set[str]:
-    """Return the file names in the report of a build from before manifests existed."""
-    document = _read_document(folder / PAGES[0])
-    if not str(document.get("schema")).startswith(_SCHEMA_PREFIX):
-        return set()
-    parts = [document, *_rows(document.get("targets"))]
-    rows = [row for part in parts for row in _rows(part.get("files"))]
-    names = {Path(str(row.get("path"))).name for row in rows}
-    sidecars = {f"{name}{ending}" for name in names for ending in (".json", ".npz")}
-    return names | sidecars | {*PAGES}
-
-
-def _rows(value: object) -> list[dict[str, Any]]:
-    rows = value if isinstance(value, list) else []
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def _read_document(path: Path) -> dict[str, Any]:

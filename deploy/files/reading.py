@@ -290,11 +290,10 @@ def is_utf8_path(path: FilePath) -> bool:
 
 def _open_descriptor(path: FilePath, what: str, error: type[Calib8Error]) -> int:
     """Open a file; check its kind before and after, since opening a pipe blocks."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         irregular_kind = _irregular_kind(os.stat(path))
         if not irregular_kind:
-            descriptor = os.open(path, flags)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             irregular_kind = _irregular_kind(os.fstat(descriptor))
             if not irregular_kind:
                 return descriptor
@@ -328,9 +327,6 @@ def _too_large(path: FilePath, what: str, size: int, max_bytes: int) -> str:
 
 def format_bytes(count: int) -> str:
     """Return a number of bytes in binary units: 223 KiB."""
-    amount, unit = float(count), "B"
-    for larger_unit in ("KiB", "MiB", "GiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger_unit
+    power = min(max(count.bit_length() - 1, 0) // 10, 3)
+    amount, unit = count / 1024**power, ("B", "KiB", "MiB", "GiB")[power]
     return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"

@@ -21,9 +21,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
-from deploy.errors import ExportError
+from deploy.errors import ExportError, Terminated
 from deploy.files import atomic
 from deploy.files.guard import refuse_output
 from deploy.files.manifest import RECORDS, is_build_name
@@ -110,12 +111,8 @@ class Stage:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.temporary_folder / _JOURNAL, json.dumps(names))
                 _move_all(self.temporary_folder, self.folder)
-                for saved in [saved_calibration_path(self.folder / name) for name in names]:
-                    if not atomic.is_real_folder(saved.parent):
-                        continue
-                    saved.unlink(missing_ok=True)
-                    with suppress(OSError):  # missing, or it holds another model's calibration
-                        saved.parent.rmdir()
+                for name in names:
+                    _remove_saved_calibration(self.folder / name)
         except OSError as error:
             raise ExportError(
                 f"{self.folder} must take the files of the run, got: {error.strerror or error};"
@@ -124,16 +121,15 @@ class Stage:
 
     def file_names(self) -> list[str]:
         """Return the names of the files written, those of records as `calib8/name`."""
-        paths = [*self.temporary_folder.iterdir(), *(self.temporary_folder / RECORDS).glob("*")]
-        written = (p for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
-        return sorted(p.relative_to(self.temporary_folder).as_posix() for p in written)
+        stage = self.temporary_folder
+        paths = [*stage.iterdir(), *(stage / RECORDS).glob("*")]
+        written_paths = (p for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
+        return sorted(path.relative_to(stage).as_posix() for path in written_paths)
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove the written files of these names; a complete calibration stays."""
-        saved_names = {
-            name for calibration in _calibrations(self.temporary_folder) for name in calibration
-        }
-        for name in set(names).intersection(self.file_names()) - saved_names:
+        saved_names = chain.from_iterable(_calibrations(self.temporary_folder))
+        for name in set(names).intersection(self.file_names()).difference(saved_names):
             (self.temporary_folder / name).unlink()
 
     def close(self) -> None:
@@ -171,16 +167,10 @@ def stage_files(folder: Path) -> Iterator[Stage]:
     stage = Stage(folder)
     try:
         yield stage
-    except Exception:
-        raise
-    except BaseException as interruption:  # an interrupt: tell the user what is saved
-        if stage.has_files and any(
-            _calibrations(stage.temporary_folder)
-        ):  # which outlives a failed run
-            interruption.args = (
-                *interruption.args,
-                f"the calibration is kept for the next build into {folder}",
-            )
+    except (KeyboardInterrupt, Terminated) as interruption:  # tell the user what is saved
+        if stage.has_files and any(_calibrations(stage.temporary_folder)):
+            note = f"the calibration is kept for the next build into {folder}"
+            interruption.args = (*interruption.args, note)
         raise
     finally:
         stage.close()
@@ -192,10 +182,9 @@ def recover(folder: Path) -> None:
     Raises:
         ExportError: another process holds the folder.
     """
-    folders = [folder, *(p for p in [folder / RECORDS] if atomic.is_real_folder(p))]
-    if not any(
-        p.name != _SAVED_FOLDER for parent in folders for p in parent.glob(f"{atomic.PREFIX}*")
-    ):
+    folders = [folder, *filter(atomic.is_real_folder, [folder / RECORDS])]
+    leftovers = chain.from_iterable(parent.glob(f"{atomic.PREFIX}*") for parent in folders)
+    if all(path.name == _SAVED_FOLDER for path in leftovers):
         return
     with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is
         for parent in folders:
@@ -223,10 +212,20 @@ def find_saved_calibration(cache: Path) -> Path | None:
     return saved if atomic.is_real_folder(saved.parent) and saved.exists() else None
 
 
+def _remove_saved_calibration(cache: Path) -> None:
+    """Remove a failed run's calibration for a cache that is published now."""
+    saved = find_saved_calibration(cache)
+    if saved is not None:
+        saved.unlink()
+        with suppress(OSError):  # it holds another model's calibration too
+            saved.parent.rmdir()
+
+
 def _find_dead_stages(folder: Path) -> list[Path]:
     """Return the stages of runs of this user that ended without cleaning up."""
-    stages = [path for path in folder.glob(f"{atomic.PREFIX}*") if path.name != _SAVED_FOLDER]
-    own_stages = [path for path in stages if atomic.belongs_to_user(path) and path.is_dir()]
+    paths = folder.glob(f"{atomic.PREFIX}*")
+    stages = [path for path in paths if path.name != _SAVED_FOLDER and path.is_dir()]
+    own_stages = filter(atomic.belongs_to_user, stages)
     return sorted(path for path in own_stages if not atomic.is_claimed(path))
 
 
@@ -245,7 +244,7 @@ def _finish(stage: Path, folder: Path) -> None:
 
 
 def _move_all(stage: Path, folder: Path) -> None:
-    """Rename the files in the journal; retry once if the system refuses."""
+    """Rename the files in the journal, and remove it."""
     journal = read_json(
         stage / _JOURNAL,
         what="the list of what a run publishes",
@@ -255,14 +254,6 @@ def _move_all(stage: Path, folder: Path) -> None:
     # no other paths, since anybody may have written the journal
     journal = journal if isinstance(journal, list) else []
     names = [name for name in journal if isinstance(name, str) and is_build_name(name)]
-    try:
-        _move(names, stage, folder)
-    except OSError:
-        _move(names, stage, folder)
-    (stage / _JOURNAL).unlink()
-
-
-def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
     for name in names:
         source, target = stage / name, folder / name
         if not atomic.is_real_file(source):  # moved by an earlier run, or a link
@@ -271,10 +262,12 @@ def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
             source.unlink()
             continue
         _make_folder(target.parent, folder)
-        source.chmod(atomic.file_mode(target))
+        if target.exists():
+            shutil.copymode(target, source)
         source.replace(target)
     for parent in {(folder / name).parent for name in names}:
         atomic.flush_folder(parent)
+    (stage / _JOURNAL).unlink()
 
 
 def _make_folder(path: Path, top: Path) -> None:

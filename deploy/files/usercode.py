@@ -54,7 +54,7 @@ def distrust_config(file: Path, typed_texts: Iterable[str]) -> Iterator[None]:
         yield
         return
     typed_code = set()
-    for text in typed_texts:
+    for text in typed_texts:  # `file.py:function` allows the file
         typed_code |= {_normalized(text), _normalized(text.rpartition(":")[0])}
     config = _ForeignConfig(file, frozenset(typed_code))
     _FOREIGN_CONFIGS.append(config)
@@ -88,15 +88,17 @@ def _normalized(code: object) -> str:
 
 def _is_foreign(file: Path) -> bool:
     """Return whether another user owns a file or its folder, or anyone may write or replace it."""
-    paths = (file.absolute(), file.resolve())
-    owned_paths = (*paths, *(path.parent for path in paths))
-    if any(os.stat(path).st_uid != os.geteuid() for path in owned_paths):
-        return True
-    if any(os.stat(path).st_mode & stat.S_IWOTH for path in paths):
-        return True
-    folders = {folder for path in paths for folder in path.parents}
-    modes = [os.stat(folder).st_mode for folder in folders]
-    return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in modes)
+    for path in (file.absolute(), file.resolve()):  # a link, and where it leads
+        owners = {os.stat(path).st_uid, os.stat(path.parent).st_uid}
+        if owners != {os.geteuid()} or os.stat(path).st_mode & stat.S_IWOTH:
+            return True
+        for (
+            folder
+        ) in path.parents:  # in a sticky folder, such as /tmp, nobody replaces others' files
+            mode = os.stat(folder).st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                return True
+    return False
 
 
 def is_library_model(spec: object) -> bool:
@@ -150,14 +152,15 @@ def wrap_user_errors(
     except BaseException as raised:  # also SystemExit and GeneratorExit
         line = (find_line or find_user_line)(raised)
         try:
-            message = (str(raised).strip().splitlines() or [""])[0][:300]
+            message = str(raised).strip().partition("\n")[0][:300]
         except Exception:  # from its own __str__
             message = "an error without text"
-        raise error(
-            f"{what} must run without error, got {type(raised).__name__}"
-            + (f": {message}" if message else "")
-            + (f" at {line}" if line else "")
-        ) from raised
+        text = f"{what} must run without error, got {type(raised).__name__}"
+        if message:
+            text += f": {message}"
+        if line:
+            text += f" at {line}"
+        raise error(text) from raised
 
 
 class _Surroundings:
@@ -167,9 +170,8 @@ class _Surroundings:
         self._lock = threading.Lock()
         self._active_calls = 0
         self._folder: str | None = None  # before the first of the calls in progress
-        self._user_folder_by_folder: dict[
-            str | None, str | None
-        ] = {}  # that folder -> the one that the code set
+        # that folder -> the one that the code set
+        self._user_folder_by_folder: dict[str | None, str | None] = {}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
