@@ -171,12 +171,12 @@ def test_failed_target_is_exit_code_1(build_call, run):
         ("--percent 99", "percent"),
         ("--method mse --batch-size 4", "--batch-size belongs to --method entropy-tensorrt"),
         ("--method entropy-tensorrt --percent 99", "percent"),
-        ("--soc Ascend310P3", "--soc belongs to --target ascend, got --target onnxruntime"),
+        ("--soc Ascend310P3", "--target ascend is needed for --soc, got --target onnxruntime"),
         (
             "--target tensorrt,ascend --int8-stem --weight-bits 7",
-            "--int8-stem and --weight-bits belong to --target onnxruntime",
+            "--target onnxruntime is needed for --int8-stem and --weight-bits",
         ),
-        ("--target tensorrt --atc-flag=--a=b", "--atc-flag belongs to --target ascend"),
+        ("--target tensorrt --atc-flag=--a=b", "--target ascend is needed for --atc-flag"),
         ("--target tensorrtt", "'tensorrtt'; did you mean 'tensorrt'?"),
         ("--target tensorrt,", "got ''"),
         ("--target ascend --method entropy", "--method must have a target that follows it"),
@@ -376,7 +376,7 @@ def test_registered_target_works_in_every_command(small_cnn, tmp_path, run):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("--target onnxruntime --steps 3", 1, "--steps belongs to --target toy"),
+        ("--target onnxruntime --steps 3", 1, "--target toy is needed for --steps"),
         ("--target toy --steps 0", 2, "'--steps'"),
         ("--target toyy", 1, "did you mean 'toy'?"),
     ],

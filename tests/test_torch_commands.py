@@ -175,7 +175,7 @@ def test_export_refuses_ignored_options(tmp_path, refusal, wording):
         (("--keep-float", "0", "--mode", "static"), "--mode and --keep-float go with --qdq"),
         (("--size", "8x8"), "--size goes with --qdq"),
         (("--int8-stem",), "--int8-stem goes with --qdq"),
-        (("--qdq", "--target", "ascend", "--int8-stem"), "--int8-stem belongs to --target"),
+        (("--qdq", "--target", "ascend", "--int8-stem"), "is needed for --int8-stem"),
         (("--qdq", "--mode", "dynamic", "--raw-dtype", "uint8"), "--raw-dtype goes with --images"),
         (("--qdq", "--mode", "dynamic", "--limit", "3"), "--limit goes with --images"),
         (("--qdq", "--mode", "dynamic", "--keep-float", "conv*"), "got 'conv*'"),

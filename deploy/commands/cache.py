@@ -59,8 +59,13 @@ def show(path: Path, as_json: bool) -> None:
 
         say_lines(json.dumps(to_plain(_document(read)), indent=1))
         return
-    say(_header_text(read))
-    for entry in read.entries:
+    print_cache(read)
+
+
+def print_cache(cache: CalibrationCache) -> None:
+    """Print the header and every entry: scale, amax, flaw, tensor."""
+    say(_header_text(cache))
+    for entry in cache.entries:
         amax = float(entry.scale) * 127
         say(f"{_scale_text(entry.scale)} {amax:12.6g}  {entry.flaw or '':8} {entry.name}")
 
@@ -318,11 +323,12 @@ def from_qdq(
         _print_inferred(inferred)
         return
 
-    names = [name for name in trt_tensors(plain.model) if name not in plain.scales]
-    if names:
+    unpaired_names = [name for name in trt_tensors(plain.model) if name not in plain.scales]
+    if unpaired_names:
         say(
-            f"{len(names)} tensors have no pair and so no entry; TensorRT warns of a missing scale"
-            f" there and runs them in float (--dla infers them): {list_first(names, _MAX_NAMES)}"
+            f"{len(unpaired_names)} tensors have no pair and so no entry; TensorRT warns of a"
+            " missing scale there and runs them in float (--dla infers them):"
+            f" {list_first(unpaired_names, _MAX_NAMES)}"
         )
 
 
@@ -338,12 +344,9 @@ def _print_inferred(inferred: InferredScales) -> None:
     """Print how the scales without a pair were inferred, and which are missing."""
     for level, meaning in _INFERENCE_TEXTS.items():
         names = [name for name, tensor_level in inferred.levels.items() if tensor_level == level]
-        if not names:
-            continue
-        text = f"{len(names)} scales without a pair {meaning}"
-        if level == "guess":
-            text += f": {list_first(names, _MAX_NAMES)}"
-        say(text)
+        if names:
+            names_text = list_first(names, _MAX_NAMES)
+            say(f"{len(names)} scales without a pair {meaning}: {names_text}")
     if inferred.missing:
         say(
             f"{len(inferred.missing)} tensors have no scale, and nothing gives them one; layers"
@@ -360,13 +363,13 @@ def _match_model(read: CalibrationCache, model: Path, parser: str | None) -> Cac
 
 
 def _header_text(read: CalibrationCache) -> str:
+    """Return the first line of a cache and what it says."""
     header = read.header
+    details = header.algorithm
     if header.version is None:  # the legacy form
-        details = f"{header.algorithm}, quantile {header.quantile}, cutoff {header.cutoff}"
+        details += f", quantile {header.quantile}, cutoff {header.cutoff}"
     elif header.version:
-        details = f"TensorRT {header.version}, {header.algorithm}"
-    else:
-        details = header.algorithm
+        details = f"TensorRT {header.version}, {details}"
     return f"{header.text}: {details}, {len(read.entries)} entries"
 
 
@@ -386,6 +389,7 @@ def _document(read: CalibrationCache) -> dict[str, object]:
 
 
 def _print_match(match: CacheMatch, *, everything: bool = True) -> None:
+    """Print which entries and tensors go together, all of them or only the unexpected ones."""
     say(
         f"{match.used_entry_count} of {len(match.entries)} entries used,"
         f" {match.covered_tensor_count} of {len(match.tensors)} tensors covered"
@@ -393,9 +397,9 @@ def _print_match(match: CacheMatch, *, everything: bool = True) -> None:
     for entry in match.entries:
         is_expected = entry.is_used or entry.reason.startswith("no pair")
         if everything or not is_expected:
-            say(f"  {'used  ' if entry.is_used else 'unused'}  {entry.name}: {entry.reason}")
+            state = "used" if entry.is_used else "unused"
+            say(f"  {state:6}  {entry.name}: {entry.reason}")
     for tensor in match.tensors:
         if everything or not tensor.has_scale:
             state = "covered" if tensor.has_scale else "left in float"
-            reason = f": {tensor.reason}" if tensor.reason else ""
-            say(f"  {state}  {tensor.tensor}{reason}")
+            say(f"  {state}  {': '.join(filter(None, (tensor.tensor, tensor.reason)))}")

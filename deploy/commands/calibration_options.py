@@ -38,8 +38,8 @@ def method_options(command: CommandFunction) -> CommandFunction:
     @wraps(command)
     def run(method: str, **arguments: Any) -> None:
         values = {name: arguments.pop(name) for name in parameter_by_name}
-        chosen = Method.of(method, _given_values(values))
-        command(method=chosen if given_method_flags() else None, **arguments)
+        chosen_method = Method.of(method, values)
+        command(method=chosen_method if given_method_flags() else None, **arguments)
 
     wrapped: CommandFunction = run
     for name, parameter in parameter_by_name.items():  # the last search's first, as decorators are
@@ -56,10 +56,6 @@ def method_options(command: CommandFunction) -> CommandFunction:
 def given_method_flags() -> list[str]:
     """The typed flags of `method_options`."""
     return base.given_flags("method", *parameters())
-
-
-def _given_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _option(name: str, parameter: Field[Any]) -> Decorator:
@@ -258,7 +254,7 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
         if scheduler is None:
             base.refuse_without("--scheduler", base.given_flags(*values))
         else:
-            cluster = _cluster(scheduler, _given_values(values))
+            cluster = _cluster(scheduler, values)
         command(scheduler=cluster, **arguments)
 
     return base.add_options(run, _OPTIONS)
@@ -275,7 +271,8 @@ def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
             " them out"
         )
     threads = click.get_current_context().params.get("threads")
-    return Cluster(address=address, threads=threads or 1, **cluster_values)
+    given_values = {name: value for name, value in cluster_values.items() if value is not None}
+    return Cluster(address=address, threads=threads or 1, **given_values)
 
 
 def feed_of(

@@ -10,6 +10,7 @@ import click
 
 from deploy.commands import base
 from deploy.commands.base import Real, html_option, json_option, put_json, quietable, shows_progress
+from deploy.commands.cache import print_cache
 from deploy.commands.calibration_options import keep_float_option
 from deploy.commands.image_options import ImageArguments, image_options, input_options
 from deploy.commands.model_options import model_options, resolve_model, target_options
@@ -70,22 +71,18 @@ def inspect(
 
 
 def _inspect_cache(path: Path) -> None:
+    """Print what a cache was made from, if that is known, and its entries."""
     from deploy.calibration import store, trt_cache
 
-    cache = trt_cache.parse(store.read_cache_file(path), origin=str(path))
-    say(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
     try:
         _, fingerprint = store.read_cache_text(path)
     except CacheError as error:
         say(f"no fitting fingerprint: {error}")
     else:
-        model = next(iter(fingerprint.model.values()), "unknown")
+        model_digest = next(iter(fingerprint.model.values()), "unknown")
         images = fingerprint.images.get("count")
-        say(f"model {model[:12]}, {images} images, made by {fingerprint.by}")
-    for entry in cache.entries:
-        flaw = f"  ({entry.flaw})" if entry.flaw else ""
-        amax = float(entry.scale) * 127
-        say(f"  {entry.name}: amax {amax:.6g}, scale {entry.scale:.6g}{flaw}")
+        say(f"model {model_digest[:12]}, {images} images, made by {fingerprint.by}")
+    print_cache(trt_cache.parse(store.read_cache_file(path), origin=str(path)))
 
 
 def _looks_like_onnx(path: Path) -> bool:

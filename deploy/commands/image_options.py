@@ -80,6 +80,7 @@ def parse_preprocess(texts: Mapping[str, str | None]) -> PreprocessRequest:
 
 
 def _parse_preprocess_option(name: str, text: str) -> object:
+    """Return the value of a field of `Preprocess` from its text on the command line."""
     flag = f"--{name.replace('_', '-')}"
     if name == "size":
         return parse_size_option(text)
@@ -94,22 +95,19 @@ def _parse_preprocess_option(name: str, text: str) -> object:
 
 def parse_size_option(text: str) -> Sides:
     """`HxW` as (height, width), a number as a square; `*` and `native` as None."""
-    sides = text.lower()
-    if sides == "native":
-        sides = "*x*"
-    elif sides.isdecimal():
-        sides = f"{sides}x{sides}"
-    height, separator, width = sides.partition("x")
+    size_text = text.lower()
+    if size_text == "native":
+        size_text = "*x*"
+    elif size_text.isdecimal():
+        size_text = f"{size_text}x{size_text}"
+    height, separator, width = size_text.partition("x")
     if not separator or "x" in width:
         raise ConfigError(
             f"a size reads HxW, such as 224x224, 224, 48x* or native, got {text!r}; * leaves a side"
             " to each image"
         )
-    return _parse_side(height), _parse_side(width)
-
-
-def _parse_side(text: str) -> int | None:
-    return None if text == "*" else parse_integer("--size", text)
+    sides = [None if side == "*" else parse_integer("--size", side) for side in (height, width)]
+    return sides[0], sides[1]
 
 
 def parse_integer(flag: str, text: str) -> int:
@@ -317,7 +315,8 @@ def _image_options(
     def run(**arguments: Any) -> None:
         from deploy.machine import worker_threads
 
-        source, script = arguments.pop("images"), arguments.pop("calibrator_script", None)
+        source = arguments.pop("images") or ""
+        script = arguments.pop("calibrator_script", None) or ""
         if source and script:
             raise ConfigError(
                 f"samples come from --images or from --calibrator-script, got {source} and"
@@ -326,8 +325,8 @@ def _image_options(
         if needed and not source and not script:
             refuse_unfed()
         images = ImageArguments(
-            dataset=_dataset(arguments, source or ""),
-            script=script or "",
+            dataset=_dataset(arguments, source),
+            script=script,
             until_stable=take_stable_share(arguments),
             threads=worker_threads(arguments.pop("threads")),
         )
@@ -421,8 +420,7 @@ def input_options(purpose: str) -> Decorator:
             dataset = _dataset(arguments, source or "")
             command(dataset=dataset if source else None, **arguments)
 
-        text = f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}."
-        return base.add_options(run, _options(text))
+        return base.add_options(run, _options(f"{purpose}: {SOURCES}."))
 
     return add_images
 

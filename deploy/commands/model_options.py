@@ -7,6 +7,7 @@ of `TARGETS`; each target's own options are generated from the fields that its c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,9 +87,100 @@ def leaf_option(command: Command) -> Command:
     return added(command)
 
 
-def torch_options(command: Command) -> Command:
-    """Add the options of commands for PyTorch models only: inputs, weights, device."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchArguments:
+    """A PyTorch model of a command line, and the inputs of one run of it.
+
+    Attributes:
+        model: `file.py:factory` or `timm:NAME`.
+        shapes: texts of --input.
+        sample: file with the inputs, in place of random ones of `shapes`.
+        weights: state dict to load.
+        device: such as "cuda:1".
+    """
+
+    model: str
+    shapes: tuple[str, ...]
+    sample: Path | None
+    weights: Path | None
+    device: str
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether --input or --sample is given."""
+        return bool(self.shapes or self.sample)
+
+    def refuse_without_inputs(self, what: str) -> None:
+        """Raise `ConfigError` if there are no inputs; `what` needs them: a command or a flag."""
+        if not self.has_inputs:
+            raise ConfigError(f"{what} runs the model and needs its --input shape, or a --sample")
+
+    def refuse_meta(self, what: str) -> None:
+        """Raise `ConfigError` for the meta device, which computes nothing for `what`."""
+        from deploy.fx.device import find_device, refuse_meta
+
+        refuse_meta(find_device(self.device), what)
+
+    def load(self) -> nn.Module:
+        """Load the model on its device, and print notes on it."""
+        from deploy.fx.device import find_device
+        from deploy.fx.source import load_module, random_weights_note
+
+        torch_device = find_device(self.device)
+        module = load_module(self.model, self.weights)
+        if note := random_weights_note(self.model, self.weights):
+            say(note)
+        return module.to(torch_device)
+
+    def inputs(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
+        """Return the inputs on the model's device, () without any.
+
+        From then on the model takes them by position, whatever its forward takes.
+
+        Raises:
+            ConfigError, FeedError: both, no shape, or no sample or names for this model.
+        """
+        from deploy.frontends.input_shapes import parse_input
+        from deploy.fx.device import device_of, move_tensors
+        from deploy.fx.model_inputs import (
+            accept_named_inputs,
+            dict_input_note,
+            example_inputs,
+            floating_dtype,
+            read_sample,
+        )
+
+        if self.shapes and self.sample:
+            raise ConfigError(
+                "inputs are made up by --input or read by --sample, got both; give one"
+            )
+        if self.sample:
+            tensors = read_sample(self.sample, module)
+        else:
+            specs = [parse_input(text) for text in self.shapes]
+            examples = example_inputs(
+                [spec.shape for spec in specs],
+                [spec.dtype for spec in specs],
+                floating=floating_dtype(module),
+            )
+            order = accept_named_inputs(module, [spec.name for spec in specs])
+            tensors = tuple(examples[index] for index in order)
+        if note := dict_input_note(module):
+            say(note)
+        moved_tensors: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))
+        return moved_tensors
+
+
+def torch_options(command: CommandFunction) -> CommandFunction:
+    """Add a PyTorch model, its inputs, weights and device; the command gets them as `source`."""
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        values = {name: arguments.pop(name) for name in TorchArguments.__slots__}
+        command(source=TorchArguments(**values), **arguments)
+
     added = (
+        click.argument("model"),
         _input_option(
             "Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
             " argument of forward or a key of the dict that it takes."
@@ -111,58 +203,7 @@ def torch_options(command: Command) -> Command:
             help="Device to run on: cpu, cuda, cuda:1; meta computes nothing.",
         ),
     )
-    return base.add_options(command, added)
-
-
-def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
-    """Load a PyTorch model on its device, and print notes on it."""
-    from deploy.fx.device import find_device
-    from deploy.fx.source import load_module, random_weights_note
-
-    torch_device = find_device(device)
-    module = load_module(model, weights)
-    if note := random_weights_note(model, weights):
-        say(note)
-    return module.to(torch_device)
-
-
-def torch_inputs(
-    module: nn.Module, shapes: tuple[str, ...], sample: Path | None
-) -> tuple[torch.Tensor, ...]:
-    """The inputs of `--input` or `--sample` on the model's device; () without either.
-
-    From then on the model takes them by position, whatever its forward takes.
-
-    Raises:
-        ConfigError, FeedError: both, no shape, or no sample or names for this model.
-    """
-    from deploy.frontends.input_shapes import parse_input
-    from deploy.fx.device import device_of, move_tensors
-    from deploy.fx.model_inputs import (
-        accept_named_inputs,
-        dict_input_note,
-        example_inputs,
-        floating_dtype,
-        read_sample,
-    )
-
-    if shapes and sample:
-        raise ConfigError("inputs are made up by --input or read by --sample, got both; give one")
-    if sample:
-        tensors = read_sample(sample, module)
-    else:
-        specs = [parse_input(text) for text in shapes]
-        examples = example_inputs(
-            [spec.shape for spec in specs],
-            [spec.dtype for spec in specs],
-            floating=floating_dtype(module),
-        )
-        order = accept_named_inputs(module, [spec.name for spec in specs])
-        tensors = tuple(examples[index] for index in order)
-    if note := dict_input_note(module):
-        say(note)
-    inputs: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))
-    return inputs
+    return base.add_options(run, added)
 
 
 # options without effect on PyTorch models, which get fixed scales and integers
@@ -267,12 +308,16 @@ def make_target(target: str, fields: Mapping[str, Any]) -> Target:
 
 
 def _make_targets(names: tuple[str, ...], target_values: TargetValues) -> list[Target]:
+    """Return the targets of these names with their options.
+
+    Raises:
+        ConfigError: an option of another target.
+    """
     for target, fields in target_values.items():
         if target not in names:
-            verb = "belong" if len(fields) > 1 else "belongs"
             raise ConfigError(
-                f"{target_flags(target, fields)} {verb} to --target {target},"
-                f" got --target {','.join(names)}"
+                f"--target {target} is needed for {target_flags(target, fields)}, got --target"
+                f" {','.join(names)}"
             )
     return [make_target(name, target_values.get(name, {})) for name in names]
 
@@ -302,6 +347,7 @@ def _option(name: str, target: str, option: Option) -> Decorator:
 
 
 def _type(option: Option) -> click.ParamType[Any]:
+    """Return click's type of a target's option, which is no flag."""
     if option.choices:
         return click.Choice(option.choices)
     if option.kind is int:

@@ -18,7 +18,7 @@ from deploy.commands.image_options import (
     raw_options,
     take_source,
 )
-from deploy.commands.model_options import one_target, torch_inputs, torch_model, torch_options
+from deploy.commands.model_options import TorchArguments, one_target, torch_options
 from deploy.errors import ConfigError
 from deploy.files.manifest import write_model
 from deploy.method import Method
@@ -33,7 +33,6 @@ QDQ = "Quantization"  # section of options that need --qdq
 
 @click.command(cls=base.SectionedCommand)
 @quietable()
-@click.argument("model")
 @torch_options
 @base.out_option(type=base.OutputFile("model"), help="ONNX file to write.")
 @base.general_option("--opset", default=18, type=int, help="Opset of the ONNX domain.")
@@ -78,11 +77,7 @@ QDQ = "Quantization"  # section of options that need --qdq
 @raw_options
 @method_options
 def export(
-    model: str,
-    shapes: tuple[str, ...],
-    sample: Path | None,
-    weights: Path | None,
-    device: str,
+    source: TorchArguments,
     out: Path,
     opset: int,
     static_batch: bool,
@@ -101,28 +96,26 @@ def export(
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
     from deploy.fx.checked_export import export_float, export_quantized
-    from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.model_inputs import convert_to_float32
 
-    if not shapes and not sample:
-        raise ConfigError("export runs the model and needs its --input shape, or a --sample")
+    source.refuse_without_inputs("export")
     _refuse_unused_flags(qdq, images, mode)
-    refuse_meta(find_device(device), "an exported model")
+    source.refuse_meta("an exported model")
 
-    module = torch_model(model, weights, device)
+    module = source.load()
     if note := convert_to_float32(module):
         say(note)
-    inputs = torch_inputs(module, shapes, sample)
+    inputs = source.inputs(module)
     dynamic_batch = not static_batch
     if not qdq:
         exported, agreement = export_float(module, inputs, opset=opset, dynamic_batch=dynamic_batch)
         say(str(agreement))
     else:
-        source = take_source(image_options, images or "") or None
+        image_source = take_source(image_options, images or "") or None
         result = export_quantized(
             module,
             inputs,
-            source,
+            image_source,
             target=target,
             mode=mode,
             method=method,

@@ -14,7 +14,7 @@ import click
 
 from deploy.commands import base
 from deploy.commands.base import html_option, json_option, put_json, quietable, shows_progress
-from deploy.commands.model_options import leaf_option, torch_inputs, torch_model, torch_options
+from deploy.commands.model_options import TorchArguments, leaf_option, torch_options
 from deploy.errors import ConfigError
 from deploy.files.atomic import write_text
 from deploy.terminal import say, say_lines
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand)
 @shows_progress
-@click.argument("model")
 @torch_options
 @leaf_option
 @click.option(
@@ -48,11 +47,7 @@ if TYPE_CHECKING:
     "--code/--table", "as_code", default=False, help="Print Python code, or the IR table."
 )
 def trace(
-    model: str,
-    shapes: tuple[str, ...],
-    sample: Path | None,
-    weights: Path | None,
-    device: str,
+    source: TorchArguments,
     leaves: tuple[str, ...],
     wraps: tuple[str, ...],
     only: str | None,
@@ -69,13 +64,12 @@ def trace(
     from deploy.fx.trace import find_function, submodule
     from deploy.fx.trace import trace as trace_module
 
-    has_inputs = bool(shapes or sample)
-    if not has_inputs:
+    if not source.has_inputs:
         base.refuse_without("--input or --sample", base.given_flags("device"))
-    module = torch_model(model, weights, device)
+    module = source.load()
     if only:
         module = submodule(module, only)
-    inputs = torch_inputs(module, shapes, sample) if has_inputs else None
+    inputs = source.inputs(module) if source.has_inputs else None
     functions = [find_function(name) for name in wraps]
     graph_module = trace_module(module, leaves=leaves, wrap=functions)
     for change in replaced:
@@ -85,7 +79,7 @@ def trace(
         replace_op(graph_module, op, find_function(function))
     say_lines(graph_source(graph_module) if as_code else format_graph(graph_module))
     if inputs is not None:
-        with wrap_user_errors(model):
+        with wrap_user_errors(source.model):
             shaped = propagate_shapes(graph_module, *inputs)
         rows = [(name, str(shape)) for name, shape in shaped.items()]
         say_lines("\n" + format_columns([("name", "shape"), *rows]))
@@ -93,7 +87,6 @@ def trace(
 
 @click.command(cls=base.SectionedCommand)
 @shows_progress
-@click.argument("model")
 @torch_options
 @leaf_option
 @base.measuring_option(
@@ -106,11 +99,7 @@ def trace(
     help="Write the fused model: .onnx, or .pt2 for torch.export.load.",
 )
 def fuse(
-    model: str,
-    shapes: tuple[str, ...],
-    sample: Path | None,
-    weights: Path | None,
-    device: str,
+    source: TorchArguments,
     leaves: tuple[str, ...],
     bench: bool,
     out: Path | None,
@@ -119,31 +108,28 @@ def fuse(
 
     With --input or --sample the model is traced by running it, else symbolically.
     """
-    from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.fuse import fuse as fuse_module
     from deploy.fx.open_model import check_suffix
     from deploy.fx.source import wrap_user_errors
     from deploy.fx.trace import trace
 
-    has_inputs = bool(shapes or sample)
-    if not has_inputs:
-        if bench or out is not None:
-            flag = "--bench" if bench else "--out"
-            raise ConfigError(f"{flag} runs the model and needs its --input shape")
+    is_run = bench or out is not None
+    if is_run:
+        source.refuse_without_inputs("--bench" if bench else "--out")
+        source.refuse_meta("a run")
+    elif not source.has_inputs:
         base.refuse_without("--input or --sample", base.given_flags("device"))
     if out is not None:
         check_suffix(out)
-    if bench or out is not None:
-        refuse_meta(find_device(device), "a run")
 
-    module = torch_model(model, weights, device)
-    inputs = torch_inputs(module, shapes, sample) if has_inputs else None
-    with wrap_user_errors(model):
+    module = source.load()
+    inputs = source.inputs(module) if source.has_inputs else None
+    with wrap_user_errors(source.model):
         traced = trace(module, leaves=leaves) if leaves else module
         fused, report = fuse_module(traced, inputs)
     say_lines(report.to_screen())
-    if inputs is not None and (bench or out is not None):
-        with wrap_user_errors(model):
+    if inputs is not None and is_run:
+        with wrap_user_errors(source.model):
             _run_fused(module, fused, inputs, bench=bench, out=out)
 
 
@@ -169,7 +155,6 @@ def _run_fused(
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json", "--html")
-@click.argument("model")
 @torch_options
 @leaf_option
 @base.measuring_option(
@@ -179,11 +164,7 @@ def _run_fused(
 @json_option
 @html_option
 def profile(
-    model: str,
-    shapes: tuple[str, ...],
-    sample: Path | None,
-    weights: Path | None,
-    device: str,
+    source: TorchArguments,
     leaves: tuple[str, ...],
     warm_up: int,
     runs: int,
@@ -196,19 +177,18 @@ def profile(
     from deploy.fx.source import wrap_user_errors
     from deploy.report.profile_page import profile_page
 
-    if not shapes and not sample:
-        raise ConfigError("profile runs the model and needs its --input shape, or a --sample")
-    module = torch_model(model, weights, device)
-    inputs = torch_inputs(module, shapes, sample)
-    with wrap_user_errors(model):
+    source.refuse_without_inputs("profile")
+    module = source.load()
+    inputs = source.inputs(module)
+    with wrap_user_errors(source.model):
         result = profile_model(module, inputs, leaves=leaves, warm_up=warm_up, runs=runs)
     say_lines(result.to_screen())
-    if device == "meta":
+    if source.device == "meta":
         say("nothing was computed on the meta device: the times are those of Python alone")
     put_json(json_path, result.to_json)
     if html_path is not None:
-        ran = f"{runs} runs on {device}, of inputs {', '.join(map(_spec, inputs))}"
-        write_text(html_path, profile_page(result, name=model, notes=[ran, FLOPS_NOTE]))
+        ran = f"{runs} runs on {source.device}, of inputs {', '.join(map(_spec, inputs))}"
+        write_text(html_path, profile_page(result, name=source.model, notes=[ran, FLOPS_NOTE]))
         say(f"{html_path}: written")
 
 
