@@ -302,29 +302,44 @@ class TaskTally(ABC, Generic[T]):
 
 
 @dataclass(slots=True)
-class PointTally(TaskTally[T]):
+class PointTally(TaskTally["PointTask"]):
     """Counts FP32's points, such as key points or peaks, that the candidate has too.
 
     Attributes:
-        things: what the points are, as text.
-        condition: when one is kept, as text.
         points: number of FP32's.
         matches: number of those that the candidate has.
     """
 
-    things: ClassVar[str]
-    condition: ClassVar[str]
     points: int = 0
     matches: int = 0
 
-    def count(self, is_present: Flags, is_match: Flags) -> None:
-        """Add the points of one sample: which FP32 sees, and which the candidate has too."""
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        is_present, is_match = self.task.match_points(reference, candidate)
         self.points += int(is_present.sum())
         self.matches += int((is_present & is_match).sum())
 
     def result(self) -> TaskFigure | None:
         """Return the share of the points; None if FP32 has none."""
-        return self.figure_of_kept(self.things, self.matches, self.points, self.condition)
+        things, condition = self.task.things, self.task.condition
+        return self.figure_of_kept(things, self.matches, self.points, condition)
+
+
+@dataclass(frozen=True, slots=True)
+class PointTask(EvaluationTask):
+    """Points in a picture.
+
+    Attributes:
+        things: what the points are, as text.
+        condition: when the candidate has one too, as text.
+    """
+
+    things: ClassVar[str] = "key points"
+    condition: ClassVar[str]
+    tally_type = PointTally
+
+    @abstractmethod
+    def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
+        """Return which points [K] FP32 sees in a sample, and which of them the candidate has."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploy.tasks.evaluation_task import EvaluationTask, Form, PointTally
+from deploy.tasks.evaluation_task import Form, PointTask
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
     Arrays,
@@ -52,63 +52,8 @@ _NUMBERS = (2, 3)  # numbers per point that are recognised
 _ANY_NUMBERS = (2, 3, 4, 5)  # numbers per point of outputs that a user sets
 
 
-@dataclass(slots=True)
-class _CoordinateTally(PointTally["Points"]):
-    """Counts points near FP32's, relative to the extent of each sample's points."""
-
-    things = "key points"
-    condition = f"within {100 * MAX_POINT_DISTANCE:g} % of their extent"
-
-    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        reference_flags = [_is_on(flag, reference) for flag in self.task.flags]
-        candidate_flags = [_is_on(flag, candidate) for flag in self.task.flags]
-        # a single flag says whether there is an object, and so whether its points mean anything
-        has_presence = len(self.task.flags) == 1
-        if has_presence and not (reference_flags[0] or candidate_flags[0]):
-            return
-        for name, numbers in self.task.outputs.items():
-            if reference[name].size % numbers:  # a flat output of varying length
-                continue
-            is_present = self._confidences(name, reference) > MIN_VISIBLE
-            is_match = np.zeros_like(is_present)
-            is_comparable = are_comparable(reference[name], candidate[name])
-            if reference_flags == candidate_flags and is_comparable:
-                is_match = self._match_points(name, is_present, reference, candidate)
-            self.count(is_present, is_match)
-
-    def _match_points(
-        self, name: str, is_present: Flags, reference: Outputs, candidate: Outputs
-    ) -> Flags:
-        """Return which of the candidate's points [K] are near FP32's, and visible."""
-        numbers = self.task.outputs[name]
-        positions = _to_rows(reference[name], numbers)[:, :2]
-        offsets = positions - _to_rows(candidate[name], numbers)[:, :2]
-        # a few points do not show how large the object is
-        if is_present.sum() >= MIN_COUNT:
-            positions = positions[is_present]
-        max_distance = MAX_POINT_DISTANCE * np.ptp(positions, axis=0).max()
-        is_near = np.linalg.norm(offsets, axis=1) <= max_distance
-        is_visible = self._confidences(name, candidate) > MIN_VISIBLE / 2
-        return np.asarray(is_near & is_visible)
-
-    def _confidences(self, name: str, outputs: Outputs) -> Floats:
-        """Return the confidence of each point [K]; 1 for all if there is not one for each point."""
-        point_count = outputs[name].size // self.task.outputs[name]
-        parts = self.task.parts.get(name, ())
-        if parts and parts[0].at is not None:
-            confidences = parts[0].at.best_scores(outputs).reshape(-1)
-            if confidences.size == point_count:
-                return confidences
-        return np.ones(point_count)
-
-
-def _is_on(flag: str, outputs: Outputs) -> bool:
-    """Whether an output of one probability is above 0.5."""
-    return bool(np.all(outputs[flag] > 0.5))
-
-
 @dataclass(frozen=True, slots=True)
-class Points(EvaluationTask):
+class Points(PointTask):
     """Key points as coordinates.
 
     Attributes:
@@ -122,7 +67,57 @@ class Points(EvaluationTask):
     count: int
     name = "key points"
     reads = "{0.count} key points"
-    tally_type = _CoordinateTally
+    condition = f"within {100 * MAX_POINT_DISTANCE:g} % of their extent"
+
+    def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
+        """Match points near FP32's, relative to the extent of each output's points."""
+        reference_flags = [_is_on(flag, reference) for flag in self.flags]
+        candidate_flags = [_is_on(flag, candidate) for flag in self.flags]
+        # a single flag says whether there is an object, and so whether its points mean anything
+        has_object = len(self.flags) != 1 or reference_flags[0] or candidate_flags[0]
+        present, matching = [np.zeros(0, np.bool_)], [np.zeros(0, np.bool_)]
+        for name, numbers in self.outputs.items():
+            # a flat output of varying length may hold no whole points
+            if not has_object or reference[name].size % numbers:
+                continue
+            is_present = self._confidences(name, reference) > MIN_VISIBLE
+            is_match = np.zeros_like(is_present)
+            is_comparable = are_comparable(reference[name], candidate[name])
+            if reference_flags == candidate_flags and is_comparable:
+                is_match = self._are_near(name, is_present, reference, candidate)
+            present.append(is_present)
+            matching.append(is_match)
+        return np.concatenate(present), np.concatenate(matching)
+
+    def _are_near(
+        self, name: str, is_present: Flags, reference: Outputs, candidate: Outputs
+    ) -> Flags:
+        """Return which of the candidate's points [K] of an output are near FP32's, and visible."""
+        numbers = self.outputs[name]
+        positions = _to_rows(reference[name], numbers)[:, :2]
+        offsets = positions - _to_rows(candidate[name], numbers)[:, :2]
+        # a few points do not show how large the object is
+        if is_present.sum() >= MIN_COUNT:
+            positions = positions[is_present]
+        max_distance = MAX_POINT_DISTANCE * np.ptp(positions, axis=0).max()
+        is_near = np.linalg.norm(offsets, axis=1) <= max_distance
+        is_visible = self._confidences(name, candidate) > MIN_VISIBLE / 2
+        return np.asarray(is_near & is_visible)
+
+    def _confidences(self, name: str, outputs: Outputs) -> Floats:
+        """Return the confidence of each point [K]; 1 for all if there is not one for each point."""
+        point_count = outputs[name].size // self.outputs[name]
+        parts = self.parts.get(name, ())
+        if parts and parts[0].at is not None:
+            confidences = parts[0].at.best_scores(outputs).reshape(-1)
+            if confidences.size == point_count:
+                return confidences
+        return np.ones(point_count)
+
+
+def _is_on(flag: str, outputs: Outputs) -> bool:
+    """Whether an output of one probability is above 0.5."""
+    return bool(np.all(outputs[flag] > 0.5))
 
 
 POINTS = Form(
@@ -273,35 +268,8 @@ def _are_between(values: Floats, limits: tuple[float, float]) -> bool:
     return bool(((values > low) & (values < high)).all())
 
 
-@dataclass(slots=True)
-class _AxisTally(PointTally["SimccPoints"]):
-    """Counts points at the same place, within two pixels."""
-
-    things = "key points"
-    condition = f"within {MAX_SIMCC_PIXELS} pixels"
-
-    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        peaks = sum(_above_median(reference[name]).max(axis=1) for name in self.task.outputs)
-        is_present = peaks > MIN_VISIBLE * np.max(peaks)
-        is_match = np.ones_like(is_present)
-        for name in self.task.outputs:
-            likelihoods, scores = reference[name], candidate[name]
-            if are_comparable(likelihoods, scores):
-                steps = np.abs(likelihoods[0].argmax(axis=1) - scores[0].argmax(axis=1))
-                is_match &= steps <= MAX_SIMCC_PIXELS * self.task.steps_per_pixel
-            else:
-                is_match[:] = False
-        self.count(is_present, is_match)
-
-
-def _above_median(value: Array) -> Floats:
-    """Subtract the median of each row: [1, K, L] -> [K, L]."""
-    rows = value[0].astype(np.float64)
-    return np.asarray(rows - np.median(rows, axis=1, keepdims=True))
-
-
 @dataclass(frozen=True, slots=True)
-class SimccPoints(EvaluationTask):
+class SimccPoints(PointTask):
     """Key points as distributions over columns and rows.
 
     Attributes:
@@ -315,7 +283,31 @@ class SimccPoints(EvaluationTask):
     steps_per_pixel: float
     name = "key points"
     reads = "columns and rows of {0.count} key points"
-    tally_type = _AxisTally
+    condition = f"within {MAX_SIMCC_PIXELS} pixels"
+
+    def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
+        """Match points whose most likely column and row are near FP32's.
+
+        FP32 sees a point whose distributions have a high peak, relative to the other points'.
+        """
+        columns, rows = self.outputs
+        peaks = _peak_heights(reference[columns]) + _peak_heights(reference[rows])
+        is_present = peaks > MIN_VISIBLE * peaks.max()
+        is_match = np.ones_like(is_present)
+        for name in self.outputs:
+            likelihoods, scores = reference[name], candidate[name]
+            if are_comparable(likelihoods, scores):
+                steps = np.abs(likelihoods[0].argmax(axis=1) - scores[0].argmax(axis=1))
+                is_match &= steps <= MAX_SIMCC_PIXELS * self.steps_per_pixel
+            else:
+                is_match[:] = False
+        return is_present, is_match
+
+
+def _peak_heights(likelihoods: Array) -> Floats:
+    """Return how far the peak of each point is above its median: [1, K, L] -> [K]."""
+    rows = likelihoods[0].astype(np.float64)
+    return np.asarray(rows.max(axis=1) - np.median(rows, axis=1))
 
 
 SIMCC = Form(

@@ -23,7 +23,7 @@ import numpy as np
 from deploy.tasks.evaluation_task import (
     EvaluationTask,
     Form,
-    PointTally,
+    PointTask,
     TaskFigure,
     TaskTally,
     ThresholdTally,
@@ -32,6 +32,7 @@ from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.indices import NO_CLASS, PlaceCounts, best_classes
 from deploy.tasks.rows import (
     Arrays,
+    Flags,
     Integers,
     Outputs,
     are_between,
@@ -347,33 +348,8 @@ def _is_like_picture(value: Array, inputs: Outputs) -> bool:
     return False
 
 
-@dataclass(slots=True)
-class _HeatTally(PointTally["HeatMaps"]):
-    """Counts peaks at the same place, within a pixel."""
-
-    things = "peaks"
-    condition = "within a pixel"
-
-    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        maps, candidate_maps = reference[self.task.output], candidate[self.task.output]
-        if self.task.channels_last:
-            maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
-        is_present = maps[0].max(axis=(1, 2)) > MIN_VISIBLE
-        is_match = np.zeros_like(is_present)
-        if are_comparable(maps, candidate_maps):
-            distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps)).max(axis=1)
-            is_match = distance <= 1
-        self.count(is_present, is_match)
-
-
-def _peak_cells(value: Array) -> Integers:
-    """Return row and column of each channel's peak: [1, K, H, W] -> [K, 2]."""
-    indices = value[0].reshape(value.shape[1], -1).argmax(axis=1)
-    return np.stack(np.divmod(indices, value.shape[3]), axis=1)
-
-
 @dataclass(frozen=True, slots=True)
-class HeatMaps(EvaluationTask):
+class HeatMaps(PointTask):
     """One key point per channel.
 
     Attributes:
@@ -387,7 +363,25 @@ class HeatMaps(EvaluationTask):
     channels_last: bool = False
     name = "heat maps"
     reads = "{0.count} heat maps"
-    tally_type = _HeatTally
+    things = "peaks"
+    condition = "within a pixel"
+
+    def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
+        """Match peaks within a pixel of FP32's in each direction."""
+        maps, candidate_maps = reference[self.output], candidate[self.output]
+        if self.channels_last:
+            maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
+        is_present = maps[0].max(axis=(1, 2)) > MIN_VISIBLE
+        if not are_comparable(maps, candidate_maps):
+            return is_present, np.zeros_like(is_present)
+        distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps)).max(axis=1)
+        return is_present, distance <= 1
+
+
+def _peak_cells(value: Array) -> Integers:
+    """Return row and column of each channel's peak: [1, K, H, W] -> [K, 2]."""
+    indices = value[0].reshape(value.shape[1], -1).argmax(axis=1)
+    return np.stack(np.divmod(indices, value.shape[3]), axis=1)
 
 
 HEATMAPS = Form(

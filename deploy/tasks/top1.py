@@ -56,8 +56,6 @@ class Top1:
         self.samples = self.reference_hits = self.candidate_hits = 0
         self.shifts = Counter[int]()  # 1, -1 -> labels above and below the reference's class
         self.name = name
-        # whether rows of integers may be TopK's
-        self.reads_indices = labels is not None or name is not None
         self.has_classes = True  # until the output turns out to hold no classes
         self.score_count: int | None = None  # scores of a sample; None for class numbers
         self.classes = PlaceCounts()  # classes of the samples
@@ -72,8 +70,8 @@ class Top1:
         if self.name is None:
             self.name = self._choose(reference, batch)
         scores = reference[self.name]
-        reference_classes = _read_classes(scores, batch, ranked=self.reads_indices)
-        classes = _read_classes(candidate[self.name], batch, ranked=self.reads_indices)
+        reference_classes = _read_classes(scores, batch)
+        classes = _read_classes(candidate[self.name], batch)
         has_equal_shape = scores.shape == candidate[self.name].shape
         if reference_classes is None or classes is None or not has_equal_shape:
             self.has_classes = False
@@ -87,42 +85,44 @@ class Top1:
         self.reference_hits += int((reference_classes == labels).sum())
         self.candidate_hits += int((classes == labels).sum())
         for shift in (1, -1):
-            shifted = (reference_classes + shift) % (self.score_count or _MAX_CLASS)
+            shifted = (reference_classes + shift) % self._class_limit
             self.shifts[shift] += int((labels == shifted).sum())
 
     def _choose(self, outputs: Outputs, batch: int) -> str:
-        """Return the output to read the class from; the first one if none fits."""
+        """Return the output to read the class from; the first one if none fits.
+
+        With labels, it is the indices of TopK, or else the only output that holds classes.
+        """
         first = next(iter(outputs))
         if self.labels is None:
             return first
         indices = find_indices(outputs, first, batch)
         if indices is not None:
             return indices
-        fitting = []
-        for name, value in outputs.items():
-            if _read_classes(value, batch, ranked=True) is not None:
-                fitting.append(name)
-        if len(fitting) != 1:
-            return first
-        return fitting[0]
+        fitting = [name for name in outputs if _read_classes(outputs[name], batch) is not None]
+        return fitting[0] if len(fitting) == 1 else first
 
     def _batch_labels(self, labels: Sequence[int], start: int, batch: int) -> Integers:
+        """Return the labels of one batch, whose samples begin at `start`."""
         check_label_count(labels, start + batch)
         batch_labels = np.asarray(labels[start : start + batch], np.int64)
-        class_count = self.score_count or _MAX_CLASS
-        wrong_labels = batch_labels[(batch_labels < 0) | (batch_labels >= class_count)]
-        if wrong_labels.size:
-            raise FeedError(self._describe_wrong_label(int(wrong_labels[0])))
-        return batch_labels
-
-    def _describe_wrong_label(self, label: int) -> str:
-        """Return the message for a label out of range."""
+        wrong_labels = batch_labels[(batch_labels < 0) | (batch_labels >= self._class_limit)]
+        if not wrong_labels.size:
+            return batch_labels
         if self.score_count is None:
-            return f"labels must be 0 or more, got {label}; leave out samples that are of no class"
-        return (
+            raise FeedError(
+                f"labels must be 0 or more, got {wrong_labels[0]}; leave out samples that are of no"
+                " class"
+            )
+        raise FeedError(
             f"labels must be 0 to {self.score_count - 1} for the model's {self.score_count}"
-            f" classes, got {label}; labels that start at 1 must be lowered by one"
+            f" classes, got {wrong_labels[0]}; labels that start at 1 must be lowered by one"
         )
+
+    @property
+    def _class_limit(self) -> int:
+        """Number of classes; the largest integer if outputs of class numbers do not show it."""
+        return self.score_count or _MAX_CLASS
 
     def result(self, kind: str) -> Top1Figures:
         """Return the shares.
@@ -167,22 +167,20 @@ class Top1:
             )
 
 
-def _read_classes(output: Array, batch: int, *, ranked: bool) -> Integers | None:
-    """Return classes [N] of scores [N, C] (trailing 1s allowed) or integers [N], else None.
+def _read_classes(output: Array, batch: int) -> Integers | None:
+    """Return the best class of each sample [N]; None for outputs that hold no classes.
 
-    With `ranked` integers [N, k] may be ranked classes too, the best one first. A sample of NaN has
-    no class.
+    An output holds scores [N, C] (trailing 1s allowed), class numbers [N], or ranked classes [N, k]
+    as TopK's indices, the best one first. A sample of NaN has no class.
     """
     if output.ndim == 0 or output.shape[0] != batch:
         return None
-    if output.size == batch and np.issubdtype(output.dtype, np.integer):
-        return np.asarray(output.reshape(batch), np.int64)
-    if ranked and are_indices(output, batch):
+    is_integer = np.issubdtype(output.dtype, np.integer)
+    if (is_integer and output.size == batch) or are_indices(output, batch):
         return np.asarray(output.reshape(batch, -1)[:, 0], np.int64)
     if output.ndim < 2 or output.shape[1] < 2 or output.size != batch * output.shape[1]:
         return None
-    is_quantized = output.dtype.kind in "iu" and output.dtype.itemsize == 1
+    is_quantized = is_integer and output.dtype.itemsize == 1
     if output.dtype.kind != "f" and not is_quantized:
         return None  # flags or counts
-    scores = output.reshape(batch, -1)
-    return best_classes(scores.astype(np.float64))
+    return best_classes(output.reshape(batch, -1).astype(np.float64))
