@@ -7,7 +7,7 @@ from onnx import numpy_helper
 
 from deploy.runtimes.ort import OrtSession
 from deploy.tuning import float_activations
-from deploy.tuning.float_activations import FloatActivations, border_tensors, downstream_model
+from deploy.tuning.float_activations import FloatActivations, border_tensors
 from tests.models import make_model, make_node
 
 SAMPLES = [{"x": x} for x in np.random.default_rng(0).normal(size=(2, 1, 4)).astype(np.float32)]
@@ -58,7 +58,7 @@ def test_border_tensors_cross_the_change():
 @pytest.mark.parametrize("changed, node_count", [("B", 4), ("C", 3), ("A", 5)])
 def test_downstream_model_equals_the_full_model(activations, changed, node_count):
     trial = rounded(chain(), changed)
-    short = downstream_model(trial, activations.unchanged_tensors(trial), activations.values)
+    short = activations.shorten(trial)
     assert len(short.graph.node) == node_count
     names = [value.name for value in short.graph.input]
     for sample, values in zip(SAMPLES, activations.values, strict=True):
@@ -69,7 +69,7 @@ def test_downstream_model_equals_the_full_model(activations, changed, node_count
 
 
 def test_same_nodes_need_equal_constants(activations):
-    short = downstream_model(chain(), activations.unchanged_tensors(chain()), activations.values)
+    short = activations.shorten(chain())
     assert [node.name for node in short.graph.node] == ["C", "D"]  # where nothing changed
     trial = rounded(chain(), "C")
     assert {"a", "b"} <= activations.unchanged_tensors(trial)
@@ -90,7 +90,7 @@ def test_cached_activations_serve_all_sample_sizes():
     model = chain([1, "T", 4])
     activations = FloatActivations(model, [["B"]], samples)
     trial = rounded(model, "B")
-    short = downstream_model(trial, activations.unchanged_tensors(trial), activations.values)
+    short = activations.shorten(trial)
     (value,) = short.graph.input
     assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
     for sample, values in zip(samples, activations.values, strict=True):

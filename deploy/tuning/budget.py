@@ -52,37 +52,51 @@ _WORTH = 0.97  # share of the loss: another search must leave less
 
 @dataclass(slots=True, kw_only=True)
 class BudgetSearch:
-    """State of one search."""
+    """A search for the fewest layers in float that hold a loss budget.
+
+    Attributes:
+        target: the target.
+        request: its build request; its evaluation samples are those that compute the repairs.
+        evaluation: samples that must hold the budget, with labels or without.
+        max_loss: the budget, see `loss_of`.
+        layers: what may be float, in the model's order.
+        uncounted: those of `layers` that are only tensors.
+        searches: search of the target -> the layers that have it.
+        everywhere: those of `searches` that all layers have and that cost no time.
+        nearest: returns the search of each layer that is nearest to float.
+        say: called with sentences on the progress.
+        ranking: layers with their losses, in the order in which they go to float; empty until it
+            is measured.
+        history: for each evaluation the layers in float, whether the budget held, and the loss.
+        repairs: those that were kept.
+    """
 
     target: Target
-    request: BuildRequest  # its build request, with calibration samples for the repairs as judges
-    evaluation: Feed  # the samples that must hold the budget, with labels or without
-    max_loss: float  # the budget, see `loss_of`
-    layers: Sequence[str]  # what may be float, in the model's order
-    uncounted: Collection[str] = ()  # those of `layers` that are only tensors
-    searches: Mapping[str, Collection[str]]  # search of the target -> the layers that have it
-    everywhere: Sequence[str]  # those of `searches` that all layers have and that cost no time
-    # returns the search of each layer that is nearest to float
+    request: BuildRequest
+    evaluation: Feed
+    max_loss: float
+    layers: Sequence[str]
+    uncounted: Collection[str] = ()
+    searches: Mapping[str, Collection[str]]
+    everywhere: Sequence[str]
     nearest: Callable[[], Mapping[str, str]]
-    say: Callable[[str], None]  # called with sentences on the progress
-    # what goes to float first, with a figure; empty until it is measured
+    say: Callable[[str], None]
     ranking: Sequence[tuple[str, float]] = ()
-    # for each evaluation the layers in float, whether the budget held, and the loss
     history: list[dict[str, Any]] = field(default_factory=list)
     repairs: tuple[RepairResult, ...] = ()
-    _judges: EvaluationSet = field(init=False)
+    _evaluation_set: EvaluationSet = field(init=False)
     _samples: Sequence[ReferenceSample] = field(init=False)
     _form: OutputForm = field(init=False)
     _builder: RepairedBuilder = field(init=False)
-    _losses: dict[frozenset[str], float] = field(init=False, default_factory=dict)
+    _loss_by_split: dict[frozenset[str], float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         feed = self.evaluation
         self._builder = RepairedBuilder(self.target, self.request, self.request)
-        self._judges = make_evaluation_set(feed, self.request.model, feed.count)
+        self._evaluation_set = make_evaluation_set(feed, self.request.model, feed.count)
         with phase("running the float model"):
-            most = max(min(_SAMPLES, max_sample_count(self._judges)), 1)
-            self._samples, self._form = select_samples(self._judges, most)
+            count = max(min(_SAMPLES, max_sample_count(self._evaluation_set)), 1)
+            self._samples, self._form = select_samples(self._evaluation_set, count)
 
     def run(self) -> BuildRequest | None:
         """Return the request that holds the budget; None if only float holds it.
@@ -92,11 +106,12 @@ class BudgetSearch:
             Calib8Error: what the target raises for its trial.
         """
         with phase("trying layers", len(self.layers), "trials", about=True) as step:
-            found = self._find(step)
-        return None if found is None else self._builder.final(found.choices)
+            trial = self._find(step)
+        return None if trial is None else self._builder.final(trial.choices)
 
     def _find(self, step: Step) -> Trial | None:
-        search = self._search(self._builder, step)
+        """Return the trial to build; None if only float holds the budget."""
+        search = self._make_search(self._builder, step)
         base = self._try_searches_everywhere(search)
         if self._holds(base):
             return base
@@ -117,7 +132,7 @@ class BudgetSearch:
         trial = self._with_fewest_float_layers(search, swapped)
         return None if trial is None else self._with_layers_back_in_int8(search, trial)
 
-    def _search(self, builder: RepairedBuilder, step: Step) -> Search:
+    def _make_search(self, builder: RepairedBuilder, step: Step) -> Search:
         """Return a search on the evaluation samples whose units are the layers, at equal prices."""
         setup = SearchSetup(
             target=self.target,
@@ -162,7 +177,7 @@ class BudgetSearch:
         samples = list(chosen.evaluation_set.samples_with_outputs(count))
         request, results = repair_request(self.target, chosen, names, samples)
         builder = RepairedBuilder(self.target, self.request, request)
-        search = self._search(builder, step)
+        search = self._make_search(builder, step)
         trials = search.try_choices([request.choices])
         if not trials or _loss(trials[0]) >= _loss(base):
             return None
@@ -187,7 +202,7 @@ class BudgetSearch:
 
     def _with_layers_back_in_int8(self, search: Search, holding: Trial) -> Trial:
         """Return a trial with fewer layers in float if it holds the budget too, else `holding`."""
-        loss = self._losses[holding.in_float]
+        loss = self._loss_by_split[holding.in_float]
         limit = _loss(holding)
         if loss > 0:
             limit *= self.max_loss / loss
@@ -212,22 +227,26 @@ class BudgetSearch:
 
     def _holds(self, trial: Trial) -> bool:
         """Whether a trial holds the budget on all evaluation samples."""
-        kept = [n for n in self.layers if n not in trial.in_float and n not in self.uncounted]
-        what = f"{len(kept)} layers in int8"
+        int8_layers = set(self.layers).difference(trial.in_float, self.uncounted)
+        what = f"{len(int8_layers)} layers in int8"
         with phase(what):
             comparison = GrowingComparison(
                 [self._builder.trial(self.request.with_choices(trial.choices))],
-                self._judges,
+                self._evaluation_set,
                 int8_kernels=self.target.runs_here,
                 labels=self.evaluation.labels,
             )
-            accuracy = comparison.compare(len(self._judges.subset), threads=self.request.threads)
-        loss = self._losses[trial.in_float] = loss_of(accuracy)
-        good = bool(loss <= self.max_loss)
-        self.say(f"{what}: loss {loss:.5f}, {'held' if good else 'too much'}")
-        rolled = {name: name in trial.in_float for name in self.layers}
-        self.history.append({"roll_back_config": rolled, "metric_eval": [good, float(loss)]})
-        return good
+            accuracy = comparison.compare(
+                len(self._evaluation_set.subset), threads=self.request.threads
+            )
+        loss = self._loss_by_split[trial.in_float] = loss_of(accuracy)
+        is_held = bool(loss <= self.max_loss)
+        self.say(f"{what}: loss {loss:.5f}, {'held' if is_held else 'too much'}")
+        # the keys are those that AMCT writes
+        float_by_layer = {name: name in trial.in_float for name in self.layers}
+        entry = {"roll_back_config": float_by_layer, "metric_eval": [is_held, float(loss)]}
+        self.history.append(entry)
+        return is_held
 
 
 class RepairedBuilder:

@@ -41,20 +41,23 @@ class FloatActivations:
     ) -> None:
         """Run the float model once per sample and store the tensors that enter changed parts.
 
-        `changed`: sets of its nodes; for each, the tensors that enter these nodes and all
-        downstream are stored.
+        Args:
+            reference: the float model.
+            changed: sets of its nodes, by name; for each, the tensors that enter these nodes and
+                all downstream are stored.
+            samples: input -> array.
 
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
         """
-        self._maker_by_tensor = {
-            name: node for node in reference.graph.node for name in node.output
-        }
+        self._node_by_output: dict[str, onnx.NodeProto] = {}
+        for node in reference.graph.node:
+            self._node_by_output |= dict.fromkeys(node.output, node)
         self._constants = {tensor.name: tensor for tensor in reference.graph.initializer}
         self.values: list[Values] = []
         names: dict[str, None] = {}
-        for nodes in changed:
-            names |= dict.fromkeys(border_tensors(reference, nodes))
+        for node_names in changed:
+            names |= dict.fromkeys(border_tensors(reference, node_names))
         session = OrtSession.open(
             copy_with_outputs(reference, names), threads=1, spin=False, reuse_memory=True
         )
@@ -64,25 +67,55 @@ class FloatActivations:
                 names = _limit_memory(names, values, len(samples))
             self.values.append({name: values[name] for name in names})
 
-    def unchanged_tensors(self, model: onnx.ModelProto) -> frozenset[str]:
+    def unchanged_tensors(self, model: onnx.ModelProto) -> set[str]:
         """Return the tensors with the same values as in the float model, inputs included."""
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        compared_constants: set[str] = set()
         unchanged = {value.name for value in model.graph.input}
-        changed: set[str] = set()  # constants
         for node in model.graph.node:
+            if any(self._node_by_output.get(name) != node for name in node.output):
+                continue
             reads = set(iter_reads(node))
-            own_constants = reads & constants.keys()
-            if not reads - own_constants <= unchanged:
+            read_constants = reads & constants.keys()
+            if not unchanged.issuperset(reads - read_constants):
                 continue
-            if any(self._maker_by_tensor.get(name) != node for name in node.output):
-                continue
-            # compared only now, as that reads all values
-            for name in own_constants - unchanged - changed:
-                is_equal = constants[name] == self._constants.get(name)
-                (unchanged if is_equal else changed).add(name)
-            if own_constants <= unchanged:
+            # a comparison reads all values of a constant, so only now, and once
+            for name in read_constants - compared_constants:
+                compared_constants.add(name)
+                if constants[name] == self._constants.get(name):
+                    unchanged.add(name)
+            if unchanged.issuperset(reads):
                 unchanged.update(node.output)
-        return frozenset(unchanged)
+        return unchanged
+
+    def shorten(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Return a trial model that starts from the stored tensors, without the nodes upstream.
+
+        A dimension that varies over the samples, such as the length of a text line, is left open.
+        """
+        graph = model.graph
+        needed = {value.name for value in graph.output}
+        stored = self.unchanged_tensors(model).intersection(self.values[0]) - needed
+        nodes, replaced = [], []
+        for node in reversed(graph.node):
+            outputs = [name for name in node.output if name in needed]
+            if outputs and stored.issuperset(outputs):
+                replaced += outputs
+            elif outputs:
+                needed.update(iter_reads(node))
+                nodes.append(node)
+        inputs = [value for value in graph.input if value.name in needed]
+        inputs += map(self._make_input, replaced)
+        return extract_nodes(model, reversed(nodes), needed, inputs=inputs, outputs=graph.output)
+
+    def _make_input(self, name: str) -> onnx.ValueInfoProto:
+        """Return a graph input that takes a stored tensor of each sample."""
+        arrays = [values[name] for values in self.values]
+        shape = []
+        for sizes in zip(*(array.shape for array in arrays), strict=True):
+            shape.append(sizes[0] if len(set(sizes)) == 1 else None)
+        dtype = helper.np_dtype_to_tensor_dtype(arrays[0].dtype)
+        return helper.make_tensor_value_info(name, dtype, shape)
 
 
 def border_tensors(model: onnx.ModelProto, nodes: Collection[str]) -> list[str]:
@@ -113,38 +146,3 @@ def _limit_memory(names: Iterable[str], values: Values, samples: int) -> dict[st
             break
         fitting[name] = None
     return fitting
-
-
-def downstream_model(
-    model: onnx.ModelProto, unchanged: Collection[str], values: Sequence[Values]
-) -> onnx.ModelProto:
-    """Return the model that starts from tensors of known values, without the nodes upstream.
-
-    `model`: a trial model; it is not changed. `unchanged`: tensors that may be replaced. `values`:
-    tensor -> value, for each sample. A dimension that varies over the samples, such as the length
-    of a text line, is left open.
-    """
-    graph = model.graph
-    needed = {value.name for value in graph.output}
-    stored = {name for name in values[0] if name in unchanged} - needed
-    nodes, replaced = [], []
-    for node in reversed(graph.node):
-        outputs = [name for name in node.output if name in needed]
-        if outputs and stored.issuperset(outputs):
-            replaced += outputs
-        elif outputs:
-            needed.update(iter_reads(node))
-            nodes.append(node)
-    inputs = [value for value in graph.input if value.name in needed]
-    for name in replaced:
-        inputs.append(_make_input(name, [sample_values[name] for sample_values in values]))
-    return extract_nodes(model, reversed(nodes), needed, inputs=inputs, outputs=graph.output)
-
-
-def _make_input(name: str, values: Sequence[Array]) -> onnx.ValueInfoProto:
-    """Return an input that takes each of these values."""
-    shape = []
-    for sizes in zip(*(value.shape for value in values), strict=True):
-        shape.append(sizes[0] if len(set(sizes)) == 1 else None)
-    dtype = helper.np_dtype_to_tensor_dtype(values[0].dtype)
-    return helper.make_tensor_value_info(name, dtype, shape)

@@ -43,7 +43,7 @@ from deploy.runtimes.ort import OrtSession, holds_fp8
 from deploy.targets.base import BuildRequest
 from deploy.tasks import Metric
 from deploy.tasks.rows import Floats, Outputs
-from deploy.tuning.float_activations import FloatActivations, downstream_model
+from deploy.tuning.float_activations import FloatActivations
 from deploy.tuning.slice_signals import (
     apply_temperature,
     find_temperatures,
@@ -314,8 +314,7 @@ class Prober:
         with PROTOBUF:
             model = self._trial(self._request.with_added_choices(choices))
             if activations is not None:
-                unchanged = activations.unchanged_tensors(model)
-                model = downstream_model(model, unchanged, activations.values)
+                model = activations.shorten(model)
             int8_kernels = self._runs_here and not holds_fp8(model)
             data = model.SerializeToString()
             del model

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from deploy.tuning.probe import Noise
 
@@ -89,7 +90,15 @@ def measure_sensitivity(
         prior: what another target or split measured with the same method; its noisiest groups are
             the first ones, and the quiet ones are taken as they are.
     """
-    noise_by_group, groups = _groups_of_prior(layers, prior, first_groups)
+    noise_by_group: dict[Group, Noise] = {}
+    groups = split_into_groups(layers, first_groups)
+    if prior is not None:
+        noise_by_group = _noise_of_prior(layers, prior)
+        noisiest = sorted(noise_by_group, key=lambda group: -noise_by_group[group].worst)
+        known_layers = set(chain.from_iterable(noise_by_group))
+        unknown_layers = [layer for layer in layers if layer not in known_layers]
+        groups = [*noisiest[:first_groups], *split_into_groups(unknown_layers, first_groups)]
+
     noise_by_group |= _measure_runnable(groups, measure)
     trials = len(groups)
     unsplittable: set[Group] = set()
@@ -97,7 +106,8 @@ def measure_sensitivity(
         group = _noisiest(noise_by_group, unsplittable)
         if group is None:
             break
-        halves = halve(group)
+        middle = (len(group) + 1) // 2
+        halves = [group[:middle], group[middle:]]
         noise_by_half = _measure_runnable(halves, measure)
         trials += 2
         if len(noise_by_half) < len(halves):
@@ -107,28 +117,18 @@ def measure_sensitivity(
             noise_by_group |= noise_by_half
 
     position = {layer: index for index, layer in enumerate(layers)}
-    ordered = sorted(noise_by_group, key=lambda group: position[group[0]])
-    return Sensitivity({group: noise_by_group[group] for group in ordered})
+    ordered_groups = sorted(noise_by_group, key=lambda group: position[group[0]])
+    return Sensitivity({group: noise_by_group[group] for group in ordered_groups})
 
 
-def _groups_of_prior(
-    layers: Sequence[str], prior: Sensitivity | None, first_groups: int
-) -> tuple[dict[Group, Noise], list[Group]]:
-    """Return (the noise that is known, the groups to measure first)."""
-    if prior is None:
-        return {}, split_into_groups(layers, first_groups)
-    noise_by_group: dict[Group, Noise] = {}
+def _noise_of_prior(layers: Sequence[str], prior: Sensitivity) -> dict[Group, Noise]:
+    """Return the noise of the prior's groups, as far as they have some of these layers."""
+    noise_by_group = {}
     for group, noise in prior.groups.items():
         shared = tuple(layer for layer in group if layer in layers)
         if shared:
             noise_by_group[shared] = noise.scaled(len(shared) / len(group))
-    known_layers = {layer for group in noise_by_group for layer in group}
-    unknown_layers = [layer for layer in layers if layer not in known_layers]
-    noisiest = sorted(noise_by_group, key=lambda group: -noise_by_group[group].worst)
-    return noise_by_group, [
-        *noisiest[:first_groups],
-        *split_into_groups(unknown_layers, first_groups),
-    ]
+    return noise_by_group
 
 
 def split_into_groups(layers: Sequence[str], max_groups: int) -> list[Group]:
@@ -137,17 +137,13 @@ def split_into_groups(layers: Sequence[str], max_groups: int) -> list[Group]:
     return [tuple(layers[start : start + size]) for start in range(0, len(layers), size)]
 
 
-def halve(group: Group) -> list[Group]:
-    """Return the two halves of a group; nothing for a single layer."""
-    if len(group) == 1:
-        return []
-    middle = (len(group) + 1) // 2
-    return [group[:middle], group[middle:]]
-
-
 def _measure_runnable(groups: Sequence[Group], measure: NoiseMeter) -> dict[Group, Noise]:
-    noises = zip(groups, measure(groups), strict=True)
-    return {group: noise for group, noise in noises if noise is not None}
+    """Return the noise of the groups that can run alone in int8."""
+    noise_by_group = {}
+    for group, noise in zip(groups, measure(groups), strict=True):
+        if noise is not None:
+            noise_by_group[group] = noise
+    return noise_by_group
 
 
 def _noisiest(noise_by_group: Mapping[Group, Noise], skipped: Collection[Group]) -> Group | None:

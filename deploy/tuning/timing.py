@@ -74,23 +74,26 @@ def kernel_times(
 
     With several threads the times would depend on other processes.
 
-    `float_model`: the float model, to whose nodes the time is counted; Q/DQ nodes count for
-    themselves. `runs`: least number of runs, after two that do not count. `seconds`: least time; a
-    small model runs more often.
+    Args:
+        model: as it would be deployed.
+        feeds: inputs, used in turn.
+        float_model: the time is counted to its nodes; Q/DQ nodes count for themselves.
+        runs: least number of runs, after two that do not count.
+        seconds: least time; a small model runs more often.
     """
     times_by_kernel: dict[str, list[float]] = defaultdict(list)
-    layers = set()
+    layer_kernels = set()
     for kernel, op_type, microseconds in profile_kernels(
         model, feeds, runs=runs + _WARM_PROFILES, seconds=seconds
     ):
         times_by_kernel[kernel].append(microseconds)
         if op_type.removeprefix("Fused") in WEIGHTED:
-            layers.add(kernel)
-    least_times = {
-        name: min(times[_WARM_PROFILES:] or times) for name, times in times_by_kernel.items()
-    }
+            layer_kernels.add(kernel)
+    least_times = {}
+    for kernel, times in times_by_kernel.items():
+        least_times[kernel] = min(times[_WARM_PROFILES:] or times)
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
-    return attribute_kernels(least_times, float_model, pairs, layers=layers)
+    return attribute_kernels(least_times, float_model, pairs, layers=layer_kernels)
 
 
 def attribute_kernels(
@@ -102,22 +105,26 @@ def attribute_kernels(
 ) -> KernelTimes:
     """Count kernel times to nodes of a model, or to other names, by the longest name prefix.
 
-    `extra_names`: further names that count for themselves. `layers`: kernels that multiply with
-    weights, whatever else they compute.
+    Args:
+        kernels: name of a kernel -> its time.
+        model: its nodes are counted to.
+        extra_names: further names that count for themselves.
+        layers: kernels that multiply with weights, whatever else they compute.
     """
-    node_by_name = {name: name for name in extra_names}
+    # name that a kernel's name may start with -> name of the node
+    node_by_prefix = {name: name for name in extra_names}
     maker_by_tensor: dict[str, onnx.NodeProto] = {}
     unweighted: dict[str, onnx.NodeProto] = {}
     for node in model.graph.node:
-        node_by_name |= dict.fromkeys((*node.output, node.name), node.name)
+        node_by_prefix |= dict.fromkeys((*node.output, node.name), node.name)
         maker_by_tensor |= dict.fromkeys(node.output, node)
         if node.op_type not in WEIGHTED:
             unweighted[node.name] = node
-    node_by_name.pop("", None)
+    node_by_prefix.pop("", None)
 
-    owner_by_kernel = {kernel: _find_owner(kernel, node_by_name) for kernel in kernels}
+    owner_by_kernel = {kernel: _find_owner(kernel, node_by_prefix) for kernel in kernels}
     owners = set(owner_by_kernel.values())
-    nodes = dict.fromkeys(node_by_name.values(), 0.0)
+    times = dict.fromkeys(node_by_prefix.values(), 0.0)
     unattributed = 0.0
     for kernel, owner in owner_by_kernel.items():
         if kernel in layers and owner in unweighted:
@@ -125,22 +132,28 @@ def attribute_kernels(
         if owner is None:
             unattributed += kernels[kernel]
         else:
-            nodes[owner] += kernels[kernel]
-    return KernelTimes(nodes, unattributed)
+            times[owner] += kernels[kernel]
+    return KernelTimes(times, unattributed)
 
 
 def _find_layer_inside(
     end: onnx.NodeProto,
     maker_by_tensor: Mapping[str, onnx.NodeProto],
-    with_kernel: Collection[str | None],
+    kernel_owners: Collection[str | None],
 ) -> str | None:
-    """Return the one layer inside a node's kernel, upstream past nodes without a kernel."""
+    """Return the one layer that is fused into a kernel; None if none or several can be.
+
+    Args:
+        end: the node that the kernel is named after, the last of the fused ones.
+        maker_by_tensor: tensor -> the node that makes it.
+        kernel_owners: nodes with a kernel of their own, past which nothing is fused.
+    """
     layers: set[str] = set()
     visited, waiting = {end.name}, [end]
     for node in waiting:
         for name in node.input:
             maker = maker_by_tensor.get(name)
-            if maker is None or maker.name in with_kernel:
+            if maker is None or maker.name in kernel_owners:
                 continue
             if maker.op_type in WEIGHTED:
                 layers.add(maker.name)
@@ -150,15 +163,15 @@ def _find_layer_inside(
     return layers.pop() if len(layers) == 1 else None
 
 
-def _find_owner(kernel: str, node_by_name: Mapping[str, str]) -> str | None:
+def _find_owner(kernel: str, node_by_prefix: Mapping[str, str]) -> str | None:
     """Return the node of the longest name that a kernel's name starts with, whole words only."""
     name = kernel.removeprefix("fused ")
-    while name not in node_by_name:
+    while name not in node_by_prefix:
         end = max(name.rfind("_"), name.rfind("/"))
         if end <= 0:
             return None
         name = name[:end]
-    return node_by_name[name]
+    return node_by_prefix[name]
 
 
 def time_models(
@@ -224,13 +237,14 @@ class DeviceTimer:
                 name = f"split {number}"
                 sessions[name] = self._open(trial.choices, Path(folder) / name)
             latencies = measure(sessions, self._samples, duration_s=_DEVICE_SPLIT_S)
-            float_ms, *split_ms = [latency.latency.p50 for latency in latencies.values()]
-        return [
-            replace(trial, time=ms / float_ms) for trial, ms in zip(trials, split_ms, strict=True)
-        ]
+        float_ms, *split_times_ms = [latency.latency.p50 for latency in latencies.values()]
+        timed_trials = []
+        for trial, split_ms in zip(trials, split_times_ms, strict=True):
+            timed_trials.append(replace(trial, time=split_ms / float_ms))
+        return timed_trials
 
     def _open(self, choices: Choices, folder: Path) -> Session:
-        """Build the engine of a split in a folder of its own, and load it."""
+        """Build the engine of a split in a new folder, and load it."""
         folder.mkdir()
         request = self._request.with_added_choices(choices)
         result = self._target.build(replace(request, folder=folder))
