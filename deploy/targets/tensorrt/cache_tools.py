@@ -261,8 +261,8 @@ def _relabel_command(path: Path | None, version: str, algorithm: str | None) -> 
 
 def _match_findings(match: CacheMatch) -> list[CacheFinding]:
     text = (
-        f"{match.covered_tensor_count} of {len(match.tensors)} tensors to be quantized have a"
-        f" scale, from {match.used_entry_count} of {len(match.entries)} entries"
+        f"{match.covered_tensor_count} of {len(match.tensors)} tensors to be quantized have a scale"
+        f" (the cache has {len(match.entries)}: TensorRT's calibrators list every tensor)"
     )
     findings = [CacheFinding(text, harmful=False)]
     foreign = _foreign_entries(match)

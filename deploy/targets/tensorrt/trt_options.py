@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 INT8, FP8 = "int8", "fp8"
 FP16, BF16, FP32 = "fp16", "bf16", "fp32"
-FLOAT, CACHE = "float model for TensorRT", "TensorRT cache"
+FLOAT, CACHE = "float model of the TensorRT cache, with any repairs", "TensorRT cache"
 NOTE = "origin of the TensorRT cache"
 QDQ, TYPED = "TensorRT Q/DQ model", "TensorRT typed model"
 PLAIN = "TensorRT float model without repairs, to compare with"
