@@ -15,8 +15,8 @@ from the start. There are two range rules:
 * `Histogram()`: R is the smallest power of two that covers the data. The counts depend on the set
   of values only, not on order, batch size or number of threads.
 * `Histogram(initial_range=m)`: R starts at m, TensorRT's rule; m is the largest |x| of the first
-  batch (measured on tables that TensorRT 7.2 wrote). As there, x == R is counted in bin BINS - 1 before
-  any doubling. The result depends on the first batch.
+  batch (measured on tables that TensorRT 7.2 wrote). As there, x == R is counted in bin BINS - 1
+  before any doubling. The result depends on the first batch.
 
 Memory is 8 * (2 * BINS + 1) bytes per tensor. This module defines the counts; `calibrators.kernel`
 gives the same counts in C if it is built.
@@ -237,7 +237,8 @@ class Histogram(HistogramState):
         """
         if self.initial_range != histogram.initial_range:
             raise CalibrationError(
-                f"histograms merge only with equal initial ranges, got {self.initial_range} and {histogram.initial_range}"
+                "histograms merge only with equal initial ranges, got"
+                f" {self.initial_range} and {histogram.initial_range}"
             )
         self._widen_to(histogram.full_range)
         counts, full_range = histogram.counts, histogram.full_range

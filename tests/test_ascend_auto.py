@@ -213,15 +213,15 @@ def test_command_repairs_before_choosing_float(auto, command, uneven, images, tm
     assert "DMQ balances 1 layers, with a multiplication more in front of each, by the" in output
     assert "largest values of 12 images." in output
     assert "bias correction: worst part" in output
-    assert "uneven_corrected.onnx is the" in output
+    assert "uneven_modified_model.onnx is the" in output
     layers = settled(tmp_path).layers
     assert layers["dw"].dmq_balancer_param
     assert not layers["one"].dmq_balancer_param
     deployed = onnx.load(tmp_path / "uneven_deploy_model.onnx")
     assert [n.name for n in deployed.graph.node if n.op_type == "Mul"] == ["dw.mul"]
-    arguments = (tmp_path / "uneven_corrected.onnx", tmp_path / "uneven_record.txt")
+    arguments = (tmp_path / "uneven_modified_model.onnx", tmp_path / "uneven_record.txt")
     command("ascend", "deploy", *arguments, "-o", tmp_path / "again")
-    actual = outputs(tmp_path / "again" / "uneven_corrected_fake_quant_model.onnx", images)
+    actual = outputs(tmp_path / "again" / "uneven_modified_model_fake_quant_model.onnx", images)
     np.testing.assert_array_equal(
         actual, outputs(tmp_path / "uneven_fake_quant_model.onnx", images)
     )
@@ -232,7 +232,7 @@ def test_dmq_runs_only_beyond_the_budget(auto, uneven, images, tmp_path):
     output = auto(uneven, images, tmp_path, "--max-loss", "0.5")
     assert "corrected" not in output
     assert "DMQ" not in output
-    assert not (tmp_path / "uneven_corrected.onnx").exists()
+    assert not (tmp_path / "uneven_modified_model.onnx").exists()
     output = auto(uneven, images, tmp_path, "--max-loss", "1e-4", "--amct-batch", 3)
     assert "largest values of 3 images." in output
     assert settled(tmp_path).batch_num == 4
@@ -289,14 +289,16 @@ def test_repairs_and_searches_precede_float(auto_coarse, coarse, command, tmp_pa
     assert "3 layers in int8, 0 in float." in output
     assert len(losses_of(out)) == 2
     assert "adaptive rounding: 1 layer" in output
-    assert "coarse_corrected.onnx is the float model with these repairs, and goes with" in output
+    assert (
+        "coarse_modified_model.onnx is the float model with these repairs, and goes with" in output
+    )
     assert json.loads((out / RANKING).read_text()) == []  # no layer had to be ranked
     redeployed, images = tmp_path / "again", coarse.with_suffix(".npy")
-    arguments = (out / "coarse_corrected.onnx", out / "coarse_record.txt", "-o", redeployed)
+    arguments = (out / "coarse_modified_model.onnx", out / "coarse_record.txt", "-o", redeployed)
     command("ascend", "deploy", *arguments)
-    actual = outputs(redeployed / "coarse_corrected_fake_quant_model.onnx", images)
+    actual = outputs(redeployed / "coarse_modified_model_fake_quant_model.onnx", images)
     np.testing.assert_array_equal(actual, outputs(out / "coarse_fake_quant_model.onnx", images))
-    deployed = (redeployed / "coarse_corrected_deploy_model.onnx").read_bytes()
+    deployed = (redeployed / "coarse_modified_model_deploy_model.onnx").read_bytes()
     assert deployed == (out / "coarse_deploy_model.onnx").read_bytes()
     output, out = auto_coarse("swapped", SWAPPED)
     assert "3 layers in int8, 0 in float." in output
@@ -310,7 +312,7 @@ def test_threads_change_no_byte(auto_coarse):
     _, single_thread = auto_coarse("one", SWAPPED, "--threads", 1)
     _, three = auto_coarse("three", SWAPPED, "--threads", 3)
     names = sorted(path.name for path in single_thread.iterdir() if path.is_file())
-    assert {FINAL, HISTORY, RANKING, "coarse_corrected.onnx"} <= set(names)
+    assert {FINAL, HISTORY, RANKING, "coarse_modified_model.onnx"} <= set(names)
     assert names == sorted(path.name for path in three.iterdir() if path.is_file())
     for name in names:
         assert (single_thread / name).read_bytes() == (three / name).read_bytes(), name
@@ -321,7 +323,7 @@ def test_float_layer_keeps_its_constants(auto_coarse, coarse):
     output, out = auto_coarse("o", 3e-5)
     assert "2 layers in int8, 1 in float." in output
     int8_layers = settled(out).enabled()
-    models = [onnx.load(path) for path in (coarse, out / "coarse_corrected.onnx")]
+    models = [onnx.load(path) for path in (coarse, out / "coarse_modified_model.onnx")]
     original, corrected = (
         {layer.name: layer for layer in find_weighted_layers(model)} for model in models
     )

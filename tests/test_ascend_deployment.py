@@ -112,6 +112,22 @@ def test_amcts_records_give_amcts_models(case, done, tmp_path):
         assert compared > 15
 
 
+@pytest.mark.slow
+def test_modified_model_has_the_records_weights(small_cnn, data, done, command, tmp_path):
+    """A search rounds weights; on the model's own weights the record gives other integers."""
+    arguments = ("--target", "ascend", "--duration", 0, "--effort", 1)
+    folder = tmp_path / "o"
+    command("build", small_cnn, "--images", data, "--out", folder, *arguments)
+    modified, record = folder / "small_cnn_modified_model.onnx", folder / "small_cnn_record.txt"
+    assert modified.name in (folder / "small_cnn_README.txt").read_text()
+    expected = (folder / "small_cnn_deploy_model.onnx").read_bytes()
+    for path in (small_cnn, modified):
+        output = done("deploy", path, record, "-o", tmp_path / path.stem)
+        (deployed,) = (tmp_path / path.stem).glob("*_deploy_model.onnx")
+        assert (deployed.read_bytes() == expected) == (path == modified)
+        assert ("_modified_model.onnx that was written" in output) == (path == small_cnn)
+
+
 FORMS = [(case, "config.json") for case in NAMES]
 
 

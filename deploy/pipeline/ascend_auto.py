@@ -22,7 +22,6 @@ from deploy.files import atomic, manifest
 from deploy.files.staging import stage_files
 from deploy.pipeline.results import build_origin, publish_build
 from deploy.targets.ascend.amct_calibration import RecordPlan
-from deploy.targets.ascend.atc import strip_metadata
 from deploy.targets.ascend.config import write_config
 from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.float16 import find_float16_tensors
@@ -48,7 +47,6 @@ from deploy.tuning.budget import BudgetSearch
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"
 HISTORY = "accuracy_based_auto_calibration_record.json"
 FINAL = "accuracy_based_auto_calibration_final_config.json"
-REPAIRED = "_corrected.onnx"  # the float model that the int8 ones are made of
 
 GAIN, BINARY = "gain", "binary-search"  # strategies
 _REPAIR_SAMPLES = 64  # calibration samples that repairs are computed and evaluated on
@@ -109,7 +107,7 @@ class AutoCalibration:
 
 def refuse_foreign_files(target: Ascend, folder: Path, name: str) -> None:
     """Refuse a folder with files that `auto_calibrate` would replace (`refuse_foreign`)."""
-    model_files = [f"{name}{ending}" for ending in (*target.writes, REPAIRED)]
+    model_files = [f"{name}{ending}" for ending in target.writes]
     names = [RANKING, HISTORY, FINAL, manifest.MANIFEST_NAME, *model_files]
     manifest.refuse_foreign(folder, names, force=None)
 
@@ -207,11 +205,6 @@ def _write_files(
     if final_request is None:
         return AutoCalibration(config=config, int8_layers=None, notes=(), paths=tuple(paths))
 
-    if search.repairs:
-        repaired_model = strip_metadata(final_request.with_plugin_nodes(final_plan.model))
-        data = repaired_model.SerializeToString(deterministic=True)
-        path = final_request.folder / f"{final_request.name}{REPAIRED}"
-        paths.append(atomic.write_bytes(path, data))
     models = write_models(
         Recipe(
             model=final_plan.model,
@@ -247,6 +240,6 @@ def _notes(search: BudgetSearch, final_request: BuildRequest, plan: RecordPlan) 
         yield f"{repair.sentence}."
     if search.repairs:
         yield (
-            f"{final_request.name}{REPAIRED} is the float model with these repairs, and goes with"
-            " the configuration and the record."
+            f"{final_request.name}_modified_model.onnx is the float model with these repairs, and"
+            " goes with the configuration and the record."
         )

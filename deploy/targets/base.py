@@ -44,6 +44,7 @@ class BuildRequest:
         companions: all targets of the build, which may share work.
         unrepaired_model: cleaned float model without repairs, for the float engines of the speed
             comparison; None where speed is not measured.
+        is_repaired: whether a repair changed weights or biases of the model.
     """
 
     subject: CalibrationSubject
@@ -58,6 +59,7 @@ class BuildRequest:
     cpu: str = "this"
     companions: tuple[Target, ...] = ()
     unrepaired_model: onnx.ModelProto | None = None
+    is_repaired: bool = False
 
     def with_choices(self, choices: Choices) -> BuildRequest:
         """Return the request with other choices."""

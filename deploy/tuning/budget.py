@@ -264,6 +264,8 @@ class RepairedBuilder:
 
     def final(self, choices: Choices) -> BuildRequest:
         """Return the request to build."""
+        if not self._repaired.is_repaired:
+            return self._repaired.with_choices(choices)
         model = copy_message(self._repaired.model)
         restore_constants(model, self._originals, choices.float_nodes)
         return with_model(self._repaired.with_choices(choices), model)

@@ -262,6 +262,11 @@ def write_readme(
 ) -> None:
     """Write <model>_README.txt; `host_notes` are the steps that the user's program has to do."""
     notes = list(host_notes)
+    if modified := files.get("modified model"):
+        notes.append(
+            f"the record and the configuration belong to {modified.name}: give AMCT, `calib8 ascend"
+            " deploy` and --ascend-config that model in place of the original"
+        )
     for flag in options.extra:
         if _find_file(flag) is not None:
             notes.append(
@@ -430,13 +435,6 @@ def refuse_other_domains(loaded: LoadedModel) -> None:
                 f" of the domain '{node.domain}'; export the model with standard ONNX operators, or"
                 " with this one in ONNX's domain if CANN has a plugin for it"
             )
-
-
-def strip_metadata(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy without doc strings and metadata."""
-    stripped = copy_message(model)
-    clear_metadata(stripped)
-    return stripped
 
 
 def clear_metadata(model: onnx.ModelProto) -> None:

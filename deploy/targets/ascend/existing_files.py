@@ -19,6 +19,7 @@ from calibrators.amct.arq import arq
 from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import CacheError, ConfigError, ModelError
 from deploy.files.reading import read_text
+from deploy.frontends import load
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import ASCEND
@@ -205,7 +206,11 @@ def recipe_from_record(
         unused = [name for name in enabled if name not in records]
         quant_config = disable_layers(quant_config, (*unrecorded, *unused))
 
-    unrounded = find_unrounded_layers(model, graph, records, read_adaround_layers(text))
+    adaround_layers = read_adaround_layers(text)
+    if adaround_layers:
+        other_weights = find_unrounded_layers(model, graph, records, adaround_layers)
+    else:
+        other_weights = _find_modified_layers(path, model, graph, records)
     return Recipe(
         model=model,
         graph=graph,
@@ -214,25 +219,60 @@ def recipe_from_record(
         config=quant_config,
         method="a record",
         float_reasons=dict.fromkeys(unrecorded, "the record has no scales for it"),
-        notes=tuple(_record_notes(path, unfolded, unrounded, ignored)),
+        notes=tuple(_record_notes(path, unfolded, other_weights, ignored)),
     )
 
 
+def _find_modified_layers(
+    record: Path, model: onnx.ModelProto, graph: LayerGraph, records: Collection[str]
+) -> list[str]:
+    """Return the layers whose weight differs in the modified model that lies beside a record.
+
+    A build with repairs, such as adaptive rounding, writes that model: the float model with the
+    weights that the record was made for. Without such a file the result is [].
+    """
+    name = record.name.removesuffix("_record.txt")
+    modified_path = record.with_name(f"{name}_modified_model.onnx")
+    if not modified_path.is_file():
+        return []
+
+    modified_model, modified_graph = prepare_model(load(modified_path).model)
+    index, modified_index = Graph(model), Graph(modified_model)
+    layer_names = []
+    for layer_name in records:
+        layer = graph.layers.get(layer_name)
+        modified_layer = modified_graph.layers.get(layer_name)
+        if layer is None or modified_layer is None or not layer.weight:
+            continue
+        weight = read_constant(index, layer.weight)
+        if not np.array_equal(weight, read_constant(modified_index, modified_layer.weight)):
+            layer_names.append(layer_name)
+    return layer_names
+
+
 def _record_notes(
-    path: Path, unfolded: Collection[str], unrounded: Sequence[str], ignored: Collection[str]
+    path: Path, unfolded: Collection[str], other_weights: Sequence[str], ignored: Collection[str]
 ) -> Iterator[str]:
-    """Yield notes on a record: what of it could not be used as it is."""
+    """Yield notes on a record: what of it could not be used as it is.
+
+    Args:
+        path: the record.
+        unfolded: layers into which nothing is folded.
+        other_weights: layers whose weights were rounded before the record was made.
+        ignored: descriptions of entries that are not deployed.
+    """
     yield f"Scales: {path}, unchanged; nothing was calibrated."
     if unfolded:
         yield (
             "By its scales, the record was made before anything was folded into these layers, so"
             f" what follows them stays apart: {', '.join(unfolded)}."
         )
-    if unrounded:
+    if other_weights:
         yield (
-            f"AdaRound rounded the weights of {len(unrounded)} layers ({', '.join(unrounded[:3])})."
-            " A record does not hold that rounding, so here they are rounded to nearest; instead of"
-            " the model, give the _modified_model.onnx that was written with the record."
+            f"The weights of {len(other_weights)} layers ({', '.join(other_weights[:3])}) were"
+            " changed before the record was made, by AdaRound or a repair. A record does not hold"
+            " that change, so here they are rounded to nearest; instead of the model, give the"
+            " _modified_model.onnx that was written with the record."
         )
     if ignored:
         yield f"Entries of the record that were not deployed: {', '.join(ignored)}."

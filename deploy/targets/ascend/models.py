@@ -207,7 +207,9 @@ def write_models(
     qdq = loaded.with_cut_off(amct_qdq_model(lowered, layers))
     write("Q/DQ model", "amct_qdq.onnx", _take_bytes(qdq))
     del qdq
-    if weight_sharers or any(record.rounded_weight is not None for record in records.values()):
+    # the float model that the scales belong to, where it is not the user's own
+    has_rounding = any(record.rounded_weight is not None for record in records.values())
+    if weight_sharers or has_rounding or request.is_repaired:
         modified = loaded.with_cut_off(modified_model(model, layers))
         write("modified model", "modified_model.onnx", _take_bytes(modified))
     write("fusion mapping", "quant.json", mapping.encode())

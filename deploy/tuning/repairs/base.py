@@ -54,6 +54,7 @@ def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:
         request,
         subject=replace(request.subject, loaded=loaded),
         ranges=request.ranges.with_choices(request.choices),
+        is_repaired=True,
     )
 
 
