@@ -69,13 +69,13 @@ class _RowTable:
     Attributes:
         columns: all its columns.
         rows: their values in all samples, [A, n].
-        count: number of rows of the first sample.
+        row_count: number of rows of the first sample.
         grids: the grid whose cells the rows may be; empty without.
     """
 
     columns: Columns
     rows: Array
-    count: int
+    row_count: int
     grids: tuple[AnchorGrid, ...]
 
     @property
@@ -91,9 +91,15 @@ class _RowTable:
 
 
 def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder | None:
-    """Recognise rows of a detector; `is_set`: in any layout that fits, since a user says so.
+    """Return the decoder of outputs that hold a detector's rows; None if no form is certain.
 
-    A form that several outputs have is none: they may be levels.
+    A row is an anchor, a cell or a query. If several outputs have the same form by themselves, they
+    may be levels of one detector that belong together, so none is taken.
+
+    Args:
+        samples: the first samples.
+        is_set: whether the user or the model's file says that the outputs are boxes; then any
+            layout that fits is taken, though the values leave doubt.
     """
     tables = [*_read_tables(samples)]
     for propose in PROPOSALS:
@@ -111,13 +117,15 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
 
 
 def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
-    """Yield the outputs in each layout that they may have, but for NaN and Inf.
+    """Yield each output as a table of rows, once for every layout that its shape allows.
 
-    Maps have the size of the picture over a stride.
+    Outputs with NaN or Inf are left out, and maps whose sides are not the picture's over a stride.
     """
+    size = samples.picture_size
     for name, layout in itertools.product(samples.names, LAYOUT_DIMENSIONS):
+        sides = samples.outputs[0][name].shape[2:4]
         # large maps, such as of the picture's size, are not read
-        if layout in (MAP, ANCHOR_MAP) and not _fit_strides(name, samples):
+        if layout in (MAP, ANCHOR_MAP) and not fits_stride(sides, size):
             continue
         columns = Columns(name, layout)
         try:
@@ -126,22 +134,18 @@ def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
             continue
         if len({table.shape[1] for table in tables}) > 1:
             continue
-        rows, count = np.concatenate(tables), len(tables[0])
+        rows, row_count = np.concatenate(tables), len(tables[0])
         if np.isfinite(rows).all():
-            grid = find_grid(count, samples.picture_size)
-            yield _RowTable(columns, rows, count, () if grid is None else (grid,))
-
-
-def _fit_strides(name: str, samples: FirstSamples) -> bool:
-    """Whether a map has the size of the picture over a stride, in every sample."""
-    for value, inputs in zip(samples.arrays(name), samples.inputs, strict=True):
-        if not fits_stride(value.shape[2:4], image_size(inputs)):
-            return False
-    return True
+            grid = find_grid(row_count, size)
+            yield _RowTable(columns, rows, row_count, () if grid is None else (grid,))
 
 
 def _read_rows(levels: Sequence[Columns], samples: FirstSamples) -> Floats:
-    """Return the columns of all levels and samples, below each other."""
+    """Return the columns of all levels and samples, below each other, [rows, n].
+
+    Raises:
+        OtherShapeError: levels differ in their number of columns.
+    """
     return np.concatenate([read_columns(levels, outputs) for outputs in samples.outputs])
 
 
@@ -155,7 +159,7 @@ def _propose_joined(
     for table in tables:
         # many more rows than columns, unless they are queries
         min_count = min(MIN_ROWS_PER_COLUMN * table.width, MIN_QUERIES)
-        if table.columns.layout == ANCHOR_MAP or not table.count >= min_count:
+        if table.columns.layout == ANCHOR_MAP or not table.row_count >= min_count:
             continue
         values = samples.arrays(table.columns.output)
         if table.width > _BOX and not any(_are_classes(values, axis) for axis in (1, -1, -2)):
@@ -168,7 +172,16 @@ def _are_classes(values: Arrays, axis: int) -> bool:
 
 
 def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Iterator[RowDecoder]:
-    """Propose boxes, then probabilities and what comes after; or probabilities, then distances."""
+    """Propose which columns of a table are boxes, objectness and classes, by their ranges.
+
+    Two orders are proposed: classes and then distributions of distances (NanoDet); or boxes, perhaps
+    an objectness, classes, and further columns, such as key points (YOLO).
+
+    Args:
+        table: a single output.
+        class_count: number of classes that the model's file declares; 0 if unknown.
+        is_set: whether columns after the boxes may be raw scores, too.
+    """
     share_count = _count_shares(table, 0)
     bins = table.part(share_count, table.width)
     if _have_wide_coding(table, share_count):
@@ -197,26 +210,33 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
 
 
 def _count_shares(table: _RowTable, start: int) -> int:
-    """Return the number of columns of probabilities from a column on."""
+    """Return how many columns, from `start` on, hold probabilities of 0 to 1 without interruption."""
     columns = table.rows[:, start:].T
     return next((k for k, column in enumerate(columns) if not are_shares(column)), len(columns))
 
 
 def _to_probabilities(rows: Array) -> Array:
+    """Return scores as probabilities: through a Sigmoid if they leave 0 to 1."""
     return activate(rows, _missing_sigmoid(rows))
 
 
 def _missing_sigmoid(rows: Array) -> str:
+    """Return "sigmoid" for scores that leave 0 to 1, and so lack it; else ""."""
     if are_shares(rows):
         return ""
     return "sigmoid"
 
 
 def _has_objectness(scores: Array, layout: Layout) -> bool:
-    """Whether the first column is an objectness: classes are arbitrary where there is no object.
+    """Whether the first column of scores is an objectness, and not a class.
 
-    If the data do not show it, tables with the anchors first have it, as v5's and v7's do; those of
-    queries, whose boxes are relative, have none.
+    Where there is no object, an objectness is near 0 and the classes are arbitrary. If the values do
+    not show that, rows in front (YOLO v5 and v7) have an objectness. Queries and transposed outputs
+    (YOLO v8) have none.
+
+    Args:
+        scores: probabilities [rows, n].
+        layout: of the output.
     """
     if scores.shape[1] < 2:
         return False
@@ -236,20 +256,24 @@ def _are_mostly_empty(best_scores: Array) -> bool:
 def _propose_separate(
     tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
 ) -> Iterator[RowDecoder]:
-    """Propose outputs of scores and boxes, of all levels or of each, which has its row count."""
+    """Propose outputs of scores and of boxes that have the same number of rows.
+
+    A detector of several levels has a pair of outputs for each level, which differ in their number of
+    rows. All levels are proposed as one decoder.
+    """
     layouts = [ROWS, COLUMNS]
     if sum(table.columns.layout == MAP for table in tables) >= MIN_LEVEL_MAPS:
         layouts.append(MAP)
-    tables_by_count: dict[int, dict[str, _RowTable]] = {}
+    tables_by_row_count: dict[int, dict[str, _RowTable]] = {}
     for table in tables:
-        if table.count > 1 and table.columns.layout in layouts:
-            level_tables = tables_by_count.setdefault(table.count, {})
+        if table.row_count > 1 and table.columns.layout in layouts:
+            level_tables = tables_by_row_count.setdefault(table.row_count, {})
             level_tables.setdefault(table.columns.output, table)
 
     levels: list[RowDecoder] = []
     paired_outputs: set[str] = set()
     # an output has a row count in each layout: the larger one counts anchors
-    for _, level_tables in sorted(tables_by_count.items(), reverse=True):
+    for _, level_tables in sorted(tables_by_row_count.items(), reverse=True):
         level = _pair_tables([*level_tables.values()], is_set=is_set)
         if level is not None and paired_outputs.isdisjoint(level_tables):
             levels.append(level)
@@ -259,7 +283,10 @@ def _propose_separate(
 
 
 def _join_levels(levels: Sequence[RowDecoder]) -> Iterator[RowDecoder]:
-    """Yield the columns of all levels; none if only some levels have a gate."""
+    """Yield one decoder of the columns of all levels; nothing if only some levels have a gate.
+
+    Each of `levels` is the decoder of one level alone.
+    """
     joined: dict[str, Any] = {}
     for name in ("scores", "box_columns", "gates", "extra", "grids"):
         columns = [getattr(level, name) for level in levels]
@@ -272,13 +299,21 @@ def _join_levels(levels: Sequence[RowDecoder]) -> Iterator[RowDecoder]:
 
 
 def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | None:
-    """Choose the boxes, the scores, a gate and key points among outputs with equally many rows."""
+    """Return the decoder of one level: which of its outputs are boxes, scores, a gate, key points.
+
+    A gate is an output of one column that multiplies the scores, such as an objectness. None if no
+    output may be boxes, or several may be scores.
+
+    Args:
+        tables: outputs with equally many rows.
+        is_set: whether outputs of more than four columns may be boxes of an unknown coding.
+    """
     box_tables = [table for table in tables if table.width == _BOX or _have_wide_coding(table)]
     if is_set and not box_tables:
         box_tables = [table for table in tables if table.width > _BOX]
     if not box_tables:
         return None
-    boxes = min(box_tables, key=_unlike_boxes)
+    boxes = min(box_tables, key=_box_order)
 
     other_tables = [table for table in tables if table is not boxes]
     score_tables = [table for table in other_tables if are_shares(table.rows)]
@@ -302,14 +337,21 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
     )
 
 
-def _unlike_boxes(table: _RowTable) -> tuple[bool, bool, int]:
-    """Return a key that is least of the output of boxes; another one may be of four classes."""
+def _box_order(table: _RowTable) -> tuple[bool, bool, int]:
+    """Return a sort key: the lowest of several outputs of four columns is the boxes.
+
+    Names that exporters give to boxes come first, then outputs that do not look like scores of four
+    classes, then the narrowest.
+    """
     is_named = table.columns.output in CENTRE_OUTPUTS
     return not is_named, _are_scores(table.rows), table.width
 
 
 def _have_wide_coding(table: _RowTable, start: int = 0) -> bool:
-    """Whether columns from `start` on are boxes by a coding of more than four numbers."""
+    """Whether the columns from `start` on are boxes by a coding of more than four numbers.
+
+    Such as distributions: the codings of four numbers need more than these columns to be recognised.
+    """
     boxes = BoxRows(
         output=table.columns.output,
         numbers=table.rows[:, start:],
@@ -319,7 +361,7 @@ def _have_wide_coding(table: _RowTable, start: int = 0) -> bool:
 
 
 def _are_scores(rows: Array) -> bool:
-    """Whether four columns are scores of classes, not boxes: few rows have a high one."""
+    """Whether four columns are scores of four classes, and not boxes: in few rows one is high."""
     if are_shares(rows):
         return bool(sums_to_one(rows).all()) or _are_mostly_empty(rows.max(axis=1))
     return _find_raw_activation(rows) is not None
@@ -328,12 +370,12 @@ def _are_scores(rows: Array) -> bool:
 def _propose_anchor_maps(
     tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
 ) -> Iterator[RowDecoder]:
-    """Propose levels of YOLO v3 to v7 with several anchors per cell, if every output is one."""
+    """Propose raw maps of YOLO v3 to v7, several anchors per cell, if every output is such a level."""
     levels = []
     for table in tables:
         if table.columns.layout != ANCHOR_MAP or table.width <= _BOX + 1:
             continue
-        # no other column is near 0 nearly everywhere
+        # of rows x y w h objectness classes, only an objectness is near 0 nearly everywhere
         probabilities = _to_probabilities(table.rows)
         objectness, box_median = probabilities[:, _BOX], np.median(probabilities[:, :_BOX])
         if objectness.mean() < MAX_EMPTY_SCORE < box_median:
@@ -374,9 +416,16 @@ PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
 
 
 def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> RowDecoder | None:
-    """Return the decoder of proposed columns; None if the values are no scores and boxes.
+    """Return the decoder of proposed columns, complete; None if the values are no scores and boxes.
 
-    If it `is_set` that they are, rows may all detect something, and boxes may have any coding.
+    Args:
+        proposed: columns of scores, boxes, gates and further numbers, without activations or coding.
+        samples: the first samples.
+        is_set: whether the user or the file says that they are boxes; then rows may all detect
+            something, and boxes may have an unknown coding.
+
+    Raises:
+        OtherShapeError: levels differ in their number of columns.
     """
     score_rows = _read_rows(proposed.scores, samples)
     is_separate = _are_separate(proposed)
@@ -417,9 +466,15 @@ def _are_separate(decoder: RowDecoder) -> bool:
 def _find_activation(
     rows: Floats, class_count: int, *, is_set: bool
 ) -> tuple[str, int | None] | None:
-    """Return (missing activation, class of the background); None if the values fit neither.
+    """Return (activation that scores lack, class of the background); None if the values fit none.
 
-    `class_count`: number of classes that the file declares; 0 if unknown.
+    Args:
+        rows: scores [rows, n] of outputs without boxes.
+        class_count: number of classes that the file declares; 0 if unknown.
+        is_set: whether the user or the file says that they are scores.
+
+    Returns:
+        The activation is "", "sigmoid" or "softmax"; the background is None if no class is such.
     """
     last_class = rows.shape[1] - 1
     background = _find_background(rows)
@@ -443,7 +498,11 @@ def _find_activation(
 
 
 def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
-    """Return (missing activation, class of the background) if nearly all rows detect nothing."""
+    """Return (activation that raw scores lack, class of the background) if most rows detect nothing.
+
+    Then all scores of a row are below 0 in front of a Sigmoid; in front of a Softmax the background
+    has the highest. None for other scores.
+    """
     if np.mean(rows.max(axis=1) < 0) >= MIN_EMPTY_SHARE:
         return "sigmoid", None
     background = _find_background(rows)
@@ -451,7 +510,7 @@ def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
 
 
 def _find_background(rows: Array) -> int | None:
-    """Return the first or the last class if it is the best of most rows; else None."""
+    """Return the class that wins nearly all rows, if it is the first or the last one; else None."""
     wins = np.bincount(rows.argmax(axis=1), minlength=rows.shape[1])
     winner = int(wins.argmax())
     is_clear = wins[winner] >= MIN_BACKGROUND_SHARE * len(rows)
@@ -475,10 +534,11 @@ def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:
 
 
 def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
-    """Return four numbers of a box relative to the picture; None if its size is unknown.
+    """Return boxes [n, 4] relative to the picture, from pixels or unchanged.
 
-    `numbers`: [n, k]; None for others than 4. `size`: (height, width), if it is the same in all
-    samples.
+    None if there are other than four numbers a box, or the size of the picture is unknown.
+
+    `size`: (height, width) of the picture in pixels, if all samples have the same.
     """
     tolerance = MAX_OUTSIDE_PICTURE
     if numbers.shape[1] != _BOX:
@@ -492,7 +552,11 @@ def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
 
 
 def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
-    """Return the decoder with its further columns: mask weights, an angle or key points."""
+    """Return the decoder with the meaning of its further columns, if they have one.
+
+    They are weights of masks if another output holds as many prototype maps; an angle if there is one;
+    or key points that move with their boxes.
+    """
     if not decoder.extra:
         return decoder
     extra = _read_rows(decoder.extra, samples)
@@ -519,7 +583,13 @@ def _are_prototypes(name: str, count: int, samples: FirstSamples) -> bool:
 
 
 def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
-    """Whether columns are key points, which move with their boxes; a third number is visibility."""
+    """Whether columns are key points: each moves with its box, and a third number is a visibility.
+
+    Args:
+        extra: the columns [rows, K numbers].
+        boxes: numbers of the boxes [rows, k], x and y first.
+        numbers: numbers per key point, 2 or 3.
+    """
     points = extra.reshape(len(extra), -1, numbers)
     if numbers == 3 and not are_shares(points[:, :, 2]):
         return False
