@@ -17,6 +17,7 @@ Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -129,6 +130,24 @@ def _replaced_constants(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
     return {name for name, count in counts.items() if count == read_counts[name]}
 
 
+def _add_constant(
+    graph: onnx.GraphProto,
+    initializers: dict[str, onnx.TensorProto],
+    name: str,
+    array: NDArray[np.generic],
+    grid: Grid | None = None,
+) -> str:
+    """Add an initializer unless it is in `initializers`; return its name.
+
+    `grid` tells fp8 from integers.
+    """
+    if name not in initializers:
+        tensor = _make_float8(name, array) if grid == FP8 else _make_tensor(name, array)
+        initializers[name] = tensor
+        graph.initializer.append(tensor)
+    return name
+
+
 @dataclass
 class _QdqWriter:
     """The model being rewritten, and the nodes and initializers to add.
@@ -168,6 +187,9 @@ class _QdqWriter:
         self.constant_nodes: Nodes = []
         self.following_nodes: dict[str, Nodes] = {}
         self.replacements: dict[str, Nodes] = {}
+        # not a method, whose reference to the writer would hold both models until Python looks for
+        # such cycles
+        self.constant = partial(_add_constant, self.graph, self.initializers)
         self.gate_writer = GateWriter(self.constant, self.constant_nodes)
         self.gate_offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.clip_shifts = _clip_shifts(plan)
@@ -186,14 +208,6 @@ class _QdqWriter:
         if owner in self.gate_offsets:
             return fit_output_offset(scale, zero, self.gate_offsets[owner])
         return fit_input_shift(scale, zero, self.clip_shifts.get(owner, 0.0))
-
-    def constant(self, name: str, array: NDArray[np.generic], grid: Grid | None = None) -> str:
-        """Add an initializer unless it exists; return its name. `grid` tells fp8 from integers."""
-        if name not in self.initializers:
-            tensor = _make_float8(name, array) if grid == FP8 else _make_tensor(name, array)
-            self.initializers[name] = tensor
-            self.graph.initializer.append(tensor)
-        return name
 
     def write_pair(self, pair: QdqPair) -> None:
         """Insert one Q/DQ pair, for all readers or for those that it names."""
