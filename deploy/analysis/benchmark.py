@@ -129,7 +129,7 @@ def bench(
 
     engines = {label: _load_engine(source, threads=threads) for label, source in sources.items()}
     _refuse_unsupported(engines, threads=threads, batches=batches, profile=profile)
-    sessions = {label: loaded_engine.session for label, loaded_engine in engines.items()}
+    sessions = {label: engine.session for label, engine in engines.items()}
     input_specs = _shared_inputs(sessions)
     accuracies: dict[str, Accuracy] = {}
     if images is None:
@@ -138,45 +138,40 @@ def bench(
         )
     else:
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-        metadata_preprocess = _find_metadata_preprocess(engines.values())
-        outputs = next(iter(sessions.values())).outputs
-        marked_inputs = mark_first_axes(input_specs, outputs)
-        feed = dataset.open(marked_inputs, metadata_preprocess=metadata_preprocess)
-        make_inputs = partial(_take_images, feed)
-        declared = replace(
-            _read_declaration(engines.values()), batch_inputs=batch_inputs(feed.specs)
-        )
-        metric = replace(metric, declared=declared)
-        accuracies = _compare_outputs(sessions, feed, metric)
-        notes = preprocessing_notes(feed)
+        feed = _open_images(dataset, engines, input_specs)
+        make_inputs, notes = partial(_take_images, feed), preprocessing_notes(feed)
+        declared = _read_declaration(engines.values())
+        declared = replace(declared, batch_inputs=batch_inputs(feed.specs))
+        accuracies = _compare_outputs(sessions, feed, replace(metric, declared=declared))
 
-    sizes: list[int | None] = [*sorted(set(batches))] or [None]
+    batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]
     latencies = {}
-    for batch in sizes:
+    for batch in batch_sizes:
         inputs = make_inputs(batch)
         latencies[batch] = _measure_batch(sessions, inputs, batch, warmup_ms, duration_s)
-    inputs = make_inputs(sizes[0])  # of the smallest batch, which the other figures are of
-    latency_by_label = latencies[sizes[0]]
+
+    # all other figures are of the smallest batch
+    inputs, latency_by_label = make_inputs(batch_sizes[0]), latencies[batch_sizes[0]]
     kernels: dict[str, tuple[KernelTime, ...]] = {}
     if profile:
         kernels = _time_kernels(
             engines, inputs, latency_by_label, threads=threads, duration_s=duration_s
         )
     rows = []
-    for label, loaded_engine in engines.items():
-        stream_notes = _stream_notes(loaded_engine, streams, inputs, threads, warmup_ms, duration_s)
+    for label, measured in engines.items():
+        stream_notes = _measure_streams(measured, streams, inputs, threads, warmup_ms, duration_s)
         row = EngineRow(
             label=label,
             reference=len(engines) > 1 and label == next(iter(engines)),
-            path=str(loaded_engine.path),
-            size_bytes=model_size(loaded_engine.path),
-            load_ms=loaded_engine.load_ms,
-            threads=loaded_engine.session.threads,
+            path=str(measured.path),
+            size_bytes=model_size(measured.path),
+            load_ms=measured.load_ms,
+            threads=measured.session.threads,
             latency=latency_by_label[label],
             sweep=_make_batch_rows(label, latencies),
             kernels=kernels.get(label, ()),
             accuracy=accuracies.get(label),
-            ran=compare_with_plan(read_engine_layers(loaded_engine.session)),
+            ran=compare_with_plan(read_engine_layers(measured.session)),
             notes=(*stream_notes, *_output_notes(accuracies.get(label))),
         )
         rows.append(row)
@@ -186,6 +181,17 @@ def bench(
         engines=tuple(rows),
         machine=replace(this_machine(), devices=find_devices(sessions)),
         notes=notes,
+    )
+
+
+def _open_images(
+    dataset: Dataset, engines: Mapping[str, _LoadedEngine], input_specs: Sequence[TensorSpec]
+) -> Feed:
+    """Open images as inputs of the engines; `input_specs`: what all engines take."""
+    first_engine = next(iter(engines.values()))
+    return dataset.open(
+        mark_first_axes(input_specs, first_engine.session.outputs),
+        metadata_preprocess=_find_metadata_preprocess(engines.values()),
     )
 
 
@@ -256,13 +262,20 @@ def _list_sources(
 
 
 def find_target(path: Path, targets: Sequence[Target]) -> Target:
-    """Return the target of this suffix; ONNX Runtime for any other, which reports what is wrong."""
+    """Return the target whose engines have the file's suffix, with the user's options if given.
+
+    ONNX Runtime for any other suffix: opening the file reports what is wrong. `targets`: those with
+    options.
+    """
+    default_targets = [target_class() for target_class in TARGETS.values()]
     target_by_suffix: dict[str, Target] = {}
-    for target in (*targets, *(target_class() for target_class in TARGETS.values())):
+    for target in (*targets, *default_targets):
         for suffix in target.engines:
             target_by_suffix.setdefault(suffix, target)
-    matching = [suffix for suffix in target_by_suffix if path.name.endswith(suffix)]
-    return target_by_suffix[max(matching, key=len)] if matching else OnnxRuntime()
+    matching_suffixes = [suffix for suffix in target_by_suffix if path.name.endswith(suffix)]
+    if not matching_suffixes:
+        return OnnxRuntime()
+    return target_by_suffix[max(matching_suffixes, key=len)]
 
 
 def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSource]:
@@ -285,6 +298,7 @@ def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSour
 
 
 def _refuse_unused_targets(targets: Sequence[Target], sources: Mapping[str, _EngineSource]) -> None:
+    """Refuse a target with options that opens none of the engines."""
     runtimes = [source.runtime for source in sources.values()]
     for target in targets:
         if target not in runtimes:
@@ -392,6 +406,7 @@ def _measure_batch(
     warmup_ms: float,
     duration_s: float,
 ) -> dict[str, Latency]:
+    """Return the latency of all engines; an error names the batch, None for the model's own."""
     try:
         with phase("measuring" if batch is None else f"batch {batch}"):
             return measure(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)
@@ -436,7 +451,7 @@ def _time_kernels(
     return kernels
 
 
-def _stream_notes(
+def _measure_streams(
     engine: _LoadedEngine,
     stream_count: int,
     inputs: Feeds,
@@ -444,7 +459,10 @@ def _stream_notes(
     warmup_ms: float,
     duration_s: float,
 ) -> Iterator[str]:
-    """Yield a note on the throughput of parallel sessions, which share the cores of a CPU."""
+    """Measure the throughput of parallel sessions, and yield it as a note; none for one stream.
+
+    On a CPU they share the cores.
+    """
     if stream_count <= 1:
         return
     stream_threads = threads or max(usable_cores() // stream_count, 1)
@@ -495,6 +513,7 @@ def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
 
 
 def _describe_inputs(session: Session) -> str:
+    """Return the names and types of the inputs as text, in alphabetical order."""
     return ", ".join(sorted(f"{spec.name} ({spec.dtype})" for spec in session.inputs))
 
 

@@ -185,7 +185,14 @@ def _read_build(
     against: Path | str | onnx.ModelProto | LoadedModel | None,
     targets: Sequence[Target],
 ) -> tuple[_ShippedFiles, Dataset]:
-    """Return the files of a build, and the images with the build's preprocessing."""
+    """Return (the files of a build, the images with the build's preprocessing).
+
+    Args:
+        folder: output folder of the build, or its report.json.
+        dataset: the user's images.
+        against: the user's float model; None takes the one of the build.
+        targets: targets with options; others use their defaults.
+    """
     build = read_stored_build(folder)
     verification = verify(build.path.parent)
     report = build.report
@@ -199,12 +206,18 @@ def _read_build(
             chosen_targets.append(target_by_name.get(part.name) or TARGETS[part.name]())
             results.append(_stored_result(build, part, verification.changed))
 
-    accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    metrics = [a.task.figure for a in accuracies if a.task and a.task.task == "metric"]
-    digest = ""
+    # the build's own task, metric, and images
+    task = metric = digest = ""
+    for engine in report.engines:
+        if engine.accuracy is None:
+            continue
+        task = task or engine.accuracy.set_task
+        figure = engine.accuracy.task
+        if figure is not None and figure.task == "metric":
+            metric = metric or figure.figure
     if report.feed is not None and not request.is_quantized:  # its images calibrated
         digest = report.feed.digest or ""
-    stored = report.feed.preprocess if report.feed else {}
+    stored_preprocess = report.feed.preprocess if report.feed else {}
     shipped = _ShippedFiles(
         title=f"calib8: the files of {build.name}, checked against {loaded.source or loaded.name}",
         loaded=loaded,
@@ -212,15 +225,12 @@ def _read_build(
         results=tuple(results),
         folder=build.path.parent,
         gates=Gates(max_loss=request.max_loss, min_speedup=request.min_speedup),
-        task=next((a.set_task for a in accuracies if a.set_task), ""),
-        metric=next(iter(metrics), ""),
+        task=task,
+        metric=metric,
         calibration_digest=digest,
-        alerts=(
-            *_change_alerts(verification, results),
-            *reference_alerts,
-        ),
+        alerts=(*_change_alerts(verification, results), *reference_alerts),
     )
-    return shipped, with_stored_preprocess(dataset, stored, build.path)
+    return shipped, with_stored_preprocess(dataset, stored_preprocess, build.path)
 
 
 def _load_reference(
@@ -311,9 +321,14 @@ def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -
     """Yield sentences on files that are not as the build wrote them, unless an error names them."""
     folder, files = verification.folder, verification.manifest.files
     errors = "\n".join(result.error for result in results)
-    unnamed = [name for name in verification.changed if Path(name).name not in errors]
-    changed = [name for name in unnamed if (folder / name).is_file()]
-    missing = [name for name in unnamed if not (folder / name).is_file()]
+    changed, missing = [], []
+    for name in verification.changed:
+        if Path(name).name in errors:
+            continue
+        if (folder / name).is_file():
+            changed.append(name)
+        else:
+            missing.append(name)
     if changed:
         names = list_first(changed, _MAX_NAMES)
         yield f"not as the build wrote it, and checked as it is: {names}"

@@ -112,7 +112,7 @@ def report(*folders: Path | str) -> Report | BuildComparison:
 
 
 def compare_builds(builds: Sequence[StoredBuild]) -> BuildComparison:
-    """Compare builds."""
+    """Compare two builds or more."""
     if len(builds) < 2:
         raise ConfigError(f"two builds at least can be compared, got {len(builds)}; name another")
     return BuildComparison(
@@ -138,6 +138,7 @@ def _summarize_engines(build: StoredBuild) -> Iterator[EngineSummary]:
 
 
 def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
+    """Return the figures of one int8 engine, as far as its build has them."""
     summary = EngineSummary(
         build=build.name,
         target=engine.target,
@@ -168,6 +169,7 @@ def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
 
 
 def _describe_task(engine: EngineRow) -> str:
+    """Return the figure that judges an engine: mAP, top-1, or the task's; "" without any."""
     accuracy = engine.accuracy
     if accuracy is None:
         return ""
@@ -181,16 +183,18 @@ def _describe_task(engine: EngineRow) -> str:
 
 
 def _differences(builds: Sequence[StoredBuild]) -> Iterator[SettingDifference]:
-    """Yield the options and circumstances that differ."""
-    settings = [dict(_circumstances(build)) | dict(build.options or {}) for build in builds]
-    names = dict.fromkeys(chain.from_iterable(settings))
-    for name in names:
-        values = tuple(setting.get(name, "") for setting in settings)
+    """Yield the options and circumstances that differ, unless the table of engines shows them."""
+    builds_settings = []
+    for build in builds:
+        builds_settings.append({**dict(_circumstances(build)), **(build.options or {})})
+    for name in dict.fromkeys(chain.from_iterable(builds_settings)):
+        values = tuple(settings.get(name, "") for settings in builds_settings)
         if len(set(values)) > 1 and name not in _COLUMN_OPTIONS:
             yield SettingDifference(name, tuple(map(_shorten, values)))
 
 
 def _shorten(value: str) -> str:
+    """Return a value, cut off after `_MAX_TEXT` characters."""
     return value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}..."
 
 
@@ -214,12 +218,10 @@ def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
 
 
 def _notes(builds: Sequence[StoredBuild]) -> Iterator[str]:
-    machines: set[object] = set()
+    """Yield sentences on what makes figures of the builds hard to compare."""
+    machines = set()
     for build in builds:
-        machine = build.report.machine
-        if machine is None:
-            machines.add(None)
-        else:
+        if machine := build.report.machine:
             machines.add((machine.cpu, machine.cores, machine.devices))
     if len(machines) > 1:
         yield "they were measured on different machines: compare speed-ups, not milliseconds"
@@ -273,10 +275,11 @@ def _cells(engine: EngineSummary) -> list[str]:
     elif engine.verdict:
         level = engine.verdict.level
     node_count = f"{engine.quantized} of {engine.nodes}" if engine.nodes else ""
+    speed_up = "" if engine.speed_up is None else figures.ratio(engine.speed_up)
     cells = [
         engine.target,
         level,
-        "" if engine.speed_up is None else figures.ratio(engine.speed_up),
+        speed_up,
         figures.milliseconds(engine.p50_ms),
         figures.size(engine.size_bytes),
         engine.task,
@@ -285,11 +288,10 @@ def _cells(engine: EngineSummary) -> list[str]:
         engine.method,
         engine.effort,
     ]
-    return list(map(_blank_unknown, cells))
-
-
-def _blank_unknown(cell: str) -> str:
-    return "" if cell == figures.NONE else cell
+    for index, cell in enumerate(cells):
+        if cell == figures.NONE:
+            cells[index] = ""
+    return cells
 
 
 def _engine_name(engine: EngineSummary) -> str:
@@ -299,17 +301,14 @@ def _engine_name(engine: EngineSummary) -> str:
 def _engine_table(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
     rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
-    filled: list[int] = []
-    left_aligned = []  # positions among the filled columns
-    for column, cells in enumerate(zip(*rows, strict=True)):
+    columns: list[Sequence[str]] = []
+    left_aligned = []  # indices in `columns`
+    for index, (head, *cells) in enumerate(zip(["build", *_HEADS], *rows, strict=True)):
         if any(cells):
-            if column in _LEFT_COLUMNS:
-                left_aligned.append(len(filled))
-            filled.append(column)
-    table = []
-    for row in (["build", *_HEADS], *rows):
-        table.append([row[column] for column in filled])
-    yield from align_columns(table, left_aligned)
+            if index in _LEFT_COLUMNS:
+                left_aligned.append(len(columns))
+            columns.append([head, *cells])
+    yield from align_columns(list(zip(*columns, strict=True)), left_aligned)
 
 
 def _reasons(builds: BuildComparison) -> Iterator[str]:
@@ -334,6 +333,7 @@ def _difference_lines(builds: BuildComparison) -> Iterator[str]:
 
 
 def _sections(builds: BuildComparison) -> Iterator[Section]:
+    """Yield the table of engines, and that of the settings that differ."""
     rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
     table = Table(["build", *_HEADS], rows, "builds")
     yield Section("Engines", (table,), len(rows), folded=False)

@@ -167,6 +167,7 @@ def _read_options(path: Path) -> dict[str, str] | None:
 
 
 def _format_option(value: Any) -> str:
+    """Return the value of an option as text; a list with commas."""
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     return str(value)
@@ -306,10 +307,18 @@ def _is_array(images: FeedSource) -> bool:
 def _explain_target(
     target: TargetPart, engine: EngineRow | None, plan: PlanFile, notes: tuple[str, ...]
 ) -> TargetExplanation:
+    """Return the explanation of one target, without the user's images.
+
+    Args:
+        target: of the report.
+        engine: its engine; None if none was measured.
+        plan: the plan file of the build.
+        notes: of the build, among which those on repairs are.
+    """
     target_plan = plan.targets.get(target.name, TargetPlan())
     if target.search is not None:
         settled, front = target.search.settled, target.search.front
-    else:
+    else:  # a plan without a search, such as one that the user gave
         settled, front = target_plan.settled, tuple(split_rows(target_plan))
     explanation = TargetExplanation(
         name=target.name,
@@ -330,17 +339,18 @@ def _explain_target(
 
     is_native = bool(target.runnable) and engine.path == target.runnable
     explanation = replace(explanation, native=is_native)
-    verdict, accuracy = engine.verdict, engine.accuracy
-    if verdict is not None:
-        explanation = replace(explanation, level=verdict.level, reasons=verdict.reasons)
-    if accuracy is not None:
-        explanation = replace(
-            explanation,
-            parts=_sort_by_sqnr(accuracy.parts or accuracy.outputs),
-            task=accuracy.task.words if accuracy.task else "",
-            set_task=accuracy.set_task,
-        )
-    return explanation
+    if engine.verdict is not None:
+        level, reasons = engine.verdict.level, engine.verdict.reasons
+        explanation = replace(explanation, level=level, reasons=reasons)
+    accuracy = engine.accuracy
+    if accuracy is None:
+        return explanation
+    return replace(
+        explanation,
+        parts=_sort_by_sqnr(accuracy.parts or accuracy.outputs),
+        task=accuracy.task.words if accuracy.task else "",
+        set_task=accuracy.set_task,
+    )
 
 
 def _clipped_ranges(tensors: Iterable[TensorRow]) -> tuple[ClippedRange, ...]:
@@ -359,6 +369,7 @@ def _clipped_ranges(tensors: Iterable[TensorRow]) -> tuple[ClippedRange, ...]:
 
 
 def _is_repair_note(note: str) -> bool:
+    """Whether a note of a report begins with the title of a repair, maybe after a target's name."""
     return any(f"{repair.title}: " in note for repair in REPAIRS.values())
 
 
@@ -389,24 +400,23 @@ def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
 
     Noise comes first, the lowest SQNR before the others; then time, then the rest.
     """
-    groups: dict[tuple[str, str], list[NodeRow]] = {}
+    nodes_by_group: dict[tuple[str, str], list[NodeRow]] = {}
     for node in nodes:
         if node.quantized:
             continue
-        key = (node.reason, node.op)
-        if reason_kind(node.reason) in (NOISE, TIME):  # the reason belongs to one unit
-            key = (node.reason, "")
-        groups.setdefault(key, []).append(node)
+        group_key = (node.reason, node.op)
+        if reason_kind(node.reason) in (NOISE, TIME):  # nodes that were tried together
+            group_key = (node.reason, "")
+        nodes_by_group.setdefault(group_key, []).append(node)
 
-    def sort_key(key: tuple[str, str]) -> tuple[int, float]:
-        reason, _ = key
-        return _KIND_ORDER.index(reason_kind(reason)), reason_sqnr_db(reason)
-
-    for key in sorted(groups, key=sort_key):
-        reason, _ = key
-        yield FloatNodeGroup(
+    groups = []
+    for (reason, _), group_nodes in nodes_by_group.items():
+        group = FloatNodeGroup(
             kind=reason_kind(reason),
             reason=reason,
-            operators=tuple(dict.fromkeys(node.op for node in groups[key])),
-            nodes=tuple(node.module or node.name for node in groups[key]),
+            operators=tuple(dict.fromkeys(node.op for node in group_nodes)),
+            nodes=tuple(node.module or node.name for node in group_nodes),
         )
+        groups.append(group)
+    groups.sort(key=lambda group: (_KIND_ORDER.index(group.kind), reason_sqnr_db(group.reason)))
+    yield from groups

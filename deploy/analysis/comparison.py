@@ -6,7 +6,6 @@ would change what the runtime fuses.
 
 from __future__ import annotations
 
-import math
 import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorShapeProto
+from onnx import ModelProto, NodeProto
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.batch_axis import batch_inputs, mark_first_axes
@@ -107,6 +106,7 @@ class ModelComparison(PrintedResult):
         return join_visible(self._lines())
 
     def _lines(self) -> Iterator[str]:
+        """Yield a head, a line for each inner tensor and output, the summary and the notes."""
         yield f"{self.first} against {self.second}, {self.samples} samples"
         if self.by_cut_models:
             yield (
@@ -155,6 +155,7 @@ class ModelComparison(PrintedResult):
 
 
 def _screen_line(difference: TensorDifference) -> str:
+    """Return the SQNR and cosine of a tensor, its name, and the node or module that computes it."""
     accuracy = difference.accuracy
     return (
         f"{accuracy.sqnr_db:8.1f}  {accuracy.cosine_mean:8.5f}  {difference.tensor}"
@@ -163,6 +164,7 @@ def _screen_line(difference: TensorDifference) -> str:
 
 
 def _to_json(difference: TensorDifference) -> dict[str, object]:
+    """Return a tensor's row as plain JSON, the figures beside its name and node."""
     values = asdict(difference.accuracy)
     del values["name"], values["zeros"]
     return {
@@ -179,23 +181,25 @@ def _measure_pairs(
     runs: Iterable[tuple[Tensors, Tensors, Tensors]],
     rows: Collection[str],
 ) -> AccuracyByTensor:
-    """Return the accuracy of every pair of float tensors.
+    """Return the accuracy of every pair of float tensors; pairs without values are left out.
 
-    `runs`: (inputs, tensors of the first model, tensors of the second one under its own names) of
-    each sample. `rows`: inputs each of whose rows is one sample.
+    Args:
+        pairs: name of a tensor of the first model -> name of the second one's.
+        runs: (inputs, tensors of the first model, tensors of the second one) of each sample, each
+            by its own names.
+        rows: inputs each of whose rows is one sample.
     """
     comparison: TensorComparison | None = None
-    float_pairs: dict[str, str] = {}
-    for number, (sample, first_tensors, second_tensors) in enumerate(runs):
-        if number == 0:
+    for sample, first_tensors, second_tensors in runs:
+        if comparison is None:  # which tensors hold floats is known from the first run on
             float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
-            if float_pairs:
-                comparison = TensorComparison(float_pairs, rows)
-        if comparison is not None:
-            comparison.add(sample, first_tensors, second_tensors)
+            if not float_pairs:
+                return {}
+            comparison = TensorComparison(float_pairs, rows)
+        comparison.add(sample, first_tensors, second_tensors)
     if comparison is None:
         return {}
-    accuracies = zip(float_pairs, comparison.result(), strict=True)
+    accuracies = zip(comparison.pairs, comparison.result(), strict=True)
     return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
 
 
@@ -223,7 +227,7 @@ class _CutModels:
         threads: threads of one inference; None uses every core.
         min_sqnr_db: SQNR below which two tensors differ.
         accuracies: tensor -> its accuracy, of those compared so far.
-        notes: sentences on tensors that could not be compared, and on the outputs.
+        notes: sentences on tensors that could not be compared.
     """
 
     first_model: ModelProto
@@ -260,26 +264,8 @@ class _CutModels:
         self.accuracies |= accuracies
         return self._is_agreement(accuracies)
 
-    def try_fixed_shapes(self, outputs: Mapping[str, str]) -> None:
-        """Add a note on the effect of fixing the model's open dimensions, if it has any."""
-        dimensions: list[TensorShapeProto.Dimension] = []
-        for value in self.second_model.graph.input:
-            dimensions += value.type.tensor_type.shape.dim
-        if all(dimension.HasField("dim_value") for dimension in dimensions):
-            return
-        try:
-            accuracies = self._compare(
-                self.first_model, self.second_model, outputs, fix_shapes=True
-            )
-        except BackendError:  # the model runs with open dimensions only
-            return
-        worst_db = min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.nan)
-        result = "agree" if self._is_agreement(accuracies) else "part as well"
-        self.notes.append(
-            f"With the input's open dimensions closed the outputs {result} ({worst_db:.1f} dB)."
-        )
-
     def _is_agreement(self, accuracies: AccuracyByTensor) -> bool:
+        """Whether all tensors are above the limit; NaN is below."""
         return all(accuracy.sqnr_db >= self.min_sqnr_db for accuracy in accuracies.values())
 
     def _compare(
@@ -287,12 +273,19 @@ class _CutModels:
         first_model: ModelProto,
         second_model: ModelProto,
         pairs: Mapping[str, str],
-        *,
-        fix_shapes: bool = False,
     ) -> AccuracyByTensor:
+        """Run two models over all samples, the second in OpenVINO; compare these outputs.
+
+        OpenVINO runs in a process of its own, since it may crash.
+
+        Args:
+            first_model: the reference.
+            second_model: the model for OpenVINO.
+            pairs: name of an output of the first model -> name of the second one's.
+        """
         session = OrtSession.open(first_model, threads=self.threads)
         result_files = run_in_subprocess(
-            second_model, self.samples, self.folder, threads=self.threads, fix_shapes=fix_shapes
+            second_model, self.samples, self.folder, threads=self.threads
         )
         names = _output_names(second_model)
 
@@ -310,6 +303,7 @@ def _output_names(model: ModelProto) -> list[str]:
 
 
 def _read_arrays(file: Path) -> dict[str, Array]:
+    """Return name -> array of an .npz file."""
     with np.load(file, allow_pickle=False) as arrays:
         return dict(arrays)
 
@@ -337,15 +331,25 @@ def _compare_cut_models(
     min_sqnr_db: float,
     every: bool,
 ) -> tuple[AccuracyByTensor, list[str]]:
-    """Return the accuracy by cut models, and notes on tensors that could not be compared."""
+    """Compare tensors with models that are cut off after each of them.
+
+    Args:
+        first_model: the reference, run in ONNX Runtime.
+        second_model: the model that runs in OpenVINO.
+        pairs: name of a tensor of the first model -> name of the second one's.
+        feed: the samples.
+        threads: threads of one inference; None uses every core.
+        min_sqnr_db: SQNR below which two tensors differ.
+        every: whether every tensor is compared, or only as many as it takes to find where the
+            models begin to differ.
+
+    Returns:
+        (accuracy of the compared tensors in the order of `pairs`, notes on those that could not be
+        compared).
+    """
     output_names = _output_names(first_model)
-    outputs: dict[str, str] = {}
-    inner_names = []
-    for name in pairs:
-        if name in output_names:
-            outputs[name] = pairs[name]
-        else:
-            inner_names.append(name)
+    inner_names = [name for name in pairs if name not in output_names]
+    outputs = {name: pairs[name] for name in pairs if name in output_names}
     with tempfile.TemporaryDirectory() as work_folder:
         folder = Path(work_folder)
         cut_models = _CutModels(
@@ -358,13 +362,13 @@ def _compare_cut_models(
             min_sqnr_db=min_sqnr_db,
         )
         outputs_agree = cut_models.outputs_agree(outputs)
-        if not outputs_agree:
-            cut_models.try_fixed_shapes(outputs)
-        step_count = len(inner_names) if every else len(inner_names).bit_length()
-        with phase("comparing", step_count, "tensors") as step:
+        compared_count = len(inner_names)
+        if not every:  # by halving
+            compared_count = compared_count.bit_length()
+        with phase("comparing", compared_count, "tensors") as show_progress:
 
             def tensor_agrees(name: str) -> bool:
-                step()
+                show_progress()
                 return cut_models.tensor_agrees(name, pairs[name])
 
             if every:
@@ -377,16 +381,18 @@ def _compare_cut_models(
 
 
 def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
-    """Find two neighbours of which the first agrees and the second does not, by halving.
+    """Call `agrees` until two neighbours are found, the first of which agrees, the second not.
 
     ::
 
-        agrees  ?  ?  ?  ?  ?  ?  ?  parted         tensors before the first agree,
-                         agrees                     tensors after the last have parted
-                               parted
+        agrees  ?  ?  ?  ?  ?  ?  ?  differs        the inputs agree,
+                         agrees                     the outputs differ
+                               differs
                             agrees ^
+
+    `names`: of tensors in the model's order; `agrees`: whether a tensor agrees, which it records.
     """
-    low, high = -1, len(names)
+    low, high = -1, len(names)  # the inputs, before the first tensor; the outputs, after the last
     while high - low > 1:
         middle = (low + high) // 2
         if agrees(names[middle]):
@@ -446,8 +452,8 @@ def compare(
     second_model = first_model
     if second is not None:
         second_model, dataset = _read_model(second, dataset)
-    session = OrtSession.open(first_model, threads=threads)
     _refuse_other_inputs(first_model, second_model)
+    session = OrtSession.open(first_model, threads=threads)  # it knows the types of the inputs
     path = Path(first) if isinstance(first, str | Path) else None
     feed = dataset.open(
         mark_first_axes(session.inputs, session.outputs),
@@ -470,17 +476,19 @@ def compare(
         )
     else:
         accuracies = _compare_tapped_models(first_model, second_model, pairs, feed, threads)
-    producers = Graph(first_model).producer
-    differences = {}
+    node_by_output = Graph(first_model).producer
+    layers: list[TensorDifference] = []
+    outputs: list[TensorDifference] = []
     for name, accuracy in accuracies.items():
-        differences[name] = _make_difference(name, producers, accuracy)
+        difference = _make_difference(name, node_by_output, accuracy)
+        (outputs if name in output_names else layers).append(difference)
     return ModelComparison(
         first=f"{_describe(first)} in onnxruntime",
         second=f"{_describe(first if second is None else second)} in {runtime}",
         samples=feed.count,
         min_sqnr_db=min_sqnr_db,
-        layers=tuple(row for name, row in differences.items() if name not in output_names),
-        outputs=tuple(differences[name] for name in output_names if name in differences),
+        layers=tuple(layers),
+        outputs=tuple(outputs),
         by_cut_models=by_cut_models,
         compared_count=len(accuracies),
         shared_count=len(pairs),
@@ -514,12 +522,17 @@ def _describe(model: object) -> str:
 def _pair_tensors(
     first_model: ModelProto, second_model: ModelProto, output_names: Sequence[str]
 ) -> dict[str, str]:
-    """Return the tensors to compare, the shared outputs last."""
+    """Return tensor of the first model -> tensor of the second one, the shared outputs last.
+
+    An output is compared as it is given, not in front of a DequantizeLinear.
+    """
     pairs = pair_tensors_by_name(first_model, second_model)
+    second_outputs = _output_names(second_model)
     for name in output_names:
         pairs.pop(name, None)
-    second_outputs = _output_names(second_model)
-    return pairs | {name: name for name in output_names if name in second_outputs}
+        if name in second_outputs:
+            pairs[name] = name
+    return pairs
 
 
 def _unshared_notes(first_model: ModelProto, second_model: ModelProto) -> Iterator[str]:
@@ -548,10 +561,10 @@ def _compare_tapped_models(
     )
 
     def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
-        with phase("comparing", len(feed), "samples") as step, feed.samples() as samples:
+        with phase("comparing", len(feed), "samples") as show_progress, feed.samples() as samples:
             for sample in samples:
                 yield sample, first_session.run(sample), second_session.run(sample)
-                step()
+                show_progress()
 
     return _measure_pairs(pairs, run_samples(), batch_inputs(feed.specs))
 
@@ -559,7 +572,7 @@ def _compare_tapped_models(
 def _make_difference(
     tensor: str, node_by_output: Mapping[str, NodeProto], accuracy: OutputAccuracy
 ) -> TensorDifference:
-    """Return the row of a tensor, with the node that computes it upstream of its Q/DQ nodes."""
+    """Return the row of a tensor, with the node that computes it; a Q/DQ pair only repeats it."""
     node = node_by_output.get(tensor)
     if node is None:  # an output that is an input or a weight
         return TensorDifference(tensor=tensor, node=tensor, operator="input", accuracy=accuracy)
@@ -576,6 +589,7 @@ def _make_difference(
 
 
 def _refuse_other_inputs(first_model: ModelProto, second_model: ModelProto) -> None:
+    """Refuse models whose inputs differ in name or type."""
     first_inputs = sorted(_describe_inputs(first_model))
     second_inputs = sorted(_describe_inputs(second_model))
     if first_inputs != second_inputs:

@@ -68,6 +68,7 @@ def doctor() -> Environment:
 
 
 def _check_installation() -> Iterator[EnvironmentCheck]:
+    """Check calib8 itself, the kernel that counts, the required packages, and the CPU."""
     machine = this_machine()
     system = f"Python {platform.python_version()}, {machine.os}"
     yield EnvironmentCheck("calib8", True, f"{__version__}, {system}")
@@ -98,6 +99,7 @@ def _check_installation() -> Iterator[EnvironmentCheck]:
 
 
 def _check_targets() -> Iterator[EnvironmentCheck]:
+    """Check which targets can build and run engines here; the others still write their files."""
     for name, target in TARGETS.items():
         try:
             details = f"builds and runs engines: {target().describe_sdk()}"
@@ -107,6 +109,7 @@ def _check_targets() -> Iterator[EnvironmentCheck]:
 
 
 def _check_packages() -> Iterator[EnvironmentCheck]:
+    """Check the optional packages."""
     for name, (purpose, extra) in _OPTIONAL_PACKAGES.items():
         try:
             yield EnvironmentCheck(name, True, version(name))

@@ -108,6 +108,7 @@ class Experiment(PrintedResult):
         return join_visible([*self._scales(), "", *self._table(), "", summary]) + "\n"
 
     def _figures(self) -> dict[str, float]:
+        """Return the largest error, its root mean square, and the SQNR, by their keys in JSON."""
         error, values = self.error, self.values.astype(np.float64)
         return {
             "largest_error": float(np.abs(error).max()),
@@ -116,6 +117,7 @@ class Experiment(PrintedResult):
         }
 
     def _scales(self) -> Iterator[str]:
+        """Yield scale, zero point and range of each channel, or of all values together."""
         low, high = self.quantized.representable()
         rows = zip(self.quantized.scale, self.quantized.zero_point, low, high, strict=True)
         for channel, (scale, zero_point, lowest, highest) in enumerate(rows):
@@ -131,6 +133,7 @@ class Experiment(PrintedResult):
             yield text
 
     def _table(self) -> Iterator[str]:
+        """Yield a line for each of the first values: value, integer, dequantized value, error."""
         arrays = (self.values, self.quantized.stored, self.quantized.dequantize(), self.error)
         columns = [array.reshape(-1)[:SHOWN] for array in arrays]
         rows = [_HEADS]
@@ -194,6 +197,7 @@ def _quantize_by_scales(
     axis: int | None,
     dtype: str,
 ) -> QuantizedTensor:
+    """Quantize by given scales; the arguments are those of `quantize`."""
     if axis is not None:
         return quantize_per_channel(values, scales, zero_points, axis, dtype)
     if len(scales) == len(zero_points) == 1:
@@ -207,6 +211,7 @@ def _quantize_by_scales(
 def _quantize_by_search(
     values: Real, method: Method, *, axis: int | None, dtype: str
 ) -> Experiment:
+    """Quantize by the scales that a method finds, one for all values or one for each channel."""
     if dtype not in GRIDS:
         raise ConfigError(
             f"a search finds the scale of {' or '.join(GRIDS)}, got {dtype}; give its --scale and"
@@ -248,17 +253,24 @@ def refuse_unbracketed(text: str) -> None:
 
 
 def _search_scale(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
+    """Return (scale, zero point) that a method finds in values, which are its only batch.
+
+    A statistic may have a lead, another statistic of the first batch that it starts from, as a
+    histogram starts from the largest magnitude.
+    """
     lead = None
-    if method.statistic.lead is not None:  # the values are the only batch
+    if method.statistic.lead is not None:
         lead = method.statistic.lead.recorder(None)
         lead.observe(values)
     recorder = method.statistic.recorder(lead)
     recorder.observe(values)
-    scale, zero = method.search(grid if grid.symmetric else None)(recorder).on(grid)
-    return float(scale) or 1.0, zero  # a channel of zeros has no step of its own
+    search = method.search(grid if grid.symmetric else None)
+    scale, zero_point = search(recorder).on(grid)
+    return float(scale) or 1.0, zero_point  # values of zero only have no step of their own
 
 
 def _read_file(path: Path) -> Real:
+    """Read float32 values from an .npy file; errors are those of `read_values`."""
     with open_regular_file(
         path, what="an .npy file of values", error=FeedError, max_bytes=_MAX_BYTES
     ) as file:

@@ -48,7 +48,7 @@ from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.pipeline.build_options import open_torch_module
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks import Metric
-from deploy.tasks.rows import Outputs, batch_length, split_batch
+from deploy.tasks.rows import Outputs, batch_length, split_batches
 from deploy.tasks.slices import form_samples
 from deploy.terminal import phase, with_progress
 
@@ -90,38 +90,39 @@ def _run_images(
         BackendError: ONNX Runtime refused one of the models.
     """
     candidate = read_model(runnable)
-    shared = pair_quantized_tensors(loaded.model, candidate)
-    pairs = {name: shared[name] for name in layers[:_MAX_TENSORS] if name in shared}
-    reference_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
-    candidate_session = _open(copy_with_outputs(candidate, pairs.values()), int8_kernels=is_native)
+    candidate_names = pair_quantized_tensors(loaded.model, candidate)
+    pairs = {}
+    for name in layers[:_MAX_TENSORS]:
+        if name in candidate_names:
+            pairs[name] = candidate_names[name]
+    float_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
+    int8_session = _open(copy_with_outputs(candidate, pairs.values()), int8_kernels=is_native)
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(output_names, candidate, runnable)
 
-    def run_reference(sample: Sample) -> Outputs:
-        return _select(reference_session.run(sample), output_names)
+    def run_float_model(sample: Sample) -> Outputs:
+        return _select(float_session.run(sample), output_names)
 
     metric = Metric(None, task=task, declared=loaded.declaration)
-    worst_images = _WorstImages(_derive_feed_form(feed, run_reference, metric))
+    worst_images = _WorstImages(_derive_feed_form(feed, run_float_model, metric))
     channel_sums = {name: ChannelSums() for name in pairs}
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
-        return sample, reference_session.run(sample), candidate_session.run(sample)
+        return sample, float_session.run(sample), int8_session.run(sample)
 
     def add_batch(_number: int, batch: tuple[Outputs, Outputs, Outputs]) -> None:
-        batch_inputs, _, _ = batch
-        length = batch_length(batch_inputs, loaded.declaration.batch_inputs)
-        rows = [split_batch(arrays, length) for arrays in batch]
-        for inputs, reference, result in zip(*rows, strict=True):
+        inputs, _, _ = batch
+        length = batch_length(inputs, loaded.declaration.batch_inputs)
+        for image, float_tensors, int8_tensors in split_batches(length, *batch):
             if worst_images.count >= feed.count:
                 break  # the last fixed batch is filled up with the first image
-            worst_images.add(
-                inputs, _select(reference, output_names), _select(result, output_names)
-            )
-            _add_channels(channel_sums, pairs, reference, result)
-        count_sample()
+            float_outputs = _select(float_tensors, output_names)
+            worst_images.add(image, float_outputs, _select(int8_tensors, output_names))
+            _add_channels(channel_sums, pairs, float_tensors, int8_tensors)
+        show_progress()
 
-    with phase("running images", len(feed), "samples") as count_sample, feed.samples() as stream:
-        run_in_order(stream, run_models, add_batch, threads=threads)
+    with phase("running images", len(feed), "samples") as show_progress, feed.samples() as samples:
+        run_in_order(samples, run_models, add_batch, threads=threads)
     channels: list[ChannelLoss] = []
     for name, sums in channel_sums.items():
         channels += sums.worst(name)
@@ -162,8 +163,9 @@ def _add_channels(
 
 
 def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> None:
+    """Refuse a target's model without one of the float model's outputs; `path`: its file."""
     candidate_names = {value.name for value in candidate.graph.output}
-    if not set(names) <= candidate_names:
+    if not candidate_names.issuperset(names):
         raise ConfigError(
             f"a target's model must have the same outputs as the float model, got {path} with"
             f" {sorted(candidate_names)} for {names}; name the model it was built from with --model"
@@ -207,39 +209,45 @@ class _WorstImages:
     def _measure(
         self, inputs: Outputs, reference: Outputs, candidate: Outputs
     ) -> tuple[float, ImageLoss]:
-        """Return a rank, the worst lowest, and the loss of an image."""
-        db_by_slice: dict[str, float] = {}
+        """Return (rank, loss) of an image; the worst image has the lowest rank.
+
+        Images are ranked by the SQNR of their worst slice; without slices by the task's figure.
+        """
+        worst_slice, worst_db = "", math.nan
         reference_values = self.form.prepare(reference, inputs, reference)
         candidate_values = self.form.prepare(candidate, inputs, reference)
         for part in self.form.parts:
-            if part.output in reference and part.output in candidate:
-                error = RunningError(part.label)
-                expected = part.of(reference_values[part.output])
-                error.add(expected, part.of(candidate_values[part.output]), 1)
-                db_by_slice[part.label] = error.result().sqnr_db
-        worst_slice = min(
-            db_by_slice, key=lambda name: sqnr_sort_key(db_by_slice[name]), default=""
-        )
-        sqnr_db_of_slice = db_by_slice.get(worst_slice, math.nan)
+            if part.output not in reference or part.output not in candidate:
+                continue
+            error = RunningError(part.label)
+            expected = part.of(reference_values[part.output])
+            error.add(expected, part.of(candidate_values[part.output]), 1)
+            db = error.result().sqnr_db
+            if not worst_slice or sqnr_sort_key(db) < sqnr_sort_key(worst_db):
+                worst_slice, worst_db = part.label, db
 
-        rank, task = math.inf, ""
+        rank = sqnr_sort_key(worst_db) if worst_slice else math.inf
+        task = ""
         if self.form.task is not None:
             tally = self.form.task.tally()
             tally.add(inputs, reference, candidate)
             figure = tally.result()
             if figure is not None:
                 task = figure.count
-                rank = math.inf if math.isnan(figure.value) else figure.value
-        if db_by_slice:
-            rank = sqnr_sort_key(sqnr_db_of_slice)
-        return rank, ImageLoss(name="", part=worst_slice, sqnr_db=sqnr_db_of_slice, task=task)
+                if not worst_slice and not math.isnan(figure.value):
+                    rank = figure.value
+        return rank, ImageLoss(name="", part=worst_slice, sqnr_db=worst_db, task=task)
 
 
 @dataclass(slots=True)
 class ChannelSums:
-    """Signal and noise of each channel (axis 1) of one tensor, float64 [C]."""
+    """Signal and noise of each channel (axis 1) of one tensor.
 
-    sums: NDArray[np.float64] | None = None  # [2, C]
+    Attributes:
+        sums: [2, C], sums of the signal's and of the noise's squares; None without samples.
+    """
+
+    sums: NDArray[np.float64] | None = None
 
     def add(self, reference: np.ndarray, candidate: np.ndarray) -> None:
         """Add one sample of shape [1, C, ...]; other shapes are ignored."""
@@ -252,20 +260,21 @@ class ChannelSums:
             noise = ((expected - values) ** 2).sum(axis=1)
         sums = np.stack([signal, noise])
         if self.sums is None:
-            self.sums = sums
-        elif self.sums.shape == sums.shape:
-            self.sums = self.sums + sums
+            self.sums = np.zeros(sums.shape)
+        if self.sums.shape == sums.shape:
+            self.sums += sums
 
     def worst(self, tensor: str) -> Iterator[ChannelLoss]:
-        """Yield the channels of lowest SQNR, without silent ones."""
+        """Yield the channels of lowest SQNR, the worst first, without nearly silent ones.
+
+        `tensor`: name of the tensor.
+        """
         if self.sums is None:
             return
-        signals, noises = self.sums
-        min_signal = _SILENT_SHARE * float(signals.sum())
-        total_noise = float(noises.sum())
+        total_signal, total_noise = self.sums.sum(axis=1).tolist()
         losses = []
         for channel, (signal, noise) in enumerate(self.sums.T.tolist()):
-            if signal <= min_signal:  # false for NaN
+            if signal <= _SILENT_SHARE * total_signal:  # false for NaN
                 continue
             loss = ChannelLoss(
                 tensor=tensor,

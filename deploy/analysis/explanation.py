@@ -217,6 +217,7 @@ def to_json(explanation: Explanation) -> dict[str, object]:
 
 
 def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
+    """Yield the explanation of one target; `max_rows`: of each table, None for all."""
     if target.error:
         yield f"{target.name}: {target.level or 'failed'}"
         yield from entry("Why", target.error)
@@ -242,6 +243,15 @@ def _accuracy_lines(
     modules: Mapping[str, str],
     max_rows: int | None,
 ) -> Iterator[str]:
+    """Yield a table of SQNR and cosine of output slices or inner tensors.
+
+    Args:
+        label: in the margin.
+        name_head: head of the column of names.
+        tensors: the rows, the worst first.
+        modules: tensor -> path of the PyTorch module that makes it.
+        max_rows: number of rows; None for all.
+    """
     rows = []
     for tensor in tensors:
         cosine = figures.cosine(tensor.cosine_mean)
@@ -251,6 +261,7 @@ def _accuracy_lines(
 
 
 def _float_node_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
+    """Yield how many nodes stay float, and why, by kind of reason."""
     count = sum(len(group.nodes) for group in target.kept)
     yield from entry("Float", f"{count} of {figures.count(target.nodes, 'node')}")
     max_groups = None if max_rows is None else max_rows // 2
@@ -262,14 +273,16 @@ def _float_node_lines(target: TargetExplanation, max_rows: int | None) -> Iterat
 
 
 def _describe_group(group: FloatNodeGroup, max_rows: int | None) -> str:
+    """Return operators, names and reason of nodes that stay float; without limit all names."""
     max_names = _MAX_NAMES
-    if max_rows is None:  # everything is asked for
+    if max_rows is None:
         max_names = len(group.nodes)
     names = list_first(group.nodes, max_names)
     return f"{', '.join(group.operators)} {names}: {group.reason or 'no reason given'}"
 
 
 def _search_lines(target: TargetExplanation) -> Iterator[str]:
+    """Yield the splits that can be built, the one that was, and methods and repairs it needs."""
     rows = [split_row(split) for split in target.front]
     yield from _table("Splits", FRONT_HEADS, rows, None)
     if target.settled:
@@ -281,6 +294,7 @@ def _search_lines(target: TargetExplanation) -> Iterator[str]:
 
 
 def _clipping_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
+    """Yield a table of the ranges that clip values."""
     rows = []
     for clipped in target.clipped:
         ranges = [_describe_range(clipped.kept), _describe_range(clipped.seen)]
@@ -300,6 +314,7 @@ def _describe_range(ends: tuple[float, float]) -> str:
 
 
 def _image_lines(results: ImageResults) -> Iterator[str]:
+    """Yield tables of the worst of the user's images, and of the worst channels on them."""
     image_rows = []
     for image in results.images:
         image_rows.append([image.name, figures.decibels(image.sqnr_db), image.part, image.task])

@@ -52,12 +52,14 @@ class TargetInspection:
         return ", ".join(shares) or "none"
 
     def _all_nodes(self) -> Iterator[str]:
+        """Yield precision, operator, name, module and reason of every node."""
         for node in self.nodes:
             module = f"  in {node.module}" if node.module else ""
             text = f"  {_precision(node):5} {node.op:20} {node.name}{module}  {node.reason}"
             yield text.rstrip()
 
     def _node_groups(self) -> Iterator[str]:
+        """Yield the number of nodes of each precision, operator and reason."""
         counts: Counter[tuple[bool, str, str, str]] = Counter()
         for node in self.nodes:
             counts[not node.quantized, _precision(node), node.op, node.reason] += 1
@@ -168,4 +170,5 @@ def inspect(
 
 
 def _precision(node: NodeRow) -> str:
+    """Return the precision of a node for the screen, on which float32 is just "float"."""
     return "float" if node.precision == "float32" else node.precision

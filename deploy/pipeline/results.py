@@ -583,5 +583,5 @@ def _scale_alerts(calibration: CalibrationResult) -> Iterator[str]:
 
 def _describe(spec: TensorSpec) -> str:
     """Return an input or output as text, such as "image float32 [N,3,224,224]"."""
-    shape = ",".join("?" if size is None else str(size) for size in spec.shape)
+    shape = ",".join(map(str, spec.shape)).replace("None", "?")
     return f"{spec.name} {spec.dtype} [{shape}]"
