@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -78,14 +79,9 @@ class AcceleratorInfo:
     @property
     def description(self) -> str:
         """Name and versions in one line."""
-        parts = [self.name]
-        if self.driver:
-            parts.append(f"driver {self.driver}")
-        if self.cuda:
-            parts.append(f"CUDA {self.cuda}")
-        if self.runtime:
-            parts.append(self.runtime)
-        return ", ".join(parts)
+        driver = self.driver and f"driver {self.driver}"
+        cuda = self.cuda and f"CUDA {self.cuda}"
+        return ", ".join(filter(None, (self.name, driver, cuda, self.runtime)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +146,9 @@ def worker_threads(requested: int | None = None) -> int:
 def memory_bytes() -> int | None:
     """Return the limit of this process's memory in bytes; None if the system does not report it."""
     limits = [_read_bytes_limit(Path(file)) for file in _MEMORY_LIMITS]
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])  # below 0 for no limit
+    if "SC_PHYS_PAGES" in os.sysconf_names:  # not on macOS
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    try:
-        import resource
-
-        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
-    except ImportError:  # Windows
-        pass
     return min((limit for limit in limits if limit > 0), default=None)
 
 
@@ -186,8 +177,6 @@ def _cpu_field(*keys: str) -> str:
 def _versions() -> dict[str, str]:
     versions = {"calib8": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):  # e.g. opencv-python instead of -headless
             versions[package] = version(package)
-        except PackageNotFoundError:  # e.g. opencv-python instead of opencv-python-headless
-            continue
     return versions

@@ -60,10 +60,6 @@ def _raise_terminated(number: int, frame: object) -> None:
 @contextmanager
 def _stop_inferences() -> Iterator[None]:
     """Stop inferences that outlast a signal, and let a second SIGINT end the process."""
-    if os.name != "posix":
-        yield
-        return
-
     renew_interrupt = _end_at_second_interrupt()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -104,11 +100,18 @@ def _stop_inferences() -> Iterator[None]:
 def _watch_signals(
     reader: int, command_ended: threading.Event, renew_interrupt: Callable[[], object]
 ) -> None:
-    """Stop inferences `GRACE_S` after a signal, whose number arrives in the pipe `reader`."""
+    """Stop inferences `GRACE_S` after a signal, until the command has ended.
+
+    Args:
+        reader: pipe in which the number of each signal arrives.
+        command_ended: set at the end of the command.
+        renew_interrupt: lets the next SIGINT be a first one again.
+    """
     while not command_ended.is_set():
-        numbers = os.read(reader, 64)
+        signal_numbers = os.read(reader, 64)
+        # nothing is stopped if the command went on after an earlier signal since then
         signalled_at = time.monotonic() - GRACE_S
-        if _END_SIGNALS.isdisjoint(numbers) or command_ended.wait(GRACE_S):
+        if _END_SIGNALS.isdisjoint(signal_numbers) or command_ended.wait(GRACE_S):
             continue
         if _ORT in sys.modules and not sys.modules[_ORT].stop_runs(signalled_at):
             renew_interrupt()  # the command goes on, so the next interrupt is a first one again

@@ -111,16 +111,17 @@ class PrintedResult:
 
 
 def _find_tables(value: Any) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """Yield (name, rows) of the fields that hold rows, and of those in their rows."""
+    """Yield (name, rows) of the fields that hold rows, and of those in their rows.
+
+    A name may come several times: the "layers" of each target of a report.
+    """
     for table, entries in _row_fields(value):
         yield table, [dict(_cells(entry)) for entry in entries]
-        inner_tables: dict[str, list[dict[str, object]]] = {}
         for entry in entries:
-            owner = getattr(entry, "label", None) or getattr(entry, "name", "")
+            owner_name = getattr(entry, "label", None) or getattr(entry, "name", "")
+            owner = {table.removesuffix("s"): owner_name}  # such as {"target": "tensorrt"}
             for inner_table, inner_entries in _row_fields(entry):
-                rows = inner_tables.setdefault(inner_table, [])
-                rows += [{table.removesuffix("s"): owner, **dict(_cells(e))} for e in inner_entries]
-        yield from inner_tables.items()
+                yield inner_table, [{**owner, **dict(_cells(inner))} for inner in inner_entries]
 
 
 def _row_fields(value: Any) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -262,10 +263,9 @@ def say_data(text: str) -> None:
 
 def terminal_columns() -> int:
     """Return the maximum length of a progress line: a full-width one would wrap."""
-    try:
+    width = 0
+    with suppress(OSError, ValueError):
         width = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError):
-        width = 0
     return (width or _DEFAULT_COLUMNS) - 1
 
 
@@ -407,6 +407,7 @@ class ProgressReporter:
 
     def __post_init__(self) -> None:
         self._start = self._last_line = self.clock()
+        # shown while no other phase is open
         self.phases = [Phase(name="loading", start=self._start, has_line=True)]
 
     def begin(self) -> None:
@@ -452,14 +453,13 @@ class ProgressReporter:
         elif self._is_line_due(innermost, now):
             innermost.has_line = True
             self._last_line = now
-            names = ": ".join(phase.name for phase in _shown_phases(phases))
+            names = ": ".join(phase.name for phase in phases[1:] or phases)
             say(f"calib8: {names}: {innermost.describe(now)}", err=True)
 
     def _is_line_due(self, phase: Phase, now: float) -> bool:
-        silence = now - self._last_line
-        if now - phase.start >= LASTING_S and not phase.has_line:
-            return silence >= LASTING_S
-        return silence >= EVERY_S
+        """Whether a plain line is due: the first one of a long phase, or one now and then."""
+        is_first_line = now - phase.start >= LASTING_S and not phase.has_line
+        return now - self._last_line >= (LASTING_S if is_first_line else EVERY_S)
 
     def _run(self) -> None:
         while not self._has_ended.wait(TICK_S):
@@ -558,16 +558,11 @@ def say_progress(line: str) -> None:
         say(f"calib8: {line}", err=True)
 
 
-def _shown_phases(phases: Sequence[Phase]) -> Sequence[Phase]:
-    """Return the open phases; "loading" only if there is no other."""
-    return phases[1:] or phases
-
-
 def _format_bar(phases: Sequence[Phase], now: float) -> str:
     """Return a progress line that fits the terminal, with a bar if the fraction done is known."""
     from tqdm import tqdm
 
-    names = ": ".join(f"{phase.number}{phase.name}" for phase in _shown_phases(phases))
+    names = ": ".join(f"{phase.number}{phase.name}" for phase in phases[1:] or phases)
     description = phases[-1].describe(now)
     columns = terminal_columns()
     share = phases[-1].share(now)

@@ -219,20 +219,15 @@ def qat(
     task = call_factory(script)
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a calib8.torch.Task, got {type(task).__name__}")
-    changes: dict[str, Any] = {}
-    if method is not None:
-        changes["method"] = method
-    if ranges is not None:
-        changes["ranges"] = ranges
-    if amp:
-        changes["amp"] = True
-    if epochs is not None:
-        changes["epochs"] = epochs
-    if teacher is not None:
-        changes["teacher"] = load_module(teacher, teacher_weights)
-    if distil:
-        changes["distil"] = [_split_pair(pair) for pair in distil]
-    task = replace(task, **changes)
+    options: dict[str, Any] = {
+        "method": method,
+        "ranges": ranges,
+        "epochs": epochs,
+        "amp": amp or None,
+        "teacher": None if teacher is None else load_module(teacher, teacher_weights),
+        "distil": list(map(_split_pair, distil)) or None,
+    }
+    task = replace(task, **{name: value for name, value in options.items() if value is not None})
 
     with wrap_user_errors(script):
         result = export_trained(
