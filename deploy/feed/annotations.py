@@ -11,8 +11,9 @@ Sources: cocodataset.org, format-data, detection; docs.ultralytics.com, datasets
 VOC's development kit.
 """
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -138,6 +139,11 @@ def read_coco(path: Path) -> Annotations:
 
 
 def _group_by_image(data: _CocoFile) -> Annotations:
+    """Return the annotations of a COCO file by the names of its images.
+
+    Raises:
+        ValueError: ids that do not go together; the message is the end of a sentence.
+    """
     annotations_by_image: dict[int | float | str, list[_CocoAnnotation]] = {}
     for image in data.images:
         if image.id in annotations_by_image:
@@ -162,17 +168,22 @@ def _group_by_image(data: _CocoFile) -> Annotations:
 
 
 def _coco_objects(image: _CocoImage, annotations: list[_CocoAnnotation]) -> Objects:
-    boxes = np.array([annotation.bbox for annotation in annotations], np.float64).reshape(-1, 4)
-    if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
-        raise ValueError(f"a bbox of {image.file_name!r} that is no x, y, width and height")
-    boxes[:, 2:] += boxes[:, :2]  # COCO's are x y w h
+    """Return the objects of an image.
 
+    Raises:
+        ValueError: a size or a box is impossible; the message is the end of a sentence.
+    """
     if min(image.height, image.width) < 1:
         raise ValueError(f"a width or height of {image.file_name!r} below 1")
     categories = [annotation.category_id for annotation in annotations]
     crowds = [bool(annotation.iscrowd) for annotation in annotations]
-    size = image.height, image.width
-    return Objects(size, boxes, np.array(categories, np.int64), np.array(crowds, np.bool_))
+    corners_and_sides = [annotation.bbox for annotation in annotations]  # x y w h
+    objects = _make_objects((image.height, image.width), corners_and_sides, categories, crowds)
+    boxes = objects.boxes
+    if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
+        raise ValueError(f"a bbox of {image.file_name!r} that is no x, y, width and height")
+    boxes[:, 2:] += boxes[:, :2]
+    return objects
 
 
 def _read_yaml_labels(path: Path) -> Annotations:
@@ -186,14 +197,14 @@ def _read_yaml_labels(path: Path) -> Annotations:
     files = resolve_files(path, split="val").files
     image_paths = (os.path.abspath(file.path) for file in files)
     label_paths = list(dict.fromkeys(map(_label_path, image_paths)))  # a picture may be named twice
-    present_paths = list(filter(os.path.exists, label_paths))
-    if not present_paths:
+    existing_paths = list(filter(os.path.exists, label_paths))
+    if not existing_paths:
         raise FeedError(
             f"the pictures of `val` in {printable_name(str(path))} must have label files, such as"
             f" {printable_name(label_paths[0])}, got none; put them into a folder `labels` beside"
             " `images`"
         )
-    return _read_yolo(present_paths, data.class_count)
+    return _read_yolo(existing_paths, data.class_count)
 
 
 def _label_path(image_path: str) -> str:
@@ -262,13 +273,14 @@ def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:
         FeedError: it is neither of a box nor of an outline.
     """
     try:
-        values = np.array(line.split(), np.float64)
+        class_number, *numbers = map(float, line.split())
     except ValueError:
-        values = np.empty(0)
-    shares = values[1:]
+        class_number, numbers = math.nan, []
+    shares = np.array(numbers)
     is_box = len(shares) == _BOX_VALUES
     is_outline = len(shares) > _BOX_VALUES and len(shares) % 2 == 0
-    if not (is_box or is_outline) or not _is_class_number(values[0]):
+    is_class = class_number >= 0 and class_number.is_integer()
+    if not is_class or not (is_box or is_outline):
         raise FeedError(
             "a line of labels reads class, x and y of the centre, width and height, or class and"
             f" points x y of an outline, got {line[:60]!r} as {line_title}; write them as YOLO does"
@@ -283,27 +295,21 @@ def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:
             f"labels must be shares of width and height, 0 to 1, got {line[:60]!r} as {line_title};"
             " divide x by the picture's width and y by its height"
         )
-    return int(values[0]), [*corners.min(axis=0), *corners.max(axis=0)]
-
-
-def _is_class_number(value: float) -> bool:
-    return bool(value >= 0) and float(value).is_integer()
+    return int(class_number), [*corners.min(axis=0), *corners.max(axis=0)]
 
 
 def _make_objects(
     size: tuple[int, int] | None,
     boxes: Sequence[Sequence[float]],
     classes: Sequence[int],
-    crowds: Iterable[bool] | None = None,
+    crowds: Sequence[bool] = (),
 ) -> Objects:
-    is_crowd = np.zeros(len(boxes), np.bool_)
-    if crowds is not None:
-        is_crowd[:] = list(crowds)
+    """Return the objects of one image; without `crowds`, none of them is a crowd."""
     return Objects(
         size,
         np.array(boxes, np.float64).reshape(-1, _BOX_VALUES),
         np.array(classes, np.int64),
-        is_crowd,
+        np.array(crowds or [False] * len(boxes), np.bool_),
     )
 
 
@@ -363,6 +369,6 @@ def _number(element: ElementTree.Element, path: str) -> float:
     if text is None:
         raise ValueError(f"no {path}")
     number = float(text)
-    if not np.isfinite(number):
+    if not math.isfinite(number):
         raise ValueError(f"{path} {text!r}")
     return number

@@ -209,13 +209,15 @@ class _StderrCapture:
             else:
                 self._changed.wait_for(lambda: not self._exclusive_calls)
             size_before = self._start()
-            call, started_alone = self._calls, self._active_threads == 1
+            call_number = self._calls
+            started_alone = self._active_threads == 1
         try:
             yield output
         finally:
             with self._changed:
                 self._exclusive_calls -= exclusive
-                output.was_exclusive = started_alone and self._calls == call
+                # no other thread was decoding at the start, and none has started since
+                output.was_exclusive = started_alone and self._calls == call_number
                 output.lines += self._stop(size_before)
 
     def _start(self) -> int:

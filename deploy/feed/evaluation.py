@@ -122,10 +122,6 @@ class EvaluationSubset:
 
 BY_FOLDER = "folders"
 _MAX_DIGITS = 9  # at most, of a class number
-_SCALED_BOXES_NOTE = (
-    "{} of {} evaluation images differ in size, but not in shape, from their annotations; their"
-    " boxes were scaled accordingly"
-)
 
 
 def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
@@ -166,14 +162,11 @@ def apply_labels(
         ConfigError: there are no evaluation images, or they are no images.
         FeedError: an image is not annotated or has another shape, or the number of labels differs.
     """
-    if labels is not None and evaluation is None:
-        kind = "labels"
-        if isinstance(labels, Annotations):
-            kind = "annotations"
-        elif isinstance(labels, str):
-            kind = "labels by folder"
-        raise ConfigError(f"{kind} are of evaluation images, got none; give --eval-images")
-    if evaluation is None or labels is None or isinstance(labels, str):
+    if labels is None:
+        return None
+    if evaluation is None:
+        raise ConfigError("labels are of evaluation images, got none; give --eval-images")
+    if isinstance(labels, str):  # by folder: `Dataset.open` reads them
         return None
     if not isinstance(labels, Annotations):
         evaluation.set_labels(labels)
@@ -196,12 +189,13 @@ def _note_scaled_boxes(
     annotations: Annotations, sizes: Mapping[str, Size], image_count: int
 ) -> str:
     """Return a note on boxes that were scaled, although their file says a size; "" without any."""
-    scaled_count = 0
-    for name in sizes:
-        scaled_count += annotations.find_objects(name).size is not None
+    scaled_count = sum(annotations.find_objects(name).size is not None for name in sizes)
     if not scaled_count:
         return ""
-    return _SCALED_BOXES_NOTE.format(scaled_count, image_count)
+    return (
+        f"{scaled_count} of {image_count} evaluation images differ in size, but not in shape, from"
+        " their annotations; their boxes were scaled accordingly"
+    )
 
 
 def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
@@ -239,23 +233,25 @@ def _find_image_sizes(annotations: Annotations, evaluation: Feed) -> dict[str, S
             annotated_size = annotations.find_objects(name).size
             if size is None or size == annotated_size:
                 continue
-            if annotated_size is None:
-                sizes[name] = size
-                continue
-            shape_difference = abs(size[0] * annotated_size[1] - size[1] * annotated_size[0])
-            if shape_difference > max(*size, *annotated_size):
-                raise FeedError(_describe_other_shape(name, size, annotated_size))
+            if annotated_size is not None:
+                _refuse_other_shape(name, size, annotated_size)
             sizes[name] = size
     return sizes
 
 
-def _describe_other_shape(name: str, size: Size, annotated: Size) -> str:
-    """Return the message for an image of another shape than annotated, perhaps rotated."""
-    return (
-        f"an image must have the width and height that its annotations say, got {name[:200]!r} of"
-        f" {size[1]}x{size[0]} and {annotated[1]}x{annotated[0]} in the annotations; give the"
-        " images that were annotated, as displayed (without an EXIF rotation), or correct these"
-    )
+def _refuse_other_shape(name: str, size: Size, annotated_size: Size) -> None:
+    """Raise `FeedError` if an image of `size` (h, w) is no scaled copy of the annotated one."""
+    height, width = size
+    annotated_height, annotated_width = annotated_size
+    # sides are rounded to pixels, so equal shapes differ by less than this
+    shape_difference = abs(height * annotated_width - width * annotated_height)
+    if shape_difference > max(*size, *annotated_size):
+        raise FeedError(
+            f"an image must have the width and height that its annotations say, got {name[:200]!r}"
+            f" of {width}x{height} and {annotated_width}x{annotated_height} in the annotations;"
+            " give the images that were annotated, as displayed (without an EXIF rotation), or"
+            " correct these"
+        )
 
 
 class _ObjectsInInput:

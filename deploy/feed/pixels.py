@@ -59,23 +59,23 @@ def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
     """
     assert preprocess.color is not None
     preprocess = with_image_size(preprocess, (pixels.shape[0], pixels.shape[1]))
-    cropped, (top, left) = resize_to_input(pixels, preprocess)
+    resized, (top, left) = resize_to_input(pixels, preprocess)
     if preprocess.color == "rgb":
-        cropped = cropped[:, :, ::-1]
+        resized = resized[:, :, ::-1]
     if preprocess.layout == "nhwc":
-        values = np.empty((1, *preprocess.box, preprocess.channels), np.float32)
-        channels_first = values[0].transpose(2, 0, 1)  # a view
+        input_values = np.empty((1, *preprocess.box, preprocess.channels), np.float32)
+        channels_first = input_values[0].transpose(2, 0, 1)  # a view
     else:
-        values = np.empty((1, preprocess.channels, *preprocess.box), np.float32)
-        channels_first = values[0]
+        input_values = np.empty((1, preprocess.channels, *preprocess.box), np.float32)
+        channels_first = input_values[0]
 
-    height, width = cropped.shape[:2]
-    if (height, width) != preprocess.box:
+    height, width = resized.shape[:2]
+    if (height, width) != preprocess.box:  # the border, over which the image is written
         channels_first[:] = _per_channel(preprocess.pad)
         _scale_and_normalise(channels_first, preprocess, out=channels_first)
     image_region = channels_first[:, top : top + height, left : left + width]
-    _scale_and_normalise(cropped.transpose(2, 0, 1), preprocess, out=image_region)
-    return values
+    _scale_and_normalise(resized.transpose(2, 0, 1), preprocess, out=image_region)
+    return input_values
 
 
 def resize_to_input(pixels: Array, preprocess: Preprocess) -> tuple[Array, tuple[int, int]]:
@@ -84,8 +84,10 @@ def resize_to_input(pixels: Array, preprocess: Preprocess) -> tuple[Array, tuple
     `preprocess` must be `with_image_size`.
     """
     size, (top, left) = resized_geometry((pixels.shape[0], pixels.shape[1]), preprocess)
-    resized = _resize(pixels, size, preprocess)[max(-top, 0) :, max(-left, 0) :]
-    return resized[: preprocess.box[0], : preprocess.box[1]], (max(top, 0), max(left, 0))
+    resized = _resize(pixels, size, preprocess)
+    # a corner above or left of the input, at negative coordinates, is cropped
+    visible = resized[max(-top, 0) :, max(-left, 0) :][: preprocess.box[0], : preprocess.box[1]]
+    return visible, (max(top, 0), max(left, 0))
 
 
 def short_side_size(size: Size, short: int) -> Size:
@@ -104,23 +106,27 @@ def letterbox_size(size: Size, box: Size) -> Size:
     return box_h, max(1, min(box_w, (2 * width * box_h + height) // (2 * height)))
 
 
+_INTERPOLATION_FLAGS = {
+    "nearest": "INTER_NEAREST",
+    "linear": "INTER_LINEAR",
+    "cubic": "INTER_CUBIC",
+    "area": "INTER_AREA",
+    "lanczos": "INTER_LANCZOS4",
+}
+
+
 def _resize(pixels: Array, size: Size, preprocess: Preprocess) -> Array:
+    """Resize [H, W, C] to [h, w, C], `size` being (h, w)."""
     height, width = pixels.shape[:2]
     if (height, width) == size:
         return pixels
+    interpolation = preprocess.interpolation
+    if interpolation == "area" and (size[0] > height or size[1] > width):
+        interpolation = "linear"  # "area" is for images that shrink
     cv2 = opencv()
-    flag_by_interpolation = {
-        "nearest": cv2.INTER_NEAREST,
-        "linear": cv2.INTER_LINEAR,
-        "cubic": cv2.INTER_CUBIC,
-        "area": cv2.INTER_AREA,
-        "lanczos": cv2.INTER_LANCZOS4,
-    }
-    flag = flag_by_interpolation[preprocess.interpolation]
-    if flag == cv2.INTER_AREA and (size[0] > height or size[1] > width):
-        flag = cv2.INTER_LINEAR
+    flag = getattr(cv2, _INTERPOLATION_FLAGS[interpolation])
     resized: Array = cv2.resize(pixels, (size[1], size[0]), interpolation=flag)
-    return resized.reshape(size[0], size[1], pixels.shape[2])
+    return resized.reshape(*size, pixels.shape[2])  # OpenCV drops a single channel
 
 
 def _scale_and_normalise(pixels: Array, preprocess: Preprocess, *, out: Array) -> None:
@@ -157,14 +163,13 @@ def input_to_image(values: Array, preprocess: Preprocess | None) -> Array | None
     if preprocess is None:
         return _to_rgb(_stretch_contrast(floats))
 
-    scaled = floats * np.asarray(preprocess.std) + np.asarray(preprocess.mean)
-    pixels = np.nan_to_num(scaled / preprocess.scale)
+    # the inverse of `preprocess_image`
+    scaled_pixels = floats * np.asarray(preprocess.std) + np.asarray(preprocess.mean)
+    pixels = np.nan_to_num(scaled_pixels / preprocess.scale)
     if preprocess.deep:  # perhaps of 16 bits
         pixels *= 255 / max(255, pixels.max())
     rgb = _to_rgb(pixels)
-    if preprocess.color == "bgr":
-        rgb = rgb[:, :, ::-1]
-    return rgb
+    return rgb[:, :, ::-1] if preprocess.color == "bgr" else rgb
 
 
 def _to_rgb(pixels: Array) -> Array:
@@ -187,10 +192,10 @@ def find_image(sample: Mapping[str, Array], preprocess: Preprocess | None) -> Ar
 def shrink_image(image: Array, side: int = PREVIEW_SIDE) -> Array:
     """Shrink uint8 [H, W, 3] until no side is longer than `side`."""
     height, width = image.shape[:2]
-    longer = max(height, width)
-    if longer <= side:
+    longer_side = max(height, width)
+    if longer_side <= side:
         return np.ascontiguousarray(image)
-    size = (max(1, round(width * side / longer)), max(1, round(height * side / longer)))
+    size = (max(1, round(width * side / longer_side)), max(1, round(height * side / longer_side)))
     cv2 = opencv()
     resized: Array = cv2.resize(np.ascontiguousarray(image), size, interpolation=cv2.INTER_AREA)
     return resized
@@ -219,10 +224,11 @@ def layout_of(values: Array) -> str | None:
 
 
 def _stretch_contrast(values: Array) -> Array:
-    finite = values[np.isfinite(values)]
-    if not finite.size or finite.min() == finite.max():
+    """Map the smallest finite value to 0 and the largest to 255; all to 127 if they are equal."""
+    finite_values = values[np.isfinite(values)]
+    low, high = finite_values.min(initial=np.inf), finite_values.max(initial=-np.inf)
+    if low >= high:
         return np.full(values.shape, 127.0)
-    low, high = float(finite.min()), float(finite.max())
     return np.asarray((values - low) * (255 / (high - low)))
 
 
@@ -234,9 +240,9 @@ def boxes_to_input(
     `preprocess` must be resolved.
     """
     (rows, columns), (top, left) = resized_geometry(size, with_image_size(preprocess, size))
-    x_scale, y_scale = columns / size[1], rows / size[0]
-    shift = np.array([left, top, left, top], np.float64)
-    return np.asarray(boxes * np.array([x_scale, y_scale, x_scale, y_scale]) + shift)
+    scale = np.array([columns / size[1], rows / size[0]])  # of x and y
+    shift = np.array([left, top], np.float64)
+    return np.asarray(boxes * np.tile(scale, 2) + np.tile(shift, 2))
 
 
 def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[int, int]]:

@@ -216,7 +216,7 @@ class Feed:
     @property
     def skipped_by_position(self) -> dict[int, str]:
         """Position in the complete list -> why the sample there was skipped, after a pass."""
-        return self._chosen.skipped_by_position
+        return self._chosen.skipped_by_position()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -408,7 +408,7 @@ class Feed:
         if good_count < self.count:
             entry_count = self._chosen.count_entries(good_count)
         digests = self._reader.digests.hex(self._chosen.indices[:entry_count])
-        return digests, self._chosen.skipped_among(entry_count)
+        return digests, self._chosen.skipped_by_position(entry_count)
 
     def resume(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
         """Resume from an earlier run's `progress_after`: hash what it read, skip what it skipped.

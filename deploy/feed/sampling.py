@@ -283,18 +283,13 @@ class ChosenSamples:
             position for position, index in self.iterate_positions() if index not in self.skipped
         )
 
-    @property
-    def skipped_by_position(self) -> dict[int, str]:
-        """Position in the complete list -> why the sample there was skipped."""
-        return self.skipped_among(len(self.indices))
+    def skipped_by_position(self, count: int | None = None) -> dict[int, str]:
+        """Return position in the complete list -> why the sample there was skipped.
 
-    def skipped_among(self, count: int) -> dict[int, str]:
-        """Return `skipped_by_position` of the first `count` samples only."""
-        reason_by_position = {}
-        for position, index in islice(self.iterate_positions(), count):
-            if index in self.skipped:
-                reason_by_position[position] = self.skipped[index]
-        return reason_by_position
+        `count`: of the first so many samples only; None for all.
+        """
+        pairs = islice(self.iterate_positions(), count)
+        return {pos: self.skipped[index] for pos, index in pairs if index in self.skipped}
 
     def skip_positions(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples at these positions of the complete list."""
@@ -308,14 +303,14 @@ class ChosenSamples:
 
     def count_entries(self, number: int) -> int:
         """Return the number of entries up to and including the n-th good sample, from 1."""
-        numbers = (n for n, index in enumerate(self.indices, 1) if index not in self.skipped)
-        return next(islice(numbers, number - 1, None))
+        if not self.skipped:
+            return number
+        good_entries = (n for n, index in enumerate(self.indices, 1) if index not in self.skipped)
+        return next(islice(good_entries, number - 1, None))
 
     def good_index(self, number: int) -> int:
         """Return the index of the n-th good sample, from 1."""
-        if not self.skipped:
-            return self.indices[number - 1]
-        return next(islice(self.good_indices(), number - 1, None))
+        return self.indices[self.count_entries(number) - 1]
 
     def last_pass_indices(self, start: int, stop: int) -> Iterator[int]:
         """Yield good samples start..stop of the last pass, also those dropped since."""
@@ -328,8 +323,7 @@ class ChosenSamples:
     def keep_first(self, count: int) -> None:
         """Drop all but the first `count` samples, and restore the order of the source."""
         self.indices = _compact(sorted(self.indices[:count]))
-        remaining_indices = set(self.indices)
-        for index in self.skipped.keys() - remaining_indices:
+        for index in self.skipped.keys() - set(self.indices):
             del self.skipped[index]
 
 

@@ -14,10 +14,12 @@ order are one sequence, and so are the frames of a video.
 """
 
 import bisect
+import math
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,13 +102,14 @@ def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
     There are none if no other input, or no other output, would remain. Pictures are left to the
     user: an input and an output in the form of one mostly are an image and its improved version.
     """
-    outputs_by_stem = {_stem(output.name): output for output in outputs}
+    output_by_stem = {_stem(output.name): output for output in outputs}
     stem_counts = Counter(_stem(spec.name) for spec in (*inputs, *outputs))
     states = {}
     for spec in inputs:
         stem = _stem(spec.name)
-        output = outputs_by_stem.get(stem)
-        if output is None or not stem or stem_counts[stem] != 2 or _is_picture(spec):
+        output = output_by_stem.get(stem)
+        is_only_pair = bool(stem) and stem_counts[stem] == 2
+        if output is None or not is_only_pair or _is_picture(spec):
             continue
         if spec.dtype == output.dtype and spec.dtype.startswith("float") and _match(spec, output):
             states[spec.name] = output.name
@@ -115,23 +118,27 @@ def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
 
 
 def _is_picture(spec: TensorSpec) -> bool:
-    channel_counts = {1, 3, 4}
-    return len(spec.shape) == 4 and bool(channel_counts & {spec.shape[1], spec.shape[3]})
+    """Whether an input has the shape of images: 1, 3 or 4 channels, first or last."""
+    return len(spec.shape) == 4 and not {1, 3, 4}.isdisjoint((spec.shape[1], spec.shape[3]))
 
 
 def _stem(name: str) -> str:
-    """Return a name without the words and letters that tell inputs from outputs."""
-    spaced = re.sub(r"[^a-z0-9]+", " ", name.lower())
-    stem = re.sub(r"[^a-z0-9]+", "", _SIDES.sub("", spaced))
+    """Return a name without the words and letters that tell inputs from outputs.
+
+    "past_key_0" and "present.key.0" give "key0", "r1i" and "r1o" give "r1".
+    """
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    stem = _SIDES.sub("", words).replace(" ", "")
     return _LAST_LETTER.sub("", stem)
 
 
 def _match(spec: TensorSpec, output: TensorSpec) -> bool:
-    """Whether shapes may be equal; those of an output may be unknown."""
-    if not spec.shape or (output.shape and len(spec.shape) != len(output.shape)):
+    """Whether shapes may be equal; that of an output may be unknown, ()."""
+    if not spec.shape or len(output.shape) not in (0, len(spec.shape)):
         return False
     pairs = zip(spec.shape, output.shape, strict=False)
-    return all(a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in pairs)
+    fixed_pairs = (pair for pair in pairs if isinstance(pair[0], int) and isinstance(pair[1], int))
+    return all(size == output_size for size, output_size in fixed_pairs)
 
 
 class SequenceSource:
@@ -177,17 +184,16 @@ class SequenceSource:
         return RawSample(raw.digest, lambda: self._add_states(index, raw), raw.decode_source)
 
     def _add_states(self, index: int, raw: RawSample) -> Sample:
+        """Return a step with its states; steps between the last one and it are run first."""
         with self._lock:
             sequence = self.sequence_of(index)
             start = self._ends[sequence - 1] if sequence else 0
-            if not start < self._next <= index:
+            if not start < self._next <= index:  # another sequence, or an earlier step
                 self._next, self._states = start, {}
-            while self._next < index:
-                skipped_step = self._next
-                try:
-                    self._run(skipped_step, self._source.load(skipped_step))
-                except FeedError:  # a bad step, which is left out: the states go on after it
-                    self._next = skipped_step + 1
+            for earlier_index in range(self._next, index):
+                # a bad step is left out: the states go on after it
+                with suppress(FeedError):
+                    self._run(earlier_index, self._source.load(earlier_index))
             return self._run(index, raw)
 
     def _run(self, index: int, raw: RawSample) -> Sample:
@@ -199,7 +205,7 @@ class SequenceSource:
                 sample[spec.name] = self._states[spec.name]
             elif spec.name in given_inputs:
                 sample[spec.name] = _check_single_row(spec, given_inputs[spec.name])
-            else:
+            else:  # a state at the start of a sequence
                 sizes = [size if isinstance(size, int) else 1 for size in spec.shape]
                 sample[spec.name] = np.zeros(sizes, spec.dtype)
         outputs = self.recurrence.run(sample)
@@ -271,12 +277,12 @@ def spread_steps(
     steps_by_sequence: dict[int, list[int]] = {}
     for index in indices:
         steps_by_sequence.setdefault(sequence_of(index), []).append(index)
-    sequences = [*steps_by_sequence.values()]
-    count = -(-max_steps * len(sequences) // len(indices))
-    chosen: list[int] = []
-    for position in spread_evenly(range(len(sequences)), count):
-        chosen += sequences[position][: max_steps // count]
-    return chosen
+    # so many sequences that each gives about as many steps as an average one has
+    sequence_count = math.ceil(max_steps * len(steps_by_sequence) / len(indices))
+    chosen_steps: list[int] = []
+    for sequence in spread_evenly(list(steps_by_sequence), sequence_count):
+        chosen_steps += steps_by_sequence[sequence][: max_steps // sequence_count]
+    return chosen_steps
 
 
 def choose_steps(choice: Choice, source: SequenceSource) -> tuple[Sequence[int], list[str]]:
