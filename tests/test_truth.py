@@ -425,7 +425,7 @@ def test_pictures_of_another_shape_are_refused(
     cut = resaved(pictures, tmp_path / "cut", lambda picture: picture[:, :9])
     wording.check(refused(*options, cut))
     error = refused(*options, resaved(pictures, tmp_path / "turned", np.rot90))
-    assert "of 18x20 and 20x18 in the annotations; save it as it is displayed" in error
+    assert "of 18x20 and 20x18 in the annotations; give the images" in error
     data = json.loads(annotations.read_text())
     data["images"][0]["width"] = 0
     annotations.write_text(json.dumps(data))
