@@ -40,18 +40,27 @@ class ReferenceOutputs:
     """
 
     def __init__(
-        self, open_session: Callable[[], Session], names: Sequence[str], keys: Collection[int] = ()
+        self,
+        open_session: Callable[[], Session],
+        names: Sequence[str],
+        keys: Collection[int] = (),
+        *,
+        session: Session | None = None,
     ) -> None:
         """Start with nothing stored.
 
-        `keys`: samples whose outputs are stored; those of others are computed each time.
+        Args:
+            open_session: opens the float model, when it must be run.
+            names: names of its outputs.
+            keys: samples whose outputs are stored; those of others are computed each time.
+            session: what `open_session` returns, if it is open already.
         """
         self.runs = 0
         self._open = open_session
         self._names = tuple(names)
         self._stored_keys = frozenset(keys)
         self._cache = SampleCache(self._stored_keys, max_bytes=MOST_BYTES)
-        self._session: Session | None = None
+        self._session = session
         self._specs: Sequence[TensorSpec] | None = None
         self._lock = threading.Lock()
 

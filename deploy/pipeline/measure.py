@@ -117,20 +117,17 @@ def measure_engines(
     """
     metric = metric or Metric(None, declared=loaded.declaration)
     samples = choose_evaluation(calibration, evaluation, labels, metric)
-    float_file = read_float_model(loaded)
     is_timed = duration_s > 0  # else all sessions are for accuracy only
-    float_engine, float_outputs = _open_float_model(
-        loaded, float_file, samples, threads=threads, is_timed=is_timed
+    float_engine, float_outputs, float_size = _open_float_model(
+        loaded, samples, threads=threads, is_timed=is_timed
     )
-    float_size = len(float_file)
-    del float_file  # its session has the weights
     engines = {_FLOAT_ENGINE: float_engine}
     failures, absent = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
     # the model that engines are compared with
     qdq_outputs = _open_qdq_model(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, samples)
     first_runs = float_outputs.runs
-    del float_outputs  # frees the weights of a session that may not be needed any more
+    float_outputs.close_session()  # its weights may not be needed any more
 
     opened = [result for result in results if result.target not in failures]
     device_sessions = _find_device_sessions(engines)
@@ -258,24 +255,27 @@ def _time_loading(open_session: Callable[[], Session]) -> tuple[Session, float]:
 
 
 def _open_float_model(
-    loaded: LoadedModel, float_file: bytes, samples: Evaluation, *, threads: int, is_timed: bool
-) -> tuple[_OpenedEngine, ReferenceOutputs]:
-    """Return (the float model's engine, its outputs, which are computed on demand).
+    loaded: LoadedModel, samples: Evaluation, *, threads: int, is_timed: bool
+) -> tuple[_OpenedEngine, ReferenceOutputs, int]:
+    """Return the float model's engine, its outputs, which are computed on demand, and its bytes.
 
-    The engine's session is for latency runs, in all threads; that of the outputs has one thread.
-    Without latency runs only the latter is opened.
+    Without latency runs one session is enough for both, and the outputs own it.
     """
-    names = [spec.name for spec in loaded.outputs]
-    first_key = _first_key(samples)
-    open_for_accuracy = partial(open_single_thread, float_file)
+    float_file = read_float_model(loaded)
+    open_session: Callable[[], Session]
     if is_timed:
-        session, load_ms = _time_loading(partial(OrtSession.open, float_file, threads=threads))
-        engine = _OpenedEngine(session, load_ms, is_on_device=False)
-        return engine, ReferenceOutputs(open_for_accuracy, names, first_key)
-
-    session, load_ms = _time_loading(open_for_accuracy)
-    engine = _OpenedEngine(None, load_ms, is_on_device=False)
-    return engine, ReferenceOutputs(lambda: session, names, first_key)
+        open_session = partial(OrtSession.open, float_file, threads=threads)
+    else:
+        open_session = partial(open_single_thread, float_file)
+    session, load_ms = _time_loading(open_session)
+    float_outputs = ReferenceOutputs(
+        lambda: open_single_thread(read_float_model(loaded)),  # the bytes are not held until then
+        [spec.name for spec in loaded.outputs],
+        _first_key(samples),
+        session=None if is_timed else session,
+    )
+    engine = _OpenedEngine(session if is_timed else None, load_ms, is_on_device=False)
+    return engine, float_outputs, len(float_file)
 
 
 def _open_engines(

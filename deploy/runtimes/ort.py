@@ -151,10 +151,38 @@ _TEMPORARY = "calib8-"  # start of the name of the folder with a large model
 _TEMPORARY_FILE = re.compile(rf"Load model from \S*{_TEMPORARY}\w+\W\w+\.onnx failed: ?")
 
 
+def _make_options(
+    threads: int, *, optimize: bool, spin: bool, reuse_memory: bool
+) -> onnxruntime.SessionOptions:
+    """Return the options of a session; for the arguments see `OrtSession.open`."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = _LOG_FATAL
+    options.enable_cpu_mem_arena = reuse_memory
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if spin:  # but stop when the run ends, for other sessions' sake
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+    else:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+def _save_optimized_model(options: onnxruntime.SessionOptions, path: Path) -> None:
+    """Let a session write its optimized model to a path, with large weights in a file beside it."""
+    options.optimized_model_filepath = str(path)
+    entry = "session.optimized_model_external_initializers_"
+    options.add_session_config_entry(f"{entry}file_name", f"{path.name}.data")
+    options.add_session_config_entry(f"{entry}min_size_in_bytes", str(_MIN_EXTERNAL_BYTES))
+
+
 def _create_session(
     source: str | bytes, options: onnxruntime.SessionOptions, disabled_optimizers: Sequence[str]
 ) -> onnxruntime.InferenceSession:
-    """Create a session; if it fails by the faulty fusion, create it without that one."""
+    """Create a session, without the fusion that loses an output if creation fails by it."""
     import onnxruntime
 
     create = partial(
@@ -284,31 +312,18 @@ class OrtSession(CpuSession):
         threads = usable_cores() if threads is None else threads
         if threads < 1:
             raise BackendError(f"threads must be 1 or more, got {threads}")
-        disabled_optimizers: Sequence[str] = ()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = _LOG_FATAL
-        options.enable_cpu_mem_arena = spin if reuse_memory is None else reuse_memory
-        if not optimize:
-            level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            options.graph_optimization_level = level
-        if spin:  # but stop when the run ends, for other sessions' sake
-            options.add_session_config_entry("session.force_spinning_stop", "1")
-        else:
-            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if not int8_kernels or holds_fp8(model):
-            options.add_session_config_entry("session.disable_quant_qdq", "1")
-            disabled_optimizers = _CLIP_DROPPERS
+        if reuse_memory is None:
+            reuse_memory = spin
+        options = _make_options(threads, optimize=optimize, spin=spin, reuse_memory=reuse_memory)
         if trace is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(trace)
         if save_to is not None:
-            options.optimized_model_filepath = str(save_to)
-            entry = "session.optimized_model_external_initializers_"
-            options.add_session_config_entry(f"{entry}file_name", f"{save_to.name}.data")
-            min_bytes = str(_MIN_EXTERNAL_BYTES)
-            options.add_session_config_entry(f"{entry}min_size_in_bytes", min_bytes)
+            _save_optimized_model(options, save_to)
+        disabled_optimizers: Sequence[str] = ()
+        if not int8_kernels or holds_fp8(model):
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
+            disabled_optimizers = _CLIP_DROPPERS
 
         _LOADING_OPTIONS.add(options)
         try:
@@ -368,14 +383,14 @@ class BoundSession:
         self._session = session
         self._options = _run_options()
         self._binding = session.io_binding()
-        # one block of memory, each array aligned to a cache line
+        # one block of memory, each array aligned to a cache line: vector loads do not cross lines
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in output_forms.values()]
         block = np.empty(sum(sizes) + _CACHE_LINE * (len(sizes) + 1), np.uint8)
         start = -block.ctypes.data % _CACHE_LINE
         self.outputs: dict[str, Array] = {}
         for (name, (shape, dtype)), size in zip(output_forms.items(), sizes, strict=True):
             self.outputs[name] = block[start : start + size].view(dtype).reshape(shape)
-            start += size + -size % _CACHE_LINE
+            start += size + -size % _CACHE_LINE  # rounded up to the next cache line
         try:
             for name, x in self.outputs.items():
                 self._binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
