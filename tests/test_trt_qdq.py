@@ -163,21 +163,7 @@ def test_conversion_accounts_for_all_entries():
     assert "stays float" in gaps["last_relu"]  # the pool behind the Conv that reads `both`
 
 
-def test_entries_match_by_position_or_file(tmp_path):
-    model = residual()
-    scales = cache_of(model).scales()
-    renamed = {n if n != "a_relu" else "Relu__7:0": s for n, s in scales.items()}
-    matched = match_cache(from_scales(renamed, version="7.2.2"), load(model).model, original=model)
-    entry = next(e for e in matched.entries if e.name == "Relu__7:0")
-    assert (entry.tensor, entry.is_used) == ("a_relu", True)
-    assert "position" in entry.reason
-    mixed = dict(sorted(renamed.items(), key=lambda item: item[0][::-1]))
-    matched = match_cache(from_scales(mixed, version="8.5.3"), load(model).model, original=model)
-    assert next(e for e in matched.entries if e.name == "Relu__7:0").tensor is None
-    renamed_input = {n if n != "x" else "renamed": s for n, s in scales.items()}
-    cache = from_scales(renamed_input, version="7.2.2")
-    matched = match_cache(cache, load(model).model, original=model)
-    assert next(e for e in matched.entries if e.name == "renamed").tensor is None
+def test_entries_of_folded_tensors_are_explained(tmp_path):
     model = residual(batchnorm=True)
     path = tmp_path / "m.onnx"
     onnx.save(model, path)

@@ -3,16 +3,14 @@
 ::
 
     cache entry --> tensor of the model    by name; by the naming rules of TensorRT's parser for
-                                           tensors inside a node; by position, between two
-                                           entries that match by name
+                                           tensors inside a node
     tensor      --> Q/DQ pair              where `deploy.graph.plan` puts one for TensorRT
 
 Every unused entry and every tensor to be quantized that is left without a scale gets a reason.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -84,14 +82,6 @@ class CacheMatch:
         return sum(tensor.has_scale for tensor in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _EntryTensor:
-    """The model's tensor that an entry belongs to, and how it was matched."""
-
-    tensor: str
-    how_matched: str
-
-
 def match_cache(
     cache: CalibrationCache,
     model: onnx.ModelProto,
@@ -115,26 +105,23 @@ def match_cache(
     Raises:
         CacheError: the cache has two scales for one tensor.
     """
-    scale_by_entry, flaw_by_entry = cache.scales(), cache.flaws()
+    scale_by_entry = cache.scales()
+    flaw_by_entry = cache.flaws()
     expected = cache_tensors(
         model,
         version=cache.header.version or _LEGACY_VERSION,
         parser=parser,
         original=original,
     )
-    file_tensors: set[str] = set()
-    if original is not None:
-        for node in original.graph.node:
-            file_tensors.update(node.input, node.output)
-    matches = _match_entries(expected, scale_by_entry, file_tensors)
+    tensor_by_entry = _find_tensors(scale_by_entry, expected)
 
     usable_scales = {}
     flaw_reasons = {}
-    for name, match in matches.items():
+    for name, tensor in tensor_by_entry.items():
         if name in flaw_by_entry:
-            flaw_reasons[match.tensor] = f"has a {flaw_by_entry[name]} scale"
+            flaw_reasons[tensor] = f"has a {flaw_by_entry[name]} scale"
         else:
-            usable_scales[match.tensor] = scale_by_entry[name]
+            usable_scales[tensor] = scale_by_entry[name]
     plan, owner_by_tensor = _plan_covered(
         model, placement, usable_scales, flaw_reasons, expected, reasons_by_node(float_nodes)
     )
@@ -143,18 +130,38 @@ def match_cache(
     used_tensors = {owner_by_tensor[tensor] for tensor in scales}
     entries = []
     for name in scale_by_entry:
-        if name in matches:
-            flaw = flaw_by_entry.get(name)
-            entries.append(
-                _entry_use(name, matches[name], flaw, used_tensors, placement.precision_name)
-            )
+        source = tensor_by_entry.get(name)
+        if source is None:
+            unused = _why_unmatched(name, model, original)
+        elif name in flaw_by_entry:
+            unused = f"its scale is {flaw_by_entry[name]}"
+        elif source not in used_tensors:
+            unused = f"no pair of its own: no {placement.precision_name} node reads it directly"
         else:
-            entries.append(EntryUse(name, None, False, _why_unmatched(name, model, original)))
+            unused = ""
+        reason = unused or ("by name" if name == source else "as TensorRT's parser names it")
+        entries.append(EntryUse(name, source, not unused, reason))
     tensors = [
         _coverage(tensor, owner, tensor in scales, flaw_reasons)
         for tensor, owner in owner_by_tensor.items()
     ]
     return CacheMatch(tuple(entries), tuple(tensors), plan, scales)
+
+
+def _find_tensors(entry_names: Iterable[str], expected: Sequence[CacheTensor]) -> dict[str, str]:
+    """Return entry -> its tensor of the model; `expected` are the entries TensorRT would write.
+
+    An entry that has the name of a tensor is that tensor's, whatever the parser calls by this name.
+    """
+    source_by_name = {tensor.name: tensor.source for tensor in expected}
+    sources = set(source_by_name.values())
+    tensor_by_entry = {}
+    for name in entry_names:
+        if name in sources:
+            tensor_by_entry[name] = name
+        elif name in source_by_name:
+            tensor_by_entry[name] = source_by_name[name]
+    return tensor_by_entry
 
 
 def _plan_covered(
@@ -190,79 +197,6 @@ def _plan_covered(
         missing[complete_plan.scale_owners.get(tensor, tensor)] = reason
     plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=missing)
     return replace(plan, scale_owners={}), owner_by_tensor
-
-
-def _match_entries(
-    expected: Sequence[CacheTensor],
-    scale_by_entry: Mapping[str, np.float32],
-    file_tensors: Collection[str],
-) -> dict[str, _EntryTensor]:
-    """Return entry -> its tensor; `expected` are the entries that TensorRT would write."""
-    source_by_name = {tensor.name: tensor.source for tensor in expected}
-    sources = set(source_by_name.values())
-    matches = {}
-    for name in scale_by_entry:
-        if name in sources:
-            matches[name] = _EntryTensor(name, "by name")
-        elif name in source_by_name:
-            matches[name] = _EntryTensor(source_by_name[name], "as TensorRT's parser names it")
-
-    matched_tensors = {match.tensor for match in matches.values()}
-    pool_input = {tensor.name: tensor.shares for tensor in expected}
-    renamed = _match_by_position([*scale_by_entry], [*source_by_name], file_tensors)
-    for name, expected_name in renamed.items():
-        source = source_by_name[expected_name]
-        if name in matches or source in matched_tensors:
-            continue
-        if _agrees_with_pool(name, pool_input[expected_name], scale_by_entry):
-            matches[name] = _EntryTensor(source, "renamed; by its position")
-            matched_tensors.add(source)
-    return matches
-
-
-def _agrees_with_pool(
-    name: str, pool_input: str | None, scale_by_entry: Mapping[str, np.float32]
-) -> bool:
-    """Return False if a pool's scale is not that of its input: then the position is wrong."""
-    if pool_input is None or pool_input not in scale_by_entry:
-        return True
-    return bool(scale_by_entry[pool_input] == scale_by_entry[name])
-
-
-def _match_by_position(
-    names: Sequence[str], expected_names: Sequence[str], file_tensors: Collection[str]
-) -> dict[str, str]:
-    """Match renamed entries: as many entries as tensors lie between two matches by name.
-
-    Nothing is matched where the entries are not in network order (caches from TensorRT 8 on),
-    before the first and after the last match, or where an entry has the name of another tensor of
-    the file.
-    """
-    expected_index = {name: index for index, name in enumerate(expected_names)}
-    anchors = [
-        (index, expected_index[name]) for index, name in enumerate(names) if name in expected_index
-    ]
-    renamed: dict[str, str] = {}
-    for (start, expected_start), (end, expected_end) in pairwise(anchors):
-        if expected_end <= expected_start:
-            return {}
-        between = names[start + 1 : end]
-        expected_between = expected_names[expected_start + 1 : expected_end]
-        is_another_tensor = any(name in file_tensors for name in between)
-        if len(between) == len(expected_between) and not is_another_tensor:
-            renamed |= dict(zip(between, expected_between, strict=True))
-    return renamed
-
-
-def _entry_use(
-    name: str, match: _EntryTensor, flaw: str | None, used_tensors: Collection[str], precision: str
-) -> EntryUse:
-    if flaw is not None:
-        return EntryUse(name, match.tensor, False, f"its scale is {flaw}")
-    if match.tensor not in used_tensors:
-        reason = f"no pair of its own: no {precision} node reads it directly"
-        return EntryUse(name, match.tensor, False, reason)
-    return EntryUse(name, match.tensor, True, match.how_matched)
 
 
 def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:

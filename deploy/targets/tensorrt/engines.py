@@ -9,6 +9,7 @@ in the format of the C++ `calib8-build`: TensorRT checks only version and calibr
 so a retrained model or other images would go unnoticed.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,8 +30,10 @@ from deploy.files import atomic, manifest, staging
 from deploy.files.manifest import sha256
 from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model_and_stamp
-from deploy.graph.index import opset_of
+from deploy.graph.index import Graph, opset_of
 from deploy.graph.lowering import lower_opset
+from deploy.graph.placement import TENSORRT as PLACEMENT
+from deploy.graph.plan import analyse
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import Shape
 from deploy.targets.tensorrt import builder, sdk
@@ -38,7 +41,6 @@ from deploy.targets.tensorrt.builder import BuilderSettings
 from deploy.targets.tensorrt.cache_contents import largest_magnitudes
 from deploy.targets.tensorrt.cuda import Cuda, CudaMemory, open_gpu
 from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part
-from deploy.targets.tensorrt.missing_scales import missing_tensors, sort_missing
 from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
 from deploy.targets.tensorrt.sdk import Sdk, plugin_digests
 from deploy.targets.tensorrt.trt_options import (
@@ -479,18 +481,47 @@ def _origin_notes(installed: Sdk) -> tuple[str, ...]:
     )
 
 
+_MISSING_SCALE = re.compile(r"Missing scale and zero-point for tensor (.+?), expect fall ?back")
+
+
 def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
-    """Summarize TensorRT's missing-scale warnings: list the harmful ones, count the others."""
-    missing = sort_missing(missing_tensors(log), model)
-    notes = [
-        f"TensorRT has no scale for {scale.tensor}: {scale.reason}"
-        for scale in missing
-        if scale.harmful
-    ]
-    harmless_count = len(missing) - len(notes)
+    """Summarize TensorRT's warnings of tensors without a scale: list the harmful, count the others.
+
+    `model`: the cleaned float model that was built.
+    """
+    tensors: dict[str, None] = {}  # each once, in order
+    for line in log:
+        if match := _MISSING_SCALE.search(line):
+            tensors[match[1]] = None
+    reasons = _reasons_of_lost_int8(tensors, model)
+    notes = [f"TensorRT has no scale for {tensor}: {reason}" for tensor, reason in reasons.items()]
+    harmless_count = len(tensors) - len(reasons)
     if harmless_count:
         notes.append(
             f"TensorRT warned of {harmless_count} more tensors without a scale; none of them costs"
             " int8"
         )
     return tuple(notes)
+
+
+def _reasons_of_lost_int8(tensors: Iterable[str], model: onnx.ModelProto) -> dict[str, str]:
+    """Return tensor -> why a layer loses int8 without its scale; harmless tensors are left out.
+
+    Most tensors need no scale: TensorRT reads the range of a constant from its values, outputs of
+    the model stay float, shapes and indices are integers, and no int8 value exists inside a fused
+    layer, or inside a node of which TensorRT's parser made several layers.
+    """
+    graph = Graph(model)
+    plan = analyse(model, PLACEMENT)
+    int8_nodes = set(plan.int8_nodes)
+    int8_inputs = {pair.tensor for pair in plan.pairs}
+    reasons = {}
+    for tensor in tensors:
+        node = graph.producer.get(tensor)
+        if tensor in int8_inputs:
+            reasons[tensor] = "an int8 layer reads it: that layer falls back to float"
+        elif node is None or node.name not in int8_nodes or tensor in graph.outputs:
+            continue
+        elif graph.tail(node) == tensor:  # what the fused layer writes
+            reasons[tensor] = f"{node.op_type} {node.name} cannot write int8"
+    return reasons
