@@ -175,18 +175,16 @@ def are_between(shares: Array) -> Flags:
     return np.asarray((shares > LOW) & (shares < HIGH))
 
 
-def are_ordered(rows: Arrays) -> bool:
-    """Whether probabilities spread over neighbouring classes, as those of an age in years do.
+def are_ordered(rows: Floats) -> bool:
+    """Whether probabilities [N, C] spread over neighbouring classes, as those of an age in years.
 
-    Then the best of near ties says little. `rows`: one array a sample.
+    Then the best of near ties says little.
     """
-    count = rows[0].size
-    if count < MIN_ORDERED or any(row.size != count for row in rows):
+    if rows.shape[1] < MIN_ORDERED or not are_probabilities(rows):
         return False
-    shares = np.stack([row.reshape(-1) for row in rows]).astype(np.float64)
-    if not are_probabilities(shares) or np.ptp(shares.argmax(axis=1)) == 0:
+    if np.ptp(rows.argmax(axis=1)) == 0:
         return False
-    correlations = [correlate(share[1:], share[:-1]) for share in shares]
+    correlations = [correlate(shares[1:], shares[:-1]) for shares in rows]
     return bool(np.mean(correlations) > MIN_ORDER)
 
 

@@ -33,7 +33,6 @@ from deploy.tasks.evaluation_task import (
 )
 from deploy.tasks.first_samples import FirstSamples, sort_by_size
 from deploy.tasks.rows import (
-    Arrays,
     Flags,
     Floats,
     Integers,
@@ -81,38 +80,32 @@ _MIN_DIFFERENCE = 1e-12  # another class is a difference, even if both scores ar
 _MAX_VECTORS = 64  # vectors stored
 
 
-def to_vector(value: Array) -> Floats | None:
-    """Return [1, C], with more dimensions of 1 or none, as [C]; None for others, or of NaN."""
-    if value.ndim < 2 or value.shape[1] < 2 or value.size != value.shape[1]:
-        return None
-    if not is_floating(value):
-        return None
-    return value.reshape(-1).astype(np.float64)
+def _read_vectors(samples: FirstSamples) -> dict[str, Floats]:
+    """Return the outputs that are one finite vector a sample, the largest first, [samples, C].
 
-
-def _stack_vectors(samples: Arrays) -> Floats | None:
-    """Return the vectors of all samples as [samples, C]; None if these are no finite vectors."""
-    rows = [row for value in samples if (row := to_vector(value)) is not None]
-    if len(rows) != len(samples) or len({row.size for row in rows}) != 1:
-        return None
-    return np.stack(rows)
+    Further dimensions are 1. All samples have vectors of one length.
+    """
+    rows_by_name = {}
+    for name in sort_by_size(samples):
+        values = samples.arrays(name)
+        has_equal_shapes = len({value.shape for value in values}) == 1
+        if has_equal_shapes and is_vector(values[0]) and values[0].ndim > 1:
+            rows_by_name[name] = np.stack(values).reshape(len(values), -1).astype(np.float64)
+    return rows_by_name
 
 
 def fit_classes(samples: FirstSamples) -> "Classes | None":
     """Return the classes of all vectors, which the user or the file says to hold such."""
-    counts = {}
-    for name in sort_by_size(samples):
-        rows = _stack_vectors(samples.arrays(name))
-        if rows is not None:
-            counts[name] = rows.shape[1]
-    if not counts:
+    counts = {name: rows.shape[1] for name, rows in _read_vectors(samples).items()}
+    names = [name for name, count in counts.items() if count > 1]
+    if not names:
         return None
-    return Classes((*counts,), (*counts.values(),))
+    return Classes(tuple(names), tuple(counts[name] for name in names))
 
 
 def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
     """Return the labels of an output that the user or the file says to hold such."""
-    rows = _stack_vectors(samples.arrays(name))
+    rows = _read_vectors(samples).get(name)
     if rows is None or rows.shape[1] < MIN_COUNT:
         return None
     return Labels(name, rows.shape[1], raw=not are_shares(rows))
@@ -120,8 +113,8 @@ def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
 
 def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
     """Return the embeddings of an output that the user or the file says to hold such."""
-    rows = _stack_vectors(samples.arrays(name))
-    if rows is None:
+    rows = _read_vectors(samples).get(name)
+    if rows is None or rows.shape[1] < 2:
         return None
     return Embeddings(name, rows.shape[1])
 
@@ -206,36 +199,43 @@ CLASSES = Form(
 
 
 def find_classes(samples: FirstSamples) -> Classes | None:
-    """Recognise outputs of one score vector per sample; with probabilities others may exist."""
-    probabilities, raw_scores, floats = {}, {}, samples.floats
-    for name in samples.names:
-        rows = _stack_vectors(samples.arrays(name))
-        if rows is None or are_sorted(rows) or are_ordered([*rows]):
-            continue
-        if are_probabilities_or_logs(rows):
-            probabilities[name] = rows
-        elif are_raw_scores(rows, is_single=len(samples.names) == 1):
-            raw_scores[name] = rows
+    """Recognise outputs of one score vector per sample, all of probabilities or all of raw scores.
 
-    scores = probabilities or raw_scores
-    numbers = [name for name in samples.names if name not in scores]
-    if not scores:
-        return None
-    if numbers:
-        # other vectors may be mere numbers of a picture beside probabilities, not beside raw scores
-        if not probabilities or not samples.of_pictures:
+    Beside the probabilities of a picture other vectors may be mere numbers. Raw scores are alone.
+    """
+    vectors, candidates = _read_vectors(samples), {}
+    for name in samples.names:
+        rows = vectors.get(name)
+        if rows is None or rows.shape[1] < 2 or are_sorted(rows) or are_ordered(rows):
+            continue
+        if not samples.of_pictures or not are_features(rows):
+            candidates[name] = rows
+
+    names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
+    if names:
+        may_have_numbers = samples.of_pictures and len(vectors) == len(samples.names)
+        if len(names) < len(samples.names) and not may_have_numbers:
             return None
-        if not all(name in floats and all(map(is_vector, floats[name])) for name in numbers):
+    else:
+        is_single = len(samples.names) == 1
+        for name, rows in candidates.items():
+            if are_raw_scores(rows, is_single=is_single):
+                names.append(name)
+        if not names or len(names) < len(samples.names):
             return None
-    if samples.of_pictures and any(map(are_features, scores.values())):
-        return None
-    if not samples.of_pictures and not probabilities and sequences.find_steps(samples) is not None:
-        return None
-    return Classes(tuple(scores), tuple(rows.shape[1] for rows in scores.values()))
+        if not samples.of_pictures and sequences.find_steps(samples) is not None:
+            return None
+    return Classes(tuple(names), tuple(candidates[name].shape[1] for name in names))
 
 
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
-    """Whether [N, C] are raw scores of classes; `is_single`: whether of the only output."""
+    """Whether vectors [samples, C] are raw scores of classes, in front of a Softmax.
+
+    Of many numbers the best must stand out as no direction of an embedding does. A few numbers must
+    have one unit, be no pose, and, if there are other outputs, be sure of their class.
+
+    `is_single`: whether the model has no other output.
+    """
     if rows.shape[1] >= MIN_EMBEDDING_SIZE:
         return bool(_stand_out(rows).all()) and not all(map(has_unit_length, rows))
     # a few numbers of one sign may be a position or a size, or a position and a rotation
@@ -246,7 +246,10 @@ def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
 
 
 def _stand_out(rows: Floats) -> Flags:
-    """Return where the best exceeds the expected maximum of normal numbers, and the worst."""
+    """Return for which vectors [samples, C] the best score is clear.
+
+    It exceeds the expected maximum of normal numbers, and is farther from the mean than the worst.
+    """
     mean = rows.mean(axis=1)
     high, low = rows.max(axis=1) - mean, mean - rows.min(axis=1)
     is_clear = high > MIN_STAND_OUT * _normal_maximum(rows.shape[1]) * rows.std(axis=1)
@@ -259,7 +262,7 @@ def _normal_maximum(count: int) -> float:
 
 
 def _are_few_scores(rows: Floats) -> bool:
-    """Whether few scores may be in front of a Softmax, and are no pose."""
+    """Whether a few numbers [samples, C] may be in front of a Softmax, and are no pose."""
     if not may_be_logits(rows, 1):
         return False
     if rows.shape[1] > MAX_POSE_NUMBERS:
@@ -278,15 +281,10 @@ class _LabelTally(ThresholdTally["Labels"]):
     thresholds = LABEL_THRESHOLDS
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        reference_shares = self._read(reference[self.task.output])
-        self.count_above(reference_shares, self._read(candidate[self.task.output]))
-
-    def _read(self, value: Array) -> Floats:
-        """Return the probabilities of one sample; none above 0 for another shape."""
-        row = to_vector(value)
-        if row is None or row.size != self.task.count:
-            return np.zeros(self.task.count)
-        return to_shares(row, raw=self.task.raw)
+        scores, candidate_scores = reference[self.task.output], candidate[self.task.output]
+        shares = to_shares(scores.astype(np.float64), raw=self.task.raw)
+        candidate_shares = to_shares(candidate_scores.astype(np.float64), raw=self.task.raw)
+        self.count_above(shares, candidate_shares)
 
     def result(self) -> TaskFigure | None:
         return self.share_kept("probability")
@@ -328,24 +326,25 @@ def find_labels(samples: FirstSamples) -> Labels | None:
     if len(samples.names) != 1:
         return None
     (name,) = samples.names
-    rows = _stack_vectors(samples.arrays(name))
-    if rows is None or rows.shape[1] < MIN_COUNT or are_sorted(rows):
+    labels, rows = fit_labels(name, samples), _read_vectors(samples).get(name)
+    if labels is None or rows is None or are_sorted(rows):
         return None
     if not samples.of_pictures and sequences.find_steps(samples) is not None:
         return None
-    raw = bool(rows.min() < 0)
     min_labels = 1 if samples.declared.ends.get(name) == "sigmoid" else 2
-    are_labels = _are_labels(rows, raw=raw, min_labels=min_labels)
-    if not are_labels:
-        return None
-    return Labels(name, rows.shape[1], raw)
+    are_labels = _are_labels(rows, raw=labels.raw, min_labels=min_labels)
+    return labels if are_labels else None
 
 
 def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
-    """Whether [N, C] are independent probabilities, or their raw scores, seldom in between.
+    """Whether vectors [samples, C] are independent probabilities of labels, seldom in between.
 
-    `min_labels`: labels above 0.5 in a sample; one may be the class of a Softmax, unless the graph
-    ends in a Sigmoid.
+    Args:
+        rows: probabilities, or raw scores.
+        raw: whether they are raw scores, in front of a Sigmoid. These are mostly far below 0, whereas
+            those of a Softmax are centred at 0, and its best class is nearly certain.
+        min_labels: labels above 0.5 that a sample must have. A single one may be the class of a
+            Softmax, unless the graph ends in a Sigmoid.
     """
     shares = to_shares(rows, raw=raw)
     if not are_shares(shares) or (not raw and sums_to_one(shares).all()):
@@ -365,7 +364,7 @@ def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
 
 @dataclass(slots=True)
 class _EmbeddingTally(TaskTally["Embeddings"]):
-    """Mean cosine of all samples, and the first vectors."""
+    """Mean cosine of all samples, and the first vectors of both models, which have neighbours."""
 
     cosines: float = 0.0
     vectors: list[tuple[Floats, Floats]] = field(default_factory=list)
@@ -395,6 +394,7 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
 
 
 def _normalize(value: Array) -> Floats:
+    """Return an array as a vector of length 1; of zeros if it has none."""
     vector = value.astype(np.float64).reshape(-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         return vector / max(float(np.linalg.norm(vector)), 1e-30)
@@ -434,24 +434,15 @@ EMBEDDINGS = Form(
 
 def find_embeddings(samples: FirstSamples) -> Embeddings | None:
     """Recognise one output of vectors; other outputs may be vectors of tokens."""
-    floats = samples.floats
-    names = [name for name in floats if floats[name][0].ndim != 3]
-    if len(names) != 1:
-        return None
-    values = floats[names[0]]
-    length = values[0].size
-    if length < MIN_EMBEDDING_SIZE or {value.size for value in values} != {length}:
-        return None
-    if not all(map(is_vector, values)):
-        return None
-    rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
-    if _are_smooth(rows):
+    names = [name for name, values in samples.floats.items() if values[0].ndim != 3]
+    rows = _read_vectors(samples).get(names[0]) if len(names) == 1 else None
+    if rows is None or rows.shape[1] < MIN_EMBEDDING_SIZE or _are_smooth(rows):
         return None
     is_embedding = samples.of_pictures and are_features(rows)
     is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
     if not is_embedding:
         return None
-    return Embeddings(names[0], length)
+    return Embeddings(names[0], rows.shape[1])
 
 
 def are_features(rows: Floats) -> bool:
