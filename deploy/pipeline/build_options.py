@@ -214,7 +214,16 @@ def prepare_build(
     dataset: Dataset | None,
     options: BuildOptions,
 ) -> PreparedBuild:
-    """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`."""
+    """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`.
+
+    Args:
+        model: the float model, or a Q/DQ model.
+        dataset: the calibration images; None for a Q/DQ model of which nothing is measured.
+        options: the user's options.
+
+    Raises:
+        Calib8Error: what does not fit is said before anything is run.
+    """
     metric = judge_of(options.metric, options.task)
     loaded = load_float_or_qdq(model)
     metric = replace(metric, declared=loaded.declaration)
@@ -286,7 +295,9 @@ def open_torch_module(
     images: _Images,
     preprocess: PreprocessRequest = None,
 ) -> tuple[ModelSource, _Images]:
-    """Return both, a PyTorch module exported by the first of the images.
+    """Return (model, images); a PyTorch module is exported by the first of the images.
+
+    Any other model is returned as it is.
 
     Raises:
         ConfigError, FeedError, ModelError, ExportError: see `deploy.fx.open_model.open_module`.
@@ -324,7 +335,10 @@ def list_output_names(targets: Iterable[Target], name: str) -> list[str]:
 def _drop_idle_preprocess(
     dataset: Dataset | None, evaluation: Dataset | None, loaded: LoadedModel
 ) -> tuple[Dataset | None, Dataset | None]:
-    """Return both datasets; if one is pictures and one arrays, the arrays have no preprocessing."""
+    """Return (calibration data, evaluation data); arrays beside pictures lose their preprocessing.
+
+    The user sets it once for both; it is meant for the pictures, since arrays are fed as they are.
+    """
     if dataset is None or evaluation is None or dataset is evaluation:
         return dataset, evaluation
     if dataset.preprocess is None or evaluation.preprocess is None:
@@ -391,7 +405,7 @@ def _refuse_less_effort(options: BuildOptions, loaded: LoadedModel) -> None:
 
 
 def _refuse_evaluation_options(options: BuildOptions) -> None:
-    """Refuse options on how a Q/DQ model is measured, where there are no images."""
+    """Refuse options on how a Q/DQ model is measured, since there are no images to measure on."""
     value_by_flag = {
         "--eval-images": options.evaluation,
         "--labels": options.labels,
@@ -407,7 +421,10 @@ def _refuse_evaluation_options(options: BuildOptions) -> None:
 
 
 def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
-    """Return the user's flags that only the calibration of a float model reads."""
+    """Return the flags that the user gave and that only the calibration of a float model reads.
+
+    `images`: source of the calibration data.
+    """
     calibration, tuning = options.calibration, options.tuning
     is_given_by_flag = {
         "--calibrator-script": isinstance(images, CalibratorScript),

@@ -100,7 +100,8 @@ class CalibrationImages:
     Attributes:
         feed: the images.
         name: their source, for the report.
-        shard: which shard they are, or that they are merged shards; None for neither.
+        shard: which shard they are, or that they are merged shards, as text; None for neither. A
+            shard is the part of the images that one of several machines observes.
         is_readable: whether the images themselves are here, not only their statistics.
         observe: (run, check of the cache, worker threads that memory suffices for) -> result.
     """
@@ -198,13 +199,13 @@ def describe_source(images: FeedSource) -> str:
 def merge_shards(
     shards: ShardSet, run: CalibrationRun, decision: CacheDecision, _threads: int
 ) -> PassResult:
-    """Merge the statistics in the shards of other machines.
+    """Merge the statistics in the shards of other machines with those of the cache.
 
     Raises:
         CacheError: a shard lacks an observation.
     """
-    new = shards.observed(decision.missing, run.peaks)
-    return PassResult(observed=decision.observed.merged_with(new))
+    merged_statistics = shards.observed(decision.missing, run.peaks)
+    return PassResult(observed=decision.observed.merged_with(merged_statistics))
 
 
 def observe_on_workers(
@@ -219,7 +220,7 @@ def observe_on_workers(
     if not decision.missing:
         return PassResult(observed=decision.observed)
     refuse_ordered(decision.missing, "a piece of a calibration (got --scheduler)")
-    new, notes = observe_on(
+    new_statistics, notes = observe_on(
         cluster,
         decision.missing,
         run.feed,
@@ -229,7 +230,7 @@ def observe_on_workers(
         peaks=run.peaks,
         runs=run.runs,
     )
-    return PassResult(observed=decision.observed.merged_with(new), notes=notes)
+    return PassResult(observed=decision.observed.merged_with(new_statistics), notes=notes)
 
 
 def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> PassResult:
@@ -283,12 +284,18 @@ def _observe_missing(
 ) -> ObservedStatistics:
     """Run the pass over the samples that the checkpoint does not have.
 
-    `early_samples`: number of samples that the first observations need, even after a checkpoint.
+    Args:
+        run: the calibration.
+        decision: which observations the cache lacks.
+        checkpoint: state of an interrupted run; None without.
+        early_samples: number of first samples that some statistics need in order to start. These
+            samples are read again even if the checkpoint has counted them.
+        threads: worker threads.
     """
     feed, monitor, outputs = run.feed, run.stability_monitor, run.evaluation_set.outputs
     counted = 0 if checkpoint is None else checkpoint.counted
     with (
-        phase("observing", len(feed) - counted, "samples") as step,
+        phase("observing", len(feed) - counted, "samples") as show_progress,
         nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
         feed.samples(without=range(early_samples, counted)) as samples,
     ):
@@ -297,7 +304,7 @@ def _observe_missing(
             samples,
             observed=decision.observed,
             threads=threads,
-            progress=step,
+            progress=show_progress,
             runs=run.runs,
             peaks=run.peaks,
             checkpoint=checkpoint,
@@ -308,7 +315,7 @@ def _observe_missing(
 
 
 def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
-    """Use a foreign cache as it is.
+    """Return a calibration with the ranges of a cache that another program wrote, unchecked.
 
     Raises:
         ConfigError: no path, or a target that cannot use symmetric ranges.
@@ -336,7 +343,10 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
 def calibrate_run(
     run: CalibrationRun, *, targets: Sequence[Target], stage: Stage | None
 ) -> CalibrationResult:
-    """Observe what the cache lacks, search all ranges, and store the calibration."""
+    """Observe what the cache lacks, search all ranges, and store the calibration.
+
+    `stage`: where the files of a build wait until it is complete; None for a calibration alone.
+    """
     subject, feed = run.subject, run.feed
     decision = check_cache(
         run.policy,
@@ -350,7 +360,7 @@ def calibrate_run(
     pass_result = run.images.observe(run, decision, threads)
 
     evaluation_set = run.evaluation_set
-    if run.stability_rule is not None:
+    if run.stability_rule is not None:  # fewer images than the feed has may have been enough
         evaluation_set = _end_feed(run, decision)
     agreement = None
     notes = list(pass_result.notes)
@@ -389,7 +399,7 @@ def calibrate_run(
 
 
 def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tuple[str, bool]:
-    """Return a warning of the float model, and whether it gives other outputs at each run.
+    """Return (warning, whether the float model gives other outputs at each run).
 
     The warning is "" for a sound model, and for a calibration without a build, which stores no
     outputs to check.
@@ -405,9 +415,10 @@ def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tu
 def _find_score_threshold(
     run: CalibrationRun, evaluation_set: EvaluationSet, *, is_observed: bool
 ) -> float | None:
-    """Return the score above which boxes or labels count: that of the cache, or of this run.
+    """Return the score above which boxes or labels count; None for other tasks.
 
-    One of an earlier cache of the model is kept, so that its builds can be compared.
+    That of the model's earlier cache is used again, so that its builds can be compared; else it is
+    found on the evaluation samples. `is_observed`: whether anything was observed in this run.
     """
     subject = run.subject
     threshold = None
@@ -487,10 +498,11 @@ def _make_result(
 ) -> CalibrationResult:
     """Return the result of a run."""
     subject, feed, cache = run.subject, run.feed, run.policy.path
+    # the cache may have outliers of tensors that these targets do not observe
     observed_tensors = {(o.variant.key, o.tensor) for o in run.observations}
-    own_outliers = [o for o in outliers if (o.variant, o.tensor) in observed_tensors]
-    if own_outliers:
-        warnings = (describe_outliers(own_outliers, feed.name_by_digest()), *warnings)
+    run_outliers = [o for o in outliers if (o.variant, o.tensor) in observed_tensors]
+    if run_outliers:
+        warnings = (describe_outliers(run_outliers, feed.name_by_digest()), *warnings)
     return CalibrationResult(
         subject=subject,
         images=run.images.name,
@@ -519,9 +531,7 @@ def _make_result(
 
 def _resume_notes(checkpoint: Checkpoint | None, monitor: StabilityMonitor) -> tuple[str, ...]:
     """Return where a run went on from its checkpoint, and what is unknown then."""
-    if checkpoint is None:
-        return ()
-    if checkpoint.counted and monitor.halves is not None:
-        halves = "how far two halves of the samples agree is not known of a run that went on"
-        return (*checkpoint.notes, halves)
-    return tuple(checkpoint.notes)
+    notes = [] if checkpoint is None else list(checkpoint.notes)
+    if checkpoint is not None and checkpoint.counted and monitor.halves is not None:
+        notes.append("how far two halves of the samples agree is not known of a run that went on")
+    return tuple(notes)

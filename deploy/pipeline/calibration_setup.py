@@ -269,7 +269,15 @@ def _calibrate_images(
     task: str = "",
     stage: Stage | None = None,
 ) -> CalibrationResult:
-    """Prepare the run of a calibration, and run it."""
+    """Check the options against the model and its targets, then calibrate.
+
+    The arguments are those of `calibrate_loaded`; `images`: the opened samples.
+
+    Raises:
+        ConfigError: options that exclude each other, or that do nothing here.
+        ModelError: no node can run in int8.
+        CacheError: another file is at the path of the cache.
+    """
     policy, feed = options.cache, images.feed
     feed.cache_samples(evaluation_count, PREVIEW_COUNT)
     checkpoint = _choose_checkpoint(options)
@@ -344,9 +352,9 @@ def use_qdq_calibration(
     Raises:
         Calib8Error: no target can be built for, or the images cannot be opened.
     """
-    name = "random numbers"
     if dataset is None:  # random samples, which are not used for accuracy
         dataset = Dataset(source=random_feeds(loaded.inputs, count=_RANDOM_SAMPLES))
+        name = "random numbers"
     else:
         name = describe_source(dataset.source)
     feed = loaded.open_samples(dataset)
@@ -412,10 +420,14 @@ def _refuse_idle_method(
 
 
 def _refuse_foreign_cache(policy: CachePolicy) -> None:
-    """Finish or undo an interrupted write, then refuse to overwrite a file that is no cache."""
+    """Refuse to overwrite a file that is no cache.
+
+    Files that an interrupted build was putting there are completed or removed first.
+    """
     if policy.path is not None and not policy.reuse_flag:
         folder = policy.path.parent
-        recover(folder.parent if folder.name == RECORDS else folder)
+        build_folder = folder.parent if folder.name == RECORDS else folder
+        recover(build_folder)
         store.refuse_foreign_cache(policy.path, force=policy.force)
 
 
@@ -454,22 +466,25 @@ def _make_monitor(
     *,
     is_trusted: bool,
 ) -> StabilityMonitor:
-    """Return what compares halves of the samples; with a rule they come in sampling order."""
-    searched = [
-        observation
-        for observation in observations
-        if observation.statistic == subject.statistic and not observation.is_order_dependent
-    ]
+    """Return what compares the ranges of two halves of the samples.
+
+    With a rule, which ends the run once both halves agree, the samples come in sampling order:
+    spread evenly over all from the first ones on.
+    """
+    compared = []
+    for observation in observations:
+        if observation.statistic == subject.statistic and not observation.is_order_dependent:
+            compared.append(observation)
     if stability_rule is not None:
-        refuse_until_stable(feed, observations, searched, trusted=is_trusted)
+        refuse_until_stable(feed, observations, compared, trusted=is_trusted)
         feed.use_sampling_order()
     if feed.share is not None:
-        searched = []  # half of a shard tells nothing of all images
+        compared = []  # half of a shard tells nothing of all images
 
     def make_ranges(observed: ObservedStatistics) -> Ranges:
         return Ranges(observed, subject.method, subject.range_limits)
 
-    return StabilityMonitor(searched, make_ranges, stability_rule)
+    return StabilityMonitor(compared, make_ranges, stability_rule)
 
 
 def _find_trt_version(targets: Iterable[Target]) -> str | None:

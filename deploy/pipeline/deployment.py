@@ -194,7 +194,8 @@ class _Deployment:
         scales: file that the scales were read from.
         source: name and sha256 of the user's model, for the manifest.
         threads: worker threads.
-        make_rows: compares the files with the user's model; called if there are images.
+        make_rows: (files, samples, stage) -> rows that compare the files with the user's model;
+            called if there are images.
     """
 
     target: Ascend
@@ -267,7 +268,11 @@ class _Deployment:
 def _choose_scales(
     record: Path | str | None, cache: Path | str | None, config: Path | None
 ) -> Path:
-    """Return the file that holds the scales."""
+    """Return the file that holds the scales: a record, or a TensorRT cache.
+
+    Raises:
+        ConfigError: both or neither, or a cache with a configuration.
+    """
     if record is not None and cache is not None:
         raise ConfigError(
             f"scales come from a record or from a cache, got {record} and {cache}; leave one of"
@@ -287,7 +292,10 @@ def _choose_scales(
 def _refuse_early(
     target: Ascend, inputs: TrialInputs, out: Path, name: str, *, force: bool
 ) -> None:
-    """Refuse options and files before anything is read."""
+    """Refuse options that lack pictures, and files that no build wrote, before anything is read.
+
+    `name`: of the model, with which the names of the files begin.
+    """
     if (target.aipp or target.first_layer_int8) and inputs.dataset is None:
         raise ConfigError(
             "AIPP is written from how pictures become inputs, got no pictures; give --images and"
@@ -321,7 +329,11 @@ def _compare_with_qdq_model(
     feed: Feed,
     _stage: Stage,
 ) -> tuple[EngineRow, ...]:
-    """Return the rows of the Q/DQ model and of the deploy model, which is compared with it."""
+    """Return the rows of the Q/DQ model and of the deploy model, which is compared with it.
+
+    The deploy model is computed in integers, as the NPU does. If its sums exceed what can be added
+    up exactly here, the fake-quant model stands for it, which computes in float.
+    """
     # computed in float as written: integer kernels of an older x86 CPU may saturate
     reference = OrtSession.open(qdq_model, threads=threads, int8_kernels=False)
     arithmetic = "Compared in integers, as the NPU computes."

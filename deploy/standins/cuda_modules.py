@@ -97,7 +97,7 @@ def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
 
 def _common_functions(
     memory: Memory,
-    errors: type[enum.IntEnum],
+    success: enum.IntEnum,
     pointer_class: type[int],
     prefix: str,
     *names: str,
@@ -106,13 +106,11 @@ def _common_functions(
 
     Args:
         memory: where the functions allocate.
-        errors: the API's error codes; the first is success.
+        success: the API's error code of every call.
         pointer_class: class of the allocated addresses.
         prefix: of all names.
-        names: names of the functions that allocate, free, copy, give a handle, do nothing, and
-            name an error.
+        names: names of the functions that allocate, free, copy, give a handle, and do nothing.
     """
-    success = errors(0)
 
     def allocate(size: Any, *flags: Any) -> tuple[Any, int]:
         return success, pointer_class(memory.alloc(size))
@@ -131,10 +129,7 @@ def _common_functions(
     def do_nothing(*arguments: Any) -> tuple[Any]:
         return (success,)
 
-    def get_error_name(error: Any) -> tuple[Any, bytes]:
-        return success, errors(error).name.encode()
-
-    functions = (allocate, free, copy, get_handle, do_nothing, get_error_name)
+    functions = (allocate, free, copy, get_handle, do_nothing)
     function_by_name = {}
     for function, function_names in zip(functions, names, strict=True):
         for name in function_names.split():
@@ -153,7 +148,7 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
     return {
         **_common_functions(
             memory,
-            cudaError_t,
+            success,
             int,
             "cuda",
             _CUDART_ALLOCATIONS,
@@ -161,7 +156,6 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
             _CUDART_COPIES,
             _CUDART_STREAMS,
             _CUDART_NO_OPERATIONS,
-            "GetErrorName GetErrorString",
         ),
         "cudaMemset": fill,
         "cudaMemsetAsync": fill,
@@ -178,7 +172,7 @@ def driver_names(memory: Memory) -> dict[str, Any]:
     return {
         **_common_functions(
             memory,
-            CUresult,
+            CUresult.CUDA_SUCCESS,
             Handle,
             "cu",
             "MemAlloc MemAllocHost MemAllocManaged",
@@ -187,7 +181,6 @@ def driver_names(memory: Memory) -> dict[str, Any]:
             "DeviceGet CtxCreate DevicePrimaryCtxRetain StreamCreate CtxGetCurrent",
             "Init CtxPushCurrent CtxPopCurrent CtxSetCurrent CtxSynchronize CtxDestroy"
             " StreamSynchronize StreamDestroy",
-            "GetErrorName GetErrorString",
         ),
         "CUdeviceptr": Handle,
         "CUstream": Handle,
@@ -258,7 +251,7 @@ class _CudartLibrary:
 
 
 def _pointee(result: Any) -> Any:
-    """Return the object that `byref` or `pointer` points to."""
+    """Return the ctypes object that `byref` or `pointer` points to."""
     return result._obj if hasattr(result, "_obj") else result.contents
 
 
@@ -374,6 +367,7 @@ class _Driver:
         self._memory = memory
 
     def names(self) -> dict[str, Any]:
+        """Return the names of the module: its classes, and the functions below."""
         names: dict[str, Any] = {
             "Device": _Device,
             "Context": _Context,
@@ -425,12 +419,6 @@ class _Driver:
         return np.zeros(shape, dtype, order)
 
     pagelocked_zeros = pagelocked_empty
-
-    def pagelocked_empty_like(self, array: Array, mem_flags: int = 0) -> Array:
-        return np.zeros_like(array)
-
-    def register_host_memory(self, array: Array, flags: int = 0) -> Array:
-        return array
 
 
 class GPUArray:

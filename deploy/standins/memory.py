@@ -106,6 +106,12 @@ def read_process_memory(address: int, size: int) -> Bytes:
 
 
 def _read_own_memory(address: int, size: int) -> Bytes:
+    """Copy bytes from an address; on Linux by the kernel, which refuses one that is not mapped.
+
+    Raises:
+        OSError: they are not mapped.
+        OverflowError: no address.
+    """
     data: Bytes = np.empty(size, np.uint8)
     try:
         handle = os.open(_PROCESS_MEMORY, os.O_RDONLY)
@@ -277,6 +283,7 @@ class Memory:
         return block.data[offset : offset + size].copy()
 
     def _find_source(self, source: object, size: int | None) -> CopySource:
+        """Return the bytes to copy: of an array, or `size` bytes from an address."""
         address = address_of(source)
         if address is None:
             return array_bytes(source, size)
@@ -285,6 +292,7 @@ class Memory:
         return CopySource(self.read(address, size))
 
     def _copy_to_block(self, address: int, source: CopySource) -> None:
+        """Copy bytes into an allocation, and record the copy for the batch."""
         block, offset = self._find_block(address)
         if block is None or block.data is None:
             raise ValueError(
@@ -325,7 +333,13 @@ class Memory:
 
 
 def _merge_copies(room: int, offset: int, copies: list[BlockCopy]) -> AddressWindow:
-    """Return the window of the copies that continue each other from an offset on."""
+    """Return the memory that copies without a gap between them fill, from an offset on.
+
+    Args:
+        room: bytes from the offset to the end of the allocation.
+        offset: position in the allocation.
+        copies: those of this batch.
+    """
     end = offset
     adjacent = []
     for copy in sorted(copies, key=lambda copy: copy.offset):
@@ -346,11 +360,13 @@ def _merge_copies(room: int, offset: int, copies: list[BlockCopy]) -> AddressWin
 
 
 def _copy_to_array(target: object, source: CopySource) -> None:
-    if (
-        not isinstance(target, np.ndarray)
-        or not target.flags.c_contiguous
-        or not target.flags.writeable
-    ):
+    """Copy bytes to the start of an array of numpy.
+
+    Raises:
+        ValueError: it is no array, cannot be written in place, or is too small.
+    """
+    is_array = isinstance(target, np.ndarray)
+    if not is_array or not target.flags.c_contiguous or not target.flags.writeable:
         raise ValueError(f"a copy goes to an address or a plain array, got {type(target).__name__}")
     data: Bytes = target.reshape(-1).view(np.uint8)
     if source.data.size > data.size:

@@ -39,12 +39,16 @@ class CudaOnCpu(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         return result
 
     def _lend(self, address: int, tensor: torch.Tensor) -> None:
-        size = tensor.element_size()
-        room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * size
+        """Register a tensor whose address was read: its data, and the room up to the storage end.
+
+        The data of a tensor that is not contiguous is unknown, since its bytes are not in order.
+        """
+        value_size = tensor.element_size()
+        room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * value_size
         content = None
         if tensor.is_contiguous():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            content = BlockCopy(0, tensor.numel() * size, dtype, tuple(tensor.shape))
+            content = BlockCopy(0, tensor.nbytes, dtype, tuple(tensor.shape))
         self._memory.lend(address, room, tensor, content)
 
 
