@@ -168,6 +168,18 @@ def detector(level, kept=26, *, front=(), split_number=None, boxes=60, samples=4
     )
 
 
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [(4, "about 1.19x FP32 (if int8 takes 0.7 of the time); 1.36x"), (None, "")],
+)
+def test_assumed_speed_only_compares_splits(number, line):
+    """A model all in int8 would get a figure that no chip was asked for."""
+    front = DETECTOR if number else (split(1, 0.7, "good", 21.0, float_layers=0),)
+    text = to_screen(detector("good", front=front, split_number=number or 1))
+    assert line in text
+    assert ("Speed" in text) == bool(line)
+
+
 def first_step(report):
     return next(next_steps(report))
 

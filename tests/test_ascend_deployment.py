@@ -128,6 +128,12 @@ def test_modified_model_has_the_records_weights(small_cnn, data, done, command, 
         assert ("_modified_model.onnx that was written" in output) == (path == small_cnn)
 
 
+def test_deploy_model_is_the_file_to_ship(small_cnn, built, data, done, tmp_path):
+    arguments = ("--images", data, "-o", tmp_path)
+    output = done("deploy", small_cnn, built / "small_cnn_record.txt", *arguments)
+    assert f"Ship {tmp_path / 'small_cnn_deploy_model.onnx'}" in output
+
+
 FORMS = [(case, "config.json") for case in NAMES]
 
 

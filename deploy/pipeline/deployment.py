@@ -245,6 +245,7 @@ class _Deployment:
             weights=weight_rows(result.weights),
             files=file_rows(result.files, stage),
             runnable=str(stage.published_path(result.files["fake-quant model"])),
+            shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
             notes=result.notes,
         )
         report = Report(

@@ -51,6 +51,7 @@ from deploy.report.tables import (
 from deploy.report.verdict import Verdict
 from deploy.terminal import join_visible
 from deploy.tuning.plan_file import SplitRow
+from deploy.tuning.prices import ASSUMED_INT8_TIME
 
 WIDTH = 98
 MARGIN = 14
@@ -281,7 +282,8 @@ def speed_texts(report: Findings) -> Iterator[str]:
     """Yield a line for each target with a speed that the table of engines does not show.
 
     That is the estimated speed of an engine that was not timed, and the speed and accuracy of
-    another split that may be the better choice.
+    another split that may be the better choice. For a device that is not here all int8 layers have
+    the same assumed speed: it compares splits, but tells nothing on a model that is all in int8.
     """
     engine_by_target = {e.target: e for e in report.engines if not e.is_float}
     for target in report.targets:
@@ -297,7 +299,12 @@ def speed_texts(report: Findings) -> Iterator[str]:
             text = f"{figures.ratio(ratio)} {rivals[0].label if rivals else 'FP32'}"
         else:
             ratio = 1 / built.time
-            text = f"about {figures.ratio(ratio)} FP32 (estimated)"
+            source = "estimated"
+            if _has_device_script(target):
+                if alternative is None and not built.float_layers:
+                    continue
+                source = f"if int8 takes {ASSUMED_INT8_TIME} of the time"
+            text = f"about {figures.ratio(ratio)} FP32 ({source})"
 
         if alternative is not None:
             speed = figures.ratio(ratio * built.time / alternative.time)
@@ -443,8 +450,7 @@ def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) ->
 
 def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Iterator[str]:
     """Yield how to measure or run an engine, the most useful step first."""
-    has_device_script = any(file.role in _DEVICE_SCRIPTS for file in target.files)
-    if engine.latency is None and has_device_script:
+    if engine.latency is None and _has_device_script(target):
         return  # it runs on its device only
     bench = _bench_command(report, engine)
     if bench and engine.verdict and engine.verdict.level == FLOAT:
@@ -455,6 +461,11 @@ def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Itera
         yield f"python {shlex.quote(program)} PICTURE"
     if bench:
         yield f"{bench} --threads 1"
+
+
+def _has_device_script(target: TargetPart) -> bool:
+    """Whether a target's files include a script to be run on its device."""
+    return any(file.role in _DEVICE_SCRIPTS for file in target.files)
 
 
 def path_of(files: Iterable[FileRow], role: str) -> str:

@@ -185,7 +185,7 @@ _MIN_GAIN = 0.001  # of the model's time, that a unit must gain to be float by t
 _MIN_CONVERSION_US, _MAX_CONVERSION_US = 0.1e-3, 1.0e-3  # of one value, by all threads together
 _CONVERSION_KERNELS = 2  # per border, however small: a Q or DQ, and a change of layout
 _RUNS, _SECONDS = 4, 0.1  # least of a profiling round
-_INT8_RATIO = 0.7  # price of an int8 product, in float products, where it is not measured
+ASSUMED_INT8_TIME = 0.7  # price of an int8 product, in float products, where it is not measured
 NO_LOSSES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -224,11 +224,11 @@ CPUS: Mapping[str, CpuKernels] = {
     "arm": CpuKernels(dense=0.3, pointwise=0.4, depthwise=1.5, matrix=0.5),
 }
 _OTHER_DEVICE = CpuKernels(
-    dense=_INT8_RATIO,
-    pointwise=_INT8_RATIO,
-    depthwise=_INT8_RATIO,
-    matrix=_INT8_RATIO,
-    other=_INT8_RATIO,
+    dense=ASSUMED_INT8_TIME,
+    pointwise=ASSUMED_INT8_TIME,
+    depthwise=ASSUMED_INT8_TIME,
+    matrix=ASSUMED_INT8_TIME,
+    other=ASSUMED_INT8_TIME,
     depthwise_product=1.0,
     weight_read=0.0,
     conversion=0.0,

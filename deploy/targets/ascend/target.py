@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.recipe import Recipe
     from deploy.tensors import Session
 
+# roles of the files that the command of atc names
+_ATC_INPUTS = ("deploy model", "AIPP configuration", "compression options")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ascend:
@@ -381,6 +384,7 @@ class Ascend:
             target=self.name,
             engine=engine,
             runnable=None if failure else files["fake-quant model"],
+            shipped=() if failure else tuple(files[role] for role in _ATC_INPUTS if role in files),
             files=files,
             decisions=(*decisions, *request.plugin_decisions),
             method=recipe.method,
