@@ -184,10 +184,10 @@ def read_explanation(folder: Path) -> Explanation:
     build = read_stored_build(folder)
     report = build.report
     plan, plan_path = _read_plan(build)
-    engines = {engine.target: engine for engine in report.engines if not engine.is_float}
     targets = []
     for target in report.targets:
-        targets.append(_explain_target(target, engines.get(target.name), plan, report.notes))
+        engine = report.engine_by_target.get(target.name)
+        targets.append(_explain_target(target, engine, plan, report.notes))
     return Explanation(
         title=report.title,
         report=str(build.path),

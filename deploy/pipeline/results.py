@@ -187,9 +187,9 @@ def _sample_count(report: Report) -> int:
 
 def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
     """Yield the engines of an earlier build that were better than those of this one."""
-    earlier_engines = {e.target: e for e in earlier.engines if not e.is_float}
     for engine in report.engines:
-        earlier_engine, target = earlier_engines.get(engine.target), report.target_of(engine)
+        earlier_engine = earlier.engine_by_target.get(engine.target)
+        target = report.target_of(engine)
         earlier_target = earlier.target_of(earlier_engine) if earlier_engine else None
         if not (earlier_engine and earlier_engine.verdict and earlier_target and target):
             continue

@@ -129,7 +129,9 @@ class Section:
     @property
     def heading(self) -> str:
         """The title with the number of rows."""
-        return f"{self.title} ({self.rows})" if self.rows else self.title
+        if self.rows == 0:
+            return self.title
+        return f"{self.title} ({self.rows})"
 
 
 def block_html(block: Block) -> str:
@@ -199,10 +201,9 @@ def table_of_contents(sections: Sequence[Section]) -> str:
     """Return links to every section; "" for fewer than three."""
     if len(sections) < 3:
         return ""
-    links = "".join(
-        f'<li><a href="#{anchor}">{escape(section.title)}</a></li>'
-        for anchor, section in _anchored(sections)
-    )
+    links = ""
+    for anchor, section in _anchored(sections):
+        links += f'<li><a href="#{anchor}">{escape(section.title)}</a></li>'
     return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
 
 

@@ -86,13 +86,13 @@ def _page_head(report: Findings) -> Iterator[str]:
     if report.model:
         texts = map(escape, (report.model.path, *report.model.inputs))
         yield f'<p class="sub">{" &middot; ".join(texts)}</p>'
-    for device in _devices(report):
+    for device in report.device_texts:
         yield f'<p class="sub">{escape(device)}</p>'
 
 
 def _head_facts(report: Findings) -> Iterator[str]:
     """Yield the first lines of the Markdown text: devices, verdicts, model and failures."""
-    for device in _devices(report):
+    for device in report.device_texts:
         yield f"Device: {device}"
     for engine in report.engines:
         if engine.verdict:
@@ -111,15 +111,9 @@ def _failure_texts(report: Findings) -> Iterator[str]:
         yield f"{target.name} failed: {target.error}"
 
 
-def _devices(report: Findings) -> list[str]:
-    """Return the accelerators as text."""
-    return [device.description for device in report.machine.devices] if report.machine else []
-
-
 def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
     """Yield (value, label): the first engine's main figures, then each target's coverage."""
-    engine = next((engine for engine in report.engines if not engine.is_float), None)
-    if engine is not None:
+    for engine in [*report.engine_by_target.values()][:1]:
         yield from _engine_figures(report, engine)
     for target in tables.built_targets(report):
         quantized = [node.precision for node in target.nodes if node.quantized]
@@ -213,10 +207,9 @@ def read_report(path: Path, *, rewritable: bool = False) -> Report:
         way_out=_WAY_OUT,
         strict=False,  # numbers may be "inf" or "nan"
     )
-    sizes = [engine.size_bytes for engine in report.engines]
-    sizes += [file.size_bytes for file in report.written]
-    for size in sizes:
-        if abs(size or 0) >= _MAX_FILE_SIZE:
+    for row in (*report.engines, *report.written):
+        size = row.size_bytes or 0
+        if abs(size) >= _MAX_FILE_SIZE:
             raise _refusal(path, "size_bytes of a report must be a number of 64 bits", repr(size))
     for engine in report.engines:
         if engine.latency is not None:

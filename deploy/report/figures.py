@@ -21,6 +21,7 @@ from deploy.terminal import join_visible
 
 NONE = "-"
 FAILED = "failed"
+_NAN = "NaN"
 
 
 def milliseconds(value: float | None) -> str:
@@ -35,7 +36,9 @@ def milliseconds(value: float | None) -> str:
 
 def size(value: int | None) -> str:
     """Format bytes in binary units: 223 KiB."""
-    return NONE if value is None else format_bytes(value)
+    if value is None:
+        return NONE
+    return format_bytes(value)
 
 
 def decibels(value: float | None) -> str:
@@ -44,19 +47,25 @@ def decibels(value: float | None) -> str:
         return NONE
     if value == math.inf:
         return "exact"
-    return "NaN" if math.isnan(value) else f"{value:.1f} dB"
+    if math.isnan(value):
+        return _NAN
+    return f"{value:.1f} dB"
 
 
 def cosine(value: float | None) -> str:
     """Format with five decimals, since good engines differ in the fourth."""
     if value is None:
         return NONE
-    return "NaN" if math.isnan(value) else f"{value:.5f}"
+    if math.isnan(value):
+        return _NAN
+    return f"{value:.5f}"
 
 
 def percent(value: float | None) -> str:
     """Format a share of 0 to 1 as percent with two decimals."""
-    return NONE if value is None else f"{100 * value:.2f} %"
+    if value is None:
+        return NONE
+    return f"{100 * value:.2f} %"
 
 
 def points(value: float) -> str:
@@ -68,7 +77,9 @@ def rate(value: float | None) -> str:
     """Format inferences per second."""
     if value is None:
         return NONE
-    return f"{value:,.0f} /s" if value >= 100 else f"{value:.3g} /s"
+    if value >= 100:  # 3 significant digits would round it
+        return f"{value:,.0f} /s"
+    return f"{value:.3g} /s"
 
 
 def real(value: float) -> str:
@@ -92,7 +103,9 @@ def size_change(smaller: float) -> tuple[str, str]:
 
 def count(number: int, noun: str) -> str:
     """Format a count with its noun: 1 node, 2 nodes."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 def encodable(text: str) -> str:
@@ -232,7 +245,10 @@ def _count_blocks(blocks: Iterable[EngineLayer]) -> str:
 
 
 def _block_kind(block: EngineLayer) -> str:
-    return "DLA loadable" if block.block == "DLA" else f"{block.block} block"
+    """Return what a block is called: a DLA's is a loadable."""
+    if block.block == "DLA":
+        return "DLA loadable"
+    return f"{block.block} block"
 
 
 def _block_nodes(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:
@@ -256,7 +272,9 @@ def quantized_layers(part: EngineLayersPart) -> str:
         return "the engine does not tell"
     quantized = sum(part.precisions.get(grid, 0) for grid in _GRIDS)
     text = f"{quantized} of {part.layers}"
-    return f"{text}, and {part.blocks}" if part.blocks else text
+    if part.blocks:
+        text += f", and {part.blocks}"
+    return text
 
 
 def engine_layers_text(part: EngineLayersPart) -> str:

@@ -93,12 +93,25 @@ class Findings:
         Raises:
             ConfigError: there is none.
         """
-        engine_by_name = {e.target: e for e in self.engines if not e.is_float}
-        engine_by_name |= {engine.label: engine for engine in self.engines}
+        engine_by_name = self.engine_by_target
+        for engine in self.engines:
+            engine_by_name[engine.label] = engine
         if name not in engine_by_name:
             names = ", ".join(engine_by_name) or "none"
             raise ConfigError(f"an engine must be one of {names}, got {name!r}")
         return engine_by_name[name]
+
+    @property
+    def engine_by_target(self) -> dict[str, EngineRow]:
+        """Target -> its int8 engine."""
+        return {engine.target: engine for engine in self.engines if not engine.is_float}
+
+    @property
+    def device_texts(self) -> tuple[str, ...]:
+        """The accelerators of the machine, as text."""
+        if self.machine is None:
+            return ()
+        return tuple(device.description for device in self.machine.devices)
 
     @property
     def failed(self) -> bool:
@@ -168,12 +181,12 @@ def _engine_notes(engine: EngineRow, target: TargetPart | None) -> Iterator[str]
 
 def _grid(target: TargetPart | None) -> str:
     """Return int8 or fp8; float if the nodes are known and none of them is quantized."""
-    nodes = target.nodes if target is not None else ()
-    if any(node.precision == "fp8" for node in nodes):
-        return "fp8"
-    if nodes and not any(node.quantized for node in nodes):
+    if target is None or not target.nodes:
+        return "int8"
+    precisions = {node.precision for node in target.nodes if node.quantized}
+    if not precisions:
         return "float"
-    return "int8"
+    return "fp8" if "fp8" in precisions else "int8"
 
 
 _PLAIN_TYPES = frozenset({str, int, bool, type(None)})  # types that JSON holds unchanged
@@ -211,8 +224,9 @@ def to_plain(value: object) -> object:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, float):  # also numpy's float64
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
     if isinstance(value, bool | int | str):
         return value
     if callable(to_number := getattr(value, "item", None)):  # a numpy scalar

@@ -64,10 +64,9 @@ def _verdict_line(label: str, verdict: Verdict) -> str:
 
 def tiles(main_figures: Iterable[tuple[str, str]]) -> str:
     """Return the main figures, each a value over its label; "" without any."""
-    cells = "".join(
-        f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
-        for value, label in main_figures
-    )
+    cells = ""
+    for value, label in main_figures:
+        cells += f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
     return f'<div class="tiles">{cells}</div>' if cells else ""
 
 

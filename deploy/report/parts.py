@@ -483,8 +483,9 @@ def tensor_rows(
     """
     sqnr_by_tensor = {layer.name: layer.sqnr_db for layer in layers}
     clipped_by_tensor = clipped or {}
-    return tuple(
-        TensorRow(
+    rows = []
+    for name, scale in ranges.items():
+        row = TensorRow(
             name=name,
             observed_min=scale.observed_min,
             observed_max=scale.observed_max,
@@ -495,5 +496,5 @@ def tensor_rows(
             clipped=clipped_by_tensor.get(name),
             sqnr_db=sqnr_by_tensor.get(name),
         )
-        for name, scale in ranges.items()
-    )
+        rows.append(row)
+    return tuple(rows)

@@ -177,7 +177,7 @@ def _short_table(report: Findings) -> Iterator[str]:
 def _decisions(report: Findings) -> Iterator[str]:
     """Yield what the images were taken for, what to ship, warnings, and what to do next."""
     yield from entries("Speed", speed_texts(report))
-    yield from _devices(report)
+    yield from entries("Device", report.device_texts)
     if report.feed:
         text = f"{figures.count(report.feed.samples, 'sample')} from {report.feed.source}"
         if report.feed.prepared:
@@ -285,9 +285,8 @@ def speed_texts(report: Findings) -> Iterator[str]:
     another split that may be the better choice. For a device that is not here all int8 layers have
     the same assumed speed: it compares splits, but tells nothing on a model that is all in int8.
     """
-    engine_by_target = {e.target: e for e in report.engines if not e.is_float}
     for target in report.targets:
-        built, engine = target.built_split, engine_by_target.get(target.name)
+        built, engine = target.built_split, report.engine_by_target.get(target.name)
         if built is None or target.search is None:
             continue
         alternative = find_alternative(target.search.front, built)
@@ -310,7 +309,9 @@ def speed_texts(report: Findings) -> Iterator[str]:
             speed = figures.ratio(ratio * built.time / alternative.time)
             price = _accuracy_text(alternative, built)
             text += f"; {speed} with {price}: --split {alternative.number}"
-        yield f"{target.name}: {text}" if len(report.targets) > 1 else text
+        if len(report.targets) > 1:
+            text = f"{target.name}: {text}"
+        yield text
 
 
 def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
@@ -364,7 +365,9 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     request = report.request or RequestPart()
     options = path_of(report.files, OPTIONS)
     build = f"calib8 build --config {shlex.quote(options)}"
-    build_target = f"{build} --target {target.name}" if len(report.targets) > 1 else build
+    build_target = build
+    if len(report.targets) > 1:
+        build_target += f" --target {target.name}"
     if options:
         for earlier in report.earlier:
             if earlier.target == target.name:
@@ -470,7 +473,10 @@ def _has_device_script(target: TargetPart) -> bool:
 
 def path_of(files: Iterable[FileRow], role: str) -> str:
     """Return the path of the first file of a role; "" without one."""
-    return next((file.path for file in files if file.role == role), "")
+    for file in files:
+        if file.role == role:
+            return file.path
+    return ""
 
 
 def _bench_command(report: Findings, engine: EngineRow) -> str:
@@ -496,7 +502,9 @@ def earlier_texts(report: Findings) -> Iterator[str]:
 
 
 def _failures(report: Findings) -> Iterator[str]:
-    yield from entries("Failed", (f"{part.name}: {part.error}" for part in failures(report)))
+    """Yield why targets could not be built."""
+    for target in failures(report):
+        yield from entry("Failed", f"{target.name}: {target.error}")
 
 
 def _table(report: Findings, lines: Sequence[ComparisonLine]) -> Iterator[str]:
@@ -522,13 +530,8 @@ def _kernels(report: Findings) -> Iterator[str]:
             yield from entry("", remaining)
 
 
-def _devices(report: Findings) -> Iterator[str]:
-    if report.machine:
-        yield from entries("Device", (device.description for device in report.machine.devices))
-
-
 def _machine(report: Findings) -> Iterator[str]:
-    yield from _devices(report)
+    yield from entries("Device", report.device_texts)
     if report.machine:
         text = f"{report.machine.cpu}, {figures.count(report.machine.cores, 'core')}"
         threads = [engine.threads for engine in report.engines if engine.threads is not None]

@@ -13,6 +13,7 @@ Each picture is in the page once, however many engines are drawn over it.
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from itertools import repeat
 
 from deploy.report import charts, figures, tables
 from deploy.report.blocks import (
@@ -162,11 +163,10 @@ def _worst_layers(report: Findings) -> Sections:
 def _histograms(report: Findings) -> Sections:
     """Yield the histograms of each target's worst tensors, the worst first."""
     for target in report.targets:
-        drawings = [
-            charts.histogram_figure(row, row.histogram)
-            for row in worst_first(target.tensors)
-            if row.histogram is not None
-        ]
+        drawings = []
+        for row in worst_first(target.tensors):
+            if row.histogram is not None:
+                drawings.append(charts.histogram_figure(row, row.histogram))
         if drawings:
             body = (
                 f'<p class="sub">{_HISTOGRAM_TEXT}</p>\n'
@@ -240,16 +240,10 @@ def _nodes(report: Findings) -> Sections:
     if not targets:
         return
 
-    rows = [
-        (
-            target.name,
-            tables.coverage(target),
-            tables.quantized_operators(target),
-            target.method,
-            target.options_text,
-        )
-        for target in targets
-    ]
+    rows = []
+    for target in targets:
+        coverage, operators = tables.coverage(target), tables.quantized_operators(target)
+        rows.append((target.name, coverage, operators, target.method, target.options_text))
     blocks = [Table(["target", "nodes", "operators", "ranges by", "options"], rows, "words")]
 
     has_several = len(report.targets) > 1
@@ -336,7 +330,7 @@ def _machine(report: Findings) -> Sections:
         facts = [
             ("CPU", f"{machine.cpu}, {figures.count(machine.cores, 'core')}"),
             ("int8 instructions", ", ".join(machine.int8) or "none found"),
-            *(("Device", device.description) for device in machine.devices),
+            *zip(repeat("Device"), report.device_texts),
             ("System", machine.os),
             ("Versions", ", ".join(versions)),
         ]

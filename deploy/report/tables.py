@@ -165,11 +165,11 @@ def failures(report: Findings) -> tuple[TargetPart, ...]:
 def common_method(report: Findings) -> str:
     """Return the calibration method that all targets share; "" if they differ."""
     methods = {target.method for target in report.targets if target.method}
-    if len(methods) > 1:
+    if not methods and report.calibration:
+        return report.calibration.method
+    if len(methods) != 1:
         return ""
-    if methods:
-        return methods.pop()
-    return report.calibration.method if report.calibration else ""
+    return methods.pop()
 
 
 def size_ratio(report: Findings, engine: EngineRow) -> float | None:
@@ -404,7 +404,9 @@ WEIGHT_HEADS = (
 
 def target_suffix(report: Findings, name: str, joint: str = " of ") -> str:
     """Return a suffix of a title with the target's name, if there are several targets."""
-    return f"{joint}{name}" if len(report.targets) > 1 else ""
+    if len(report.targets) <= 1:
+        return ""
+    return f"{joint}{name}"
 
 
 def calibration_text(report: Findings) -> str:
@@ -449,7 +451,9 @@ def _runs(purpose: str, runs: Mapping[str, int]) -> str:
     """Return numbers of inferences as text, such as "12 engine inferences (tensorrt 12)"."""
     total = figures.count(sum(runs.values()), f"{purpose} inference")
     details = ", ".join(f"{name} {number}" for name, number in runs.items())
-    return f"{total} ({details})" if details else total
+    if details:
+        total += f" ({details})"
+    return total
 
 
 def search_text(search: SearchPart) -> str:
@@ -457,7 +461,9 @@ def search_text(search: SearchPart) -> str:
     trials = f"{search.probes} trials"
     if search.reused:
         trials = "from the plan, nothing tried"
-    return f"{search.settled} ({trials})" if search.settled else trials
+    if search.settled:
+        return f"{search.settled} ({trials})"
+    return trials
 
 
 def split_row(split: SplitRow) -> list[str]:
@@ -503,10 +509,11 @@ KERNEL_HEADS = ("kernel", "time", "share", "kind")
 def kernel_rows(engine: EngineRow, limit: int | None = None) -> list[list[str]]:
     """Return at most `limit` of an engine's kernels under `KERNEL_HEADS`, the slowest first."""
     total_ms = _total_ms(engine.kernels)
-    return [
-        [kernel.name, figures.milliseconds(kernel.ms), _share(kernel.ms, total_ms), kernel.kind]
-        for kernel in engine.kernels[:limit]
-    ]
+    rows = []
+    for kernel in engine.kernels[:limit]:
+        time, share = figures.milliseconds(kernel.ms), _share(kernel.ms, total_ms)
+        rows.append([kernel.name, time, share, kernel.kind])
+    return rows
 
 
 def remaining_kernels(engine: EngineRow, limit: int) -> str:
@@ -555,4 +562,6 @@ def _kind_cell(kernels: Sequence[KernelTime]) -> str:
 
 def _share(ms: float, total_ms: float) -> str:
     """Return a part of the total time in percent; "-" if the clock measured nothing."""
-    return f"{100 * ms / total_ms:.1f} %" if total_ms else figures.NONE
+    if not total_ms:
+        return figures.NONE
+    return f"{100 * ms / total_ms:.1f} %"
