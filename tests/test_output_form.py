@@ -259,15 +259,6 @@ def test_centring_uses_the_mean_of_all():
     assert compared_vectors(longer, [*ages + 5, np.zeros(7)]).parts[0].sqnr_db > part.sqnr_db - 1
 
 
-@pytest.mark.parametrize(("count", "wide"), [(101, 8), (66, 3)])
-def test_neighbouring_ages_are_no_classes(count, wide):
-    """The best of many near ties changes in a tenth of the samples, the age by 0.3 %."""
-    ages = np.random.default_rng(1).uniform(0.1, 0.9, (9, 1)) * count
-    spread = np.exp(-(((np.arange(count) - ages) / wide) ** 2) / 2)
-    shares = (spread / spread.sum(axis=1, keepdims=True)).astype(np.float32)
-    assert derive_form([{"y": row[None]} for row in shares]).task is None
-
-
 def test_head_logits_do_not_weight():
     """Logits of the angles of a head: one has two groups, another has not."""
     rng = np.random.default_rng(0)

@@ -214,12 +214,13 @@ def flagged(number, *probabilities, raw=False, **how):
     return {**output(number, **how), **{f"p{n}": np.float32([[p]]) for n, p in enumerate(values)}}
 
 
-def test_what_else_is_told_of_a_sample_must_be_told_alike():
+def test_presence_is_a_single_probability():
     references = [flagged(n, 0.9, 0.2) for n in range(4)]
     _, found = figure(references, [*references[:3], flagged(3, 0.9, 0.7)], PICTURE)
-    assert found.count == "72 of 96"
-    (part,) = derive_form(references, inputs=[fed(PICTURE)] * 4).parts
-    assert part.label == "y - its mean"
+    assert found.count == "96 of 96"
+    form = derive_form(references, inputs=[fed(PICTURE)] * 4)
+    assert [part.label for part in form.parts] == ["y - its mean", "p0", "p1"]
+    assert form.uncovered == ("p0", "p1")
 
 
 @pytest.mark.parametrize("unit", [SIDE, 1])

@@ -84,6 +84,11 @@ def judge_of(
 ) -> Metric:
     """Return what outputs are judged by: what the user set, and what the model's file declares.
 
+    Args:
+        metric: a function, `file.py:function`, or None for the figure of the outputs' task.
+        task: name of a task that the user set; None for the one that the outputs have.
+        declared: what the model's file declares; None for nothing.
+
     Raises:
         ConfigError: no such metric or task.
     """
@@ -94,12 +99,14 @@ def judge_of(
 
 
 def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTask | None, str]:
-    """Return the task of the outputs, and who says so as text; "" for their form.
+    """Return the task of the outputs, and who says so as text; "" if their values show it.
 
-    None if no recogniser is certain, or of over 64 outputs. Outputs that repeat others are left
-    out. If no task fits the rest, states for the next call are left out too.
+    The task is None if no recogniser is certain, or there are over 64 outputs. Raw scores whose
+    probabilities are an output too are left out.
 
-    `task`: a name of `TASKS` or `NO_TASK` that the user set.
+    Args:
+        samples: the float model's first samples.
+        task: a name of `TASKS` or `NO_TASK` that the user set; "" to recognise it.
 
     Raises:
         ConfigError: the outputs do not fit the user's task.
@@ -131,7 +138,7 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
 
 
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
-    """Return the first task that fits all outputs, or those that are no states."""
+    """Return the first task that fits all outputs, or all but states of the next call; or None."""
     recognised = _try_without_argmax(samples, rows)
     if recognised is None and (states_out := first_samples.find_states(samples)):
         return _try_without_argmax(first_samples.drop_outputs(samples, states_out), rows)
@@ -139,7 +146,11 @@ def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask
 
 
 def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
-    """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
+    """Return the first task that fits the outputs, in three attempts; or None.
+
+    Scores and their ArgMax say the same. So the outputs are tried without ArgMax, then all of them
+    (the ArgMax may be of another task), then without the scores, whose form may be unknown.
+    """
     declared = samples.declared
     choices = [samples]
     if declared.best_classes:

@@ -52,7 +52,10 @@ LISTS = Form(
 
 
 def find_list(samples: FirstSamples) -> RowDecoder | None:
-    """Recognise a list in one, two or three outputs, if its columns are clear."""
+    """Return the decoder of a list of boxes in one, two or three outputs; None if there is none.
+
+    Two readings of the same outputs, such as score and class swapped, leave it open: then None.
+    """
     decoders = [decoder for decoder in _propose_lists(samples) if _is_list(decoder, samples)]
     for decoder in decoders:
         same_outputs = [other.list_outputs == decoder.list_outputs for other in decoders]
@@ -62,7 +65,12 @@ def find_list(samples: FirstSamples) -> RowDecoder | None:
 
 
 def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
-    """Propose columns by the shapes of outputs: of several outputs first."""
+    """Yield readings of outputs as lists that their shapes allow: of several outputs first.
+
+    The rows of a list are [.., K, n]. Boxes, scores and classes are columns of one output; or the
+    boxes, or boxes with scores, have an output [.., K, 4] or [.., K, 5], and others [.., K] hold
+    one number a box.
+    """
     shapes = {name: samples.outputs[0][name].shape for name in samples.every}
     for name, shape in shapes.items():
         corners, width = Columns(name, LIST, 0, 4), shape[-1] if len(shape) > 1 else 0
@@ -86,6 +94,7 @@ def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
 
 
 def _list_decoder(corners: Columns, scores: Columns, *numbers: Columns) -> RowDecoder:
+    """Return the decoder of a list by its columns; `numbers`: those of the classes, if any."""
     return RowDecoder(
         scores=(scores,),
         box_columns=(corners,),
@@ -121,7 +130,10 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
-    """Return the slice of the scores; none if the length of the list varies."""
+    """Return output -> its slices that are compared by value: the scores, if all lists are as long.
+
+    Boxes and classes are not compared: rows are sorted by score, so equal rows may be other boxes.
+    """
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     (scores,) = decoder.scores
     shapes = {value.shape for value in samples.arrays(scores.output)}
@@ -141,7 +153,7 @@ _PICTURE = 4  # dimensions of pictures and feature maps
 
 @dataclass(slots=True)
 class _BoxTally(ThresholdTally["BoxDetection"]):
-    """Counts of boxes at each threshold: FP32's, the candidate's, both's."""
+    """Counts boxes at each threshold: FP32's, the candidate's, both's; stores examples to show."""
 
     thresholds = BOX_THRESHOLDS
     examples: dict[float, ExampleSelection[BoxExample]] = field(
@@ -214,7 +226,7 @@ class BoxDetection(EvaluationTask):
 
 
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
-    """Return boxes of outputs that need not be a detector's for certain."""
+    """Return the boxes of outputs that the user or the file says to hold such; None in no layout."""
     decoder = find_detector(samples, is_set=True)
     if decoder is None:
         return None
@@ -222,7 +234,7 @@ def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
 
 
 def find_boxes(samples: FirstSamples) -> BoxDetection | None:
-    """Recognise outputs that hold boxes in a known form.
+    """Return the boxes of outputs in a form that is certain: a list, or rows of a detector; or None.
 
     Inputs of text or sound are excluded: the scores of a token or frame may be four numbers, too.
     """

@@ -88,7 +88,13 @@ BoxShapes = BoxPoints | InstanceMasks
 
 
 def make_masks(weights: Array, maps: Array | None, size: ImageSize | None) -> InstanceMasks | None:
-    """Return masks of boxes in pixels; None if the maps do not match the picture's size."""
+    """Return the masks of boxes in pixels; None if the maps do not match the picture's size.
+
+    Args:
+        weights: of each prototype map, [n, m].
+        maps: prototypes [1, m, h, w]; None without.
+        size: (height, width) of the picture in pixels, which must be 2, 4 or 8 times that of the maps.
+    """
     if maps is None or size is None or maps.shape[:2] != (1, weights.shape[1]):
         return None
     if maps.ndim != 4 or maps.dtype.kind != "f":
@@ -197,7 +203,10 @@ def box_areas(boxes: Floats) -> Floats:
 
 
 def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
-    """Greedy non-maximum suppression per class of boxes that overlap by more than `iou`."""
+    """Return the boxes that are left by greedy non-maximum suppression, per class.
+
+    The best box by score is taken, and those of its class that overlap it by more than `iou` dropped.
+    """
     best_boxes: list[int] = []
     remaining = np.arange(len(detections.scores))
     while remaining.size:
@@ -236,7 +245,11 @@ def match_detections(
 
 
 def _pair(iou: Floats) -> list[tuple[int, int]]:
-    """Return (row, column) of [n, m], assigning a separate column to each row in order."""
+    """Return (row, column) of each match in IoUs [n, m] above `IOU`.
+
+    The rows choose in order, each the column of the highest IoU that no row has chosen. Chosen columns
+    are set to 0 in place.
+    """
     pairs = []
     for row in np.flatnonzero(iou.max(axis=1, initial=0) > IOU).tolist():
         column = int(iou[row].argmax())

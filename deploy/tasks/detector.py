@@ -71,6 +71,10 @@ class OtherShapeError(Exception):
 def to_table(value: Array | None, layout: Layout) -> Array:
     """Return an output as [anchors, columns], as a view where that is possible.
 
+    Args:
+        value: the output of one sample; None if the model does not give it.
+        layout: which dimensions are rows and columns, as in the list of layouts above.
+
     Raises:
         OtherShapeError: the output does not have the layout.
     """
@@ -132,9 +136,14 @@ class AnchorGrid:
 
 
 def find_grid(count: int, size: ImageSize | None) -> AnchorGrid | None:
-    """Return the grid of adjacent strides with exactly so many cells, of most levels; or None.
+    """Return the levels of cells that a detector's rows are; None if none has as many.
 
-    `size`: (height, width) of the picture in pixels; None if it is unknown.
+    A detector has levels of adjacent strides, such as 8, 16, 32. If several fit, that of most levels
+    is returned.
+
+    Args:
+        count: number of rows.
+        size: (height, width) of the picture in pixels; None if it is unknown.
     """
     if size is None:
         return None
@@ -148,7 +157,7 @@ def find_grid(count: int, size: ImageSize | None) -> AnchorGrid | None:
 
 
 def fits_stride(sides: tuple[int, ...], size: ImageSize | None) -> bool:
-    """Whether a map has the sides of the picture over a stride."""
+    """Whether (rows, columns) of a map are those of the picture divided by a stride, rounded up."""
     if size is None:
         return False
     return any(sides == AnchorGrid((), up=True).sides(size, stride) for stride in STRIDES)
@@ -248,7 +257,12 @@ class RowDecoder:
         return text + extras
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections:
-        """Return the boxes of one sample, of all levels; none for outputs of other shapes."""
+        """Return the boxes of one sample, of all levels; none for outputs of other shapes.
+
+        Args:
+            inputs: of the sample, for the size of the picture.
+            outputs: of the sample.
+        """
         try:
             if self.is_list:
                 rows = self.read_list(outputs)
@@ -277,7 +291,9 @@ class RowDecoder:
         return np.concatenate([boxes, scores, classes], axis=1)
 
     def read_scores(self, outputs: Outputs) -> Floats:
-        """Return the probabilities [A, classes] of all levels.
+        """Return the probabilities [A, classes] of all levels of one sample, multiplied by their gates.
+
+        The background is left out.
 
         Raises:
             OtherShapeError: an output has another shape.
@@ -298,7 +314,17 @@ class RowDecoder:
     def _decode(
         self, scores: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
     ) -> Detections:
-        """Return the boxes of some rows of the scores, in a picture of a size (height, width)."""
+        """Return the boxes of some rows.
+
+        Args:
+            scores: probabilities of all rows, [A, classes].
+            rows: indices of the rows to decode.
+            size: (height, width) of the picture in pixels; None if it is unknown.
+            outputs: of the sample.
+
+        Raises:
+            OtherShapeError: an output has another shape.
+        """
         numbers = read_columns(self.box_columns, outputs)
         if len(numbers) != len(scores):
             raise OtherShapeError
@@ -314,7 +340,17 @@ class RowDecoder:
     def _read_shapes(
         self, boxes: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
     ) -> BoxShapes | None:
-        """Return the masks, turned corners or key points of some rows; None without."""
+        """Return what some rows have besides their boxes: masks, turned corners or key points; or None.
+
+        Args:
+            boxes: numbers of these rows' boxes, [n, 4].
+            rows: indices of the rows.
+            size: (height, width) of the picture in pixels; None if it is unknown.
+            outputs: of the sample.
+
+        Raises:
+            OtherShapeError: an output has another shape.
+        """
         extra = read_columns(self.extra, outputs)[rows]
         if self.mask_maps:
             masks = make_masks(extra, outputs.get(self.mask_maps), size)

@@ -86,7 +86,10 @@ def drop_outputs(samples: FirstSamples, names: Collection[str]) -> FirstSamples:
 
 
 def find_states(samples: FirstSamples) -> dict[str, str]:
-    """Return state outputs -> their inputs; none if there are no other outputs or inputs."""
+    """Return state outputs -> the inputs that take them at the next call, as of a recurrent model.
+
+    None are states if there would be no other output, or no other input: the model may rebuild it.
+    """
     input_by_state: dict[str, str] = {}
     input_names = samples.inputs[0] if samples.inputs else {}
     for name, source in itertools.product(samples.names, input_names):

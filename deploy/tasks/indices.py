@@ -9,9 +9,11 @@ are equal or not, at the same place or, in lists of varying length, as rows in a
 `PlaceCounts` counts class numbers at places, here and for steps and pixels.
 """
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -63,9 +65,14 @@ class PlaceCounts:
     equal: Counter[int] = field(default_factory=Counter)
 
     def add(self, reference: Integers, candidate: Integers) -> tuple[int, int]:
-        """Add the class numbers of one sample; return how many places are equal, and how many are.
+        """Add the class numbers of one sample; `NO_CLASS` marks a place without a class.
 
-        `NO_CLASS` marks a place without a class.
+        Args:
+            reference: FP32's, of any shape.
+            candidate: the candidate's; of another shape, it has no class anywhere.
+
+        Returns:
+            Number of places where both have the same class, and where FP32 has one.
         """
         if candidate.shape != reference.shape:
             candidate = np.full_like(reference, NO_CLASS)
@@ -96,6 +103,37 @@ class PlaceCounts:
 def _count_values(values: Array) -> Counter[int]:
     numbers, counts = np.unique(values, return_counts=True)
     return Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTask(EvaluationTask):
+    """A class number at each place, such as a step or a pixel."""
+
+    @abstractmethod
+    def read_classes(self, outputs: Outputs) -> Integers:
+        """Return the class at each place of one sample; none for another shape."""
+
+
+P = TypeVar("P", bound=PlaceTask)
+
+
+@dataclass(slots=True)
+class PlaceTally(TaskTally[P]):
+    """Counts places by FP32's class and by the candidate's.
+
+    Attributes:
+        places: the counts.
+        worst_share: least share of equal places of a sample.
+    """
+
+    places: PlaceCounts = field(default_factory=PlaceCounts)
+    worst_share: float = 1.0
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        classes = self.task.read_classes(reference)
+        equal, total = self.places.add(classes, self.task.read_classes(candidate))
+        if total:
+            self.worst_share = min(self.worst_share, equal / total)
 
 
 def best_classes(scores: Array) -> Integers:
@@ -159,7 +197,10 @@ RANKED = Form(
 
 
 def find_ranked(samples: FirstSamples) -> Ranked | None:
-    """Recognise TopK's outputs, or one class, with or without its score."""
+    """Return classes that the model has ranked: TopK's indices or a single class; None if none are.
+
+    They may be alone, or beside one output of the same shape, their scores.
+    """
     names, first_outputs = samples.names, samples.outputs[0]
     if len(names) > 2 or len({first_outputs[name].shape for name in names}) != 1:
         return None
@@ -234,7 +275,10 @@ INDICES = Form(
 
 
 def find_integers(samples: FirstSamples) -> Indices | None:
-    """Recognise integers from 0 on; beside other outputs they must differ from sample to sample."""
+    """Return outputs of integers from 0 on; beside other outputs, those that differ between samples.
+
+    Lists of varying length, and selections of NonMaxSuppression, are compared in any order of rows.
+    """
     names = [name for name in samples.every if all(map(_are_class_numbers, samples.arrays(name)))]
     outputs = {}
     for name in names:
@@ -251,6 +295,7 @@ def find_integers(samples: FirstSamples) -> Indices | None:
 
 
 def _is_selection(value: Array) -> bool:
+    """Whether rows are [image, class, box], as those of NonMaxSuppression."""
     return value.ndim == 2 and value.shape[1] == 3 and len(value) != 1
 
 

@@ -3,10 +3,9 @@
 In a flat output each point is near the one before; so are coordinates of -1 to 1 (InsightFace) in
 any output.
 
-Flags are other outputs of one probability, such as whether an object is present, or which hand it
-is. If int8 decides differently, all points of the sample are lost. A single flag tells whether
-there is an object: without one, points do not count. Points that are not visible, by a third
-number or by another output, do not count either.
+If one other output is a single probability, it says whether there is an object: without one, points
+do not count, and if int8 decides differently, all points of the sample are lost. Points that are
+not visible, by a third number or by another output, do not count either.
 """
 
 import itertools
@@ -58,41 +57,53 @@ class Points(PointTask):
 
     Attributes:
         outputs: output of points -> numbers per point.
-        flags: outputs of one probability; a single one says whether there are points.
+        presence: output of one probability, whether there is an object; "" without.
         count: number of points of all outputs.
     """
 
     outputs: Mapping[str, int]
-    flags: tuple[str, ...]
+    presence: str
     count: int
     name = "key points"
     reads = "{0.count} key points"
     condition = f"within {100 * MAX_POINT_DISTANCE:g} % of their extent"
 
     def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
-        """Match points near FP32's, relative to the extent of each output's points."""
-        reference_flags = [_is_on(flag, reference) for flag in self.flags]
-        candidate_flags = [_is_on(flag, candidate) for flag in self.flags]
-        # a single flag says whether there is an object, and so whether its points mean anything
-        has_object = len(self.flags) != 1 or reference_flags[0] or candidate_flags[0]
+        """Match points near FP32's, relative to the extent of each output's points.
+
+        If only one of the models sees an object, none of the sample's points match; if neither
+        does, the sample has no points.
+        """
+        has_object = self._has_object(reference)
+        is_equal = has_object == self._has_object(candidate)
         present, matching = [np.zeros(0, np.bool_)], [np.zeros(0, np.bool_)]
         for name, numbers in self.outputs.items():
             # a flat output of varying length may hold no whole points
-            if not has_object or reference[name].size % numbers:
+            if (is_equal and not has_object) or reference[name].size % numbers:
                 continue
             is_present = self._confidences(name, reference) > MIN_VISIBLE
             is_match = np.zeros_like(is_present)
-            is_comparable = are_comparable(reference[name], candidate[name])
-            if reference_flags == candidate_flags and is_comparable:
+            if is_equal and are_comparable(reference[name], candidate[name]):
                 is_match = self._are_near(name, is_present, reference, candidate)
             present.append(is_present)
             matching.append(is_match)
         return np.concatenate(present), np.concatenate(matching)
 
+    def _has_object(self, outputs: Outputs) -> bool:
+        """Whether a model sees an object in a sample, and so whether its points mean anything."""
+        return not self.presence or bool(np.all(outputs[self.presence] > 0.5))
+
     def _are_near(
         self, name: str, is_present: Flags, reference: Outputs, candidate: Outputs
     ) -> Flags:
-        """Return which of the candidate's points [K] of an output are near FP32's, and visible."""
+        """Return which of the candidate's points [K] are near FP32's, and visible.
+
+        Args:
+            name: output of the points.
+            is_present: which points FP32 sees, [K].
+            reference: FP32's outputs of the sample.
+            candidate: the candidate's, of the same shapes.
+        """
         numbers = self.outputs[name]
         positions = _to_rows(reference[name], numbers)[:, :2]
         offsets = positions - _to_rows(candidate[name], numbers)[:, :2]
@@ -115,23 +126,22 @@ class Points(PointTask):
         return np.ones(point_count)
 
 
-def _is_on(flag: str, outputs: Outputs) -> bool:
-    """Whether an output of one probability is above 0.5."""
-    return bool(np.all(outputs[flag] > 0.5))
-
-
 POINTS = Form(
     shape="points [N, K, p] or [N, K p] of 2 or 3 numbers, by `--task` up to 5",
     values="positions in pixels, as a fraction of the picture, or from -1 to 1, and perhaps a depth"
-    " or a score; single probabilities in other outputs",
-    figure="points within 3 % of their extent that are visible, in samples whose probabilities stay"
-    " on the same side of 0.5; none where a single one says that there is no object",
+    " or a score; a single probability in another output",
+    figure="points within 3 % of their extent that are visible, in samples in which both models see"
+    " an object by that probability",
     source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",
 )
 
 
 def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
-    """Return the key points of an output that the user or the file says to hold such."""
+    """Return the key points of an output that the user or the file says to hold such; else None.
+
+    The last dimension is the numbers per point, 2 to 5. In a flat output it is the number at which
+    points are nearest to the ones before, or 2.
+    """
     values = samples.arrays(name)
     numbers = values[0].shape[-1] if values[0].ndim in (2, 3, 4) else 0
     if numbers not in _ANY_NUMBERS:
@@ -140,11 +150,11 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
         numbers = _find_ordered_numbers(values[:1], _ANY_NUMBERS) or 2
     if any(value.size % numbers for value in values):
         return None
-    return Points({name: numbers}, (), values[0].size // numbers)
+    return Points({name: numbers}, "", values[0].size // numbers)
 
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
-    """Recognise outputs of points in the input's picture."""
+    """Return the points of outputs that are coordinates in the input's picture; None without such."""
     size = samples.picture_size
     if size is None:
         return None
@@ -152,24 +162,26 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     for name, values in samples.floats.items():
         if all(value.size == 1 and are_shares(value) for value in values):
             flags.append(name)
-    presence = OutputSlice(output=flags[0]) if len(flags) == 1 else None
+    presence = flags[0] if len(flags) == 1 else ""
     arrays = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
     scores_by_slice = find_scores(arrays)
 
     points: dict[str, int] = {}
-    parts: SlicesByOutput = {flag: () for flag in flags}
+    parts: SlicesByOutput = {presence: ()} if presence else {}
     for part, values in arrays.items():
         if part in scores_by_slice.values():
             continue
         numbers = _find_numbers(values, size)
         if numbers:
             points[part.output] = numbers
-            scores = scores_by_slice.get(part, presence)
+            scores = scores_by_slice.get(part)
+            if scores is None and presence:
+                scores = OutputSlice(output=presence)
             parts |= _slice_points(part.output, values, scores)
     if not points:
         return None
     count = sum(samples.outputs[0][name].size // numbers for name, numbers in points.items())
-    return Points(points, tuple(flags), count, parts=parts)
+    return Points(points, presence, count, parts=parts)
 
 
 def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> SlicesByOutput:
@@ -210,7 +222,9 @@ def _find_numbers(values: Arrays, size: ImageSize) -> int:
 def _find_ordered_numbers(values: Arrays, choices: Sequence[int]) -> int:
     """Return the numbers per point at which each point is near the one before; 0 for none.
 
-    `choices`: numbers that are tried. Of a smooth signal, neighbouring numbers are the nearest.
+    Args:
+        values: an output's arrays for the first few samples, of equal size.
+        choices: numbers per point that are tried.
     """
     vectors = np.stack(values).reshape(len(values), -1).astype(np.float64)
     length = vectors.shape[1]
@@ -237,7 +251,12 @@ def _to_rows(value: Array, numbers: int) -> Floats:
 def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
     """Whether the first two numbers of each point are coordinates about the picture's middle.
 
-    They are in pixels, or relative to its side: 0 to 1 or, if `in_order`, -1 to 1.
+    Args:
+        rows: points [samples, K, numbers], in pixels or relative to the picture's side: 0 to 1, or -1
+            to 1.
+        size: (height, width) of the picture in pixels.
+        in_order: whether neighbouring points are near each other; other numbers from -1 to 1 may be
+            anything.
     """
     positions = rows[:, :, :2]
     if np.abs(positions).max() > MAX_RELATIVE_COORDINATE:
@@ -319,7 +338,7 @@ SIMCC = Form(
 
 
 def find_simcc(samples: FirstSamples) -> SimccPoints | None:
-    """Recognise two outputs whose lengths are the same multiple of the picture's two sides."""
+    """Return the points of two outputs as long as the picture's two sides, or a multiple; or None."""
     size = samples.picture_size
     if len(samples.names) != 2 or size is None:
         return None

@@ -16,7 +16,7 @@ outputs of one shape are masks together, such as U2-Net's supervised stages (Qin
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,11 +25,10 @@ from deploy.tasks.evaluation_task import (
     Form,
     PointTask,
     TaskFigure,
-    TaskTally,
     ThresholdTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.indices import NO_CLASS, PlaceCounts, best_classes
+from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask, best_classes
 from deploy.tasks.rows import (
     Arrays,
     Flags,
@@ -102,32 +101,15 @@ def _fit_pictures(samples: Arrays, inputs: Sequence[Outputs], max_scale: int) ->
 
 
 @dataclass(slots=True)
-class _PixelTally(TaskTally["Pixels"]):
+class _PixelTally(PlaceTally["Pixels"]):
     """Counts pixels by FP32's class and by the candidate's."""
-
-    pixels: PlaceCounts = field(default_factory=PlaceCounts)
-
-    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        reference_classes = self._read_classes(reference[self.task.output])
-        self.pixels.add(reference_classes, self._read_classes(candidate[self.task.output]))
-
-    def _read_classes(self, value: Array) -> Integers:
-        """Return the class of each pixel; none for another shape."""
-        if value.dtype.kind in "iu" or value.ndim == 3 or value.shape[1:2] == (1,):
-            numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
-            return np.where(numbers < 0, NO_CLASS, numbers)
-
-        maps = to_channels_first(value) if self.task.channels_last else value
-        if maps.ndim != 4 or maps.shape[1] != self.task.classes:
-            return np.zeros(0, np.int64)
-        return best_classes(maps).reshape(-1)
 
     def result(self) -> TaskFigure | None:
         """Return the mean IoU of FP32's classes, with the share of equal pixels as text.
 
         None if FP32 sees fewer than two: agreement on background alone means nothing.
         """
-        total = self.pixels.reference.total()
+        total = self.places.reference.total()
         classes = self._frequent_classes(int(MAX_RARE_SHARE * total) + 1)
         if len(classes) < 2:
             classes = self._frequent_classes(MIN_CLASS_PIXELS)
@@ -136,21 +118,21 @@ class _PixelTally(TaskTally["Pixels"]):
 
         ious = []
         for number in classes:
-            equal = self.pixels.equal[number]
-            either = self.pixels.reference[number] + self.pixels.candidate[number] - equal
+            equal = self.places.equal[number]
+            either = self.places.reference[number] + self.places.candidate[number] - equal
             ious.append(equal / either)
         mean = float(np.mean(ious))
-        equal_percent = 100 * self.pixels.equal.total() / total
+        equal_percent = 100 * self.places.equal.total() / total
         text = f"mIoU {mean:.3f} of {len(ious)} classes, {equal_percent:.1f} % of pixels of"
         return self.figure("mIoU with FP32", mean, f"{mean:.3f}", f"{text} FP32's class")
 
     def _frequent_classes(self, min_pixels: int) -> list[int]:
-        counts = self.pixels.reference
+        counts = self.places.reference
         return sorted(number for number in counts if counts[number] >= min_pixels)
 
 
 @dataclass(frozen=True, slots=True)
-class Pixels(EvaluationTask):
+class Pixels(PlaceTask):
     """A class per pixel, in one output.
 
     Attributes:
@@ -166,6 +148,18 @@ class Pixels(EvaluationTask):
     reads = "{0.classes} classes a pixel"
     tally_type = _PixelTally
 
+    def read_classes(self, outputs: Outputs) -> Integers:
+        """Return the class of each pixel, flat: class numbers, or the best score; none for another shape."""
+        value = outputs[self.output]
+        if value.dtype.kind in "iu" or value.ndim == 3 or value.shape[1:2] == (1,):
+            numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
+            return np.where(numbers < 0, NO_CLASS, numbers)
+
+        maps = to_channels_first(value) if self.channels_last else value
+        if maps.ndim != 4 or maps.shape[1] != self.classes:
+            return np.zeros(0, np.int64)
+        return best_classes(maps).reshape(-1)
+
 
 SEGMENTATION = Form(
     shape="[N, C, H, W], [N, H, W, C] or [N, H, W]",
@@ -176,7 +170,7 @@ SEGMENTATION = Form(
 
 
 def find_segmentation(samples: FirstSamples) -> Pixels | None:
-    """Recognise the first output that holds a class per pixel."""
+    """Return the first output that holds a class per pixel; None if there is none."""
     for name in samples.names:
         values = samples.arrays(name)
         if _are_class_numbers(values, samples.inputs):
@@ -235,7 +229,7 @@ def _have_several_classes(maps: Arrays) -> bool:
 def _are_logits(value: Array) -> bool:
     """Whether [1, C, H, W] are logits of classes that neighbouring pixels share.
 
-    Most pixels have one above 0.
+    Most pixels have a logit above 0, since training raises that of their class.
     """
     negative_share = np.mean(value < 0)
     if negative_share < MIN_NEGATIVE_SHARE:  # a picture or probabilities
@@ -310,7 +304,7 @@ def fit_masks(name: str, samples: FirstSamples) -> MaskMaps | None:
 
 
 def find_masks(samples: FirstSamples) -> MaskMaps | None:
-    """Recognise outputs of masks, all of one shape."""
+    """Return all outputs of masks, if these have one shape; else None."""
     names = []
     for name in samples.names:
         values = samples.arrays(name)
@@ -401,7 +395,7 @@ def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
-    """Recognise heat maps if exactly one output holds such."""
+    """Return the output of heat maps, if there is exactly one; else None."""
     tasks = [task for name in samples.names if (task := _find_heat(name, samples)) is not None]
     if len(tasks) != 1:
         return None

@@ -110,6 +110,7 @@ class MetricTally:
         self.candidate_sum += self._number(reference, candidate, label)
 
     def _number(self, reference: Outputs, candidate: Outputs, label: int | None) -> float:
+        """Return what the function gives for one sample, checked to be a finite number."""
         assert self.metric.function is not None
         with usercode.wrap_user_errors(f"the metric {self.metric.name}", error=ConfigError):
             value: Any = self.metric.function(_copies(reference), _copies(candidate), label)

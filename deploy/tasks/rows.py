@@ -15,8 +15,6 @@ from deploy.tasks.thresholds import (
     LOW,
     MAX_LOGIT_DRIFT,
     MAX_TANH,
-    MIN_ORDER,
-    MIN_ORDERED,
     MIN_ROW_VALUES,
     MIN_SORTED_VALUES,
     MIN_VARIATION,
@@ -157,9 +155,10 @@ def are_probabilities_or_logs(values: Array) -> bool:
 
 
 def may_be_logits(scores: Array, axis: int) -> bool:
-    """Whether scores leave [-1, 1] and differ among themselves, not in their mean.
+    """Whether scores may be in front of a Softmax: they differ among themselves, not in their mean.
 
-    So do scores in front of a Softmax, since training raises one of them and lowers the others.
+    Training raises one of them and lowers the others. They exceed the range of a Tanh, [-1, 1].
+
     `axis`: dimension of the classes.
     """
     leaves_tanh = np.abs(scores).max() > MAX_TANH
@@ -173,19 +172,6 @@ def may_be_logits(scores: Array, axis: int) -> bool:
 def are_between(shares: Array) -> Flags:
     """Return where probabilities are near neither 0 nor 1."""
     return np.asarray((shares > LOW) & (shares < HIGH))
-
-
-def are_ordered(rows: Floats) -> bool:
-    """Whether probabilities [N, C] spread over neighbouring classes, as those of an age in years.
-
-    Then the best of near ties says little.
-    """
-    if rows.shape[1] < MIN_ORDERED or not are_probabilities(rows):
-        return False
-    if np.ptp(rows.argmax(axis=1)) == 0:
-        return False
-    correlations = [correlate(shares[1:], shares[:-1]) for shares in rows]
-    return bool(np.mean(correlations) > MIN_ORDER)
 
 
 def are_relative(rows: Array) -> bool:
@@ -257,7 +243,13 @@ def is_index_type(numbers: Array) -> bool:
 
 
 def find_indices(outputs: Outputs, name: str, batch: int) -> str | None:
-    """Return the output that holds indices, of `name` and the output it forms a TopK pair with."""
+    """Return which of two outputs holds TopK's indices; None if `name` is of no such pair.
+
+    Args:
+        outputs: of a batch.
+        name: an output that is TopK's values, or its indices.
+        batch: number of samples.
+    """
     for pair_name, value in outputs.items():
         if value.shape != outputs[name].shape:
             continue
@@ -269,7 +261,7 @@ def find_indices(outputs: Outputs, name: str, batch: int) -> str | None:
 
 
 def _is_topk_pair(values: Array, indices: Array, batch: int) -> bool:
-    """Whether an output holds TopK's values, and another one of its shape their indices."""
+    """Whether an output holds TopK's falling values, and another of its shape their indices."""
     if values.dtype.kind != "f" or not values.ndim or not values.size:
         return False
     if not is_index_type(indices):

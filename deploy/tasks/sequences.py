@@ -9,13 +9,13 @@ each step is the slot of a symbol, as in number plates, and repeats stay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states
-from deploy.tasks.indices import NO_CLASS, PlaceCounts, best_classes
+from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask, best_classes
 from deploy.tasks.rows import (
     Arrays,
     Integers,
@@ -60,7 +60,10 @@ def _read_steps(value: Array, axis: int) -> Array | None:
 
 
 def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
-    """Return the steps of all samples; none if one has none, or another number of classes."""
+    """Return the steps [T, C] of each sample; none if one has none, or another number of classes.
+
+    `samples`: an output's arrays for the first few samples. `axis`: dimension of the classes.
+    """
     tables = []
     for value in samples:
         steps = _read_steps(value, axis) if is_floating(value) else None
@@ -74,32 +77,23 @@ def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
 
 
 @dataclass(slots=True)
-class _StepTally(TaskTally["Steps"]):
-    """Counts steps by class, and remembers the worst sample."""
-
-    steps: PlaceCounts = field(default_factory=PlaceCounts)
-    worst_share: float = 1.0
-
-    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        classes = self.task.read_classes(reference[self.task.output])
-        equal, total = self.steps.add(classes, self.task.read_classes(candidate[self.task.output]))
-        if total:
-            self.worst_share = min(self.worst_share, equal / total)
+class _StepTally(PlaceTally["Steps"]):
+    """Counts steps by class."""
 
     def result(self) -> TaskFigure | None:
         """Return the share of equal steps; None if FP32 gives all of them to one class."""
-        counted = self.steps.without_usual()
+        counted = self.places.without_usual()
         if counted is None:
             return None
         count = f"{counted.equal} of {counted.total}"
         text = f"{count} {self.task.agreement}{counted.exception}"
-        if self.steps.reference.total() > self.samples:
+        if self.places.reference.total() > self.samples:
             text += f", {100 * self.worst_share:.1f} % in the worst sample"
         return self.figure("steps alike", counted.equal / counted.total, count, text)
 
 
 @dataclass(frozen=True, slots=True)
-class Steps(EvaluationTask):
+class Steps(PlaceTask):
     """Classes of steps.
 
     Attributes:
@@ -130,8 +124,9 @@ class Steps(EvaluationTask):
             return f"scores on FP32's side of {self.limit:g}"
         return "steps of FP32's class"
 
-    def read_classes(self, value: Array) -> Integers:
+    def read_classes(self, outputs: Outputs) -> Integers:
         """Return the class of each step of one sample; none for another shape."""
+        value = outputs[self.output]
         if self.axis is None:
             scores = value.reshape(-1)
             return np.where(np.isnan(scores), NO_CLASS, (scores > self.limit).astype(np.int64))
@@ -151,7 +146,10 @@ STEPS = Form(
 
 
 def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
-    """Return the steps of an output that the user or the file says to hold such."""
+    """Return the steps of an output that the user or the file says to hold such; else None.
+
+    One number a step, or a Sigmoid at the end of the graph, makes independent scores.
+    """
     values = samples.arrays(name)
     if values[0].ndim not in (1, 2, 3):
         return None
@@ -164,7 +162,10 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
 
 
 def find_steps(samples: FirstSamples) -> Steps | None:
-    """Recognise the first output of steps; others may be such, states, or numbers of a sample."""
+    """Return the first output of steps; None if there is none, or others describe the same steps.
+
+    Such as sizes of what is found at each step: then agreement of the classes is not enough.
+    """
     values_by_name = drop_outputs(samples, find_states(samples)).floats
     decisions = [name for name in values_by_name if _are_decisions(name, samples)]
     if decisions and all(all(map(is_vector, values)) for values in values_by_name.values()):
@@ -292,7 +293,10 @@ TEXT = Form(
 
 
 def fit_text(name: str, samples: FirstSamples) -> Text | None:
-    """Return the text of an output that the user or the file says to hold such."""
+    """Return the text of an output that the user or the file says to hold such; else None.
+
+    The blank is the first or the last symbol, whichever is more frequent.
+    """
     for axis in (2, 1):
         tables = _read_step_samples(samples.arrays(name), axis)
         if tables and tables[0].shape[1] >= MIN_SYMBOLS:
@@ -304,7 +308,7 @@ def fit_text(name: str, samples: FirstSamples) -> Text | None:
 
 
 def find_text(samples: FirstSamples) -> Text | None:
-    """Recognise text if the only output is such a sequence."""
+    """Return the text of the only output, if it is a sequence of symbols with a blank; else None."""
     if len(samples.names) != 1:
         return None
     (name,) = samples.names

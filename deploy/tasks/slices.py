@@ -250,7 +250,10 @@ class _Rows:
 
 
 def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
-    """Return the rows along an axis; None if they cannot be told apart."""
+    """Return what each row along an axis is; None if the rows cannot be told apart.
+
+    `samples`: an output's arrays for the first few samples. `axis`: 1 or -1.
+    """
     tables = []
     for sample in samples:
         if sample.ndim < 2 or not sample.size or not is_floating(sample):
@@ -267,7 +270,7 @@ def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
 
 
 def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield [start, stop) split recursively at its widest gap; unsplit if there is none."""
+    """Yield the rows start to stop, split recursively where their unit changes most."""
     gaps = [_gap(rows, start, cut, stop) for cut in range(start + 1, stop)]
     widest = max(gaps, default=0.0)
     if widest < MIN_UNIT_RATIO:
@@ -279,11 +282,16 @@ def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]
 
 
 def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
-    """Return the least peak of the larger rows over the largest of the smaller; 0 if units match.
+    """Return by how much the unit of rows changes at `cut`; 0 if it does not.
 
-    Every row of the larger side must leave [0, 1]. The smaller side must be probabilities that are
-    not silent; if it is of another unit, both sides must have two rows or more, since a single
-    channel of a feature map may well stand out.
+    That is the least peak of the larger rows over the largest of the smaller. Every row of the larger
+    side must leave [0, 1]. The smaller side must be probabilities that are not silent; if it is of
+    another unit, both sides must have two rows or more, since a single channel of a feature map may
+    well stand out.
+
+    Args:
+        rows: all rows.
+        start, cut, stop: the two sides are the rows [start, cut) and [cut, stop).
     """
     large, small = slice(start, cut), slice(cut, stop)
     if rows.peak[large].min() <= rows.peak[small].max():

@@ -127,7 +127,8 @@ class Top1:
     def result(self, kind: str) -> Top1Figures:
         """Return the shares.
 
-        `kind`: name of the recognised task; "" for none.
+        `kind`: name of the task that the outputs have; "" for none. Without labels only classes and
+        embeddings have figures.
 
         Raises:
             FeedError: labels that do not fit.
@@ -154,6 +155,7 @@ class Top1:
         return figures
 
     def _check_labels(self, labels: Sequence[int]) -> None:
+        """Check that there is a label for each sample, and an output that it can be compared with."""
         if len(labels) != self.samples:
             raise FeedError(
                 f"there must be one label a sample, got {len(labels)} labels"

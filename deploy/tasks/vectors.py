@@ -40,7 +40,6 @@ from deploy.tasks.rows import (
     activate,
     are_between,
     are_comparable,
-    are_ordered,
     are_probabilities_or_logs,
     are_shares,
     are_sorted,
@@ -135,7 +134,11 @@ class _ClassTally(TaskTally["Classes"]):
                 self._compare(name, reference[name].reshape(-1), candidate[name].reshape(-1))
 
     def _compare(self, name: str, reference_scores: Array, scores: Array) -> None:
-        """Compare a sample's scores [C]; a sample whose class changes differs by FP32's margin."""
+        """Compare the scores [C] of one sample in one output.
+
+        A sample whose class changes is an example to show; it differs by FP32's margin between the two
+        classes.
+        """
         reference_class = int(reference_scores.argmax())
         best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
         changed_class = best_classes[0]
@@ -206,7 +209,7 @@ def find_classes(samples: FirstSamples) -> Classes | None:
     vectors, candidates = _read_vectors(samples), {}
     for name in samples.names:
         rows = vectors.get(name)
-        if rows is None or rows.shape[1] < 2 or are_sorted(rows) or are_ordered(rows):
+        if rows is None or rows.shape[1] < 2 or are_sorted(rows):
             continue
         if not samples.of_pictures or not are_features(rows):
             candidates[name] = rows
@@ -322,7 +325,7 @@ LABELS = Form(
 
 
 def find_labels(samples: FirstSamples) -> Labels | None:
-    """Recognise labels if the only output is such a vector."""
+    """Return the labels of the only output, if it is a vector of independent probabilities; else None."""
     if len(samples.names) != 1:
         return None
     (name,) = samples.names
@@ -433,7 +436,10 @@ EMBEDDINGS = Form(
 
 
 def find_embeddings(samples: FirstSamples) -> Embeddings | None:
-    """Recognise one output of vectors; other outputs may be vectors of tokens."""
+    """Return the only output of one vector a sample, if it is an embedding; else None.
+
+    Other outputs may be vectors of tokens.
+    """
     names = [name for name, values in samples.floats.items() if values[0].ndim != 3]
     rows = _read_vectors(samples).get(names[0]) if len(names) == 1 else None
     if rows is None or rows.shape[1] < MIN_EMBEDDING_SIZE or _are_smooth(rows):
