@@ -86,7 +86,9 @@ ONE = [observation(HistogramOf())]
 def save_and_load(path: Path, observations) -> None:
     batches = [np.arange(12, dtype=np.float32).reshape(1, 3, 4)]
     observed = ObservedStatistics({o.key: recorded(o.statistic, batches) for o in observations})
-    store.save_calibration(store.Calibration(observed=observed, fingerprint=MARK), path, text=TEXT)
+    store.save_calibration(
+        store.Calibration(observed=observed, fingerprint=MARK), path, cache_text=TEXT
+    )
 
 
 @pytest.mark.parametrize("part", ["fingerprint", "observations", "sha256"])
@@ -127,7 +129,7 @@ def test_unrequested_observations_are_carried_unchanged(tmp_path):
     stored = store.load_calibration(path)
     of_y = stored.read_arrays([("folded", "y", HfmgOf().key)])
     calibration = store.Calibration(observed=stored.observed(ONE), fingerprint=MARK)
-    store.save_calibration(calibration, path, text=TEXT, retained=of_y)
+    store.save_calibration(calibration, path, cache_text=TEXT, retained=of_y)
     assert set(store.load_calibration(path).keys) == set(stored.keys)
 
 
@@ -135,7 +137,7 @@ def test_outliers_are_kept_with_observations(tmp_path):
     there, gone = (Outlier("folded", tensor, ("ab",), 9.5) for tensor in "xy")
     observed = ObservedStatistics({o.key: recorded(o.statistic, [np.ones((1, 3, 4))]) for o in ONE})
     calibration = store.Calibration(observed=observed, fingerprint=MARK, outliers=(there, gone))
-    store.save_calibration(calibration, tmp_path / "c", text=TEXT)
+    store.save_calibration(calibration, tmp_path / "c", cache_text=TEXT)
     assert store.load_calibration(tmp_path / "c").outliers == (there,)
 
 

@@ -312,14 +312,16 @@ def observe(
     run_counts: Counter[str] = Counter() if runs is None else runs
     schedule = schedule_observations(observations, observed)
     feed = iter(samples)
-    first_samples = list(islice(feed, schedule.early_samples))
-    if schedule.early:
-        observed = _observe_early(schedule.early, observed, first_samples, threads, run_counts)
-    if not schedule.late:
+    first_samples = list(islice(feed, schedule.preliminary_sample_count))
+    if schedule.preliminary:
+        observed = _observe_preliminary(
+            schedule.preliminary, observed, first_samples, threads, run_counts
+        )
+    if not schedule.main:
         return _select(observed, schedule.missing)
 
     state = _PassState(
-        schedule.late,
+        schedule.main,
         observed,
         threads,
         peaks,
@@ -333,9 +335,9 @@ def observe(
         pause = _checkpoint_pause(checkpoint, state)
         sample_count = checkpoint.counted
         if sample_count:
-            state.resume(checkpoint.load_observed(schedule.late))
+            state.resume(checkpoint.load_observed(schedule.main))
     remaining_samples: Iterator[Sample] = chain(first_samples[sample_count:], feed)
-    limit = sample_limit(schedule.late)
+    limit = sample_limit(schedule.main)
     if limit is not None:
         remaining_samples = islice(remaining_samples, max(limit - sample_count, 0))
 
@@ -390,60 +392,63 @@ def _select(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationSchedule:
-    """Schedule of the observations.
+    """Which observations are made before the pass over all samples, and which in it.
 
     Attributes:
         missing: all observations to make.
-        early: those recorded on the first samples before the pass.
-        late: those recorded in the pass.
-        early_samples: number of samples to run before the pass.
+        preliminary: those recorded on the first samples before the pass.
+        main: those recorded in the pass.
+        preliminary_sample_count: number of samples to run before the pass.
     """
 
     missing: tuple[Observation, ...]
-    early: tuple[Observation, ...]
-    late: tuple[Observation, ...]
-    early_samples: int
+    preliminary: tuple[Observation, ...]
+    main: tuple[Observation, ...]
+    preliminary_sample_count: int
 
 
 def schedule_observations(
     observations: Iterable[Observation], observed: ObservedStatistics
 ) -> ObservationSchedule:
-    """Return which observations are made early and which late, of those not in `observed`.
+    """Return the schedule of those observations that are not in `observed`.
 
-    Early ones are those that others need (`needs`) or start from (`lead`); they run on the first
-    samples before the pass.
+    Preliminary are those from which a variant of the model is made (`Variant.needs`), and those
+    that fix the range of a histogram before it counts (`Observation.lead`).
     """
     missing = observed.missing(with_needs(observations, observed))
     required: list[Observation] = []
-    leads: list[Observation] = []
     for observation in missing:
         required += observation.variant.needs
         if observation.lead is not None:
-            leads.append(observation.lead)
-    early = observed.missing(with_needs([*required, *leads], observed))
+            required.append(observation.lead)
+    preliminary = observed.missing(with_needs(required, observed))
     return ObservationSchedule(
         missing=missing,
-        early=early,
-        late=tuple(o for o in missing if o not in early),
-        early_samples=max((o.statistic.samples or 0 for o in early), default=0),
+        preliminary=preliminary,
+        main=tuple(o for o in missing if o not in preliminary),
+        preliminary_sample_count=max((o.statistic.samples or 0 for o in preliminary), default=0),
     )
 
 
-def _observe_early(
+def _observe_preliminary(
     observations: Sequence[Observation],
     observed: ObservedStatistics,
     samples: Sequence[Sample],
     threads: int,
     runs: Counter[str],
 ) -> ObservedStatistics:
-    """Return `observed` with the early observations; runs as many passes as needs require."""
+    """Return `observed` with the preliminary observations, made on the first samples.
+
+    There are several passes if the variant of an observation is made from others of them.
+    """
     remaining = list(observations)
     with phase("what it is made from"):
         while remaining:
             ready = [o for o in remaining if not observed.missing(o.variant.needs)]
-            usable_threads = threads
-            if not all(o.statistic.ordered for o in ready):
-                usable_threads = 1  # the others here cannot be merged, as threads require
+            # each thread has recorders of its own for statistics in any order, to be merged at the
+            # end; those of the first samples, such as the largest |x|, have no merge
+            is_in_order = all(o.statistic.ordered for o in ready)
+            usable_threads = threads if is_in_order else 1
             new = observe(ready, samples, observed=observed, threads=usable_threads, runs=runs)
             observed = observed.merged_with(new)
             remaining = list(observed.missing(remaining))

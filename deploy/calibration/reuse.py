@@ -138,7 +138,7 @@ def check_cache(
     make_fingerprint: Callable[[int | None], Fingerprint],
     observations: Iterable[Observation],
     *,
-    until: StabilityRule | None = None,
+    stop_rule: StabilityRule | None = None,
 ) -> CacheDecision:
     """Check the cache of `policy` for these observations with this fingerprint.
 
@@ -147,19 +147,21 @@ def check_cache(
         make_fingerprint: computes the fingerprint of the first N images, or of all (None); called
             only if there is a cache, since it reads the images.
         observations: what the targets need.
-        until: stop rule of the observation; a cache fits if it stopped by the same rule and holds
-            all observations.
+        stop_rule: rule that ends the observation; a cache fits if it stopped by the same rule and
+            holds all observations.
 
     Raises:
         FeedError: an image cannot be read.
         CacheError: the cache must fit and does not.
     """
     observations = tuple(observations)
-    decision = _decide(policy, make_fingerprint, observations, until)
+    decision = _decide(policy, make_fingerprint, observations, stop_rule)
     if decision.missing and policy.path is not None and not policy.refresh:
         saved_path = staging.find_saved_calibration(policy.path)
         if saved_path:
-            saved = _decide(replace(policy, path=saved_path), make_fingerprint, observations, until)
+            saved = _decide(
+                replace(policy, path=saved_path), make_fingerprint, observations, stop_rule
+            )
             if len(saved.missing) < len(decision.missing):
                 decision = replace(saved, reason=f"of a run that did not end: {saved.reason}")
     if decision.missing and policy.require:
@@ -193,19 +195,19 @@ def _decide(
     policy: CachePolicy,
     make_fingerprint: Callable[[int | None], Fingerprint],
     observations: tuple[Observation, ...],
-    until: StabilityRule | None,
+    stop_rule: StabilityRule | None,
 ) -> CacheDecision:
     try:
-        stored = _load_cache(policy, until)
-        count = None if until is None else stored.count
+        stored = _load_cache(policy, stop_rule)
+        count = None if stop_rule is None else stored.count
         fingerprint = make_fingerprint(count)
-        return _match_cache(stored, fingerprint, observations, until)
+        return _match_cache(stored, fingerprint, observations, stop_rule)
     except CacheError as misfit:
         missing = with_needs(observations)
         return CacheDecision(reason=str(misfit), observed=ObservedStatistics({}), missing=missing)
 
 
-def _load_cache(policy: CachePolicy, until: StabilityRule | None) -> store.StoredCalibration:
+def _load_cache(policy: CachePolicy, stop_rule: StabilityRule | None) -> store.StoredCalibration:
     """Return the stored calibration; raise CacheError if there is none that can be used."""
     path = policy.path
     if path is None:
@@ -220,9 +222,9 @@ def _load_cache(policy: CachePolicy, until: StabilityRule | None) -> store.Store
             " (--trust-cache uses it as it is)"
         )
     stored = store.load_calibration(path)
-    if until is not None and stored.until != until:
-        rule = stored.until or "of samples that were chosen beforehand"
-        raise CacheError(f"{path.name} was observed {rule}, not {until}")
+    if stop_rule is not None and stored.stop_rule != stop_rule:
+        rule = stored.stop_rule or "of samples that were chosen beforehand"
+        raise CacheError(f"{path.name} was observed {rule}, not {stop_rule}")
     return stored
 
 
@@ -230,7 +232,7 @@ def _match_cache(
     stored: store.StoredCalibration,
     fingerprint: Fingerprint,
     observations: tuple[Observation, ...],
-    until: StabilityRule | None,
+    stop_rule: StabilityRule | None,
 ) -> CacheDecision:
     """Return what the cache holds and lacks; raise CacheError if it was made from other inputs."""
     changes = fingerprint.changes_since(stored.fingerprint)
@@ -248,11 +250,11 @@ def _match_cache(
     missing = observed.missing(with_needs(observations, observed))
     reason = _describe_match(stored, changes, missing)
     reason += _describe_programs(stored.fingerprint, fingerprint)
-    if until is not None:
+    if stop_rule is not None:
         if missing:
             reason += "; what is observed until it is stable is observed at once"
             raise CacheError(reason)
-        reason += f"; it was observed {until}"
+        reason += f"; it was observed {stop_rule}"
     return CacheDecision(reason=reason, observed=observed, missing=missing, stored=stored)
 
 
@@ -298,12 +300,12 @@ def update_cache(
     calibration: Calibration,
     ranges: Ranges,
     *,
-    text: bytes | None,
+    cache_text: bytes | None,
     stage: Stage | None = None,
 ) -> None:
     """Write the cache, unless the files are already up to date.
 
-    `text`: TensorRT's text if a target has its own form; None for the text of every tensor.
+    `cache_text`: TensorRT's text if a target has its own form; None for the text of every tensor.
     `stage`: staged files of a build, with which a cache in the same folder appears.
     """
     path = policy.path
@@ -312,7 +314,7 @@ def update_cache(
     stored = decision.stored
     retained: dict[Key, Arrays] = {}
     if stored is not None:
-        if _is_up_to_date(decision, stored, calibration, subject.trt_version, text):
+        if _is_up_to_date(decision, stored, calibration, subject.trt_version, cache_text):
             is_staged = stage is not None and stage.staged_path(path) is not None
             if is_staged or stored.path != path:
                 _write(path, stage, partial(store.copy_stored, stored))
@@ -326,9 +328,9 @@ def update_cache(
         retained = stored.read_arrays(_select_retained(keys, observed))
         calibration = replace(calibration, observed=observed)
         ranges = Ranges(observed, ranges.method, ranges.range_limits)
-    if text is None:
-        text = _complete_text(subject, ranges)
-    save = partial(store.save_calibration, calibration, text=text, retained=retained)
+    if cache_text is None:
+        cache_text = _complete_text(subject, ranges)
+    save = partial(store.save_calibration, calibration, cache_text=cache_text, retained=retained)
     _write(path, stage, save)
 
 
@@ -337,13 +339,13 @@ def _is_up_to_date(
     stored: store.StoredCalibration,
     calibration: Calibration,
     trt_version: str | None,
-    text: bytes | None,
+    cache_text: bytes | None,
 ) -> bool:
     """Whether the files of a cache hold this calibration, for this version of TensorRT."""
     if decision.missing or stored.fingerprint != calibration.fingerprint:
         return False
-    header = trt_cache.parse(stored.text, origin="the cache").header
-    return trt_version in (None, header.version) and text in (None, stored.text)
+    header = trt_cache.parse(stored.cache_text, origin="the cache").header
+    return trt_version in (None, header.version) and cache_text in (None, stored.cache_text)
 
 
 def _add_older_observations(

@@ -80,17 +80,17 @@ class StabilityMonitor:
         self,
         observations: Iterable[Observation],
         make_ranges: Callable[[ObservedStatistics], Ranges],
-        until: StabilityRule | None = None,
+        stop_rule: StabilityRule | None = None,
     ) -> None:
         """Start before the first sample.
 
-        `observations`: those whose ranges are searched. `until`: the stop rule; None for all
+        `observations`: those whose ranges are searched. `stop_rule`: None for all
         samples.
         """
         self._observations = tuple(observations)
         self._make_ranges = make_ranges
-        self._within = STABLE_SHARE if until is None else until.within
-        self.decides = until is not None
+        self._within = STABLE_SHARE if stop_rule is None else stop_rule.within
+        self.decides = stop_rule is not None
         self.halves: list[ObservedStatistics] | None = None
         if self._observations and not self.decides:
             self.halves = []

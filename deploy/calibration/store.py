@@ -52,14 +52,14 @@ class Calibration:
         observed: the statistics.
         fingerprint: what they were made from.
         outliers: samples that stand out.
-        until: rule that ended the observation; None if the samples were chosen beforehand.
+        stop_rule: rule that ended the observation; None if the samples were chosen beforehand.
         score_threshold: score above which the model's boxes or labels count; None if unknown.
     """
 
     observed: ObservedStatistics
     fingerprint: Fingerprint
     outliers: tuple[Outlier, ...] = ()
-    until: StabilityRule | None = None
+    stop_rule: StabilityRule | None = None
     score_threshold: float | None = None
 
 
@@ -112,15 +112,15 @@ class StoredCalibration(StoredStatistics):
     """The three files as read: complete and consistent.
 
     Attributes:
-        text: the cache in TensorRT's format.
-        fingerprint, outliers, until: as in `Calibration`.
+        cache_text: the cache in TensorRT's format.
+        fingerprint, outliers, stop_rule: as in `Calibration`.
         path: the file of the text.
     """
 
-    text: bytes
+    cache_text: bytes
     fingerprint: Fingerprint
     outliers: tuple[Outlier, ...]
-    until: StabilityRule | None
+    stop_rule: StabilityRule | None
     path: Path
     _document: bytes
 
@@ -165,7 +165,7 @@ def cache_files(path: Path) -> tuple[Path, ...]:
 
 def copy_stored(stored: StoredCalibration, path: Path) -> None:
     """Write the three files as they were read."""
-    _write(path, stored.text, stored.packed, stored._document)
+    _write(path, stored.cache_text, stored.packed, stored._document)
 
 
 def _write(path: Path, text: bytes, packed: bytes, document: bytes) -> None:
@@ -179,29 +179,35 @@ def save_calibration(
     calibration: Calibration,
     path: Path,
     *,
-    text: bytes,
+    cache_text: bytes,
     retained: Mapping[Key, Arrays] | None = None,
 ) -> None:
-    """Write the three files.
+    """Write the three files of a calibration: TensorRT's text, the statistics, the fingerprint.
 
-    `retained`: arrays of further observations, from the previous cache.
+    Args:
+        calibration: what was observed, and from what.
+        path: path of the text; the other two files lie beside it (`sidecars`).
+        cache_text: bytes of the text.
+        retained: observation -> its arrays, for observations of the previous cache that stay.
     """
-    arrays = dict(retained or {})
+    arrays_by_key = dict(retained or {})
     for key, recorder in calibration.observed.items():
-        arrays[key] = recorder.to_arrays()
-    keys = [key for key in _sort_by_use(arrays, calibration) if arrays[key]]
-    tensors = {(variant, tensor) for variant, tensor, _ in keys}
-    outliers = [o for o in calibration.outliers if (o.variant, o.tensor) in tensors]
-    packed = pack_arrays([arrays[key] for key in keys])
-    document = _make_document(text, calibration.fingerprint)
-    document["observations"] = list(map(list, keys))
+        arrays_by_key[key] = recorder.to_arrays()
+    # a recorder that no file can hold gives no arrays
+    stored_keys = [key for key in _sort_by_use(arrays_by_key, calibration) if arrays_by_key[key]]
+    packed = pack_arrays([arrays_by_key[key] for key in stored_keys])
+    stored_tensors = {(variant, tensor) for variant, tensor, _ in stored_keys}
+    outliers = [o for o in calibration.outliers if (o.variant, o.tensor) in stored_tensors]
+
+    document = _make_document(cache_text, calibration.fingerprint)
+    document["observations"] = list(map(list, stored_keys))
     document["outliers"] = list(map(astuple, outliers))
     document["sha256"]["statistics"] = sha256(packed)
-    if calibration.until is not None:
-        document["until"] = asdict(calibration.until)
+    if calibration.stop_rule is not None:
+        document["until"] = asdict(calibration.stop_rule)
     if calibration.score_threshold is not None:
         document["score_threshold"] = calibration.score_threshold
-    _write(path, text, packed, seal_json(document))
+    _write(path, cache_text, packed, seal_json(document))
 
 
 def make_text_only_json(
@@ -291,7 +297,7 @@ def load_calibration(path: Path) -> StoredCalibration:
     json_path, npz_path = sidecars(path)
     document_bytes = read_cache_file(json_path)
     document = _parse_document(document_bytes, json_path)
-    text, fingerprint = _read_text(path, document)
+    cache_text, fingerprint = _read_text(path, document)
     if not document.sha256.statistics:
         raise CacheError(
             f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
@@ -301,11 +307,11 @@ def load_calibration(path: Path) -> StoredCalibration:
     if sha256(packed) != document.sha256.statistics:
         raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
     return StoredCalibration(
-        text=text,
+        cache_text=cache_text,
         fingerprint=fingerprint,
         keys=document.observations,
         outliers=tuple(Outlier(*row) for row in document.outliers),
-        until=document.until,
+        stop_rule=document.until,
         path=path,
         archive=npz_path,
         packed=packed,

@@ -240,11 +240,13 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
         CacheError: a checkpoint from which the run cannot go on.
         FeedError, BackendError, CalibrationError: as the pass.
     """
-    plan = schedule_observations(decision.missing, decision.observed)
-    checkpoint = _open_checkpoint(run, plan.late)
+    schedule = schedule_observations(decision.missing, decision.observed)
+    checkpoint = _open_checkpoint(run, schedule.main)
     observed = decision.observed
     if decision.missing:
-        new = _observe_missing(run, decision, checkpoint, plan.early_samples, threads)
+        new = _observe_missing(
+            run, decision, checkpoint, schedule.preliminary_sample_count, threads
+        )
         observed = observed.merged_with(new)
 
     notes: tuple[str, ...] = ()
@@ -279,7 +281,7 @@ def _observe_missing(
     run: CalibrationRun,
     decision: CacheDecision,
     checkpoint: Checkpoint | None,
-    early_samples: int,
+    preliminary_sample_count: int,
     threads: int,
 ) -> ObservedStatistics:
     """Run the pass over the samples that the checkpoint does not have.
@@ -288,8 +290,8 @@ def _observe_missing(
         run: the calibration.
         decision: which observations the cache lacks.
         checkpoint: state of an interrupted run; None without.
-        early_samples: number of first samples that some statistics need in order to start. These
-            samples are read again even if the checkpoint has counted them.
+        preliminary_sample_count: number of first samples that some statistics need in order to
+            start. These samples are read again even if the checkpoint has counted them.
         threads: worker threads.
     """
     feed, monitor, outputs = run.feed, run.stability_monitor, run.evaluation_set.outputs
@@ -297,7 +299,7 @@ def _observe_missing(
     with (
         phase("observing", len(feed) - counted, "samples") as show_progress,
         nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
-        feed.samples(without=range(early_samples, counted)) as samples,
+        feed.samples(without=range(preliminary_sample_count, counted)) as samples,
     ):
         return observe(
             decision.missing,
@@ -352,7 +354,7 @@ def calibrate_run(
         run.policy,
         lambda count: make_fingerprint(subject, feed.manifest(count)),
         run.observations,
-        until=run.stability_rule,
+        stop_rule=run.stability_rule,
     )
     if decision.missing and run.policy.path is not None:
         refuse_unwritable(run.policy.path)
@@ -379,7 +381,7 @@ def calibrate_run(
     trim_memory()
     calibration = _make_calibration(run, decision, pass_result, threshold)
     text = cache_text.text if cache_text else None
-    update_cache(run.policy, subject, decision, calibration, ranges, text=text, stage=stage)
+    update_cache(run.policy, subject, decision, calibration, ranges, cache_text=text, stage=stage)
     checkpoint = pass_result.checkpoint
     if checkpoint is not None and run.policy.path is not None:
         checkpoint.path.unlink(missing_ok=True)
@@ -457,12 +459,12 @@ def _make_calibration(
     fingerprint = make_fingerprint(run.subject, run.feed.manifest())
     stability_rule = run.stability_rule
     if decision.stored is not None and not decision.missing:
-        stability_rule = decision.stored.until
+        stability_rule = decision.stored.stop_rule
     return Calibration(
         observed=pass_result.observed,
         fingerprint=decision.combined_fingerprint(fingerprint),
         outliers=(*decision.outliers, *identify_outliers(run.peaks, run.feed.sample_digests)),
-        until=stability_rule,
+        stop_rule=stability_rule,
         score_threshold=score_threshold,
     )
 
