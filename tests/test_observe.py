@@ -60,7 +60,7 @@ def test_joint_observation_equals_separate_observations(model, samples):
 def test_first_batch_sets_tensorrt_range(histograms, model, samples):
     statistics = histograms(model, analyse(model, ONNXRUNTIME).activations, samples, first=5)
     first_amax = max(float(np.abs(s["x"]).max()) for s in samples[:5])
-    assert statistics["x"].base == first_amax
+    assert statistics["x"].initial_range == first_amax
     assert statistics["x"].full_range / first_amax in (
         1.0,
         2.0,
