@@ -141,6 +141,7 @@ def _find_search(name: str) -> RangeSearch:
 
 
 def _check_parameter(parameter: str, name: str) -> None:
+    """Refuse a parameter that the method of this name does not have."""
     methods = searches_with(parameter)
     if name in methods:
         return

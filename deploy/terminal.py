@@ -540,6 +540,7 @@ def timed_phase(name: str, seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _open_phase(new_phase: Phase) -> Iterator[Step]:
+    """Show a phase while the body runs, if progress is shown; yield what counts a step."""
     reporter = _REPORTER.get()
     if reporter is None:
         yield lambda: None

@@ -266,6 +266,7 @@ def auto(
 
 
 def _say_result(result: AutoCalibration) -> None:
+    """Print what stays in int8, and the files that were written."""
     for note in result.config.notes:
         say(note)
     if result.int8_layers is None:

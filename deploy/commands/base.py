@@ -320,6 +320,7 @@ def complete_names_of(module: str, attribute: str, *extra_names: str) -> Complet
 def _completed(
     names: Callable[[], Iterable[str]], _: click.Context, __: click.Parameter, text: str
 ) -> list[CompletionItem]:
+    """Return the names that complete `text`, but for those before its last comma."""
     earlier_names, comma, start = text.rpartition(",")
     chosen = earlier_names.split(",")
     return [

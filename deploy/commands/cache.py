@@ -374,6 +374,7 @@ def _header_text(read: CalibrationCache) -> str:
 
 
 def _document(read: CalibrationCache) -> dict[str, object]:
+    """Return the header and the entries of a cache as plain JSON."""
     header = read.header
     return {
         "header": header.text,

@@ -59,6 +59,7 @@ def given_method_flags() -> list[str]:
 
 
 def _option(name: str, parameter: Field[Any]) -> Decorator:
+    """Return the option of a search's parameter, a field of its dataclass."""
     is_flag = isinstance(parameter.default, bool)
     return base.calibration_option(
         f"--{name.replace('_', '-')}",

@@ -311,6 +311,14 @@ calibrator_script_option = base.image_option(
 def _image_options(
     command: CommandFunction, *, scripts: bool, needed: bool = True
 ) -> CommandFunction:
+    """Add images, and how they are read; the command gets them as `images`.
+
+    Args:
+        command: the command.
+        scripts: whether --calibrator-script may stand in place of --images.
+        needed: whether one of both must be given, if scripts are possible.
+    """
+
     @wraps(command)
     def run(**arguments: Any) -> None:
         from deploy.machine import worker_threads
@@ -426,6 +434,7 @@ def input_options(purpose: str) -> Decorator:
 
 
 def _options(text: str, *, required: bool = False) -> Sequence[Callable[..., Any]]:
+    """Return --images with this help text, and the options on how images are read."""
     return (
         base.image_option(
             "--images", type=base.IMAGE_SOURCE, required=required, metavar="PATH", help=text

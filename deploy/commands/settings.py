@@ -106,6 +106,12 @@ def settings_text() -> str:
 
 
 def _lines(command: click.Command, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a settings file.
+
+    Args:
+        command: whose options they are.
+        values: parameter -> value on the command line or in the file of `--config`.
+    """
     from deploy.files import toml
 
     yield _HEAD.format(command.name, SETTINGS)
@@ -247,6 +253,7 @@ min_speedup_option = base.search_option(
 
 
 def _options() -> list[Decorator]:
+    """Return the options of `tuning_options`."""
     return [
         base.search_option(
             "--effort",

@@ -214,6 +214,11 @@ def _label_path(image_path: str) -> str:
 
 
 def _read_label_folder(folder: Path) -> Annotations:
+    """Return the labels of a folder: YOLO's .txt or VOC's .xml.
+
+    Raises:
+        FeedError: it has both, or neither.
+    """
     names = walk_files(folder, lambda name: suffix_of(name) in (".txt", ".xml"))
     label_names = [name for name in names if PurePosixPath(name).name != CLASSES_FILE]
     suffixes = set(map(suffix_of, label_names))
@@ -250,6 +255,11 @@ def _read_label_files(paths: Sequence[str], read_file: Callable[[str], Objects])
 
 
 def _read_yolo_file(path: str, class_count: int | None) -> Objects:
+    """Return the objects of YOLO's label file of one image, as shares of its sides.
+
+    Raises:
+        FeedError: a line is none of YOLO's, or a class is not below `class_count`.
+    """
     text = read_text(path, what="a label file", error=FeedError, max_bytes=_MAX_LABEL_BYTES)
     boxes, classes = [], []
     for number, line in enumerate(text.splitlines(), 1):

@@ -239,6 +239,7 @@ def _open_items(
 
 
 def _read_item(paths: Mapping[str, Path], specs: Specs) -> ArrayFileContents:
+    """Read the file of all inputs, or one file per input, see `FileItems.paths`."""
     for path in paths.values():
         add_input_file(path)
     if "" in paths:
@@ -334,6 +335,7 @@ def _load_raw(path: Path, specs: Specs) -> Array:
 
 
 def _load_npy(path: Path) -> Array:
+    """Memory-map an .npy file."""
     refuse_irregular(path, what="an .npy file", error=FeedError)
     with HEADER_LOCK:
         array: Any = np.load(path, mmap_mode="r", allow_pickle=False)

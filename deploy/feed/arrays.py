@@ -266,6 +266,11 @@ def has_rows(spec: TensorSpec) -> bool:
 
 
 def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
+    """Refuse an array that does not fit an input.
+
+    Raises:
+        FeedError: another dtype, rank or size; the message says what to do.
+    """
     got = f"{array.dtype} {list(array.shape)}"
     if not _is_convertible(array.dtype, np.dtype(spec.dtype)):
         message = (

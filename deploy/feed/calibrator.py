@@ -91,6 +91,11 @@ class CalibratorBatches:
         return item
 
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
+        """Return the samples of one input that lie at an address, in the input's dtype.
+
+        Raises:
+            FeedError: see `item`.
+        """
         got = type(pointer).__name__
         window = None
         address = _address(pointer)
@@ -290,6 +295,7 @@ class CalibratorScript:
         return self._call(method)
 
     def _batch_size(self) -> int:
+        """Return what get_batch_size gives."""
         size = self._call(self._calibrator.get_batch_size)
         try:
             count = operator.index(size)
@@ -300,6 +306,7 @@ class CalibratorScript:
         return count
 
     def _quantile(self) -> float | None:
+        """Return what a legacy calibrator's get_quantile gives; None without that method."""
         if self._attribute("get_quantile") is None:
             return None
         value = self._call_method("get_quantile")
@@ -310,12 +317,18 @@ class CalibratorScript:
         return float(value)
 
     def _read_cache(self) -> bytes | None:
+        """Return what read_calibration_cache gives, if these are bytes."""
         value = self._call_method("read_calibration_cache")
         if not isinstance(value, bytes | bytearray | memoryview):
             return None
         return bytes(value)
 
     def _next_item(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
+        """Return the next batch of the script as arrays by input; None at its end.
+
+        Raises:
+            FeedError: get_batch failed, or gave another number of addresses.
+        """
         self._stand_ins.memory.start_batch()
         input_names = [spec.name for spec in specs]
         pointers = self._call(self._get_pointers, input_names)

@@ -140,6 +140,7 @@ def opencv() -> Any:
 
 @lru_cache(maxsize=1)
 def _import_quiet_opencv() -> Any:
+    """Return the cv2 module, set to one thread and no messages."""
     import cv2
 
     cv2.setNumThreads(1)

@@ -279,6 +279,10 @@ class _SourceOpener:
     def _open_arrays(
         self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
     ) -> ArraySource:
+        """Open files of arrays, or Python's items.
+
+        `specs`: the arrays in the files: the model's inputs, unless these have no header.
+        """
         skip_bad = self.dataset.skip_bad
         if files is None:
             items, has_end = iterate_items(source)
@@ -329,9 +333,7 @@ class _SourceOpener:
             batch, notes = source.batch, source.notes
             if source.convert is None:  # else its specs are of the files
                 specs = source.specs
-        preprocess, origin = None, ""
         if resolved is not None:
-            preprocess, origin = resolved.preprocess, resolved.origin
             notes += resolved.notes
         if self.recurrence is None:
             chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
@@ -343,8 +345,8 @@ class _SourceOpener:
         share = None
         if self.choice.shard is not None:
             refuse_batches(batch)
-            names = digest_names(map(source.sample_name, chosen))
-            share = create_share(self.choice.shard, len(chosen), names)
+            names_digest = digest_names(map(source.sample_name, chosen))
+            share = create_share(self.choice.shard, len(chosen), names_digest)
             chosen = [chosen[position] for position in share.positions]
             choice_notes.append(f"shard {share}: {len(chosen)} of {share.count} samples")
         return Feed(
@@ -353,10 +355,10 @@ class _SourceOpener:
             specs=specs,
             kind=kind,
             batch=batch,
-            preprocess=preprocess,
+            preprocess=None if resolved is None else resolved.preprocess,
             skip_bad=self.dataset.skip_bad,
             notes=(*notes, *choice_notes),
-            origin=origin,
+            origin="" if resolved is None else resolved.origin,
             share=share,
         )
 

@@ -209,16 +209,14 @@ def open_iterable(
     unused_values = _UnusedValues()
     notes: dict[str, None] = {}  # each note once, in order
     max_samples = None if has_end else limit
-    is_cut = False  # whether reading stopped at `max_samples`
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
         item = {spec.name: with_batch(matched.arrays[spec.name], spec) for spec in specs}
         unused_values.add(matched, counter.add(item, item_name))
-        is_cut = max_samples is not None and counter.total >= max_samples
         items.append(item)
         notes |= dict.fromkeys(conversion_notes(item, specs))
-        if is_cut:
+        if max_samples is not None and counter.total >= max_samples:
             break
         if max_samples is None and not has_end and counter.total > MAX_SAMPLES:
             raise FeedError(
@@ -226,17 +224,15 @@ def open_iterable(
                 " of samples (--limit), and the first ones are used"
             )
 
-    item_ends = counter.item_ends
-    if is_cut and max_samples is not None:  # the last item may hold more samples
-        item_ends = (*item_ends[:-1], max_samples)
-    total = item_ends[-1] if item_ends else 0
+    total = counter.total if max_samples is None else min(counter.total, max_samples)
     if not total:
         raise FeedError(f"{name} must give samples, got none")
+    item_ends = (*counter.item_ends[:-1], total)  # the last item may hold more samples
     labels = unused_values.labels(counter.total)
     all_notes = [*notes, *unused_values.notes()]
     if not is_in_memory:
-        count = f"{'the first ' if is_cut else ''}{total}"
-        all_notes.append(f"{name} was read once into a temporary file ({count} samples)")
+        first = "the first " if total == max_samples else ""
+        all_notes.append(f"{name} was read once into a temporary file ({first}{total} samples)")
     return ArraySource(
         counter.specs,
         items,
@@ -332,6 +328,7 @@ def _with_unused_elements(
 
 
 def _match_mapping(value: Mapping[Any, Any], specs: Specs, item_name: str) -> MatchedItem:
+    """Return the inputs of a mapping by name; the first value of `LABEL_KEYS` may be labels."""
     input_names = [spec.name for spec in specs]
     if any(name not in value for name in input_names):
         raise FeedError(

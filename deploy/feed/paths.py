@@ -104,6 +104,11 @@ def resolve_files(path: Path, *, split: Split = "train") -> SourceFiles:
 
 
 def _resolve_pattern(pattern: Path) -> SourceFiles:
+    """Return the images and files of arrays that a pattern matches.
+
+    Raises:
+        FeedError: there are none.
+    """
     title = printable_name(str(pattern))
     names = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
     usable_names = [name for name in names if is_image(name) or is_array_file(name)]
@@ -144,6 +149,7 @@ def _read_coco_files(path: Path) -> FileList:
 
 
 def _is_file_name(value: str) -> bool:
+    """Return whether a text of a JSON or YAML file can be the name of a file."""
     if not value or "\0" in value:
         return False
     try:
@@ -239,6 +245,11 @@ def _locate_yaml_images(path: Path, root: str, source: str) -> Path:
 
 
 def _resolve_folder(folder: Path) -> SourceFiles:
+    """Return the images of a folder and its subfolders; its files of arrays if there are no images.
+
+    Raises:
+        FeedError: there are neither.
+    """
     images, unsupported_images, arrays = [], [], []
     for name in walk_files(folder, _is_image_or_arrays):
         if is_image(name):

@@ -104,6 +104,7 @@ class Preprocess:
             )
 
     def _check_channels(self, name: str) -> None:
+        """Refuse a number of values that is neither one nor one per channel."""
         count = len(getattr(self, name))
         allowed = {1, COLORS[self.color]} if self.color else {1, 3}
         if count not in allowed:
@@ -226,20 +227,10 @@ def complete_preprocess(
     if layout is None:
         is_channels_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
         layout = "nhwc" if is_channels_last else "nchw"
-    if layout == "nchw":
-        _, channels, height, width = spec.shape
-    else:
+    _, channels, height, width = spec.shape
+    if layout == "nhwc":
         _, height, width, channels = spec.shape
-    color = unresolved.color
-    if color is None:
-        color = "grey" if channels == 1 else "rgb"
-    if isinstance(channels, int) and channels != COLORS[color]:
-        raise FeedError(
-            f"{color} images have {COLORS[color]} channels, the input is {describe(spec)} with"
-            f" {channels} in {layout.upper()}; give another color or layout, or feed arrays from"
-            " .npy files"
-        )
-
+    color = _resolve_color(unresolved.color, channels, spec)
     size = _resolve_size(unresolved, (height, width), spec)
     try:
         resolved = dataclasses.replace(unresolved, size=size, color=color, layout=layout)
@@ -363,9 +354,35 @@ def _check_mean(preprocess: Preprocess) -> None:
         )
 
 
+def _resolve_color(color: str | None, channels: int | str | None, spec: TensorSpec) -> str:
+    """Return the color of the images that an input with these channels takes.
+
+    Raises:
+        FeedError: the requested color has another number of channels.
+    """
+    if color is None:
+        color = "grey" if channels == 1 else "rgb"
+    if isinstance(channels, int) and channels != COLORS[color]:
+        raise FeedError(
+            f"{color} images have {COLORS[color]} channels, the input is {describe(spec)} with"
+            f" {channels}; give another color or layout, or feed arrays from .npy files"
+        )
+    return color
+
+
 def _resolve_size(
     preprocess: Preprocess, model_sides: tuple[int | str | None, int | str | None], spec: TensorSpec
 ) -> Sides:
+    """Return the size of the input in pixels, a side that depends on each image as None.
+
+    Args:
+        preprocess: as requested; its own size comes first, then the model's, then the default.
+        model_sides: height and width of the model's input; a fixed side is an integer.
+        spec: the model's input, for messages.
+
+    Raises:
+        FeedError: nothing gives the size, or it does not fit the model.
+    """
     size = preprocess.size
     if size is None:
         fallback = preprocess.default_size or (None, None)
@@ -482,6 +499,7 @@ def describe_preprocess(preprocess: Preprocess) -> str:
 
 
 def _equals_preset(preset: Preprocess, preprocess: Preprocess) -> bool:
+    """Return whether preprocessing is a preset, completed from a model's input."""
     completed = dataclasses.replace(
         preset,
         size=preprocess.size,

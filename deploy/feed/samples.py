@@ -228,6 +228,7 @@ class Feed:
         return tuple(filter(None, notes))
 
     def _skip_note(self) -> str:
+        """Return a note on the skipped samples, with the first reasons; "" without any."""
         reasons = self.skipped
         if not reasons:
             return ""

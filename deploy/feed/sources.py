@@ -125,6 +125,11 @@ class VideoSource:
         return {self._spec.name: values.astype(self._spec.dtype, copy=False)}
 
     def _read_frame(self, index: int) -> Array:
+        """Return a frame's pixels, uint8 [H, W, 3] BGR; frames between it and the last are skipped.
+
+        Raises:
+            FeedError: it cannot be decoded.
+        """
         pixels: Array | None = None
         with self._lock:
             if index < self._next_frame:
@@ -149,6 +154,11 @@ class VideoSource:
 
 
 def _open_capture(path: Path) -> Any:
+    """Return OpenCV's capture of a video file.
+
+    Raises:
+        FeedError: OpenCV cannot read it.
+    """
     cv2 = opencv()
     with open_regular_file(path, what="a video", error=FeedError) as file, capture_decoder_output():
         # not by its name: OpenCV crashes on bytes that are not UTF-8, and takes %d for a pattern
@@ -283,6 +293,7 @@ class ImageSource:
         return _LARGE_IMAGE if width * height > _LARGE_PIXELS else nullcontext()
 
     def _preprocess(self, index: int, data: bytes) -> Sample:
+        """Decode an image from the file's bytes and convert it to the input."""
         grey = self.preprocess.color == "grey"
         name = self.files.names[index]
         pixels = decode_image(data, name, grey=grey, deep=self._feeds_16_bits)

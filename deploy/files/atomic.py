@@ -82,6 +82,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(handle: int, folder: Path) -> None:
+    """Lock an open folder, once others have released it."""
     end = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:

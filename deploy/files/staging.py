@@ -144,6 +144,7 @@ class Stage:
                 folder.rmdir()
 
     def _create(self) -> Path:
+        """Create the temporary folder, and finish what killed runs left first."""
         try:
             self._created_folders = [
                 p for p in (self.folder, *self.folder.parents) if not p.exists()

@@ -231,6 +231,12 @@ def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = (
 
 
 def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
+    """Import a user's Python file under a name that no other file has.
+
+    Raises:
+        ConfigError: see `refuse_foreign_code`.
+        error: the file failed.
+    """
     refuse_foreign_code(path)
     resolved = path.resolve()
     name = f"calib8_user_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
