@@ -372,7 +372,7 @@ def change_version(tmp_path):
     ("message", "change", "options"),
     [
         ("the model (weights or graph) changed", change_model, ()),
-        ("got another image 01.png", change_image, ()),
+        ("got another 01.png", change_image, ()),
         ("the images changed (count 20 -> 21", add_image, ()),
         ("the preprocessing changed", None, ("--preprocess", "imagenet")),
         ("skip_bad False -> True", None, ("--skip-bad",)),

@@ -755,7 +755,7 @@ def test_commands_take_open_sizes(sized_pictures, wide_net, tmp_path, command):
         ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
         ("--size 24x24x3", "a size reads HxW, such as 224x224, 224, 48x* or native, got '24x24x3'"),
         ("--size 1x* --resize stretch", None),
-        ("--size 820x*", "at most 16384 pixels, got 820x16400 for image 0.png of 2x40"),
+        ("--size 820x*", "at most 16384 pixels, got 820x16400 for 0.png of 2x40"),
     ],
 )
 def test_meaningless_sizes_are_refused(options, message, sized_pictures, wide_net, tmp_path, run):

@@ -382,9 +382,6 @@ class _DigestSource:
     def sample_name(self, index: int) -> str:
         return f"sample {index}"
 
-    def title(self, index: int) -> str:
-        return self.sample_name(index)
-
     def load(self, index: int) -> RawSample:
         return RawSample(bytes.fromhex(self._digests[index]), self._refuse)
 

@@ -128,10 +128,6 @@ class ArraySource:
             return item_name
         return f"sample {row} of {item_name}"
 
-    def title(self, index: int) -> str:
-        """Return the sample's name for messages, in the middle of a sentence."""
-        return self.sample_name(index)
-
     def load(self, index: int) -> RawSample:
         """Return arrays with a batch dimension of 1 by input name, copied and hashed.
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.file_list import UNREADABLE, RawSample, SampleChangedError, SampleDigests
+from deploy.feed.images import printable_name
 from deploy.feed.parallel import prefetch
 from deploy.feed.pixels import Previews
 from deploy.feed.preprocess import Preprocess
@@ -122,15 +123,15 @@ class SampleReader:
             SampleChangedError: the digest differs from the first read.
             FeedError: it cannot be read, unless `skip_bad`.
         """
-        title = self._source.title(index)
+        name = printable_name(self._source.sample_name(index))
         try:
             raw = self._source.load(index)
         except FeedError:
-            self.digests.record(index, UNREADABLE, title)
+            self.digests.record(index, UNREADABLE, name)
             if not self.skip_bad:
                 raise
         else:
-            self.digests.record(index, raw.digest, title)
+            self.digests.record(index, raw.digest, name)
 
     def hash_unread(self, indices: Sequence[int]) -> None:
         """Call `hash` for the samples that were not read yet."""
@@ -192,15 +193,16 @@ class SampleReader:
             return cached
 
         result = result or _read_sample(self._source, index)
+        name = self._source.sample_name(index)
         digest = UNREADABLE if result.raw is None else result.raw.digest
-        self.digests.record(index, digest, self._source.title(index))
+        self.digests.record(index, digest, printable_name(name))
         if result.error is not None:
             raise result.error
         assert result.raw is not None and result.sample is not None
 
         self.decodes += 1
         self._on_disk.add(index, result.sample)
-        self.previews.add(index, self._source.sample_name(index), result.raw, result.sample)
+        self.previews.add(index, name, result.raw, result.sample)
         if len(self._in_memory) < self._max_in_memory:
             self._in_memory[index] = result.sample
         return dict(result.sample)

@@ -15,6 +15,7 @@ from typing import Any
 from deploy.errors import FeedError
 from deploy.feed.arrays import ArraySource
 from deploy.feed.batch_axis import describe_samples
+from deploy.feed.images import printable_name
 from deploy.feed.parallel import SampleStream
 from deploy.feed.pixels import Preview, Previews, find_image
 from deploy.feed.preprocess import Preprocess, Size
@@ -193,9 +194,9 @@ class Feed:
         return self.batch if has_parts else 1
 
     def name_by_digest(self) -> dict[str, str]:
-        """Return sha256 (hex) -> title of every image or row; call after a pass or `manifest`."""
-        titles = map(self._source.title, self._chosen.indices)
-        return dict(zip(self.entry_digests, titles, strict=True))
+        """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""
+        names = map(self._source.sample_name, self._chosen.indices)
+        return dict(zip(self.entry_digests, map(printable_name, names), strict=True))
 
     def sizes(self) -> Iterator[tuple[str, Size | None]]:
         """Yield name and (height, width) of each image file; None for an unreadable image."""
@@ -346,6 +347,10 @@ class Feed:
         refuse_batches(self.batch)
         return create_share(shard, self.entry_count, self._names_digest())
 
+    def _name(self, index: int) -> str:
+        """Return a sample's name for messages."""
+        return printable_name(self._source.sample_name(index))
+
     def _names_digest(self) -> str:
         """Digest of all names, cached: every piece of a calibration needs it."""
         if not self._cached_names_digest:
@@ -392,7 +397,7 @@ class Feed:
             SampleChangedError: a sample has another digest on this machine.
         """
         for index, digest in zip(self._chosen.indices_of(share), digests, strict=True):
-            self._reader.digests.record(index, bytes.fromhex(digest), self._source.title(index))
+            self._reader.digests.record(index, bytes.fromhex(digest), self._name(index))
         for position, reason in skipped.items():
             self._chosen.skipped[self._chosen.indices[position]] = reason
         self._reader.decodes += len(share.positions) - len(skipped)
@@ -425,7 +430,7 @@ class Feed:
                 if known_digests.digest(index).hex() != expected_digest:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, got another"
-                        f" {self._source.title(index)}; restore that file, or leave --resume out to"
+                        f" {self._name(index)}; restore that file, or leave --resume out to"
                         " begin again"
                     )
                 step()

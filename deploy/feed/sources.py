@@ -53,10 +53,7 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def sample_name(self, index: int) -> str:
-        """Return the sample's name."""
-
-    def title(self, index: int) -> str:
-        """Return the sample's name for messages."""
+        """Return the sample's name; `printable_name` of it is for messages."""
 
     def load(self, index: int) -> RawSample:
         """Read the sample without decoding it."""
@@ -103,10 +100,6 @@ class VideoSource:
         """Return the file's name and the frame's number, from 0."""
         return f"{self._path.name}#{index}"
 
-    def title(self, index: int) -> str:
-        """Return the frame's name for messages."""
-        return f"frame {index} of video {images.printable_name(self._path.name)}"
-
     def load(self, index: int) -> RawSample:
         """Return a frame's pixels, hashed, and the function that preprocesses them.
 
@@ -144,8 +137,8 @@ class VideoSource:
                         self._next_frame += 1
         if pixels is None or pixels.dtype != np.uint8:
             message = (
-                f"{self.title(index)} cannot be decoded, though the file claims {self._count}"
-                " frames"
+                f"frame {images.printable_name(self.sample_name(index))} cannot be decoded, though"
+                f" the file claims {self._count} frames"
             )
             if lines:
                 message += f", its decoder says: {lines[-1]}"
@@ -242,10 +235,6 @@ class ImageSource:
         """Return (height, width) of the image as decoded; None if it cannot be decoded."""
         return decoded_size(self.files[index])
 
-    def title(self, index: int) -> str:
-        """Return the image's name for messages."""
-        return f"image {images.printable_name(self.files.names[index])}"
-
     def load(self, index: int) -> RawSample:
         """Return the file's bytes, hashed, and the function that decodes and preprocesses them.
 
@@ -287,7 +276,7 @@ class ImageSource:
         width, height = headers.read_image_size(data) or (0, 0)
         if width * height > self.max_pixels:
             raise FeedError(
-                f"{self.title(index)} must have at most {self.max_pixels:,} pixels, got"
+                f"{images.printable_name(self.files.names[index])} must have at most {self.max_pixels:,} pixels, got"
                 f" {width}x{height}; give a smaller copy of it, or raise --max-pixels"
             )
         return _LARGE_IMAGE if width * height > _LARGE_PIXELS else nullcontext()
@@ -300,7 +289,7 @@ class ImageSource:
         if headers.read_bit_depth(data) == 16:
             self.of_16_bits.add(index)
         size = pixels.shape[0], pixels.shape[1]
-        preprocess = with_image_size(self.preprocess, size, self.title(index))
+        preprocess = with_image_size(self.preprocess, size, images.printable_name(name))
         values = preprocess_image(pixels, preprocess)
         return {self.spec.name: values.astype(self.spec.dtype, copy=False)}
 
@@ -351,13 +340,11 @@ class RemoteSample:
 
     Attributes:
         name: of the sample.
-        title: its name in messages.
         digest: of the sample as read; 32 bytes.
         content: the bytes of an image file; or arrays by input; or the reason why there are none.
     """
 
     name: str
-    title: str
     digest: bytes
     content: bytes | Sample | str
 
@@ -384,14 +371,8 @@ def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[Re
                 content = raw.decode()
         except FeedError as error:
             content = str(error)
-        samples.append(
-            RemoteSample(
-                name=source.sample_name(index),
-                title=source.title(index),
-                digest=digest,
-                content=content,
-            )
-        )
+        name = source.sample_name(index)
+        samples.append(RemoteSample(name=name, digest=digest, content=content))
     return samples
 
 
@@ -419,10 +400,6 @@ class RemoteSource:
     def sample_name(self, index: int) -> str:
         """Return the name on the sending machine."""
         return self._samples[index].name
-
-    def title(self, index: int) -> str:
-        """Return the name for messages on the sending machine."""
-        return self._samples[index].title
 
     def load(self, index: int) -> RawSample:
         """Return the sample as sent.

@@ -170,10 +170,6 @@ class SequenceSource:
         """Return the step's name."""
         return self._source.sample_name(index)
 
-    def title(self, index: int) -> str:
-        """Return the step's name for messages."""
-        return self._source.title(index)
-
     def sequence_of(self, index: int) -> int:
         """Return the number of the sequence that a step is in, from 0."""
         return bisect.bisect_right(self._ends, index)
