@@ -214,6 +214,7 @@ def test_command_repairs_before_choosing_float(auto, command, uneven, images, tm
     assert "largest values of 12 images." in output
     assert "bias correction: worst part" in output
     assert "uneven_modified_model.onnx is the" in output
+    assert f"calib8 build {tmp_path / 'uneven_modified_model.onnx'} --target ascend" in output
     layers = settled(tmp_path).layers
     assert layers["dw"].dmq_balancer_param
     assert not layers["one"].dmq_balancer_param
@@ -368,7 +369,17 @@ def test_labels_define_the_allowed_loss(auto_small, small_cnn, data, tmp_path):
     arguments = ("--eval-images", tmp_path / "list.txt", "--max-loss", 0)
     output = auto_small(tmp_path / "o", *arguments)
     assert {round(6 * loss) / 6 for loss in losses_of(tmp_path / "o")} == {0.0}
-    assert "4 layers in int8: loss 0.00000, held" in output
+    assert "4 layers in int8: loss 0.00000 of top-1, held" in output
+    (tmp_path / "labels.txt").write_text("".join(f"{label}\n" for label in classes))
+    arguments = ("--eval-images", data, "--labels", tmp_path / "labels.txt", "--max-loss", 0)
+    assert output.partition("held")[0] in auto_small(tmp_path / "p", *arguments)
+
+
+def test_auto_takes_no_labels_of_objects(refusal, small_cnn, data, tmp_path):
+    (tmp_path / "o.json").write_text('{"images": [], "annotations": [], "categories": []}')
+    arguments = ("ascend", "auto", small_cnn, "--images", data, "--labels", tmp_path / "o.json")
+    assert "--eval-images" in refusal(*arguments, "-o", tmp_path)
+    assert "o.json" in refusal(*arguments, "--eval-images", data, "-o", tmp_path)
 
 
 def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +24,7 @@ from deploy.commands.base import (
     quietable,
     shows_progress,
 )
+from deploy.commands.build import labels_option
 from deploy.commands.calibration_options import (
     keep_float_option,
     refresh_option,
@@ -194,6 +196,7 @@ def check(path: Path, model: Path | None) -> None:
 @base.measuring_option(
     "--eval-images", type=base.IMAGE_SOURCE, help="Images to judge on; a list may hold labels."
 )
+@labels_option
 @base.measuring_option(
     "--max-loss",
     type=Real(0, 1),
@@ -204,8 +207,8 @@ def check(path: Path, model: Path | None) -> None:
     "--strategy",
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
-    help="How layers are picked: by what the outputs lose, other searches, DMQ, rounded weights and"
-    " corrected biases being tried before float; or by AMCT's ranking of layers alone, of which a"
+    help="How layers are picked: by what the outputs lose, other searches, DMQ, adaptive rounding"
+    " and corrected biases being tried before float; or by AMCT's ranking of layers alone, of which a"
     " prefix goes to float.",
 )
 @image_options
@@ -219,6 +222,7 @@ def auto(
     ascend_config: Path | None,
     amct_batch: int | None,
     eval_images: str | None,
+    labels: Path | None,
     max_loss: float,
     strategy: str,
     images: ImageArguments,
@@ -229,11 +233,22 @@ def auto(
 ) -> None:
     """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
+    from deploy.feed.annotations import Annotations
+    from deploy.feed.evaluation import BY_FOLDER, apply_labels, read_labels
     from deploy.files.manifest import RECORDS
     from deploy.pipeline import ascend_auto
     from deploy.pipeline.build_options import CalibrationOptions
     from deploy.pipeline.calibration_setup import calibrate_with
 
+    evaluation = images.evaluation(eval_images)
+    if labels is not None and evaluation is None:
+        raise ConfigError("labels are of evaluation images, got none; give --eval-images")
+    classes = read_labels(labels) if labels else None
+    if isinstance(classes, Annotations):
+        raise ConfigError(
+            f"the loss here is of classes or cosines, got objects in {labels}; calib8 build"
+            " --ascend-config judges objects"
+        )
     target = ascend_auto.AscendAutoTarget(
         config=ascend_config,
         amct_batch=amct_batch,
@@ -249,8 +264,9 @@ def auto(
         say(calibrated.cost)
 
     feed = calibrated.feed
-    if evaluation := images.evaluation(eval_images):
-        feed = calibrated.loaded.open_samples(evaluation)
+    if evaluation is not None:
+        feed = calibrated.loaded.open_samples(evaluation, labels_by_folder=classes == BY_FOLDER)
+        apply_labels(classes, feed)
     result = ascend_auto.auto_calibrate(
         target,
         calibrated,
@@ -262,11 +278,16 @@ def auto(
         say=say,
     )
 
-    _say_result(result)
+    _say_result(result, model)
 
 
-def _say_result(result: AutoCalibration) -> None:
-    """Print what stays in int8, and the files that were written."""
+def _say_result(result: AutoCalibration, model: Path) -> None:
+    """Print what was chosen, the files, and the build that goes on from them.
+
+    `model`: the user's file.
+    """
+    from deploy.pipeline.ascend_auto import FINAL
+
     for note in result.config.notes:
         say(note)
     if result.int8_layers is None:
@@ -277,8 +298,16 @@ def _say_result(result: AutoCalibration) -> None:
         say(f"{result.int8_layers} layers in int8, {in_float} in float.")
         for note in result.notes:
             say(note)
+    path_by_name = {path.name: path for path in result.paths}
     for path in result.paths:
         say(f"  {path}")
+    if result.int8_layers is not None:
+        built_model = path_by_name.get(f"{model.stem}_modified_model.onnx", model)
+        config_path = path_by_name[FINAL]
+        say(
+            f"The report and the atc script: calib8 build {quote(str(built_model))} --target ascend"
+            f" --ascend-config {quote(str(config_path))}, with the same --images."
+        )
 
 
 @ascend.command("deploy", cls=base.SectionedCommand, short_help="Files by a record's scales.")

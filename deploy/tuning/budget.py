@@ -241,7 +241,8 @@ class BudgetSearch:
             )
         loss = self._loss_by_split[trial.in_float] = loss_of(accuracy)
         is_held = bool(loss <= self.max_loss)
-        self.say(f"{what}: loss {loss:.5f}, {'held' if is_held else 'too much'}")
+        unit = "cosine" if accuracy.top1_reference is None else "top-1"
+        self.say(f"{what}: loss {loss:.5f} of {unit}, {'held' if is_held else 'too much'}")
         # the keys are those that AMCT writes
         float_by_layer = {name: name in trial.in_float for name in self.layers}
         entry = {"roll_back_config": float_by_layer, "metric_eval": [is_held, float(loss)]}

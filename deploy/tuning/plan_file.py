@@ -11,7 +11,7 @@
     precision = "int8"               grid that it was chosen for; --plan obeys it on no other
     timed_on = "AMD EPYC ..."        CPU whose times decided; the plan is searched again on another
     method = "minmax"
-    rounded = true                   weights rounded by output error
+    rounded = true                   adaptive rounding of weights
     float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }
     methods = { "tensor" = "mse" }
 

@@ -1,4 +1,4 @@
-"""Weight rounding by output error, layer by layer (see `calibrators.rounding`).
+"""Adaptive rounding: of weights by output error, layer by layer (see `calibrators.rounding`).
 
 The inputs are those of the float model on a few samples. A weight that is not rounded to nearest is
 replaced by the float value of its integer, so that every target rounds it to that. The other
