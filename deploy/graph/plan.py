@@ -180,14 +180,16 @@ def analyse(
     """
     if analysis is None:
         analysis = ModelAnalysis(model)
+    # where the target runs gates in int8, the nodes of a gate count as one node of its name
     gates = analysis.gates if GATE in placement.glue else ()
     graph = analysis.collapsed if gates else analysis.graph
     gate_by_node: dict[str, str] = {}  # node of a gate -> the node that stands for the gate
     for gate in gates:
         gate_by_node |= dict.fromkeys(gate.nodes, gate.name)
-    requested_reasons = {}
+    requested_reasons = {}  # node that the caller keeps in float -> why
     for name, reason in reasons_by_node(float_nodes).items():
         requested_reasons[gate_by_node.get(name, name)] = reason
+
     float_reasons = _find_float_reasons(graph, placement, requested_reasons, float_tensors or {})
 
     int8_nodes = [node for node in graph.nodes if not float_reasons[node.name]]
@@ -221,12 +223,18 @@ def _find_float_reasons(
     requested_reasons: Mapping[str, str],
     float_tensors: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return node -> why it stays float; "" if it runs in int8."""
+    """Return node -> why it stays float; "" if it runs in int8.
+
+    First the nodes that cannot run in int8 are refused, then those that gain nothing among their
+    neighbours. Since each of the latter may be the neighbour of another, this is repeated until
+    nothing changes.
+    """
     reasons = {}
     for node in graph.nodes:
         refusal = find_refusal(graph, node, placement, requested_reasons, float_tensors)
         reasons[node.name] = refusal
-    # refuse nodes that gain nothing in int8; refusing one node can strand another
+
+    # TensorRT's DLA runs each layer in int8 that can, whatever is around it
     has_changed = not placement.pairs_everywhere
     while has_changed:
         has_changed = False
@@ -274,8 +282,8 @@ class _Int8Flow:
         """Add the tensors around a node that runs in int8."""
         graph = self.graph
         self.int8_reads.update(graph.data_inputs(node))
-        self.int8_outputs.add(graph.tail(node))
-        if node.op_type in self.placement.heavy:
+        self.int8_outputs.add(graph.tail(node))  # behind its Relu, Clip or bias Add
+        if node.op_type in self.placement.heavy:  # it quantizes its inputs itself
             self.int8_outputs.update(graph.data_inputs(node))
         elif node.op_type == "Split":
             self.int8_outputs.update(node.output)
@@ -341,11 +349,11 @@ def _find_gemm_biases(
     int8_nodes: Iterable[onnx.NodeProto],
     requested_reasons: Mapping[str, str],
 ) -> dict[str, onnx.NodeProto]:
-    """Return MatMul in int8 -> the Add of its bias.
+    """Return name of a MatMul in int8 -> the Add of its bias.
 
-    ONNX Runtime fuses both into a Gemm before it selects integer kernels. If the bias is not
-    stored in integers it then has none: the layer ran in float and dequantized its weights for
-    every input (a net of three such layers: 9.6 times slower than FP32).
+    ONNX Runtime fuses both into a Gemm before it selects integer kernels, and has none for a Gemm
+    whose bias is float: the layer would run in float and dequantize its weights for every input
+    (a net of three such layers was 9.6 times slower than FP32). So both are planned as one layer.
     """
     biases: dict[str, onnx.NodeProto] = {}
     for node in int8_nodes:
@@ -376,8 +384,16 @@ def _decide(
 ) -> tuple[Decision, ...]:
     """Return one decision per node.
 
-    A tail (Relu, Clip or bias Add) runs where the node before it runs, and the nodes of
-    a gate run where the gate runs.
+    A tail (the Relu, Clip or bias Add that is fused into the node before it) runs where that node
+    runs, and the nodes of a gate run where the gate runs.
+
+    Args:
+        nodes: nodes of the model.
+        graph: the same nodes, but each gate as one node.
+        placement: the target's rules.
+        float_reasons: node of `graph` -> why it stays float, or "".
+        gate_by_node: node of a gate -> the node of `graph` that stands for it.
+        gemm_biases: MatMul -> the Add of its bias, which is its tail too.
     """
     head_by_tail = {}  # output of a tail -> the node that it is fused into
     for node in graph.nodes:
@@ -399,7 +415,11 @@ def _decide(
 
 
 def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple[QdqPair, ...]:
-    """Return the Q/DQ pairs of a plan: on inputs of the model first, then in graph order."""
+    """Return the Q/DQ pairs of a plan: on inputs of the model first, then in graph order.
+
+    ONNX Runtime and DLA have pairs on tensors, which all readers then read; TensorRT has them in
+    front of the nodes that run in int8.
+    """
     tensors = (*graph.inputs, *graph.producer)
     if placement.pairs_everywhere or placement.pairs_on_outputs:
         paired = _find_paired_tensors(graph, placement, int8_nodes)
@@ -447,7 +467,10 @@ def _find_weights(
     int8_nodes: Iterable[onnx.NodeProto],
     gemm_biases: Mapping[str, onnx.NodeProto],
 ) -> tuple[WeightTarget, ...]:
-    """Return the constant weights of int8 layers (Conv, Gemm, MatMul, ...)."""
+    """Return the constant weights of int8 layers (Conv, Gemm, MatMul, ...), with their biases.
+
+    `gemm_biases`: MatMul -> the Add of its bias.
+    """
     weights = []
     for node in int8_nodes:
         if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:

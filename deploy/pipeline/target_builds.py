@@ -149,6 +149,8 @@ def _build_target(target: Target, request: BuildRequest, repairs: Sequence[str])
     repaired_request, repair_results = repair_request(target, request, repairs, samples)
     with large_blocks_returned():
         result = target.build(repaired_request)
+        if request.evaluation_set is not None:  # the build may have run the float model
+            request.evaluation_set.outputs.close_session()
     notes = (*(repair.sentence for repair in repair_results), *result.notes)
     return replace(result, options=changed_options(target), notes=notes)
 
