@@ -660,10 +660,10 @@ def test_digests_combine_in_order_or_sorted():
     digests_seen, order = SampleDigests(60), [3, 7, 0, 39, 12]
     for number, digest in enumerate(digests):
         digests_seen.record(number, digest, "it")
-    for by_size, arrange in ((False, list), (True, sorted)):
+    for in_digest_order, arrange in ((False, list), (True, sorted)):
         joined_digests = b"".join(arrange(digests[n] for n in order))
         assert (
-            digests_seen.combined(order, by_size=by_size)
+            digests_seen.combined(order, in_digest_order=in_digest_order)
             == hashlib.sha256(joined_digests).hexdigest()
         )
     assert list(digests_seen.hex(order)) == [digests[n].hex() for n in order]

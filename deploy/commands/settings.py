@@ -79,24 +79,32 @@ class ConfiguredCommand(SectionedCommand):
         ctx.default_map = {}
         if "config" in line_values:
             file = Path(str(line_values["config"]))
-            file_values = options_in(self, file)
-            for name, rivals in _RIVALS.items():
-                for rival in rivals if name in line_values else ():
-                    file_values.pop(rival, None)
-            if "trust_config" not in line_values:
-                from deploy.files.usercode import distrust_config
-
-                ctx.with_resource(distrust_config(file, _texts(line_values)))
+            file_values = self._read_config(ctx, file, line_values)
             ctx.default_map = file_values
             if (file.parent / MANIFEST_NAME).exists():  # a build's own file
                 ctx.default_map = {"out": str(file.parent), **file_values}
         ctx.meta[_META] = {**file_values, **line_values}
         return super().parse_args(ctx, args)
 
+    def _read_config(
+        self, ctx: click.Context, file: Path, line_values: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the values of a file of options that the command line leaves in force.
 
-def _texts(values: Mapping[str, Any]) -> Iterator[str]:
-    for value in values.values():
-        yield from map(str, value if isinstance(value, list | tuple) else (value,))
+        Until the command ends, code that only the file names runs if no other user can write it.
+        """
+        file_values = options_in(self, file)
+        for name in _RIVALS.keys() & line_values.keys():
+            for rival in _RIVALS[name]:
+                file_values.pop(rival, None)
+        if "trust_config" not in line_values:
+            from deploy.files.usercode import distrust_config
+
+            typed_texts: list[str] = []
+            for value in line_values.values():
+                typed_texts += map(str, value if isinstance(value, list | tuple) else (value,))
+            ctx.with_resource(distrust_config(file, typed_texts))
+        return file_values
 
 
 def settings_text() -> str:

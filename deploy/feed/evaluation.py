@@ -2,8 +2,8 @@
 
 ::
 
-    feed    0 1 2 3 4 5 6 7 8 9 ...     each sample has a key
-    part    0   2 3   5 6   8   ...     the same keys, whichever others turn out to be bad
+    feed      0 1 2 3 4 5 6 7 8 9 ...     each sample has a key
+    subset    0   2 3   5 6   8   ...     the same keys, whichever others turn out to be bad
 
 Labels are given, numbered by folder, or annotated objects in pixels of the model's input.
 """
@@ -45,12 +45,12 @@ class EvaluationSubset:
 
     @property
     def has_labels(self) -> bool:
-        """Whether the feed has labels; the part has none: FP32 outputs are its reference."""
+        """Whether the feed has labels; the subset has none: FP32 outputs are its reference."""
         return self._feed.labels is not None
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Keys of the part's samples in the feed, without known bad ones."""
+        """Keys of the subset's samples in the feed, without known bad ones."""
         return self._feed.spread_keys(-(-self._max_images // self._feed.batch))
 
     @property
@@ -91,7 +91,7 @@ class EvaluationSubset:
         return SampleStream(self._walk())
 
     def spread_samples(self, max_samples: int) -> Iterator[Sample]:
-        """Yield at most `max_samples` samples, spread evenly over the part."""
+        """Yield at most `max_samples` samples, spread evenly over the subset."""
         return (sample for _, sample in self.spread_with_keys(max_samples))
 
     def spread_with_keys(

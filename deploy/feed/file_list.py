@@ -140,17 +140,17 @@ class SampleDigests:
         """Return the digests of several samples in hexadecimal."""
         return tuple(self.digest(index).hex() for index in indices)
 
-    def combined(self, indices: Sequence[int], *, by_size: bool = False) -> str:
+    def combined(self, indices: Sequence[int], *, in_digest_order: bool = False) -> str:
         """Return the sha256 (hex) over the digests of samples that were read.
 
         Args:
             indices: of the samples.
-            by_size: hash the digests in sorted order, not in the order of `indices`.
+            in_digest_order: hash the digests in their own order, not in the order of `indices`.
         """
         assert all(map(self.__contains__, indices))
         all_rows = np.frombuffer(self._digests, f"S{_DIGEST_BYTES}")
         rows = all_rows[np.fromiter(indices, np.intp)]
-        if by_size:
+        if in_digest_order:
             rows = np.sort(rows)
         return hashlib.sha256(rows.data).hexdigest()
 

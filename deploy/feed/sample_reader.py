@@ -10,6 +10,7 @@ If the model fixes its batch, the last batch is filled up with the first samples
     a b c | d e f | g + a b
 """
 
+import math
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class SampleCache:
     A full disk stops the caching, not the run: cached samples stay, the others are decoded again.
     """
 
-    def __init__(self, indices: Collection[int], *, max_bytes: int | None = None) -> None:
-        """Args: indices: samples to cache; max_bytes: size limit, None for no limit."""
+    def __init__(self, indices: Collection[int], *, max_bytes: float = math.inf) -> None:
+        """Args: indices: samples to cache; max_bytes: of all of them together."""
         self._accepted_indices = indices
         self._max_bytes = max_bytes
         self._used_bytes = 0
@@ -54,8 +55,8 @@ class SampleCache:
         with self._lock:
             if index not in self._accepted_indices or index in self._locations:
                 return
-            size = sum(np.asarray(array).nbytes for array in sample.values())
-            if self._max_bytes is not None and self._used_bytes + size > self._max_bytes:
+            sample_bytes = sum(np.asarray(array).nbytes for array in sample.values())
+            if self._used_bytes + sample_bytes > self._max_bytes:
                 return
             try:
                 if self._store is None:
@@ -64,13 +65,12 @@ class SampleCache:
             except (OSError, ValueError):  # disk full, or not a plain array
                 self._accepted_indices = ()
                 return
-            self._used_bytes += size
+            self._used_bytes += sample_bytes
             self._locations[index] = locations
 
     def get(self, index: int) -> dict[str, Array] | None:
         """Return a cached sample; None for any other."""
-        with self._lock:
-            locations, store = self._locations.get(index), self._store
+        locations, store = self._locations.get(index), self._store
         if locations is None or store is None:
             return None
         return {name: store.get(location) for name, location in locations.items()}

@@ -109,9 +109,7 @@ class Feed:
     @property
     def unpadded_count(self) -> int | None:
         """Number of images, if the last batch may repeat some to be full; else None."""
-        if self.batch == 1:
-            return None
-        return self.count
+        return self.count if self.batch > 1 else None
 
     @property
     def entry_count(self) -> int:
@@ -222,8 +220,13 @@ class Feed:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on how the samples were read; complete after one pass."""
-        notes = [*self._notes, self._skip_note(), self._duplicate_note()]
-        if isinstance(self._source, ImageSource):
+        notes = [*self._notes, self._skip_note()]
+        if isinstance(self._source, ImageSource):  # rows and frames are often equal
+            copies = self.duplicate_count
+            if copies:
+                notes.append(
+                    f"{copies} of the {self.count} images are copies of others and count once more"
+                )
             notes.append(self._source.note)
         notes.append(last_batch_note(self.count, self.batch))
         return tuple(filter(None, notes))
@@ -237,15 +240,6 @@ class Feed:
         if len(reasons) > _MAX_SKIPS_IN_NOTE:
             note += f" (and {len(reasons) - _MAX_SKIPS_IN_NOTE} more)"
         return note
-
-    def _duplicate_note(self) -> str:
-        """Return a note on duplicate images; rows and frames are often equal, so none for them."""
-        if not isinstance(self._source, ImageSource):
-            return ""
-        count = self.duplicate_count
-        if not count:
-            return ""
-        return f"{count} of the {self.count} images are copies of others and count once more"
 
     @property
     def duplicate_count(self) -> int:
@@ -312,15 +306,11 @@ class Feed:
         self._reader.hash_unread(indices)
 
         digests = self._reader.digests
-        ordered_digest = digests.combined(indices)
-        digest = ordered_digest
-        if self.batch == 1:
-            digest = digests.combined(indices, by_size=True)
         return {
             **self.settings,
             "count": len(indices),
-            "sha256": digest,
-            "ordered_sha256": ordered_digest,
+            "sha256": digests.combined(indices, in_digest_order=self.batch == 1),
+            "ordered_sha256": digests.combined(indices),
         }
 
     # --- Parts of the feed, for shards, clusters and interrupted runs

@@ -106,8 +106,10 @@ _BITS = 32
 def sampling_order(count: int) -> NDArray[np.int64]:
     """Return all positions below `count` in low-discrepancy order; read-only, since cached."""
     steps = np.arange(1 << (2 * count).bit_length(), dtype=np.uint64)  # enough for all positions
+    # the scrambled sequence of van der Corput, as fractions of 2**32
     fractions = _reverse_bits(_scramble(steps))
     positions = (fractions * np.uint64(count)) >> np.uint64(_BITS)
+    # each position where it comes first
     _, first_steps = np.unique(positions, return_index=True)
     return np.asarray(positions[np.sort(first_steps)][:count], np.int64)
 
@@ -133,6 +135,7 @@ def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _low_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the lower 32 bits: a product of unsigned 32-bit integers, as in C."""
     return x & np.uint64((1 << _BITS) - 1)
 
 

@@ -276,8 +276,9 @@ class ImageSource:
         width, height = headers.read_image_size(data) or (0, 0)
         if width * height > self.max_pixels:
             raise FeedError(
-                f"{images.printable_name(self.files.names[index])} must have at most {self.max_pixels:,} pixels, got"
-                f" {width}x{height}; give a smaller copy of it, or raise --max-pixels"
+                f"{images.printable_name(self.files.names[index])} must have at most"
+                f" {self.max_pixels:,} pixels, got {width}x{height}; give a smaller copy of it, or"
+                " raise --max-pixels"
             )
         return _LARGE_IMAGE if width * height > _LARGE_PIXELS else nullcontext()
 
