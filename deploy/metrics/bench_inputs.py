@@ -1,7 +1,7 @@
 """Inputs for latency measurements: random tensors that fit the session's specs, or real images."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, islice
 from math import prod
 from pathlib import Path
 from shlex import quote
@@ -74,15 +74,17 @@ def random_feeds(
 
 
 def stack_samples(samples: Sequence[Outputs], batch: int) -> list[dict[str, Array]]:
-    """Return `FEED_COUNT` inputs of `batch` rows each, from samples of batch 1 used in turn.
+    """Return `FEED_COUNT` feeds of `batch` rows each.
+
+    `samples`: inputs of one row each, which are used in turn, again from the first if they are few.
 
     Raises:
         ConfigError: samples of different sizes.
     """
     feeds = []
-    sample_cycle = cycle(samples)
+    endless_samples = cycle(samples)
     for _ in range(FEED_COUNT):
-        rows = [next(sample_cycle) for _ in range(batch)]
+        rows = list(islice(endless_samples, batch))
         feed = {}
         for name in rows[0]:
             arrays = [row[name] for row in rows]

@@ -155,16 +155,18 @@ def auto_calibrate(
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
                 ranking = rank_layers(plan.model, layers, samples, threads=threads)
         # a layer with an index stands for an input of a node, not for a node
-        uncounted = [name for name, layer in plan.layers.items() if layer.input_index is not None]
+        node_inputs = [name for name, layer in plan.layers.items() if layer.input_index is not None]
+        # DMQ, which balances, cannot be the search of every layer
+        general_searches = [name for name in records_by_search if not is_balanced(name)]
         budget_search = BudgetSearch(
             target=target,
             request=request,
             evaluation=evaluation,
             max_loss=max_loss,
             layers=tuple(plan.layers),
-            uncounted=uncounted,
+            uncounted=node_inputs,
             searches=records_by_search,
-            everywhere=[name for name in records_by_search if not is_balanced(name)],
+            everywhere=general_searches,
             nearest=partial(_find_nearest_searches, plan, records_by_search, feed, threads),
             say=say,
             ranking=ranking,

@@ -264,11 +264,14 @@ def build_with(
 
 
 def _request_part(build: PreparedBuild) -> RequestPart:
-    """Return what the user asked for, as far as the next step depends on it."""
+    """Return what the user asked for, as far as the steps that a report suggests depend on it."""
     options = build.options
     tuning = options.tuning
+    effort_by_target = {}
+    for target in options.targets:
+        effort_by_target[target.name] = tuning.for_target(target).level
     return RequestPart(
-        effort={target.name: tuning.for_target(target).level for target in options.targets},
+        effort=effort_by_target,
         prefer=tuning.prefer,
         max_loss=options.gates.max_loss,
         min_speedup=options.gates.min_speedup,
@@ -287,7 +290,10 @@ def _is_mostly_wrong(engine: EngineRow) -> bool:
 
 
 def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
-    """Return the calibration, observed or from the cache; for a Q/DQ model that of its pairs."""
+    """Return the calibration, observed or from the cache; for a Q/DQ model that of its pairs.
+
+    `stage`: where the files of the build wait until it is complete.
+    """
     options = build.options
     if build.loaded.qdq is not None:
         return use_qdq_calibration(
@@ -298,13 +304,16 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
             trt_version=options.calibration.cache.trt_version,
         )
     assert build.dataset is not None
+    evaluation_count = CANDIDATES  # the search needs samples of its own
+    if build.evaluation is None:  # engines are evaluated on calibration samples too
+        evaluation_count = CALIBRATION_SAMPLES
     return calibrate_loaded(
         build.loaded,
         build.user_model,
         build.dataset,
         options.calibration,
         targets=options.targets,
-        evaluation_count=CALIBRATION_SAMPLES if build.evaluation is None else CANDIDATES,
+        evaluation_count=evaluation_count,
         task=options.task or "",
         stage=stage,
     )
@@ -344,15 +353,15 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) 
 def _plan_targets(
     build: PreparedBuild, calibration: CalibrationResult, stage: Stage
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
-    """Return (target -> which layers stay float, the plan file).
+    """Return (target -> which layers stay float, path of the plan file or None).
 
-    On every target the float layers of a Q/DQ model stay float, and there is no plan file.
+    The float layers of a Q/DQ model stay float on every target, without a search and a plan file.
     """
     qdq, options = build.loaded.qdq, build.options
     if qdq is not None:
         plan = TargetPlan(choices=keep_float_layers(qdq, build.loaded))
         planned = PlannedTarget(plan=plan, searched=False)
-        return dict.fromkeys((target.name for target in options.targets), planned), None
+        return {target.name: planned for target in options.targets}, None
 
     tuning = replace(
         options.tuning,
@@ -441,14 +450,15 @@ def _evaluation_notes(
 
     `shared_count`: number of evaluation images that calibrated too.
     """
-    skipped_outputs = [
-        f"{spec.name} ({spec.dtype})" for spec in build.loaded.outputs if spec.dtype in _NO_NUMBERS
-    ]
+    skipped_outputs = []
+    for spec in build.loaded.outputs:
+        if spec.dtype in _NO_NUMBERS:
+            skipped_outputs.append(f"{spec.name} ({spec.dtype})")
     if skipped_outputs:
         yield f"outputs that are not numbers are not compared: {', '.join(skipped_outputs)}"
 
     tuning, evaluation = build.options.tuning, build.evaluation
-    is_searched = tuning.level and not tuning.plan
+    is_searched = tuning.level > 0 and not tuning.plan
     metric = build.metric
     if metric.function is not None and build.has_labels and is_searched:
         yield (

@@ -383,7 +383,8 @@ def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
 def _refuse_less_effort(options: BuildOptions, loaded: LoadedModel) -> None:
     """Refuse to replace the files of a search by those of one with less effort.
 
-    A plan or split of the earlier build that is followed is no new search.
+    A build by a given plan or split is no new search. A target that failed before may be searched
+    with less effort.
     """
     tuning = options.tuning
     if options.calibration.cache.force or tuning.plan is not None or tuning.split is not None:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -170,13 +170,16 @@ def open_dataset(
     `cluster`: the scheduler whose workers observe; None observes here.
     """
     feed = loaded.open_samples(dataset)
-    return CalibrationImages(
+    images = CalibrationImages(
         feed=feed,
         name=describe_source(dataset.source),
         shard=None if feed.share is None else f"a shard (got {feed.share})",
         is_readable=True,
-        observe=observe_here if cluster is None else partial(observe_on_workers, cluster, dataset),
+        observe=observe_here,
     )
+    if cluster is None:
+        return images
+    return replace(images, observe=partial(observe_on_workers, cluster, dataset))
 
 
 def open_shards(shards: ShardSet) -> CalibrationImages:
@@ -240,14 +243,16 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
         CacheError: a checkpoint from which the run cannot go on.
         FeedError, BackendError, CalibrationError: as the pass.
     """
+    # some statistics start from another one of the first samples, which are read before the pass;
+    # a checkpoint holds those that the pass itself records
     schedule = schedule_observations(decision.missing, decision.observed)
     checkpoint = _open_checkpoint(run, schedule.main)
     observed = decision.observed
     if decision.missing:
-        new = _observe_missing(
+        new_statistics = _observe_missing(
             run, decision, checkpoint, schedule.preliminary_sample_count, threads
         )
-        observed = observed.merged_with(new)
+        observed = observed.merged_with(new_statistics)
 
     notes: tuple[str, ...] = ()
     if threads < run.threads:
@@ -259,22 +264,25 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
 
 
 def _open_checkpoint(run: CalibrationRun, observations: Sequence[Observation]) -> Checkpoint | None:
-    """Return the checkpoint of these observations; None if none is kept, or nothing is observed."""
+    """Return the checkpoint of these observations; None if none is kept, or nothing is observed.
+
+    A checkpoint is the state of the pass on disk, from which an interrupted run goes on.
+    """
     if run.checkpoint_path is None:
         return None
-    if observations:
-        return Checkpoint(
-            run.checkpoint_path,
-            run.subject,
-            run.feed,
-            observations,
-            run.peaks,
-            resume=run.resume,
-            force=run.policy.force,
-        )
-    if run.resume:
-        remove_finished_checkpoint(run.checkpoint_path)
-    return None
+    if not observations:
+        if run.resume:  # the interrupted run had ended its pass, so its checkpoint is of no use
+            remove_finished_checkpoint(run.checkpoint_path)
+        return None
+    return Checkpoint(
+        run.checkpoint_path,
+        run.subject,
+        run.feed,
+        observations,
+        run.peaks,
+        resume=run.resume,
+        force=run.policy.force,
+    )
 
 
 def _observe_missing(
@@ -455,7 +463,10 @@ def _make_calibration(
     pass_result: PassResult,
     score_threshold: float | None,
 ) -> Calibration:
-    """Return the statistics of the cache and of this run, as they are stored."""
+    """Return the statistics of the cache and of this run, as the cache stores them.
+
+    If nothing was observed, the cache keeps the rule by which it was ended.
+    """
     fingerprint = make_fingerprint(run.subject, run.feed.manifest())
     stability_rule = run.stability_rule
     if decision.stored is not None and not decision.missing:

@@ -388,7 +388,7 @@ def use_qdq_calibration(
 def _collect_observations(
     targets: Iterable[Target], subject: CalibrationSubject
 ) -> tuple[dict[str, tuple[Observation, ...]], dict[str, str]]:
-    """Return (target -> its observations, target -> why it cannot be built for).
+    """Return (target -> what it needs observed, target -> why it cannot be built for).
 
     Raises:
         Calib8Error: no target can be built for.
@@ -432,7 +432,13 @@ def _refuse_foreign_cache(policy: CachePolicy) -> None:
 
 
 def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
-    """Return the path of the checkpoint; None with --until-stable, which looks at few samples."""
+    """Return the path of the checkpoint, from which --resume goes on with an interrupted run.
+
+    None without a cache to put it beside, and with --until-stable, which looks at few samples.
+
+    Raises:
+        ConfigError: --resume, but there can be no checkpoint.
+    """
     policy = options.cache
     if options.resume and policy.reuse_flag:
         raise ConfigError(

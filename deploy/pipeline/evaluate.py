@@ -298,7 +298,15 @@ def choose_evaluation(
     labels: Labels | None,
     metric: Metric | None,
 ) -> Evaluation:
-    """Return the evaluation samples; without them calibration samples, without labels."""
+    """Return the samples to evaluate on.
+
+    Args:
+        calibration: used without labels if there are no evaluation samples.
+        evaluation: evaluation samples; None without.
+        labels: classes of the evaluation samples, or the objects on them; None takes those that
+            came with the samples, if any.
+        metric: what the user set to evaluate by.
+    """
     if evaluation is None:
         return Evaluation(
             feed=calibration,

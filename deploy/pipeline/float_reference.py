@@ -73,11 +73,14 @@ def _read_user_file(loaded: LoadedModel) -> bytes:
 
 
 def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationSet) -> str:
-    """Compare the cleaned model with the user's on one sample, so that no step changed it.
+    """Compare the cleaned model with the user's on one sample.
+
+    Cleaning folds constants and rewrites old operators, which must not change what is computed.
 
     Returns:
-        A warning where they differ and a node picks among values, which rounding may change too;
-        "" if they are alike, or if ONNX Runtime cannot run the user's model.
+        A warning where they differ and a node picks among values, such as a TopK: rounding alone
+        may change what it picks. "" if they are alike, or if ONNX Runtime cannot run the user's
+        model.
 
     Raises:
         ModelError: they differ, and no node picks among values.
@@ -92,7 +95,8 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
         worst_db, output = min(compared, default=(math.inf, ""))
     except BackendError:  # FP32 itself is not run in the user's form either
         return ""
-    if worst_db >= (_MIN_WIDENED_DB if loaded.was_float16 else _MIN_CLEANED_DB):
+    min_db = _MIN_WIDENED_DB if loaded.was_float16 else _MIN_CLEANED_DB
+    if worst_db >= min_db:
         return ""
 
     message = (
@@ -109,7 +113,10 @@ def _compare_outputs(
 ) -> Iterator[tuple[float, str]]:
     """Yield (SQNR in dB, name) of each float output of the first sample.
 
-    `graph`: of the cleaned model.
+    Args:
+        session: of the user's model.
+        evaluation_set: samples with the outputs of the cleaned model.
+        graph: of the cleaned model.
     """
     for sample, cleaned_outputs in evaluation_set.samples_with_outputs(1):
         inputs = {spec.name: sample[spec.name].astype(spec.dtype) for spec in session.inputs}
@@ -117,10 +124,12 @@ def _compare_outputs(
             cleaned_value = cleaned_outputs.get(name)
             if value.dtype.kind != "f" or cleaned_value is None:
                 continue
-            if cleaned_value.shape == value.shape:
-                signal = np.nan_to_num(value.astype(np.float64))
-                noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
-                maker = graph.trace_back(name, MOVES)
-                if maker is not None and maker.op_type in _BOUNDED_OPERATORS:
-                    noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0
-                yield sqnr_db(float(np.vdot(signal, signal)), float(np.vdot(noise, noise))), name
+            if cleaned_value.shape != value.shape:
+                continue
+            signal = np.nan_to_num(value.astype(np.float64))
+            noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
+            # the node that computes the values, upstream of those that only move them
+            source = graph.trace_back(name, MOVES)
+            if source is not None and source.op_type in _BOUNDED_OPERATORS:
+                noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0
+            yield sqnr_db(float(np.vdot(signal, signal)), float(np.vdot(noise, noise))), name

@@ -414,7 +414,10 @@ def _measure_latency(
 
 
 def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> Iterator[EngineRow]:
-    """Yield the rows of each target's baselines and of its engine."""
+    """Yield the rows of each target's baselines, float engines built for it, and of its engine.
+
+    `measurements`: what was measured; without images nothing.
+    """
     failures = measurements.failures
     for result in results:
         paths: dict[str, Path | None] = {**result.baselines, result.target: result.engine}
@@ -438,7 +441,7 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
                 row = replace(row, load_ms=measurements.engines[name].load_ms)
             if is_baseline and name in failures:
                 row = replace(row, notes=(failures[name],))
-            if not is_baseline and len(results) == 1:
+            if not is_baseline and len(results) == 1:  # "int8" tells it from FP32 well enough
                 row = replace(row, label=result.precision)
             yield row
 

@@ -73,7 +73,13 @@ class Reading(NamedTuple):
 def list_readings(
     calibration: CalibrationResult, used: Preprocess, *, with_scales: bool
 ) -> Iterator[Reading]:
-    """Yield other readings of the pictures: of the metadata, of swapped colors, of other scales."""
+    """Yield other readings of the pictures: of the metadata, of swapped colors, of other scales.
+
+    Args:
+        calibration: the model and its calibration data.
+        used: the reading in use.
+        with_scales: whether other scales are tried; those that the first layer contradicts are not.
+    """
     loaded, subject = calibration.loaded, calibration.subject
     spec, metadata = loaded.inputs[0], loaded.metadata_preprocess
     if metadata is not None and metadata.preprocess is not None:

@@ -304,13 +304,16 @@ def publish_build(
 ) -> None:
     """Move a build into its folder, with its manifest.
 
-    `replaceable`: names that may be replaced although no manifest lists them; None for all.
+    Args:
+        origin: what it was made from, see `build_origin`.
+        stage: the temporary folder with its files.
+        replaceable: names that may be replaced although no manifest lists them; None for all.
 
     Raises:
         ExportError: another file would be replaced, or the disk refuses.
     """
 
-    def write_manifest() -> None:
+    def write_manifest() -> None:  # called while the folder is locked against other runs
         names = stage.file_names()
         if replaceable is not None:
             guarded_names = [name for name in names if name not in replaceable]

@@ -103,7 +103,7 @@ def build_targets(
     unrepaired_model: onnx.ModelProto | None,
     cpu: str,
 ) -> list[BuildResult]:
-    """Build every target; a failed one becomes its error.
+    """Build every target; of one that fails, the result has the error, and its files are removed.
 
     Args:
         targets: targets to build.

@@ -135,7 +135,7 @@ class Section:
 
 
 def block_html(block: Block) -> str:
-    """Return a block as HTML; its texts are escaped."""
+    """Return a block as HTML; all texts are escaped, drawings are HTML already."""
     match block:
         case Paragraph(text, link, note):
             start = '<p class="sub">' if note else "<p>"
@@ -147,7 +147,7 @@ def block_html(block: Block) -> str:
             items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
             return f'<ul class="{kind}">{items}</ul>'
         case Facts(pairs):
-            rows = (f"<dt>{escape(term)}</dt><dd>{escape(value)}</dd>" for term, value in pairs)
+            rows = [f"<dt>{escape(term)}</dt><dd>{escape(value)}</dd>" for term, value in pairs]
             return f"<dl>{''.join(rows)}</dl>"
         case Table():
             return _table_html(block)
@@ -170,12 +170,14 @@ def block_markdown(block: Block) -> str:
         case Facts(pairs):
             return "\n".join(f"- {escape_markdown(f'{term}: {text}')}" for term, text in pairs)
         case Table(heads, rows):
-            return "\n".join(map(_row_markdown, (heads, ["---"] * len(heads), *rows)))
+            rule = ["---"] * len(heads)  # the line between heads and rows
+            return "\n".join(map(_row_markdown, (heads, rule, *rows)))
         case Drawing():
             return ""
 
 
 def _row_markdown(row: Sequence[Cell]) -> str:
+    """Return the row of a table as a line of Markdown."""
     return f"| {' | '.join(escape_markdown(_cell_text(cell)) for cell in row)} |"
 
 

@@ -27,7 +27,7 @@ from deploy.report.blocks import (
 )
 from deploy.report.model import Findings
 from deploy.report.page import page, tiles, verdicts
-from deploy.report.parts import EngineRow
+from deploy.report.parts import EngineRow, FileRow
 from deploy.report.screen import to_screen
 from deploy.report.sections import SECTIONS
 from deploy.terminal import PrintedResult
@@ -123,7 +123,11 @@ def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
 
 
 def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, str]]:
-    """Yield (value, label): speed over each rival, size, and accuracy of one engine."""
+    """Yield (value, label) of one engine: speed over each rival, size, and accuracy.
+
+    Rivals are the float engines that it replaces (`find_rivals`). Of the accuracy these are top-1,
+    the task's figure, and the error of the worst output slice, as far as there are any.
+    """
     for rival in model.find_rivals(report.engines, engine):
         speed = figures.ratio(model.speed_over(rival, engine))
         rival_name = "the float model" if rival.reference else rival.label
@@ -207,7 +211,8 @@ def read_report(path: Path, *, rewritable: bool = False) -> Report:
         way_out=_WAY_OUT,
         strict=False,  # numbers may be "inf" or "nan"
     )
-    for row in (*report.engines, *report.written):
+    sized_rows: list[EngineRow | FileRow] = [*report.engines, *report.written]
+    for row in sized_rows:
         size = row.size_bytes or 0
         if abs(size) >= _MAX_FILE_SIZE:
             raise _refusal(path, "size_bytes of a report must be a number of 64 bits", repr(size))

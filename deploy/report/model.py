@@ -30,21 +30,23 @@ from deploy.report.previews import DRAWN
 def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
     """Return the measured float engines to compare an engine's speed with, the main one first.
 
-    These are the float engines built for the same target, narrowest type first, since one would
-    use it instead of int8; else the float model, if it ran on the same kind of device.
+    These are the float engines built for the same target, the narrowest type first, since a user
+    would run that one instead of int8. Without any it is the float model, if it ran on the same
+    kind of device: the time on a CPU says nothing about int8 on a GPU.
     """
     if engine.is_float or engine.latency is None:
         return ()
 
-    built_for_target, references = [], []
+    baselines, references = [], []
     for rival in engines:
         if rival.latency is None:
             continue
         if rival.baseline and rival.target == engine.target:
-            built_for_target.append(rival)
+            baselines.append(rival)
         if rival.reference and rival.on_device == engine.on_device:
             references.append(rival)
-    return tuple(reversed(built_for_target)) or tuple(references)
+    # targets build the widest type first, such as float32 and then float16
+    return tuple(reversed(baselines)) or tuple(references)
 
 
 def with_speed(engines: Iterable[EngineRow], engine: EngineRow) -> EngineRow:
@@ -135,21 +137,25 @@ class Findings:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Distinct sentences on the run, the targets, their engines and latency."""
+        """Sentences on the run, the targets, their engines and latency, each once.
+
+        A sentence on an engine or target begins with its label; one on several, with all labels.
+        """
         labels_by_text: dict[str, list[str]] = {}
         for engine in self.engines:
             for text in _engine_notes(engine, self.target_of(engine)):
                 labels_by_text.setdefault(text, []).append(engine.label)
+        # notes of a measured target are among those of its engine
         measured_targets = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
             if target.name not in measured_targets:
                 for text in target.notes:
                     labels_by_text.setdefault(text, []).append(target.name)
 
-        sentences = dict.fromkeys((*self.all_alerts, *self.notes))
+        sentences = [*self.all_alerts, *self.notes]
         for text, labels in labels_by_text.items():
-            sentences[f"{', '.join(dict.fromkeys(labels))}: {text}"] = None
-        return tuple(sentences)
+            sentences.append(f"{', '.join(dict.fromkeys(labels))}: {text}")
+        return tuple(dict.fromkeys(sentences))
 
     def target_of(self, engine: EngineRow) -> TargetPart | None:
         """Return the target an engine was built for; None for a float engine."""

@@ -453,7 +453,10 @@ class TargetPart:
 
 
 def node_rows(decisions: Iterable[Decision], model: ModelProto) -> tuple[NodeRow, ...]:
-    """Return a row for each of a target's decisions on the nodes of a model."""
+    """Return a row for each node of a model.
+
+    `decisions`: of a target, on the precision of each node, with the reason.
+    """
     path_by_node = module_paths(model)
     rows = []
     for decision in decisions:

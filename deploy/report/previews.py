@@ -170,7 +170,12 @@ class ClassRow:
 def pictures_part(
     previews: Iterable[Preview], preprocess: Preprocess | None
 ) -> PicturesPart | None:
-    """Return the pictures of samples; None without any."""
+    """Return the pictures of samples; None without any.
+
+    Args:
+        previews: of each sample, the model's input as a picture, and the original if there is one.
+        preprocess: how the samples became inputs; None if unknown.
+    """
     rows = []
     for preview in previews:
         source = preview.source_image
@@ -211,7 +216,10 @@ def box_rows(
 def class_rows(
     examples: Sequence[Example], pictures: Mapping[int, tuple[str, Array]]
 ) -> tuple[ClassRow, ...]:
-    """Return rows of the examples whose class changes and whose picture is available."""
+    """Return rows of the samples to which the two models assign different classes.
+
+    The arguments are those of `box_rows`; samples without a picture are left out.
+    """
     rows = []
     for example in examples:
         if isinstance(example, ClassExample) and example.number in pictures:

@@ -81,6 +81,9 @@ def tree_map(tiles: Sequence[Tile], title: str) -> str:
 def squarify(values: Sequence[float], area: Area) -> list[Area]:
     """Return a rectangle for each value, which together fill the area.
 
+    Rows of rectangles are laid along the shorter side of what remains. A value joins the row unless
+    that makes the rectangles of the row less square.
+
     Args:
         values: positive, descending.
         area: rectangle to divide.
@@ -88,29 +91,40 @@ def squarify(values: Sequence[float], area: Area) -> list[Area]:
     if not values:
         return []
 
-    scale = area.width * area.height / sum(values)
-    remaining, areas, row = area, list[Area](), list[float]()
+    px2_per_unit = area.width * area.height / sum(values)
+    remaining, areas = area, list[Area]()
+    row: list[float] = []  # sizes in px^2
     for value in values:
-        size = value * scale
+        size = value * px2_per_unit
         side = min(remaining.width, remaining.height)
         if row and _worst_aspect([*row, size], side) > _worst_aspect(row, side):
             row_areas, remaining = _lay_row(row, remaining)
             areas += row_areas
             row = []
         row.append(size)
-    return [*areas, *_lay_row(row, remaining)[0]]
+    last_row_areas, _ = _lay_row(row, remaining)
+    return [*areas, *last_row_areas]
 
 
 def _worst_aspect(row: Sequence[float], side: float) -> float:
-    """Return the highest aspect ratio of the row's rectangles."""
+    """Return the highest aspect ratio of a row's rectangles, inf for rectangles without area.
+
+    `row`: sizes in px^2; `side`: the length that they share.
+    """
     total = sum(row)
     if not total or not side:
         return float("inf")
-    return max(max(side**2 * size / total**2, total**2 / (side**2 * size)) for size in row)
+    depth = total / side
+    aspects = [size / depth**2 for size in row]  # length over depth of each
+    return max(max(aspects), 1 / min(aspects))
 
 
 def _lay_row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
-    """Place the row's rectangles along the shorter side; return them and the remaining area."""
+    """Place a row along the shorter side of an area; `row`: sizes in px^2.
+
+    Returns:
+        (the row's rectangles, the remaining area).
+    """
     if area.width < area.height:
         areas, remaining = _lay_row(row, area.transposed)
         return [row_area.transposed for row_area in areas], remaining.transposed
@@ -126,6 +140,7 @@ def _lay_row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
 
 
 def _draw_tiles(tiles: Sequence[Tile], area: Area) -> Iterator[str]:
+    """Yield the drawing of tiles and of their parts; those too small to see are left out."""
     tiles = [tile for tile in tiles if tile.value > 0]
     tiles.sort(key=lambda tile: -tile.value)
     areas = squarify([tile.value for tile in tiles], area)
@@ -152,14 +167,18 @@ def _has_name_above(area: Area) -> bool:
 
 
 def _draw_tile(tile: Tile, area: Area) -> str:
-    """Draw the tile's area, and as much of its name as fits."""
-    letters = int((area.width - 6) / _LETTER_WIDTH)
-    name = tile.name if len(tile.name) <= letters else f"{tile.name[: max(letters - 1, 0)]}…"
-    has_room = _has_name_above(area) if tile.parts else area.height >= _NAME_HEIGHT
+    """Draw the tile's area, and as much of its name as fits; none for less than three letters."""
+    max_letters = int((area.width - 6) / _LETTER_WIDTH)
+    name = tile.name
+    if len(name) > max_letters:
+        name = f"{name[: max(max_letters - 1, 0)]}…"
+    has_room = area.height >= _NAME_HEIGHT
+    kind = f"c{tile.kind}"
+    if tile.parts:
+        has_room, kind = _has_name_above(area), "whole"
     text = ""
-    if letters >= 3 and has_room:
+    if max_letters >= 3 and has_room:
         text = f'<text x="{area.x + 3:.1f}" y="{area.y + 11.5:.1f}">{escape(name)}</text>'
-    kind = "whole" if tile.parts else f"c{tile.kind}"
     return (
         f'<g><title>{escape(tile.tooltip)}</title><rect class="{kind}" x="{area.x:.1f}"'
         f' y="{area.y:.1f}" width="{area.width:.1f}" height="{area.height:.1f}"/>{text}</g>'
@@ -195,6 +214,7 @@ def _main_figures(profile: GraphProfile) -> Iterator[tuple[str, str]]:
 
 
 def _sections(profile: GraphProfile) -> Iterator[Section]:
+    """Yield the tree map of time, and the table of all nodes."""
     if picture := tree_map(_module_tiles(profile.nodes, ()), "Time by module"):
         drawing = Drawing(f"<figure>{picture}{_LEGEND}</figure>")
         yield Section("Time by module", (drawing,), folded=False)
@@ -211,13 +231,19 @@ _LEGEND = (
 
 
 def _module_tiles(nodes: Iterable[NodeCost], path: tuple[str, ...]) -> tuple[Tile, ...]:
-    """Return a module's submodules and its own nodes; `path` is its name, split at the dots."""
+    """Return tiles of a module's submodules, and of the nodes that are in none of them.
+
+    Args:
+        nodes: all nodes of the module.
+        path: its name, split at the dots; () for the model itself.
+    """
     nodes_by_submodule: dict[str, list[NodeCost]] = {}
     tiles = []
     for node in nodes:
-        names = node.module.split(".") if node.module else []
-        if len(names) > len(path):
-            nodes_by_submodule.setdefault(names[len(path)], []).append(node)
+        module_path = list(filter(None, node.module.split(".")))
+        if len(module_path) > len(path):
+            submodule = module_path[len(path)]
+            nodes_by_submodule.setdefault(submodule, []).append(node)
         else:
             tiles.append(_node_tile(node, node.name))
     for name, submodule_nodes in nodes_by_submodule.items():
@@ -233,6 +259,7 @@ def _module_tiles(nodes: Iterable[NodeCost], path: tuple[str, ...]) -> tuple[Til
 
 
 def _node_tile(node: NodeCost, name: str) -> Tile:
+    """Return the tile of one node; products, which have FLOPs, have a colour of their own."""
     tooltip = (
         f"{node.target} ({node.name}): {_time_text(node.seconds)},"
         f" {node.percent:.1f} %, {node.flops / 1e6:,.1f} MFLOPs"

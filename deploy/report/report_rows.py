@@ -191,7 +191,7 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits = 
         read_range: values that its readers distinguish; clipping others, as below 0 before a Relu,
             is no loss.
     """
-    edges = histogram.edges()
+    edges = histogram.edges()  # ascending, one more than bins
     bin_starts, bin_ends = edges[:-1], edges[1:]
     is_outside = (bin_ends < min(scale.lo, 0)) | (bin_starts > max(scale.hi, 0))
     is_read = (bin_ends > read_range.floor) & (bin_starts < read_range.ceiling)
@@ -311,6 +311,7 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
     Order: those that would lose most in int8, those that would be slower in it, the largest groups;
     shape arithmetic comes last.
     """
+    # (operator, precision, reason) -> target -> names of nodes
     names_by_group: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for target in targets:
         for node in target.nodes:
@@ -323,9 +324,9 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
             names_by_target.setdefault(target.name, []).append(node.name)
 
     groups = []
-    for key, names_by_target in names_by_group.items():
+    for (op, precision, reason), names_by_target in names_by_group.items():
         nodes = {target: tuple(names) for target, names in names_by_target.items()}
-        groups.append(FloatGroup(*key, nodes))
+        groups.append(FloatGroup(op, precision, reason, nodes))
     return tuple(sorted(groups, key=_float_rank))
 
 

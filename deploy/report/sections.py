@@ -218,12 +218,13 @@ def _calibration_facts(report: Findings) -> Iterator[tuple[str, str]]:
 def _search(report: Findings) -> Sections:
     """Yield the front of each target's search, with a link to the plan file."""
     plan = tables.plan_path(report)
-    link_text = " It is kept in" if plan else ""
     for target in report.targets:
         search = target.search
         if search is None:
             continue
-        text = f"Built: {tables.search_text(search)}.{link_text}"
+        text = f"Built: {tables.search_text(search)}."
+        if plan:
+            text += " It is kept in"  # followed by the link
         blocks: list[Block] = [Paragraph(text, link=plan)]
         if search.front:
             if figure := charts.front_figure(search.front):

@@ -340,7 +340,11 @@ def _top1_line(report: Findings) -> ComparisonLine:
 
 
 def _task_line(report: Findings, label: str) -> ComparisonLine:
-    """Return each engine's figure of the task; FP32's is its own value of a user's metric."""
+    """Return each engine's figure of the task, such as "27 of 28 boxes".
+
+    The float model has one only for a user's metric, which is no comparison with it. `label`: name
+    of the figure.
+    """
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
     fp32_values = _distinct(map(own_metric_value, accuracies))
     cells = []
@@ -423,6 +427,7 @@ def calibration_text(report: Findings) -> str:
 
 
 def _reuse_text(part: CalibrationPart) -> str:
+    """Return whether the statistics were observed in this run or came from the cache."""
     if part.reused:
         return "cache reused"
     if part.by_model:

@@ -365,8 +365,10 @@ def _copy_to_array(target: object, source: CopySource) -> None:
     Raises:
         ValueError: it is no array, cannot be written in place, or is too small.
     """
-    is_array = isinstance(target, np.ndarray)
-    if not is_array or not target.flags.c_contiguous or not target.flags.writeable:
+    is_writable = (
+        isinstance(target, np.ndarray) and target.flags.c_contiguous and target.flags.writeable
+    )
+    if not isinstance(target, np.ndarray) or not is_writable:
         raise ValueError(f"a copy goes to an address or a plain array, got {type(target).__name__}")
     data: Bytes = target.reshape(-1).view(np.uint8)
     if source.data.size > data.size:
