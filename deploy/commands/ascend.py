@@ -208,8 +208,8 @@ def check(path: Path, model: Path | None) -> None:
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
     help="How layers are picked: by what the outputs lose, other searches, DMQ, adaptive rounding"
-    " and corrected biases being tried before float; or by AMCT's ranking of layers alone, of which a"
-    " prefix goes to float.",
+    " and corrected biases being tried before float; or by AMCT's ranking of layers alone, of which"
+    " a prefix goes to float.",
 )
 @image_options
 @keep_float_option
