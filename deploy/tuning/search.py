@@ -49,6 +49,7 @@ _ADDS_GAIN = 0.1  # loss that Adds in float must save, worth a quarter of the ti
 _DROWNED_LOSS = 0.3  # about 10 dB: methods are compared where the noisiest layers are float
 _CLEARLY_DB = 0.5  # gain on held-back samples that a method which clips needs
 _SHARED_METHODS = 2  # of each kind: which of two nearly level methods is best differs by grid
+_OWN_METHOD = "its own method"  # of a target that ignores the method asked for
 _TRIED = "tried in float"  # reason of trials, which nobody reads
 
 
@@ -76,7 +77,6 @@ class Search:
         prices: of the model's units.
         prober: runs the trials.
         methods: range methods to choose among, the calibration's first; None is a target's own.
-        own_method: label of a target's own method.
         precision: of the quantized nodes, such as int8.
         effort: how much is tried.
         weight: of loss against log(time).
@@ -95,7 +95,6 @@ class Search:
     prices: Prices
     prober: Prober
     methods: Sequence[Method | None]
-    own_method: str = ""
     precision: str = "int8"
     effort: Effort
     weight: float = COMMON_WEIGHT
@@ -403,6 +402,12 @@ class Search:
         return self.try_choices(method_choices, in_float)
 
     def _method_label(self, trial: Trial) -> str:
-        """Return the label of a trial's method; None is the first of the methods."""
-        method = trial.choices.method or self.methods[0]
-        return self.own_method if method is None else method.label
+        """Return the label of a trial's method; None is the first of the methods.
+
+        A target that ignores the method asked for has None as the first one, and may have its own
+        method without clipping, which a plan calls "minmax".
+        """
+        method = trial.choices.method
+        if self.methods[0] is None:
+            return _OWN_METHOD if method is None else f"{_OWN_METHOD} without clipping"
+        return (method or self.methods[0]).label

@@ -62,7 +62,6 @@ from deploy.tuning.timing import DeviceTimer, has_device, time_models
 _MIN_SAMPLES = 2  # of a trial
 _MIN_COMPARED = 16  # samples that two methods are compared on, however large
 _SAMPLE_SHARE = 5  # at most a fifth of the samples, so that the search stays cheap
-_OWN_METHOD = "its own method"  # of a target that ignores the method asked for
 _MIN_FLOAT_US = 250.0  # a float model that is faster takes mostly the runtime's own overhead
 _MAX_SHARE = 0.98  # of the float model's time: what saves less may be measurement noise
 _BELIEVED = 0.8  # share of the kernels' time: where float was disturbed, int8 seems faster than it
@@ -135,7 +134,6 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         prices=_unit_prices(setup, units, timed_samples),
         prober=prober,
         methods=_methods(setup, shared.best_methods),
-        own_method=_OWN_METHOD,
         precision=quantized_precision(decisions),
         effort=setup.effort,
         weight=setup.options.weight,

@@ -283,7 +283,7 @@ def round_layer(
     scale = kl_scale(weight, channel_wise=statistic.scales > 1)
     problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
     iterations = len(problem.blocks()) * step.params.num_iteration
-    with phase(f"AdaRound {progress}", iterations, "steps") as count_step:
+    with phase(f"AdaRound {progress}", iterations, "iterations of channel blocks") as count_step:
         integers = join_blocks(problem, _search_blocks(problem, step.params, count_step))
     nearest_error = output_error(problem, round_to_nearest(problem))
     rounded.set_result(integers, scale, (nearest_error, output_error(problem, integers)))
