@@ -13,7 +13,7 @@ from deploy.report.parts import EngineRow
 from deploy.report.previews import box_rows
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detections import Detections, scale_to_pixels
-from deploy.tasks.evaluation_task import MOST, ClassExample, ExampleSelection
+from deploy.tasks.evaluation_task import MAX_SHOWN, ClassExample, ExampleSelection
 from deploy.tasks.vectors import Classes
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
@@ -75,10 +75,10 @@ def test_shown_samples_include_an_agreeing_one():
     worse = [(full, scene(*(row(10 * n) for n in range(8 - lost)))) for lost in range(1, 7)]
     shown = tally_pairs([(full, full), *worse]).shown()
     assert [sample.number for sample in shown] == [6, 5, 4, 0]
-    assert len(shown) == MOST
+    assert len(shown) == MAX_SHOWN
     assert [sample.number for sample in tally_pairs(worse).shown()] == [5, 4, 3, 2]
     tally = tally_pairs([(full, full), *worse, (full, scene())] * 25)  # few are kept of many
-    assert len(tally.watched) <= 2 * MOST * 3
+    assert len(tally.watched) <= 2 * MAX_SHOWN * 3
     assert {sample.number for sample in tally.shown()} <= tally.watched
 
 
@@ -148,7 +148,9 @@ def test_changed_classes_are_sorted_by_score():
 def test_equal_samples_keep_their_order():
     selection, classes = ExampleSelection(), {"reference": (0, 1.0), "candidate": (1, 1.0)}
     for number in (3, 1, 2, 0, 4):
-        selection.offer(ClassExample(number=number, output="y", **classes), differs=1.0, says=0)
+        selection.offer(
+            ClassExample(number=number, output="y", **classes), difference=1.0, predictions=0
+        )
     assert [sample.number for sample in selection.result()] == [0, 1, 2, 3]
 
 
@@ -232,7 +234,7 @@ def test_detector_build_draws_its_boxes(run, detector, pictures, tmp_path):
     message = json.loads((tmp_path / "report.json").read_text())["engines"][1]
     assert "FP32 and onnxruntime" in page
     assert "FP32 and ascend" in page
-    assert 1 <= len(message["boxes"]) <= MOST
+    assert 1 <= len(message["boxes"]) <= MAX_SHOWN
     sample = message["boxes"][0]
     assert {"sample", "threshold", "kept", "lost", "new"} == set(sample)
     kept_count, _, new = re.search(r"(\d+) of (\d+) boxes kept, (\d+) new", page).groups()
@@ -252,7 +254,7 @@ def test_classifier_build_reports_changed_samples(run, small_cnn, tmp_path):
     engine = json.loads((tmp_path / "report.json").read_text())["engines"][1]
     assert engine["accuracy"]["top1_agreement"] < 0.9
     changed = engine["changed"]
-    assert len(changed) == MOST
+    assert len(changed) == MAX_SHOWN
     assert all(sample["fp32"] != sample["engine"] for sample in changed)
     page = (tmp_path / "report.html").read_text()
     assert f"FP32 class {changed[0]['fp32']}" in page

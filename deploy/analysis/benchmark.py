@@ -52,7 +52,7 @@ from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.inspector import throughput
-from deploy.tasks import Metric, judge_of
+from deploy.tasks import Metric, make_metric
 from deploy.tasks.declarations import Declaration
 from deploy.tensors import Session, TensorSpec
 from deploy.terminal import phase, timed_phase, with_progress
@@ -122,7 +122,7 @@ def bench(
     sources = _list_sources(engine, against, targets)
     if runtime == "openvino":
         sources = _add_openvino(sources)
-    metric = judge_of(None, task)
+    metric = make_metric(None, task)
     if metric.is_set and (images is None or len(sources) < 2):
         raise ConfigError("a task is judged on --images, against another model; give both")
     _refuse_unused_targets(targets, sources)

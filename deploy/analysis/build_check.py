@@ -56,7 +56,7 @@ from deploy.report.parts import RequestPart, TargetPart
 from deploy.report.verdict import Gates
 from deploy.targets import TARGETS, Target
 from deploy.targets.base import BuildResult
-from deploy.tasks import judge_of
+from deploy.tasks import make_metric
 from deploy.tasks.metric import Function
 from deploy.terminal import with_progress
 
@@ -137,7 +137,7 @@ def check(
         calibration=EvaluationSubset(feed, feed.count),
         evaluation=feed,
         labels=apply_labels(labels, feed),
-        metric=judge_of(metric, task or shipped.task or None, loaded.declaration),
+        metric=make_metric(metric, task or shipped.task or None, loaded.declaration),
         duration_s=duration_s,
         threads=worker_threads(threads),
     )

@@ -30,8 +30,21 @@ from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.first_samples import find_states
 from deploy.tasks.keypoints import Points
-from deploy.tasks.rows import Arrays, Outputs, are_shares, batch_length, is_vector, split_batch
-from deploy.tasks.slices import OutputSlice, SlicesByOutput, find_scores, form_samples, split_output
+from deploy.tasks.rows import (
+    Arrays,
+    Outputs,
+    are_in_unit_range,
+    batch_length,
+    is_vector,
+    split_batch,
+)
+from deploy.tasks.slices import (
+    OutputSlice,
+    SlicesByOutput,
+    find_cell_scores,
+    form_samples,
+    split_output,
+)
 from deploy.tensors import Array
 
 _LISTED_SLICES = 4  # slices that a sentence lists
@@ -162,7 +175,7 @@ def _find_cell_scores(
         for part in slices[name]:
             if not part.less:
                 values_by_slice[part] = [part.of(value) for value in samples.arrays(name)]
-    return find_scores(values_by_slice)
+    return find_cell_scores(values_by_slice)
 
 
 def _apply_rules(
@@ -290,7 +303,7 @@ def _describe_slice(part: OutputSlice, values: Arrays) -> str:
         sides[0] = "N"
     text = f"{part.label} [{', '.join(sides)}]"
     finite = np.concatenate([value[np.isfinite(value)].reshape(-1) for value in slices])
-    if not finite.size or are_shares(finite):
+    if not finite.size or are_in_unit_range(finite):
         return f"{text} in 0..1"
     return f"{text} of {finite.min():.3g} to {finite.max():.3g}"
 

@@ -35,7 +35,7 @@ from deploy.metrics.precision import GroundTruth
 from deploy.pipeline.results import find_earlier_report
 from deploy.report.verdict import Gates
 from deploy.targets import Target
-from deploy.tasks import Metric, judge_of
+from deploy.tasks import Metric, make_metric
 from deploy.tasks.metric import Function
 from deploy.tuning import THIS_CPU
 from deploy.tuning.repairs import DEFAULT, parse_repairs
@@ -224,7 +224,7 @@ def prepare_build(
     Raises:
         Calib8Error: what does not fit is said before anything is run.
     """
-    metric = judge_of(options.metric, options.task)
+    metric = make_metric(options.metric, options.task)
     loaded = load_float_or_qdq(model)
     metric = replace(metric, declared=loaded.declaration)
     images = None if dataset is None else dataset.source

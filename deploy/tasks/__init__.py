@@ -79,7 +79,7 @@ TASKS: dict[str, TaskRow] = {
 }
 
 
-def judge_of(
+def make_metric(
     metric: str | Function | None, task: str | None, declared: Declaration | None = None
 ) -> Metric:
     """Return what outputs are judged by: what the user set, and what the model's file declares.
@@ -165,4 +165,4 @@ def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> Evalu
     return None
 
 
-__all__ = ["TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "judge_of"]
+__all__ = ["TASKS", "EvaluationTask", "FirstSamples", "Metric", "TaskFigure", "make_metric"]

@@ -51,7 +51,7 @@ LISTS = Form(
 )
 
 
-def find_list(samples: FirstSamples) -> RowDecoder | None:
+def find_box_list(samples: FirstSamples) -> RowDecoder | None:
     """Return the decoder of a list of boxes in one, two or three outputs; None if there is none.
 
     Two readings of the same outputs, such as score and class swapped, leave it open: then None.
@@ -123,10 +123,10 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     if len(rows) < MIN_LIST_ROWS:
         return False
     scores, numbers = rows[:, 4], rows[:, 5]
-    are_shares = scores.max() <= 1 + UNIT_TOLERANCE and (scores != scores.round()).any()
+    are_in_unit_range = scores.max() <= 1 + UNIT_TOLERANCE and (scores != scores.round()).any()
     are_numbers = numbers.min() >= 0 and (numbers == numbers.round()).all()
     are_ordered = np.all(rows[:, 2:4] >= rows[:, :2], axis=1)
-    return bool(are_shares and are_numbers and are_ordered.mean() >= MIN_CODED_SHARE)
+    return bool(are_in_unit_range and are_numbers and are_ordered.mean() >= MIN_CODED_SHARE)
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
@@ -184,7 +184,9 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
                 lost=expected.at(lost),
                 new=detected.at(new),
             )
-            self.examples[threshold].offer(example, differs=len(lost) + len(new), says=len(pairs))
+            self.examples[threshold].offer(
+                example, difference=len(lost) + len(new), predictions=len(pairs)
+            )
 
     @property
     def watched(self) -> frozenset[int]:
@@ -226,7 +228,7 @@ class BoxDetection(EvaluationTask):
 
 
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
-    """Return the boxes of outputs that the user or the file says to hold such; None in no layout."""
+    """Return the boxes of outputs that the user or the file says to hold such; else None."""
     decoder = find_detector(samples, is_set=True)
     if decoder is None:
         return None
@@ -234,14 +236,14 @@ def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
 
 
 def find_boxes(samples: FirstSamples) -> BoxDetection | None:
-    """Return the boxes of outputs in a form that is certain: a list, or rows of a detector; or None.
+    """Return the boxes of outputs whose form is certain: a list, or rows of a detector; else None.
 
     Inputs of text or sound are excluded: the scores of a token or frame may be four numbers, too.
     """
     ranks = [value.ndim for inputs in samples.inputs for value in inputs.values()]
     if ranks and max(ranks) < _PICTURE:
         return None
-    decoder = find_list(samples)
+    decoder = find_box_list(samples)
     if decoder is not None:
         return BoxDetection(decoder, parts=_slice_list(decoder, samples))
     decoder = find_detector(samples)

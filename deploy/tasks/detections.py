@@ -19,7 +19,7 @@ from deploy.tasks.thresholds import (
 )
 from deploy.tensors import Array
 
-LOWEST = min(BOX_THRESHOLDS)  # lower scores are ignored
+MIN_SCORE = min(BOX_THRESHOLDS)  # lower scores are ignored
 _MAX_BOXES = 1000  # boxes of an image before suppression, the best by score
 _MASK_STRIDES = (2, 4, 8)  # pixels per cell of a mask
 # corners of a box in half sides, from the top left one clockwise
@@ -93,7 +93,7 @@ def make_masks(weights: Array, maps: Array | None, size: ImageSize | None) -> In
     Args:
         weights: of each prototype map, [n, m].
         maps: prototypes [1, m, h, w]; None without.
-        size: (height, width) of the picture in pixels, which must be 2, 4 or 8 times that of the maps.
+        size: (height, width) of the picture in pixels: 2, 4 or 8 times that of the maps.
     """
     if maps is None or size is None or maps.shape[:2] != (1, weights.shape[1]):
         return None
@@ -145,8 +145,8 @@ class Detections:
         classes: Integers,
         shapes: BoxShapes | None = None,
     ) -> Detections:
-        """Return the best by score, above `LOWEST`; boxes with NaN or Inf are left out."""
-        valid = np.flatnonzero((scores > LOWEST) & np.isfinite(boxes).all(axis=1))
+        """Return the best by score, above `MIN_SCORE`; boxes with NaN or Inf are left out."""
+        valid = np.flatnonzero((scores > MIN_SCORE) & np.isfinite(boxes).all(axis=1))
         best = valid[np.argsort(-scores[valid], kind="stable")][:_MAX_BOXES]
         return cls(boxes, scores, classes, shapes).at(best)
 
@@ -160,7 +160,7 @@ class Detections:
         return Detections(self.boxes[indices], self.scores[indices], self.classes[indices], shapes)
 
 
-NOTHING = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
+NO_DETECTIONS = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
 
 
 def detections_by_score(
@@ -205,7 +205,8 @@ def box_areas(boxes: Floats) -> Floats:
 def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
     """Return the boxes that are left by greedy non-maximum suppression, per class.
 
-    The best box by score is taken, and those of its class that overlap it by more than `iou` dropped.
+    The best box by score is taken, and those of its class that overlap it by more than `iou`
+    dropped.
     """
     best_boxes: list[int] = []
     remaining = np.arange(len(detections.scores))
@@ -219,7 +220,7 @@ def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
 
 
 def match_detections(
-    reference: Detections, candidate: Detections, thresholds: Sequence[float] = (LOWEST,)
+    reference: Detections, candidate: Detections, thresholds: Sequence[float] = (MIN_SCORE,)
 ) -> list[list[tuple[int, int]]]:
     """Match the reference's boxes with the candidate's, at each score threshold.
 
@@ -247,8 +248,8 @@ def match_detections(
 def _pair(iou: Floats) -> list[tuple[int, int]]:
     """Return (row, column) of each match in IoUs [n, m] above `IOU`.
 
-    The rows choose in order, each the column of the highest IoU that no row has chosen. Chosen columns
-    are set to 0 in place.
+    The rows choose in order, each the column of the highest IoU that no row has chosen. Chosen
+    columns are set to 0 in place.
     """
     pairs = []
     for row in np.flatnonzero(iou.max(axis=1, initial=0) > IOU).tolist():

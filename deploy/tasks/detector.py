@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from deploy.tasks.detections import (
-    LOWEST,
-    NOTHING,
+    MIN_SCORE,
+    NO_DETECTIONS,
     BoxPoints,
     BoxShapes,
     Detections,
@@ -138,8 +138,8 @@ class AnchorGrid:
 def find_grid(count: int, size: ImageSize | None) -> AnchorGrid | None:
     """Return the levels of cells that a detector's rows are; None if none has as many.
 
-    A detector has levels of adjacent strides, such as 8, 16, 32. If several fit, that of most levels
-    is returned.
+    A detector has levels of adjacent strides, such as 8, 16, 32. If several fit, that of most
+    levels is returned.
 
     Args:
         count: number of rows.
@@ -269,12 +269,14 @@ class RowDecoder:
                 classes = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
                 return Detections.of(rows[:, :4], rows[:, 4], classes.round().astype(np.int64))
             scores = self.read_scores(outputs)
-            likely = np.flatnonzero(scores.max(axis=1) > LOWEST)  # few: the others are not decoded
+            likely = np.flatnonzero(
+                scores.max(axis=1) > MIN_SCORE
+            )  # few: the others are not decoded
             if not self.coding:
                 return detections_by_score(anchor_squares(likely), scores[likely])
             return self._decode(scores, likely, image_size(inputs), outputs)
         except OtherShapeError:
-            return NOTHING
+            return NO_DETECTIONS
 
     def read_list(self, outputs: Outputs) -> Floats:
         """Return corners, score and class number of a list, [K, 6]; class 0 if it has no classes.
@@ -291,7 +293,7 @@ class RowDecoder:
         return np.concatenate([boxes, scores, classes], axis=1)
 
     def read_scores(self, outputs: Outputs) -> Floats:
-        """Return the probabilities [A, classes] of all levels of one sample, multiplied by their gates.
+        """Return the probabilities [A, classes] of all levels of a sample, times their gates.
 
         The background is left out.
 
@@ -340,7 +342,7 @@ class RowDecoder:
     def _read_shapes(
         self, boxes: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
     ) -> BoxShapes | None:
-        """Return what some rows have besides their boxes: masks, turned corners or key points; or None.
+        """Return the masks, turned corners or key points of some rows; None without.
 
         Args:
             boxes: numbers of these rows' boxes, [n, 4].

@@ -39,7 +39,7 @@ from deploy.tasks.rows import (
     Floats,
     ImageSize,
     activate,
-    are_shares,
+    are_in_unit_range,
     correlate,
     image_size,
     sums_to_one,
@@ -174,8 +174,8 @@ def _are_classes(values: Arrays, axis: int) -> bool:
 def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Iterator[RowDecoder]:
     """Propose which columns of a table are boxes, objectness and classes, by their ranges.
 
-    Two orders are proposed: classes and then distributions of distances (NanoDet); or boxes, perhaps
-    an objectness, classes, and further columns, such as key points (YOLO).
+    Two orders are proposed: classes and then distributions of distances (NanoDet); or boxes,
+    perhaps an objectness, classes, and further columns, such as key points (YOLO).
 
     Args:
         table: a single output.
@@ -210,9 +210,11 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
 
 
 def _count_shares(table: _RowTable, start: int) -> int:
-    """Return how many columns, from `start` on, hold probabilities of 0 to 1 without interruption."""
+    """Return how many columns in a row, from `start` on, hold probabilities of 0 to 1."""
     columns = table.rows[:, start:].T
-    return next((k for k, column in enumerate(columns) if not are_shares(column)), len(columns))
+    return next(
+        (k for k, column in enumerate(columns) if not are_in_unit_range(column)), len(columns)
+    )
 
 
 def _to_probabilities(rows: Array) -> Array:
@@ -222,7 +224,7 @@ def _to_probabilities(rows: Array) -> Array:
 
 def _missing_sigmoid(rows: Array) -> str:
     """Return "sigmoid" for scores that leave 0 to 1, and so lack it; else ""."""
-    if are_shares(rows):
+    if are_in_unit_range(rows):
         return ""
     return "sigmoid"
 
@@ -230,9 +232,9 @@ def _missing_sigmoid(rows: Array) -> str:
 def _has_objectness(scores: Array, layout: Layout) -> bool:
     """Whether the first column of scores is an objectness, and not a class.
 
-    Where there is no object, an objectness is near 0 and the classes are arbitrary. If the values do
-    not show that, rows in front (YOLO v5 and v7) have an objectness. Queries and transposed outputs
-    (YOLO v8) have none.
+    Where there is no object, an objectness is near 0 and the classes are arbitrary. If the values
+    do not show that, rows in front (YOLO v5 and v7) have an objectness. Queries and transposed
+    outputs (YOLO v8) have none.
 
     Args:
         scores: probabilities [rows, n].
@@ -258,8 +260,8 @@ def _propose_separate(
 ) -> Iterator[RowDecoder]:
     """Propose outputs of scores and of boxes that have the same number of rows.
 
-    A detector of several levels has a pair of outputs for each level, which differ in their number of
-    rows. All levels are proposed as one decoder.
+    A detector of several levels has a pair of outputs for each level, which differ in their number
+    of rows. All levels are proposed as one decoder.
     """
     layouts = [ROWS, COLUMNS]
     if sum(table.columns.layout == MAP for table in tables) >= MIN_LEVEL_MAPS:
@@ -316,7 +318,7 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
     boxes = min(box_tables, key=_box_order)
 
     other_tables = [table for table in tables if table is not boxes]
-    score_tables = [table for table in other_tables if are_shares(table.rows)]
+    score_tables = [table for table in other_tables if are_in_unit_range(table.rows)]
     if not score_tables:  # raw scores, perhaps of an object and the background
         score_tables = [table for table in other_tables if table.width == 2] or other_tables
     gate_tables: list[_RowTable] = []
@@ -350,7 +352,8 @@ def _box_order(table: _RowTable) -> tuple[bool, bool, int]:
 def _have_wide_coding(table: _RowTable, start: int = 0) -> bool:
     """Whether the columns from `start` on are boxes by a coding of more than four numbers.
 
-    Such as distributions: the codings of four numbers need more than these columns to be recognised.
+    Such as distributions: the codings of four numbers need more than these columns to be
+    recognised.
     """
     boxes = BoxRows(
         output=table.columns.output,
@@ -362,7 +365,7 @@ def _have_wide_coding(table: _RowTable, start: int = 0) -> bool:
 
 def _are_scores(rows: Array) -> bool:
     """Whether four columns are scores of four classes, and not boxes: in few rows one is high."""
-    if are_shares(rows):
+    if are_in_unit_range(rows):
         return bool(sums_to_one(rows).all()) or _are_mostly_empty(rows.max(axis=1))
     return _find_raw_activation(rows) is not None
 
@@ -370,7 +373,7 @@ def _are_scores(rows: Array) -> bool:
 def _propose_anchor_maps(
     tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
 ) -> Iterator[RowDecoder]:
-    """Propose raw maps of YOLO v3 to v7, several anchors per cell, if every output is such a level."""
+    """Propose raw maps of YOLO v3 to v7, with several anchors per cell, if all outputs are such."""
     levels = []
     for table in tables:
         if table.columns.layout != ANCHOR_MAP or table.width <= _BOX + 1:
@@ -419,7 +422,7 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
     """Return the decoder of proposed columns, complete; None if the values are no scores and boxes.
 
     Args:
-        proposed: columns of scores, boxes, gates and further numbers, without activations or coding.
+        proposed: columns of scores, boxes, gates and others, without activations or a coding.
         samples: the first samples.
         is_set: whether the user or the file says that they are boxes; then rows may all detect
             something, and boxes may have an unknown coding.
@@ -480,7 +483,7 @@ def _find_activation(
     background = _find_background(rows)
     if background is None and is_set:
         background = last_class
-    if are_shares(rows):
+    if are_in_unit_range(rows):
         if last_class == 0 or not sums_to_one(rows).all():
             return "", None
         return None if background is None else ("", background)
@@ -498,7 +501,7 @@ def _find_activation(
 
 
 def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
-    """Return (activation that raw scores lack, class of the background) if most rows detect nothing.
+    """Return (activation of raw scores, class of the background) if most rows detect nothing.
 
     Then all scores of a row are below 0 in front of a Sigmoid; in front of a Softmax the background
     has the highest. None for other scores.
@@ -554,8 +557,8 @@ def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
 def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     """Return the decoder with the meaning of its further columns, if they have one.
 
-    They are weights of masks if another output holds as many prototype maps; an angle if there is one;
-    or key points that move with their boxes.
+    They are weights of masks if another output holds as many prototype maps; an angle if there is
+    one; or key points that move with their boxes.
     """
     if not decoder.extra:
         return decoder
@@ -591,7 +594,7 @@ def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
         numbers: numbers per key point, 2 or 3.
     """
     points = extra.reshape(len(extra), -1, numbers)
-    if numbers == 3 and not are_shares(points[:, :, 2]):
+    if numbers == 3 and not are_in_unit_range(points[:, :, 2]):
         return False
     for axis, point in itertools.product((0, 1), range(points.shape[1])):
         if correlate(points[:, point, axis], boxes[:, axis]) <= MIN_POINT_CORRELATION:

@@ -19,7 +19,7 @@ from deploy.tasks.slices import SlicesByOutput
 from deploy.tasks.thresholds import MIN_SHARE_ABOVE, MIN_THINGS
 from deploy.tensors import Array
 
-MOST = 4  # samples shown
+MAX_SHOWN = 4  # samples shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ E = TypeVar("E", bound=Example)
 
 @dataclass(slots=True)
 class ExampleSelection(Generic[E]):
-    """Selects the `MOST` samples that differ most, and as many that agree.
+    """Selects the `MAX_SHOWN` samples that differ most, and as many that agree.
 
     Attributes:
         differing: (minus the difference, index, example) of samples, the worst first.
@@ -78,12 +78,18 @@ class ExampleSelection(Generic[E]):
     differing: list[tuple[float, int, E]] = field(default_factory=list)
     agreeing: list[tuple[float, int, E]] = field(default_factory=list)
 
-    def offer(self, example: E, *, differs: float, says: float) -> None:
-        """Consider a sample: by how much the models differ, and how much FP32 predicts at all."""
-        if differs > 0:
-            _insert(self.differing, (-differs, example.number, example))
-        elif says > 0:
-            _insert(self.agreeing, (-says, example.number, example))
+    def offer(self, example: E, *, difference: float, predictions: float) -> None:
+        """Consider a sample to show.
+
+        Args:
+            example: the sample.
+            difference: by how much the two models differ; 0 if they agree.
+            predictions: how much FP32 predicts at all; a sample of 0 that agrees shows nothing.
+        """
+        if difference > 0:
+            _insert(self.differing, (-difference, example.number, example))
+        elif predictions > 0:
+            _insert(self.agreeing, (-predictions, example.number, example))
 
     @property
     def numbers(self) -> frozenset[int]:
@@ -92,14 +98,14 @@ class ExampleSelection(Generic[E]):
 
     def result(self) -> tuple[E, ...]:
         """Return the differing samples, the worst first, and at least one that agrees, if any."""
-        room = MOST - 1 if self.agreeing else MOST
-        entries = [*self.differing[:room], *self.agreeing][:MOST]
+        room = MAX_SHOWN - 1 if self.agreeing else MAX_SHOWN
+        entries = [*self.differing[:room], *self.agreeing][:MAX_SHOWN]
         return tuple(example for _, _, example in entries)
 
 
 def _insert(selection: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> None:
     bisect.insort(selection, entry, key=lambda entry: entry[:2])
-    del selection[MOST:]
+    del selection[MAX_SHOWN:]
 
 
 FEW_COUNTED = 100  # things of FP32 below which the interval of their share is shown

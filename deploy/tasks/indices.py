@@ -275,7 +275,7 @@ INDICES = Form(
 
 
 def find_integers(samples: FirstSamples) -> Indices | None:
-    """Return outputs of integers from 0 on; beside other outputs, those that differ between samples.
+    """Return outputs of integers from 0 on; beside others, those that differ between samples.
 
     Lists of varying length, and selections of NonMaxSuppression, are compared in any order of rows.
     """

@@ -23,12 +23,12 @@ from deploy.tasks.rows import (
     ImageSize,
     Outputs,
     are_comparable,
-    are_shares,
+    are_in_unit_range,
     correlate,
     is_floating,
     is_vector,
 )
-from deploy.tasks.slices import OutputSlice, SlicesByOutput, find_scores
+from deploy.tasks.slices import OutputSlice, SlicesByOutput, find_cell_scores
 from deploy.tasks.thresholds import (
     COORDINATE_SPREAD,
     MAX_END_DISTANCE,
@@ -154,17 +154,17 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
 
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
-    """Return the points of outputs that are coordinates in the input's picture; None without such."""
+    """Return the points of outputs that are coordinates in the picture; None without such."""
     size = samples.picture_size
     if size is None:
         return None
     flags = []
     for name, values in samples.floats.items():
-        if all(value.size == 1 and are_shares(value) for value in values):
+        if all(value.size == 1 and are_in_unit_range(value) for value in values):
             flags.append(name)
     presence = flags[0] if len(flags) == 1 else ""
     arrays = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
-    scores_by_slice = find_scores(arrays)
+    scores_by_slice = find_cell_scores(arrays)
 
     points: dict[str, int] = {}
     parts: SlicesByOutput = {presence: ()} if presence else {}
@@ -187,7 +187,7 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
 def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> SlicesByOutput:
     """Return the slices of points that scores weight: the third of their numbers, or `scores`."""
     third = np.concatenate([value[..., 2:3].reshape(-1) for value in values])
-    if not is_vector(values[0]) and are_shares(third) and third.max() > 0:
+    if not is_vector(values[0]) and are_in_unit_range(third) and third.max() > 0:
         own_scores = OutputSlice(output=name, axis=-1, start=2, stop=3)
         return {name: (OutputSlice(output=name, axis=-1, stop=2, at=own_scores), own_scores)}
     if scores is None:
@@ -252,8 +252,8 @@ def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
     """Whether the first two numbers of each point are coordinates about the picture's middle.
 
     Args:
-        rows: points [samples, K, numbers], in pixels or relative to the picture's side: 0 to 1, or -1
-            to 1.
+        rows: points [samples, K, numbers], in pixels or relative to the picture's side: 0 to 1, or
+            -1 to 1.
         size: (height, width) of the picture in pixels.
         in_order: whether neighbouring points are near each other; other numbers from -1 to 1 may be
             anything.
@@ -338,7 +338,7 @@ SIMCC = Form(
 
 
 def find_simcc(samples: FirstSamples) -> SimccPoints | None:
-    """Return the points of two outputs as long as the picture's two sides, or a multiple; or None."""
+    """Return the points of two outputs as long as the picture's sides, or a multiple; or None."""
     size = samples.picture_size
     if len(samples.names) != 2 or size is None:
         return None

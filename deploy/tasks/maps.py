@@ -34,9 +34,9 @@ from deploy.tasks.rows import (
     Flags,
     Integers,
     Outputs,
-    are_between,
     are_comparable,
     are_probabilities,
+    are_undecided,
     image_size,
     is_floating,
     may_be_logits,
@@ -149,7 +149,7 @@ class Pixels(PlaceTask):
     tally_type = _PixelTally
 
     def read_classes(self, outputs: Outputs) -> Integers:
-        """Return the class of each pixel, flat: class numbers, or the best score; none for another shape."""
+        """Return the class of each pixel, flat; none for an output of another shape."""
         value = outputs[self.output]
         if value.dtype.kind in "iu" or value.ndim == 3 or value.shape[1:2] == (1,):
             numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
@@ -212,10 +212,10 @@ def _are_class_scores(maps: Arrays, inputs: Sequence[Outputs], *, fits_picture: 
     """
     if not 2 <= maps[0].shape[1] <= _MAX_CLASSES:
         return False
-    are_shares = all(are_probabilities(value, 1) for value in maps)
-    if (fits_picture or not are_shares) and not _fit_pictures(maps, inputs, MAX_CLASS_SCALE):
+    are_in_unit_range = all(are_probabilities(value, 1) for value in maps)
+    if (fits_picture or not are_in_unit_range) and not _fit_pictures(maps, inputs, MAX_CLASS_SCALE):
         return False
-    return are_shares or (all(map(_are_logits, maps)) and _have_several_classes(maps))
+    return are_in_unit_range or (all(map(_are_logits, maps)) and _have_several_classes(maps))
 
 
 def _have_several_classes(maps: Arrays) -> bool:
@@ -327,7 +327,7 @@ def _are_masks(maps: Arrays, inputs: Sequence[Outputs]) -> bool:
             return False
         if value.shape[1] > 1 and sums_to_one(value, 1).all():
             return False  # classes
-    between_share = np.mean([are_between(value).mean() for value in maps])
+    between_share = np.mean([are_undecided(value).mean() for value in maps])
     is_decided = between_share < MAX_BETWEEN_SHARE
     return bool(is_decided and max(map(np.max, maps)) >= MIN_MASK_PEAK)
 

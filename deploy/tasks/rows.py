@@ -128,7 +128,7 @@ def are_comparable(reference: Array, candidate: Array) -> bool:
     return reference.shape == candidate.shape and bool(np.isfinite(candidate).all())
 
 
-def are_shares(values: Array) -> bool:
+def are_in_unit_range(values: Array) -> bool:
     """Whether there are values, and all lie from 0 to 1 but for rounding."""
     tolerance = UNIT_TOLERANCE
     return bool(values.size and values.min() >= -tolerance and values.max() <= 1 + tolerance)
@@ -169,7 +169,7 @@ def may_be_logits(scores: Array, axis: int) -> bool:
     return bool(mean.std() < MAX_LOGIT_DRIFT * spread.mean())
 
 
-def are_between(shares: Array) -> Flags:
+def are_undecided(shares: Array) -> Flags:
     """Return where probabilities are near neither 0 nor 1."""
     return np.asarray((shares > LOW) & (shares < HIGH))
 
@@ -179,12 +179,12 @@ def are_relative(rows: Array) -> bool:
 
     Single values of many samples, such as a ratio, may all be near 0: those of an event are not.
     """
-    if not are_shares(rows):
+    if not are_in_unit_range(rows):
         return False
     if rows.shape[1] > 1:
-        min_share = are_between(rows).mean(axis=1).min()
+        min_share = are_undecided(rows).mean(axis=1).min()
         return not sums_to_one(rows).any() and bool(min_share >= 0.5)
-    is_between = rows < HIGH if len(rows) >= MIN_ROW_VALUES else are_between(rows)
+    is_between = rows < HIGH if len(rows) >= MIN_ROW_VALUES else are_undecided(rows)
     return bool(is_between.mean() >= MOST_SHARE)
 
 
@@ -195,7 +195,7 @@ def correlate(x_values: Floats, y_values: Floats) -> float:
     return float(x_deviations @ y_deviations) / max(norms, 1e-30)
 
 
-def to_shares(scores: Array, *, raw: bool = True) -> Floats:
+def to_probabilities(scores: Array, *, raw: bool = True) -> Floats:
     """Return probabilities: of `raw` scores by the Sigmoid, of others unchanged."""
     if not raw:
         return scores
@@ -206,7 +206,7 @@ def to_shares(scores: Array, *, raw: bool = True) -> Floats:
 def activate(scores: Array, activation: str, axis: int = -1) -> Array:
     """Return probabilities: scores after "sigmoid" or, along an axis, "softmax"; "" for as is."""
     if activation != "softmax":
-        return to_shares(scores, raw=activation == "sigmoid")
+        return to_probabilities(scores, raw=activation == "sigmoid")
     with np.errstate(invalid="ignore"):
         power = np.exp(scores - scores.max(axis=axis, keepdims=True))
         return np.asarray(power / power.sum(axis=axis, keepdims=True))

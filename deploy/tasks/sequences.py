@@ -21,9 +21,9 @@ from deploy.tasks.rows import (
     Integers,
     Outputs,
     activate,
-    are_between,
+    are_in_unit_range,
     are_probabilities_or_logs,
-    are_shares,
+    are_undecided,
     is_floating,
     is_vector,
     sums_to_one,
@@ -155,7 +155,7 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
         return None
     is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(is_vector, values))
     if is_independent or values[0].ndim != 3:
-        limit = 0.5 if all(map(are_shares, values)) else 0.0
+        limit = 0.5 if all(map(are_in_unit_range, values)) else 0.0
         return Steps(name, 2, None, limit)
     axis = _find_class_axis(values) or 2
     return Steps(name, values[0].shape[axis], axis)
@@ -194,7 +194,7 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
     if samples.declared.ends.get(name, "sigmoid") != "sigmoid" or not values[0].ndim:
         return False
     shares = np.concatenate([value.reshape(-1) for value in values])
-    if not all(map(is_vector, values)) or not are_shares(shares):
+    if not all(map(is_vector, values)) or not are_in_unit_range(shares):
         return False
     sizes = {value.size for value in values}
     if sizes != {1}:
@@ -204,7 +204,7 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
             return False
     max_share = 0.5 if sizes == {1} else MAX_BETWEEN_SHARE
     has_both_ends = bool(shares.min() < LOW and shares.max() > HIGH)
-    return has_both_ends and are_between(shares).mean() <= max_share
+    return has_both_ends and are_undecided(shares).mean() <= max_share
 
 
 def _is_input_shape(value: Array, samples: FirstSamples) -> bool:
@@ -308,7 +308,7 @@ def fit_text(name: str, samples: FirstSamples) -> Text | None:
 
 
 def find_text(samples: FirstSamples) -> Text | None:
-    """Return the text of the only output, if it is a sequence of symbols with a blank; else None."""
+    """Return the text of the only output, if that is symbols with a blank; else None."""
     if len(samples.names) != 1:
         return None
     (name,) = samples.names

@@ -22,11 +22,11 @@ from deploy.tasks.rows import (
     Floats,
     Outputs,
     activate,
-    are_between,
-    are_shares,
+    are_in_unit_range,
+    are_undecided,
     is_floating,
     sums_to_one,
-    to_shares,
+    to_probabilities,
 )
 from deploy.tasks.thresholds import (
     FORM_SAMPLES,
@@ -154,7 +154,7 @@ def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] 
     return None
 
 
-def find_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice, OutputSlice]:
+def find_cell_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice, OutputSlice]:
     """Return slices of values that count in some cells -> the slice of these cells' scores.
 
     Such as a pitch -> its confidence, a landmark -> its visibility. Scores are probabilities, one a
@@ -185,7 +185,7 @@ def _may_weight(part: OutputSlice, scores: Array, values: Array) -> bool:
     """
     if _decided_share(values) >= 0.5:
         return False  # the values are scores themselves
-    if scores.size < MIN_ROW_VALUES or not are_shares(scores):
+    if scores.size < MIN_ROW_VALUES or not are_in_unit_range(scores):
         return False
     if scores.min() > MAX_LOW_SCORE or scores.max() < 1 - MAX_LOW_SCORE:
         return False
@@ -196,9 +196,9 @@ def _may_weight(part: OutputSlice, scores: Array, values: Array) -> bool:
 
 def _decided_share(values: Array) -> float:
     """Return the share of probabilities near 0 or 1; 0 for values that are no probabilities."""
-    if not are_shares(values):
+    if not are_in_unit_range(values):
         return 0.0
-    return 1 - float(are_between(values).mean())
+    return 1 - float(are_undecided(values).mean())
 
 
 def _fit_cells(score_arrays: Arrays, value_arrays: Arrays) -> bool:
@@ -215,7 +215,7 @@ def _is_activation(scores: Array, value: Array) -> bool:
         return True
     if scores.size != value.size:
         return False
-    sigmoid = to_shares(value.astype(np.float64), raw=True)
+    sigmoid = to_probabilities(value.astype(np.float64), raw=True)
     return np.allclose(scores.reshape(value.shape), sigmoid, atol=0.01)
 
 
@@ -282,16 +282,12 @@ def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]
 
 
 def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
-    """Return by how much the unit of rows changes at `cut`; 0 if it does not.
+    """Return by how much the unit changes from the rows [start, cut) to the rows [cut, stop).
 
-    That is the least peak of the larger rows over the largest of the smaller. Every row of the larger
-    side must leave [0, 1]. The smaller side must be probabilities that are not silent; if it is of
-    another unit, both sides must have two rows or more, since a single channel of a feature map may
-    well stand out.
-
-    Args:
-        rows: all rows.
-        start, cut, stop: the two sides are the rows [start, cut) and [cut, stop).
+    That is the least peak of the larger rows over the largest of the smaller; 0 for one unit. Every
+    row of the larger side must leave [0, 1]. The smaller side must be probabilities that are not
+    silent; if it is of another unit, both sides must have two rows or more, since a single channel
+    of a feature map may well stand out.
     """
     large, small = slice(start, cut), slice(cut, stop)
     if rows.peak[large].min() <= rows.peak[small].max():

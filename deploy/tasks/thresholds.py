@@ -98,6 +98,6 @@ MIN_COUNT = 4  # fewer steps, labels, points or bins are numbers of something el
 MIN_ORDERED = 8  # fewer numbers, such as points or classes, do not show an order
 MIN_CONFIDENCE = 0.8  # mean probability of the best of raw scores that a Softmax belongs to
 MOST_SHARE = 0.75  # of values: of decided scores, sure pixels, steps of the usual class
-MIN_ORDER = 0.6  # correlation of numbers in an order with those before: points, ages
+MIN_ORDER = 0.6  # correlation of numbers in an order with those before, as of points or signals
 MAX_MASK_SCALE = 8  # scale of the picture to masks
 MAX_CLASS_SCALE = 4  # the same to raw scores of pixels; smaller maps are features

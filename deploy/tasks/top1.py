@@ -155,7 +155,7 @@ class Top1:
         return figures
 
     def _check_labels(self, labels: Sequence[int]) -> None:
-        """Check that there is a label for each sample, and an output that it can be compared with."""
+        """Check that each sample has a label, and that an output holds classes."""
         if len(labels) != self.samples:
             raise FeedError(
                 f"there must be one label a sample, got {len(labels)} labels"

@@ -38,17 +38,17 @@ from deploy.tasks.rows import (
     Integers,
     Outputs,
     activate,
-    are_between,
     are_comparable,
+    are_in_unit_range,
     are_probabilities_or_logs,
-    are_shares,
     are_sorted,
+    are_undecided,
     correlate,
     is_floating,
     is_vector,
     may_be_logits,
     sums_to_one,
-    to_shares,
+    to_probabilities,
 )
 from deploy.tasks.slices import split_output
 from deploy.tasks.thresholds import (
@@ -107,7 +107,7 @@ def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
     rows = _read_vectors(samples).get(name)
     if rows is None or rows.shape[1] < MIN_COUNT:
         return None
-    return Labels(name, rows.shape[1], raw=not are_shares(rows))
+    return Labels(name, rows.shape[1], raw=not are_in_unit_range(rows))
 
 
 def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
@@ -136,8 +136,8 @@ class _ClassTally(TaskTally["Classes"]):
     def _compare(self, name: str, reference_scores: Array, scores: Array) -> None:
         """Compare the scores [C] of one sample in one output.
 
-        A sample whose class changes is an example to show; it differs by FP32's margin between the two
-        classes.
+        A sample whose class changes is an example to show; it differs by FP32's margin between the
+        two classes.
         """
         reference_class = int(reference_scores.argmax())
         best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
@@ -153,7 +153,7 @@ class _ClassTally(TaskTally["Classes"]):
             candidate=(changed_class, float(scores[changed_class])),
         )
         margin = float(reference_scores[reference_class] - reference_scores[changed_class])
-        self.examples.offer(example, differs=max(margin, _MIN_DIFFERENCE), says=0)
+        self.examples.offer(example, difference=max(margin, _MIN_DIFFERENCE), predictions=0)
 
     @property
     def watched(self) -> frozenset[int]:
@@ -285,8 +285,8 @@ class _LabelTally(ThresholdTally["Labels"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         scores, candidate_scores = reference[self.task.output], candidate[self.task.output]
-        shares = to_shares(scores.astype(np.float64), raw=self.task.raw)
-        candidate_shares = to_shares(candidate_scores.astype(np.float64), raw=self.task.raw)
+        shares = to_probabilities(scores.astype(np.float64), raw=self.task.raw)
+        candidate_shares = to_probabilities(candidate_scores.astype(np.float64), raw=self.task.raw)
         self.count_above(shares, candidate_shares)
 
     def result(self) -> TaskFigure | None:
@@ -325,7 +325,7 @@ LABELS = Form(
 
 
 def find_labels(samples: FirstSamples) -> Labels | None:
-    """Return the labels of the only output, if it is a vector of independent probabilities; else None."""
+    """Return the labels of the only output, if that is independent probabilities; else None."""
     if len(samples.names) != 1:
         return None
     (name,) = samples.names
@@ -344,13 +344,13 @@ def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
 
     Args:
         rows: probabilities, or raw scores.
-        raw: whether they are raw scores, in front of a Sigmoid. These are mostly far below 0, whereas
-            those of a Softmax are centred at 0, and its best class is nearly certain.
+        raw: whether they are raw scores, in front of a Sigmoid. These are mostly far below 0,
+            whereas those of a Softmax are centred at 0, and its best class is nearly certain.
         min_labels: labels above 0.5 that a sample must have. A single one may be the class of a
             Softmax, unless the graph ends in a Sigmoid.
     """
-    shares = to_shares(rows, raw=raw)
-    if not are_shares(shares) or (not raw and sums_to_one(shares).all()):
+    shares = to_probabilities(rows, raw=raw)
+    if not are_in_unit_range(shares) or (not raw and sums_to_one(shares).all()):
         return False
     if raw:
         depth = -(rows.mean(axis=1) / np.maximum(rows.std(axis=1), 1e-30)).max()
@@ -361,7 +361,7 @@ def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
     label_counts = np.count_nonzero(shares > 0.5, axis=1)
     # a classifier's raw scores may well have two above 0 in one sample
     has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= min_labels
-    is_decided = are_between(shares).mean() < MAX_BETWEEN_SHARE
+    is_decided = are_undecided(shares).mean() < MAX_BETWEEN_SHARE
     return bool(has_several and is_decided and np.mean(shares < LOW) >= 0.5)
 
 

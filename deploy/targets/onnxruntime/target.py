@@ -349,14 +349,14 @@ def _write_program(request: BuildRequest, engine: Path) -> Path | None:
 def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outputs]:
     """Return the task of the float model's outputs, and the outputs of a sample."""
     from deploy.metrics.accuracy import recognise_first
-    from deploy.tasks import judge_of
+    from deploy.tasks import make_metric
     from deploy.tasks.thresholds import FORM_SAMPLES_OF_FEW
 
     if request.evaluation_set is None:
         return None, {}
     pairs = request.evaluation_set.samples_with_outputs(FORM_SAMPLES_OF_FEW)
     subject = request.subject
-    metric = judge_of(None, subject.task or None, subject.loaded.declaration)
+    metric = make_metric(None, subject.task or None, subject.loaded.declaration)
     task, samples = recognise_first(pairs, metric)
     _, outputs = next(iter(samples))
     return task, outputs
