@@ -246,17 +246,23 @@ def _refuse_objects(*files: object) -> None:
 def _list_sources(
     engine: Path | str, against: Path | str | None, targets: Sequence[Target]
 ) -> dict[str, _EngineSource]:
-    """Return label -> engine, the reference first; a label is the file name if that is unique."""
+    """Return label -> engine, the reference first; a label is the file name if that is unique.
+
+    Args:
+        engine: file of the engine.
+        against: file of the reference; None without.
+        targets: targets with options, which open the files of their suffixes.
+    """
     paths = [Path(engine)]
     if against is not None:
         paths.insert(0, Path(against))
     if len(set(paths)) < len(paths):
         raise ConfigError(f"--against needs another model than the engine, got {paths[0]} twice")
 
-    has_unique_names = len({path.name for path in paths}) == len(paths)
+    names = {path.name for path in paths}
     sources = {}
     for path in paths:
-        label = path.name if has_unique_names else str(path)
+        label = path.name if len(names) == len(paths) else str(path)
         sources[label] = _EngineSource(path, find_target(path, targets))
     return sources
 
@@ -279,7 +285,10 @@ def find_target(path: Path, targets: Sequence[Target]) -> Target:
 
 
 def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSource]:
-    """Return one engine in ONNX Runtime and in OpenVINO."""
+    """Return label -> the same engine in ONNX Runtime, and in OpenVINO.
+
+    `sources`: the engine to measure, which must be a single one that ONNX Runtime opens.
+    """
     if len(sources) > 1:
         raise ConfigError(
             f"two runtimes take one engine, got {' and '.join(sources)}; leave --against out, or"
@@ -310,9 +319,9 @@ def _refuse_unused_targets(targets: Sequence[Target], sources: Mapping[str, _Eng
 
 @phase("loading")
 def _load_engine(source: _EngineSource, *, threads: int | None) -> _LoadedEngine:
-    """Load an engine; its load time is the least of up to three.
+    """Load an engine, up to three times; its load time is the least, in ms.
 
-    An engine that loads slowly is loaded only once.
+    It is not loaded again after 200 ms, so an engine that loads slowly is loaded only once.
 
     Raises:
         BackendError: the target's runtime cannot load it.
@@ -437,7 +446,10 @@ def _time_kernels(
     threads: int | None,
     duration_s: float,
 ) -> dict[str, tuple[KernelTime, ...]]:
-    """Return the kernels of each engine, the slowest first."""
+    """Return label -> kernels of the engine, the slowest first.
+
+    `latency`: label -> the engine's latency, by which the number of profiled runs is chosen.
+    """
     kernels = {}
     for label, engine in engines.items():
         kernels[label] = time_kernels(
@@ -489,11 +501,13 @@ def model_size(path: Path) -> int:
         model = onnx.load_model_from_string(data)
     except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
         return total
-    external_tensors = filter(uses_external_data, model.graph.initializer)
-    for name in {ExternalDataInfo(tensor).location for tensor in external_tensors}:
-        file = path.parent / name
+    # several weights may lie in one file
+    external_files = set()
+    for tensor in filter(uses_external_data, model.graph.initializer):
+        external_files.add(path.parent / ExternalDataInfo(tensor).location)
+    for file in external_files:
         if file.is_file():
-            total += int(file.stat().st_size)
+            total += file.stat().st_size
     return total
 
 

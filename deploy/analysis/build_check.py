@@ -405,12 +405,21 @@ def _refuse_unusable(shipped: _ShippedFiles) -> None:
 def _make_report(
     shipped: _ShippedFiles, figures: Figures, feed: Feed, source: str, gates: Gates
 ) -> Report:
-    """Return the report on the files: a row and a verdict for each, without files to ship."""
+    """Return the report on the files: a row and a verdict for each, without files to ship.
+
+    Args:
+        shipped: the files.
+        figures: what was measured of them.
+        feed: the evaluation images.
+        source: where the images came from.
+        gates: the user's limits; a limit that is None is that of the build.
+    """
     loaded = shipped.loaded
-    limits = Gates(
-        max_loss=shipped.gates.max_loss if gates.max_loss is None else gates.max_loss,
-        min_speedup=shipped.gates.min_speedup if gates.min_speedup is None else gates.min_speedup,
-    )
+    limits = shipped.gates
+    if gates.max_loss is not None:
+        limits = replace(limits, max_loss=gates.max_loss)
+    if gates.min_speedup is not None:
+        limits = replace(limits, min_speedup=gates.min_speedup)
     spread_samples = list(feed.spread_samples(max(1, _INPUT_SAMPLES // feed.batch)))
     doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
     rows = engine_rows(

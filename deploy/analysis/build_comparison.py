@@ -199,7 +199,10 @@ def _shorten(value: str) -> str:
 
 
 def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of the model, images, targets and machine of a build."""
+    """Yield (name, value) of the model, images, targets and machine of a build.
+
+    A build without a file of options, such as one from Python, has the options of its targets here.
+    """
     report = build.report
     if report.model:
         yield "model", report.model.path

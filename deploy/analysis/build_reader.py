@@ -90,17 +90,20 @@ class Verification(PrintedResult):
         return not self.changed and not self.cache_changed
 
     def to_screen(self) -> str:
-        """Return a line for each file, and their number."""
-        files, cache = self.manifest.files, self.manifest.cache
-        lines = [f"{name} {self.changed.get(name, 'is as it was written')}" for name in files]
-        lines += [f"{name} is of an earlier build" for name in self.manifest.earlier]
-        if cache is not None:
+        """Return a line for each file and for the cache, and how many files are unchanged."""
+        files, lines = self.manifest.files, []
+        for name in files:
+            lines.append(f"{name} {self.changed.get(name, 'is as it was written')}")
+        for name in self.manifest.earlier:
+            lines.append(f"{name} is of an earlier build")
+        if self.manifest.cache is not None:
+            cache_path, _ = self.manifest.cache
             state = "is not here: it was kept elsewhere"
             if self.cache_changed:
                 state = _CHANGED
-            elif cache[0].is_file():
+            elif cache_path.is_file():
                 state = "is as the build left it"
-            lines.append(f"{cache[0]}, the cache, {state}")
+            lines.append(f"{cache_path}, the cache, {state}")
         unchanged_count = len(files) - len(self.changed)
         model = self.manifest.made_from.get("model", {})
         lines.append(
@@ -278,9 +281,17 @@ def model_notes(report: Path, loaded: LoadedModel) -> Iterator[str]:
 
 
 def with_stored_preprocess(dataset: Dataset, stored: Mapping[str, object], report: Path) -> Dataset:
-    """Return images with the preprocessing of a build below the user's options; arrays as is.
+    """Return images with the preprocessing of a build, where the user's options set no other.
 
-    `stored`: preprocessing as the report has it; {} without.
+    Arrays, which are fed as they are, are returned unchanged.
+
+    Args:
+        dataset: images with the user's preprocessing, or some options of it.
+        stored: preprocessing as the report has it; {} without.
+        report: path of the report.
+
+    Raises:
+        ConfigError: the report has no preprocessing of calib8.
     """
     user_options = {} if dataset.preprocess is None else dataset.preprocess
     if not isinstance(user_options, Mapping) or not stored or _is_array(dataset.source):
@@ -376,7 +387,10 @@ def _is_repair_note(note: str) -> bool:
 def _sort_by_sqnr(
     rows: Iterable[OutputAccuracy | SliceAccuracy],
 ) -> tuple[TensorAccuracy, ...]:
-    """Return the rows sorted by SQNR, lowest first; NaN comes before all."""
+    """Return names and figures of outputs, slices or inner tensors, the lowest SQNR first.
+
+    NaN is lower than any number.
+    """
     accuracies = []
     for row in rows:
         name = row.label if isinstance(row, SliceAccuracy) else row.name

@@ -335,27 +335,26 @@ def explain(
     dataset = with_stored_preprocess(dataset, explanation.preprocess, report_path)
     feed = loaded.open_samples(dataset)
     loaded = loaded.with_inputs(feed.specs)
-    explained_targets = []
-    for target_explanation in explained:
-        if target_explanation.runnable is None:
+    targets_with_results = []
+    for target in explained:
+        if target.runnable is None:
             note = "no file of it can be run in ONNX Runtime"
             results = ImageResults(samples=0, notes=(note,))
         else:
-            layers = [layer.name for layer in target_explanation.layers]
-            with phase(target_explanation.name):
+            with phase(target.name):
                 results = _run_images(
                     loaded,
-                    path_in_build(target_explanation.runnable, report_path),
-                    layers,
+                    path_in_build(target.runnable, report_path),
+                    [layer.name for layer in target.layers],
                     feed,
-                    is_native=target_explanation.native,
+                    is_native=target.native,
                     threads=worker_threads(threads),
-                    task=target_explanation.set_task,
+                    task=target.set_task,
                 )
             notes = (*results.notes, *model_notes(report_path, loaded))
             results = replace(results, notes=notes)
-        explained_targets.append(replace(target_explanation, held=results))
-    return replace(explanation, targets=tuple(explained_targets))
+        targets_with_results.append(replace(target, held=results))
+    return replace(explanation, targets=tuple(targets_with_results))
 
 
 def _select_targets(
