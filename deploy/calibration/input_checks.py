@@ -262,25 +262,27 @@ def check_input_samples(
 ) -> list[str]:
     """Return a warning on the first odd input, as a list of one sentence; empty if all are fine.
 
-    Without an image input, all inputs together are checked for content.
-
-    `model`: the model before cleaning, with its BatchNormalizations.
+    Args:
+        samples: {input: array} of a few samples.
+        preprocess: how the images were prepared; None for arrays.
+        model: the model before cleaning, with its BatchNormalizations.
     """
     inputs = _inputs_with_values(samples)
-    images = [name for name in inputs if _is_image(samples, name)]
-    constant_inputs: list[str] = []
-    if not images:
-        constant_inputs = [name for name in inputs if _is_constant_input(samples, name)]
-        if constant_inputs and _have_no_content(samples, inputs, constant_inputs):
-            return [_constant_warning(len(samples), samples[0][constant_inputs[0]])]
+    images = [name for name in inputs if layout_of(samples[0][name]) is not None]
+    constant_inputs = [name for name in inputs if _is_constant_input(samples, name)]
+    # one of several may be constant: the initial state of a recurrent model is 0
+    contents = images or inputs
+    if contents and set(contents) <= set(constant_inputs):
+        return [_constant_warning(len(samples), samples[0][contents[0]])]
 
     for name in inputs:
+        if name in constant_inputs:
+            continue
         values = [sample[name] for sample in samples]
         warning = ""
-        if name in images:
-            warning = _check_pixels(values, preprocess)
-        if not warning and name not in constant_inputs:
-            warning = _check_layer(model, name, values, preprocess)
+        if name in images and preprocess is not None:
+            warning = _check_spread(values, preprocess)
+        warning = warning or _check_layer(model, name, values, preprocess)
         if warning:
             return [warning]
     return []
@@ -293,41 +295,6 @@ def _inputs_with_values(samples: Samples) -> list[str]:
         if value.size > 1 and all(sample[name].size for sample in samples):
             inputs.append(name)
     return inputs
-
-
-def _is_image(samples: Samples, name: str) -> bool:
-    return layout_of(samples[0][name]) is not None and not _is_initial_state(samples, name)
-
-
-def _is_initial_state(samples: Samples, name: str) -> bool:
-    """Whether an input is constant while a larger one is not."""
-    if not _is_constant_input(samples, name):
-        return False
-    size = samples[0][name].size
-    for other_name, value in samples[0].items():
-        if value.size > size and not _is_constant_input(samples, other_name):
-            return True
-    return False
-
-
-def _have_no_content(samples: Samples, inputs: list[str], constant_inputs: list[str]) -> bool:
-    """Whether every input is constant, or a mask of the first one that is."""
-    tokens = samples[0][constant_inputs[0]]
-    for name in inputs:
-        if name not in constant_inputs and not _is_mask(samples, name, tokens):
-            return False
-    return True
-
-
-def _is_mask(samples: Samples, name: str, tokens: Array) -> bool:
-    """Whether an input says by 0 and 1 which `tokens` count."""
-    if samples[0][name].shape != tokens.shape or tokens.dtype.kind not in "iu":
-        return False
-    for sample in samples:
-        value = sample[name]
-        if value.dtype.kind not in "iub" or not np.isin(value, (0, 1)).all():
-            return False
-    return True
 
 
 def _is_constant_input(samples: Samples, name: str) -> bool:
@@ -345,12 +312,8 @@ def _is_constant(values: Array) -> bool:
     return high - low <= MAX_CONSTANT_SPREAD * max(abs(low), abs(high))
 
 
-def _check_pixels(values: Sequence[Array], preprocess: Preprocess | None) -> str:
-    """Return a warning on images without content, or ""."""
-    if all(map(_is_constant, values)):
-        return _constant_warning(len(values), values[0])
-    if preprocess is None:
-        return ""
+def _check_spread(values: Sequence[Array], preprocess: Preprocess) -> str:
+    """Return a warning on images of nearly one colour, or ""."""
     low, high = _extremes(values)
     if (high - low) * max(preprocess.std) / preprocess.scale >= MIN_PIXEL_SPREAD:
         return ""
@@ -462,12 +425,8 @@ def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) 
     are_images = looks_like_pixels and layout_of(values[0]) is not None
     if not are_integers and not are_images:
         return ""
-    if in_pixel_range:
-        description = "pixels of 0 to 255 as they are"
-    else:
-        description = f"values of {low:.4g} to {high:.4g}"
     return (
-        f"the calibration data are {description}; the model's first Conv makes"
+        f"the calibration data are values of {low:.4g} to {high:.4g}; the model's first Conv makes"
         f" {_round(ratio)} times its own bias of them, like one trained on smaller values"
     )
 
