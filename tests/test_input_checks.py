@@ -125,7 +125,7 @@ def test_bias_reveals_wrong_pixel_scale():
     (message,) = check_input_samples(make_samples(RAW), RAW, net)
     assert "values of 0 to 249" in message
     assert "(c)" in message
-    assert "pixels of 0 to 255" in check_input_samples(make_samples(RAW), None, net)[0]
+    assert "values of 0 to 249" in check_input_samples(make_samples(RAW), None, net)[0]
     (message,) = check_input_samples(
         [{"x": sample["x"] / 255} for sample in make_samples(UNIT)], None, net
     )

@@ -376,8 +376,8 @@ def change_version(tmp_path):
         ("the images changed (count 20 -> 21", add_image, ()),
         ("the preprocessing changed", None, ("--preprocess", "imagenet")),
         ("skip_bad False -> True", None, ("--skip-bad",)),
-        ("the method changed (it lacks histogram, first batch of 2", None, (*TENSORRT_OPTIONS, 2)),
-        ("it is of histogram of 'c2' too", None, ("--keep-float", "*c2")),
+        ("the method changed (not both have histogram", None, (*TENSORRT_OPTIONS, 2)),
+        ("the method changed (not both have histogram of 'c2'", None, ("--keep-float", "*c2")),
         ("a version changed (calib8 0.0.1 -> ", change_version, ()),
     ],
 )

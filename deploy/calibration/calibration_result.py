@@ -29,6 +29,7 @@ from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import QdqCalibration
 from deploy.graph.placement import WEIGHTED
 from deploy.method import Choices, Method
+from deploy.tensors import TensorSpec
 from deploy.terminal import PrintedResult, join_visible
 
 _UNMEASURED_NOTE = (
@@ -268,6 +269,7 @@ def find_reference_model(
         if loaded.was_float16:
             notes.append(_FLOAT16_NOTE.format(loaded.name))
         return loaded, tuple(notes)
+
     if images is None:
         if float_model is not None:
             raise ConfigError(
@@ -278,19 +280,23 @@ def find_reference_model(
         return loaded, (_EXTRACTED_NOTE.format(Path(loaded.qdq.name).name),)
 
     reference = load(float_model)
-    name = reference.source or reference.name
-    for kind, specs, reference_specs in (
-        ("inputs", loaded.inputs, reference.inputs),
-        ("outputs", loaded.outputs, reference.outputs),
-    ):
-        expected = ", ".join(spec.name for spec in specs)
-        actual = ", ".join(spec.name for spec in reference_specs)
-        if expected != actual:
-            raise ConfigError(
-                f"--float must have the {kind} of the Q/DQ model, {expected}, got {actual} in"
-                f" {name}; name the model that it was made from"
-            )
-    return reference, (f"FP32 is {name}.",)
+    reference_name = str(reference.source or reference.name)
+    _refuse_other_names("inputs", loaded.inputs, reference.inputs, reference_name)
+    _refuse_other_names("outputs", loaded.outputs, reference.outputs, reference_name)
+    return reference, (f"FP32 is {reference_name}.",)
+
+
+def _refuse_other_names(
+    kind: str, specs: Sequence[TensorSpec], reference_specs: Sequence[TensorSpec], reference: str
+) -> None:
+    """Refuse a float reference whose "inputs" or "outputs" have other names than the model's."""
+    expected = ", ".join(spec.name for spec in specs)
+    actual = ", ".join(spec.name for spec in reference_specs)
+    if expected != actual:
+        raise ConfigError(
+            f"--float must have the {kind} of the Q/DQ model, {expected}, got {actual} in"
+            f" {reference}; name the model that it was made from"
+        )
 
 
 def refuse_calibration_options(trained: QdqCalibration, options: Sequence[str]) -> None:

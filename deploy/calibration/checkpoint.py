@@ -243,19 +243,13 @@ class Checkpoint:
         elif existing.share != share and not differences:
             differences.append("the images changed")
 
-        observations = {o.key: o for o in self._observations}
-        existing_keys = set(existing.keys)
-        missing = [key for key in observations if key not in existing_keys]
-        surplus = [key for key in existing.keys if key not in observations]
-        if missing:
-            _, tensor, statistic = missing[0]
-            detail = f"it lacks {statistic} of {tensor!r}"
-        elif surplus:
-            _, tensor, statistic = surplus[0]
-            detail = f"it is of {statistic} of {tensor!r} too"
-        else:
-            return differences
-        return [*differences, f"the targets or the method changed ({detail})"]
+        differing_keys = {o.key for o in self._observations}.symmetric_difference(existing.keys)
+        if differing_keys:
+            _, tensor, statistic = min(differing_keys)
+            differences.append(
+                f"the targets or the method changed (not both have {statistic} of {tensor!r})"
+            )
+        return differences
 
 
 def _find_unsavable(observations: Iterable[Observation]) -> str | None:

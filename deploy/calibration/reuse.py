@@ -41,7 +41,7 @@ from deploy.calibration.observation import (
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.sample_checks import Outlier, StabilityRule
 from deploy.calibration.store import Calibration
-from deploy.errors import CacheError
+from deploy.errors import CacheError, list_first
 from deploy.files import staging
 from deploy.files.staging import Stage, stage_files
 
@@ -269,12 +269,9 @@ def _describe_match(
         return f"{changes['order']}, and {reordered} observations go by it"
     if missing:
         kinds = list(dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing))
-        listed_kinds = "; ".join(kinds[:_MAX_LISTED])
-        if len(kinds) > _MAX_LISTED:
-            listed_kinds += f" and {len(kinds) - _MAX_LISTED} more kinds"
         return (
             f"{stored.path.name} lacks {len(missing)} observations that these targets and this"
-            f" method need ({listed_kinds})"
+            f" method need ({list_first(kinds, _MAX_LISTED)})"
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"

@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,17 +145,15 @@ def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> 
 
     `names`: digest -> name of the image or row.
     """
-    by_sample: dict[tuple[str, ...], list[Outlier]] = {}
-    for outlier in outliers:
-        by_sample.setdefault(outlier.digests, []).append(outlier)
-    descriptions = []
-    for digests, sample_outliers in by_sample.items():
-        worst = max(sample_outliers, key=lambda outlier: outlier.ratio)
-        text = f"{_sample_name(digests, names)}, {_describe_worst(worst, len(sample_outliers))}"
-        descriptions.append((-worst.ratio, digests, text))
+    outliers_by_sample: dict[tuple[str, ...], list[Outlier]] = {}
+    for outlier in sorted(outliers, key=lambda outlier: (-outlier.ratio, outlier.digests)):
+        outliers_by_sample.setdefault(outlier.digests, []).append(outlier)
 
-    count = len(descriptions)
-    clauses = [text for _, _, text in sorted(descriptions)[:_MAX_LISTED]]
+    count = len(outliers_by_sample)
+    clauses = []
+    for digests, sample_outliers in islice(outliers_by_sample.items(), _MAX_LISTED):
+        worst = _describe_worst(sample_outliers[0], len(sample_outliers))
+        clauses.append(f"{_sample_name(digests, names)}, {worst}")
     if count > _MAX_LISTED:
         clauses.append(f"and {count - _MAX_LISTED} more")
     verb, pronoun = ("stands", "it") if count == 1 else ("stand", "them")
