@@ -634,9 +634,10 @@ def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput
 
 
 def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> list[OutputSlice]:
-    """Return the slice of the scores of each level, or of its gate if that has the lower mean.
+    """Return, for each level, the slice of scores that says which rows hold an object.
 
-    The other one may be arbitrary without an object.
+    That is the scores of the classes, without the background; or the gates that multiply them, such
+    as an objectness, if these have the lower mean. The others are arbitrary where nothing is.
     """
     scores = []
     for columns in decoder.scores:

@@ -171,17 +171,20 @@ def find_steps(samples: FirstSamples) -> Steps | None:
     if decisions and all(all(map(is_vector, values)) for values in values_by_name.values()):
         return Steps(decisions[0], 2, None)
 
-    axis_by_name = {name: _find_class_axis(values) for name, values in values_by_name.items()}
-    step_names = [name for name, axis in axis_by_name.items() if axis is not None]
-    if not step_names:
+    axis_by_name = {}
+    for name, values in values_by_name.items():
+        axis = _find_class_axis(values)
+        if axis is not None:
+            axis_by_name[name] = axis
+    if not axis_by_name:
         return None
-    steps = fit_steps(step_names[0], samples)
-    step_count = values_by_name[step_names[0]][0].size // steps.classes if steps else 0
-    for name, axis in axis_by_name.items():
+    step_name, axis = next(iter(axis_by_name.items()))
+    step_count, class_count = _read_step_samples(values_by_name[step_name], axis)[0].shape
+    for name in values_by_name.keys() - axis_by_name.keys():
         shape = values_by_name[name][0].shape
-        if axis is None and len(shape) <= 3 and step_count in shape:
+        if len(shape) <= 3 and step_count in shape:
             return None  # numbers of what is found at each step
-    return steps
+    return Steps(step_name, class_count, axis)
 
 
 def _are_decisions(name: str, samples: FirstSamples) -> bool:
