@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from deploy.metrics.accuracy import NOT_WRITTEN
+from deploy.metrics.output_errors import NOT_WRITTEN
 from deploy.report import Report
 from deploy.report.model import SCHEMA
 from deploy.report.previews import DRAWN

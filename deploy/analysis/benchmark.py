@@ -364,7 +364,14 @@ def _refuse_unsupported(
     batches: Sequence[int],
     profile: bool,
 ) -> None:
-    """Refuse options that the sessions do not support."""
+    """Refuse options that the sessions do not support.
+
+    Args:
+        engines: label -> engine.
+        threads: the user's number of threads; None without.
+        batches: the user's batch sizes, which need an open batch.
+        profile: whether kernels are to be timed.
+    """
     thread_counts = [engine.session.threads for engine in engines.values()]
     if threads is not None and threads not in thread_counts:
         raise ConfigError(
@@ -473,7 +480,15 @@ def _measure_streams(
 ) -> Iterator[str]:
     """Measure the throughput of parallel sessions, and yield it as a note; none for one stream.
 
-    On a CPU they share the cores.
+    On a CPU the sessions share the cores.
+
+    Args:
+        engine: the engine, which is opened once more for each stream.
+        stream_count: number of sessions.
+        inputs: feeds, used in turn.
+        threads: threads of each session; None divides the cores between them.
+        warmup_ms: warm-up time, not measured.
+        duration_s: measured time.
     """
     if stream_count <= 1:
         return

@@ -350,7 +350,16 @@ def _read_engine(
     against: Path | str | onnx.ModelProto | LoadedModel | None,
     targets: Sequence[Target],
 ) -> _ShippedFiles:
-    """Return one engine, of the target that its suffix shows."""
+    """Return one engine as the files to check, of the target that its suffix shows.
+
+    Args:
+        path: file of the engine.
+        against: the float model, which is required.
+        targets: targets with options, which open the files of their suffixes.
+
+    Raises:
+        ConfigError: no float model, or an engine without int8.
+    """
     if against is None:
         raise ConfigError(
             f"an engine is checked against its float model, got {path} alone; name the model with"

@@ -554,7 +554,15 @@ def _compare_tapped_models(
     feed: Feed,
     threads: int | None,
 ) -> AccuracyByTensor:
-    """Compare all tensors in one pass, with those of one sample in memory at a time."""
+    """Compare all tensors in one pass, with those of one sample in memory at a time.
+
+    Args:
+        first_model: the reference.
+        second_model: the other model, also run in ONNX Runtime.
+        pairs: name of a tensor of the first model -> name of the second one's.
+        feed: the samples.
+        threads: threads of one inference; None uses every core.
+    """
     first_session = OrtSession.open(copy_with_outputs(first_model, pairs), threads=threads)
     second_session = OrtSession.open(
         copy_with_outputs(second_model, pairs.values()), threads=threads
@@ -572,7 +580,15 @@ def _compare_tapped_models(
 def _make_difference(
     tensor: str, node_by_output: Mapping[str, NodeProto], accuracy: OutputAccuracy
 ) -> TensorDifference:
-    """Return the row of a tensor, with the node that computes it; a Q/DQ pair only repeats it."""
+    """Return the row of a tensor, with the node that computes it.
+
+    A QuantizeLinear or DequantizeLinear only rounds: then it is the node upstream of them.
+
+    Args:
+        tensor: name of the tensor.
+        node_by_output: tensor -> node of the first model that computes it.
+        accuracy: errors of the tensor.
+    """
     node = node_by_output.get(tensor)
     if node is None:  # an output that is an input or a weight
         return TensorDifference(tensor=tensor, node=tensor, operator="input", accuracy=accuracy)

@@ -6,7 +6,7 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -27,9 +27,6 @@ from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
 from deploy.tensors import HasOutputs, TensorSpec
-
-# fields of `Accuracy` that report.json leaves out
-NOT_WRITTEN = ("alike", "silent", "carried", "label_shift")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +86,9 @@ class Accuracy:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types, with infinity and NaN as the texts "inf" and "nan"."""
-        names = [item.name for item in fields(self) if item.name not in NOT_WRITTEN]
-        return {name: plain_json(getattr(self, name)) for name in names}
+        values = plain_json(self)
+        assert isinstance(values, dict)
+        return values
 
 
 @dataclass(frozen=True, slots=True)

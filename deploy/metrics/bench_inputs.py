@@ -199,7 +199,12 @@ def _shape_text(spec: TensorSpec) -> str:
 
 
 def _draw_values(spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Return random values of the input's dtype.
+    """Return random values: normal floats, 0 or 1 for integers and bools.
+
+    Args:
+        spec: the input, with its dtype.
+        shape: shape of the array.
+        rng: source of the values.
 
     Raises:
         ConfigError: an input of text, or of a type without numbers.

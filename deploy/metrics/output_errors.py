@@ -39,7 +39,8 @@ import numpy as np
 from deploy.tasks.rows import Arrays, Floats, Outputs, are_relative, is_floating
 from deploy.tensors import Array
 
-_NOT_WRITTEN = ("zeros", "empty")  # fields that JSON leaves out
+# fields of figures, here and in `deploy.metrics.accuracy`, that report.json leaves out
+NOT_WRITTEN = ("zeros", "empty", "alike", "silent", "carried", "label_shift")
 _BLOCK = 1 << 13  # values of a row summed at a time; for more, BLAS wakes its threads
 
 
@@ -223,7 +224,7 @@ def plain_json(value: object) -> object:
     become the texts "inf" and "nan".
     """
     if is_dataclass(value):
-        names = [item.name for item in fields(value) if item.name not in _NOT_WRITTEN]
+        names = [item.name for item in fields(value) if item.name not in NOT_WRITTEN]
         return {name: plain_json(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [plain_json(item) for item in value]

@@ -193,7 +193,14 @@ def _write_files(
     final_request: BuildRequest | None,
     plan: RecordPlan,
 ) -> AutoCalibration:
-    """Write ranking, history and config; models and record if a layer stays in int8."""
+    """Write ranking, history and config; models and record if a layer stays in int8.
+
+    Args:
+        target: the target.
+        search: the search, with its ranking, history and repairs.
+        final_request: what the search chose to build; None if no layer stays in int8.
+        plan: layers and configuration before the search.
+    """
     config = apply_searches(plan.config, {})
     if final_request is not None:
         final_plan, quantized, layers, config = target.quantize(final_request)
@@ -228,7 +235,13 @@ def _write_files(
 
 
 def _notes(search: BudgetSearch, final_request: BuildRequest, plan: RecordPlan) -> Iterator[str]:
-    """Yield sentences on what was done to the layers in int8 beside searching their ranges."""
+    """Yield sentences on what was done to the layers in int8 beside searching their ranges.
+
+    Args:
+        search: the search, with its repairs.
+        final_request: what the search chose to build, with the search of each layer.
+        plan: layers and configuration before the search.
+    """
     choices = final_request.choices
     int8_searches = [s for layer, s in choices.searches.items() if layer not in choices.float_nodes]
     balanced_count = sum(map(is_balanced, int8_searches))

@@ -400,10 +400,10 @@ def _measure(
 def _measure_on_images(
     build: PreparedBuild, calibration: CalibrationResult, results: list[BuildResult], stage: Stage
 ) -> Figures:
-    """Measure all engines.
+    """Measure all engines on the evaluation images.
 
-    After an unexpected exception each target is measured by itself, and those that raise again have
-    failed.
+    After an unexpected exception, which is a fault of calib8, each target is measured by itself.
+    Those that raise it again have failed, and the others are measured together.
     """
     is_float_model = build.loaded.qdq is None
     observed_outputs = None

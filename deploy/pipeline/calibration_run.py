@@ -237,7 +237,12 @@ def observe_on_workers(
 
 
 def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> PassResult:
-    """Observe in one pass on this machine.
+    """Observe in one pass on this machine what the cache lacks.
+
+    Args:
+        run: the calibration.
+        decision: the statistics of the cache, and the observations that it lacks.
+        threads: worker threads that the memory suffices for.
 
     Raises:
         CacheError: a checkpoint from which the run cannot go on.
@@ -466,6 +471,12 @@ def _make_calibration(
     """Return the statistics of the cache and of this run, as the cache stores them.
 
     If nothing was observed, the cache keeps the rule by which it was ended.
+
+    Args:
+        run: the calibration.
+        decision: the statistics of the cache, and the observations that it lacked.
+        pass_result: all statistics.
+        score_threshold: score above which boxes or labels count; None for other tasks.
     """
     fingerprint = make_fingerprint(run.subject, run.feed.manifest())
     stability_rule = run.stability_rule
@@ -509,7 +520,21 @@ def _make_result(
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationResult:
-    """Return the result of a run."""
+    """Return the result of a run, with warnings of outliers.
+
+    Args:
+        run: the calibration.
+        decision: the statistics of the cache, and the observations that it lacked.
+        ranges: finds the range of each tensor in its statistics.
+        evaluation_set: evaluation samples; None takes those of the run.
+        agreement: how far the ranges of two halves of the samples agree; None if unknown.
+        notes: sentences on the run.
+        warnings: sentences that need an action.
+        has_random_outputs: whether the float model gives other outputs at each run.
+        score_threshold: score above which boxes or labels count; None for other tasks.
+        outliers: samples that alone reach the extremes of a tensor.
+        checkpoint: of the run; None without.
+    """
     subject, feed, cache = run.subject, run.feed, run.policy.path
     # the cache may have outliers of tensors that these targets do not observe
     observed_tensors = {(o.variant.key, o.tensor) for o in run.observations}

@@ -476,6 +476,13 @@ def _make_monitor(
 
     With a rule, which ends the run once both halves agree, the samples come in sampling order:
     spread evenly over all from the first ones on.
+
+    Args:
+        subject: the model, and how it is calibrated.
+        observations: everything that the targets need.
+        feed: the calibration data.
+        stability_rule: when there are enough images; None uses all.
+        is_trusted: whether the ranges of a foreign cache are used, so that nothing is observed.
     """
     compared = []
     for observation in observations:

@@ -271,6 +271,11 @@ def _choose_scales(
 ) -> Path:
     """Return the file that holds the scales: a record, or a TensorRT cache.
 
+    Args:
+        record: AMCT's file of scales; None without.
+        cache: TensorRT's calibration cache; None without.
+        config: configuration that the record was made with; None without.
+
     Raises:
         ConfigError: both or neither, or a cache with a configuration.
     """
@@ -308,7 +313,18 @@ def _refuse_early(
 def _compare_with_float_model(
     loaded: LoadedModel, target: Ascend, threads: int, result: BuildResult, feed: Feed, stage: Stage
 ) -> tuple[EngineRow, ...]:
-    """Return the rows of the float model and of the fake-quant model, compared with it."""
+    """Return the rows of the float model, and of the fake-quant model compared with it.
+
+    A fake-quant model computes in float what the int8 engine computes in integers.
+
+    Args:
+        loaded: the float model.
+        target: the target that the files are for.
+        threads: worker threads.
+        result: the files.
+        feed: the samples to compare on.
+        stage: folder of the files until they are published.
+    """
     figures = measure_engines(
         loaded,
         [target],

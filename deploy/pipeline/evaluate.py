@@ -174,7 +174,15 @@ def compare_inner_tensors(
 def _open_tapped(
     loaded: LoadedModel, result: BuildResult, *, stand_in: bool
 ) -> tuple[Session, TensorComparison] | None:
-    """Open the runnable file of a target with all tensors that it shares as outputs, if any."""
+    """Return (session of a target's runnable file, comparison of its tensors); None without any.
+
+    All tensors that both models have are outputs of the session.
+
+    Args:
+        loaded: the float model.
+        result: files of the target.
+        stand_in: whether the file stands for an engine of another runtime.
+    """
     assert result.runnable is not None
     model = onnx.load(result.runnable)
     pairs = pair_quantized_tensors(loaded.model, model)

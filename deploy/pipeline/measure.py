@@ -257,9 +257,16 @@ def _time_loading(open_session: Callable[[], Session]) -> tuple[Session, float]:
 def _open_float_model(
     loaded: LoadedModel, samples: Evaluation, *, threads: int, is_timed: bool
 ) -> tuple[_OpenedEngine, ReferenceOutputs, int]:
-    """Return the float model's engine, its outputs, which are computed on demand, and its bytes.
+    """Return (the float model's engine, its outputs, its size in bytes).
 
-    Without latency runs one session is enough for both, and the outputs own it.
+    The outputs are computed on demand. Without latency runs one session is enough for both, and the
+    outputs own it.
+
+    Args:
+        loaded: the float model.
+        samples: the evaluation samples.
+        threads: threads inside one inference.
+        is_timed: whether there are latency runs.
     """
     float_file = read_float_model(loaded)
     open_session: Callable[[], Session]
@@ -449,7 +456,15 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
 def _find_lossy_layers(
     inner_tensors: InnerTensors, loaded: LoadedModel, results: Sequence[BuildResult]
 ) -> dict[str, tuple[OutputAccuracy, ...]]:
-    """Return target -> inner tensors whose figures show a loss."""
+    """Return target -> inner tensors whose figures show a loss.
+
+    Those that int8 clamps by design show none, whatever their figures are.
+
+    Args:
+        inner_tensors: figures of the inner tensors of each target.
+        loaded: the float model.
+        results: files and ranges of the targets that were evaluated.
+    """
     bounds = find_bounds(loaded.model)
     layers_by_target = inner_tensors.layers
     lossy_layers = {}

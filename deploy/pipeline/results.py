@@ -132,6 +132,12 @@ def _run_files(
     """Yield the files written for no single target: cache, plan, report and options.
 
     The report and the options are written after this, so their rows have no size.
+
+    Args:
+        calibration: the calibration, with the path of its cache.
+        stage: folder of the files until the build is complete.
+        plan_path: the plan file; None without one.
+        has_settings: whether the options of the command are written.
     """
     files = {}
     cache = _staged_cache(calibration, stage)

@@ -382,7 +382,13 @@ def _end_lines(kind: str, lo: float, hi: float, axis: _Axis, top: int, floor: in
 
 
 def _histogram_bars(row: TensorRow, part: HistogramPart, axis: _Axis) -> str:
-    """Draw kept and clipped values in two colours; a bar across an end of the range is split."""
+    """Draw kept and clipped values in two colours; a bar across an end of the range is split.
+
+    Args:
+        row: the tensor, with its observed extremes and its clip range.
+        part: its histogram.
+        axis: where values lie in the drawing.
+    """
     max_log_count = math.log1p(max(part.counts))
     path_by_kind = {"kept": "", "cut": ""}
     for index, count in enumerate(part.counts):
@@ -404,6 +410,11 @@ def _bar_pieces(row: TensorRow, start: float, end: float) -> Iterator[tuple[str,
     """Split a bar into pieces (kind, start, end); kind: "kept" or, if clipped, "cut".
 
     The bar is cut off at the observed extremes first.
+
+    Args:
+        row: the tensor, with its observed extremes and its clip range.
+        start: value at which the bar starts.
+        end: value at which it ends.
     """
     start = max(start, row.observed_min)
     end = min(end, row.observed_max)

@@ -98,6 +98,11 @@ def labelled_table(
     """Yield a label and a table next to it, whose first column, the names, moves to the right.
 
     Columns that are empty in every row are left out; without rows nothing is yielded.
+
+    Args:
+        label: in the margin.
+        heads: head of each column.
+        rows: cells of each row, the name first.
     """
     if not rows:
         return
@@ -361,6 +366,11 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
 
     None for a good engine, unless the build before it was better. The caller shows the first step.
     A build of a model in memory has no file of options, so it cannot be repeated by a command.
+
+    Args:
+        report: the results of the build.
+        target: the target of the engine.
+        verdict: on the engine.
     """
     request = report.request or RequestPart()
     options = path_of(report.files, OPTIONS)
@@ -437,7 +447,16 @@ def _image_steps(missing_samples: str, request: RequestPart, build: str) -> Iter
 
 
 def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) -> SplitRow | None:
-    """Return a slower split of the front whose expected level is better than the engine's."""
+    """Return a slower split of the front whose expected level is better than the engine's.
+
+    A split says which layers are int8 and which float; those of the front can be built without
+    another search. None without such a split, or if the builds before have tried it.
+
+    Args:
+        target: the target, with the front of its search.
+        verdict: on the engine that was built.
+        request: what the user asked for, with the steps that earlier builds followed.
+    """
     built = target.built_split
     if built is None or target.search is None:
         return None
