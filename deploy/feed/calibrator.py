@@ -41,14 +41,23 @@ class CalibratorBatches:
     def __init__(
         self, script: str, memory: Memory, specs: tuple[TensorSpec, ...], batch: int
     ) -> None:
-        """Args: script: its name in messages; batch: from `get_batch_size`."""
-        self._script, self._memory, self._specs = script, memory, specs
+        """Start before the first batch.
+
+        Args:
+            script: its name in messages.
+            memory: what the script allocated and copied.
+            specs: the model's inputs.
+            batch: from `get_batch_size`.
+        """
+        self._script = script
+        self._memory = memory
+        self._specs = specs
         self._batch = batch
-        self._rows = rows_of_run(specs) if batch == 1 else batch
-        self._number = 0
+        self._rows = rows_of_run(specs) if batch == 1 else batch  # samples expected in a batch
+        self._number = 0  # of the current batch
         self._last_was_short = False
-        self._short_batches: list[int] = []
-        self._largest_batch = 0
+        self._short_batches: list[int] = []  # samples of each batch with fewer than `_rows`
+        self._largest_batch = 0  # samples of the largest one with more than `_rows`
 
     @property
     def title(self) -> str:
@@ -96,13 +105,10 @@ class CalibratorBatches:
         Raises:
             FeedError: see `item`.
         """
-        got = type(pointer).__name__
-        window = None
         address = _address(pointer)
-        if address is not None:
-            got = f"address {address:#x}"
-            window = self._memory.find_window(address)
+        window = None if address is None else self._memory.find_window(address)
         if address is None or window is None:
+            got = type(pointer).__name__ if address is None else f"address {address:#x}"
             raise FeedError(
                 f"get_batch of {self._script} must give addresses of memory that was allocated by"
                 f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
@@ -165,27 +171,37 @@ class CalibratorBatches:
         *,
         has_batch: bool,
     ) -> int:
-        """Return the number of samples, of `sample_bytes` bytes each, at the address."""
+        """Return the number of samples at an address, as many as were copied there.
+
+        Args:
+            spec: the input.
+            window: the memory from the address on.
+            rows: samples that are expected.
+            sample_bytes: size of one sample.
+            has_batch: whether the input has a batch dimension.
+
+        Raises:
+            FeedError: the bytes are no whole samples, or too many or too few of them.
+        """
         got_bytes = window.used_bytes
         expected_bytes = rows * sample_bytes
-        if got_bytes == expected_bytes:
-            return rows
         is_copied = window.copied is not None
-        if not is_copied and got_bytes > expected_bytes:
-            return rows  # an allocation may be larger: nothing tells how much of it is used
+        # an allocation may be larger: nothing tells how much of it is used
+        is_large_allocation = not is_copied and got_bytes > expected_bytes
+        if got_bytes == expected_bytes or is_large_allocation:
+            return rows
 
-        count, remaining_bytes = divmod(got_bytes, sample_bytes)
+        copied_count, remaining_bytes = divmod(got_bytes, sample_bytes)
         has_whole_samples = is_copied and has_batch and not remaining_bytes
-        is_typed = window.dtype is not None
-        if has_whole_samples and is_typed and count > rows and self._batch == 1:
-            self._largest_batch = max(self._largest_batch, count)
-            return count
-        # a short first batch without a dtype may be of another one
+        is_typed = window.dtype is not None  # without a dtype, the bytes may be of another one
+        if has_whole_samples and is_typed and copied_count > rows and self._batch == 1:
+            self._largest_batch = max(self._largest_batch, copied_count)
+            return copied_count
         may_be_short = is_typed or self._number > 0
-        if has_whole_samples and may_be_short and count < rows:
+        if has_whole_samples and may_be_short and copied_count < rows:
             self._last_was_short = not is_typed
-            self._short_batches.append(count)
-            return count
+            self._short_batches.append(copied_count)
+            return copied_count
         kind = "copied" if is_copied else "an allocation of"
         raise FeedError(
             f"{self.title} of {self._script} must hold {rows} samples (get_batch_size) of the"
@@ -249,12 +265,9 @@ class CalibratorScript:
                 )
         self.batch = self._batch_size()
         algorithm = self._call_method("get_algorithm")
-        self.algorithm: str | None = None
-        if isinstance(algorithm, CalibrationAlgoType):
-            self.algorithm = _ALGORITHM_NAMES.get(algorithm)
-        self.quantile: float | None = None
-        if self.algorithm == "legacy":
-            self.quantile = self._quantile()
+        is_algorithm = isinstance(algorithm, CalibrationAlgoType)
+        self.algorithm = _ALGORITHM_NAMES.get(algorithm) if is_algorithm else None
+        self.quantile = self._quantile() if self.algorithm == "legacy" else None
         self.cache = self._read_cache()
 
     def __str__(self) -> str:
@@ -332,12 +345,9 @@ class CalibratorScript:
         self._stand_ins.memory.start_batch()
         input_names = [spec.name for spec in specs]
         pointers = self._call(self._get_pointers, input_names)
-        if pointers is None:
-            return None
-        got: object = type(pointers).__name__
-        if isinstance(pointers, list | tuple | np.ndarray):
-            got = len(pointers)
-        if got == 0:
+        is_sequence = isinstance(pointers, list | tuple | np.ndarray)
+        got = len(pointers) if is_sequence else type(pointers).__name__
+        if pointers is None or got == 0:
             return None
         if got != len(specs):
             raise FeedError(

@@ -124,10 +124,11 @@ class _OrderedRun(Generic[Work]):
                 if sample is None:
                     break
                 self.drawn_count += 1
-                # whoever used this worker's number before is done: its result was taken
+                # the sample before with this worker's number is done: its result was taken
                 worker = self.drawn_count % self.threads
                 self.pending.append(pool.submit(self.work, worker, self.drawn_count, sample))
-                self._consume_first(len(self.pending) // self.threads)
+                if len(self.pending) == self.threads:
+                    self._consume_first(1)
             self._consume_first(len(self.pending))
 
     def finish(self) -> None:

@@ -130,7 +130,7 @@ def refuse_output(path: Path | str, *, named: bool = False) -> None:
         raise ExportError(f"each output must have a path of its own, got {path} twice; change one")
 
     inode = _find_inode(path)
-    if inode is None:
+    if inode is None:  # there is no file to write over
         return
     # directly in /dev; /dev/stdout may lead to a plain file
     in_dev = os.path.realpath(os.path.dirname(os.path.abspath(path))) == "/dev"
