@@ -183,8 +183,8 @@ def open_iterable(
     specs: tuple[TensorSpec, ...],
     *,
     name: str = "the iterable",
-    has_end: bool = True,
-    limit: int | None = None,
+    has_end: bool,
+    limit: int | None,
 ) -> ArraySource:
     """Open an iterable of items with one or more samples each.
 

@@ -218,7 +218,7 @@ def _read_sample(source: SampleSource, index: int) -> _ReadResult:
 
 
 def iterate_batches(
-    reader: SampleReader, chosen: ChosenSamples, batch: int, without: range = range(0)
+    reader: SampleReader, chosen: ChosenSamples, batch: int, without: range
 ) -> Iterator[Sample]:
     """Yield samples whose first dimension is `batch`, except those at the positions `without`."""
     selected_indices = None

@@ -510,7 +510,7 @@ class Feed:
         """Return the key of the n-th sample, from 1, of a pass over `samples` that reached it."""
         if self.batch > 1:
             return number - 1
-        return self._chosen.good_index(number)
+        return self._chosen.indices[self._chosen.count_entries(number) - 1]
 
     def cache_samples(self, spread: int, previews: int = 0) -> None:
         """Cache samples on disk as they are read.

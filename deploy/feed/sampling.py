@@ -311,10 +311,6 @@ class ChosenSamples:
         good_entries = (n for n, index in enumerate(self.indices, 1) if index not in self.skipped)
         return next(islice(good_entries, number - 1, None))
 
-    def good_index(self, number: int) -> int:
-        """Return the index of the n-th good sample, from 1."""
-        return self.indices[self.count_entries(number) - 1]
-
     def last_pass_indices(self, start: int, stop: int) -> Iterator[int]:
         """Yield good samples start..stop of the last pass, also those dropped since."""
         return islice(self._good(self._last_pass), start, stop)

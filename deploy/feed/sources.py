@@ -255,13 +255,9 @@ class ImageSource:
         """Return the same as `load` for bytes that were read before."""
         return RawSample(
             bytes_digest(data),
-            lambda: self._decode(index, data),
+            lambda: self._preprocess(index, data),
             lambda: self._decode_preview(index, data),
         )
-
-    def _decode(self, index: int, data: bytes) -> Sample:
-        with self._limit_large(index, data):
-            return self._preprocess(index, data)
 
     def _decode_preview(self, index: int, data: bytes) -> Array:
         with self._limit_large(index, data):
@@ -286,13 +282,14 @@ class ImageSource:
         """Decode an image from the file's bytes and convert it to the input."""
         grey = self.preprocess.color == "grey"
         name = self.files.names[index]
-        pixels = decode_image(data, name, grey=grey, deep=self._feeds_16_bits)
-        if headers.read_bit_depth(data) == 16:
-            self.of_16_bits.add(index)
-        size = pixels.shape[0], pixels.shape[1]
-        preprocess = with_image_size(self.preprocess, size, images.printable_name(name))
-        values = preprocess_image(pixels, preprocess)
-        return {self.spec.name: values.astype(self.spec.dtype, copy=False)}
+        with self._limit_large(index, data):
+            pixels = decode_image(data, name, grey=grey, deep=self._feeds_16_bits)
+            if headers.read_bit_depth(data) == 16:
+                self.of_16_bits.add(index)
+            size = pixels.shape[0], pixels.shape[1]
+            preprocess = with_image_size(self.preprocess, size, images.printable_name(name))
+            values = preprocess_image(pixels, preprocess)
+            return {self.spec.name: values.astype(self.spec.dtype, copy=False)}
 
 
 def check_present(files: Iterable[ImageFile], count: int, source_name: str) -> None:
