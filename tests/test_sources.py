@@ -242,7 +242,7 @@ def test_coco_images_must_be_named(images, tmp_path, wording):
 
 def test_remote_nan_sample_keeps_its_digest():
     spec = TensorSpec("x", "float32", ("n", 3))
-    source = open_iterable([np.full((1, 3), np.nan, np.float32)], (spec,))
+    source = open_iterable([np.full((1, 3), np.nan, np.float32)], (spec,), has_end=True, limit=None)
     (sample,) = read_remote_samples(source, [0])
     assert sample.digest == source.load(0).digest
     assert "NaN" in sample.content
