@@ -165,6 +165,7 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
         reference_boxes = suppress_overlaps(decoder.boxes(inputs, reference))
         candidate_boxes = suppress_overlaps(decoder.boxes(inputs, candidate))
         pairs_above = match_detections(reference_boxes, candidate_boxes, self.thresholds)
+        # boxes of no coding are squares without a place in the picture: nothing to show
         size = image_size(inputs) if decoder.coding else None
         for threshold, pairs in zip(self.thresholds, pairs_above, strict=True):
             expected, detected = reference_boxes.above(threshold), candidate_boxes.above(threshold)

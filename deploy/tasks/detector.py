@@ -269,9 +269,8 @@ class RowDecoder:
                 classes = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
                 return Detections.of(rows[:, :4], rows[:, 4], classes.round().astype(np.int64))
             scores = self.read_scores(outputs)
-            likely = np.flatnonzero(
-                scores.max(axis=1) > MIN_SCORE
-            )  # few: the others are not decoded
+            # few rows are likely objects: only these are decoded
+            likely = np.flatnonzero(scores.max(axis=1) > MIN_SCORE)
             if not self.coding:
                 return detections_by_score(anchor_squares(likely), scores[likely])
             return self._decode(scores, likely, image_size(inputs), outputs)
