@@ -144,9 +144,10 @@ def _find_gated_layer(graph: Graph, gate: Gate, groups: Groups) -> list[str]:
 
 
 def _find_gate_steps(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
-    """Return the nodes between x and the gate of Mul(x, gate(x))."""
+    """Return the nodes between x and the gate of Mul(x, gate(x)); empty for any other node."""
     if node.op_type != "Mul" or len(node.input) != 2:
         return []
+    # either input may be x
     for gated, tensor in (node.input, reversed(node.input)):
         steps: list[str] = []
         while tensor != gated and len(steps) < _MAX_GATE_STEPS:
@@ -329,36 +330,40 @@ def count_prices(
     for unit, members in units.members.items():
         int8_price = float_price = 0.0
         for name in members:
-            node = nodes[name]
-            products, int8_ratio, product_price = _price_node(graph, node, kernels)
-            node_price = product_price * sizes[node.output[0]] * products
-            if node.op_type in WEIGHTED and node.input[1] in graph.initializers:
-                weight_count = math.prod(graph.initializers[node.input[1]].dims)
-                node_price = max(node_price, kernels.weight_read * weight_count)
-            int8_price += int8_ratio * node_price
-            float_price += node_price
+            value_count = sizes[nodes[name].output[0]]
+            node_prices = _price_node(graph, nodes[name], value_count, kernels)
+            int8_price += node_prices[0]
+            float_price += node_prices[1]
         pairs[unit] = int8_price, float_price
     conversions = {tensor: kernels.conversion * sizes[tensor] for tensor in units.tensors}
     return Prices(units=units, pairs=pairs, conversions=conversions)
 
 
 def _price_node(
-    graph: Graph, node: onnx.NodeProto, kernels: CpuKernels
-) -> tuple[float, float, float]:
-    """Return (products per output value, int8 over float, price of a float product) of a node."""
+    graph: Graph, node: onnx.NodeProto, value_count: int, kernels: CpuKernels
+) -> tuple[float, float]:
+    """Return (price in int8, price in float) of a node with so many output values."""
     weight = graph.initializers.get(node.input[1]) if node.op_type in WEIGHTED else None
     if weight is None:
-        return 1.0, kernels.other, 1.0
+        return kernels.other * value_count, float(value_count)
+
     dims, node_attributes = list(weight.dims), attributes(node)
+    weight_count, product_price = math.prod(dims), 1.0
+    products: float  # of an output value
     if node.op_type in ("Gemm", "MatMul"):
         columns = dims[0] if node_attributes.get("transB", 0) else dims[-1]
-        return math.prod(dims) / max(columns, 1), kernels.matrix, 1.0
-
-    products = float(dims[0] if node.op_type == "ConvTranspose" else math.prod(dims[1:]))
-    if node_attributes.get("group", 1) == dims[0] > 1 == dims[1]:
-        return products, kernels.depthwise, kernels.depthwise_product
-    is_pointwise = math.prod(dims[2:]) == 1
-    return products, kernels.pointwise if is_pointwise else kernels.dense, 1.0
+        products, int8_ratio = weight_count / max(columns, 1), kernels.matrix
+    else:
+        products = dims[0] if node.op_type == "ConvTranspose" else math.prod(dims[1:])
+        if node_attributes.get("group", 1) == dims[0] > 1 == dims[1]:
+            int8_ratio, product_price = kernels.depthwise, kernels.depthwise_product
+        elif math.prod(dims[2:]) == 1:
+            int8_ratio = kernels.pointwise
+        else:
+            int8_ratio = kernels.dense
+    float_price = product_price * value_count * products
+    float_price = max(float_price, kernels.weight_read * weight_count)
+    return int8_ratio * float_price, float_price
 
 
 def measure_prices(
@@ -416,6 +421,7 @@ def _conversion_us(
 
 
 def _sum_times(times: KernelTimes, names: Iterable[str]) -> float:
+    """Return the time of these nodes; one that was folded away takes none."""
     return sum(times.nodes.get(name, 0.0) for name in names)
 
 
@@ -424,7 +430,8 @@ def _count_values(
 ) -> dict[str, int]:
     """Return the number of values of each tensor for one sample."""
     names = dict.fromkeys(tensors)
-    inputs = {value.name for value in model.graph.input}
-    tapped = copy_with_outputs(model, [name for name in names if name not in inputs])
-    values = {**sample, **OrtSession.open(tapped, threads=1, spin=False).run(sample)}
+    graph_inputs = {value.name for value in model.graph.input}
+    inner_names = [name for name in names if name not in graph_inputs]
+    session = OrtSession.open(copy_with_outputs(model, inner_names), threads=1, spin=False)
+    values = {**sample, **session.run(sample)}
     return {name: int(values[name].size) for name in names}

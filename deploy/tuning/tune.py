@@ -80,10 +80,10 @@ def plan_target(
         ConfigError: a plan with nodes that the model does not have, or made for another grid; a
             split that the plan does not have.
     """
+    # nodes that the plan file has in float for every target
     pinned = dict.fromkeys(
         match_nodes(request.model, earlier_plans.float_nodes), "the plan keeps it in float"
     )
-    digest = _digest_of_input(target, request, options, has_method, repairs)
     earlier = earlier_plans.targets.get(target.name)
     if options.split is not None:
         if earlier is None or not earlier.front:
@@ -92,13 +92,16 @@ def plan_target(
                 " build without --split first"
             )
         earlier = earlier.with_split(options.split)
-    is_other_cpu = earlier is not None and earlier.timed_on not in ("", cpu_name())
-    is_equal_input = earlier is not None and earlier.made_from == digest
-    is_obeyed = options.plan is not None or options.split is not None
-    if earlier is not None and (is_obeyed or (is_equal_input and not is_other_cpu)):
-        _check_names(request, earlier)
-        _check_precision(target, request, earlier)
-        return PlannedTarget(plan=_with_pinned(earlier, pinned), reused=True)
+
+    digest = _digest_of_input(target, request, options, has_method, repairs)
+    obsolete_note = ""
+    if earlier is not None:
+        is_obeyed = options.plan is not None or options.split is not None
+        obsolete_note = "" if is_obeyed else _find_obsolete(target, earlier, digest)
+        if not obsolete_note:
+            _check_names(request, earlier)
+            _check_precision(target, request, earlier)
+            return PlannedTarget(plan=_with_pinned(earlier, pinned), reused=True)
 
     if options.level == 0 or options.plan is not None:
         note = "" if options.plan is None else _NO_TARGET.format(options.plan, target.name)
@@ -109,15 +112,26 @@ def plan_target(
     plan, probes = _search(target, request, options, has_method=has_method, repairs=repairs)
     note = ""
     if plan.interrupted:
-        note, digest = _INTERRUPTED, ""
+        note, digest = _INTERRUPTED, ""  # without a digest the next build searches again
     elif earlier is not None and earlier.made_from and not options.fresh:
-        template = _OTHER_CPU if is_other_cpu and is_equal_input else _REPLANNED
-        note = template.format(target.name, earlier.timed_on)
+        note = obsolete_note
     elif target.configured:
         count = len(set(plan.choices.float_nodes).difference(pinned))
         note = _OVERRULED.format(target.name, count)
     plan = _with_pinned(replace(plan, made_from=digest), pinned)
     return PlannedTarget(plan=plan, probes=probes, note=note)
+
+
+def _find_obsolete(target: Target, plan: TargetPlan, digest: str) -> str:
+    """Return a note on why a plan does not fit; "" if it does.
+
+    `digest`: of all that a search depends on now, except measured times.
+    """
+    if plan.made_from != digest:
+        return _REPLANNED.format(target.name)
+    if plan.timed_on not in ("", cpu_name()):
+        return _OTHER_CPU.format(target.name, plan.timed_on)
+    return ""
 
 
 def _search(
@@ -197,11 +211,12 @@ def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) ->
 
 def _with_pinned(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPlan:
     """Return the plan with the nodes in float that the plan file has so for every target."""
-    float_nodes = dict(plan.choices.float_nodes)
-    for name in pinned:
-        float_nodes.pop(name, None)
-    float_nodes.update(pinned)
-    return replace(plan, choices=replace(plan.choices, float_nodes=float_nodes))
+    float_nodes = {}
+    for name, reason in plan.choices.float_nodes.items():
+        if name not in pinned:
+            float_nodes[name] = reason
+    choices = replace(plan.choices, float_nodes={**float_nodes, **pinned})
+    return replace(plan, choices=choices)
 
 
 def _digest_of_input(
