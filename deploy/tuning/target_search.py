@@ -49,6 +49,7 @@ from deploy.tuning.search import Search, SharedFindings
 from deploy.tuning.search_options import EFFORTS, Effort, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import (
     CANDIDATES,
+    ExpectedVerdict,
     GrowingComparison,
     VerdictPredictor,
     halved_requests,
@@ -212,20 +213,14 @@ def make_prober(
             model, samples, keep_outputs=keep_outputs, threads=request.threads
         )
         form = None  # of the scores, that of the samples themselves
-
-        def trial(request: BuildRequest) -> onnx.ModelProto:
-            return add_score_outputs(setup.trial(request), ranked_scores)
-
+        trial = partial(_trial_with_scores, setup.trial, ranked_scores)
     if setup.is_held_out:
-        fed_samples = [sample for sample, _ in samples]
+        inputs = [sample for sample, _ in samples]
         request = with_held_out_ranges(
-            setup.target,
-            request,
-            fed_samples,
-            budget.spend,
-            observes_again=setup.observes_again,
+            setup.target, request, inputs, budget.spend, observes_again=setup.observes_again
         )
-    group_samples = len(samples) * effort.isolated_samples // effort.samples
+    # a share of the samples, as of the effort's; a few large samples are less than those
+    isolated_samples = len(samples) * effort.isolated_samples // effort.samples
     return Prober(
         trial,
         request,
@@ -233,12 +228,21 @@ def make_prober(
         form=form,
         runs_here=setup.target.runs_here,
         threads=setup.request.threads,
-        isolated_sample_count=max(min(_MIN_SAMPLES, len(samples)), group_samples),
+        isolated_sample_count=max(min(_MIN_SAMPLES, len(samples)), isolated_samples),
         by_task=setup.options.max_loss is not None,
         metric=setup.options.metric,
         progress=step,
         count_samples=budget.spend,
     )
+
+
+def _trial_with_scores(
+    trial: Callable[[BuildRequest], onnx.ModelProto],
+    scores_by_output: Mapping[str, str],
+    request: BuildRequest,
+) -> onnx.ModelProto:
+    """Return the trial model of a request, with the scores that its outputs rank."""
+    return add_score_outputs(trial(request), scores_by_output)
 
 
 @phase("timing kernels")
@@ -264,15 +268,15 @@ def _measured_prices(
     A choice by such times would be chance, and the machine that builds may not be the one that
     runs.
     """
-    request = setup.request
-    float32, int8 = _with_float(setup, units, units.members), _with_float(setup, units, ())
-    prices = measure_prices(request.model, float32, int8, units, samples)
-    quickest = prices.cheapest_float_units()
+    float_model = _model_with_float(setup, units, units.members)
+    int8_model = _model_with_float(setup, units, ())
+    prices = measure_prices(setup.request.model, float_model, int8_model, units, samples)
+    fastest_split = prices.cheapest_float_units()
     is_large = prices.float_total >= _MIN_FLOAT_US
-    return prices if is_large and prices.time_share(quickest) <= _MAX_SHARE else None
+    return prices if is_large and prices.time_share(fastest_split) <= _MAX_SHARE else None
 
 
-def _with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
+def _model_with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
     """Return the model with these units in float, as it would be deployed."""
     return setup.target.trial(setup.request.with_added_choices(_float_choices(units, in_float)))
 
@@ -320,13 +324,18 @@ def _split_chooser(
     elif not target.runs_here and setup.options.is_timed and has_device(target):
         float_choices = _float_choices(units, units.members)
         measure = DeviceTimer(target, setup.request, float_choices, samples).measure
+    # that one more judged trial runs
+    judged_samples = setup.effort.samples + len(setup.evaluation_set.subset)
+
+    def judge(trial: Trial) -> ExpectedVerdict:
+        model = setup.trial(setup.request.with_added_choices(trial.choices))
+        return predictor.predict(model, noise=trial.noise.worst)
+
     return SplitChooser(
         search=search,
-        sizes=SplitSizes(setup.request.model, search.units),
-        judge=lambda trial: predictor.predict(
-            setup.trial(setup.request.with_added_choices(trial.choices)), noise=trial.noise.worst
-        ),
-        can_judge=lambda: budget.holds(_judged_samples(setup)),
+        sizes=SplitSizes(setup.request.model, units),
+        judge=judge,
+        can_judge=partial(budget.holds, judged_samples),
         measure=measure,
     )
 
@@ -344,12 +353,13 @@ def _measure_times(
     """
     request, target, units = setup.request, setup.target, search.units
     models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
-    float32 = _with_float(setup, units, units.members)
-    *times_ms, float_ms = time_models([*models, float32], samples, threads=request.threads)
+    models.append(_model_with_float(setup, units, units.members))
+    *times_ms, float_ms = time_models(models, samples, threads=request.threads)
     lowest_share = _BELIEVED * search.prices.measured_share
     timed_trials = []
     for trial, split_ms in zip(trials, times_ms, strict=True):
-        share = max(split_ms / float_ms, lowest_share * search.prices.time_share(trial.in_float))
+        predicted_share = search.prices.time_share(trial.in_float)
+        share = max(split_ms / float_ms, lowest_share * predicted_share)
         timed_trials.append(replace(trial, time=share))
     return timed_trials
 
@@ -369,8 +379,9 @@ def _held_back_gain(
     max_samples = max(_MIN_COMPARED, min(CANDIDATES // 2, max_sample_count(setup.evaluation_set)))
     sqnr_db = []
     for candidate in (trial, rival):
+        models = [setup.trial(half.with_added_choices(candidate.choices)) for half in halves]
         comparison = GrowingComparison(
-            [setup.trial(half.with_added_choices(candidate.choices)) for half in halves],
+            models,
             setup.evaluation_set,
             None if metric is None else metric.without_function,
             int8_kernels=setup.target.runs_here,
@@ -379,11 +390,6 @@ def _held_back_gain(
         count_samples(len(comparison.keys))
         sqnr_db.append(math.inf if worst is None else worst.sqnr_db)
     return sqnr_db[0] - sqnr_db[1]
-
-
-def _judged_samples(setup: SearchSetup) -> int:
-    """Return the samples that one more judged trial runs."""
-    return setup.effort.samples + len(setup.evaluation_set.subset)
 
 
 def _describe_failures(prober: Prober) -> str:
