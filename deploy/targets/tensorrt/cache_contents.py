@@ -167,52 +167,73 @@ def unnamed_layer_output(index: int, kind: str) -> str:
     return f"(Unnamed Layer* {index}) [{kind}]_output"
 
 
-def _onnx_tensors(model: onnx.ModelProto, parsed: onnx.ModelProto, label: int) -> list[CacheTensor]:
-    """List the entries by the ONNX parser, which reads the uncleaned model `parsed`."""
-    graph, float_tensors = Graph(model), trt_tensors(model)
-    present = set(float_tensors)
+def _onnx_tensors(
+    model: onnx.ModelProto, parsed: onnx.ModelProto, version_number: int
+) -> list[CacheTensor]:
+    """List the entries by TensorRT's ONNX parser.
+
+    Args:
+        model: the cleaned model, whose tensors are observed.
+        parsed: the uncleaned model, which the parser reads.
+        version_number: TensorRT's version label, such as 8503 or 100300.
+    """
+    graph = Graph(model)
+    float_tensors = trt_tensors(model)
+    float_names = set(float_tensors)
     pool_inputs = _pool_inputs(graph, POOLING_LAYERS)
     node_names = {node.output[0]: node.name for node in parsed.graph.node if node.output}
-    layer_indices = _layer_indices(parsed, label)
-    tensors = [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
+    layer_indices = _layer_indices(parsed, version_number)
+    entries = [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
     for node in graph.nodes:
         output = node.output[0]
-        if node.op_type in ("Gemm", "Softmax") and {node.input[0], output} <= present:
-            layer = layer_indices.get(output)
-            tensors += _inner_tensors(node, layer, label, node_names.get(output, ""))
+        if node.op_type in ("Gemm", "Softmax") and {node.input[0], output} <= float_names:
+            layer_index = layer_indices.get(output)
+            entries += _inner_tensors(node, layer_index, version_number, node_names.get(output, ""))
         for name in node.output:
-            if name in present:
-                tensors.append(CacheTensor(name, name, pool_inputs.get(name)))
-    # a removed copy follows the last entry of its tensor
-    for copy, source in _removed_copies(parsed, present).items():
-        index = max(i for i, tensor in enumerate(tensors) if tensor.source == source)
-        tensors.insert(index + 1, CacheTensor(copy, source))
-    return tensors
+            if name in float_names:
+                entries.append(CacheTensor(name, name, pool_inputs.get(name)))
+
+    # a copy that cleaning removed follows the last entry of its tensor
+    for copy_name, source in _removed_copies(parsed, float_names).items():
+        last_index = max(i for i, entry in enumerate(entries) if entry.source == source)
+        entries.insert(last_index + 1, CacheTensor(copy_name, source))
+    return entries
 
 
 def _inner_tensors(
-    node: onnx.NodeProto, layer: int | None, label: int, name: str
+    node: onnx.NodeProto, layer_index: int | None, version_number: int, node_name: str
 ) -> list[CacheTensor]:
-    """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known."""
-    if label >= _FIRST_NAMED_AFTER_NODES:
-        # of a Gemm the product before the bias, of a Softmax the result before its reshape
-        inner = f"{name or f'node_of_{node.output[0]}'}_output"
-        if node.op_type == "Softmax":
-            return [CacheTensor(inner, node.output[0])]
-        has_bias = len(node.input) > 2 and node.input[2]
-        return [CacheTensor(inner, inner)] if has_bias else []
-    if label >= _END_OF_UNNAMED_GEMM or layer is None or node.op_type == "Softmax":
+    """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known.
+
+    Args:
+        node: the Gemm or Softmax.
+        layer_index: index of its first layer in TensorRT's network; None if not known.
+        version_number: TensorRT's version label.
+        node_name: its name in the file, "" without one.
+    """
+    if version_number >= _FIRST_NAMED_AFTER_NODES:
+        inner_name = f"{node_name or f'node_of_{node.output[0]}'}_output"
+        if node.op_type == "Softmax":  # its result before it is reshaped
+            return [CacheTensor(inner_name, node.output[0])]
+        has_bias = len(node.input) > 2 and node.input[2]  # the product before the bias is added
+        return [CacheTensor(inner_name, inner_name)] if has_bias else []
+    is_unnamed_gemm = node.op_type == "Gemm" and version_number < _END_OF_UNNAMED_GEMM
+    if not is_unnamed_gemm or layer_index is None:
         return []
     return [
-        CacheTensor(unnamed_layer_output(layer, "Shuffle"), node.input[0]),
-        CacheTensor(unnamed_layer_output(layer + 1, "Fully Connected"), node.output[0]),
+        CacheTensor(unnamed_layer_output(layer_index, "Shuffle"), node.input[0]),
+        CacheTensor(unnamed_layer_output(layer_index + 1, "Fully Connected"), node.output[0]),
     ]
 
 
-def _layer_indices(model: onnx.ModelProto, label: int) -> dict[str, int]:
-    """Map a node's first output to its first layer index, up to a node of unknown layer count."""
+def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int]:
+    """Map the first output of each node to the index of its first layer in TensorRT's network.
+
+    Only versions whose names of Gemm's tensors contain the index need it. The map ends at a node
+    whose number of layers is not known.
+    """
     indices: dict[str, int] = {}
-    if label >= _END_OF_UNNAMED_GEMM:
+    if version_number >= _END_OF_UNNAMED_GEMM:
         return indices
     layer_count = 0
     for node in model.graph.node:
@@ -230,15 +251,16 @@ def _layer_indices(model: onnx.ModelProto, label: int) -> dict[str, int]:
 
 
 def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
-    """List the entries by the Caffe parser.
+    """List the entries by TensorRT's Caffe parser.
 
-    Inner products flatten their input, and a Relu works in place: it takes the name of the layer
-    before it, which is listed by its index.
+    It flattens the input of an inner product itself, so a Flatten before a Gemm has no entry. A
+    Relu works in place and takes the name of the layer before it, whose own output is then named
+    by the layer's index.
     """
-    graph, float_tensors = Graph(model), trt_tensors(model)
-    present = set(float_tensors)
+    graph = Graph(model)
+    float_tensors = trt_tensors(model)
     pool_inputs = _pool_inputs(graph, _CAFFE_POOLS)
-    tensors = [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
+    entries = [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
     layer_index: int | None = 0  # None after a node of unknown layer count
     for node in graph.nodes:
         output = node.output[0]
@@ -251,11 +273,11 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
             name = None
             if layer_index is not None and kind is not None:
                 name = unnamed_layer_output(layer_index, kind)
-        if name is not None and output in present:
-            tensors.append(CacheTensor(name, output, pool_inputs.get(output)))
+        if name is not None and output in float_tensors:
+            entries.append(CacheTensor(name, output, pool_inputs.get(output)))
         if layer_index is not None:
             layer_index = None if kind is None else layer_index + 1
-    return tensors
+    return entries
 
 
 def _pool_inputs(graph: Graph, pools: Collection[str]) -> dict[str, str]:
@@ -263,16 +285,21 @@ def _pool_inputs(graph: Graph, pools: Collection[str]) -> dict[str, str]:
     return {node.output[0]: node.input[0] for node in graph.nodes if node.op_type in pools}
 
 
-def _removed_copies(original: onnx.ModelProto, present: Collection[str]) -> dict[str, str]:
-    """Map the outputs of no-op nodes that cleaning removed to the equal tensor."""
-    copies: dict[str, str] = {}
+def _removed_copies(original: onnx.ModelProto, float_names: Collection[str]) -> dict[str, str]:
+    """Map the outputs of no-op nodes that cleaning removed to the equal tensor of the model.
+
+    These are Identity, Dropout, and a Cast to float32. `float_names`: float tensors of the cleaned
+    model.
+    """
+    source_by_copy: dict[str, str] = {}
     for node in original.graph.node:
-        to_float = node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
-        if (node.op_type in _COPIES or to_float) and node.output[0] not in present:
-            source = copies.get(node.input[0], node.input[0])
-            if source in present:
-                copies[node.output[0]] = source
-    return copies
+        is_cast_to_float = node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
+        is_copy = node.op_type in _COPIES or is_cast_to_float
+        if is_copy and node.output[0] not in float_names:
+            source = source_by_copy.get(node.input[0], node.input[0])  # a copy of a copy
+            if source in float_names:
+                source_by_copy[node.output[0]] = source
+    return source_by_copy
 
 
 def cache_of(model: onnx.ModelProto, ranges: RangeSet, version: str) -> trt_cache.CalibrationCache:

@@ -172,16 +172,28 @@ def _plan_covered(
     expected: Sequence[CacheTensor],
     float_nodes: Mapping[str, str],
 ) -> tuple[Plan, dict[str, str]]:
-    """Return (plan of the tensors with a scale, tensor -> the tensor whose scale it takes).
+    """Return the plan of the Q/DQ pairs for which the cache has a scale.
 
     A pool output takes the scale of the pool's input, as in every TensorRT cache. Another moved
     copy of a tensor (Flatten) has its own entry; if that is missing, it takes the tensor's scale.
+
+    Args:
+        model: the cleaned float model.
+        placement: where pairs stand.
+        usable_scales: tensor -> its scale in the cache.
+        flaw_reasons: tensor -> why its scale cannot be used.
+        expected: the entries that TensorRT would write.
+        float_nodes: node -> why it stays in float.
+
+    Returns:
+        The plan without the tensors that have no scale, and for every tensor that the complete plan
+        quantizes, tensor -> the tensor whose scale it takes.
     """
     owner_by_entry = scale_owners(expected)
     cache_owners = {entry.source: owner_by_entry[entry.name] for entry in expected}
     complete_plan = analyse(model, placement, float_nodes=float_nodes)
     owner_by_tensor = {}
-    missing = {}
+    reasons_without_scale = {}
     for pair in complete_plan.pairs:
         tensor = pair.tensor
         moved_from = complete_plan.scale_owners.get(tensor, tensor)
@@ -192,10 +204,12 @@ def _plan_covered(
                 break
         owner_by_tensor[tensor] = owner
         if owner not in usable_scales:
-            missing[tensor] = flaw_reasons.get(tensor, "has no entry in the cache")
-    for tensor, reason in tuple(missing.items()):
-        missing[complete_plan.scale_owners.get(tensor, tensor)] = reason
-    plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=missing)
+            reason = flaw_reasons.get(tensor, "has no entry in the cache")
+            reasons_without_scale[tensor] = reason
+            # `analyse` keeps the nodes of an owner in float, and with them those of its copies
+            reasons_without_scale[moved_from] = reason
+    plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=reasons_without_scale)
+    # each tensor's own scale was chosen above
     return replace(plan, scale_owners={}), owner_by_tensor
 
 

@@ -176,29 +176,34 @@ def concat_groups(
 
 
 def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
-    """Return the plan with `owners` and `sources` set to the scale sharing of the Q/DQ model.
+    """Return the plan with the tensors that share a scale in TensorRT's Q/DQ model.
 
-    A pool output has the scale of the pool's input, as in a cache; outputs of other operators that
-    move values have their own scale; a Concat group has the largest of its scales.
+    The output of a pool has the scale of its input, as in a cache; tensors that meet in a Concat
+    have the largest of their scales; the output of any other operator that moves values has a scale
+    of its own.
+
+    Returns:
+        The plan with `scale_owners`, tensor -> the tensor whose scale it has, and `range_sources`,
+        owner -> the tensors whose ranges its scale covers, if not only its own.
     """
     graph = Graph(model)
-    unshared_plan = replace(plan, scale_owners={})
-    paired = dict.fromkeys(pair.tensor for pair in plan.pairs)
-    pool_input = {tensor: _before_pools(graph, tensor) for tensor in paired}
-    group_of = {}
-    for group in concat_groups(model, unshared_plan, paired):
+    plan_without_owners = replace(plan, scale_owners={})
+    paired_tensors = dict.fromkeys(pair.tensor for pair in plan.pairs)
+    pool_input = {tensor: _before_pools(graph, tensor) for tensor in paired_tensors}
+    concat_group: dict[str, frozenset[str]] = {}
+    for group in concat_groups(model, plan_without_owners, paired_tensors):
         if len(group) > 1:
-            group_of.update(dict.fromkeys(group, group))
+            concat_group.update(dict.fromkeys(group, group))
 
     owners, sources = {}, {}
-    for tensor in paired:
-        if tensor in group_of:
-            members = sorted(group_of[tensor])
+    for tensor in paired_tensors:
+        if tensor in concat_group:
+            members = sorted(concat_group[tensor])
             owner = members[0]
         else:
             members = [tensor]
             owner = pool_input[tensor]
-            if owner in group_of:  # its scale is that of a Concat group
+            if owner in concat_group:  # the scale of the group may be larger than the pool's input
                 owner = tensor
         if owner != tensor:
             owners[tensor] = owner
@@ -228,40 +233,56 @@ def _symmetric_range(scale: np.float32) -> Scale:
 
 
 def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Replace int8 weights by the float weight and a QuantizeLinear, where it gives the same."""
+    """Replace the int8 weights of a Q/DQ model by a float weight and its QuantizeLinear, in place.
+
+    A weight stays int8 where QuantizeLinear would not give exactly its integers.
+
+    Args:
+        quantized: the Q/DQ model, with weights named `<weight>/quantized`, or
+            `<weight>/<node>/quantized` if nodes with other scales share a weight.
+        model: the float model.
+    """
     graph, index = quantized.graph, Graph(quantized)
     constants, float_constants = index.initializers, Graph(model).initializers
     quantizers = []
     for node in index.nodes:
-        pair = index.producer.get(node.input[1]) if node.op_type in TENSORRT.heavy else None
-        if pair is None or pair.op_type != DQ or pair.input[0] not in constants:
+        if node.op_type not in TENSORRT.heavy:
             continue
-        stored = pair.input[0]
-        name = stored.removesuffix("/quantized")  # <weight> or <weight>/<node>
-        while name and name not in float_constants:
-            name = name.rpartition("/")[0]
-        if not name or not _quantizes_to_stored(pair, constants, float_constants[name]):
+        dequantizer = index.producer.get(node.input[1])
+        if dequantizer is None or dequantizer.op_type != DQ:
             continue
-        quantizer = helper.make_node(
-            Q, [name, *pair.input[1:]], [stored], f"{stored}/Q", **attributes(pair)
+        int8_name = dequantizer.input[0]
+        if int8_name not in constants:  # restored already, for another node
+            continue
+        float_name = int8_name.removesuffix("/quantized")
+        while float_name and float_name not in float_constants:
+            float_name = float_name.rpartition("/")[0]
+        if not float_name:
+            continue
+        if not _gives_stored_integers(dequantizer, constants, float_constants[float_name]):
+            continue
+
+        inputs = [float_name, *dequantizer.input[1:]]
+        quantizers.append(
+            helper.make_node(Q, inputs, [int8_name], f"{int8_name}/Q", **attributes(dequantizer))
         )
-        quantizers.append(quantizer)
-        graph.initializer.remove(constants.pop(stored))
-        if name not in constants:
-            graph.initializer.append(float_constants[name])
-            constants[name] = float_constants[name]
+        graph.initializer.remove(constants.pop(int8_name))
+        if float_name not in constants:
+            graph.initializer.append(float_constants[float_name])
+            constants[float_name] = float_constants[float_name]
     replace_nodes(graph, [*quantizers, *graph.node])
 
 
-def _quantizes_to_stored(
-    pair: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], weight: onnx.TensorProto
+def _gives_stored_integers(
+    dequantizer: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], weight: onnx.TensorProto
 ) -> bool:
-    """Return whether QuantizeLinear of the float weight gives exactly the stored integers."""
-    stored = numpy_helper.to_array(constants[pair.input[0]])
-    scales = numpy_helper.to_array(constants[pair.input[1]])
+    """Return whether QuantizeLinear of a float weight gives the integers that its DQ node reads."""
+    integers = numpy_helper.to_array(constants[dequantizer.input[0]])
+    scales = numpy_helper.to_array(constants[dequantizer.input[1]])
     float_weight = numpy_helper.to_array(weight)
-    steps = broadcast_parameter(scales, float_weight.ndim, attributes(pair).get("axis"))
-    return bool(np.array_equal(quantize(float_weight, steps, 0, TENSORRT.weights), stored))
+    axis = attributes(dequantizer).get("axis")
+    steps = broadcast_parameter(scales, float_weight.ndim, axis)
+    return bool(np.array_equal(quantize(float_weight, steps, 0, TENSORRT.weights), integers))
 
 
 @dataclass(frozen=True, slots=True)

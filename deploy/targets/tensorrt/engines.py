@@ -231,13 +231,19 @@ def calibrator_from_cache(options: TensorrtOptions, cache: bytes) -> Callbacks:
 def _calibration_batch(
     request: BuildRequest, settings: BuilderSettings
 ) -> tuple[dict[str, Shape], int]:
-    """Return (input -> shape of a calibration batch, number of samples in it)."""
+    """Return (input -> shape of a calibration batch, number of samples in it).
+
+    TensorRT calibrates with the shapes for which the engine is tuned.
+    """
     sample = first_sample(request)
     shapes: dict[str, Shape] = {name: array.shape for name, array in sample.items()}
     for name, profile in settings.profiles.items():
         shapes[name] = profile.opt_shape
-    batch = max(shapes[name][0] // len(array) for name, array in sample.items() if array.ndim)
-    return shapes, batch
+    # an input without a batch, such as a constant, has as many rows as one sample
+    sample_count = max(
+        shapes[name][0] // len(array) for name, array in sample.items() if array.ndim
+    )
+    return shapes, sample_count
 
 
 def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:
@@ -273,18 +279,30 @@ def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
 def lower_models(
     options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
-    """Lower each model to the oldest TensorRT that will read it; return (role -> model, notes)."""
+    """Lower each model to what the oldest TensorRT that will read it can read.
+
+    That is the TensorRT of the files, or an older one on this machine; for a typed model the first
+    later one that has networks of this type.
+
+    Args:
+        options: options of the target.
+        models: role -> model.
+        version: TensorRT that the files are for, "X.Y.Z".
+
+    Returns:
+        Role -> lowered model, and notes on what changed.
+    """
     installed_version = sdk.cache_reader()
-    oldest = version
+    oldest_version = version
     if installed_version is not None:
-        oldest = min(version, installed_version, key=version_label)
+        oldest_version = min(version, installed_version, key=version_label)
     lowered: dict[str, onnx.ModelProto] = {}
     notes: dict[str, None] = {}
     for role, model in models.items():
-        reader = oldest
+        reading_version = oldest_version
         if role == TYPED or options.precision == FP8:
-            reader = typed_version(oldest, options.rest, options.features)
-        lowered[role], note = lower_for_tensorrt(model, reader)
+            reading_version = typed_version(oldest_version, options.rest, options.features)
+        lowered[role], note = lower_for_tensorrt(model, reading_version)
         notes[note] = None  # each note once, in order
     notes.pop("", None)
     return lowered, tuple(notes)
@@ -299,7 +317,12 @@ def build_quantized_engine(
 ) -> tuple[Path, tuple[str, ...]]:
     """Build the quantized engine, or reuse that of the same files and GPU; return (path, notes).
 
-    `float32_nodes`: node that must run in float32 if TensorRT chooses types -> its output tensor.
+    Args:
+        options: options of the target.
+        request: the build request.
+        files: role -> file of the target.
+        cache: the calibration cache in those files.
+        float32_nodes: node that must run in float32 if TensorRT chooses types -> its output tensor.
 
     Raises:
         SdkMissingError: TensorRT is missing, or too old for fp8 or DLA.
@@ -310,8 +333,8 @@ def build_quantized_engine(
     _check_versions(options, installed, request)
     uses_cache = _uses_cache(options, installed, request)
     has_model_types = _has_model_types(options, installed, files, request)
-    role = TYPED if has_model_types else QDQ
-    source = files[FLOAT if uses_cache else role]
+    typed_role = TYPED if has_model_types else QDQ
+    source = files[FLOAT if uses_cache else typed_role]
 
     typed = has_model_types or options.precision == FP8
     settings = replace(builder_settings(options, request), typed=typed, dla=options.dla)
@@ -331,7 +354,7 @@ def build_quantized_engine(
     key["calibrator"] = options.calibrator
     notes = _origin_notes(installed)
     if options.calibrator is not None:
-        # on the samples of a partial batch, which TensorRT's calibration leaves out
+        # TensorRT's calibration leaves out the samples of a partial batch
         _, batch = _calibration_batch(request, settings)
         filled = request.subject.filled
         notes = (*notes, *note_left_out(len(request.feed), batch, filled=filled))
@@ -341,11 +364,9 @@ def build_quantized_engine(
         return manifest.write_with_note(path, reused_plan, key), (note, *notes)
 
     cuda = open_gpu(options.device)
-    callbacks = None
     if options.calibrator is not None:
         cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
-    if uses_cache:
-        callbacks = calibrator_from_cache(options, cache_bytes)
+    callbacks = calibrator_from_cache(options, cache_bytes) if uses_cache else None
     engine = builder.build_engine(source, settings, calibrator=callbacks, cuda=cuda)
     notes = (*notes, *engine.notes, *_log_notes(engine.log, request.model))
     return manifest.write_with_note(path, engine.plan, key), notes
