@@ -340,10 +340,6 @@ class _Context:
     def detach(self) -> None:
         """Do nothing."""
 
-    @staticmethod
-    def get_device() -> _Device:
-        return _Device()
-
 
 class _Stream:
     """A stream, which is always idle."""
@@ -355,9 +351,6 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Do nothing."""
-
-    def is_done(self) -> bool:
-        return True
 
 
 class _Driver:
@@ -406,12 +399,6 @@ class _Driver:
         self._memory.copy(target, source, target.nbytes)
 
     memcpy_dtoh_async = memcpy_dtoh
-
-    def memcpy_dtod(self, target: object, source: object, size: int) -> None:
-        self._memory.copy(target, source, size)
-
-    def memset_d8(self, target: object, value: int, count: int) -> None:
-        self._memory.copy(target, bytes([value & 255]) * count)
 
     def pagelocked_empty(
         self, shape: Any, dtype: DTypeLike, order: Any = "C", mem_flags: int = 0
