@@ -94,11 +94,14 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     drop_unused_domains(model)
     model, _ = lower_to_runtime(model)
     drop_initializer_inputs(model.graph)
+
     if not any(node.op_type in (Q, DQ) for node in model.graph.node):
         raise ModelError(
             "a Q/DQ model must hold QuantizeLinear and DequantizeLinear nodes, got none; calib8"
             " build quantizes a float model"
         )
+
+    # bring the pairs into the form that `remove_pairs` reads: Q, and DQ directly behind it
     remove_identity(model.graph)
     name_nodes(model.graph)
     _remove_clips_of_codes(model)
@@ -155,44 +158,54 @@ def _is_implied(clip: onnx.NodeProto, index: Graph) -> bool:
 
 
 def _move_quantizers(model: onnx.ModelProto) -> None:
-    """Move each QuantizeLinear behind the nodes that pad, cut or reorder its codes.
+    """Move each QuantizeLinear behind the nodes that pad, cut or reorder its codes, in place.
 
     ::
 
         x --> Q --> Transpose --> DQ     becomes     x --> Transpose --> Q --> DQ
+
+    "Codes" are the integers that a QuantizeLinear makes. One with a scale per channel stays, since
+    its channels might be cut or reordered.
     """
     index = Graph(model)
     names = tensor_names(model.graph)
-    quantizers = {node.output[0]: node for node in index.nodes if node.op_type == Q}
+    quantizer_by_codes = {node.output[0]: node for node in index.nodes if node.op_type == Q}
     nodes: Nodes = []
     replaced_codes: set[str] = set()
     for node in index.nodes:
         nodes.append(node)
-        if node.op_type not in _ON_CODES or node.input[0] not in quantizers:
+        if node.op_type not in _ON_CODES or node.input[0] not in quantizer_by_codes:
             continue
-        quantizer = quantizers[node.input[0]]
+        quantizer = quantizer_by_codes[node.input[0]]
         grid = find_pair_grid(quantizer, index)
         if grid is None or not grid.is_per_tensor:
             continue
         if node.op_type == "Pad" and not _pad_with_zeros(node, grid, index):
             continue
-        source, codes = quantizer.input[0], node.output[0]
-        moved = claim_name(f"{source}/{node.op_type.lower()}", names)
+
+        # the node reads and makes floats now; a copy of the quantizer makes the codes it made
+        float_source, codes = quantizer.input[0], node.output[0]
+        float_output = claim_name(f"{float_source}/{node.op_type.lower()}", names)
         replaced_codes.add(quantizer.output[0])
-        node.input[0], node.output[0] = source, moved
+        node.input[0], node.output[0] = float_source, float_output
         moved_quantizer = copy_message(quantizer)
-        moved_quantizer.input[0], moved_quantizer.output[0] = moved, codes
+        moved_quantizer.input[0], moved_quantizer.output[0] = float_output, codes
         moved_quantizer.name = f"{node.name}/{Q}"
-        quantizers[codes] = moved_quantizer
+        quantizer_by_codes[codes] = moved_quantizer
         nodes.append(moved_quantizer)
+
     if not replaced_codes:
         return
+    # the first quantizer stays if something else reads its codes
     unread = replaced_codes.difference(index.outputs, all_reads(nodes))
     rebuild(model.graph, [node for node in nodes if unread.isdisjoint(node.output)])
 
 
 def _pad_with_zeros(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
-    """Let a Pad of codes pad float values with 0; return False if its value is no 0."""
+    """Let a Pad of codes pad float values with 0; return False if it pads with another value.
+
+    The code that stands for 0 is the zero point. A Pad in a mode that repeats values is unchanged.
+    """
     if attributes(pad).get("mode", b"constant") != b"constant":
         return True
     value = optional_input(pad, 2)
@@ -300,7 +313,12 @@ class _Stripper:
                     self.renamed[name] = claim_name(f"{node.name}.{role}", self.names)
 
     def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:
-        """Return the nodes in place of a Q/DQ pair: none, its rounding, or an Identity."""
+        """Return the nodes in place of a Q/DQ pair, from its float source to its output.
+
+        Usually there are none, and the pair's readers read the source. Where a float operator or
+        the user reads the pair, there may be a chain that rounds or clips as the pair does, or an
+        Identity that makes an output of the model.
+        """
         index = self.index
         output = dequantizer.output[0]
         quantizer = index.producer[dequantizer.input[0]]
@@ -312,25 +330,18 @@ class _Stripper:
             if reader.name in self.int8_names and reader.input[0] == output:
                 int8_readers.append(reader)
 
-        # what else reads the pair computes in float, and may need its rounding or its limits
-        steps: dict[str, tuple[float, ...]] = {}
         if is_output or output in index.captured or len(int8_readers) < len(readers):
             self.float_read_pairs += 1
             steps = self._float_steps(dequantizer, source)
-        if steps:
-            for reader in int8_readers:
-                reader.input[0] = source
-            end = output
-            if not is_output:
-                end = claim_name(f"{source}/{'-'.join(steps).lower()}", self.names)
-            self.float_of[output] = end
-            self._add_grid(end, dequantizer)
-            return self._make_steps(source, end, steps, dequantizer.name)
+            if steps:
+                for reader in int8_readers:  # they round by themselves
+                    reader.input[0] = source
+                return self._write_steps(dequantizer, source, steps)
 
         self._add_grid(source, dequantizer)
         if not is_output:
             self.float_of[output] = source
-        # an output keeps its name, and a tensor gets the name back that went to its pair
+        # an output keeps its name; a tensor gets the name back that a Q/DQ writer gave to its pair
         if self._can_be_renamed(source):
             if is_output or source == f"{output}/float":
                 self.renamed[source] = output
@@ -339,6 +350,28 @@ class _Stripper:
             return [make_node("Identity", [source], output, name)]
         return []
 
+    def _write_steps(
+        self, dequantizer: onnx.NodeProto, source: str, steps: Mapping[str, tuple[float, ...]]
+    ) -> Nodes:
+        """Return the chain of `_float_steps`, whose last tensor the pair's float readers read."""
+        output = dequantizer.output[0]
+        end = output
+        if output not in self.index.outputs:
+            end = claim_name(f"{source}/{'-'.join(steps).lower()}", self.names)
+        self.float_of[output] = end
+        self._add_grid(end, dequantizer)
+
+        nodes: Nodes = []
+        tensor = source
+        for number, (op_type, values) in enumerate(steps.items(), 1):
+            constants = [self._add_constant(f"{end}/{op_type}", value) for value in values]
+            inputs = [tensor, *constants]
+            tensor = end
+            if number < len(steps):
+                tensor = claim_name(f"{end}/{op_type}", self.names)
+            nodes.append(make_node(op_type, inputs, tensor, f"{dequantizer.name}/{op_type}"))
+        return nodes
+
     def _add_grid(self, tensor: str, node: onnx.NodeProto) -> None:
         """Note the scale and zero point of a Q/DQ pair for a float tensor, if they are constant."""
         grid = find_pair_grid(node, self.index)
@@ -346,7 +379,12 @@ class _Stripper:
             self.grids.setdefault(tensor, []).append(grid)
 
     def _float_steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
-        """Return operator -> its constants: what float readers need in place of a pair."""
+        """Return operator -> its constants, in order: what float readers need in place of a pair.
+
+        With `keep_rounding` these do what the pair does. Else they only clip, and only where the
+        pair's lower limit stands for a Relu that was left out: values were rounded to codes from
+        the zero point on. {} if nothing is needed.
+        """
         grid = find_pair_grid(node, self.index)
         if grid is None or not grid.is_per_tensor:
             raise ModelError(
@@ -355,28 +393,12 @@ class _Stripper:
             )
         scale, zero = grid.scale.item(), grid.zero.item()
         low, high = grid.min_code - zero, grid.max_code - zero
-        # codes from the zero point on clip at 0, as the Relu did that the quantizer removed
         replaces_clip = low == 0 and source not in self.positive
         if low == 0:
             self.positive.add(node.output[0])
         if self.keep_rounding:
             return {"Div": (scale,), "Round": (), "Clip": (low, high), "Mul": (scale,)}
         return {"Clip": (0.0, scale * high)} if replaces_clip else {}
-
-    def _make_steps(
-        self, start: str, end: str, steps: Mapping[str, tuple[float, ...]], name: str
-    ) -> Nodes:
-        """Return a chain of operators with constants, from one tensor to another."""
-        nodes: Nodes = []
-        for op_type, values in steps.items():
-            constants = [self._add_constant(f"{end}/{op_type}", value) for value in values]
-            output = end
-            if len(nodes) < len(steps) - 1:
-                output = claim_name(f"{end}/{op_type}", self.names)
-            inputs = [start, *constants]
-            nodes.append(make_node(op_type, inputs, output, f"{name}/{op_type}"))
-            start = output
-        return nodes
 
     def _can_be_renamed(self, source: str) -> bool:
         """Return whether a tensor may take the name of an output."""
