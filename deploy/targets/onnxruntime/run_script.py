@@ -108,7 +108,11 @@ def run_program(
 
 
 def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
-    """Return the fields of the program that read a picture, and copy it to draw on."""
+    """Return the values of the template's fields that read a picture, and copy it to draw on.
+
+    "flag" is OpenCV's for reading a file, "frame" makes a video's frame such a picture, "drawn" are
+    the lines that make it BGR of 8 bits, to draw on.
+    """
     if preprocess.color != "grey":
         return {"flag": "IMREAD_COLOR", "frame": "frame", "drawn": "    return picture.copy()\n"}
     drawn = "    return cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)\n"
@@ -121,7 +125,8 @@ def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
 
 
 def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
-    """Return the fields of the program that make a picture the model's input."""
+    """Return the values of the template's fields that make a picture the model's input."""
+    # where the resized picture stands in the input, a key of _COPY_LINES
     position = "top-left"
     if preprocess.resize == "letterbox":
         position = preprocess.anchor
@@ -148,7 +153,10 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
 
 
 def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
-    """Return the functions that decode and draw a task's outputs."""
+    """Return the Python functions, as text, that decode and draw a task's outputs.
+
+    Outputs of a task without such functions are listed by their shapes and ranges ("values").
+    """
     if isinstance(task, Classes):
         return _part("classes", outputs=ascii(task.outputs))
     if isinstance(task, Labels):
@@ -208,7 +216,11 @@ def _pixel_classes(task: Pixels, outputs: Outputs) -> str:
 
 
 def _point_lines(task: Points | HeatMaps | SimccPoints, outputs: Outputs) -> str:
-    """Return the lines that find key points in a model's input."""
+    """Return the lines of Python that find key points, in pixels of the model's input.
+
+    SimCC has the scores of each column and row, a heat map those of each cell; other models have
+    the coordinates themselves.
+    """
     if isinstance(task, SimccPoints):
         columns, rows = map(ascii, task.outputs)
         return (
@@ -288,26 +300,28 @@ _MAX_SHARE = 2  # of a side of the input, that a place relative to it reaches
 
 
 def _box_text(task: BoxDetection, outputs: Outputs) -> str:
-    """Return the functions that decode and draw boxes; "" for a form without such."""
+    """Return the Python functions, as text, that decode and draw boxes.
+
+    "" for a coding of boxes that no lines are here for, and for outputs of several layouts.
+    """
     decoder = task.decoder
     if decoder.is_list:
-        is_relative = _are_relative(decoder.boxes({}, outputs).boxes)
-        scale = "    boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]\n" if is_relative else ""
-        rows = _list_lines(decoder, outputs)
-        return _part("list", rows=rows, scale=scale) + _part("boxes", outline=_RECTANGLE)
+        return _list_text(decoder, outputs)
     if decoder.coding not in _CORNER_LINES:
         return ""
     layouts = set()
     for levels in _columns_by_name(decoder).values():
-        layouts |= {part.layout for part in levels}
+        layouts |= {columns.layout for columns in levels}
     if len(layouts) > 1 or ANCHOR_MAP in layouts:
         return ""
 
+    # corners that are shares of the input's sides become pixels; cells are in pixels already
     scale = ""
-    is_placed = decoder.coding in ("corners", "centre")
-    if is_placed and _are_relative(decoder.box_columns[0].of(outputs)):
+    has_corners = decoder.coding in ("corners", "centre")
+    if has_corners and _are_relative(decoder.box_columns[0].of(outputs)):
         scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
     extras = _box_extras(decoder, is_relative=bool(scale))
+
     strides, functions = "", extras.functions
     if CODINGS[decoder.coding].uses_cells:
         all_strides = [stride for grid in decoder.grids for stride in grid.strides]
@@ -326,8 +340,20 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     return rows + functions + _part("boxes", outline=extras.outline)
 
 
+def _list_text(decoder: RowDecoder, outputs: Outputs) -> str:
+    """Return the functions for an end-to-end detector, which lists its boxes itself."""
+    scale = ""
+    if _are_relative(decoder.boxes({}, outputs).boxes):
+        scale = "    boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]\n"
+    rows = _list_lines(decoder, outputs)
+    return _part("list", rows=rows, scale=scale) + _part("boxes", outline=_RECTANGLE)
+
+
 def _score_lines(decoder: RowDecoder) -> str:
-    """Return the lines from raw scores to a score a class."""
+    """Return the lines of Python that make raw scores [boxes, classes] the scores of the classes.
+
+    They apply the activation, drop the background's column, and multiply by the objectness.
+    """
     lines = _ACTIVATIONS[decoder.activation]
     if decoder.background is not None:
         lines += f"    scores = np.delete(scores, {decoder.background}, axis=1)\n"
@@ -383,21 +409,27 @@ def _are_relative(places: Array) -> bool:
 
 
 def _columns_by_name(decoder: RowDecoder) -> dict[str, tuple[Columns, ...]]:
-    """Return name -> columns of each level."""
+    """Return what columns hold (scores, boxes, gate, extra) -> these columns of each level.
+
+    Without what a detector lacks. "gate" is the objectness, "extra" what `_BoxExtras` is for.
+    """
     columns = {"scores": decoder.scores, "boxes": decoder.box_columns, "gate": decoder.gates}
     columns["extra"] = decoder.extra
     return {name: levels for name, levels in columns.items() if levels}
 
 
 def _levels_text(decoder: RowDecoder) -> str:
-    """Return the levels' columns as a list of dicts."""
+    """Return a Python list with a dict for each level of a detector (feature map of one stride).
+
+    A dict has name -> (output, first column, end of the columns).
+    """
     columns_by_name = _columns_by_name(decoder)
     lines = []
     for level in zip(*columns_by_name.values(), strict=True):
-        parts = []
-        for name, part in zip(columns_by_name, level, strict=True):
-            parts.append(f'"{name}": ({part.output!a}, {part.start}, {part.stop})')
-        lines.append(f"    {{{', '.join(parts)}}},\n")
+        entries = []
+        for name, columns in zip(columns_by_name, level, strict=True):
+            entries.append(f'"{name}": ({columns.output!a}, {columns.start}, {columns.stop})')
+        lines.append(f"    {{{', '.join(entries)}}},\n")
     return f"[\n{''.join(lines)}]"
 
 

@@ -73,21 +73,26 @@ def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
 
 
 def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
-    """Widen the weight; return Pad, DequantizeLinear and the Conv that reads them."""
+    """Widen a Conv's weight by channels of zeros, in place; return what feeds it as many.
+
+    Its input is padded before it is dequantized, with the code that stands for 0::
+
+        x (codes) --> DQ --> Conv     becomes     x --> Pad --> DQ --> Conv
+    """
     weight = unshared_integers(scope.graph, node)
     assert weight is not None  # by the check
     rank = len(weight.dims)
     added = _STEM_CHANNELS - weight.dims[1]
     append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added)
 
-    source, *grid = scope.graph.producer[node.input[0]].input
+    source, scale, zero_point = scope.graph.producer[node.input[0]].input
     padded = padded_name(source, node.name)  # a node may be called as a tensor that gets wider
     pads = np.zeros(2 * rank, np.int64)
     pads[rank + 1] = added  # at the end of the channels
     pads_name = scope.add_constant(f"{padded}/pads", pads)
-    pad = make_node("Pad", [source, pads_name, grid[1]], padded, padded)
+    pad = make_node("Pad", [source, pads_name, zero_point], padded, padded)
     node.input[0] = f"{padded}/dequantized"
-    inputs = [padded, *grid]
+    inputs = [padded, scale, zero_point]
     dequantize = make_node("DequantizeLinear", inputs, node.input[0], f"{padded}/DQ")
     return [pad, dequantize, node]
 

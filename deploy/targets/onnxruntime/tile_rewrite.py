@@ -39,6 +39,9 @@ _CONSTANT_NAMES = {WEIGHT: "weight", BIAS: "bias"}
 def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
     """Return a copy with a Conv and moves in place of each ConvTranspose between Q/DQ pairs.
 
+    Where windows do not overlap, each input pixel makes a tile of output pixels: a 1x1 Conv
+    computes them as channels, and a Reshape and Transposes put them in place.
+
     Left alone: ConvTransposes whose windows overlap, have gaps or are cropped, and those that stay
     float. A model without others is returned as it is.
     """
@@ -59,6 +62,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
         tiled_layer = _TiledLayer(graph, node, tile, int(weight.dims[1]))
         replacements[node.name] = tiled_layer.write_layer(quantize)
         sizes = context.float_graph.shapes.get(node.output[0].removesuffix("/float"))
+        # pixels are moved behind the QuantizeLinear, as bytes
         moves = tiled_layer.write_moves(quantize, sizes or (None,) * 4)
         replacements[quantize.name] = [quantize, *moves]
         model.graph.initializer.extend(tiled_layer.constants)
@@ -134,7 +138,16 @@ class _TiledLayer(ReplacementNodes):
     def write_moves(self, quantize: onnx.NodeProto, sizes: Shape) -> Nodes:
         """Return the nodes that put the pixels of the tiles in place, after the QuantizeLinear.
 
-        `sizes`: shape of the ConvTranspose's output.
+        ::
+
+            [N, r c M, H, W]      tiles of r x c pixels of M channels, as channels
+            [N, H, W, r c M]      channels last
+            [N, H, W, r, c M]     channels cut into rows of a tile
+            [N, H, r, W, c M]     pixels of a row side by side
+            [N, H r, W c, M]      rows
+            [N, M, H r, W c]      channels first
+
+        `sizes`: shape of the ConvTranspose's output; None for an unknown size.
         """
         output = quantize.output[0]
         tiles = quantize.output[0] = f"{output}{TILES}"
