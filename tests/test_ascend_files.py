@@ -54,8 +54,8 @@ def prepared(pixels, preprocess):
 @pytest.mark.parametrize("standard", STANDARDS)
 def test_csc_factors_follow_the_documents(standard):
     rows, bias = DOCUMENTED[standard]
-    assert aipp.csc_matrix(standard, "rgb") == (tuple(rows), (bias, 128, 128))
-    assert aipp.csc_matrix(standard, "bgr")[0] == tuple(rows[::-1])
+    assert aipp.yuv_to_rgb_matrix(standard, "rgb") == (tuple(rows), (bias, 128, 128))
+    assert aipp.yuv_to_rgb_matrix(standard, "bgr")[0] == tuple(rows[::-1])
 
 
 def test_yuv_is_that_of_opencv():

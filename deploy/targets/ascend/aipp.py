@@ -54,54 +54,64 @@ _CHECKED_SAMPLES = 2  # a build measures AIPP's error on them
 _YUV420SP, _RGB888, _YUV400 = 1, 3, 4
 
 
-def csc_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]:
-    """Return the YUV conversion matrix in 1/256, and the biases subtracted from Y, U, V.
+def yuv_to_rgb_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]:
+    """Return AIPP's conversion of YUV: ``color = matrix @ (yuv - bias) / 256``.
 
     Args:
-        standard: one of `deploy.targets.ascend.atc.STANDARDS`.
-        color: "rgb", "bgr" or "grey"; it orders the rows. For "grey" only the first row counts.
+        standard: color standard of the YUV pictures, one of `deploy.targets.ascend.atc.STANDARDS`.
+        color: the model's color, "rgb", "bgr" or "grey".
+
+    Returns:
+        The integer matrix, whose rows are the model's channels in the order of `color`, and whose
+        columns are Y, U, V (for "grey" only the first row is not 0); the bias of Y, U, V.
     """
-    red, blue = _LUMA_WEIGHTS[standard.partition("-")[0]]
-    green = 1 - red - blue
+    red_weight, blue_weight = _LUMA_WEIGHTS[standard.partition("-")[0]]
+    green_weight = 1 - red_weight - blue_weight
+    # U is (blue - Y) and V is (red - Y), scaled to -0.5 .. 0.5 by these factors
+    u_factor, v_factor = 2 * (1 - blue_weight), 2 * (1 - red_weight)
     rows = [
-        (1.0, 0.0, 2 * (1 - red)),
-        (1.0, -2 * (1 - blue) * blue / green, -2 * (1 - red) * red / green),
-        (1.0, 2 * (1 - blue), 0.0),
+        (1.0, 0.0, v_factor),
+        (1.0, -u_factor * blue_weight / green_weight, -v_factor * red_weight / green_weight),
+        (1.0, u_factor, 0.0),
     ]
     if color == "grey":
         rows = [(1.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
     if color == "bgr":
         rows.reverse()
 
-    luma, chroma, bias = _value_ranges(standard)
+    y_span, uv_span, y_bias = _value_ranges(standard)
     integers = tuple(
-        (round(256 * y / luma), round(256 * u / chroma), round(256 * v / chroma))
+        (round(256 * y / y_span), round(256 * u / uv_span), round(256 * v / uv_span))
         for y, u, v in rows
     )
-    return integers, (bias, 128, 128)
+    return integers, (y_bias, 128, 128)
 
 
 def to_yuv(rgb: Bytes, standard: str) -> Bytes:
-    """Convert RGB [H, W, 3] of even sides to NV12 [H * 3 / 2, W]; U and V average four pixels."""
-    red, blue = _LUMA_WEIGHTS[standard.partition("-")[0]]
-    luma, chroma, bias = _value_ranges(standard)
-    r, g, b = np.moveaxis(rgb.astype(np.float64), -1, 0)
-    y = red * r + (1 - red - blue) * g + blue * b
+    """Convert RGB [H, W, 3] of even sides to NV12 [H * 3 / 2, W].
+
+    NV12 has H rows of Y, then H / 2 rows of U and V in turns, each the mean of 2 x 2 pixels.
+    """
+    red_weight, blue_weight = _LUMA_WEIGHTS[standard.partition("-")[0]]
+    red, green, blue = np.moveaxis(rgb.astype(np.float64), -1, 0)
+    y = red_weight * red + (1 - red_weight - blue_weight) * green + blue_weight * blue
     height, width = y.shape
 
-    def average_four(plane: NDArray[np.float64]) -> NDArray[np.float64]:
-        four = plane.reshape(height // 2, 2, width // 2, 2)
-        return np.asarray(four.mean(axis=(1, 3)))
+    color_differences = [(blue - y) / (2 * (1 - blue_weight)), (red - y) / (2 * (1 - red_weight))]
+    pixel_blocks = np.stack(color_differences, axis=-1).reshape(height // 2, 2, width // 2, 2, 2)
+    uv = pixel_blocks.mean(axis=(1, 3)).reshape(height // 2, width)
 
-    u = average_four((b - y) / (2 * (1 - blue)))
-    v = average_four((r - y) / (2 * (1 - red)))
-    uv = np.stack([u, v], axis=-1).reshape(height // 2, width) * chroma + 128
-    image = np.concatenate([y * luma + bias, uv])
-    return np.asarray(np.clip(np.rint(image), 0, 255), np.uint8)
+    y_span, uv_span, y_bias = _value_ranges(standard)
+    picture = np.concatenate([y * y_span + y_bias, uv * uv_span + 128])
+    return np.asarray(np.clip(np.rint(picture), 0, 255), np.uint8)
 
 
 def _value_ranges(standard: str) -> tuple[float, float, int]:
-    """Return the shares of 255 that Y, and that U and V, span, and the lowest Y."""
+    """Return the value ranges of a color standard.
+
+    Returns:
+        The shares of 255 that the values of Y, and that those of U and V, span; the lowest Y.
+    """
     if standard.endswith("narrow"):
         return 219 / 255, 224 / 255, 16
     return 1.0, 1.0, 0
@@ -150,9 +160,6 @@ def write_aipp(preprocess: Preprocess, source: AippSource) -> AippConfig:
     Raises:
         ExportError: AIPP cannot express the preprocessing.
     """
-    has_size = preprocess.size is not None and None not in preprocess.size
-    if not has_size or preprocess.color is None:
-        raise ExportError("AIPP needs the input's size and color, got a preprocessing without")
     if preprocess.layout == "nhwc":
         raise ExportError("AIPP feeds NCHW models, got layout nhwc; preprocess on the host")
 
@@ -197,7 +204,7 @@ def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> N
 
     parameters.input_format = _YUV420SP
     parameters.rbuv_swap_switch = source.color == "nv21"
-    matrix, biases = csc_matrix(source.standard, preprocess.color)
+    matrix, biases = yuv_to_rgb_matrix(source.standard, preprocess.color)
     for row, values in enumerate(matrix):
         for column, value in enumerate(values):
             getattr(parameters, f"matrix_r{row}c{column}").append(value)
@@ -218,34 +225,42 @@ def _make_dynamic(parameters: Any) -> Any:
 
 def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     """Return the steps before AIPP; None if AIPP crops, or takes pictures of the input's size."""
-    box = preprocess.box
-    frame = source.size or box
-    if frame == box or source.dynamic:
+    input_size = preprocess.box  # (height, width) of the model's input
+    frame = source.size or input_size
+    if frame == input_size or source.dynamic:
         return None
-    is_larger = frame[0] >= box[0] and frame[1] >= box[1]
-    is_cropped = preprocess.resize == "short-side" and min(frame) <= preprocess.short
-    if is_larger and is_cropped:
+    is_larger = frame[0] >= input_size[0] and frame[1] >= input_size[1]
+    # the calibration resized no such frame either, it only cropped the center
+    is_cropped_only = preprocess.resize == "short-side" and min(frame) <= preprocess.short
+    if is_larger and is_cropped_only:
         return None
 
     (height, width), (top, left) = resized_geometry(frame, preprocess)
     if not source.is_yuv:
-        return FramePlan(frame, (height, width), (top, left), box)
+        return FramePlan(frame, (height, width), (top, left), input_size)
     # DVPP pastes at columns of a multiple of 16, and crops at even ones
     column = left // 16 * 16 if left > 0 else int(left / 2) * 2
     return FramePlan(
         frame=frame,
         resized=(_round_up(height, 2), _round_up(width, 2)),
         corner=(int(top / 2) * 2, column),
-        stored=(_round_up(box[0], 2), _round_up(box[1], 16)),
+        stored=(_round_up(input_size[0], 2), _round_up(input_size[1], 16)),
     )
 
 
 def _round_up(side: int, unit: int) -> int:
+    """Return the next multiple of `unit` that is not below `side`."""
     return -(-side // unit) * unit
 
 
 def _map_back(axis: str, offset: int, ratio: float) -> str:
-    """Return the formula from a position in the model's input to one in the frame."""
+    """Return a formula that maps a coordinate of the model's input back to the frame.
+
+    Args:
+        axis: "x" or "y".
+        offset: where the resized frame starts in the model's input, in pixels.
+        ratio: size of the frame over that of the resized frame.
+    """
     sign = "-" if offset >= 0 else "+"
     return f"{axis} = ({axis} {sign} {abs(offset)}) * {ratio:.6g}"
 
@@ -297,9 +312,9 @@ def _describe_border(preprocess: Preprocess, source: AippSource) -> str:
 def _set_sizes(
     parameters: Any, preprocess: Preprocess, source: AippSource, plan: FramePlan | None
 ) -> str:
-    """Set sizes and crop; return a sentence on the steps that are left to the host."""
-    box = preprocess.box
-    height, width = plan.stored if plan else source.size or box
+    """Set the picture's size and AIPP's crop; describe the steps that are left to the host."""
+    input_size = preprocess.box
+    height, width = plan.stored if plan else source.size or input_size
     for name, side in (("width", width), ("height", height)):
         if not _MIN_SIDE <= side <= _MAX_SIDE:
             raise ExportError(f"AIPP takes sides of {_MIN_SIDE} to {_MAX_SIDE}, got {name} {side}")
@@ -308,18 +323,21 @@ def _set_sizes(
         raise ExportError(f"YUV pictures have even sides, got one of {odd_sides[0]}")
     parameters.src_image_size_w, parameters.src_image_size_h = width, height
 
-    if (height, width) != box:
-        top, left = (0, 0) if plan else ((height - box[0]) // 2, (width - box[1]) // 2)
+    if (height, width) != input_size:
+        # a planned picture has the model's input in its upper left corner, a frame in its center
+        top, left = 0, 0
+        if plan is None:
+            top, left = (height - input_size[0]) // 2, (width - input_size[1]) // 2
         if top < 0 or left < 0:  # the program sets the crop of dynamic AIPP
             raise ExportError(
                 f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
-                f" of {box[0]}x{box[1]}"
+                f" of {format_size(input_size)}"
             )
         if source.is_yuv:  # U and V are shared by two rows and columns
             top, left = top // 2 * 2, left // 2 * 2
         parameters.crop = True
         parameters.load_start_pos_w, parameters.load_start_pos_h = left, top
-        parameters.crop_size_w, parameters.crop_size_h = box[1], box[0]
+        parameters.crop_size_w, parameters.crop_size_h = input_size[1], input_size[0]
 
     if plan:
         return _describe_frame_plan(plan, preprocess, source)
@@ -336,6 +354,7 @@ def _set_sizes(
 
 
 def _describe_input(parameters: Any, preprocess: Preprocess, source: AippSource) -> str:
+    """Describe the pictures that the .om takes: size, format and color standard."""
     if source.is_yuv:
         order = "U before V" if source.color == "nv12" else "V before U"
         name = source.color.upper()
@@ -349,8 +368,12 @@ def _describe_input(parameters: Any, preprocess: Preprocess, source: AippSource)
 
 
 def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
-    """Set means and factors of the channels; return a sentence on their float16 error."""
-    pixels = np.array([0.0, 255.0])
+    """Set means and factors of the channels; return a sentence on their float16 error.
+
+    AIPP computes ``(pixel - mean_chn - min_chn) * var_reci_chn``: the mean's integer part and its
+    fraction are separate, and fraction and factor are float16.
+    """
+    pixels = np.array([0.0, 255.0])  # the error is linear in the pixel, so its ends show the most
     max_error = 0.0
     for channel in range(1 if preprocess.color == "grey" else 3):
         mean = _channel_value(preprocess.mean, channel) / preprocess.scale
@@ -393,9 +416,10 @@ def run_aipp(parameters: Any, picture: Bytes) -> NDArray[np.float32]:
         picture: [H, W, 3] packed, [H, W] grey, or [H * 3 / 2, W] YUV420SP.
     """
     pixels = _unpack_pixels(parameters, picture)
-    if parameters.rbuv_swap_switch:
-        is_yuv = parameters.input_format == _YUV420SP
-        pixels = pixels[..., [0, 2, 1]] if is_yuv else pixels[..., ::-1]
+    if parameters.rbuv_swap_switch and parameters.input_format == _YUV420SP:
+        pixels = pixels[..., [0, 2, 1]]  # U and V
+    elif parameters.rbuv_swap_switch:
+        pixels = pixels[..., ::-1]  # R and B
     if parameters.crop:
         top, left = parameters.load_start_pos_h, parameters.load_start_pos_w
         pixels = pixels[top : top + parameters.crop_size_h, left : left + parameters.crop_size_w]
@@ -404,9 +428,10 @@ def run_aipp(parameters: Any, picture: Bytes) -> NDArray[np.float32]:
 
     channels = []
     for index, channel in enumerate(np.moveaxis(pixels, -1, 0)):
-        mean, fraction = (getattr(parameters, f"{key}_chn_{index}") for key in ("mean", "min"))
+        mean = getattr(parameters, f"mean_chn_{index}")
+        fraction = np.float16(getattr(parameters, f"min_chn_{index}"))
         factor = np.float16(getattr(parameters, f"var_reci_chn_{index}")[0])
-        channels.append(((channel - mean).astype(np.float16) - np.float16(fraction)) * factor)
+        channels.append(((channel - mean).astype(np.float16) - fraction) * factor)
     return np.stack(channels).astype(np.float32)
 
 
@@ -451,11 +476,12 @@ def _pad_to_source(pixels: Bytes, parameters: Any) -> Bytes:
 def to_source_format(rgb: Bytes, preprocess: Preprocess, source: AippSource) -> Bytes:
     """Convert RGB [H, W, 3] to the format of the .om's input images."""
     if source.is_yuv:
-        picture = to_yuv(rgb, source.standard)
-        if source.color == "nv21":
-            chroma = picture[rgb.shape[0] :]
-            chroma[:, 0::2], chroma[:, 1::2] = chroma[:, 1::2].copy(), chroma[:, 0::2].copy()
-        return picture
+        nv12 = to_yuv(rgb, source.standard)
+        if source.color == "nv12":
+            return nv12
+        height = rgb.shape[0]
+        vu_rows = nv12[height:].reshape(height // 2, -1, 2)[..., ::-1]  # NV21 has V before U
+        return np.concatenate([nv12[:height], vu_rows.reshape(height // 2, -1)])
     if preprocess.color == "grey":
         return rgb[..., 0]
     return rgb if source.color == "rgb" else rgb[..., ::-1]
@@ -465,16 +491,16 @@ def _unpack_pixels(parameters: Any, picture: Bytes) -> NDArray[np.int32]:
     """Return the pixels as int32 [H, W, C]; each U and V is repeated for its four pixels."""
     if parameters.input_format == _YUV420SP:
         height = picture.shape[0] * 2 // 3
-        pairs = picture[height:].reshape(height // 2, -1, 2)
-        chroma = pairs.repeat(2, axis=0).repeat(2, axis=1)
-        picture = np.concatenate([picture[:height, :, None], chroma], axis=-1)
+        uv_pairs = picture[height:].reshape(height // 2, -1, 2)
+        uv_planes = uv_pairs.repeat(2, axis=0).repeat(2, axis=1)
+        picture = np.concatenate([picture[:height, :, None], uv_planes], axis=-1)
     elif picture.ndim == 2:
         picture = picture[..., None]
     return picture.astype(np.int32)
 
 
 def _convert_color(parameters: Any, pixels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Convert YUV to RGB; a matrix of one row that is not zero makes grey."""
+    """Convert YUV to the model's color; with a matrix for grey only the first channel is left."""
     values = [getattr(parameters, f"matrix_r{r}c{c}")[0] for r in range(3) for c in range(3)]
     matrix = np.array(values).reshape(3, 3)
     bias = np.array([getattr(parameters, f"input_bias_{channel}")[0] for channel in range(3)])
@@ -485,7 +511,13 @@ def _convert_color(parameters: Any, pixels: NDArray[np.int32]) -> NDArray[np.int
 def write_aipp_files(
     request: BuildRequest, files: dict[str, Path], source: AippSource, *, first_layer_int8: bool
 ) -> list[str]:
-    """Write the AIPP file and, for an int8 first layer, the compression options; return notes."""
+    """Write the AIPP file and, for an int8 first layer, the compression options.
+
+    `files`: role -> path of the files of the build, to which these are added.
+
+    Returns:
+        Sentences for the user: what the host has to do, how exact AIPP is, or why there is no file.
+    """
     settings = request.manifest.get("preprocess")
     if not settings:
         return ["No AIPP file: the calibration was fed arrays, not pictures."]
