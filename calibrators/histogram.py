@@ -260,7 +260,7 @@ class Histogram(HistogramState):
             CalibrationError: a range follows TensorRT's rule.
         """
         if self.initial_range is not None or subset.initial_range is not None:
-            raise CalibrationError("values are taken from a histogram of no order, got one of some")
+            raise CalibrationError("histograms of TensorRT's range rule cannot be subtracted")
         # both on the wider of the two ranges
         removed = Histogram()
         removed._widen_to(self.full_range)

@@ -281,6 +281,14 @@ def round_block(
 ) -> NDArray[np.int8]:
     """Return the integers of one block of a problem, int8 [G, M, K].
 
+    During the search a code is ``floor(w / scale) + height``, with a height of 0 to 1 that `alpha`
+    decides (`alpha_heights`).
+
+    Args:
+        problem: the block, at most 64 output channels.
+        params: parameters of the search.
+        step: called after each iteration.
+
     Raises:
         CalibrationError: squares of the outputs are not finite.
     """
@@ -367,6 +375,8 @@ def error_slope(
     positions: NDArray[np.int64],
 ) -> FloatArray:
     """Return the derivative of the output's mean squared error at some positions by the codes.
+
+    The chain rule backwards: error, activation, layer, scale, and 0 where a code is clipped.
 
     Args:
         problem: the problem, for its activation and share.

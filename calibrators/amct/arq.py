@@ -321,7 +321,15 @@ def _best_scales(counts: FloatArray, amax: Float32Array) -> Float32Array:
 
 
 def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
-    """Return (p, q) of a cut: the remaining counts, and their approximation by 255 levels."""
+    """Return (p, q) of a cut: the remaining counts, and their approximation by 255 levels.
+
+    A level is the mean of the bins that it merges, over those that are not empty; empty bins stay
+    empty, as in TensorRT's entropy calibration.
+
+    Args:
+        counts: histograms of the channels, float64 [C, 512].
+        cut: number of bins that are cut off at either end; their counts go to the end bins.
+    """
     p = counts[:, cut : _HISTOGRAM_BINS - cut].copy()
     p[:, 0] += counts[:, :cut].sum(axis=1)
     p[:, -1] += counts[:, _HISTOGRAM_BINS - cut :].sum(axis=1)
@@ -329,9 +337,9 @@ def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray
     starts = np.ceil(np.arange(_LEVELS) * bins_per_level).astype(np.int64)
     sums = np.add.reduceat(p, starts, axis=1)
     occupied = np.add.reduceat((p != 0).astype(np.float64), starts, axis=1)
-    level = np.repeat(np.arange(_LEVELS), np.diff(starts, append=p.shape[1]))
+    level_by_bin = np.repeat(np.arange(_LEVELS), np.diff(starts, append=p.shape[1]))
     means = sums / np.maximum(occupied, 1)
-    return p, np.where(p != 0, means[:, level], 0.0)
+    return p, np.where(p != 0, means[:, level_by_bin], 0.0)
 
 
 def _divergence(p: FloatArray, q: FloatArray) -> FloatArray:
@@ -342,6 +350,7 @@ def _divergence(p: FloatArray, q: FloatArray) -> FloatArray:
 
 
 def _fill_empty_bins(counts: FloatArray) -> FloatArray:
+    """Give empty bins a small count, and spread the same amount over the others, as AMCT does."""
     is_empty = counts == 0
     empty_bins = is_empty.sum(axis=1, keepdims=True)
     correction = _EMPTY_BIN_COUNT * empty_bins / (counts.shape[1] - empty_bins)

@@ -142,40 +142,52 @@ def redistribute(
 ) -> NDArray[np.int32]:
     """Redistribute counts on the range `old` to as many bins on the wider range `new`.
 
-    A bin that crosses an edge is split in two by length, with the first share truncated.
+    An old bin lies in one or two of the new bins, which are wider. If in two, its count is split by
+    length, and the share of the lower one is truncated to an integer, as in AMCT.
+
+    Args:
+        counts: [n] int32.
+        old: (lower end, upper end) of the range.
+        new: the same of the wider range.
     """
-    n = counts.size
-    old_lo, lo = float(old[0]), float(new[0])
-    old_width = (float(old[1]) - old_lo) / n
-    width = (float(new[1]) - lo) / n
+    bin_count = counts.size
+    old_lo, new_lo = float(old[0]), float(new[0])
+    old_width = (float(old[1]) - old_lo) / bin_count
+    new_width = (float(new[1]) - new_lo) / bin_count
 
-    # the new bins of both ends of each old bin
-    lower = old_lo + old_width * np.arange(n)
-    upper = lower + old_width
-    lower_bin = np.clip((lower - lo) // width, 0, n - 1).astype(np.int64)
-    upper_bin = np.clip((upper - lo) // width, 0, n - 1).astype(np.int64)
+    # the new bins of both edges of each old bin
+    lower_edges = old_lo + old_width * np.arange(bin_count)
+    upper_edges = lower_edges + old_width
+    last_bin = bin_count - 1
+    lower_bins = np.clip((lower_edges - new_lo) // new_width, 0, last_bin).astype(np.int64)
+    upper_bins = np.clip((upper_edges - new_lo) // new_width, 0, last_bin).astype(np.int64)
 
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = (lo + (lower_bin + 1) * width - lower) / old_width
-    share = np.where(lower_bin == upper_bin, 1.0, share)
-    lower_counts = (counts * share).astype(np.int64)
-    redistributed = np.zeros(n, np.int64)
-    np.add.at(redistributed, lower_bin, lower_counts)
-    np.add.at(redistributed, upper_bin, counts - lower_counts)
+    with np.errstate(divide="ignore", invalid="ignore"):  # old bins without width
+        lower_shares = (new_lo + (lower_bins + 1) * new_width - lower_edges) / old_width
+    lower_shares = np.where(lower_bins == upper_bins, 1.0, lower_shares)
+    lower_counts = (counts * lower_shares).astype(np.int64)
+    redistributed = np.zeros(bin_count, np.int64)
+    np.add.at(redistributed, lower_bins, lower_counts)
+    np.add.at(redistributed, upper_bins, counts - lower_counts)
     return redistributed.astype(np.int32)
 
 
 def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the candidate runs of bins, [K, 2] (left, right) inclusive, from the outside in."""
-    n = counts.size
-    cumulative = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
-    step = max(math.ceil(cumulative[-1] / 100000), 1)
-    left, right = 0, n - 1
-    min_distance = math.ceil(n / 4)  # between the ends of a run
+    """Return the candidate runs of bins, [K, 2] (left, right) inclusive, from the outside in.
+
+    A run is what remains of the histogram after cuts at both ends. Each next run is cut by 1/100000
+    of the values, at the end where these take more bins: there the values are sparse.
+    """
+    bin_count = counts.size
+    cumulative = [0, *np.cumsum(counts, dtype=np.int64).tolist()]  # [b]: values below bin b
+    cut_values = max(math.ceil(cumulative[-1] / 100000), 1)
+    left, right = 0, bin_count - 1
+    min_distance = math.ceil(bin_count / 4)  # between the ends of a run
     runs = []
     while right - left > min_distance:
-        next_left = min(bisect_left(cumulative, cumulative[left] + step), right)
-        next_right = max(bisect_right(cumulative, cumulative[right + 1] - step) - 2, next_left)
+        next_left = min(bisect_left(cumulative, cumulative[left] + cut_values), right)
+        next_right = bisect_right(cumulative, cumulative[right + 1] - cut_values) - 2
+        next_right = max(next_right, next_left)
         if right - next_right >= next_left - left:
             right = next_right
         else:
@@ -210,7 +222,16 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
 def _losses(
     counts: NDArray[np.int32], runs: NDArray[np.int64], width: np.float32, bits: int
 ) -> Float64Array:
-    """Return the L2 loss of each run: AMCT's float32 value if it may be best, else float64."""
+    """Return the L2 loss of each run: AMCT's float32 value if it may be best, else float64.
+
+    Args:
+        counts: the histogram.
+        runs: candidates, [K, 2].
+        width: width of a bin, in real units.
+        bits: width of the grid.
+    """
+    # with 16 bits there are more codes than bins, and a loss beyond float32 has no order: then all
+    # are computed as in AMCT
     span = float(width) * counts.size
     may_overflow = span**3 * float(counts.sum()) > 1e36 * max(float(width), 1e-30)
     if bits > 8 or may_overflow:
@@ -218,7 +239,7 @@ def _losses(
 
     losses: Float64Array = _fast_losses(counts, runs, bits) * float(width) ** 2
     steps = width * (runs[:, 1] - runs[:, 0] + 1).astype(np.float32) / np.float32(2**bits)
-    losses[steps < FLT_EPSILON] = 0.0
+    losses[steps < FLT_EPSILON] = 0.0  # as in AMCT
     for index in np.flatnonzero(losses <= losses.min() * (1 + _MARGIN)):
         left, right = runs[index]
         losses[index] = _loss32(counts, left, right, width, bits)
@@ -230,38 +251,52 @@ def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) 
 
     With c the centre of the last code, t_k the boundaries between codes and d their spacing, the
     loss is ``integral (x - c)^2 - 2 d sum_k G(t_k)``, where G is the integral of the cumulative
-    count. G is quadratic within a bin, so a table and one look-up per boundary give it.
+    count. G is quadratic within a bin, so a table and one look-up per boundary give it. Positions
+    are in bins, from the lower end of the histogram.
     """
-    cumulative = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
-    area = np.concatenate(([0.0], np.cumsum(cumulative[:-1] + counts / 2)))
-    half = counts / 2.0
+    counts_below = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
+    integral_below = np.concatenate(([0.0], np.cumsum(counts_below[:-1] + counts / 2)))  # G at bins
+    half_counts = counts / 2.0
 
-    middle = np.arange(counts.size) + 0.5
-    total = cumulative[-1]
-    first_moment = float(np.dot(counts, middle))
-    second_moment = float(np.dot(counts, middle**2 + 1 / 12))
+    # moments of the histogram, each bin spread evenly
+    bin_centres = np.arange(counts.size) + 0.5
+    total = counts_below[-1]
+    first_moment = float(np.dot(counts, bin_centres))
+    second_moment = float(np.dot(counts, bin_centres**2 + 1 / 12))
 
-    codes = 2**bits
-    start = runs[:, 0].astype(np.float64)
-    spacing = (runs[:, 1] - runs[:, 0] + 1) / codes
-    centre = runs[:, 1] + 1 - spacing / 2
+    code_count = 2**bits
+    run_starts = runs[:, 0].astype(np.float64)
+    spacing = (runs[:, 1] - runs[:, 0] + 1) / code_count
+    last_centre = runs[:, 1] + 1 - spacing / 2
     boundary_sums = np.empty(len(runs))  # sum_k G(t_k)
-    for block in np.array_split(np.arange(len(runs)), max(1, len(runs) // 64)):
-        position = start[block, None] + spacing[block, None] * np.arange(1, codes)
-        bin_ = position.astype(np.int32)
-        position -= bin_
-        g = (half[bin_] * position + cumulative[bin_]) * position + area[bin_]
-        boundary_sums[block] = g.sum(axis=1)
-    losses: Float64Array = (
-        second_moment - 2 * centre * first_moment + centre**2 * total - 2 * spacing * boundary_sums
-    )
+    for block in np.array_split(np.arange(len(runs)), max(1, len(runs) // 64)):  # bounds memory
+        positions = run_starts[block, None] + spacing[block, None] * np.arange(1, code_count)
+        bins = positions.astype(np.int32)
+        positions -= bins  # within their bin
+        integrals = half_counts[bins] * positions + counts_below[bins]
+        integrals = integrals * positions + integral_below[bins]
+        boundary_sums[block] = integrals.sum(axis=1)
+    losses: Float64Array = second_moment - 2 * last_centre * first_moment + last_centre**2 * total
+    losses -= 2 * spacing * boundary_sums
     return losses
 
 
 def _loss32(
     counts: NDArray[np.int32], left: int, right: int, width: np.float32, bits: int
 ) -> np.float32:
-    """Return AMCT's loss of one run: float32, bin by bin, each over the codes it overlaps."""
+    """Return AMCT's loss of one run, in float32: the sum over the bins of their errors.
+
+    The values of a bin count as spread evenly over it. Its error is the integral of the squared
+    distance to the centres of the codes that it overlaps: the part in its first code, complete
+    codes between, and the part in its last code. Bins outside the run have the code at its end.
+
+    Args:
+        counts: the histogram.
+        left: first bin of the run.
+        right: last bin of the run.
+        width: width of a bin, in real units.
+        bits: width of the grid.
+    """
     step = np.float32(width * np.float32(right - left + 1) / np.float32(2**bits))
     if step < FLT_EPSILON:
         return np.float32(0)
@@ -269,7 +304,7 @@ def _loss32(
         density = counts.astype(np.float32) / width
         begin = np.arange(-left, counts.size - left).astype(np.float32) * width
         end = np.arange(1 - left, counts.size + 1 - left).astype(np.float32) * width
-        # first and last code that each bin overlaps
+        # first and last code that each bin overlaps; positions are from the start of the run
         begin_code = np.clip(np.floor(begin / step), 0, 2**bits - 1).astype(np.float32)
         end_code = np.clip(np.floor(end / step), 0, 2**bits - 1).astype(np.float32)
         has_one_code = begin_code == end_code

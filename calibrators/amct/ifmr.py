@@ -135,6 +135,9 @@ class Candidates:
 def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendScale:
     """Return scale and offset for all activations of a tensor, any shape, float32 or float16.
 
+    AMCT computes each loss in float32 from all the data. With many values, all losses are computed
+    from the sorted data first, and only those near the least one are computed as AMCT does.
+
     Raises:
         CalibrationError: wrong dtype, empty, NaN or Inf, or a scale that is not finite.
     """
@@ -144,10 +147,11 @@ def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendSca
     hi = kth_value(data, params.max_percentile, smallest=False)
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
 
-    # otherwise AMCT's float32 loss may overflow, underflow or be mostly rounding error
+    # beyond these limits AMCT's float32 loss overflows, underflows or is mostly rounding error, so
+    # that the exact losses do not show which candidates may be AMCT's
     amax = max(abs(float(data[0])), abs(float(data[-1])))
-    is_float32_exact_enough = amax > 1e-12 and amax * amax * data.size < 1e37
-    if data.size >= _MIN_SORTED_SIZE and params.bits <= 8 and is_float32_exact_enough:
+    has_exact_float32_losses = amax > 1e-12 and amax * amax * data.size < 1e37
+    if data.size >= _MIN_SORTED_SIZE and params.bits <= 8 and has_exact_float32_losses:
         losses = _refine_losses(data, candidates, _sorted_losses(data, candidates))
     else:
         losses = np.array([loss32(data, candidates, i) for i in range(candidates.hi.size)])
@@ -163,15 +167,24 @@ def ratios(params: IfmrParams) -> Float32Array:
     start, end = params.search_range
     step = params.search_step
     index = np.arange(int(np.ceil((end - start) / step)))
-    run_start = index - index % 8
-    base = (start + step * run_start).astype(np.float32).astype(np.float64)
-    vectorized = base + (index - run_start) * step
+    first_of_eight = index - index % 8
+    rounded_ratio = (start + step * first_of_eight).astype(np.float32).astype(np.float64)
+    vectorized = rounded_ratio + (index - first_of_eight) * step
+    # torch's loop takes sixteen at a time; the remaining ones are computed one by one
     is_vectorized = index < index.size - index.size % 16
     return np.where(is_vectorized, vectorized, start + step * index).astype(np.float32)
 
 
 def kth_value(data: Float32Array, percentile: float, *, smallest: bool) -> float:
-    """Return the bound of `percentile` of the sorted data, moved to 0 if it lies beyond."""
+    """Return an end of the initial range, which holds a share `percentile` of the values.
+
+    The range includes 0: an end on the other side of 0 is moved to 0.
+
+    Args:
+        data: all values, ascending.
+        percentile: share of the values in (0, 1] that the end leaves inside.
+        smallest: whether it is the lower end.
+    """
     k = _rank(percentile, data.size)
     if smallest:
         return min(0.0, float(data[k - 1]))
@@ -179,14 +192,16 @@ def kth_value(data: Float32Array, percentile: float, *, smallest: bool) -> float
 
 
 def _rank(percentile: float, size: int) -> int:
-    """Return k for the bound of a percentile: it is the k-th smallest or largest of the data."""
+    """Return k: the end of a percentile is the k-th smallest or k-th largest of `size` values."""
     if 1 - percentile < FLT_EPSILON:
         return 1
     return max(size - int(percentile * size), 1)
 
 
 def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candidates:
-    """Return the candidate ranges around [lo, hi].
+    """Return the candidate ranges around [lo, hi], one for each of `ratios`.
+
+    With offset a ratio scales only the upper end, as in AMCT; without, the larger magnitude.
 
     Raises:
         CalibrationError: a scale is not finite.
@@ -227,10 +242,12 @@ def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
         total += float(chunk.sum())
 
     def count_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return the number and the sum of the values below each boundary."""
         positions = np.searchsorted(data, boundaries.astype(np.float32))
+        # sums between the boundaries only: a cumulative sum of all data would double its memory
         cuts = np.unique(np.append(positions, [0, data.size]))
-        part_sums = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
-        sums_below_cuts = np.concatenate(([0.0], np.cumsum(part_sums)))
+        sums_between_cuts = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
+        sums_below_cuts = np.concatenate(([0.0], np.cumsum(sums_between_cuts)))
         sums_below = sums_below_cuts[np.searchsorted(cuts, positions)]
         return positions.astype(np.float64), sums_below
 
@@ -244,9 +261,14 @@ def staircase_losses(
     squares: float,
     candidates: Candidates,
 ) -> Float64Array:
-    """Return the mean over x of (s q(x) - x)^2 for every candidate, with q a staircase.
+    """Return the mean over x of (s q(x) - x)^2 for every candidate: s its scale, q(x) the code.
 
-    Expanded, the mean needs only ``sum q x`` and ``sum q^2``, which grow at each boundary of codes.
+    As a function of x, the code q is a staircase: at the boundary (c + 0.5) s it steps from c to
+    c + 1. Expanded, the mean needs only two sums over the data, each of which starts from the
+    highest code h and corrects the data below every boundary::
+
+        sum q x  =  h sum x     -  sum over boundaries of (sum of x below it)
+        sum q^2  =  h^2 count   -  sum over boundaries of (2 c + 1) (number of x below it)
 
     Args:
         count_below: boundaries -> the number and the sum of the data below each.
@@ -256,25 +278,29 @@ def staircase_losses(
         candidates: clip ranges and scales.
     """
     scale = candidates.scale.astype(np.float64)
-    lowest = np.rint(candidates.lo / candidates.scale).astype(np.int64)
-    highest = np.rint(candidates.hi / candidates.scale).astype(np.int64)
-    highest = np.maximum(highest, lowest + 1)  # an empty staircase gets one step above its data
-    steps = highest - lowest
+    lowest_code = np.rint(candidates.lo / candidates.scale).astype(np.int64)
+    highest_code = np.rint(candidates.hi / candidates.scale).astype(np.int64)
+    # an empty staircase gets one step above its data
+    highest_code = np.maximum(highest_code, lowest_code + 1)
+    step_counts = highest_code - lowest_code
 
-    block_size = max(_MAX_STEPS // int(steps.max()), 1)
-    if steps.size > block_size:  # for 16 bits, a few candidates at a time, to bound memory
+    block_size = max(_MAX_STEPS // int(step_counts.max()), 1)
+    if step_counts.size > block_size:  # for 16 bits, a few candidates at a time, to bound memory
         losses = []
-        for start in range(0, steps.size, block_size):
+        for start in range(0, step_counts.size, block_size):
             block = candidates.part(start, start + block_size)
             losses.append(staircase_losses(count_below, count, total, squares, block))
         return np.concatenate(losses)
 
-    starts = np.concatenate(([0], np.cumsum(steps)[:-1]))
-    code = (np.arange(steps.sum()) - np.repeat(starts - lowest, steps)).astype(np.float64)
-    counts_below, sums_below = count_below((code + 0.5) * np.repeat(scale, steps))
-    sum_qx = highest * total - np.add.reduceat(sums_below, starts)
-    sum_qq = np.square(highest.astype(np.float64)) * count
-    sum_qq -= np.add.reduceat((2.0 * code + 1.0) * counts_below, starts)
+    # the steps of all candidates one after the other; those of a candidate begin at its start
+    starts = np.concatenate(([0], np.cumsum(step_counts)[:-1]))
+    code_below = np.arange(step_counts.sum()) - np.repeat(starts - lowest_code, step_counts)
+    code_below = code_below.astype(np.float64)
+    boundaries = (code_below + 0.5) * np.repeat(scale, step_counts)
+    counts_below, sums_below = count_below(boundaries)
+    sum_qx = highest_code * total - np.add.reduceat(sums_below, starts)
+    sum_qq = np.square(highest_code.astype(np.float64)) * count
+    sum_qq -= np.add.reduceat((2.0 * code_below + 1.0) * counts_below, starts)
     return np.asarray((squares - 2 * scale * sum_qx + scale * scale * sum_qq) / count, np.float64)
 
 
@@ -386,21 +412,22 @@ class IfmrHistogram:
         self._chunks = [data]
 
     def _widen(self, amax: float) -> None:
-        """Double the range until it covers `amax`."""
+        """Double the range until it covers `amax`; each doubling joins bin 2 k with 2 k + 1."""
         target = range_for(amax)
-        index = np.arange(-FINE_BINS, FINE_BINS + 1)
+        bin_numbers = np.arange(-FINE_BINS, FINE_BINS + 1)  # 0 is the bin around 0
+        merged_index = np.trunc(bin_numbers / 2).astype(np.int64) + FINE_BINS
         self.full_range = self.full_range or target
         while self.full_range < target:
-            merged = np.trunc(index / 2).astype(np.int64) + FINE_BINS
-            self.counts = np.bincount(merged, self.counts, index.size).astype(np.int64)
-            self.sums = np.bincount(merged, self.sums, index.size).astype(np.float64)
+            self.counts = np.bincount(merged_index, self.counts, bin_numbers.size).astype(np.int64)
+            self.sums = np.bincount(merged_index, self.sums, bin_numbers.size).astype(np.float64)
             self.sums[FINE_BINS] = 0.0
             self.full_range *= 2
 
     def _count(self, data: Float32Array) -> None:
-        scale = np.float32(FINE_BINS / self.full_range)
+        """Add flat values, which lie within the range, to counts and sums of their bins."""
+        bins_per_unit = np.float32(FINE_BINS / self.full_range)
         for chunk in np.split(data, range(_COUNT_CHUNK, data.size, _COUNT_CHUNK)):
-            index = (chunk * scale).astype(np.intp)  # the type that bincount needs no copy of
+            index = (chunk * bins_per_unit).astype(np.intp)  # bincount copies any other type
             index += FINE_BINS
             self.counts += np.bincount(index, minlength=self.counts.size)
             self.sums += np.bincount(index, chunk, self.counts.size)
@@ -436,18 +463,29 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class _Density:
-    """A histogram as a density: the data of bin b are spread evenly over [lows[b], highs[b]]."""
+    """A histogram of B bins as a density.
 
-    edges: Float64Array  # [B + 1] edges of the bins
+    The values of bin b count as spread evenly over [lows[b], highs[b]], the widest interval in the
+    bin whose middle is their mean.
+
+    Attributes:
+        edges: edges of the bins, [B + 1].
+        lows, highs: ends of the values in each bin, [B].
+        numbers: number of values below each edge, [B + 1].
+        sums: sum of the values below each edge, [B + 1].
+        squares: sum of the squares of all values.
+    """
+
+    edges: Float64Array
     lows: Float64Array
     highs: Float64Array
-    # numbers, sums: [B + 1] number and sum of the data below each edge
     numbers: Float64Array
     sums: Float64Array
-    squares: float  # sum of the squares of all data
+    squares: float
 
     @classmethod
     def from_histogram(cls, histogram: IfmrHistogram) -> _Density:
+        """Return the density of a histogram that has counts."""
         width = (histogram.full_range or 1.0) / FINE_BINS
         positive_edges = width * np.arange(1, FINE_BINS + 1)
         edges = np.concatenate(
@@ -458,35 +496,40 @@ class _Density:
         middle = (edges[1:] + edges[:-1]) / 2  # 0 for the bin around 0, which holds ReLU zeros
         mean = np.where(counts > 0, histogram.sums / np.maximum(counts, 1.0), middle)
         mean = np.clip(mean, edges[:-1], edges[1:])
-        half = np.minimum(mean - edges[:-1], edges[1:] - mean)
-        half[FINE_BINS] = 0.0
+        half_width = np.minimum(mean - edges[:-1], edges[1:] - mean)
+        half_width[FINE_BINS] = 0.0  # the bin around 0 has only zeros
 
         numbers = np.concatenate(([0.0], np.cumsum(counts)))
         sums = np.concatenate(([0.0], np.cumsum(counts * mean)))
-        squares = float((counts * (mean**2 + half**2 / 3)).sum())
-        return cls(edges, mean - half, mean + half, numbers, sums, squares)
+        squares = float((counts * (mean**2 + half_width**2 / 3)).sum())
+        return cls(edges, mean - half_width, mean + half_width, numbers, sums, squares)
 
     def count_below(self, boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return number and sum of the data below each boundary."""
-        bin_ = np.searchsorted(self.edges, boundaries, "right") - 1
-        bin_ = np.clip(bin_, 0, self.lows.size - 1)
-        low, high = self.lows[bin_], self.highs[bin_]
+        bins = np.searchsorted(self.edges, boundaries, "right") - 1
+        bins = np.clip(bins, 0, self.lows.size - 1)
+        low, high = self.lows[bins], self.highs[bins]
         clipped = np.clip(boundaries, low, high)
         span = np.where(high > low, high - low, 1.0)
         share = np.where(boundaries >= high, 1.0, (clipped - low) / span)
-        number = share * (self.numbers[bin_ + 1] - self.numbers[bin_])
-        return self.numbers[bin_] + number, self.sums[bin_] + number * (low + clipped) / 2
+        # of the values in the boundary's own bin
+        number = share * (self.numbers[bins + 1] - self.numbers[bins])
+        return self.numbers[bins] + number, self.sums[bins] + number * (low + clipped) / 2
 
     def kth_value(self, percentile: float, extreme: float, *, smallest: bool) -> float:
-        """Return the k-th smallest or largest value: exact for k = 1, else interpolated."""
+        """Return an end of the initial range, as `kth_value`, but not yet moved to 0.
+
+        Within a bin it is interpolated; with k = 1 it is `extreme`, the least or greatest value.
+        """
         size = int(self.numbers[-1])
         k = _rank(percentile, size)
         if k == 1:
             return extreme
         rank = k if smallest else size - k
-        bin_ = int(np.searchsorted(self.numbers, rank, "left" if smallest else "right")) - 1
-        bin_ = min(max(bin_, 0), self.lows.size - 1)
-        count = max(float(self.numbers[bin_ + 1] - self.numbers[bin_]), 1.0)
-        share = (rank - self.numbers[bin_]) / count
-        value = float(self.lows[bin_] + share * (self.highs[bin_] - self.lows[bin_]))
+        bin_index = int(np.searchsorted(self.numbers, rank, "left" if smallest else "right")) - 1
+        bin_index = min(max(bin_index, 0), self.lows.size - 1)
+        number_below = self.numbers[bin_index]
+        share = (rank - number_below) / max(float(self.numbers[bin_index + 1] - number_below), 1.0)
+        low, high = self.lows[bin_index], self.highs[bin_index]
+        value = float(low + share * (high - low))
         return max(value, extreme) if smallest else min(value, extreme)
