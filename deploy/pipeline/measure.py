@@ -123,12 +123,14 @@ def measure_engines(
     )
     engines = {_FLOAT_ENGINE: float_engine}
     failures, absent = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
-    # the model that engines are compared with
+
+    # what engines are compared with: a Q/DQ model itself, else the float model
     qdq_outputs = _open_qdq_model(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, samples)
     first_runs = float_outputs.runs
     float_outputs.close_session()  # its weights may not be needed any more
 
+    # accuracy, first of inner tensors, then of outputs
     opened = [result for result in results if result.target not in failures]
     device_sessions = _find_device_sessions(engines)
     if loaded.cut_off is not None:  # the engines have other outputs than the float model
@@ -142,12 +144,14 @@ def measure_engines(
     evaluated = evaluate(reference, candidates, samples, threads=threads)
     failures |= evaluated.failures
 
+    # latency, when nothing else runs
     timed_sessions = _find_timed_sessions(engines, failures)
     latency = _measure_latency(timed_sessions, calibration, duration_s)
     devices = find_devices(timed_sessions)
     measurements = _Measurements(
         engines, timed_sessions, latency, evaluated.accuracy, failures, threads
     )
+
     float_row = EngineRow(
         label="FP32 on the CPU" if devices else "FP32",  # even if a device runs the others
         reference=True,

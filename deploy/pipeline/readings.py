@@ -15,7 +15,7 @@ tried if most images are of another class than FP32's, and count by the images t
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import sqrt
@@ -113,8 +113,14 @@ def find_better_reading(
 ) -> str:
     """Return that FP32 is clearly surer of another reading of the pictures; "" if it is not.
 
-    `evaluation`: evaluation images with labels, most of which the float model does not find; None
-    if there are no labels, or if it does.
+    A reading is a color order and scale of pixel values. One that loses a sample too often is given
+    up early.
+
+    Args:
+        calibration: the model, and the reading in use.
+        metric: the task that the user set.
+        evaluation: evaluation images with labels, most of which the float model does not find; None
+            if there are no labels, or if it does.
     """
     used, loaded = calibration.feed.preprocess, calibration.loaded
     if used is None or len(loaded.inputs) > 1 or calibration.feed.batch > 1 or loaded.qdq:
@@ -128,7 +134,7 @@ def find_better_reading(
     # scores of the reading in use, with what a sentence counts
     form, is_silent = "", False
     labelled = labelled_samples(evaluation) if isinstance(task, Classes) else []
-    used_scores = []
+    used_scores: list[Floats] = []
     if labelled:
         form = f"is right on {{}} of {len(labelled)} images"
         for sample, label in labelled:
@@ -141,16 +147,17 @@ def find_better_reading(
         is_silent = count_clear(used_scores) <= MAX_SILENT_BOXES
 
     for reading in list_readings(calibration, used, with_scales=is_silent or bool(labelled)):
-        scores: list[Floats] = []
-        losses = 0
-        samples = labelled or zip(
-            evaluation_set.subset.spread_samples(SAMPLES), itertools.repeat(None)
-        )
-        for sample, label in samples:
+        samples: Iterable[tuple[Outputs, int | None]] = labelled
+        if not labelled:
+            unlabelled = evaluation_set.subset.spread_samples(SAMPLES)
+            samples = zip(unlabelled, itertools.repeat(None))  # None is the label
+        scores, losses = [], 0
+        for (sample, label), used_sample_scores in zip(samples, used_scores, strict=False):
             inputs = {name: renormalize(x, used, reading.preprocess) for name, x in sample.items()}
             outputs = float_outputs.recompute(inputs)
             scores.append(sample_scores(task, inputs, outputs, label))
-            losses += confidence_of(scores[-1]) < confidence_of(used_scores[len(scores) - 1])
+            if confidence_of(scores[-1]) < confidence_of(used_sample_scores):
+                losses += 1
             if losses > MAX_LOSSES:
                 break
         if losses <= MAX_LOSSES and is_better(scores, used_scores):
