@@ -210,7 +210,7 @@ def _is_text_or_number(value: object) -> bool:
 
 
 def tuning_options(command: CommandFunction) -> CommandFunction:
-    """Add the options of the search and of acceptance; `tuning` and `gates`."""
+    """Add the options of the search and of acceptance; the command gets `tuning` and `gates`."""
 
     @wraps(command)
     def run(
@@ -227,21 +227,17 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
         from deploy.report.verdict import Gates
         from deploy.tuning.search_options import Tuning
 
-        if plan is not None and effort is not None:
+        if effort is not None and (plan is not None or split is not None):
+            flag = "--split" if plan is None else "--plan"
             raise ConfigError(
-                f"--plan is obeyed and nothing is searched, got --effort {effort} too; leave one"
-                " of them out"
-            )
-        if split is not None and effort is not None:
-            raise ConfigError(
-                f"--split is built without a search, got --effort {effort} too; leave one of them"
+                f"{flag} is built without a search, got --effort {effort} too; leave one of them"
                 " out"
             )
-        search = Tuning(
+        tuning = Tuning(
             effort=effort, plan=plan, split=split, max_loss=max_loss, prefer=prefer, cpu=cpu
         )
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
-        command(tuning=search, gates=gates, **arguments)
+        command(tuning=tuning, gates=gates, **arguments)
 
     return base.add_options(run, _options())
 

@@ -130,6 +130,9 @@ def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
     The class number ends the line; empty lines are skipped. "folders" is no file: images are
     labelled by their folders.
 
+    Returns:
+        The annotated objects; one class number per image; or `BY_FOLDER`.
+
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
     """
@@ -267,16 +270,18 @@ class _ObjectsInInput:
 
     def of_sample(self, number: int) -> Objects:
         """Return the objects of the good image of this number, from 0, in pixels of the input."""
-        if self._good_count != self._feed.count:
+        if self._good_count != self._feed.count:  # an image turned out to be bad
             self._good_count = self._feed.count
             self._names = self._feed.names
         name = self._names[number]
         preprocess = self._feed.preprocess
         assert preprocess is not None
         annotation = self._annotations.find_objects(name)
-        annotated_size = annotation.size or (1, 1)  # boxes as shares of the sides
-        size = self._sizes.get(name, annotated_size)
-        boxes = annotation.boxes * np.tile(np.divide(size, annotated_size)[::-1], 2)
+        # where annotations have no size, their boxes are shares of the sides
+        annotated_height, annotated_width = annotation.size or (1, 1)
+        size = self._sizes.get(name, (annotated_height, annotated_width))
+        x_scale, y_scale = size[1] / annotated_width, size[0] / annotated_height
+        boxes = annotation.boxes * np.array([x_scale, y_scale, x_scale, y_scale])
         return replace(
             annotation,
             boxes=boxes_to_input(boxes, size, preprocess),

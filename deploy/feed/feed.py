@@ -386,7 +386,7 @@ def to_dataset(
     batch_axis: str = AUTO,
     states: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Return a source with these options, or a `Dataset` as it is."""
+    """Return a `Dataset` of a source with these options; a `Dataset` as it is, with its own."""
     if isinstance(images, Dataset):
         return images
     return Dataset(

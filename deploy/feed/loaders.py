@@ -449,7 +449,15 @@ def _split_labelled_image(item: Any) -> tuple[object, object]:
 
 
 def to_opencv_channels(image: Array, preprocess: Preprocess, title: str) -> Array:
-    """Convert [H, W, 3] RGB or grey to what OpenCV decodes, BGR or grey.
+    """Convert an image in memory to what decoding a file gives for the same preprocessing.
+
+    Args:
+        image: uint8 [H, W, 3] RGB, or [H, W] or [H, W, 1] grey.
+        preprocess: resolved; it decides between BGR and grey.
+        title: of the image in messages.
+
+    Returns:
+        uint8 [H, W, 3] BGR or [H, W, 1] grey.
 
     Raises:
         FeedError: the image has another number of channels.

@@ -79,9 +79,15 @@ class Preprocess:
     layout: str | None = None
 
     def __post_init__(self) -> None:
+        """Check every option, and store it in one form: tuples of floats, sides as a tuple.
+
+        Raises:
+            ConfigError: an option has an impossible value.
+        """
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (value is None and name in ("color", "layout")):
+            is_open = value is None and name in ("color", "layout")  # the model decides
+            if value not in choices and not is_open:
                 suggestion = did_you_mean(str(value), choices, "take one of these")
                 raise ConfigError(
                     f"{name} must be one of {', '.join(choices)}, got {value!r}; {suggestion}"

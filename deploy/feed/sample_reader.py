@@ -144,7 +144,11 @@ class SampleReader:
     def walk(
         self, chosen: ChosenSamples, *, selected_indices: Collection[int] | None = None
     ) -> Iterator[tuple[int, Sample]]:
-        """Yield (index, sample of batch 1) for every good sample, or for the selected ones.
+        """Yield (index, sample of batch 1) for every good sample, in the order of `chosen`.
+
+        Args:
+            chosen: the samples; bad ones are added to its `skipped`.
+            selected_indices: yield these only; None for all.
 
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
@@ -152,9 +156,8 @@ class SampleReader:
         indices = chosen.good_indices()
         if selected_indices is not None:
             indices = (index for index in indices if index in selected_indices)
-        threads = 1
-        if isinstance(self._source, ImageSource):
-            threads = worker_threads()
+        # images are decoded in parallel; other sources are read one sample after the other
+        threads = worker_threads() if isinstance(self._source, ImageSource) else 1
         for index, result in prefetch(indices, self._fetch, threads=threads):
             try:
                 yield index, self.read(index, result)
@@ -220,7 +223,14 @@ def _read_sample(source: SampleSource, index: int) -> _ReadResult:
 def iterate_batches(
     reader: SampleReader, chosen: ChosenSamples, batch: int, without: range
 ) -> Iterator[Sample]:
-    """Yield samples whose first dimension is `batch`, except those at the positions `without`."""
+    """Yield samples whose first dimension is `batch`.
+
+    Args:
+        reader: reads them.
+        chosen: which images or rows, in which order.
+        batch: images or rows of a sample.
+        without: positions, from 0, of samples to leave out.
+    """
     selected_indices = None
     if without:
         good_indices = list(chosen.good_indices())

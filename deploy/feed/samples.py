@@ -65,6 +65,21 @@ class Feed:
         share: Share | None = None,
         skipped: Mapping[int, str] | None = None,
     ) -> None:
+        """Create the feed of some samples of a source.
+
+        Args:
+            source: all samples.
+            chosen: indices of the samples in it, in their order.
+            kind: of the samples, such as "images" or "arrays".
+            skip_bad: skip bad samples instead of raising.
+            batch: images or rows of every sample that the feed yields.
+            specs: the model's inputs.
+            preprocess: complete preprocessing of images.
+            notes: for the user.
+            origin: where the preprocessing comes from if from the model.
+            share: the shard that the samples are; None if there are no shards.
+            skipped: index -> why the sample there is known to be bad.
+        """
         self.specs = tuple(specs)
         self.kind = kind
         self.batch = batch

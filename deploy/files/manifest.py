@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
         CacheError: there is none, or this version cannot read it.
     """
     path = folder / MANIFEST_NAME
-    if not path.exists():  # older builds have it on top
+    if not path.exists():  # older versions wrote it into the folder itself
         path = folder / path.name
     document = _read_document(path)
     with suppress(CacheError):
