@@ -201,8 +201,14 @@ def _has_small_results(
 def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -> int:
     """Put folded nodes back whose result makes the file larger; return their number.
 
-    A weight counts as int8, in addition to all that it is computed from. The constants that folded
-    nodes read must still be there.
+    The size of a result is compared with that of its recipe: the nodes that compute it, and the
+    constants which these read, without those that the file needs anyway. The weight of a layer
+    counts as int8, in which it will be stored, and its recipe with all constants: only a folded
+    weight can become int8.
+
+    Args:
+        graph: changes; it still has the constants that folded nodes read.
+        folded: output -> the node that was folded.
     """
     sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}
     reads = count_reads(graph)
@@ -214,7 +220,7 @@ def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -
     available = set(reads)
     restored: set[str] = set()
     for name in large_results:
-        if weight_reads[name] == reads[name]:
+        if weight_reads[name] == reads[name]:  # all that read it are layers
             result_size = sizes[name] // _INT8_RATIO
             nodes, sources = _find_recipe(name, folded, available=())
         else:

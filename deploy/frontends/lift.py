@@ -36,7 +36,7 @@ Source: ONNX operators BatchNormalization-9 to -15 and InstanceNormalization-6.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -226,22 +226,36 @@ def leave_training(model: onnx.ModelProto) -> Counter[str]:
     read_tensors = set[str]().union(*map(count_reads, all_graphs(model.graph)))
 
     def leave_node(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+        """Return the node in place of a BatchNormalization in training mode; others stay."""
         if not _is_training(node, opset):
             return [node]
-        op_type, inputs, outcome = NORM, node.input, "training"
-        if read_tensors.isdisjoint(node.output[1:]):
-            if _has_statistics(node, scope):
-                outcome = "inference"
-            elif _is_single_sample(scope.shapes.get(node.input[0])):
-                op_type, inputs, outcome = "InstanceNormalization", node.input[:3], "instances"
+        outcome = _training_outcome(node, scope, read_tensors)
         norms[outcome] += 1
         if outcome == "training":
             return [node]
         epsilon = attributes(node).get("epsilon", 1e-5)
+        op_type, inputs = NORM, node.input
+        if outcome == "instances":
+            op_type, inputs = "InstanceNormalization", node.input[:3]
         return [make_node(op_type, inputs, node.output[0], node.name, epsilon=epsilon)]
 
     rewrite_nodes(model.graph, OpsetScope(opset, opset), leave_node)
     return norms
+
+
+def _training_outcome(
+    norm: onnx.NodeProto, scope: OpsetScope, read_tensors: Collection[str]
+) -> str:
+    """Return what becomes of a BatchNormalization in training mode: a key of `TRAINING_NOTES`.
+
+    `read_tensors`: a norm whose updated statistics are read stays in training mode.
+    """
+    if not read_tensors.isdisjoint(norm.output[1:]):
+        return "training"
+    if _has_statistics(norm, scope):
+        return "inference"
+    is_single_sample = _is_single_sample(scope.shapes.get(norm.input[0]))
+    return "instances" if is_single_sample else "training"
 
 
 def _is_training(node: onnx.NodeProto, opset: int) -> bool:

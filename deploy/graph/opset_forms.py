@@ -261,9 +261,10 @@ def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
 
 def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Resize: scales or sizes of all axes in place of those of some.
+    """Resize: scales or sizes of all axes in place of those of some; return the nodes for it.
 
-    A Resize of all axes whose sizes need not keep the ratio of the sides stays as it is.
+    Sizes that keep the ratio of the sides (keep_aspect_ratio_policy) become scales. A Resize of all
+    axes without that policy stays as it is.
 
     Raises:
         CannotRewrite: sizes that keep the ratio of the sides need known shapes; the rank is
@@ -291,7 +292,7 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         nodes += _complete_input(node, 3, axes, node.input[0], scope)
     else:
         nodes += _complete_input(node, 2, axes, np.ones(rank, np.float32), scope)
-    if node.input[1]:  # the region: from 0 to 1 along the other axes
+    if node.input[1]:  # the region (roi): its starts and then its ends, 0 and 1 for other axes
         scope.values(node.input[1], "region")
         ends = np.repeat([0, 1], rank).astype(np.float32)
         nodes += _complete_input(node, 1, axes + [rank + axis for axis in axes], ends, scope)
@@ -325,16 +326,20 @@ def _complete_input(
 ) -> Nodes:
     """Give a node's input values of all axes in place of those of some; return the nodes for it.
 
+    Where all values are known these are one constant. Else nodes compute them: for a tensor of rank
+    4 with given sizes of the axes 2 and 3, [*Shape(x), *sizes] gathered at [0, 1, 4, 5].
+
     Args:
         node: changes in place.
-        index: of the input, which has a value for each of `axes`.
-        axes: counted from the front.
+        index: index of the input, which has a value for each of `axes`.
+        axes: axes counted from the front, never from the end.
         default: name of a tensor whose sizes are the values of the other axes, or these values.
-        scope: around the node.
+        scope: the constants, shapes and names around the node.
     """
     partial_name = node.input[index]
     complete_name = scope.new_name(f"{node.output[0]}_axes")
     node.input[index] = complete_name
+
     defaults = list(scope.shape(default)) if isinstance(default, str) else default.tolist()
     if partial_name in scope.constants:
         given_values = scope.values(partial_name, "values")
@@ -344,7 +349,7 @@ def _complete_input(
         if all(isinstance(value, int | float) for value in values):  # no size is symbolic
             return [make_constant_node(complete_name, np.array(values, given_values.dtype))]
 
-    # join the defaults and the given values, and gather the one of each axis
+    # join the defaults and the given values, and gather one value for each axis
     defaults_name = scope.new_name(f"{complete_name}_whole")
     joined_name = scope.new_name(f"{complete_name}_both")
     order_name = scope.new_name(f"{complete_name}_order")
