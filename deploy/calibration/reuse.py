@@ -300,35 +300,64 @@ def update_cache(
     cache_text: bytes | None,
     stage: Stage | None = None,
 ) -> None:
-    """Write the cache, unless the files are already up to date.
+    """Write the cache, unless its files are already up to date.
 
-    `cache_text`: TensorRT's text if a target has its own form; None for the text of every tensor.
-    `stage`: staged files of a build, with which a cache in the same folder appears.
+    Observations of earlier runs that still hold stay in it, so that targets which are built one
+    after the other share a cache.
+
+    Args:
+        policy: where the cache is.
+        subject: the model to calibrate.
+        decision: what the cache held before this run.
+        calibration: all observations that this run uses, stored or new.
+        ranges: the ranges in them.
+        cache_text: TensorRT's text if a target has its own form; None for the text of every tensor.
+        stage: staged files of a build, with which a cache in the same folder appears.
     """
     path = policy.path
     if path is None:
         return
     stored = decision.stored
+    if stored is not None and _is_up_to_date(
+        decision, stored, calibration, subject.trt_version, cache_text
+    ):
+        is_staged = stage is not None and stage.staged_path(path) is not None
+        if is_staged or stored.path != path:
+            _write(path, stage, partial(store.copy_stored, stored))
+        return
+
     retained: dict[Key, Arrays] = {}
     if stored is not None:
-        if _is_up_to_date(decision, stored, calibration, subject.trt_version, cache_text):
-            is_staged = stage is not None and stage.staged_path(path) is not None
-            if is_staged or stored.path != path:
-                _write(path, stage, partial(store.copy_stored, stored))
-            return
-        has_new_order = stored.fingerprint.order != calibration.fingerprint.order
-        observed = _add_older_observations(subject, stored, calibration.observed, has_new_order)
-        keys = list(stored.keys)
-        if has_new_order:  # then only histograms of all samples still hold
-            order_free_key = HistogramOf().key
-            keys = [key for key in keys if key[2] == order_free_key]
-        retained = stored.read_arrays(_select_retained(keys, observed))
-        calibration = replace(calibration, observed=observed)
-        ranges = Ranges(observed, ranges.method, ranges.range_limits)
+        calibration, retained = _add_stored(subject, stored, calibration)
+        ranges = Ranges(calibration.observed, ranges.method, ranges.range_limits)
     if cache_text is None:
         cache_text = _complete_text(subject, ranges)
     save = partial(store.save_calibration, calibration, cache_text=cache_text, retained=retained)
     _write(path, stage, save)
+
+
+def _add_stored(
+    subject: CalibrationSubject, stored: store.StoredCalibration, calibration: Calibration
+) -> tuple[Calibration, dict[Key, Arrays]]:
+    """Return the calibration with stored observations of the cleaned model, and others to retain.
+
+    The text of the cache lists the ranges of the former; of the latter only the arrays are copied.
+    """
+    keys = list(stored.keys)
+    if stored.fingerprint.order != calibration.fingerprint.order:
+        # the images have another order: only histograms of all samples do not depend on it
+        order_free_key = HistogramOf().key
+        keys = [key for key in keys if key[2] == order_free_key]
+
+    statistic_key = subject.statistic.key
+    tensors = []
+    for variant, tensor, key in keys:
+        if variant == FOLDED and key == statistic_key:
+            tensors.append(tensor)
+    searched = stored.observed(subject.histogram_observations(tensors))
+    observed = searched.merged_with(calibration.observed)
+    retained = stored.read_arrays(_select_retained(keys, observed))
+    return replace(calibration, observed=observed), retained
 
 
 def _is_up_to_date(
@@ -343,27 +372,6 @@ def _is_up_to_date(
         return False
     header = trt_cache.parse(stored.cache_text, origin="the cache").header
     return trt_version in (None, header.version) and cache_text in (None, stored.cache_text)
-
-
-def _add_older_observations(
-    subject: CalibrationSubject,
-    stored: store.StoredCalibration,
-    observed: ObservedStatistics,
-    has_new_order: bool,
-) -> ObservedStatistics:
-    """Return `observed` with the observations of targets that were built before.
-
-    The text of the cache lists their ranges too.
-    """
-    statistic_key = subject.statistic.key
-    tensors = []
-    for variant, tensor, key in stored.keys:
-        if variant == FOLDED and key == statistic_key:
-            tensors.append(tensor)
-    older = subject.histogram_observations(tensors)
-    if has_new_order:
-        older = tuple(o for o in older if not o.is_order_dependent)
-    return stored.observed(older).merged_with(observed)
 
 
 def _write(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:

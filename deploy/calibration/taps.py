@@ -75,7 +75,14 @@ Waiting = tuple[Observation, NDArray[np.float32]]
 def _open_tapped(
     model: onnx.ModelProto, tensors: Sequence[str], in_any_order: Collection[str]
 ) -> tuple[OrtSession, dict[str, str]]:
-    """Return a session with these tensors as outputs, and `Tap.blocked`."""
+    """Return a session of a model with inner tensors as outputs, and `Tap.blocked`.
+
+    Args:
+        model: the model to run.
+        tensors: names of its tensors that become outputs.
+        in_any_order: those of them whose values may come in any order, so that they may stay in
+            the blocked layout of ONNX Runtime's convolutions.
+    """
     tapped_model = copy_with_outputs(model, tensors)
     reorderable = set(in_any_order).difference(o.name for o in model.graph.output)
     has_blocks = any(node.op_type == "Conv" for node in model.graph.node)
@@ -89,6 +96,10 @@ def _open_tapped(
 def _open_blocked(
     model: onnx.ModelProto, tensors: Collection[str]
 ) -> tuple[OrtSession, dict[str, str]]:
+    """Return a session in which outputs may stay in the blocked layout, and `Tap.blocked`.
+
+    ONNX Runtime saves the optimized model, from which the reorders of these `tensors` are removed.
+    """
     with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.onnx"
         session = OrtSession.open(model, threads=1, spin=False, save_to=path)
@@ -97,14 +108,21 @@ def _open_blocked(
         )
         blocked = expose_blocked(optimized.graph, tensors)
         if blocked:
-            del session
+            del session  # which has the weights too
             path.write_bytes(optimized.SerializeToString())
             session = OrtSession.open(path, threads=1, optimize=False, spin=False)
         return session, blocked
 
 
 def expose_blocked(graph: onnx.GraphProto, tensors: Collection[str]) -> dict[str, str]:
-    """Remove the reorder of these outputs of an optimized graph if their channels fill all blocks.
+    """Let outputs of an optimized graph stay in the blocked layout NCHWc, in place.
+
+    Their `ReorderOutput` node, which restores NCHW, is removed if only the output reads it and the
+    channels fill all blocks: the padding of a partly filled block would be counted too.
+
+    Args:
+        graph: graph that ONNX Runtime optimized and saved.
+        tensors: outputs whose values may come in any order.
 
     Returns:
         tensor -> the output that now holds its values in blocks.
@@ -115,7 +133,7 @@ def expose_blocked(graph: onnx.GraphProto, tensors: Collection[str]) -> dict[str
         if (node.domain, node.op_type) != (_BLOCKED_DOMAIN, "ReorderOutput"):
             continue
         tensor = node.output[0]
-        is_read_by_tap_only = tensor in tensors and read_counts[tensor] == 1
+        is_read_by_tap_only = tensor in tensors and read_counts[tensor] == 1  # as an output
         if is_read_by_tap_only and int(attributes(node)["channels"]) % block_size() == 0:
             blocked[tensor] = node.input[0]
 
@@ -294,11 +312,11 @@ def _run_sample(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantRunner:
-    """A model variant in the pass.
+    """Runs one form of the model in the pass over the samples.
 
     Attributes:
         key: name of the variant.
-        tap: session with the observed tensors as outputs.
+        tap: session whose outputs are the observed tensors.
         counted: observations by a histogram of all samples in any order.
         uncounted: the other observations.
         limit: number of samples to run; None for all.
@@ -319,7 +337,16 @@ class VariantRunner:
         sample: Sample,
         on_outputs: OutputCallback | None,
     ) -> list[Waiting]:
-        """Run one sample, record order-free statistics, return the values that must wait."""
+        """Run one sample, record order-free statistics, return the values that must wait.
+
+        Args:
+            reader: the thread's reader of the tensors that are counted in histograms.
+            recorders: recorders of the slice of samples that this one belongs to.
+            peaks: receives the largest |x| of each tensor; None to record none.
+            number: number of the sample, counted from 1.
+            sample: input -> array.
+            on_outputs: called with (number, outputs), if this is the cleaned model itself.
+        """
         callback = None
         if on_outputs is not None and self.key == FOLDED:
             callback = partial(on_outputs, number)
@@ -327,7 +354,7 @@ class VariantRunner:
         values: Mapping[str, Array] = {}
         if not self.uncounted:
             located = reader.run(sample, callback)
-        else:  # these may keep an array, so it must not lie in a reused buffer
+        else:  # their recorders may keep an array, so it must not lie in a reused buffer
             values = self.tap.run(sample, callback)
             located = LocatedArrays(values[o.tensor] for o in self.counted)
         recorders.count(number, located)
@@ -387,21 +414,23 @@ class VariantRecorders:
 def make_runners(
     observations: Sequence[Observation], observed: ObservedStatistics
 ) -> list[VariantRunner]:
-    """Return one `VariantRunner` for each variant, in order of first use.
+    """Return one `VariantRunner` for each variant of the model, in order of first use.
 
-    `observed`: statistics from which the variants are made.
+    Args:
+        observations: what the pass records.
+        observed: statistics from which the variants are made.
     """
-    histogram = HistogramOf()
+    plain_histogram = HistogramOf()  # of all samples in any order
     runners = []
     for variant, variant_observations in group_by_variant(observations).items():
         tensors = list(dict.fromkeys(o.tensor for o in variant_observations))
-        unordered = set(tensors)
+        unordered = set(tensors)  # tensors whose values may come in any order
         counted: list[Observation] = []
         uncounted: list[Observation] = []
         for observation in variant_observations:
             if observation.statistic.ordered:
                 unordered.discard(observation.tensor)
-            if observation.statistic == histogram:
+            if observation.statistic == plain_histogram:
                 counted.append(observation)
             else:
                 uncounted.append(observation)
