@@ -334,6 +334,10 @@ class ClusterRun:
         return versions
 
     def _refuse_other_versions(self, machine: str, versions: object) -> None:
+        """Refuse a machine whose versions differ from the client's.
+
+        `versions`: program -> version there, or the error of asking for them.
+        """
         required = self._job.versions
         if isinstance(versions, Exception):
             raise BackendError(
@@ -408,6 +412,7 @@ class ClusterRun:
         return bool(threads_by_worker)
 
     def _submit(self, share: Share) -> None:
+        """Give the scheduler a piece; the first time also the job that all pieces share."""
         key = self._job.key
         if self._job_future is None:
             self._job_future = self._client.submit(
@@ -453,6 +458,12 @@ class ClusterRun:
             self._submit(share)
 
     def _fetch_result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
+        """Return (worker, shard or failure) of a piece that ended.
+
+        Raises:
+            TimeoutError: the result cannot be fetched, since its worker was lost.
+            BackendError: the scheduler dropped the piece, or it ended several workers.
+        """
         share = self._running[future]
         if future.status in ("cancelled", "lost"):
             raise self._lost_job_error(f"piece {share} taken away")

@@ -309,6 +309,16 @@ def describe_version_differences(client: Versions, here: Versions) -> str:
 
 
 def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | None) -> bytes:
+    """Observe a share of the images on this worker; return the bytes of its shard.
+
+    Args:
+        job: the calibration.
+        share: which of the images.
+        samples: the images, if the client sent them; None to read them from their path.
+
+    Raises:
+        Calib8Error: other versions, another model or other images than the client's.
+    """
     differences = describe_version_differences(job.versions, collect_versions(job.kind))
     if differences:
         raise BackendError(f"all machines must have the same versions, this one {differences}")
@@ -338,6 +348,7 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
 
 
 def _make_observations(job: ClusterJob) -> list[Observation]:
+    """Return what to observe, with the model that this worker loads or was sent."""
     if job.model_path:
         models = {FOLDED: _load_model(job.model_path, job.model_digest)}
     else:
@@ -368,7 +379,10 @@ def _load_model(path: str, digest: str) -> onnx.ModelProto:
 
 
 def _open_share(job: ClusterJob, share: Share) -> Feed:
-    """Return a share whose images this worker reads."""
+    """Return the feed of a share whose images this worker reads from their path.
+
+    Each thread of a worker keeps the feed of its last job, so that a folder is listed once.
+    """
     remedy = "give a path that all machines share, or send them (--send images)"
     if getattr(_last_feed, "job_key", None) != job.key:
         assert job.images is not None

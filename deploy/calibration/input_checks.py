@@ -44,7 +44,7 @@ _SCALING_OPS = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub",
 _MOVING_OPS = frozenset({"Reshape", "Slice", "SpaceToDepth", "Unsqueeze"})  # YOLOX slices rows
 _LAYER_OPS = frozenset({"BatchNormalization", "Conv", "Gemm"})
 _EXTERNAL = onnx.TensorProto.EXTERNAL
-# these differ in mean or std
+# presets of different mean or std, the narrowest range of values first
 _PRESETS = [PRESETS[name] for name in ("unit", "minus-one-to-one", "imagenet", "raw")]
 
 # Thresholds
@@ -372,25 +372,34 @@ def _compare_with_training(
     values: Sequence[Array],
     preprocess: Preprocess | None,
 ) -> str:
-    """Return a warning from the statistics of a BatchNormalization, or ""."""
+    """Return a warning from the statistics of a BatchNormalization, or "".
+
+    Args:
+        training: mean and variance of each channel that the layer stored in training.
+        measure: runs the model up to this layer and returns the moments of the layer's input.
+        values: arrays of the model's input, one for each sample.
+        preprocess: how they were prepared; None for arrays.
+    """
     data = measure(values)
     if data.mean.shape != training.mean.shape or not (training.variance > 0).any():
         return ""
 
     distance = _distance(data, training)
     if distance > MIN_MISFIT:
+        max_distance = min(MAX_FIT, distance / MIN_FIT_RATIO)
         source = preprocess or _guess_preset(values)
         for description, arrays in _normalize_by_presets(values, source):
-            if _distance(measure(arrays), training) < min(MAX_FIT, distance / MIN_FIT_RATIO):
+            if _distance(measure(arrays), training) < max_distance:
                 return (
                     f"the calibration data does not match the training data, but {description}"
                     " would, as the first BatchNormalization shows"
                 )
 
-    live = _live_channels(training)
-    deviation = np.sqrt(training.variance[live])
-    offsets = np.abs(data.mean - training.mean)[live] / deviation
-    spreads = np.sqrt(data.variance[live]) / deviation
+    # no preset fits; but even other images have about the spread and mean of the training data
+    live_channels = _live_channels(training)
+    deviation = np.sqrt(training.variance[live_channels])
+    offsets = np.abs(data.mean - training.mean)[live_channels] / deviation
+    spreads = np.sqrt(data.variance[live_channels]) / deviation
     offset, spread = float(np.median(offsets)), float(np.median(spreads))
     has_same_unit = MIN_UNIT_RATIO < spread < MAX_UNIT_RATIO and offset < MAX_UNIT_RATIO
     if has_same_unit or not np.isfinite(offset + spread):
@@ -403,7 +412,15 @@ def _compare_with_training(
 
 
 def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) -> str:
-    """Return a warning from the size of a Conv's bias beside its outputs, or ""."""
+    """Return a warning from the size of a Conv's bias beside its outputs, or "".
+
+    A bias was learned for inputs of the training data's unit, so both have about one size.
+
+    Args:
+        bias: bias of each channel of the model's first Conv.
+        outputs: moments of that Conv's outputs for the samples.
+        values: arrays of the model's input, one for each sample.
+    """
     bias_size = float(np.sqrt(np.mean(np.square(bias))))
     output_size = float(np.sqrt(np.mean(outputs.variance)))
     if bias_size == 0 or not np.isfinite(output_size):
@@ -419,6 +436,7 @@ def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) 
     has_small_values = max(-low, high) < MIN_PIXEL_MAXIMUM
     if ratio <= MAX_BIAS_RATIO or has_small_values:
         return ""
+    # only integers and images are known to be scaled for most models
     are_integers = all(np.array_equal(array, np.rint(array)) for array in values)
     in_pixel_range = low >= 0 and high <= 255
     looks_like_pixels = in_pixel_range or _has_color(values[0])
@@ -455,7 +473,10 @@ def _normalize_by_presets(
 
 
 def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
-    """Return the preset with the narrowest range that contains the values of images, or None."""
+    """Return the preset that images were probably normalized by, or None.
+
+    It is the one with the narrowest range that contains all values. `_PRESETS` is in this order.
+    """
     layout = layout_of(values[0])
     if not layout:
         return None
@@ -502,7 +523,7 @@ def renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
 
 
 def _moments(arrays: Iterable[Array]) -> Moments:
-    """Return the moments of all [1, C, ...] arrays together."""
+    """Return the mean and variance of each channel over all [1, C, ...] arrays together."""
     count, total, squares = 0, np.zeros(1), np.zeros(1)
     for array in arrays:
         rows = np.moveaxis(array.astype(np.float64), 1, 0).reshape(array.shape[1], -1)
@@ -525,7 +546,10 @@ def _round(value: float) -> str:
 
 
 def _distance(data: Moments, training: Moments) -> float:
-    """Return the median over the channels of the Kullback-Leibler divergence."""
+    """Return the median over the channels of the Kullback-Leibler divergence.
+
+    Of two normal distributions, that of the data from that of the training (the module's formula).
+    """
     live = _live_channels(training)
     variance = training.variance[live]
     ratio = np.maximum(data.variance[live] / variance, 1e-12)

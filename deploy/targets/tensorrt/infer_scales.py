@@ -127,7 +127,16 @@ class TensorRanges:
 
 
 def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
-    """Return the range of a node's output, from the ranges of its inputs."""
+    """Return the range of a node's output, from the ranges of its inputs.
+
+    Args:
+        tensor_ranges: the ranges that are known so far.
+        name: the output.
+
+    Returns:
+        (largest |x|, level: EQUAL, BOUND or GUESS); None if no rule gives one. The largest |x| is
+        infinite if an input has no range yet.
+    """
     node = tensor_ranges.graph.producer[name]
     operator = _operator(node)
     if operator in _UNIT_RANGE:
@@ -141,7 +150,7 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
         return _clip_limit(tensor_ranges, node), BOUND
 
     amaxes = [amax for amax, _ in known_ranges]
-    level = max(level for _, level in known_ranges)
+    level = max(level for _, level in known_ranges)  # a result is as uncertain as its inputs
     bound_level = max(level, BOUND)
     if operator in _COPIES | POOLING_LAYERS:
         return amaxes[0], level
@@ -159,15 +168,19 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
 
 def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
-    """Return the range of a tensor, from the output ranges of its readers or their saturation."""
-    needed = _range_for_readers(tensor_ranges, name)
+    """Return the range that the readers of a tensor need of it, or None; see `range_from_inputs`.
+
+    Larger values are clipped there anyway: to the range of a reader's output, or where an
+    activation such as a Sigmoid saturates.
+    """
+    needed_range = _range_for_readers(tensor_ranges, name)
     if name not in tensor_ranges.saturated:
-        return needed
-    limit = tensor_ranges.saturated[name]
-    if needed is None or needed[1] == GUESS:
-        return limit, BOUND
-    amax, level = needed
-    return needed if level == EQUAL else (min(limit, amax), BOUND)
+        return needed_range
+    saturation = tensor_ranges.saturated[name]
+    if needed_range is None or needed_range[1] == GUESS:
+        return saturation, BOUND
+    amax, level = needed_range
+    return needed_range if level == EQUAL else (min(saturation, amax), BOUND)
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
@@ -176,15 +189,16 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
         return _range_for_gate(tensor_ranges, tensor_ranges.gates[name])
     readers = tensor_ranges.graph.readers.get(name, [])
     ranges = [_range_for_reader(tensor_ranges, name, node) for node in readers]
-    needed = [reader_range for reader_range in ranges if reader_range is not None]
-    if not needed:
+    needed_ranges = [reader_range for reader_range in ranges if reader_range is not None]
+    if not needed_ranges:
         return None
-    amaxes = {amax for amax, _ in needed}
-    level = max(level for _, level in needed)
-    has_other_readers = name in tensor_ranges.graph.outputs | tensor_ranges.graph.captured
-    if len(needed) < len(readers) or has_other_readers:
+
+    amaxes = {amax for amax, _ in needed_ranges}
+    level = max(level for _, level in needed_ranges)
+    is_read_outside = name in tensor_ranges.graph.outputs | tensor_ranges.graph.captured
+    if len(needed_ranges) < len(readers) or is_read_outside:
         level = GUESS
-    elif len(amaxes) > 1:
+    elif len(amaxes) > 1:  # the largest is more than the other readers need
         level = max(level, BOUND)
     return max(amaxes), level
 
@@ -232,7 +246,15 @@ def _operator(node: onnx.NodeProto) -> str:
 def _operand_range(
     tensor_ranges: TensorRanges, name: str, node: onnx.NodeProto, amax: float, level: int
 ) -> Range | None:
-    """Return the range of one of two operands, from the range of the result."""
+    """Return the range of one of two operands, from the range of the result, or None.
+
+    Args:
+        tensor_ranges: the ranges that are known so far.
+        name: the operand.
+        node: an Add, Sub, Mul or Div.
+        amax: largest |x| of its output.
+        level: EQUAL, BOUND or GUESS: how certain `amax` is.
+    """
     is_first = node.input[0] == name
     other_operand = node.input[1] if is_first else node.input[0]
     if other_operand == name:
