@@ -298,6 +298,7 @@ def _cells(engine: EngineSummary) -> list[str]:
 
 
 def _engine_name(engine: EngineSummary) -> str:
+    """Return the build and the target of an engine as text."""
     return f"{engine.build}, {engine.target}"
 
 

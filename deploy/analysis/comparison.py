@@ -299,6 +299,7 @@ class _CutModels:
 
 
 def _output_names(model: ModelProto) -> list[str]:
+    """Return the names of a model's outputs, in their order."""
     return [value.name for value in model.graph.output]
 
 

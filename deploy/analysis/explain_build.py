@@ -173,10 +173,12 @@ def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> N
 
 
 def _open(model: ModelProto, *, int8_kernels: bool) -> OrtSession:
+    """Open a session of ONNX Runtime in one thread; samples run in parallel."""
     return OrtSession.open(model, threads=1, spin=False, int8_kernels=int8_kernels)
 
 
 def _select(arrays: Outputs, names: Sequence[str]) -> Outputs:
+    """Return the arrays of these names, as far as there are any."""
     return {name: arrays[name] for name in names if name in arrays}
 
 

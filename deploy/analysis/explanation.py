@@ -309,6 +309,7 @@ def _with_module(tensor: str, modules: Mapping[str, str]) -> str:
 
 
 def _describe_range(ends: tuple[float, float]) -> str:
+    """Return a range as text, such as "[-1, 3.5]"."""
     low, high = ends
     return f"[{figures.real(low)}, {figures.real(high)}]"
 
@@ -338,5 +339,6 @@ def _table(
 
 
 def _count_hidden(rows: Sequence[object], max_rows: int | None) -> Iterator[str]:
+    """Yield how many rows the limit left out, if any."""
     if max_rows is not None and len(rows) > max_rows:
         yield from entry("", f"and {len(rows) - max_rows} more; --all shows them")

@@ -379,6 +379,7 @@ class _SessionTimes:
         return [getattr(times, name) for times in self.device_times]
 
     def _stage(self, name: str) -> Timing | None:
+        """Return the figures of one stage of the device; None without its times."""
         if not self.device_times:
             return None
         return Timing.of(self._stage_ms(name))
@@ -397,6 +398,7 @@ class _SessionTimes:
             yield from self._device_warnings()
 
     def _device_warnings(self) -> Iterator[str]:
+        """Yield trtexec's warnings of a slow host and of slow copies."""
         enqueue_ms = statistics.median(self._stage_ms("enqueue_ms"))
         compute_ms = statistics.median(self._stage_ms("compute_ms"))
         if enqueue_ms > _MAX_ENQUEUE_SHARE * compute_ms:

@@ -115,8 +115,10 @@ def _dequantized_from_kernels(model: ModelProto) -> set[str]:
 
 
 def _is_quantize(node: NodeProto) -> bool:
+    """Whether a node rounds float values to integers."""
     return node.op_type == "QuantizeLinear"
 
 
 def _is_dequantize(node: NodeProto) -> bool:
+    """Whether a node turns integers back into float values."""
     return node.op_type == "DequantizeLinear"

@@ -85,6 +85,7 @@ class AscendAutoTarget(Ascend):
 
     @property
     def _searches(self) -> tuple[str, ...]:
+        """Names of the searches that layers may have."""
         return SEARCHES if self.has_all_searches and self.config is None else (CONFIGURED,)
 
 

@@ -268,10 +268,12 @@ def _cell_html(cell: Cell) -> str:
 
 
 def _cell_text(cell: Cell) -> str:
+    """Return a cell as plain text; several names with commas."""
     return cell if isinstance(cell, str) else ", ".join(cell)
 
 
 def _cell_with_head(head: str, cell: str) -> str:
+    """Return a cell as HTML, with the name of its column as an attribute."""
     attribute = f' data-head="{escape(head)}"' if head and cell else ""
     return f"<td{attribute}>{cell}</td>"
 
@@ -289,6 +291,7 @@ def escape_markdown(text: str) -> str:
 
 
 def _escaped_mark(mark: re.Match[str]) -> str:
+    """Return a mark of Markdown or HTML as it is written to be shown."""
     return _ENTITIES.get(mark[0], f"\\{mark[0]}")
 
 

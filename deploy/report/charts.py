@@ -320,6 +320,7 @@ def histogram_figure(row: TensorRow, part: HistogramPart) -> str:
 
 
 def _range_texts(row: TensorRow, part: HistogramPart) -> Iterator[str]:
+    """Yield as text a tensor's clip range, what it clips, its SQNR, and other methods' ranges."""
     yield f"kept {_span(row.lo, row.hi)} by {row.method}"
     if row.clipped is not None:
         yield f"{figures.percent(row.clipped)} clipped"

@@ -107,6 +107,7 @@ def _head_facts(report: Findings) -> Iterator[str]:
 
 
 def _failure_texts(report: Findings) -> Iterator[str]:
+    """Yield why targets could not be built."""
     for target in tables.failures(report):
         yield f"{target.name} failed: {target.error}"
 

@@ -56,6 +56,7 @@ def verdicts(labelled_verdicts: Iterable[tuple[str, Verdict]]) -> str:
 
 
 def _verdict_line(label: str, verdict: Verdict) -> str:
+    """Return one engine's verdict as HTML; `label`: name of the engine."""
     return (
         f'<p class="verdict {_LEVEL_CLASSES[verdict.level]}"><b>{escape(verdict.level)}</b>'
         f" {escape(label)}: {escape('; '.join(verdict.reasons))}</p>"

@@ -208,6 +208,7 @@ def profile_page(profile: GraphProfile, *, name: str, notes: Sequence[str] = ())
 
 
 def _main_figures(profile: GraphProfile) -> Iterator[tuple[str, str]]:
+    """Yield (value, label) of the time, the products and the parameters of all nodes."""
     yield _time_text(profile.seconds), "one run, node by node"
     yield f"{profile.macs / 1e6:,.1f} M", "multiply-accumulates"
     yield f"{profile.parameters / 1e6:,.2f} M", "parameters"
@@ -281,4 +282,5 @@ def _node_row(node: NodeCost) -> list[str]:
 
 
 def _time_text(seconds: float) -> str:
+    """Return a time in ms as text."""
     return figures.milliseconds(seconds * 1e3)

@@ -280,6 +280,7 @@ def rank_of(level: str) -> int:
 
 
 def _rank_and_time(split: SplitRow) -> tuple[int, float]:
+    """Return what splits are chosen by: the best level, then the fastest."""
     return rank_of(split.level), split.time
 
 
@@ -550,6 +551,7 @@ def _kernels(report: Findings) -> Iterator[str]:
 
 
 def _machine(report: Findings) -> Iterator[str]:
+    """Yield the devices, the CPU with its threads and int8 instructions, and the files."""
     yield from entries("Device", report.device_texts)
     if report.machine:
         text = f"{report.machine.cpu}, {figures.count(report.machine.cores, 'core')}"
@@ -562,11 +564,13 @@ def _machine(report: Findings) -> Iterator[str]:
 
 
 def _file_text(file: FileRow) -> str:
+    """Return a file's path, purpose and size as text."""
     size = "" if file.size_bytes is None else f", {figures.size(file.size_bytes)}"
     return f"{file.path}  ({file.role}{size})"
 
 
 def _notes(report: Findings) -> Iterator[str]:
+    """Yield the first notes, and how many more there are."""
     warnings = report.warnings
     yield from entries("Notes", warnings[:_MAX_NOTES])
     if len(warnings) > _MAX_NOTES:

@@ -177,6 +177,7 @@ def _histograms(report: Findings) -> Sections:
 
 
 def _notes(report: Findings) -> Sections:
+    """Yield all notes and alerts."""
     if report.warnings:
         yield Section("Notes", (Bullets(report.warnings),), len(report.warnings))
 
@@ -339,12 +340,14 @@ def _machine(report: Findings) -> Sections:
 
 
 def _files(report: Findings) -> Sections:
+    """Yield the files that were written."""
     rows = [(file.path, file.role, figures.size(file.size_bytes)) for file in report.written]
     if rows:
         yield Section("Files", (Table(["file", "what it is", "size"], rows, "words"),), len(rows))
 
 
 def _work(report: Findings) -> Sections:
+    """Yield the cost of the run in inferences and decoded images."""
     if report.work:
         yield Section("Work", (Bullets([*tables.work_texts(report.work)]),))
 
@@ -496,6 +499,7 @@ def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], kind: str) -> str:
 
 
 def _clamp(position: float, length: float) -> float:
+    """Return a position, moved into the drawing if it lies outside 0 to `length`."""
     return min(max(position, 0.0), length)
 
 

@@ -531,6 +531,7 @@ def remaining_kernels(engine: EngineRow, limit: int) -> str:
 
 
 def _total_ms(kernels: Sequence[KernelTime]) -> float:
+    """Return the time of all these kernels in one inference."""
     return sum(kernel.ms for kernel in kernels)
 
 

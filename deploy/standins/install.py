@@ -97,6 +97,7 @@ class IInt8Calibrator:
 
 
 def _calibrator_class(name: str, algorithm: CalibrationAlgoType) -> type[IInt8Calibrator]:
+    """Return a calibrator's base class of this name, which determines its algorithm."""
     return type(name, (IInt8Calibrator,), {"get_algorithm": lambda self: algorithm})
 
 

@@ -309,6 +309,7 @@ class Memory:
         block.copies.append(BlockCopy(offset, count, source.dtype, source.shape))
 
     def _add(self, start: int, block: _Block) -> None:
+        """Register an allocation at its address."""
         self._blocks[start] = block
         bisect.insort(self._starts, start)
 
@@ -318,6 +319,7 @@ class Memory:
             self._drop(start)
 
     def _drop(self, start: int) -> None:
+        """Forget an allocation; unknown addresses are ignored."""
         if self._blocks.pop(start, None) is not None:
             self._starts.remove(start)
 
