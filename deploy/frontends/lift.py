@@ -36,7 +36,7 @@ Source: ONNX operators BatchNormalization-9 to -15 and InstanceNormalization-6.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -243,9 +243,7 @@ def leave_training(model: onnx.ModelProto) -> Counter[str]:
     return norms
 
 
-def _training_outcome(
-    norm: onnx.NodeProto, scope: OpsetScope, read_tensors: Collection[str]
-) -> str:
+def _training_outcome(norm: onnx.NodeProto, scope: OpsetScope, read_tensors: Set[str]) -> str:
     """Return what becomes of a BatchNormalization in training mode: a key of `TRAINING_NOTES`.
 
     `read_tensors`: a norm whose updated statistics are read stays in training mode.
