@@ -384,6 +384,7 @@ class RecordPlan:
         return results
 
     def _arq_scales(self, factors: Factors) -> Weights:
+        """Return layer -> scale of its weight by ARQ, computed once; without AdaRound's layers."""
         if not self._arq:  # the factors follow from the model and the first batch
             scales: Weights = {}
             for name, layer in self.layers.items():

@@ -38,14 +38,6 @@ _CHIP_ARGUMENT = '--soc_version="${1:?the chip is the argument of this script, e
 SCRIPT_ROLE = "atc command"
 CHIP_SCRIPT_ROLE = "atc command, with the chip as argument"
 
-# Values of --soc_version, used only to correct their spelling: other names pass unchanged.
-# Source: hicann/ge, docs of atc and its tests.
-CHIPS = (
-    *("Ascend310", "Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4"),
-    *("Ascend310P1", "Ascend310P3", "Ascend310P5", "Ascend310P7"),
-    *("Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA"),
-    *("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1"),
-)
 _DYNAMIC_FLAGS = ("dynamic_batch_size", "dynamic_image_size", "dynamic_dims", "dynamic_shape")
 _REFUSED_VALUES = {
     "precision_mode": ("force_fp32", "must_keep_origin_dtype"),
@@ -83,15 +75,18 @@ class AtcOptions:
 
 
 def normalize_chip(text: str) -> str:
-    """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `text`."""
+    """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `text`.
+
+    All names in hicann/ge, docs of atc and its tests, are capitals but for "Pro" and "Premium", as
+    Ascend310P3, Ascend910B4-1 and Ascend910ProA.
+    """
     match = re.fullmatch(r"(?:ascend)?(\d{3}[\w-]{0,20})", text, re.IGNORECASE | re.ASCII)
     if not match:
         raise ConfigError(
             f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got {text!r}"
         )
-    name = f"Ascend{match[1]}"
-    chip_by_lower_name = {chip.lower(): chip for chip in CHIPS}
-    return chip_by_lower_name.get(name.lower(), name)
+    model = match[1].upper().replace("PRO", "Pro").replace("PREMIUM", "Premium")
+    return f"Ascend{model}"
 
 
 def check_flag(flag: str) -> str:

@@ -94,6 +94,10 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
 def _resolve_layer(
     name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph
 ) -> LayerConfig:
+    """Return the entry of a layer with its unset values: by activation_offset and the layer's type.
+
+    A weight width that the layer cannot have becomes 8 bits; `weight_width_notes` tells the user.
+    """
     if name not in graph.configurable_names:
         raise ConfigError(_unknown_layer_message(name, graph))
     layer = graph.layer_by_name[name]
@@ -110,6 +114,7 @@ def _resolve_layer(
 
 
 def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
+    """Refuse values that are valid by themselves, but not for this type of layer."""
     activation, weight = entry.activation, entry.weight
     if weight.channel_wise and not layer.channel_wise:
         raise ConfigError(
@@ -243,12 +248,14 @@ def _set_fields(values: object, *keys: str) -> dict[str, Any]:
 
 
 def _activation_json(activation: ActivationParams) -> dict[str, Any]:
+    """Return activation_quant_params in AMCT's order, which differs between the two algorithms."""
     if activation.act_algo == "ifmr":
         return _set_fields(activation, "num_bits", *IFMR, "act_algo", "asymmetric")
     return _set_fields(activation, "num_bits", "act_algo", "asymmetric", *HFMG)
 
 
 def _read_tensor(value: dict[str, Any]) -> TensorConfig:
+    """Return one entry of the list tensor_quantize."""
     fields = check_json_object(value, TENSOR, "tensor_quantize")
     for key in ("layer_name", "input_index"):
         if key not in fields:
@@ -261,6 +268,7 @@ def _read_tensor(value: dict[str, Any]) -> TensorConfig:
 
 
 def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
+    """Return the entry of a layer; errors name the layer."""
     try:
         fields = check_json_object(value, LAYER, "a layer")
         activation_values = fields.pop(_ACTIVATION_KEY, {})
@@ -279,6 +287,11 @@ def _read_activation(value: dict[str, Any]) -> ActivationParams:
 
 
 def _parse_json(text: str, what: str) -> dict[str, Any]:
+    """Return the JSON object of file `what`; refuse repeated keys, NaN and Infinity.
+
+    Python's parser takes the last of repeated keys, and reads NaN, which is no JSON.
+    """
+
     def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         refuse_repeats([key for key, _ in pairs], "an object")
         return dict(pairs)

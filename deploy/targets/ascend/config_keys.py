@@ -32,7 +32,7 @@ from typing import Any
 from calibrators.amct.hfmg import NBINS
 from deploy.errors import ConfigError
 from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
-from deploy.targets.ascend.proto import FOREIGN_KEYS, suggest_name
+from deploy.targets.ascend.proto import suggest_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,10 +264,7 @@ def check_json_object(value: Any, table: Mapping[str, _Rule], where: str) -> dic
     checked = {}
     for key, entry in value.items():
         if key not in table:
-            note = f", which is {FOREIGN_KEYS[key]}" if key in FOREIGN_KEYS else ""
-            raise ConfigError(
-                f"unknown key {key!r}{note} in {where}; {suggest_name(key, list(table))}"
-            )
+            raise ConfigError(f"unknown key {key!r} in {where}; {suggest_name(key, list(table))}")
         checked[key] = check_value(key, entry, table[key])
     return checked
 

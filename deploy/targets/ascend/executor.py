@@ -192,6 +192,7 @@ class _IntegerWriter:
             self.nodes.append(node)
 
     def write_quant(self, node: onnx.NodeProto) -> None:
+        """Write an AscendQuant: codes in float, shifted to be unsigned, then its uint8 parts."""
         options = attributes(node)
         bits = _BITS_BY_TYPE.get(options.get("dst_type", b"INT8"))
         if bits is None or "scale" not in options:
@@ -210,7 +211,7 @@ class _IntegerWriter:
         limits = [self.add_constant(np.float32(limit)) for limit in (low, high)]
         code = self.emit("Clip", code, *limits)
 
-        shift = max(SHIFT, -low)
+        shift = max(SHIFT, -low)  # 128, or 32768 with 16 bits
         unsigned = self.emit("Add", code, self.add_constant(np.float32(shift)))
         output = node.output[0]
         if bits < 16:
@@ -229,6 +230,7 @@ class _IntegerWriter:
         )
 
     def write_dequant(self, node: onnx.NodeProto) -> None:
+        """Write an AscendDequant: the integer sums times the scales in its packed parameter."""
         scales = unpack_dequant_scales(self.read_constant(node.input[1]))
         producer = self.index.producer.get(node.input[0])
         rank = 0
@@ -238,6 +240,7 @@ class _IntegerWriter:
         self.multiply_by_scale(node, integers, scales.reshape(1, -1, *[1] * rank))
 
     def write_anti_quant(self, node: onnx.NodeProto) -> None:
+        """Write an AscendAntiQuant, which restores an activation from its codes."""
         options = attributes(node)
         parts = self.parts_by_tensor.get(node.input[0], ())
         if len(parts) != 1 or "scale" not in options:
@@ -276,7 +279,7 @@ class _IntegerWriter:
             return
 
         weight = self.read_weight(node)
-        sum_type = np.int64 if len(parts) > 1 else np.int32  # of 16-bit activations or fewer bits
+        sum_type = np.int64 if len(parts) > 1 else np.int32  # 16-bit activations have two parts
         onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(sum_type))
         multiply = self.multiply_exact if node.op_type == "ConvTranspose" else self.multiply_uint8
         terms = []
@@ -313,7 +316,11 @@ class _IntegerWriter:
     def multiply_exact(
         self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...], weight: NDArray[Any]
     ) -> Iterator[tuple[str, int]]:
-        """Yield (sums of products, exact in float32; their factor) of the weight's two halves."""
+        """Yield (sums of products, exact in float32; their factor) of the weight's two halves.
+
+        ONNX has no integer ConvTranspose. A weight is 16 high + low, with 0 <= low < 16, so that
+        the sums of either half stay below 2^24, up to which float32 holds every integer.
+        """
         weight = weight.astype(np.int32)
         if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _FLOAT32_EXACT:
             raise ModelError(

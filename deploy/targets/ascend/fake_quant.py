@@ -60,6 +60,7 @@ def fake_quant_model(
 
 
 def _quant(q: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
+    """Return the nodes that round an input to its codes, less the offset; and their output."""
     name = f"{q.layer.stem}.quant.fakequant"
     low, high = ascend_range(q.record.act_bits)
     values = {"scale": float(q.scale), "offset": q.record.offset_d, "min_val": low, "max_val": high}
@@ -83,6 +84,7 @@ def _quant(q: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Nodes, st
 
 
 def _dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
+    """Return the nodes that multiply a layer's sums by scale_w * scale_d."""
     name = f"{q.layer.name}.fakedequant"
     rank = q.layer.rank if q.layer.weight else 0
     scale = make_constant(f"{name}.dqscale", q.dequant.reshape(1, -1, *[1] * rank))
@@ -91,6 +93,7 @@ def _dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
 
 
 def _anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
+    """Return the nodes that restore an input of an Add or MaxPool; and their output."""
     name = f"{q.layer.stem}.anti_quant.fake_antiquant"
     scale = make_constant(f"{name}.scale", np.float32(q.record.scale_d))
     output = f"{name}.mul.output0"
@@ -220,6 +223,7 @@ class _AmctQdqWriter:
         )
 
     def store_bias(self, q: QuantLayer) -> str:
+        """Add a layer's bias in float, a multiple of scale_w * scale_d; return its name."""
         assert q.bias is not None
         rounded = (q.bias * q.dequant.astype(np.float64)).astype(np.float32)
         return self.store(f"{q.layer.name}.bias.rounded", rounded)

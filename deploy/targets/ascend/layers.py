@@ -174,7 +174,7 @@ class LayerGraph:
 
     @property
     def layer_by_name(self) -> dict[str, Layer]:
-        """All that can be quantized: `layers`, then `offered`."""
+        """All that can be quantized: `layers`, then `optional_layers`."""
         return {**self.layers, **self.optional_layers}
 
     @property
@@ -183,7 +183,7 @@ class LayerGraph:
         return [name for name, layer in self.layer_by_name.items() if layer.input_index is None]
 
     def select(self, names: Collection[str]) -> dict[str, Layer]:
-        """Return the layers and inputs of these names, in `known` order."""
+        """Return the layers and inputs of these names, in the order of `layer_by_name`."""
         return {name: layer for name, layer in self.layer_by_name.items() if name in names}
 
 

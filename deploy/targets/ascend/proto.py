@@ -19,14 +19,6 @@ _FIELD = re.compile(r"oneof (\w+) {|(})|(?:(optional|repeated) )?(\w+) (\w+) = (
 _UNKNOWN_FIELD = re.compile(r'type "(?:[\w.]*\.)?(\w+)" has no field named "([^"]*)"')
 _ENUM_VALUE = re.compile(r"(\w+) = (\d+);")
 
-# keys that are not in the simplified configuration -> the place they belong to
-FOREIGN_KEYS = {
-    "nuq_config": "a key of AMCT's binary packages",
-    "version": "a key of the quant config JSON",
-    "conv_calibration_config": "an old key; write override_layer_types for Conv",
-    "fc_calibration_config": "an old key; write override_layer_types for Gemm and MatMul",
-}
-
 
 def message_class(name: str) -> Any:
     """Return the protobuf class of a message (proto2, so unset fields are known)."""
@@ -105,8 +97,6 @@ def _hint(error: Exception) -> str:
     if unknown is None:
         return text
     message, field = unknown.groups()
-    if field in FOREIGN_KEYS:
-        return f"{field!r} in {message}, which is {FOREIGN_KEYS[field]}"
     fields = [descriptor.name for descriptor in message_class(message).DESCRIPTOR.fields]
     position, colon, _ = text.partition(" : ")
     prefix = f"{position}: " if colon else ""

@@ -145,6 +145,11 @@ def read_constant(index: Graph, name: str) -> Float32Array:
 
 
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
+    """Return the integers of a layer.
+
+    Raises:
+        ExportError: a scale, a bias or the sums of products exceed the limits of the hardware.
+    """
     scale = _invert_scale(record.input_scale, "scale_d", record.act_bits)
     inverse_factors = None
     if record.factors.size:
@@ -213,6 +218,7 @@ def _second_factor(layer: Layer, record: LayerRecord) -> QuantLayer:
 
 
 def _quantize_weight(layer: Layer, record: LayerRecord, index: Graph) -> NDArray[np.int8]:
+    """Return a layer's weight as integers: AdaRound's, if the record has them, else the nearest."""
     if record.factors.size not in (0, layer.channels_in):
         raise ExportError(f"{layer.channels_in} DMQ factors are needed, got {record.factors.size}")
     weight = read_constant(index, layer.weight)

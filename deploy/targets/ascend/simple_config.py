@@ -117,6 +117,7 @@ def write_simple_config(config: QuantConfig) -> str:
 
 
 def _is_true_or_unset(message: Any, field: str) -> bool:
+    """Return the value of a bool field whose default in AMCT is true."""
     return not message.HasField(field) or bool(getattr(message, field))
 
 
@@ -188,18 +189,34 @@ def _read_layer_overrides(message: Any, graph: LayerGraph) -> dict[str, Any]:
 
 
 def _require_fields(message: Any, where: str, *fields: str) -> None:
+    """Refuse an entry of the list `where` that lacks one of these fields."""
     for field in fields:
         if not message.HasField(field):
             raise ConfigError(f"each of {where} must hold {field}, got one without")
 
 
 def _first_with(parts: Sequence[Any], group: str) -> Any:
-    """Return the first part that names an algorithm of a group, or None."""
+    """Return the first part that names an algorithm of a group, or None.
+
+    Args:
+        parts: sections of the configuration that apply to a layer, the strongest first.
+        group: a oneof of the protobuf message: "activations", "weights" or "balancer".
+    """
     return next((part for part in parts if part.WhichOneof(group)), None)
 
 
 def _merge_parts(parts: Sequence[Any], layer: Layer, common: Any) -> LayerConfig:
-    """Merge parts, strongest first: the first with an algorithm of a group decides the group."""
+    """Return the entry of a layer from all sections that apply to it.
+
+    The first section that names an algorithm of a group (activations, weights, balancer) decides
+    that group. What only common_config asks for, and this type of layer cannot have, is left out;
+    a section for the layer or its type is obeyed, and refused later.
+
+    Args:
+        parts: the sections, the strongest first; the last one may be `common`.
+        layer: the layer.
+        common: the section common_config, or None.
+    """
     activation_part = _first_with(parts, "activations")
     activation = ActivationParams()
     if activation_part is not None:
@@ -277,6 +294,7 @@ def _join_range(fields: dict[str, Any], key: str, default: tuple[float, float]) 
 
 
 def _read_activation(part: Any) -> ActivationParams:
+    """Return the activation search of a section that names one, with the keys of the JSON form."""
     algorithm = part.WhichOneof("activations")
     fields = _read_fields(getattr(part, algorithm))
     fields["act_algo"] = "ifmr" if algorithm == "ifmr_quantize" else "hfmg"
@@ -287,6 +305,7 @@ def _read_activation(part: Any) -> ActivationParams:
 
 
 def _read_weight(part: Any) -> WeightParams:
+    """Return the weight algorithm of a section that names one, with the keys of the JSON form."""
     algorithm = part.WhichOneof("weights")
     fields = _read_fields(getattr(part, algorithm))
     fields["wts_algo"] = algorithm
@@ -297,6 +316,7 @@ def _read_weight(part: Any) -> WeightParams:
 
 
 def _write_weight(entry: Any, weight: WeightParams) -> None:
+    """Write a weight algorithm into a section; SetInParent keeps one without parameters."""
     if weight.wts_algo == "arq_quantize":
         algorithm = entry.arq_quantize
         algorithm.SetInParent()
@@ -312,6 +332,7 @@ def _write_weight(entry: Any, weight: WeightParams) -> None:
 
 
 def _write_activation(entry: Any, activation: ActivationParams) -> None:
+    """Write an activation search into a section, or into an entry of tensor_quantize."""
     if activation.num_bits not in _BITS_BY_TYPE.values():
         raise ConfigError(
             "a simplified configuration has 8 or 16-bit activations, got"
