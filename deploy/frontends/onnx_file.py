@@ -151,11 +151,12 @@ def _mark_inputs(
 
 
 def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether a second row changes what the first row alone gives: all rows are one sample.
+    """Whether all rows of an input are one sample, as shown by running the model on random values.
 
-    Not so for a batch, and not for a model whose sizes are hard-coded: it refuses a second row, or
-    ignores it.
+    Then a second row changes the outputs of the first one. In a batch it does not, and a model with
+    hard-coded sizes refuses a second row, or ignores it.
     """
+    # shapes of two rows where the first dimension is open
     shapes = {}
     for spec in inputs:
         sizes = [size if isinstance(size, int) else _ANY_SIZE for size in spec.shape]
@@ -174,16 +175,28 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
         )
     except Calib8Error:  # a row too many, or an input that cannot be made up
         return False
-    numeric = [name for name, value in both.items() if value.dtype.kind in "biuf"]
-    affected = [name for name in numeric if not np.array_equal(both[name], changed[name])]
-    is_random = any(not np.array_equal(both[name], repeated[name]) for name in numeric)
-    if is_random or not affected:
+
+    numeric_outputs = [name for name, value in both.items() if value.dtype.kind in "biuf"]
+    if any(not np.array_equal(both[name], repeated[name]) for name in numeric_outputs):
+        return False  # the model draws random numbers
+    affected_outputs = [
+        name for name in numeric_outputs if not np.array_equal(both[name], changed[name])
+    ]
+    if not affected_outputs:
         return False
-    return all(_first_row_differs(single[name], both[name], changed[name]) for name in affected)
+    return all(
+        _first_row_differs(single[name], both[name], changed[name]) for name in affected_outputs
+    )
 
 
 def _first_row_differs(single: Array, both: Array, changed: Array) -> bool:
-    """Whether the part of an output that one row gives depends on the second row."""
+    """Whether the part of an output that belongs to the first row depends on the second row.
+
+    Args:
+        single: output for the first row alone, whose shape is that part's.
+        both: output for two rows.
+        changed: output for the same first row, and another second one.
+    """
     if both.shape != changed.shape or both.ndim != single.ndim:
         return False
     part = tuple(slice(size) for size in single.shape)
@@ -278,6 +291,8 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     freed_note = "Removed {} from the list of inputs; they are constants now."
     notes = [checks.check_optimized(model), _note(freed_note, freed_count, "weight")]
     clear_negative_sizes(model.graph)
+
+    # one operator set, dense constants, no functions
     if model.functions:
         model, inlining_note = inline_functions(model)
         notes.append(inlining_note)
@@ -300,12 +315,13 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     name_nodes(model.graph)
     model = infer_outputs(model)
     checks.check_valid(model)
-    if float16_note:
+    if float16_note:  # casts between float16 and float32 are casts to the same type now
         drop_casts(model.graph, Graph(model).dtypes)
     opset_note = lift_opset(model, cut_off)
     model, lowering_note = lower_to_runtime(model)
     notes += [opset_note, lowering_note]
 
+    # constants first: norms are folded only if their parameters are constant
     model, folding_notes = _fold(model)
     notes += folding_notes
     training_norms = leave_training(model)
@@ -395,7 +411,10 @@ def _find_refusal(model: onnx.ModelProto) -> BackendError | None:
 
 
 def _find_missing_kernels(model: onnx.ModelProto) -> set[str]:
-    """Return the operators of the main graph whose first node ONNX Runtime does not load alone."""
+    """Return the operators of the main graph that ONNX Runtime has no kernel for.
+
+    The first node of each operator is loaded as a model of its own.
+    """
     graph = Graph(model)
     missing: set[str] = set()
     first_nodes = {node.op_type: node for node in reversed(graph.nodes) if not node.domain}
@@ -520,7 +539,7 @@ def _fold_norms(graph: onnx.GraphProto) -> list[str]:
 
 
 def _float_notes(model: onnx.ModelProto) -> list[str]:
-    """Return notes on nodes that the graph analysis skips."""
+    """Return notes on nodes that stay float because of their kind, whatever surrounds them."""
     nesting: Counter[str] = Counter()
     recurrent: Counter[str] = Counter()
     custom: Counter[str] = Counter()

@@ -43,18 +43,18 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
     from onnx.external_data_helper import set_external_data
 
     shell = copy_without_initializers(model, names, placeholders=True)
-    place_by_name = {tensor.name: tensor for tensor in shell.graph.initializer}
+    placeholder_by_name = {tensor.name: tensor for tensor in shell.graph.initializer}
     with (folder / "weights").open("wb") as file:
         for tensor in model.graph.initializer:
             if tensor.name not in names:
                 continue
-            file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+            file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)  # the next page
             offset, data = file.tell(), tensor.raw_data
             file.write(data)
-            place = place_by_name[tensor.name]
-            place.raw_data = b""  # `set_external_data` wants it there
-            set_external_data(place, location="weights", offset=offset, length=len(data))
-            place.ClearField("raw_data")
+            placeholder = placeholder_by_name[tensor.name]
+            placeholder.raw_data = b""  # `set_external_data` wants it there
+            set_external_data(placeholder, location="weights", offset=offset, length=len(data))
+            placeholder.ClearField("raw_data")
     path = folder / "model.onnx"
     path.write_bytes(shell.SerializeToString())
     return path
@@ -65,9 +65,9 @@ def copy_without_initializers(
 ) -> ModelProto:
     """Return a copy of a model without the initializers of these names.
 
-    These may be most of the model's bytes, so they are never copied.
+    These may be most of the model's bytes, so all other fields are copied one by one.
 
-    `placeholders`: keep their places, types and shapes, for other values.
+    `placeholders`: put tensors of their names, types and shapes, without values, in their places.
     """
     copy = type(model)()
     for field, value in model.ListFields():

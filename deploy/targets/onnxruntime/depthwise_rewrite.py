@@ -126,15 +126,18 @@ def _find_constant(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.Te
 
 
 def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
-    """Return all that has to get wider with a depthwise Conv.
+    """Return all tensors and Convs that need more channels if a depthwise Conv gets more.
+
+    Its input and output, what has the same channels by nodes that treat each channel alike, and the
+    Convs at the ends.
 
     None if it would reach an input or output of the model, a tensor of a subgraph, or a node that
     mixes channels and is no Conv.
     """
     region = _Region(group_count(depthwise))
-    waiting = [depthwise.input[0]]
-    while waiting:
-        tensor = waiting.pop()
+    pending_tensors = [depthwise.input[0]]
+    while pending_tensors:
+        tensor = pending_tensors.pop()
         if tensor in region.tensors:
             continue
         region.tensors.add(tensor)
@@ -148,7 +151,7 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
                 equally_wide = _equally_wide_tensors(graph, node)
             if equally_wide is None:
                 return None
-            waiting += equally_wide
+            pending_tensors += equally_wide
     return region
 
 

@@ -120,7 +120,17 @@ class _PixelCopies(ReplacementNodes):
         self.sizes = sizes
 
     def write(self, source: str, output: str) -> Nodes:
-        """Return the nodes that copy the pixels of an int8 tensor."""
+        """Return the nodes that copy the pixels of an int8 tensor.
+
+        ::
+
+            [N, C, H, W]              source
+            [N, H, W, C]              channels last
+            [N, H, 1, W, 1, C]        a new axis behind the rows, and behind the columns
+            [N, H, r, W, c, C]        each pixel r x c times
+            [N, H r, W c, C]          rows of pixels
+            [N, C, H r, W c]          channels first
+        """
         shape_nodes = self._write_shape(source)
         axes = self.constant("axes", [2, 4])
         repeats = self.constant("often", [1, 1, self.row_factor, 1, self.column_factor, 1])
