@@ -51,7 +51,6 @@ from deploy.tasks.thresholds import (
     MIN_ANCHORS,
     MIN_BACKGROUND_SHARE,
     MIN_EMPTY_SHARE,
-    MIN_LEVEL_MAPS,
     MIN_POINT_CORRELATION,
     MIN_QUERIES,
     MIN_QUIET_SCORE,
@@ -263,12 +262,9 @@ def _propose_separate(
     A detector of several levels has a pair of outputs for each level, which differ in their number
     of rows. All levels are proposed as one decoder.
     """
-    layouts = [ROWS, COLUMNS]
-    if sum(table.columns.layout == MAP for table in tables) >= MIN_LEVEL_MAPS:
-        layouts.append(MAP)
     tables_by_row_count: dict[int, dict[str, _RowTable]] = {}
     for table in tables:
-        if table.row_count > 1 and table.columns.layout in layouts:
+        if table.row_count > 1 and table.columns.layout != ANCHOR_MAP:
             level_tables = tables_by_row_count.setdefault(table.row_count, {})
             level_tables.setdefault(table.columns.output, table)
 

@@ -26,7 +26,6 @@ MIN_CENTRE_SPREAD = 0.1  # deviation of the centres, relative to the picture: a 
 MIN_POINT_CORRELATION = 0.8  # key points of a box move with its centre
 MAX_CELL_OFFSET = 16.0  # YOLOX's raw boxes: cells from the anchor, and the logarithm of a size
 MIN_QUIET_SCORE = 0.02  # mean score below which rows do not show an objectness
-MIN_LEVEL_MAPS = 4  # maps of two levels of a detector; fewer are features
 MIN_LIST_ROWS = 3  # rows of a list of boxes, which show its columns
 
 # --- steps and text ---
