@@ -466,9 +466,9 @@ def test_best_of_a_set_decides():
     ("task", "shape", "words"),
     [
         ("text", (1, 9, 12), "text of 11 symbols, blank 0"),
-        ("labels", (1, 6), "raw scores of 6"),
+        ("labels", (1, 6), "6 labels"),
         ("segmentation", (1, 4, 9, 9), "4 classes a pixel"),
-        ("masks", (1, 2, 9, 9), "a map of 0 to 1"),
+        ("masks", (1, 2, 9, 9), "masks of 0 to 1"),
         ("segmentation", (1, 9, 9, 4), "4 classes a pixel"),
         ("classes", (1, 6), "6 classes"),
         ("heatmaps", (1, 3, 9, 9), "3 heat maps"),
@@ -639,7 +639,7 @@ def test_labels_of_both_are_counted(count, raw):
         rows, fewer = list(map(shares, rows)), list(map(shares, fewer))
     task, same = figure_labels(rows, rows)
     assert task.name == "labels" and same.value == 1
-    assert task.form.startswith("y: raw scores of" if raw else "y: probabilities of")
+    assert task.raw == raw
     _, found = figure_labels(rows, fewer)
     assert found.words == "24 of 30 labels of FP32 kept, 0 new (probability above 0.5)"
     assert found.value == pytest.approx(24 / 30)

@@ -146,7 +146,7 @@ def test_masks_are_judged_by_iou(last):
     assert same_task([{"m": rng().uniform(0, 1, (1, 1, 64, 64))}] * 4, inputs) is None
     stages = [{**mask(10), "s": mask(20)["m"]}] * 4  # each stage has one, which all are judged
     form, found = figure(stages, [{**mask(10), "s": mask(30)["m"]}] * 4, inputs)
-    assert form.task.form == "m, s: maps of 0 to 1" and found.value == pytest.approx(6 / 10)
+    assert form.task.form == "m, s: masks of 0 to 1" and found.value == pytest.approx(6 / 10)
     assert same_task([{**one, "s": one["s"][:, :, ::2, ::2]} for one in stages], inputs) is None
 
 

@@ -279,13 +279,8 @@ class MaskMaps(EvaluationTask):
 
     outputs: tuple[str, ...]
     name = "masks"
+    reads = "masks of 0 to 1"
     tally_type = _MaskTally
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-        kind = "maps" if len(self.outputs) > 1 else "a map"
-        return f"{', '.join(self.outputs)}: {kind} of 0 to 1"
 
 
 MASKS = Form(

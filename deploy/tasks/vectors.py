@@ -307,13 +307,8 @@ class Labels(EvaluationTask):
     count: int
     raw: bool
     name = "labels"
+    reads = "{0.count} labels, each its own"
     tally_type = _LabelTally
-
-    @property
-    def form(self) -> str:
-        """How the output is interpreted."""
-        scores = "raw scores" if self.raw else "probabilities"
-        return f"{self.output}: {scores} of {self.count} labels, each its own"
 
 
 LABELS = Form(
