@@ -18,6 +18,7 @@ PATHS_WITH_OTHER_RULES = {
     "merge --out",
     "qat --checkpoint",
     "ascend auto --out",
+    "ascend auto --labels",
     "ascend convert --out",
     "ascend deploy --out",
     "build --labels",

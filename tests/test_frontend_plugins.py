@@ -277,6 +277,7 @@ def test_plugin_stays_through_cache_commands(run, pictures, tmp_path):
     assert "Cut before EfficientNMS_TRT ('/Eff" in output
     with cache.open("ab") as file:  # as TensorRT, which has it, would list it
         file.write(b"out_boxes: 3c010a14\n")
+    cache.with_name("net.cache.json").unlink()
     assert "out_boxes: in" in run.ok("cache", "check", cache, "--model", path, "--verbose")
     run.ok("cache", "to-qdq", path, cache, "-o", qdq_path)
     assert kept_operators(qdq_path, model) == ["EfficientNMS_TRT", "Cast"]

@@ -403,7 +403,8 @@ def _histogram_bars(row: TensorRow, part: HistogramPart, axis: _Axis) -> str:
             path_by_kind[kind] += f"M{x:.1f},{_HIST_FLOOR}v-{height:.1f}h{width:.1f}V{_HIST_FLOOR}z"
     paths = ""
     for kind, path in path_by_kind.items():
-        paths += f'<path class="{kind}" d="{path}"/>'
+        if path:
+            paths += f'<path class="{kind}" d="{path}"/>'
     return paths
 
 

@@ -162,7 +162,7 @@ _FLAWS = {
 def check_cache(
     cache: CalibrationCache,
     *,
-    path: Path | None = None,
+    path: Path | str | None = None,
     version: str | None = None,
     algorithm: str | None = None,
     match: CacheMatch | None = None,
@@ -177,6 +177,7 @@ def check_cache(
         algorithm: of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
         match: the cache matched to its model; None checks the cache alone.
     """
+    path = None if path is None else Path(path)
     findings = [*_origin_findings(path), *_scale_findings(cache)]
     duplicates = cache.duplicates()
     if duplicates:
