@@ -34,16 +34,16 @@ _TOLERANCE = 1e-9  # largest error of the divergences from prefix sums
 
 def search_bins(histogram: NDArray[np.int64]) -> int:
     """Return i in 128..2048, the number of bins to keep, for [2048] counts of |x| over [0, R]."""
-    h = histogram.astype(np.float64)
-    h[0] = 0.0
-    if not h.any():  # all values are in bin 0, or there are none
+    counts = histogram.astype(np.float64)
+    counts[0] = 0.0
+    if not counts.any():  # all values are in bin 0, or there are none
         return BINS
 
-    approximate = _divergences(h)
+    approximate = _divergences(counts)
     candidates = np.flatnonzero(approximate <= approximate.min() + _TOLERANCE) + LEVELS
     min_kl, bin_count = np.inf, BINS
     for i in candidates:  # exact sums, so that equal divergences compare equal
-        kl = divergence(h, int(i))
+        kl = divergence(counts, int(i))
         if kl <= min_kl:
             min_kl, bin_count = kl, int(i)
     return bin_count
@@ -54,15 +54,15 @@ def threshold(i: int, full_range: float) -> float:
     return (i + 0.5) * full_range / BINS
 
 
-def divergence(h: NDArray[np.float64], i: int) -> float:
-    """Return KL(P || Q) for the first `i` bins of `h` ([2048] counts, h[0] == 0)."""
-    p = h[:i].copy()
-    p[-1] += h[i:].sum()
-    level = np.arange(i) * LEVELS // i
-    occupied = h[:i] > 0
-    sums = np.bincount(level, weights=h[:i], minlength=LEVELS)
-    bin_counts = np.bincount(level, weights=occupied, minlength=LEVELS)
-    q = np.where(occupied, (sums / np.maximum(bin_counts, 1))[level], 0.0)
+def divergence(counts: NDArray[np.float64], kept_bins: int) -> float:
+    """Return KL(P || Q) if the first `kept_bins` of [2048] `counts` are kept; counts[0] is 0."""
+    p = counts[:kept_bins].copy()
+    p[-1] += counts[kept_bins:].sum()
+    level_by_bin = np.arange(kept_bins) * LEVELS // kept_bins
+    occupied = counts[:kept_bins] > 0
+    sums = np.bincount(level_by_bin, weights=counts[:kept_bins], minlength=LEVELS)
+    bin_counts = np.bincount(level_by_bin, weights=occupied, minlength=LEVELS)
+    q = np.where(occupied, (sums / np.maximum(bin_counts, 1))[level_by_bin], 0.0)
     if q.sum() == 0 or np.any((p > 0) & (q == 0)):
         return float(np.inf)
     p, q = p / p.sum(), q / q.sum()
@@ -70,23 +70,24 @@ def divergence(h: NDArray[np.float64], i: int) -> float:
     return float((p[is_positive] * np.log(p[is_positive] / q[is_positive])).sum())
 
 
-def _divergences(h: NDArray[np.float64]) -> NDArray[np.float64]:
+def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the KL of every i in 128..2048 from prefix sums: [1921] float64.
 
-    With s the sum and n the occupied bins of a level, S the kept counts and A all counts,
+    With h the count of a kept bin, s the sum and n the occupied bins of a level, S the kept counts
+    and A all counts,
     A * KL = sum h ln h - sum s ln(s / n) + last-bin correction + A ln(S / A).
     """
-    i = np.arange(LEVELS, BINS + 1)
-    sums, occupied = _prefix_sums(h), _prefix_sums(h > 0)
+    kept_bins = np.arange(LEVELS, BINS + 1)
+    sums, occupied = _prefix_sums(counts), _prefix_sums(counts > 0)
     level_terms = np.take(_level_terms(sums, occupied), _level_term_index()).sum(axis=1)
     last_level_start = _level_starts()[:, -2]
-    last_level_bins = np.maximum(occupied[i] - occupied[last_level_start], 1)
-    last_mean = (sums[i] - sums[last_level_start]) / last_level_bins
-    counts_inside, total = sums[i], h.sum()
-    last_count, outliers = h[i - 1], total - sums[i]
+    last_level_bins = np.maximum(occupied[kept_bins] - occupied[last_level_start], 1)
+    last_mean = (sums[kept_bins] - sums[last_level_start]) / last_level_bins
+    counts_inside, total = sums[kept_bins], counts.sum()
+    last_count, outliers = counts[kept_bins - 1], total - sums[kept_bins]
     with np.errstate(divide="ignore", invalid="ignore"):
         kl = (
-            _prefix_sums(_xlogx(h))[i]
+            _prefix_sums(_xlogx(counts))[kept_bins]
             - _xlogx(last_count)
             + _xlogx(last_count + outliers)
             - level_terms
@@ -113,8 +114,8 @@ def _level_terms(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> ND
 def _level_starts() -> NDArray[np.intp]:
     """Return the first bin of each level of each i, then i itself: [1921, 129]."""
     # level l holds the bins j with floor(j * 128 / i) == l, which start at ceil(l * i / 128)
-    i = np.arange(LEVELS, BINS + 1)
-    return np.asarray(-(-np.arange(LEVELS + 1)[None, :] * i[:, None] // LEVELS))
+    kept_bins = np.arange(LEVELS, BINS + 1)
+    return np.asarray(-(-np.arange(LEVELS + 1)[None, :] * kept_bins[:, None] // LEVELS))
 
 
 @cache
@@ -129,6 +130,7 @@ def _prefix_sums(x: NDArray[np.generic]) -> NDArray[np.float64]:
 
 
 def _xlogx(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return x ln x, and 0 for 0."""
     return np.asarray(x * np.log(np.where(x > 0, x, 1.0)), np.float64)
 
 

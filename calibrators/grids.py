@@ -117,6 +117,7 @@ def unsigned_grid(bits: int) -> Grid:
 
 
 def _integer_grid(bits: int, *, signed: bool) -> Grid:
+    """Return the grid of all integers of this width: symmetric if signed, else affine."""
     if not 2 <= bits <= 16:
         article_and_sign = "a signed" if signed else "an unsigned"
         raise CalibrationError(f"{article_and_sign} integer grid has 2 to 16 bits, got {bits}")
@@ -212,9 +213,10 @@ def round_to_grid(
     if grid.kind == "integer":
         return np.asarray(to(x), x.dtype)
     _, exponent = np.frexp(x)  # |x| = [0.5, 1) * 2^exponent
-    octave = np.maximum(exponent - 1, grid.least_exponent) - grid.mantissa
+    # the grid's steps near x are 2^step_exponent
+    step_exponent = np.maximum(exponent - 1, grid.least_exponent) - grid.mantissa
     with np.errstate(over="ignore"):  # an overflow is inf, which saturates later
-        return np.asarray(np.ldexp(to(np.ldexp(x, -octave)), octave), x.dtype)
+        return np.asarray(np.ldexp(to(np.ldexp(x, -step_exponent)), step_exponent), x.dtype)
 
 
 def quantize(
@@ -373,6 +375,7 @@ def quantize_per_channel(
 def _quantize(
     x: ArrayLike, scales: Sequence[float], zero_points: Sequence[int], axis: int | None, dtype: str
 ) -> QuantizedTensor:
+    """Quantize as `quantize_per_channel`, or with `axis` None as `quantize_per_tensor`."""
     real = np.asarray(x, np.float32)
     if axis is not None:
         axis = checked_axis(axis, real.ndim)

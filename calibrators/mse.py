@@ -64,7 +64,9 @@ _MIN_QUICK_ERROR = 1e-30  # smaller errors are near the float32 minimum
 
 @dataclass(frozen=True, slots=True)
 class Ramps:
-    """G on both sides of 0, for one tensor.
+    """G on both sides of 0, for one tensor: the ramps (c - b)+ of all bins, summed.
+
+    Lengths are in bins; values below 0 are mirrored, and follow those above 0 in both arrays.
 
     Attributes:
         heights: [2 * (B + 1)] G at -1/2, 1/2, 3/2, ... bins; values above 0 first.
@@ -103,20 +105,24 @@ class Ramps:
         return np.asarray(self.squares - 2 * steps * np.concatenate(sums), np.float64)
 
     def _sums(self, steps: FloatArray, lowest: FloatArray, highest: FloatArray) -> FloatArray:
-        """Return the sums of G over all midpoints of each range, [k]."""
+        """Return the sums of G over all midpoints of each of k ranges, [k]; arguments as `errors`.
+
+        G is known at the edges of the bins, and linear between them.
+        """
         side_size = self.heights.size // 2
-        levels = (highest - lowest)[:, None]
-        index = np.arange(int(levels.max(initial=0)))
-        midpoint = (index + (lowest + 0.5)[:, None]) * steps[:, None]
-        position = np.abs(midpoint) + 0.5
-        np.minimum(position, side_size - 1, out=position)  # beyond the last bin G is 0
-        knot = position.astype(np.int64)
-        position -= knot
-        knot[midpoint < 0] += side_size
-        g = self.heights[knot]
-        g -= self.slopes[knot] * position
-        g *= index < levels
-        return np.asarray(g.sum(axis=1), np.float64)
+        midpoint_counts = (highest - lowest)[:, None]
+        index = np.arange(int(midpoint_counts.max(initial=0)))
+        midpoints = (index + (lowest + 0.5)[:, None]) * steps[:, None]
+        positions = np.abs(midpoints) + 0.5  # heights[0] is G at -1/2
+        np.minimum(positions, side_size - 1, out=positions)  # beyond the last bin G is 0
+
+        edges = positions.astype(np.int64)
+        positions -= edges  # within the bin
+        edges[midpoints < 0] += side_size
+        ramp_sums = self.heights[edges]
+        ramp_sums -= self.slopes[edges] * positions
+        ramp_sums *= index < midpoint_counts  # a range of fewer levels than the longest
+        return np.asarray(ramp_sums.sum(axis=1), np.float64)
 
 
 def _blocks(count: int, size: int) -> Iterator[slice]:
@@ -191,6 +197,7 @@ def _block_errors(
     grid: Grid,
     power: float,
 ) -> FloatArray:
+    """Return `range_errors` of a few ranges, computed at once: [K, B] values."""
     scale = _steps(lows, highs, grid)[:, None]
     error = np.clip(centres[None, :], lows[:, None], highs[:, None])
     error = round_to_grid(error / scale, grid) * scale
@@ -202,6 +209,7 @@ def _block_errors(
 
 
 def _steps(lows: FloatArray, highs: FloatArray, grid: Grid) -> FloatArray:
+    """Return the step width of each range, in real units; 1 for an empty range."""
     scale = (highs - lows) / grid.steps
     return np.where(scale > 0, scale, 1.0)
 
@@ -240,7 +248,9 @@ class _Bins:
         ramps = None
         if power == 2 and _is_quick(grid):
             above, below = counts[-BINS:].copy(), np.zeros(BINS, np.int64)
-            if counts.size > BINS:
+            if (
+                counts.size > BINS
+            ):  # of x: the middle one is the bin around 0, those before mirrored
                 below[1:] = counts[BINS - 2 :: -1]
                 above[0] = 0
             ramps = Ramps.of(above, below)
@@ -350,6 +360,7 @@ def _clipping_error(
 
 
 def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
+    """Return the threshold of |x| with the least error; the largest |x| if all values are 0."""
     counts = histogram.magnitudes(BINS)
     centres = (np.arange(BINS) + 0.5) * histogram.full_range / BINS
     bins = _Bins.of(histogram, centres, counts, grid, power)
@@ -360,6 +371,7 @@ def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
 
 
 def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, float]:
+    """Return the range (low, high) with the least error, each end searched with the other fixed."""
     edges = histogram.edges()
     bins = _Bins.of(histogram, (edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)

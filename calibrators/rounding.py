@@ -72,11 +72,11 @@ def block_products(
     depth_step = max(_BLOCK_SIZE, _BLOCK_SIZE**3 // block_area)
     for start in range(0, rows, _BLOCK_SIZE):
         block_rows = slice(start, start + _BLOCK_SIZE)
-        strip = slice(start if mirrored else 0, None)
-        for k in range(0, inner, depth_step):  # so that the strip of sums stays in cache
-            depth = slice(k, k + depth_step)
-            block = left[:, block_rows, depth]
-            _add_blocks(total[:, block_rows, strip], block, right[:, depth, strip])
+        strip_columns = slice(start if mirrored else 0, None)
+        strip = total[:, block_rows, strip_columns]  # a view; it stays in cache meanwhile
+        for depth_start in range(0, inner, depth_step):
+            depth = slice(depth_start, depth_start + depth_step)
+            _add_blocks(strip, left[:, block_rows, depth], right[:, depth, strip_columns])
     if mirrored:
         for start in range(0, rows, _BLOCK_SIZE):
             end = start + _BLOCK_SIZE
@@ -86,13 +86,20 @@ def block_products(
 
 
 def _add_blocks(strip: FloatArray, block: NDArray[Any], right: NDArray[Any]) -> None:
-    """Add the products of a block and all blocks of `right`, all full blocks in one call."""
+    """Add the products of a block and all blocks of `right`, all full blocks in one call.
+
+    Args:
+        strip: sums [G, M, N]; changed in place.
+        block: [G, M, K].
+        right: [G, K, N].
+    """
     groups, inner, columns = right.shape
-    count = columns // _BLOCK_SIZE
-    full_columns = count * _BLOCK_SIZE
-    if count:
-        tiles = right[:, :, :full_columns].reshape(groups, inner, count, _BLOCK_SIZE)
-        sums = strip[:, :, :full_columns].reshape(*strip.shape[:2], count, _BLOCK_SIZE)  # a view
+    block_count = columns // _BLOCK_SIZE
+    full_columns = block_count * _BLOCK_SIZE
+    if block_count:
+        tiles = right[:, :, :full_columns].reshape(groups, inner, block_count, _BLOCK_SIZE)
+        sums = strip[:, :, :full_columns]
+        sums = sums.reshape(*strip.shape[:2], block_count, _BLOCK_SIZE)  # a view
         sums += (block[:, None] @ tiles.swapaxes(1, 2)).swapaxes(1, 2)
     if full_columns < columns:
         strip[:, :, full_columns:] += block @ right[:, :, full_columns:]
@@ -144,7 +151,19 @@ def _sweep(
     damping: FloatArray,
     fixed: NDArray[np.bool_],
 ) -> None:
-    """Visit every weight, in place, until none changes. `slope` is (q - w) (H + damping).
+    """Let every weight take its other side if that lowers the error, until none changes.
+
+    With s the change of a weight's integer q, the error |(q - w) X|^2 changes by
+    ``2 s slope + s^2 (H_kk + damping)``.
+
+    Args:
+        sweeps: largest number of visits of each weight.
+        ends: the integers below and above each weight, [G, C, K] each.
+        integers: the rounded weights q, [G, C, K]; changed in place.
+        slope: half the derivative of the error by q, (q - w) (H + damping); kept up to date.
+        products: H of each group, [G, K, K].
+        damping: of each group, [G].
+        fixed: weights that do not change, [G, C, K].
 
     All arrays but `products` and `fixed` are C-contiguous. The C kernel takes a group at a time.
     """
@@ -271,6 +290,7 @@ def extract_patches(
 
 
 def _same_padding(size: int, span: int, stride: int, *, upper: bool) -> tuple[int, int]:
+    """Return ONNX's SAME padding (start, end); `upper`: the end gets the odd value."""
     total = max((-(-size // stride) - 1) * stride + span - size, 0)
     small, large = total // 2, total - total // 2
     return (small, large) if upper else (large, small)
