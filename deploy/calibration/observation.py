@@ -273,12 +273,7 @@ class CalibrationSubject:
         Raises:
             ModelError: the file changed since it was loaded.
         """
-        if not isinstance(self.user_model, str | Path):
-            return self.user_model
-        path = Path(self.user_model)
-        if path.suffix.lower() != ".onnx":
-            return None
-        return read_graph(path, self.loaded)
+        return read_graph(self.user_model, self.loaded)
 
     @property
     def statistic(self) -> HistogramOf:

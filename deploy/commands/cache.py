@@ -356,10 +356,11 @@ def _print_inferred(inferred: InferredScales) -> None:
 
 def _match_model(read: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:
     from deploy.frontends import load
+    from deploy.frontends.base import read_graph
     from deploy.targets.tensorrt.cache_match import match_cache
-    from deploy.targets.tensorrt.cache_tools import load_uncleaned_graph
 
-    return match_cache(read, load(model).model, original=load_uncleaned_graph(model), parser=parser)
+    loaded = load(model)
+    return match_cache(read, loaded.model, original=read_graph(model, loaded), parser=parser)
 
 
 def _header_text(read: CalibrationCache) -> str:

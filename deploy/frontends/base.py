@@ -245,12 +245,26 @@ def read_model_file(loaded: LoadedModel) -> bytes:
     return data
 
 
-def read_graph(path: Path, loaded: LoadedModel) -> onnx.ModelProto:
-    """Return the graph of the file; external data is not read.
+def read_graph(
+    model: str | Path | onnx.ModelProto | None, loaded: LoadedModel
+) -> onnx.ModelProto | None:
+    """Return the model as in its ONNX file, not cleaned; external data is not read.
+
+    Args:
+        model: the model from the user: a path, or a model in memory, which is returned as it is.
+        loaded: the same model, cleaned.
+
+    Returns:
+        The model; None if it has no ONNX file.
 
     Raises:
         ModelError: the file changed since it was loaded.
     """
+    if not isinstance(model, str | Path):
+        return model
+    path = Path(model)
+    if path.suffix.lower() != ".onnx":
+        return None
     data = model_bytes(path)
     refuse_changed_model(loaded, loaded.stamp is None or sha256(data) == loaded.stamp.file)
     return parse_model(data, str(path))

@@ -17,13 +17,13 @@ from calibrators.tensorrt import CLASSES
 from deploy.calibration import store, trt_cache
 from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import CalibrationCache, Entry
-from deploy.errors import CacheError, ModelError
+from deploy.errors import CacheError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.files import atomic
 from deploy.files.manifest import SETTINGS, sha256
 from deploy.files.reading import MAX_TEXT_BYTES, read_bytes
 from deploy.frontends import load
-from deploy.frontends.base import model_digest
+from deploy.frontends.base import model_digest, read_graph
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.placement import TENSORRT_BY_GRID
 from deploy.method import Method
@@ -323,7 +323,7 @@ def cache_to_qdq(
     match = match_cache(
         cache,
         loaded.model,
-        original=load_uncleaned_graph(model),
+        original=read_graph(model, loaded),
         parser=parser,
         placement=TENSORRT_BY_GRID[precision],
     )
@@ -391,19 +391,6 @@ def dla_cache(
     """
     inferred = infer_missing_scales(plain.model, plain.scales, guesses=guesses)
     return trt_cache.from_scales(inferred.scales, version=version), inferred
-
-
-def load_uncleaned_graph(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:
-    """Return the uncleaned graph without external weights; None if the file cannot be parsed."""
-    if model is None or isinstance(model, onnx.ModelProto):
-        return model
-    if Path(model).suffix.lower() != ".onnx":
-        return None
-    try:
-        data = read_bytes(model, what="an ONNX file", error=ModelError)
-        return onnx.load_model_from_string(data)
-    except Exception:  # DecodeError and similar: the frontend reports what is wrong with the file
-        return None
 
 
 # Algorithm of a calibrator class -> the method that stands for it, and what differs from it.

@@ -297,9 +297,7 @@ class TensorRT(TensorrtOptions):
             files[PART] = engines.write_file(request, ".part.onnx", runnable_part)
             evaluated_role = PART
         commands = trtexec.trtexec_commands(self, request, files, models, version, float32_nodes)
-        shipped = _shipped_files(files, commands, version)
-        files |= _write_script(request, commands, version)
-
+        shipped = _write_script(request, files, commands, version)
         built = self._build_engines(request, calibrated, files, float32_nodes, commands)
         notes = (*model_set.notes, *lowering_notes, *([_DLA_NOTE] if self.dla else []))
         if built.engine is not None:
@@ -489,33 +487,27 @@ class TensorRT(TensorrtOptions):
         return layers, _float32_notes(reasons)
 
 
-def _shipped_files(
-    files: Mapping[str, Path], commands: Sequence[TrtexecCommand], version: str
-) -> tuple[Path, ...]:
-    """Return the files that the command for TensorRT `version` reads."""
-    from deploy.targets.tensorrt.trtexec import shipping_command
-
-    command = shipping_command(commands, version)
-    arguments = command.arguments if command else ()
-    file_names = {argument.rpartition("=")[2] for argument in arguments}
-    return tuple(path for path in files.values() if path.name in file_names)
-
-
 def _write_script(
-    request: BuildRequest, commands: Sequence[TrtexecCommand], version: str
-) -> dict[str, Path]:
-    """Write the script of the commands; return role -> its path.
+    request: BuildRequest, files: dict[str, Path], commands: Sequence[TrtexecCommand], version: str
+) -> tuple[Path, ...]:
+    """Write the script of the commands and add it to `files`; return the files to be shipped.
 
-    The role tells the argument for TensorRT `version`, if that is not what runs without one.
+    These are the files that the command for TensorRT `version` reads. The role of the script tells
+    its argument, if that command is not the one that runs without an argument.
     """
     from deploy.targets.tensorrt.trtexec import shipping_command, trtexec_script
 
     role = "script of trtexec"
     command = shipping_command(commands, version)
-    if command and command != commands[0]:
-        role += f", with {command.name} as argument"
+    shipped = []
+    if command is not None:
+        file_names = {argument.rpartition("=")[2] for argument in command.arguments}
+        shipped = [path for path in files.values() if path.name in file_names]
+        if command != commands[0]:
+            role += f", with {command.name} as argument"
     path = request.folder / f"{request.name}_trtexec.sh"
-    return {role: write_script(path, trtexec_script(commands))}
+    files[role] = write_script(path, trtexec_script(commands))
+    return tuple(shipped)
 
 
 def _float32_notes(reasons: Mapping[str, str]) -> list[str]:
