@@ -178,7 +178,19 @@ def make_job(
     images: FeedSource,
     limit: Limit,
 ) -> ClusterJob:
-    """Return the job that makes these observations on the images of a feed."""
+    """Return the job that makes these observations on the images of a feed.
+
+    Args:
+        cluster: the scheduler and its options.
+        observations: what to observe.
+        feed: the images, opened on this machine.
+        subject: the model to calibrate.
+        images: where the images are, for the workers.
+        limit: which of the images are used.
+
+    Raises:
+        ConfigError: the images must be read in order, or workers cannot open them by a path.
+    """
     observations = tuple(observations)
     if feed.is_sequential:
         raise ConfigError(

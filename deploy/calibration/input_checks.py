@@ -335,7 +335,14 @@ def _constant_warning(count: int, values: Array) -> str:
 def _check_layer(
     model: onnx.ModelProto, name: str, values: Sequence[Array], preprocess: Preprocess | None
 ) -> str:
-    """Return a warning from the statistics of the layer that reads an input, or ""."""
+    """Return a warning from the statistics of the layer that reads an input, or "".
+
+    Args:
+        model: the model before cleaning.
+        name: the input.
+        values: its arrays, one for each sample.
+        preprocess: how they were prepared; None for arrays.
+    """
     layer = find_first_layer(model, name)
     if layer is None:
         return ""

@@ -234,7 +234,18 @@ def _match_cache(
     observations: tuple[Observation, ...],
     stop_rule: StabilityRule | None,
 ) -> CacheDecision:
-    """Return what the cache holds and lacks; raise CacheError if it was made from other inputs."""
+    """Return what the cache holds and lacks.
+
+    Args:
+        stored: the cache.
+        fingerprint: of this run.
+        observations: what the targets need.
+        stop_rule: rule that ends the observation; None to observe all samples.
+
+    Raises:
+        CacheError: it was made from another model or other images; or, with a stop rule, it lacks
+            an observation.
+    """
     changes = fingerprint.changes_since(stored.fingerprint)
     invalidating = []
     for part, clause in changes.items():

@@ -328,6 +328,7 @@ def _common_fingerprint(
 
 
 def _refuse_foreign(shards: Sequence[Shard], loaded: LoadedModel) -> None:
+    """Refuse shards of another model, other images or versions, or another number of shards."""
     first_shard = shards[0]
     origin = first_shard.made_from
     expected = _common_fingerprint(loaded.identities, origin.images, origin.preprocess)

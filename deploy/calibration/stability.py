@@ -151,7 +151,17 @@ def refuse_until_stable(
     *,
     trusted: bool,
 ) -> None:
-    """Refuse options that --until-stable cannot work with."""
+    """Refuse options that --until-stable cannot work with.
+
+    Args:
+        feed: the samples.
+        observations: what is observed.
+        searched: those of the observations whose ranges the method searches.
+        trusted: whether ranges come from a cache as it is (--trust-cache).
+
+    Raises:
+        ConfigError: one of them is not possible with it.
+    """
     ordered = order_dependent_keys(observations)
     if trusted:
         conflict = "--trust-cache, with which none is observed; leave one of them out"

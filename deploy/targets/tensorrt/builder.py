@@ -179,6 +179,8 @@ def engine_key(
 ) -> dict[str, Any]:
     """Return everything that an engine depends on, as plain JSON: the key of the engine cache.
 
+    `cache_sha256`: of the calibration cache; None for an engine that is built without one.
+
     Raises:
         ConfigError: a plugin library cannot be read.
     """
@@ -233,6 +235,13 @@ def _create_config(
     settings: BuilderSettings,
     calibrator: Callbacks | None,
 ) -> trt.IBuilderConfig:
+    """Return TensorRT's builder configuration for these settings.
+
+    Raises:
+        SdkMissingError: the engine is for DLA, and this machine has none.
+        BackendError: a node of `float_layers` is no layer of the network.
+        ConfigError: a flag of trtexec is not one of this version, or an input has no profile.
+    """
     import tensorrt as trt
 
     config = builder.create_builder_config()
@@ -266,6 +275,11 @@ def _inputs_of(network: trt.INetworkDefinition) -> list[trt.ITensor]:
 
 
 def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
+    """Set the allowed types, the user's flags of trtexec and the workspace limit.
+
+    Raises:
+        ConfigError: this TensorRT does not know a flag, or the flag's value is wrong.
+    """
     import tensorrt as trt
 
     allowed_types = {"INT8": settings.int8, "FP16": settings.fp16, "BF16": settings.bf16}

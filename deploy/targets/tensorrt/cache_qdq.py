@@ -378,6 +378,7 @@ class _PairRemover:
                 )
 
     def _read_dequantizer(self, node: onnx.NodeProto) -> None:
+        """Record the float tensor that replaces the output of a DequantizeLinear."""
         source, output = node.input[0], node.output[0]
         producer = self.index.producer.get(source)
         if source in self.index.constants:
@@ -414,6 +415,7 @@ class _PairRemover:
         return name
 
     def _read_activation(self, quantizer: onnx.NodeProto, dequantizer: onnx.NodeProto) -> None:
+        """Record the scale of an activation's pair, and the name of the tensor without the pair."""
         source, output = quantizer.input[0], dequantizer.output[0]
         source = self.float_tensors.get(source, source)
         scale = self._scale(quantizer, source)

@@ -230,7 +230,10 @@ def _has_conflict(cache: CalibrationCache) -> bool:
 def _header_findings(
     cache: CalibrationCache, path: Path | None, version: str | None, algorithm: str | None
 ) -> Iterator[CacheFinding]:
-    """Yield a finding for each part of the first line that the reader of the cache ignores."""
+    """Yield a finding for each part of the first line by which TensorRT ignores the cache.
+
+    `version` and `algorithm`: of the TensorRT and calibrator that will read it; None to accept any.
+    """
     header = cache.header
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
     if version is not None and header.label not in (None, trt_cache.version_label(version)):
@@ -261,6 +264,7 @@ def _relabel_command(path: Path | None, version: str, algorithm: str | None) -> 
 
 
 def _match_findings(match: CacheMatch) -> list[CacheFinding]:
+    """Return how much of the model the cache covers, and whether it is another model's."""
     text = (
         f"{match.covered_tensor_count} of {len(match.tensors)} tensors to be quantized have a scale"
         f" (the cache has {len(match.entries)}: TensorRT's calibrators list every tensor)"

@@ -171,7 +171,16 @@ def calibrate_on_gpu(
     version: str,
     cuda: Cuda,
 ) -> bytes:
-    """Calibrate with TensorRT on the GPU, or reuse its cache of the same data."""
+    """Let TensorRT calibrate on the GPU, or reuse its cache of the same data; return the cache.
+
+    Args:
+        options: options of the target, among them the calibrator.
+        request: the build request, with the samples.
+        source: ONNX file of the float model.
+        settings: builder settings; their profiles give the shape of a batch.
+        version: the installed TensorRT.
+        cuda: the GPU.
+    """
     name = f"{request.name}.gpu.cache"
     shapes, batch = _calibration_batch(request, settings)
     algorithm = str(options.calibrator)
@@ -419,7 +428,15 @@ def build_float_engines(
     ranges: RangeSet,
     version: str,
 ) -> Baselines:
-    """Build the float engines to compare with, if speed is measured; reuse unchanged ones."""
+    """Build the float engines to compare with, if speed is measured; reuse unchanged ones.
+
+    Args:
+        options: options of the target, among them which engines.
+        request: the build request.
+        files: role -> file of the target.
+        ranges: observed ranges, which tell what overflows float16.
+        version: TensorRT that the files are for, "X.Y.Z".
+    """
     if options.baselines == NO_BASELINES:
         return Baselines()
     float_model = request.unrepaired_model

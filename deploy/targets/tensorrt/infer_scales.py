@@ -105,6 +105,10 @@ class TensorRanges:
     """
 
     def __init__(self, model: onnx.ModelProto, amaxes: Mapping[str, float]) -> None:
+        """Start with the tensors of Q/DQ pairs.
+
+        `amaxes`: tensor -> largest |x| within the scale of its pair.
+        """
         self.graph = Graph(model)
         self.range_by_tensor: dict[str, Range] = {
             name: (amax, EQUAL) for name, amax in amaxes.items()
@@ -405,7 +409,14 @@ def _sweep(
     rule: Callable[[TensorRanges, str], Range | None],
     max_level: int,
 ) -> bool:
-    """Add the ranges that a rule gives at this level (one guess only); return whether any."""
+    """Add the ranges that a rule gives at this level, or one guess only; return whether any.
+
+    Args:
+        tensor_ranges: the ranges that are known so far; extended.
+        names: tensors, in the order in which the rule is tried.
+        rule: `range_from_inputs` or `range_from_readers`.
+        max_level: EQUAL, BOUND or GUESS: least certain ranges to add.
+    """
     changed = False
     for name in names:
         if name in tensor_ranges.range_by_tensor or not tensor_ranges.graph.is_float(name):

@@ -93,6 +93,11 @@ class _InspectedLayer(msgspec.Struct):
 
 
 def _layer(layer: _InspectedLayer) -> EngineLayer:
+    """Return a layer with its ONNX nodes and its precision.
+
+    A block that Myelin or DLA compiled has no precision: its inputs say nothing of the types
+    inside. If it does not list its nodes either, its name has the first and the last one.
+    """
     name, kind = layer.name, layer.kind
     metadata, foreign = layer.metadata or "", _FOREIGN.fullmatch(name)
     nodes = _nodes(foreign[1] if foreign else name, metadata)

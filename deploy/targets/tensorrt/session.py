@@ -202,6 +202,15 @@ class TensorrtSession:
         device: AcceleratorInfo,
         cuda_graph: bool,
     ) -> None:
+        """Take over a loaded engine; buffers are allocated at the first run.
+
+        Args:
+            engine: the engine.
+            context: its execution context.
+            cuda: the GPU.
+            device: description of the GPU, for a report.
+            cuda_graph: capture an inference and launch it from then on.
+        """
         self.device = device
         self._cuda = cuda
         self._engine = engine
@@ -266,6 +275,7 @@ class TensorrtSession:
             return self._run(feed)
 
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """Queue copies in, inference and copies out on the stream, with an event before each."""
         self._set_inputs({tensor.name: _stored_input(tensor, feed) for tensor in self._inputs})
         start, inputs_copied, computed, end = self._events
 

@@ -441,7 +441,13 @@ class TensorRT(TensorrtOptions):
     def _narrow(
         self, request: BuildRequest, calibrated: _CalibratedModel, qdq_model: onnx.ModelProto
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
-        """Return (Q/DQ model with its float part in the narrow type, or None; notes)."""
+        """Return the typed model, a Q/DQ model whose float part is float16 or bfloat16, and notes.
+
+        It is None where that part stays float32 (`rest`), or where the model cannot be converted;
+        then a note says why.
+
+        `qdq_model`: the user's own Q/DQ model, if its pairs are kept.
+        """
         from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_typed
 

@@ -124,6 +124,11 @@ class TensorrtOptions:
     )
 
     def __post_init__(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ConfigError: two options exclude each other, or a flag of trtexec is calib8's own.
+        """
         check_options(self)
         for flag in self.trtexec_flags:
             _check_trtexec_flag(flag)

@@ -275,7 +275,16 @@ def _cache_command(
     float_type: str,
     float32_nodes: Collection[str],
 ) -> TrtexecCommand:
-    """Build from the float model and the cache."""
+    """Return the command that builds from the float model and the cache.
+
+    Args:
+        request: the build request, with the layers to keep in float.
+        files: role -> path.
+        requirements: role -> what a parser must support to read that file.
+        version: TensorRT that the cache is for, "X.Y.Z".
+        float_type: type of the layers to keep in float, "fp16", "bf16" or "fp32".
+        float32_nodes: nodes that must run in float32.
+    """
     model = files[FLOAT]
     unmet = requirements[FLOAT].unmet(version)
     if unmet:
@@ -299,7 +308,10 @@ def _weakly_typed(
     float_type: str,
     float32_nodes: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
-    """Build from the Q/DQ model; TensorRT chooses the types of float layers."""
+    """Return the command that builds from the Q/DQ model; TensorRT chooses types of float layers.
+
+    There is none if no TensorRT before 11 reads the model. `float32_nodes` must run in float32.
+    """
     since = requirements.first_reading()
     if since is None or version_label(since) >= version_label(_TYPED_ONLY):
         return ()
@@ -316,7 +328,14 @@ def _strongly_typed(
     version: str,
     features: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
-    """Build in the types of the model; the command for TensorRT `version` is the first."""
+    """Return the commands that build in the types of the model, for TensorRT 10 and for 11.
+
+    Args:
+        files: role -> path.
+        requirements: role -> what a parser must support to read that file.
+        version: TensorRT that the files are for, "X.Y.Z"; its command is the first.
+        features: fields of `TensorrtFeatures` that the model needs.
+    """
     role = TYPED if TYPED in files else QDQ
     model = files[role]
     since = requirements[role].first_reading(*features)
