@@ -19,12 +19,14 @@ from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import capture, graph_of
+from deploy.fx.checked_export import export_float, export_quantized
 from deploy.fx.comparison import largest_difference
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms, fuse
 from deploy.fx.graph_text import format_graph, graph_source
 from deploy.fx.norms import FrozenNorm, freeze_affines, is_norm
 from deploy.fx.operations import propagate_shapes, replace_op, replace_pattern
+from deploy.fx.prepare import prepare, prepare_part
 from deploy.fx.profile import count_flops, profile
 from deploy.fx.source import load_module, user_code_line
 from deploy.fx.trace import (
@@ -229,7 +231,7 @@ def test_every_kind_of_norm_folds(example):
     assert len(convolutions) == 8  # each RepVGG block is one
 
 
-def test_only_norms_in_eval_mode_fold(wording):
+def test_norm_inside_a_leaf_stays():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4)).eval()
     _, report = fuse(model)
     assert report.counts() == {"Conv+BN": 1}
@@ -238,16 +240,34 @@ def test_only_norms_in_eval_mode_fold(wording):
     x = torch.randn(2, 3, 4, 4)
     assert report.fused == []
     assert torch.equal(folded(x), model(x))
-    training = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
-    with pytest.raises(ModelError) as raised:
-        fold_batch_norms(training)
-    wording.check(raised.value)
 
-    fused, report = fuse(training)  # a copy, in eval mode, as a build takes it
-    assert repr(report).splitlines() == ["Conv+BN: 1 fused", "BatchNorm left: 0"]
-    assert training[1].training
+
+@pytest.mark.parametrize(
+    "step", ["fuse", "fold", "prepare", "part", "float", "quantized", "profile"]
+)
+def test_train_mode_is_computed_in_eval(step):
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Conv2d(4, 4, 1)]
+    net = nn.Sequential(nn.Sequential(*layers)).eval()
     x = torch.randn(2, 3, 4, 4)
-    assert torch.allclose(fused(x), training.eval()(x), atol=1e-5)
+    reference, statistics = net(x), net[0][1].running_mean.clone()
+    net.train()
+    if step == "float":
+        assert export_float(net, [x])[1].samples
+    elif step == "quantized":
+        (mode,) = export_quantized(net, [x], [x, x]).modes
+        assert mode.sqnr_db > 20
+    elif step == "profile":
+        assert profile(net, [x], warm_up=0, runs=1).nodes
+    else:
+        rewrite = {
+            "fuse": lambda: fuse(net, [x])[0],
+            "fold": lambda: fold_batch_norms(net)[0],
+            "prepare": lambda: prepare(net, [x]),
+            "part": lambda: prepare_part(net, "0", [x]).eval(),
+        }
+        assert torch.allclose(rewrite[step]()(x), reference, atol=1e-5)
+    assert all(module.training for module in net.modules())
+    assert torch.equal(net[0][1].running_mean, statistics)
 
 
 def test_freeze_affines_keeps_existing_module_names():

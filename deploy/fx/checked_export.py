@@ -39,6 +39,7 @@ from deploy.fx.modes import (
     measure_mode,
     quantize_model,
 )
+from deploy.fx.plain_copy import in_eval_mode
 from deploy.fx.qat import TrainingResult, first_batches, train
 from deploy.fx.range_search import resolve_target, search_for
 from deploy.fx.task import Task, order_inputs, read_batches
@@ -100,7 +101,7 @@ def export_float(
     """Export a float model as it is, not fused, and compare it with torch.
 
     Args:
-        model: in eval mode and float32.
+        model: in float32, in any mode.
         inputs: example inputs; with dynamic_batch dimension 0 is the batch.
         opset: of the default domain; all targets read 18.
         dynamic_batch: make the batch dynamic, named "batch".
@@ -109,6 +110,7 @@ def export_float(
         ModelError: torch.export cannot follow the model, or the model fixes the batch.
         ExportError: the opset cannot be written, or the outputs differ.
     """
+    model = in_eval_mode(model)
     inputs = floats_to_float32(inputs)
     exported = to_onnx(model, inputs, opset=opset, dynamic_batch=dynamic_batch)
     return exported, check_float_export(exported, model, inputs)
@@ -134,7 +136,7 @@ def export_quantized(
     """Quantize a model, export it with Q/DQ, compare it with torch, and measure size and error.
 
     Args:
-        model: in eval mode and float32; not changed.
+        model: in float32, in any mode; not changed.
         inputs: example inputs on the model's device; the batch size of the calibration is theirs.
         images: a folder, list, image, .npy or .npz file to calibrate with; None for `inputs`.
         target: target whose plan and grid are used.
@@ -158,6 +160,7 @@ def export_quantized(
     if mode == "static" and images is None:
         raise ConfigError("static ranges come from data: give --images, or another --mode")
     target = resolve_target(target)
+    model = in_eval_mode(model)
     inputs = floats_to_float32(inputs)
     batches: list[tuple[torch.Tensor, ...]] = [inputs]
     if images is not None:

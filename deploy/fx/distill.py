@@ -61,7 +61,7 @@ class Distiller:
         *,
         inputs: Sequence[Any] | None = None,
     ):
-        self.teacher = fold_batch_norms(teacher.eval(), inputs)[0].requires_grad_(False)
+        self.teacher = fold_batch_norms(teacher, inputs)[0].requires_grad_(False)
         self.pairs = list(layers) or _last_convolution(student, self.teacher)
         self._student_maps: dict[str, torch.Tensor] = {}
         self._teacher_maps: dict[str, torch.Tensor] = {}

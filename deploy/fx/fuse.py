@@ -46,7 +46,7 @@ from deploy.fx.norms import (
     readers_of,
 )
 from deploy.fx.operations import called_module, is_op, module_calls, refresh, replace_node
-from deploy.fx.plain_copy import plain_copy, replace_submodule
+from deploy.fx.plain_copy import in_eval_mode, replace_submodule
 from deploy.terminal import PrintedResult, join_visible
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -106,8 +106,6 @@ def fuse(
     Raises:
         ModelError: the model cannot be captured.
     """
-    if any(module.training for module in model.modules()):
-        model = plain_copy(model).eval()
     graph_module, report = fold_batch_norms(model, inputs)
     removed: set[fx.Node] = set()
     for node in list(graph_module.graph.nodes):
@@ -123,17 +121,13 @@ def fold_batch_norms(
 ) -> tuple[fx.GraphModule, FuseReport]:
     """Return a graph of a copy of `model` with BatchNorms folded into layers, and a report.
 
+    The copy is in eval mode: running statistics are folded.
+
     Raises:
-        ModelError: the model cannot be captured, or is in train mode, where norms use the
-            statistics of the batch.
+        ModelError: the model cannot be captured.
     """
-    graph_module = graph_of(model, inputs)
+    graph_module = graph_of(in_eval_mode(model), inputs)
     layers_to_modules(graph_module)
-    for name, module in graph_module.named_modules():
-        if is_norm(module) and module.training and not isinstance(module, FrozenNorm):
-            raise ModelError(
-                f"folding needs eval mode, got {name} in train mode; call model.eval() first"
-            )
     report = FuseReport()
     fold_into_previous(graph_module, _norms(graph_module), report)
     report.fused += [("Branches", names) for names in merge_branches(graph_module)]

@@ -64,7 +64,7 @@ from deploy.fx.operations import (
     refresh,
     replace_node,
 )
-from deploy.fx.plain_copy import plain_copy, replace_submodule
+from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
 from deploy.fx.trace import Leaves, submodule
@@ -228,7 +228,8 @@ def prepare(
     """Return a graph of a copy of `model` with disabled fake quantizers; its outputs are unchanged.
 
     Args:
-        model: a float model; for norms="fold" in eval mode.
+        model: a float model in any mode. With norms="fold" the graph is in eval mode, with
+            norms="train" in that of the model.
         inputs: example inputs, any batch size.
         target: onnxruntime, tensorrt or ascend, or a target with options. Its plan determines
             which tensors and weights are quantized, and the grid, as in `calib8 build`.
@@ -251,6 +252,8 @@ def prepare(
     custom = custom or {}
     inputs = as_inputs(inputs, model)
     opaque = [*leaves, *custom]
+    if norms == "fold":
+        model = in_eval_mode(model)
     graph_module = graph_of(model, inputs, leaves=opaque)
     if norms == "fold":
         graph_module = fold_batch_norms(graph_module)[0]
@@ -320,7 +323,7 @@ def prepare_part(
     part = submodule(model, only)
     calls: list[tuple[Any, ...]] = []
     hook = part.register_forward_pre_hook(lambda _module, args: calls.append(args))
-    with torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         model(*inputs)
     hook.remove()
     if not calls:

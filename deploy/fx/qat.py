@@ -245,7 +245,6 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
         )
     if task.epochs < 0:
         raise ConfigError(f"epochs must be 0 or more, got {task.epochs}")
-    model = task.model if task.norms == "train" else task.model.eval()
     options: dict[str, Any] = {
         "target": target,
         "bits": bits,
@@ -255,9 +254,9 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
         "share": task.share,
         "custom": task.custom,
     }
-    prepared = prepare_part(model, task.only, task.inputs, **options)
+    prepared = prepare_part(task.model, task.only, task.inputs, **options)
     if not task.custom:  # observed classes of the user's may compute anything
-        check_same_outputs(model, prepared, task.inputs, "tracing and folding BatchNorm")
+        check_same_outputs(task.model, prepared, task.inputs, "tracing and folding BatchNorm")
     return prepared
 
 
@@ -265,6 +264,7 @@ def _first_inputs(task: Task) -> Iterable[Any]:
     return (inputs for inputs, _ in islice(task.batches_of(0), task.calibration_batches))
 
 
+@phase("evaluating")
 def _evaluate(task: Task, model: nn.Module) -> float | None:
     if task.evaluate is None:
         return None
