@@ -231,6 +231,15 @@ def test_every_kind_of_norm_folds(example):
     assert len(convolutions) == 8  # each RepVGG block is one
 
 
+@pytest.mark.parametrize("follow", [graph_of, to_onnx])
+def test_missing_batch_is_said_with_the_shape(follow):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    with pytest.raises(ModelError, match=r"batch.* 1x3x8x8$"):
+        follow(net, [torch.zeros(3, 8, 8)])
+    with pytest.raises(ModelError, match=r"must run for inputs \[\(1, 2, 8, 8\)\]"):
+        follow(net, [torch.zeros(1, 2, 8, 8)])
+
+
 def test_norm_inside_a_leaf_stays():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4)).eval()
     _, report = fuse(model)

@@ -165,7 +165,19 @@ def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
         )
         if line := user_code_line(error):
             message += f" at {line}"
-        raise ModelError(message) from error
+        raise ModelError(message + _batch_hint(model, inputs)) from error
+
+
+def _batch_hint(model: nn.Module, inputs: Sequence[Any]) -> str:
+    """Return the end of a message if the model runs for the inputs in a batch of one, else ""."""
+    batch_of_one = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[None], list(inputs))
+    try:
+        with fixed_seed(), torch.no_grad():
+            model(*batch_of_one)
+    except Exception:  # whatever a user's model raises
+        return ""
+    shapes = ["x".join(map(str, tensor.shape)) for tensor in tensor_leaves(batch_of_one)]
+    return f"; the batch comes first in a shape: {' and '.join(shapes)}"
 
 
 def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -183,6 +195,7 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
         program = _export(model, tuple(inputs), is_batch_dynamic=False)
         return lift_program(program, model, inputs)
     except Exception as error:
+        run_model(model, inputs)  # if it does not run, that is the reason
         raise ModelError(explain_capture_failure(dynamic_error or error, model)) from error
 
 

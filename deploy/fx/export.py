@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from deploy.errors import BackendError, ExportError, ModelError, first_line
-from deploy.fx.capture import repeat_single_sample
+from deploy.fx.capture import repeat_single_sample, run_model
 from deploy.fx.comparison import (
     floats_to_float64,
     largest_difference,
@@ -158,7 +158,8 @@ def to_onnx(
         dynamic_batch: make the batch dynamic, named "batch".
 
     Raises:
-        ModelError: torch.export cannot follow the model, or the model fixes the batch.
+        ModelError: the model does not run for the inputs, torch.export cannot follow it, or it
+            fixes the batch.
         ExportError: the exporter cannot write this opset.
     """
     if any(isinstance(module, FakeQuant) for module in model.modules()):
@@ -173,6 +174,7 @@ def to_onnx(
     try:
         program = run_exporter(_exportable_copy(model), tuple(copies), shapes, opset)
     except Exception as error:  # torch.export and the exporter share no error class
+        run_model(model, inputs)  # if it does not run, that is the reason
         raise ModelError(explain_export_failure(error, dynamic_batch)) from error
 
     exported = program.model_proto
