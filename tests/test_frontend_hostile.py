@@ -4,6 +4,7 @@ import gzip
 import os
 import pickle
 import random
+import struct
 import zipfile
 
 import numpy as np
@@ -71,6 +72,8 @@ FILES = {
     "empty": (b"", "empty file"),
     "text": (b"hello, this is a text file\n" * 40, "text file"),
     "pickle": (pickle.dumps({"a": list(range(99))}), "pickle"),
+    "torch zip": (b"PK\x03\x04" + bytes(64), "net.py:make --weights FILE"),
+    "safetensors": (struct.pack("<Q", 64) + b'{"w":{"dtype"', "net.py:make --weights FILE"),
     "gzip": (gzip.compress(MODEL_BYTES), "gzip"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
     "ort": (b"\x00\x01\x00\x00ORTM" + bytes(64), "ORT format"),

@@ -16,13 +16,19 @@ from deploy.files.reading import open_regular_file, read_bytes
 
 MESSAGE_LIMIT = 2**31 - 1  # bytes of one protobuf message
 
+_WEIGHTS_REMEDY = (
+    "if it is a state dict, name the code of its model, net.py:make --weights FILE; else export"
+    " the model to ONNX"
+)
+
 # (offset, magic bytes, kind of file, remedy)
 _OTHER_FORMATS: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer", "run 'git lfs pull'"),
-    (0, b"PK\x03\x04", "a zip archive, as torch.save writes", "export the model to ONNX"),
-    (0, b"\x80", "a Python pickle, as torch.save writes", "export the model to ONNX"),
+    (0, b"PK\x03\x04", "a zip archive, as torch.save writes", _WEIGHTS_REMEDY),
+    (0, b"\x80", "a Python pickle, as torch.save writes", _WEIGHTS_REMEDY),
     (0, b"\x1f\x8b", "gzip-compressed", "unpack it first"),
     (0, b"\x89HDF", "an HDF5 file", "export the model to ONNX"),
+    (8, b'{"', "a safetensors file", _WEIGHTS_REMEDY),
     (4, b"ORTM", "in onnxruntime's own ORT format", "give the ONNX model it was made from"),
     (4, b"TFL3", "a TensorFlow Lite model", "export the model to ONNX"),
 )
