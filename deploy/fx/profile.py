@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deploy.fx.capture import as_inputs, graph_of
 from deploy.fx.graph_text import format_columns, target_name
 from deploy.fx.operations import called_module
-from deploy.fx.plain_copy import tensor_of
+from deploy.fx.plain_copy import in_eval_mode, tensor_of
 from deploy.fx.trace import Leaves
 from deploy.terminal import PrintedResult, phase
 
@@ -33,6 +33,7 @@ FLOPS_NOTE = (
 )
 
 
+_NOT_COMPUTING = ("placeholder", "output")  # opcodes of nodes that only pass values on
 _CALL_NUMBER = re.compile(r"@[0-9]+")  # torch.export numbers the calls of a module
 
 
@@ -46,7 +47,7 @@ class NodeCost:
         target: as in that table.
         module: qualified name of the module that it belongs to; "" for the model itself.
         seconds: mean of the timed runs.
-        percent: share of the entire run.
+        percent: share of `GraphProfile.seconds`.
         flops: floating-point operations, two per multiply-accumulate.
         parameters: number of parameters that it uses; shared ones count for the first node.
     """
@@ -72,7 +73,7 @@ class GraphProfile(PrintedResult):
 
     Attributes:
         nodes: costs of the nodes, in the graph's order.
-        seconds: mean time of a run.
+        seconds: mean time of all nodes in a run.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -107,9 +108,9 @@ class GraphProfile(PrintedResult):
     def to_screen(self) -> str:
         """Return the nodes, slowest first, a line of totals, and what the FLOPs count."""
         heading = ("Op type", "Op", "Average runtime (s)", "Pct", "MFLOPs", "MMACs", "Parameters")
-        slowest_first = sorted(self.nodes, key=lambda node: -node.seconds)
-        percent = sum(node.percent for node in self.nodes)
-        total = NodeCost("total", "", "", "", self.seconds, percent, self.flops, self.parameters)
+        computing = [node for node in self.nodes if node.opcode not in _NOT_COMPUTING]
+        slowest_first = sorted(computing, key=lambda node: -node.seconds)
+        total = NodeCost("total", "", "", "", self.seconds, 100.0, self.flops, self.parameters)
         return format_columns([heading, *map(_row, [*slowest_first, total])]) + FLOPS_NOTE
 
 
@@ -152,19 +153,18 @@ def profile(
 ) -> GraphProfile:
     """Measure the mean time of each node over `runs` runs after `warm_up` untimed ones.
 
-    `model`, `leaves`: as `deploy.fx.capture.graph_of` takes them.
+    `model`: in any mode, run in eval mode. `leaves`: as `deploy.fx.capture.graph_of` takes them.
     """
     inputs = as_inputs(inputs, model)
-    graph_module = graph_of(model, inputs, leaves=leaves)
+    graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)
     timing = NodeMeter(graph_module, _read_clock)
     with torch.no_grad():
         for _ in range(warm_up):
             timing.run(*inputs)
         timing.amounts.clear()
-        started = time.perf_counter()
         for _ in range(runs):
             timing.run(*inputs)
-        total = (time.perf_counter() - started) / runs
+    total_seconds = sum(timing.amounts.values()) / runs
     flops = count_flops(graph_module, inputs)
     parameters = _count_parameters(graph_module)
     nodes = []
@@ -176,12 +176,12 @@ def profile(
             target=target_name(node.target),
             module=owner_of(node),
             seconds=seconds,
-            percent=100 * seconds / total if total else 0.0,
+            percent=100 * seconds / total_seconds if total_seconds else 0.0,
             flops=flops[node.name],
             parameters=parameters[node],
         )
         nodes.append(cost)
-    return GraphProfile(tuple(nodes), total)
+    return GraphProfile(tuple(nodes), total_seconds)
 
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
