@@ -254,7 +254,7 @@ def test_exported_model_differs_by_one_code(converted_and_exported, batches, tar
     used = compare_with_torch(exported, converted, mixed, kernels=target == "onnxruntime")
     assert used.argmax == 1.0
     assert used.codes <= 1.0
-    assert "steps of the last scale" in str(used)
+    assert "steps of the last quantized tensor" in str(used)
 
 
 def test_export_is_int8_and_deterministic(converted_and_exported, kernels, resnet, batches):

@@ -263,13 +263,14 @@ class ExportAgreement(PrintedResult):
             text += f" of {self.argmax_rows} positions in the last output"
         text += f", largest difference {self.max_difference:.3g}"
         if self.codes is not None:
-            text += f", {self.codes:.2f} steps of the last scale"
+            text += f", {self.codes:.2f} int8 steps of the last quantized tensor"
         text += f" (largest output {self.max_output:.3g})"
         if self.warning:
             text += f"; {self.warning}"
         return text
 
 
+@phase("comparing with torch")
 def compare_with_torch(
     exported: onnx.ModelProto,
     model: nn.Module,
