@@ -328,13 +328,19 @@ def test_check_reports_wrong_version_and_model(run, small_cnn, cache, tmp_path):
         assert reason in out
 
 
-def test_check_reports_a_cache_changed_afterwards(run, cache):
+def test_check_reports_a_cache_changed_afterwards(run, small_cnn, cache, tmp_path):
     head, *lines = cache.read_text().splitlines()
     equal = [line.rpartition(": ")[0] + ": 3a000000" for line in lines]
     cache.write_text("\n".join([head, *equal, ""]))
     code, out, _ = run("cache", "check", cache)
     assert code == 1
     assert "m.cache.json" in out
+    for arguments in (
+        ("to-qdq", small_cnn, cache),
+        ("relabel", cache, "--trt-version", "8.5.3"),
+        ("merge", cache),
+    ):
+        assert "m.cache.json" in run.ok("cache", *arguments, "-o", tmp_path / arguments[0])
     Path(f"{cache}.json").unlink()  # without its fingerprint, equal scales are strange only
     assert "0.000488281" in run.ok("cache", "check", cache)
 

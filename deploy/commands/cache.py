@@ -120,7 +120,7 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     from deploy.targets.tensorrt import cache_tools
 
     merged = cache_tools.merge_caches(
-        [cache_tools.read_cache(path) for path in paths], on_conflict=on_conflict
+        [_read_with_note(path) for path in paths], on_conflict=on_conflict
     )
     write_bytes(out, dump(merged))
     say(f"{out}: {len(merged.entries)} entries from {len(paths)} caches")
@@ -146,9 +146,8 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     from deploy.calibration.trt_cache import dump
     from deploy.calibration.trt_cache import relabel as relabel_cache
     from deploy.files.atomic import write_bytes
-    from deploy.targets.tensorrt.cache_tools import read_cache
 
-    read = read_cache(path)
+    read = _read_with_note(path)
     relabelled = relabel_cache(read, version=trt_version, algorithm=algorithm)
     write_bytes(out, dump(relabelled))
     say(f"{out}: {len(relabelled.entries)} entries, {read.header.text} -> {relabelled.header.text}")
@@ -252,7 +251,7 @@ def to_qdq(
 
     quantized, match = cache_tools.cache_to_qdq(
         model,
-        cache_tools.read_cache(path),
+        _read_with_note(path),
         keep_batchnorm=keep_batchnorm,
         own_concat_scales=own_concat_scales,
         parser=parser,
@@ -352,6 +351,15 @@ def _print_inferred(inferred: InferredScales) -> None:
             f"{len(inferred.missing)} tensors have no scale, and nothing gives them one; layers"
             f" that read or make them do not run in int8: {', '.join(inferred.missing)}"
         )
+
+
+def _read_with_note(path: Path) -> CalibrationCache:
+    """Read a cache from which a file is made; say if it was changed after it was written."""
+    from deploy.targets.tensorrt import cache_tools
+
+    for finding in cache_tools.origin_findings(path):
+        say(f"note   {finding.text}")
+    return cache_tools.read_cache(path)
 
 
 def _match_model(read: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:

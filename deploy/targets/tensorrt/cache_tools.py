@@ -178,7 +178,7 @@ def check_cache(
         match: the cache matched to its model; None checks the cache alone.
     """
     path = None if path is None else Path(path)
-    findings = [*_origin_findings(path), *_scale_findings(cache)]
+    findings = [*origin_findings(path), *_scale_findings(cache)]
     duplicates = cache.duplicates()
     if duplicates:
         text = f"{len(duplicates)} names occur twice: {', '.join(duplicates[:3])}"
@@ -189,7 +189,7 @@ def check_cache(
     return findings
 
 
-def _origin_findings(path: Path | None) -> Iterator[CacheFinding]:
+def origin_findings(path: Path | None) -> Iterator[CacheFinding]:
     """Yield a finding if the file is not the one that its fingerprint was written with."""
     if path is None or not store.sidecars(path)[0].exists():
         return
