@@ -103,20 +103,23 @@ class CutOffNodes:
         Raises:
             ExportError: a cut-off node has no form in the opset of `model`.
         """
-        if opset_of(model) < opset_of(self.model):
+        if opset_of(model) < opset_of(self.model):  # bring the cut-off nodes to the older opset
             lowered = lower_opset(self.model, opset=opset_of(model)).model
             replace_field(lowered.graph.output, self.model.graph.output)  # without inferred types
             return CutOffNodes(lowered).append_to(model)
         self._refuse_opset(opset_of(model))
         complete = copy_message(model)
-        graph, whole = complete.graph, self.model.graph
+        graph, file_graph = complete.graph, self.model.graph
         nodes = list(map(copy_message, self.nodes))
         self._add_constants(graph, nodes)
-        # inputs and outputs of both parts, typed as in `model` if it has them
-        declared = by_name(map(copy_message, (*graph.input, *graph.output)))
         replace_nodes(graph, [*graph.node, *nodes])
-        replace_field(graph.input, [declared.get(value.name, value) for value in whole.input])
-        replace_field(graph.output, [declared.get(value.name, value) for value in whole.output])
+
+        # the inputs and outputs of the complete model, typed as in `model` if it has them
+        declared = by_name(map(copy_message, (*graph.input, *graph.output)))
+        replace_field(graph.input, [declared.get(value.name, value) for value in file_graph.input])
+        replace_field(
+            graph.output, [declared.get(value.name, value) for value in file_graph.output]
+        )
         domains = {entry.domain for entry in complete.opset_import}
         for entry in self.model.opset_import:
             if entry.domain not in domains:
@@ -157,7 +160,10 @@ class CutOffNodes:
 def cut_unknown_nodes(
     model: onnx.ModelProto, infer: Callable[[onnx.ModelProto], onnx.ModelProto]
 ) -> CutOffNodes | None:
-    """Cut a model before its unknown nodes, in place; return None if it has none.
+    """Cut a model before the nodes that ONNX Runtime does not know, in place; return what is cut.
+
+    The unknown nodes and all nodes downstream are cut off; what these read of the remaining nodes
+    becomes an output of the model. None if there are no unknown nodes.
 
     Args:
         model: without functions.
@@ -175,6 +181,7 @@ def cut_unknown_nodes(
     cut_indices = _find_downstream(model.graph.node)
     _add_constant_nodes(graph, cut_indices)
 
+    # split the nodes, and what the cut-off ones read
     cut_nodes: Nodes = []
     remaining_nodes: Nodes = []
     for index, node in enumerate(model.graph.node):
@@ -186,11 +193,13 @@ def cut_unknown_nodes(
             constants.append(copy_tensor(graph.constants[name], name))
         else:
             varying_names.append(name)
+
     cut_model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=model.opset_import)
     cut_model.graph.node.extend(cut_nodes)
     cut_model.graph.initializer.extend(constants)
     cut_model.graph.input.extend(model.graph.input)
     cut_model.graph.output.extend(model.graph.output)
+
     _reduce_to(model, remaining_nodes, varying_names, graph)
     cut_off = CutOffNodes(cut_model)
     if not model.graph.output:
@@ -223,7 +232,12 @@ def _find_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
 
 
 def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
-    """Add, in place, nodes that compute constants from constants for the cut-off nodes only."""
+    """Add the nodes that compute constants for the cut-off nodes alone, in place.
+
+    Args:
+        graph: of the model; its nodes are sorted.
+        cut_indices: indices of the nodes to cut off; more are added.
+    """
     constants = set(graph.constants)
     for node in graph.nodes:
         if constants.issuperset(iter_reads(node)):
@@ -247,7 +261,14 @@ def _reduce_to(
     cut_reads: Iterable[str],
     index: Graph,
 ) -> None:
-    """Reduce a model to `nodes`; add those of `cut_reads` that they produce to the outputs."""
+    """Reduce a model to some of its nodes, in place.
+
+    Args:
+        model: changes.
+        nodes: the nodes that stay.
+        cut_reads: tensors that the removed nodes read; those that `nodes` make become outputs.
+        index: of the model, with inferred types and shapes.
+    """
     graph = model.graph
     produced = all_outputs(nodes)
     retain_named(graph.output, produced)

@@ -100,7 +100,12 @@ def find_refusal(
 
 
 def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why a layer's weights, or its position at the model's input, speak against int8."""
+    """Return why a layer's weights, or its position at the model's input, speak against int8.
+
+    A Conv at the model's input has few products a value (3 channels times its window): quantizing
+    the input then costs more than the products save. `placement.min_products` says how many are
+    enough; 0 puts every such Conv into int8.
+    """
     if node.op_type in placement.heavy:
         reason = _find_weight_refusal(graph, node, placement)
         if reason:
@@ -108,7 +113,7 @@ def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement
     if node.op_type != "Conv" or not _reads_model_input(graph, node):
         return ""
 
-    channels, input_channels, *window = graph.initializers[node.input[1]].dims
+    channels, input_channels, *window = graph.initializers[node.input[1]].dims  # [O, I, h, w]
     products = math.prod(window) * input_channels
     is_thin = products < placement.min_products and not _makes_many_values(graph, node)
     reads_grey_picture = input_channels == 1 and len(window) > 1
@@ -120,7 +125,11 @@ def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement
 
 
 def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why an operator with these attributes and constants has no int8 kernel."""
+    """Return why an operator that is no layer has no int8 kernel; "" if it has one.
+
+    Such operators (Add, Concat, pooling, ...) only pass int8 on. Their attributes and constant
+    operands decide.
+    """
     reason = ""
     if placement.pairs_everywhere:
         reason = _find_dla_refusal(graph, node)
@@ -142,7 +151,10 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
 def _find_tensor_refusal(
     graph: Graph, node: onnx.NodeProto, placement: Placement, float_tensors: Mapping[str, str]
 ) -> str:
-    """Return why a tensor that a node reads or makes cannot be quantized."""
+    """Return why a tensor that a node reads or makes cannot be quantized; "" if all can.
+
+    Where pairs stand on outputs too, that is the output behind the node's Relu, Clip or bias Add.
+    """
     data_inputs = graph.data_inputs(node)
     tensors = list(data_inputs)
     if placement.pairs_on_outputs:
@@ -201,7 +213,11 @@ def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placemen
 
 
 def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why the shape of a layer's weight gains nothing on the grid; "" if it gains."""
+    """Return why a layer's weight has a shape without a fast integer kernel; "" if it has one.
+
+    The limits are the target's: ConvTransposes only if their windows do not overlap
+    (`requires_tiles`), groups, the size of a window, and the least number of channels.
+    """
     weight = graph.initializers.get(node.input[1])
     if weight is None:
         return ""
@@ -213,7 +229,7 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
         if tile_shape(node, sizes) is None:
             return f"it has no {precision} kernel: its windows overlap, have gaps or are cropped"
 
-    channels = sizes[-2:]
+    channels = sizes[-2:]  # of a Gemm or MatMul
     if node.op_type == "Conv":
         channels = sizes[:2]
         if not placement.allows_groups and group_count(node) != 1:

@@ -73,7 +73,10 @@ def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
 
 
 def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
-    """Convert timm's data configuration; missing values have timm's defaults.
+    """Return the preprocessing of timm's data configuration; missing values have timm's defaults.
+
+    timm resizes the short side to input_size / crop_pct and cuts the centre out, or stretches the
+    picture to the input ("squash").
 
     Raises:
         ConfigError: see `read_timm`.
@@ -82,11 +85,11 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     std = parse_numbers(data.get("std"), "std")
     if max(map(abs, mean)) > 1 or max(std) > 1:
         raise ConfigError(f"its mean and std must be those of pixels / 255, got {short_text(mean)}")
-    depth, side = _channels_and_side(data.get("input_size"))
+    channels, side = _channels_and_side(data.get("input_size"))
     share = parse_number(data.get("crop_pct"), "crop_pct", default=_DEFAULT_SHARE)
     crop_mode = data.get("crop_mode") or "center"
     interpolation = plain_word(data.get("interpolation") or "bicubic")
-    is_squashed = crop_mode == "squash" and share == 1
+    is_squashed = crop_mode == "squash" and share == 1  # a smaller share would be cropped after it
     is_known_crop = 0 < share <= 1 and (crop_mode == "center" or is_squashed)
     if interpolation not in INTERPOLATIONS or not is_known_crop:
         raise ConfigError(
@@ -96,10 +99,11 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
         )
     if side is None and share != _DEFAULT_SHARE:
         raise ConfigError(f"its crop_pct is a share of an input_size, got {share:g} and no size")
+
     preprocess = Preprocess(
         resize="short-side",
         interpolation=INTERPOLATIONS[interpolation],
-        color="grey" if depth == 1 else "rgb",
+        color="grey" if channels == 1 else "rgb",
         mean=mean,
         std=std,
     )
