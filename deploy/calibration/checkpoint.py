@@ -207,7 +207,12 @@ class Checkpoint:
         return existing
 
     def _resume(self, existing: Shard) -> None:
-        """Resume from a checkpoint."""
+        """Go on from a checkpoint: take over its statistics, and skip the samples that it counted.
+
+        Raises:
+            CacheError: it is of another run, or does not hold the samples that it names.
+            FeedError: a counted sample has changed.
+        """
         differences = self._find_differences(existing)
         if differences:
             raise CacheError(
@@ -218,16 +223,17 @@ class Checkpoint:
         feed = self._feed
         feed.resume(existing.digests, existing.skipped)
 
-        # the checkpoint must hold exactly the samples that it says
+        # the checkpoint must hold exactly the samples that it says; a sample has the position of
+        # its first image, and the last batch may be filled up with images that were read before
         counted = self._existing_samples
-        good_entries = len(existing.digests) - len(existing.skipped)
+        good_images = len(existing.digests) - len(existing.skipped)
         positions = feed.positions[: counted * feed.batch : feed.batch]
-        numbers = {position: number for number, position in enumerate(positions, 1)}
-        has_all_entries = good_entries == min(counted * feed.batch, feed.count)
-        if not has_all_entries or not existing.peak_positions <= numbers.keys():
+        number_by_position = {position: number for number, position in enumerate(positions, 1)}
+        has_all_images = good_images == min(counted * feed.batch, feed.count)
+        if not has_all_images or not existing.peak_positions <= number_by_position.keys():
             raise CacheError(f"{self.path} must hold the samples that it names; remove it")
 
-        self._peaks.add_rows(existing.peaks, numbers)
+        self._peaks.add_rows(existing.peaks, number_by_position)
         self._resumed = existing
         self._saved = self.counted = counted
         self.notes.append(

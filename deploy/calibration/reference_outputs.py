@@ -72,7 +72,7 @@ class ReferenceOutputs:
         return self._specs
 
     def add(self, key: int, values: Mapping[str, Array]) -> None:
-        """Store a sample's outputs.
+        """Store a sample's outputs, unless its key is none of those to be stored.
 
         `values`: name -> array of a run; tensors that are not outputs are ignored.
         """
@@ -163,7 +163,8 @@ def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -
         return ""
     outputs = evaluation_set.outputs
     for sample, stored in evaluation_set.samples_with_outputs(_REPEATED_SAMPLES):
-        # the first run may draw what the session that calibrated drew
+        # a new session starts with the same random numbers as the one that calibrated, so its first
+        # run may repeat the stored outputs
         outputs.recompute(sample)
         repeated = outputs.recompute(sample)
         differing = [name for name in stored if not _is_repeated(name, stored, repeated)]

@@ -254,6 +254,7 @@ def _match_cache(
     if invalidating:
         raise CacheError("; ".join(invalidating))
 
+    # what they need is read too, where it is stored; below, a stored observation needs nothing more
     usable: Iterable[Observation] = with_needs(observations)
     if "order" in changes:
         usable = [o for o in usable if not o.is_order_dependent]
@@ -262,7 +263,7 @@ def _match_cache(
     reason = _describe_match(stored, changes, missing)
     reason += _describe_programs(stored.fingerprint, fingerprint)
     if stop_rule is not None:
-        if missing:
+        if missing:  # other samples would be enough for them
             reason += "; what is observed until it is stable is observed at once"
             raise CacheError(reason)
         reason += f"; it was observed {stop_rule}"

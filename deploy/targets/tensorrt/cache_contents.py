@@ -267,9 +267,10 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
         readers = [reader.op_type for reader in graph.readers.get(output, [])]
         if node.op_type in {"Flatten", "Reshape"} and set(readers) == {"Gemm"}:
             continue
+        # TensorRT's kind of the layer; None if the node may become several layers
         kind = "Fully Connected" if node.op_type == "Gemm" else _LAYER_KINDS.get(node.op_type)
         name: str | None = output
-        if readers == ["Relu"]:
+        if readers == ["Relu"]:  # which takes its name; without the layer's index none is known
             name = None
             if layer_index is not None and kind is not None:
                 name = unnamed_layer_output(layer_index, kind)

@@ -188,7 +188,10 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
-    """Return the largest range that a reader needs; a guess if one of them gives none."""
+    """Return the largest range that a reader needs of a tensor, or None if none gives one.
+
+    It is (largest |x|, level), and a guess if some reader gives none.
+    """
     if name in tensor_ranges.gates:
         return _range_for_gate(tensor_ranges, tensor_ranges.gates[name])
     readers = tensor_ranges.graph.readers.get(name, [])
@@ -217,7 +220,11 @@ def _range_for_gate(tensor_ranges: TensorRanges, gate: SelfGate) -> Range | None
 
 
 def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodeProto) -> Range | None:
-    """Return the range that one reader needs of a tensor."""
+    """Return the range that one reader needs of a tensor, from the ranges of the reader's outputs.
+
+    None if an output has no range yet, or if no rule leads from it back to the tensor: a Conv or
+    Gemm says nothing of the size of its input.
+    """
     operator = _operator(node)
     ranges = []
     for output in node.output:

@@ -99,9 +99,10 @@ def _layer(layer: _InspectedLayer) -> EngineLayer:
     inside. If it does not list its nodes either, its name has the first and the last one.
     """
     name, kind = layer.name, layer.kind
-    metadata, foreign = layer.metadata or "", _FOREIGN.fullmatch(name)
-    nodes = _nodes(foreign[1] if foreign else name, metadata)
-    if foreign is None:
+    metadata = layer.metadata or ""
+    block = _FOREIGN.fullmatch(name)
+    nodes = _nodes(block[1] if block else name, metadata)
+    if block is None:
         return EngineLayer(
             name=name,
             kind=kind,
@@ -109,8 +110,8 @@ def _layer(layer: _InspectedLayer) -> EngineLayer:
             nodes=nodes,
             reformat=kind == _REFORMAT,
         )
-    first_node, dots, last_node = foreign[1].partition("...")
-    if not dots or _NODE.search(metadata):
+    first_node, dots, last_node = block[1].partition("...")
+    if not dots or _NODE.search(metadata):  # all of its nodes are listed
         return EngineLayer(name=name, kind=kind, nodes=nodes, block=kind)
     end_nodes = _nodes(first_node, "")[0], _nodes(last_node, "")[-1]
     return EngineLayer(name=name, kind=kind, block=kind, end_nodes=end_nodes)

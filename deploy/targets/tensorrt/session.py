@@ -237,7 +237,13 @@ class TensorrtSession:
     def open(
         cls, path: Path, *, cuda_graph: bool = False, device: int = 0, plugins: Sequence[Path] = ()
     ) -> TensorrtSession:
-        """Load an engine file on a GPU, after these plugin libraries.
+        """Load an engine file on a GPU.
+
+        Args:
+            path: the engine.
+            cuda_graph: run it from a captured CUDA graph.
+            device: index of the GPU.
+            plugins: plugin libraries to load before the engine.
 
         Raises:
             SdkMissingError: TensorRT, the driver or the GPU is missing.
