@@ -248,9 +248,8 @@ class _Bins:
         ramps = None
         if power == 2 and _is_quick(grid):
             above, below = counts[-BINS:].copy(), np.zeros(BINS, np.int64)
-            if (
-                counts.size > BINS
-            ):  # of x: the middle one is the bin around 0, those before mirrored
+            if counts.size > BINS:
+                # counts of x: bins below 0, which are mirrored; the bin around 0; bins above 0
                 below[1:] = counts[BINS - 2 :: -1]
                 above[0] = 0
             ramps = Ramps.of(above, below)
