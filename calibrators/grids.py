@@ -137,6 +137,7 @@ def _integer_grid(bits: int, *, signed: bool) -> Grid:
 def _float_grid(
     name: str, bits: int, qmax: float, mantissa: int, least_exponent: int, dtype: str, scaled: bool
 ) -> Grid:
+    """Return a float grid, symmetric around 0; arguments as the fields of `Grid`."""
     return Grid(
         name=name,
         bits=bits,

@@ -276,6 +276,7 @@ class RecordPlan:
         second_scales = self._search_scales(self.second_factors, observed)
         weight_scales = self.weight_scales(factors, roundings)
 
+        # a MatMul of two activations has two inputs, and the scale of the second one as scale_w
         records = {}
         inputs = []  # (layer, record with the scale of this input, observation)
         for name, observation in first_factors.items():
@@ -297,7 +298,8 @@ class RecordPlan:
                 zero_layers.append(name)
             if is_rounded_to_zero(record, recorder):
                 underflow_layers.append(name)
-        stored_bytes = 0
+
+        stored_bytes = 0  # a tensor that several layers read is stored once
         for recorder in recorders.values():
             if isinstance(recorder, IfmrHistogram) and recorder.exact:
                 stored_bytes += 4 * recorder.total  # float32

@@ -289,14 +289,9 @@ def _layer_or_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
 
     layer = replace(layer, weight=node.input[1], bias=bias)
     if node.op_type == "MatMul":
-        layer = replace(layer, channels_in=weight.dims[-2], stacked=len(weight.dims) == 3)
-        add = index.bias_add(node, weight.dims[-1])
-        if add is None:
-            return layer
-        (add_bias,) = (name for name in add.input if name != layer.output)
-        return replace(layer, output=add.output[0], bias=add_bias, bias_add=add.name)
-
-    group, trans_b = int(options.get("group", 1)), bool(options.get("transB", 0))
+        return _with_bias_add(layer, node, weight, index)
+    group = int(options.get("group", 1))
+    trans_b = bool(options.get("transB", 0))
     if node.op_type == "Conv":
         channels_in = weight.dims[1] * group
     else:
@@ -304,6 +299,18 @@ def _layer_or_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     return replace(
         layer, group=group, rank=len(weight.dims) - 2, trans_b=trans_b, channels_in=channels_in
     )
+
+
+def _with_bias_add(
+    layer: Layer, node: onnx.NodeProto, weight: onnx.TensorProto, index: Graph
+) -> Layer:
+    """Return a MatMul's layer with the Add of its bias, if only that Add reads the product."""
+    layer = replace(layer, channels_in=weight.dims[-2], stacked=len(weight.dims) == 3)
+    add = index.bias_add(node, weight.dims[-1])
+    if add is None:
+        return layer
+    (bias,) = (name for name in add.input if name != layer.output)
+    return replace(layer, output=add.output[0], bias=bias, bias_add=add.name)
 
 
 def _refuse_weight(

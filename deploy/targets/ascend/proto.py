@@ -29,6 +29,11 @@ def message_class(name: str) -> Any:
 
 @cache
 def _pool() -> Any:
+    """Return a DescriptorPool with the messages and enums of `ascend.proto`.
+
+    protoc is not needed: the file is read by regular expressions, which know the subset of the
+    language that it uses.
+    """
     from google.protobuf import descriptor_pb2, descriptor_pool
 
     definitions = _DEFINITION.findall(read_package_text(__package__, "ascend.proto"))
@@ -49,6 +54,13 @@ def _pool() -> Any:
 
 
 def _add_fields(message: Any, body: str, kind_by_name: Mapping[str, str]) -> None:
+    """Add the fields and oneofs of a message's body to its descriptor.
+
+    Args:
+        message: a DescriptorProto; changed in place.
+        body: text between the braces of the message.
+        kind_by_name: type that the file defines -> "message" or "enum".
+    """
     from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Proto
 
     is_in_oneof = False

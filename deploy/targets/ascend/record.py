@@ -205,6 +205,7 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
 
 
 def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
+    """Refuse widths of activations or weights that a layer of this type cannot have."""
     if not takes_activations(layer, record.act_bits):
         raise ConfigError(
             f"act_type INT16 is for {INT16_LAYERS}, got {layer.kind} in layer {name!r}"
@@ -224,6 +225,7 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
 
 
 def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
+    """Refuse a number of weight scales that does not fit the layer's type."""
     count = record.scale_w.size
     if layer.input_index is not None:
         if count or not record.is_node_input:
