@@ -279,14 +279,11 @@ def _read_layer(value: Any) -> LayerRecord:
         raise ConfigError(
             f"offset_d must be in [{low}, {high}] with {act_bits} bits, got {value.offset_d}"
         )
-    factors = np.array(value.tensor_balance_factor, np.float32)
-    if not ((factors > FLT_EPSILON) & (factors < 1 / FLT_EPSILON)).all():
-        raise ConfigError("a tensor_balance_factor must be in (1.2e-7, 8.4e6), got one outside")
     return LayerRecord(
         scale_d=np.float32(value.scale_d) if has_scale else None,
         offset_d=value.offset_d,
         scale_w=scale_w,
-        factors=factors,
+        factors=_read_factors(value),
         has_weight=value.wts_type != "" or scale_w.tolist() != [1.0],
         skip_fusion=value.skip_fusion,
         is_node_input=value.is_tensor_quantize,
@@ -295,6 +292,14 @@ def _read_layer(value: Any) -> LayerRecord:
         force_fp16=mode == _FORCE_FP16,
         is_float16=_IS_FLOAT16_BY_TYPE[value.op_data_type],
     )
+
+
+def _read_factors(value: Any) -> Float32Array:
+    """Return the DMQ factors of a layer, [C_in], or [] without DMQ."""
+    factors = np.array(value.tensor_balance_factor, np.float32)
+    if not ((factors > FLT_EPSILON) & (factors < 1 / FLT_EPSILON)).all():
+        raise ConfigError("a tensor_balance_factor must be in (1.2e-7, 8.4e6), got one outside")
+    return factors
 
 
 def _check_scales(scales: Iterable[float]) -> None:

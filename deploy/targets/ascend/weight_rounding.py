@@ -40,6 +40,7 @@ from calibrators.amct.adaround import (
 )
 from calibrators.amct.arq import kl_scale
 from calibrators.amct.recorders import RoundedWeights, RoundedWeightsOf, Targets, TargetsOf
+from calibrators.rounding import ConvWindow
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
 from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
@@ -167,16 +168,22 @@ class _StepBuilder:
     def make_step(
         self, layer: Layer, node: onnx.NodeProto, earlier: Mapping[str, AdaStep]
     ) -> AdaStep:
-        """Return the step of a layer after the steps of the earlier layers."""
+        """Return the step of a layer after the steps of the earlier layers.
+
+        Args:
+            layer: the layer.
+            node: its node.
+            earlier: layer -> step of the layers before it in the model, which are rounded first.
+        """
         rows = to_rows(read_constant(self.index, layer.weight), layer)
         shape = (layer.group, rows.shape[0] // layer.group, prod(rows.shape[1:]))
-        position_bytes = 4 * shape[0] * shape[2]
+        position_bytes = 4 * shape[0] * shape[2]  # the float32 inputs at one position
         positions = min(max(_MAX_INPUT_BYTES // position_bytes, _MIN_POSITIONS), MAX_POSITIONS)
         sample_positions = -(-positions // self.samples)
 
         output = str(node.output[0])
-        is_matrix = layer.kind in ("Gemm", "MatMul")
         earlier_inputs = (*self.needs, *(step.inputs for step in earlier.values()))
+        is_matrix = layer.kind in ("Gemm", "MatMul")
         targets = Observation(
             self._variant("float", layer.name, output, (), earlier_inputs),
             output,
@@ -186,39 +193,38 @@ class _StepBuilder:
             layer.name,
         )
 
-        window = None
-        if not is_matrix:
-            is_transposed = layer.kind == "ConvTranspose"
-            window = make_window(attributes(node), rows.shape[2:], transposed=is_transposed)
         weight = self.config.layers[layer.name].weight
         params = AdaParams(**{key: getattr(weight, key) for key in ADA})
         is_balanced = any(need.layer == layer.name for need in self.needs)
-        rounded_needs = (*earlier_inputs, targets)
         inputs = Observation(
-            self._variant("rounded", layer.name, output, tuple(earlier), rounded_needs),
+            self._variant(
+                "rounded", layer.name, output, tuple(earlier), (*earlier_inputs, targets)
+            ),
             f"{layer.name}.mul.output0" if is_balanced else layer.input,
             RoundedWeightsOf(
                 samples=self.samples,
                 max_positions=sample_positions,
-                window=window,
+                window=None if is_matrix else _find_window(node, layer, rows.shape[2:]),
                 shape=shape,
                 scales=rows.shape[0] if weight.channel_wise else 1,
                 params=params,
             ),
             layer.name,
         )
-
-        bias = np.zeros(rows.shape[0], np.float32)
-        if layer.bias and not layer.bias_add:
-            bias = read_constant(self.index, layer.bias).reshape(-1)
         return AdaStep(
             layer=layer,
             params=params,
-            bias=bias.reshape(shape[:2]),
+            bias=self._read_bias(layer, len(rows)).reshape(shape[:2]),
             activation=_find_activation(self.index, output, shape),
             targets=targets,
             inputs=inputs,
         )
+
+    def _read_bias(self, layer: Layer, channels: int) -> Float32Array:
+        """Return the bias in a layer's own output, [C_out]; a MatMul's is in an Add after it."""
+        if layer.bias and not layer.bias_add:
+            return read_constant(self.index, layer.bias).reshape(-1)
+        return np.zeros(channels, np.float32)
 
     def _variant(
         self,
@@ -228,12 +234,25 @@ class _StepBuilder:
         rounded: Collection[str],
         needs: tuple[Observation, ...],
     ) -> Variant:
-        """Return the model up to a layer, with the `rounded` layers rounded."""
+        """Return the model up to a layer, with the `rounded` layers rounded.
+
+        Args:
+            form: "float" or "rounded", for the key of the variant.
+            layer: name of the layer.
+            output: tensor that it makes.
+            rounded: names of the layers with AdaRound's weights.
+            needs: observations that these weights follow from.
+        """
 
         def make(observed: ObservedStatistics) -> onnx.ModelProto:
             return self.prepared(observed, rounded, output)
 
         return Variant(f"{self.key}, {form} up to {layer}", make, needs)
+
+
+def _find_window(node: onnx.NodeProto, layer: Layer, kernel: tuple[int, ...]) -> ConvWindow:
+    """Return the window of a convolution whose kernel has these sizes."""
+    return make_window(attributes(node), kernel, transposed=layer.kind == "ConvTranspose")
 
 
 def _find_activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> AdaActivation:
