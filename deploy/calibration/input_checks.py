@@ -252,7 +252,7 @@ def _are_nearly_equal(sample: Mapping[str, Array], other_sample: Mapping[str, Ar
             return False
         values = np.float64(value)
         noise = np.square(values - other_value).mean()
-        if not noise * 255**2 < np.ptp(values) ** 2:
+        if not noise * 255**2 < np.ptp(values) ** 2:  # a step is 1 / 255 of the range
             return False
     return has_large_input
 

@@ -275,10 +275,17 @@ def _describe_match(
     changes: Mapping[str, str],
     missing: tuple[Observation, ...],
 ) -> str:
-    """Return what is reused of a cache that fits, and what is not, as a clause."""
-    reordered = sum(o.key in stored.keys for o in missing)
-    if reordered:
-        return f"{changes['order']}, and {reordered} observations go by it"
+    """Return what is reused of a cache that fits, and what is not, as a clause.
+
+    Args:
+        stored: the cache.
+        changes: part of the fingerprint -> how it changed, as a clause.
+        missing: observations to make.
+    """
+    # a stored observation is made again only because the images have another order
+    order_dependent_count = sum(o.key in stored.keys for o in missing)
+    if order_dependent_count:
+        return f"{changes['order']}, and {order_dependent_count} observations go by it"
     if missing:
         kinds = list(dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing))
         return (

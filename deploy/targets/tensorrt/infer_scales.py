@@ -116,6 +116,7 @@ class TensorRanges:
         self.constants = {
             name: _largest_magnitude(tensor) for name, tensor in self.graph.constants.items()
         }
+        # bounds of a tensor: beyond them its readers no longer tell its values apart
         self.saturated = {}
         for name, (low, high) in find_bounds(model).items():
             if math.isfinite(low) and math.isfinite(high):

@@ -324,7 +324,7 @@ class TensorRT(TensorrtOptions):
         models = {FLOAT: request.model} if self.precision == INT8 else {}
         models[QDQ], notes = self._quantize(request, calibrated.match)
         weights = read_stored_weights(models[QDQ])  # from the cache TensorRT computes the same ones
-        typed_model, type_notes = self._narrow(request, calibrated, models[QDQ])
+        typed_model, type_notes = self._make_typed_model(request, calibrated, models[QDQ])
         float32_nodes, float32_notes = self._float32_nodes(request, calibrated)
         notes = (*notes, *type_notes)
         if typed_model is None:
@@ -438,7 +438,7 @@ class TensorRT(TensorrtOptions):
         )
         return model, tuple(notes)
 
-    def _narrow(
+    def _make_typed_model(
         self, request: BuildRequest, calibrated: _CalibratedModel, qdq_model: onnx.ModelProto
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """Return the typed model, a Q/DQ model whose float part is float16 or bfloat16, and notes.
@@ -446,7 +446,8 @@ class TensorRT(TensorrtOptions):
         It is None where that part stays float32 (`rest`), or where the model cannot be converted;
         then a note says why.
 
-        `qdq_model`: the user's own Q/DQ model, if its pairs are kept.
+        `qdq_model`: the Q/DQ model, which is narrowed itself if it is the user's own; any other is
+        quantized anew, with scales that the narrow type holds.
         """
         from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_typed
