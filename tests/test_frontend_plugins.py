@@ -311,7 +311,7 @@ def test_engine_with_plugin_is_timed(build, monkeypatch):
     here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
     monkeypatch.setattr(sdk, "find_sdk", lambda device=0: here)
     monkeypatch.setattr(engines, "open_gpu", lambda device: None)
-    built = builder.BuiltEngine(b"plan", (), b"")
+    built = builder.BuiltEngine(b"plan", ())
     monkeypatch.setattr(builder, "build_engine", lambda *a, **k: built)
     monkeypatch.setattr(engines, "calibrator_from_cache", lambda settings, cache: None)
     monkeypatch.setattr(TensorrtSession, "open", lambda *a, **k: DeviceSession())

@@ -94,13 +94,11 @@ class BuiltEngine:
     Attributes:
         plan: the bytes of the engine.
         log: TensorRT's log lines.
-        cache: the calibration cache used, if any.
         notes: sentences for the user.
     """
 
     plan: bytes
     log: tuple[str, ...]
-    cache: bytes | None
     notes: tuple[str, ...] = ()
 
 
@@ -151,11 +149,12 @@ def build_engine(
     if calibration_trouble:
         raise CalibrationError(f"{calibration_trouble}; TensorRT said: {log.summary()}")
 
-    cache = calibrator.check() if calibrator is not None else None
+    if calibrator is not None:
+        calibrator.check()
     if settings.timing_cache is not None and not timing_note:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
     notes = (timing_note,) if timing_note else ()
-    return BuiltEngine(bytes(plan), tuple(log.lines), cache, notes)
+    return BuiltEngine(bytes(plan), tuple(log.lines), notes)
 
 
 def calibrate(

@@ -69,23 +69,23 @@ class ScaleDifference:
 
 
 def compare_caches(first: CalibrationCache, second: CalibrationCache) -> list[ScaleDifference]:
-    """List tensors with different scales, largest change first, then those in one cache only."""
-    scales, new_scales = first.scales(), second.scales()
-    bits = {entry.name: entry.bits for entry in first.entries}
-    new_bits = {entry.name: entry.bits for entry in second.entries}
-    changed, removed = [], []
-    for name, scale in scales.items():
-        difference = ScaleDifference(name, scale, new_scales.get(name))
-        if name not in new_scales:
+    """List tensors with different scales, largest change first, then those in one cache only.
+
+    Raises:
+        CacheError: a cache has two different scales for a tensor.
+    """
+    first_scales, second_scales = first.scales(), second.scales()
+    changed, removed, added = [], [], []
+    for name in {**first_scales, **second_scales}:
+        old_scale, new_scale = first_scales.get(name), second_scales.get(name)
+        difference = ScaleDifference(name, old_scale, new_scale)
+        if new_scale is None:
             removed.append(difference)
-        elif bits[name] != new_bits[name]:
+        elif old_scale is None:
+            added.append(difference)
+        elif old_scale.tobytes() != new_scale.tobytes():  # bit for bit: NaN equals NaN
             changed.append(difference)
     changed.sort(key=_change)
-    added = [
-        ScaleDifference(name, None, scale)
-        for name, scale in new_scales.items()
-        if name not in scales
-    ]
     return [*changed, *removed, *added]
 
 

@@ -105,11 +105,10 @@ def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
     return None
 
 
-def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> Path:
+def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> None:
     """Write the cache, then its fingerprint."""
     atomic.write_bytes(path, data)
     atomic.write_bytes(store.sidecars(path)[0], store.make_text_only_json(data, fingerprint))
-    return path
 
 
 _TIMING_CACHE = "tensorrt.timing"
