@@ -381,7 +381,7 @@ def test_record_alone_lacks_the_rounding(all_kinds, built, command, tmp_path, re
     _, out = built(ada(100, "dmq_balancer { }"), out="ada")
     record, modified = out / "kinds_record.txt", out / "kinds_modified_model.onnx"
     output = command("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
-    assert "The weights of 5 layers" in output
+    assert "biases of 5 layers" in output
     assert "AdaRound" not in command("ascend", "deploy", modified, record, "-o", tmp_path / "b")
     for kind in ("deploy", "fake_quant"):
         expected = (out / f"kinds_{kind}_model.onnx").read_bytes()

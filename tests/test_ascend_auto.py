@@ -226,6 +226,8 @@ def test_command_repairs_before_choosing_float(auto, command, uneven, images, tm
     np.testing.assert_array_equal(
         actual, outputs(tmp_path / "uneven_fake_quant_model.onnx", images)
     )
+    output = command("ascend", "deploy", uneven, arguments[1], "-o", tmp_path / "biased")
+    assert "_modified_model.onnx that was written with the record" in output
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_modified_model_has_the_records_weights(small_cnn, data, done, command, 
     assert modified.name in (folder / "small_cnn_README.txt").read_text()
     expected = (folder / "small_cnn_deploy_model.onnx").read_bytes()
     for path in (small_cnn, modified):
-        output = done("deploy", path, record, "-o", tmp_path / path.stem)
+        output = done("deploy", path, record, "--images", data, "-o", tmp_path / path.stem)
         (deployed,) = (tmp_path / path.stem).glob("*_deploy_model.onnx")
         assert (deployed.read_bytes() == expected) == (path == modified)
         assert ("_modified_model.onnx that was written" in output) == (path == small_cnn)

@@ -246,6 +246,7 @@ class _Deployment:
             files=file_rows(result.files, stage),
             runnable=str(stage.published_path(result.files["fake-quant model"])),
             shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
+            alerts=result.alerts,
             notes=result.notes,
         )
         report = Report(

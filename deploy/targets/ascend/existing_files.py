@@ -34,6 +34,7 @@ from deploy.targets.ascend.models import is_fusion_mapping
 from deploy.targets.ascend.preparation import disable_layers, prepare_model, unfuse_batchnorms
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import (
+    Float32Array,
     balanced_weight,
     quantize_fitting,
     quantize_layers,
@@ -219,17 +220,18 @@ def recipe_from_record(
         config=quant_config,
         method="a record",
         float_reasons=dict.fromkeys(unrecorded, "the record has no scales for it"),
-        notes=tuple(_record_notes(path, unfolded, other_weights, ignored)),
+        notes=tuple(_record_notes(path, unfolded, ignored)),
+        alerts=_other_weights_alert(other_weights),
     )
 
 
 def _find_modified_layers(
     record: Path, model: onnx.ModelProto, graph: LayerGraph, records: Collection[str]
 ) -> list[str]:
-    """Return the layers whose weight differs in the modified model that lies beside a record.
+    """Return the layers whose weight or bias differs in the modified model beside a record.
 
-    A build with repairs, such as adaptive rounding, writes that model: the float model with the
-    weights that the record was made for. Without such a file the result is [].
+    A build with repairs, such as adaptive rounding, writes that model: the float model that the
+    record was made for. Without such a file the result is [].
     """
     name = record.name.removesuffix("_record.txt")
     modified_path = record.with_name(f"{name}_modified_model.onnx")
@@ -242,23 +244,42 @@ def _find_modified_layers(
     for layer_name in records:
         layer = graph.layers.get(layer_name)
         modified_layer = modified_graph.layers.get(layer_name)
-        if layer is None or modified_layer is None or not layer.weight:
+        if layer is None or modified_layer is None:
             continue
-        weight = read_constant(index, layer.weight)
-        if not np.array_equal(weight, read_constant(modified_index, modified_layer.weight)):
+        constants = _read_layer_constants(layer, index)
+        modified_constants = _read_layer_constants(modified_layer, modified_index)
+        if not all(map(np.array_equal, constants, modified_constants)):
             layer_names.append(layer_name)
     return layer_names
 
 
-def _record_notes(
-    path: Path, unfolded: Collection[str], other_weights: Sequence[str], ignored: Collection[str]
-) -> Iterator[str]:
+def _read_layer_constants(layer: Layer, index: Graph) -> tuple[Float32Array, Float32Array]:
+    """Return weight and flat bias of a layer, [] where it has none."""
+    weight = bias = np.zeros(0, np.float32)
+    if layer.weight:
+        weight = read_constant(index, layer.weight)
+    if layer.bias:
+        bias = read_constant(index, layer.bias).reshape(-1)
+    return weight, bias
+
+
+def _other_weights_alert(layer_names: Sequence[str]) -> tuple[str, ...]:
+    """Return a sentence on layers whose constants were changed before a record was made."""
+    if not layer_names:
+        return ()
+    return (
+        f"Weights or biases of {len(layer_names)} layers ({', '.join(layer_names[:3])}) were"
+        " changed before the record was made, by AdaRound or a repair, and the given model has its"
+        " own: give the _modified_model.onnx that was written with the record",
+    )
+
+
+def _record_notes(path: Path, unfolded: Collection[str], ignored: Collection[str]) -> Iterator[str]:
     """Yield notes on a record: what of it could not be used as it is.
 
     Args:
         path: the record.
         unfolded: layers into which nothing is folded.
-        other_weights: layers whose weights were rounded before the record was made.
         ignored: descriptions of entries that are not deployed.
     """
     yield f"Scales: {path}, unchanged; nothing was calibrated."
@@ -266,13 +287,6 @@ def _record_notes(
         yield (
             "By its scales, the record was made before anything was folded into these layers, so"
             f" what follows them stays apart: {', '.join(unfolded)}."
-        )
-    if other_weights:
-        yield (
-            f"The weights of {len(other_weights)} layers ({', '.join(other_weights[:3])}) were"
-            " changed before the record was made, by AdaRound or a repair. A record does not hold"
-            " that change, so here they are rounded to nearest; instead of the model, give the"
-            " _modified_model.onnx that was written with the record."
         )
     if ignored:
         yield f"Entries of the record that were not deployed: {', '.join(ignored)}."

@@ -63,6 +63,7 @@ class Recipe:
         ranges: tensor -> clip range of its scale.
         float_reasons: layer -> why it is float, if the user did not ask for it.
         notes: sentences for the user.
+        alerts: sentences on what is probably wrong.
     """
 
     model: onnx.ModelProto
@@ -74,6 +75,7 @@ class Recipe:
     ranges: Mapping[str, Scale] = field(default_factory=dict)
     float_reasons: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    alerts: tuple[str, ...] = ()
 
 
 _HALF_INT32 = 2**30

@@ -391,7 +391,7 @@ class Ascend:
             ranges=recipe.ranges,
             weights=deployed_weights(recipe.layers),
             notes=(*notes, *host_notes, *atc_notes),
-            alerts=self._source().alerts,
+            alerts=(*recipe.alerts, *self._source().alerts),
             error=failure,
         )
 
