@@ -370,7 +370,7 @@ class Phase:
         about = "about " if self.about else ""
         time_text = format_seconds(elapsed)
         if share and share < 1:
-            step_seconds = elapsed - self.inner_seconds
+            step_seconds = elapsed - self.inner_seconds  # for the share that is done
             end = now + step_seconds / share - step_seconds
             self.estimated_end = min(self.estimated_end, end)
             if self.estimated_end > now:

@@ -55,39 +55,39 @@ def resolve_preprocess(
 ) -> ResolvedPreprocess:
     """Apply the user's options to the model's preprocessing, and complete it from the input.
 
+    Args:
+        requested: complete preprocessing, a preset's name, or some options by name, if any.
+        metadata_preprocess: what the model's metadata says, if anything.
+        spec: the model's input.
+
     Raises:
         ConfigError, FeedError: see `apply_user_options` and `complete_preprocess`.
     """
-    model_preprocess, notes = _resolve_metadata(metadata_preprocess, spec)
+    model_preprocess, metadata_notes = _resolve_metadata(metadata_preprocess, spec)
+    source = "" if metadata_preprocess is None else metadata_preprocess.source
     if isinstance(requested, str):
         requested = find_preset(requested)
-    if isinstance(requested, Preprocess):
-        preprocess, completion_notes = complete_preprocess(requested, spec)
-        if model_preprocess is not None and metadata_preprocess is not None:
-            source = metadata_preprocess.source
-            if _normal_form(preprocess) != _normal_form(model_preprocess):
-                difference_note = (
-                    f"{source} says {describe_preprocess(model_preprocess)}, although other options"
-                    " were given, which are used"
-                )
-                completion_notes = (difference_note, *completion_notes)
-        return ResolvedPreprocess(preprocess, notes=completion_notes)
+    if isinstance(requested, Preprocess):  # complete: the model's is only compared with it
+        preprocess, notes = complete_preprocess(requested, spec)
+        if model_preprocess and _normal_form(preprocess) != _normal_form(model_preprocess):
+            difference_note = (
+                f"{source} says {describe_preprocess(model_preprocess)}, although other options"
+                " were given, which are used"
+            )
+            notes = (difference_note, *notes)
+        return ResolvedPreprocess(preprocess, notes=notes)
 
     options = _options(requested)
-    if model_preprocess is None or metadata_preprocess is None:
-        base = None
-        if options:
-            base = apply_user_options(default_preprocess(spec), options)
-        preprocess, completion_notes = complete_preprocess(base, spec)
-        return ResolvedPreprocess(preprocess, notes=(*notes, *completion_notes))
+    if model_preprocess is None:
+        chosen = apply_user_options(default_preprocess(spec), options) if options else None
+        preprocess, notes = complete_preprocess(chosen, spec)
+        return ResolvedPreprocess(preprocess, notes=(*metadata_notes, *notes))
 
     if "size" in options:  # the model's short side is of its own size
         model_preprocess = dataclasses.replace(model_preprocess, short_side=None)
     preprocess, _ = complete_preprocess(apply_user_options(model_preprocess, options), spec)
-    origin = metadata_preprocess.source
-    if options:
-        origin += f", but for {', '.join(options)}"
-    return ResolvedPreprocess(preprocess, origin=origin, notes=notes)
+    exceptions = f", but for {', '.join(options)}" if options else ""
+    return ResolvedPreprocess(preprocess, origin=source + exceptions, notes=metadata_notes)
 
 
 def _options(requested: object) -> dict[str, object]:

@@ -484,19 +484,12 @@ def find_preset(name: str) -> Preprocess:
 
 def describe_preprocess(preprocess: Preprocess) -> str:
     """Describe preprocessing in one line, for the top of a report; a preset's name comes first."""
-    title = ""
-    for name, preset in PRESETS.items():
-        if _equals_preset(preset, preprocess):
-            title = f"{name}: "
-            break
-    size = ""
-    if preprocess.size:
-        size = format_size(preprocess.size)
+    preset_names = [name for name in PRESETS if _equals_preset(PRESETS[name], preprocess)]
+    title = f"{preset_names[0]}: " if preset_names else ""
+    size = format_size(preprocess.size) if preprocess.size else ""
     if preprocess.multiple > 1:
         size += f" in multiples of {preprocess.multiple}"
-    factor = "as they are"
-    if preprocess.scale != 1:
-        factor = f"/ {1 / preprocess.scale:g}"
+    factor = "as they are" if preprocess.scale == 1 else f"/ {1 / preprocess.scale:g}"
     return (
         f"{title}{preprocess.color} {size}, {preprocess.resize} ({preprocess.interpolation}),"
         f" pixels {factor}, mean {_join_numbers(preprocess.mean)},"
