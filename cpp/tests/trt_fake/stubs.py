@@ -6,7 +6,7 @@ TensorRT's headers declare what its library fills in as pure virtual functions: 
 NvInferImpl.h and the parser of NvOnnxParser.h. Each stub overrides all of them with a function that
 names itself and aborts, so that a fake library has to write the few that it is driven through, and
 compiles against every version's headers. Nothing of the headers is kept but those signatures, which
-are made again on every build.
+are made anew on every build.
 """
 
 import re
