@@ -50,7 +50,11 @@ def _drop_zero(node: fx.Node) -> bool:
 
 
 def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | None:
-    """Merge the two branches of an addition or subtraction; return their names, or None."""
+    """Merge the two branches of an addition or subtraction.
+
+    Return (name of the layer that computes both, name of the one merged into it); None if `node`
+    adds no two branches that can be merged.
+    """
     is_sum = is_op(node, "add")
     if not is_sum and not is_op(node, "sub"):
         return None

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from deploy.errors import FeedError, ModelError, first_line
-from deploy.fx.comparison import largest_difference, largest_magnitude
+from deploy.fx.comparison import largest_difference, largest_magnitude, tensors_of
 from deploy.fx.device import device_of, fixed_seed, quiet
 from deploy.fx.lift import input_placeholders, lift_program
 from deploy.fx.model_inputs import (
@@ -137,8 +137,8 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
 
 def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
     """Raise `ModelError` if `captured` gives other outputs than `model`."""
-    references = tensor_leaves(run_model(model, inputs))
-    outputs = tensor_leaves(run_model(captured, inputs))
+    references = tensors_of(run_model(model, inputs))
+    outputs = tensors_of(run_model(captured, inputs))
     for output, reference in zip(outputs, references, strict=True):
         allowed = CAPTURE_TOLERANCE * largest_magnitude(reference)
         if output.shape != reference.shape or not largest_difference(output, reference) <= allowed:
@@ -158,7 +158,7 @@ def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
         with fixed_seed(), torch.no_grad():
             return model(*copy.deepcopy(list(inputs)))
     except Exception as error:  # torch.export accepts some models that do not run
-        shapes = [tuple(tensor.shape) for tensor in tensor_leaves(inputs)]
+        shapes = [tuple(tensor.shape) for tensor in tensors_of(inputs)]
         message = (
             f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
             f" {first_line(error)}"
@@ -176,7 +176,7 @@ def _batch_hint(model: nn.Module, inputs: Sequence[Any]) -> str:
             model(*batch_of_one)
     except Exception:  # whatever a user's model raises
         return ""
-    shapes = ["x".join(map(str, tensor.shape)) for tensor in tensor_leaves(batch_of_one)]
+    shapes = ["x".join(map(str, tensor.shape)) for tensor in tensors_of(batch_of_one)]
     return f"; the batch comes first in a shape: {' and '.join(shapes)}"
 
 
@@ -217,11 +217,6 @@ def dynamic_shapes(inputs: tuple[Any, ...]) -> Any:
     """Return the `dynamic_shapes` of torch.export for inputs whose first dimension is the batch."""
     batch = torch.export.Dim.AUTO
     return pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
-
-
-def tensor_leaves(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def has_batch(leaf: Any) -> bool:

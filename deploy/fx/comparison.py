@@ -49,7 +49,7 @@ def compare_speed(original: nn.Module, rewritten: nn.Module, inputs: Sequence[to
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a model's output, in order."""
+    """Return the tensors of a model's inputs or output, in order, also in nested containers."""
     if isinstance(output, torch.Tensor):
         return [output]
     if isinstance(output, dict):

@@ -29,7 +29,8 @@ from torch.nn import functional
 
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
-from deploy.fx.capture import as_inputs, has_batch, select_arguments, tensor_leaves
+from deploy.fx.capture import as_inputs, has_batch, select_arguments
+from deploy.fx.comparison import tensors_of
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
 from deploy.fx.fuse import called_once
@@ -258,7 +259,18 @@ def _record(
     module: nn.Module,
     inputs: Any,
 ) -> None:
-    """Record the first input of a module; a forward pre-hook but for its first arguments."""
+    """Record the values of a quantized or monitored tensor, as a forward pre-hook of its module.
+
+    Args:
+        recorders: those made up to now; the module gets its own with its first values.
+        statistic: makes the recorders.
+        lead_recorders: recorders of the statistic's lead, from which its own start.
+        module: quantizer or monitor that reads the tensor.
+        inputs: arguments of its forward, the tensor.
+
+    Raises:
+        CalibrationError: NaN or Inf in the tensor.
+    """
     assert isinstance(module, FakeQuant | RangeMonitor)
     values = inputs[0].detach().float()
     if not bool(torch.isfinite(values).all()):
@@ -272,7 +284,7 @@ def _record(
 def _samples(batch: Any) -> Iterator[tuple[Any, ...]]:
     """Split a batch into batches of 1."""
     inputs = as_inputs(batch)
-    batched = filter(has_batch, tensor_leaves(inputs))
+    batched = filter(has_batch, tensors_of(inputs))
     sizes = [len(tensor) for tensor in batched] or [1]
     for index in range(sizes[0]):
         yield map_tensors(inputs, partial(_sample, index))

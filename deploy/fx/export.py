@@ -186,19 +186,23 @@ def to_onnx(
             f"this model cannot be written at opset {opset}: torch's exporter kept {written_opset};"
             f" ask for {written_opset}, or use operators that opset {opset} has"
         )
-    if dynamic_batch:
-        _check_dynamic_batch(exported)
+    fixed_inputs = _inputs_with_fixed_batch(exported)
+    if dynamic_batch and fixed_inputs:
+        raise ModelError(
+            f"the batch must stay open, and the model fixes it in {', '.join(fixed_inputs)};"
+            f" {FIXED_BATCH}, or take the batch from the input's shape"
+        )
     return clean_exported(exported)
 
 
-def _check_dynamic_batch(exported: onnx.ModelProto) -> None:
+def _inputs_with_fixed_batch(exported: onnx.ModelProto) -> list[str]:
+    """Return the names of inputs without a dynamic first dimension; scalars are among them."""
+    names = []
     for value in exported.graph.input:
-        batch = value.type.tensor_type.shape.dim[0]
-        if not batch.dim_param:
-            raise ModelError(
-                f"the batch must stay open, and the model fixes it to {batch.dim_value} in"
-                f" {value.name!r}; {FIXED_BATCH}, or take the batch from the input's shape"
-            )
+        dims = value.type.tensor_type.shape.dim
+        if not dims or not dims[0].dim_param:
+            names.append(value.name)
+    return names
 
 
 def run_exporter(
@@ -361,7 +365,7 @@ def check_float_export(
         ExportError: they differ by more, or the file does not run with another batch size.
     """
     batches = [tuple(inputs)]
-    if _has_dynamic_batch(exported):
+    if not _inputs_with_fixed_batch(exported):
         batches.append(with_more_samples(inputs))
     try:
         agreement = compare_with_torch(exported, model, batches)
@@ -382,14 +386,6 @@ def check_float_export(
             " the model, or rewrite what computes otherwise there"
         )
     return agreement
-
-
-def _has_dynamic_batch(exported: onnx.ModelProto) -> bool:
-    for value in exported.graph.input:
-        dims = value.type.tensor_type.shape.dim
-        if not dims or not dims[0].dim_param:
-            return False
-    return True
 
 
 def with_more_samples(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -72,6 +72,7 @@ class _LsqRound(torch.autograd.Function):
         limits: tuple[float, float],
         shared: int,
     ) -> torch.Tensor:
+        # the formulas' n and p: the clip range in steps from a real 0
         low, high = (limit - zero.to(x.dtype) for limit in limits)
         is_mostly_positive = high >= (limits[1] - limits[0]) // 2
         larger = torch.where(is_mostly_positive, high, -low)
@@ -81,14 +82,15 @@ class _LsqRound(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, scale, low, high, factor = ctx.saved_tensors
-        (grad,) = grads
-        v = x / scale
-        is_below, is_above = v <= low, v >= high
-        slope = torch.round(v) - v  # dy/ds of the formulas
-        slope = torch.where(is_above, high, slope)
-        slope = torch.where(is_below, low, slope)
-        scale_grad = (grad * slope).sum_to_size(scale.shape) * factor
-        return grad.masked_fill(is_below | is_above, 0.0), scale_grad, None, None, None
+        (output_grad,) = grads
+        steps = x / scale
+        is_below, is_above = steps <= low, steps >= high
+        scale_slope = torch.round(steps) - steps  # dy/ds of the formulas
+        scale_slope = torch.where(is_above, high, scale_slope)
+        scale_slope = torch.where(is_below, low, scale_slope)
+        scale_grad = (output_grad * scale_slope).sum_to_size(scale.shape) * factor
+        x_grad = output_grad.masked_fill(is_below | is_above, 0.0)
+        return x_grad, scale_grad, None, None, None  # zero, limits and shared have no gradient
 
 
 def no_range_error(name: str) -> CalibrationError:
@@ -182,7 +184,11 @@ class FakeQuant(nn.Module):
         return self.scale_and_zero()
 
     def update(self, x: torch.Tensor) -> None:
-        """Update the range with the extremes of one tensor of a batch.
+        """Update the moving averages of minimum and maximum with one tensor of a batch.
+
+        Tensors that share the range arrive one after the other, `calls_per_batch` of them in a
+        batch. Their extremes are collected in `pending`, and enter the averages with the last one.
+        The first batch has no average yet: its extremes are the range at once.
 
         Raises:
             CalibrationError: the tensor has NaN or Inf.

@@ -249,20 +249,26 @@ def calls_of_module(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[f
 
 
 def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
-    """Return the norm calls after all calls of a layer, if all call this norm; else []."""
-    calls = calls_of_module(graph_module, path_to_layer(graph_module, norm)[-1])
-    if len(calls) == 1:
+    """Return the calls of a norm after all calls of the layer before it, [] if it cannot fold.
+
+    A layer that is called several times has one weight, so the norm folds only if it follows each
+    of these calls: all of them foldable, and no other norm among them.
+
+    `norm`: one call of the norm.
+    """
+    layer_calls = calls_of_module(graph_module, path_to_layer(graph_module, norm)[-1])
+    if len(layer_calls) == 1:
         return [norm]
-    norms = []
+    norm_calls = []
     for node in _norms(graph_module):
-        if path_to_layer(graph_module, node)[-1] in calls:
+        if path_to_layer(graph_module, node)[-1] in layer_calls:
             if _reason_at_call(graph_module, node) is not None:
                 return []
-            norms.append(node)
-    names = {node.target for node in (*norms, *calls)}  # of one norm and one layer
-    if len(names) != 2 or len(norms) != len(calls):
+            norm_calls.append(node)
+    module_names = {node.target for node in (*norm_calls, *layer_calls)}  # of one norm, one layer
+    if len(module_names) != 2 or len(norm_calls) != len(layer_calls):
         return []
-    return norms
+    return norm_calls
 
 
 def _norms(graph_module: fx.GraphModule) -> list[fx.Node]:

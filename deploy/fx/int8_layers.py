@@ -27,14 +27,18 @@ def minimum_scales(
 ) -> torch.Tensor | None:
     """Return the lower limits of a weight's scales, float32 [C_out]; None if there are none.
 
+    x86 CPUs without VNNI multiply two neighboring weights with their inputs and add the products
+    in 16 bits, which saturate. With a scale of at least this limit, the integers of the largest
+    pair of an output are small enough.
+
     `weight`: of a Conv, ConvTranspose or Linear, in real units.
     """
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
         return None  # a grouped ConvTranspose stays in float
     rows = weight.transpose(0, 1) if transposed else weight
     # the weights of an output, input channels last: kernels add the products of two neighbors
-    flat = rows.detach().float().movedim(1, -1).flatten(1)
-    padded = functional.pad(flat, (0, 2))
+    weights_by_output = rows.detach().float().movedim(1, -1).flatten(1)
+    padded = functional.pad(weights_by_output, (0, 2))  # the last weight may lack a neighbor
     step = pair_stride(rows.shape)
     first, second = padded[:, 0:-2:step], padded[:, 1:-1:step]
 
@@ -312,14 +316,15 @@ class IntLayer(ExportedModule):
         if self.bias is None:
             return
         scale = self.weight_scale
-        minimum = self.bias.abs().double() / (input_scale * _MAX_BIAS)
-        minimum = minimum.reshape(-1, scale.numel()).amax(0)  # channels may share a scale
-        widened = torch.maximum(scale.double(), minimum).to(scale)
-        ratio = self._aligned(scale.double() / widened.double())
+        minimum_by_channel = self.bias.abs().double() / (input_scale * _MAX_BIAS)
+        # channels may share a scale, which must be wide enough for the largest bias of them
+        minimum_scale = minimum_by_channel.reshape(-1, scale.numel()).amax(0)
+        widened_scale = torch.maximum(scale.double(), minimum_scale).to(scale)
+        ratio = self._aligned(scale.double() / widened_scale.double())
         self.weight_int.copy_(torch.round(self.weight_int * ratio))
-        self.weight_scale.copy_(widened)
-        step = input_scale * widened.repeat(len(self.bias) // widened.numel())
-        self.bias.copy_(torch.round(self.bias / step) * step)
+        self.weight_scale.copy_(widened_scale)
+        bias_step = input_scale * widened_scale.repeat(len(self.bias) // widened_scale.numel())
+        self.bias.copy_(torch.round(self.bias / bias_step) * bias_step)
 
     def weight(self) -> torch.Tensor:
         """Return the weight in real units, float32."""

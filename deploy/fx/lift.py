@@ -209,19 +209,28 @@ class _Lifter:
         return self.graph.get_attr(name)
 
     def _layer_call_of(self, node: fx.Node) -> str | None:
-        """Return "<layer>@<call>" of the layer call that `node` is part of, or None."""
-        for key, (name, _) in node.meta.get("nn_module_stack", {}).items():
-            path = re.sub(r"@[0-9]+", "", name)
+        """Return "<layer>@<its call>" if `node` is part of the call of a layer, else None.
+
+        torch.export notes the modules whose forward a node was recorded in, outermost first: a key
+        that differs from call to call -> (qualified name, class). A name ends in "@1", "@2", ...
+        for further calls of the module.
+        """
+        for call_key, (numbered_name, _) in node.meta.get("nn_module_stack", {}).items():
+            name = re.sub(r"@[0-9]+", "", numbered_name)
             try:
-                module = self.model.get_submodule(path)
+                module = self.model.get_submodule(name)
             except AttributeError:
                 return None
-            if path and is_layer(module):
-                return f"{path}@{key}"
+            if name and is_layer(module):
+                return f"{name}@{call_key}"
         return None
 
     def _add_layer(self, name: str, nodes: list[fx.Node]) -> bool:
-        """Add the nodes of a layer call as one node; False if it has several inputs or outputs."""
+        """Add the nodes of a layer call as one node; return False if that is not possible.
+
+        It is not if the call reads several tensors besides the layer's own, or several of its
+        results are read outside of it.
+        """
         layer = self.model.get_submodule(name)
         layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
         call_nodes = set(nodes)
@@ -289,13 +298,17 @@ class _Lifter:
             call.meta["sizes"] = sizes_of(node.meta["val"])
 
     def _add_region(self, node: fx.Node) -> None:
-        """Inline a region under `torch.no_grad()` or autocast."""
+        """Inline a region under `torch.no_grad()` or autocast.
+
+        Its node has the arguments (options of the region, ..., its graph, inputs of that, ...).
+        """
         args: list[Any] = list(node.args)
-        while not _is_attribute(args[0]):  # options of the region
+        while not _is_attribute(args[0]):  # an option
             args.pop(0)
-        region = getattr(self.program.graph_module, str(args[0].target))
+        subgraph_node, *region_inputs = args
+        region = getattr(self.program.graph_module, str(subgraph_node.target))
         placeholders = region.graph.find_nodes(op="placeholder")
-        for placeholder, value in zip(placeholders, args[1:], strict=True):
+        for placeholder, value in zip(placeholders, region_inputs, strict=True):
             if isinstance(value, fx.Node):
                 value = self._value(value)
             self.lifted[placeholder] = value

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from deploy.errors import ModelError
 from deploy.frontends.onnx_file import clean_model
-from deploy.fx.capture import dynamic_shapes, repeat_single_sample, tensor_leaves
+from deploy.fx.capture import dynamic_shapes, repeat_single_sample
+from deploy.fx.comparison import tensors_of
 from deploy.fx.device import quiet
 from deploy.fx.export import (
     OPSET,
@@ -148,7 +149,7 @@ class OpaqueStandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return cumulative sums of the inputs, expanded to the output shapes."""
-        tensors = tensor_leaves((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         sums = [torch.cumsum(tensor.float().flatten(), 0).sum() for tensor in tensors]
         total = torch.stack(sums).sum()
 
@@ -244,20 +245,28 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
 def _match_nodes(
     model: onnx.ModelProto, graph_module: fx.GraphModule, named_by_duplicate: Mapping[str, str]
 ) -> ExportedGraph:
-    """Return the model with the tensors and ONNX nodes of the graph's nodes."""
+    """Return the model with the ONNX tensor and the ONNX nodes of each graph node.
+
+    A graph node has the ONNX tensor of its own name, or, if it computes the same as a node before
+    it, that of the other node. An ONNX node implements the graph node that its output is named
+    after. An ONNX node inside a graph node has an output without such a name: it implements what
+    the readers of its output do.
+
+    `named_by_duplicate`: name of each graph node -> name of the node whose tensor it has.
+    """
     graph = Graph(model)
-    present = {*graph.inputs, *graph.producer}
+    present_tensors = {*graph.inputs, *graph.producer}
     tensors: dict[fx.Node, str] = {}
     node_by_tensor: dict[str, fx.Node] = {}
     for node in graph_module.graph.nodes:
         node_by_tensor[f"{NODE_PREFIX}{node.name}"] = node
         for name in (node.name, named_by_duplicate.get(node.name, node.name)):
-            if f"{NODE_PREFIX}{name}" in present:
+            if f"{NODE_PREFIX}{name}" in present_tensors:
                 tensors[node] = f"{NODE_PREFIX}{name}"
                 break
 
     nodes_by_onnx_node: dict[str, frozenset[fx.Node]] = {}
-    for onnx_node in reversed(graph.nodes):
+    for onnx_node in reversed(graph.nodes):  # readers before the nodes that they read
         graph_nodes: set[fx.Node] = set()
         for output in onnx_node.output:
             if output in node_by_tensor:
