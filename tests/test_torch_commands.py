@@ -213,7 +213,7 @@ def test_fused_model_is_written(tmp_path, refusal, wording):
     assert [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node].count("Conv") == 2
     shown = run_command(*arguments[:-2], "-o", tmp_path / "f.pt2")
     assert "Conv+BN+ReLU: 2 fused" in shown
-    assert "program against the model" in shown
+    assert "program against the fused model" in shown
     data = (tmp_path / "f.pt2").read_bytes()
     program = torch.export.load(io.BytesIO(data)).module()
     for batch in (X, X[:1]):

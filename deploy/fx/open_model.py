@@ -24,8 +24,13 @@ from deploy.files.manifest import write_model
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.input_shapes import missing_shape_error
 from deploy.frontends.onnx_file import load_onnx
-from deploy.fx.capture import as_inputs, repeat_single_sample, run_model
-from deploy.fx.comparison import FLOAT32_TOLERANCE, largest_difference, largest_magnitude
+from deploy.fx.capture import (
+    CAPTURE_TOLERANCE,
+    as_inputs,
+    check_capture,
+    repeat_single_sample,
+    run_model,
+)
 from deploy.fx.device import quiet
 from deploy.fx.export import OPSET, check_float_export, explain_export_failure, to_onnx
 from deploy.fx.fakequant import ExportedModule
@@ -264,8 +269,8 @@ def write_fused(
     """Write a fused model with a dynamic batch; return a sentence on its agreement with the model.
 
     Raises:
-        ModelError: torch.export cannot follow it.
-        ExportError: its outputs differ from the model's, or the file cannot be written.
+        ModelError: torch.export cannot follow it, or the program's outputs differ.
+        ExportError: the outputs of the .onnx file differ, or the file cannot be written.
     """
     if path.suffix.lower() == ".onnx":
         exported = to_onnx(fused, inputs)
@@ -282,18 +287,8 @@ def write_fused(
         raise ModelError(explain_export_failure(error, dynamic_batch=True)) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # has paths of this machine
-    with torch.no_grad():
-        expected = model(*inputs)
-        output = program.module()(*inputs)
-    difference = largest_difference(expected, output)
-    magnitude = largest_magnitude(expected)
-    if not difference <= FLOAT32_TOLERANCE * magnitude:
-        raise ExportError(
-            "an exported model must compute what torch computes, got a largest difference of"
-            f" {difference:.3g} (largest output {magnitude:.3g}); report it with"
-            " the model"
-        )
+    check_capture(program.module(), fused, inputs)
     data = io.BytesIO()
     torch.export.save(program, data, extra_files={"calib8": __version__})
     write_bytes(path, data.getvalue())
-    return f"the program against the model: largest difference {difference:.3g}"
+    return f"the program against the fused model: equal within {CAPTURE_TOLERANCE:g} of the output"

@@ -176,7 +176,7 @@ def profile(
             target=target_name(node.target),
             module=owner_of(node),
             seconds=seconds,
-            percent=100 * seconds / total_seconds if total_seconds else 0.0,
+            percent=100 * seconds / total_seconds,
             flops=flops[node.name],
             parameters=parameters[node],
         )

@@ -12,7 +12,7 @@ Learned scales, of activations and weights, start from calibration; their gradie
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -156,43 +156,30 @@ def train(
     if score_before is not None:
         report(f"before training (PTQ, {bits} bits): {score_before:.4f}")
 
-    scales: Scales = {}
-    if task.ranges == "learned":
-        scales = learn_scales(prepared)
-    optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
-    initial_rates = [group["lr"] for group in optimizer.param_groups]
+    trainer = _Trainer(task, prepared)
     fingerprints = training_fingerprint(  # without the data
         task.model,
         prepared,
-        optimizer,
+        trainer.optimizer,
         teacher=task.teacher,
         settings=_training_settings(task, target, bits, search.label),
     )
-    first_epoch = 0
     losses: list[float] = []
     if checkpoint is not None:
         refuse_unwritable(checkpoint)
         if checkpoint.exists():
-            first_epoch, losses = load_checkpoint(checkpoint, fingerprints, prepared, optimizer)
-            report(f"going on after epoch {first_epoch} of {checkpoint}")
+            losses = load_checkpoint(checkpoint, fingerprints, prepared, trainer.optimizer)
+            report(f"going on after epoch {len(losses)} of {checkpoint}")
 
-    distiller = None
-    if task.teacher is not None:
-        distiller = Distiller(prepared, task.teacher, task.distil, inputs=task.inputs)
-    try:
-        with phase("training", task.epochs - first_epoch, "epochs") as step:
-            for epoch in range(first_epoch, task.epochs):
-                _begin_epoch(epoch, task, prepared, optimizer, initial_rates)
-                losses.append(_run_epoch(task, epoch, prepared, optimizer, distiller, scales))
-                report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
-                if checkpoint is not None:
-                    save_checkpoint(
-                        checkpoint, fingerprints, epoch + 1, prepared, optimizer, losses
-                    )
-                step()
-    finally:
-        if distiller is not None:
-            distiller.close()
+    remaining_epochs = range(len(losses), task.epochs)
+    with phase("training", len(remaining_epochs), "epochs") as step:
+        for epoch in remaining_epochs:
+            losses.append(trainer.run_epoch(epoch))
+            report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
+            if checkpoint is not None:
+                save_checkpoint(checkpoint, fingerprints, prepared, trainer.optimizer, losses)
+            step()
+    trainer.close()
 
     set_phase(prepared.eval(), observe=False, quantize=True)
     converted = convert(prepared, task.convert)
@@ -274,54 +261,79 @@ def _evaluate(task: Task, model: nn.Module) -> float | None:
         return float(task.evaluate(model.eval()))
 
 
-def _begin_epoch(
-    epoch: int,
-    task: Task,
-    prepared: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    initial_rates: Sequence[float],
-) -> None:
-    """Set the phase and learning rates of an epoch from its number alone, for exact resuming."""
-    epochs = task.epochs
-    prepared.train()
-    follows_data = task.ranges == "follow" and epoch < (epochs + 1) // 2
-    set_phase(prepared, observe=follows_data, quantize=True)
-    if epoch >= epochs - epochs // 3:
-        freeze_norms(prepared)
-    cosine = 0.5 * (1 + math.cos(math.pi * epoch / max(epochs, 1)))
-    for group, initial_rate in zip(optimizer.param_groups, initial_rates, strict=True):
-        group["lr"] = initial_rate * (0.01 + 0.99 * cosine)
+class _Trainer:
+    """Trains a prepared and calibrated model, one epoch after the other.
 
+    Attributes:
+        optimizer: the task's, of all parameters that are trained.
+        initial_rates: learning rate of each group of parameters before the first epoch.
+        scales: those that are trained, by the name of their tensor; none unless ranges are learned.
+        distiller: adds the teacher's loss; None without a teacher.
+    """
 
-def _run_epoch(
-    task: Task,
-    epoch: int,
-    prepared: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    distiller: Distiller | None,
-    scales: Scales,
-) -> float:
-    """Train one epoch; return its mean loss."""
-    losses = []
-    device = device_of(prepared)
-    for inputs, labels in task.batches_of(epoch):
-        arguments = move_tensors(as_inputs(inputs), device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=task.amp):
-            output = prepared(*arguments)
-            loss = task.loss(output, move_tensors(labels, device))
-            if distiller is not None:
-                loss = loss + task.distil_weight * distiller.loss(arguments, output)
-        losses.append(float(loss.detach()))
-        if not math.isfinite(losses[-1]):
-            raise CalibrationError(
-                f"the loss must stay finite, got {losses[-1]} in epoch {epoch + 1}; train slower"
-            )
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(prepared.parameters(), task.clip_gradient)
-        previous_scales = copy_scales(scales)
-        optimizer.step()
-        clamp_scales(scales, previous_scales)
-    if not losses:
-        raise FeedError(f"an epoch needs at least one batch, got none in epoch {epoch + 1}")
-    return sum(losses) / len(losses)
+    def __init__(self, task: Task, prepared: nn.Module):
+        self.task = task
+        self.prepared = prepared
+        self.scales: Scales = learn_scales(prepared) if task.ranges == "learned" else {}
+        self.optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
+        self.initial_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.distiller: Distiller | None = None
+        if task.teacher is not None:
+            self.distiller = Distiller(prepared, task.teacher, task.distil, inputs=task.inputs)
+
+    def close(self) -> None:
+        """Remove the hooks of the distillation, so that the model can be converted."""
+        if self.distiller is not None:
+            self.distiller.close()
+
+    def run_epoch(self, epoch: int) -> float:
+        """Train one epoch; return the mean loss of its batches.
+
+        Raises:
+            CalibrationError: a loss or a learned scale is not finite.
+            FeedError: the epoch has no batch.
+        """
+        self._begin_epoch(epoch)
+        losses = []
+        for samples, labels in self.task.batches_of(epoch):
+            loss = self._compute_loss(samples, labels)
+            losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):
+                raise CalibrationError(
+                    f"the loss must stay finite, got {losses[-1]} in epoch {epoch + 1};"
+                    " train slower"
+                )
+            self.optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.prepared.parameters(), self.task.clip_gradient)
+            previous_scales = copy_scales(self.scales)
+            self.optimizer.step()
+            clamp_scales(self.scales, previous_scales)
+        if not losses:
+            raise FeedError(f"an epoch needs at least one batch, got none in epoch {epoch + 1}")
+        return sum(losses) / len(losses)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Set phase and learning rates from the epoch's number alone, for exact resuming."""
+        epochs = self.task.epochs
+        self.prepared.train()
+        follows_data = self.task.ranges == "follow" and epoch < (epochs + 1) // 2
+        set_phase(self.prepared, observe=follows_data, quantize=True)
+        if epoch >= epochs - epochs // 3:  # the last third
+            freeze_norms(self.prepared)
+        cosine = 0.5 * (1 + math.cos(math.pi * epoch / epochs))
+        for group, initial_rate in zip(
+            self.optimizer.param_groups, self.initial_rates, strict=True
+        ):
+            group["lr"] = initial_rate * (0.01 + 0.99 * cosine)
+
+    def _compute_loss(self, samples: Any, labels: Any) -> torch.Tensor:
+        """Return the loss of one batch: the task's, and that of the distillation."""
+        device = device_of(self.prepared)
+        inputs = move_tensors(as_inputs(samples), device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.task.amp):
+            output = self.prepared(*inputs)
+            loss = self.task.loss(output, move_tensors(labels, device))
+            if self.distiller is not None:
+                loss = loss + self.task.distil_weight * self.distiller.loss(inputs, output)
+        return loss

@@ -54,7 +54,6 @@ def training_fingerprint(
 def save_checkpoint(
     path: Path,
     fingerprints: Fingerprints,
-    epoch: int,
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
     losses: list[float],
@@ -63,7 +62,7 @@ def save_checkpoint(
     state = {
         "format": _FORMAT,
         "marks": fingerprints,
-        "epoch": epoch,
+        "epoch": len(losses),
         "model": dict(prepared.state_dict()),
         "optimizer": optimizer.state_dict(),
         "rng": device.random_state(),
@@ -76,8 +75,8 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: Path, fingerprints: Fingerprints, prepared: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[float]]:
-    """Load a checkpoint into model and optimizer; return (next epoch, losses so far).
+) -> list[float]:
+    """Load a checkpoint into model and optimizer; return the mean loss of each trained epoch.
 
     Raises:
         CacheError: the file is broken, or from another model or other settings.
@@ -95,7 +94,7 @@ def load_checkpoint(
         prepared.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         device.restore_random_state(state["rng"])
-        return int(state["epoch"]), [float(loss) for loss in state["losses"]]
+        return [float(loss) for loss in state["losses"]]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CacheError(f"{path} is damaged; remove it to start again") from error
 
