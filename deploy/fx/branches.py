@@ -132,14 +132,18 @@ def _as_convolution(norm: nn.Module, groups: int) -> nn.Conv2d | None:
 
 
 def _fits(larger: nn.Conv2d, smaller: nn.Conv2d) -> bool:
-    """Return whether a branch can be added to the kernel of the larger one."""
+    """Return whether the kernel of a convolution can be added to a larger one.
+
+    Both must have the same channels, stride and groups and no dilation, and the smaller kernel must
+    read the pixels in the center of the larger one: its padding is smaller by as many pixels as the
+    larger kernel extends beyond it on each side.
+    """
     for name in ("in_channels", "out_channels", "stride", "groups"):
         if getattr(larger, name) != getattr(smaller, name):
             return False
     if not larger.dilation == smaller.dilation == (1, 1):
         return False
 
-    # the smaller kernel must lie in the center of the larger one
     paddings: Any = larger.padding
     for axis, padding in enumerate(smaller.padding):
         offset = paddings[axis] - padding

@@ -181,7 +181,11 @@ def _batch_hint(model: nn.Module, inputs: Sequence[Any]) -> str:
 
 
 def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Capture with a dynamic batch, else with a fixed one; report the first failure."""
+    """Capture with a dynamic batch, or with a fixed one if the model does not allow the former.
+
+    Raises:
+        ModelError: neither works; the message is that of the dynamic batch, which says more.
+    """
     dynamic_error: Exception | None = None
     repeated = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:

@@ -89,7 +89,11 @@ def measure_coverage(
 
 
 def _find_factors(converted: nn.Module) -> dict[int, bool]:
-    """Return id of each tensor that a graph reads directly -> whether it is a factor."""
+    """Return id of each tensor that a graph reads without a layer -> whether it is a weight.
+
+    A weight is a factor of a product, itself or in something computed from parameters only; other
+    tensors, such as position embeddings, are added or scaled by.
+    """
     is_factor_by_id: dict[int, bool] = {}
     for module in converted.modules():
         if not isinstance(module, fx.GraphModule):

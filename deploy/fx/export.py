@@ -75,7 +75,8 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
 def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> None:
     """Name outputs returned in a dict by their key, nested ones `outer_inner`; in place.
 
-    Outputs in tuples and lists keep the names that the exporter gave them.
+    A key that is the name of an input or of another output already gets "_out" at its end. Outputs
+    in tuples and lists keep the names that the exporter gave them.
     """
     if program is None or program.call_spec.out_spec is None:
         return
@@ -298,6 +299,7 @@ def compare_with_torch(
     max_difference = max_output = 0.0
     samples = output_count = 0
     same_argmax: list[NDArray[np.bool_]] = []
+    # an output that is the same for every sample agrees whatever was exported
     varies_between_samples: list[bool] = []
     varies_in_sample: list[bool] = []  # all that shows with batches of one sample
     for batch in batches:

@@ -337,10 +337,13 @@ def _describe_reader(graph_module: fx.GraphModule, path: list[fx.Node]) -> str:
 
 
 def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[fx.Node]) -> int:
-    """Return how many consecutive inputs of the layer ending `path` one channel of the norm feeds.
+    """Return how many consecutive inputs of a layer one channel of the norm before it feeds.
 
+    It is 1 without a view between them; flatten(1) of [N, C, H, W] before a Linear makes it H * W.
     0 if the norm cannot fold into the layer, for example a convolution with zero padding: the
     padded zeros are not normalized.
+
+    `path`: the nodes from the norm's reader to the call of the layer.
     """
     layer_call = path[-1]
     module: Any = called_module(graph_module, norm)

@@ -203,7 +203,11 @@ def _run_exporter(marked: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
 
 
 def _remove_markers(model: Any) -> dict[str, str]:
-    """Name each marked tensor after its first node; return node -> the node with its name."""
+    """Remove the markers, and name each marked tensor after the first node that was marked on it.
+
+    Return name of each node -> name of the node after which its tensor is named: another one if two
+    nodes have the same tensor.
+    """
     first_name: dict[Any, str] = {}  # marked value -> name of its first node
     named_by_duplicate = {}
     for node in list(model.graph):
@@ -222,7 +226,11 @@ def _remove_markers(model: Any) -> dict[str, str]:
 
 
 def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
-    """Name the outputs of each Split, into which `chunk` was optimized, after the getitem nodes."""
+    """Name the outputs of each Split after the graph nodes that take them; in place.
+
+    In the graph, `chunk` and `split` return a tuple, from which getitem nodes take the tensors. The
+    exporter's optimizer makes a Split of them, whose outputs may have lost their names.
+    """
     graph = Graph(model)
     new_names: dict[str, str] = {}
     for node in graph_module.graph.nodes:

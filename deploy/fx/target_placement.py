@@ -243,7 +243,11 @@ def _has_several_outputs(node: fx.Node) -> bool:
 
 
 def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
-    """Return quantized tensor -> name of its group."""
+    """Return quantized tensor -> name of its group, whose tensors share a scale.
+
+    The plan has groups of its own; around an operator of `share` the groups of all its inputs and
+    its output become one, that of its first input.
+    """
     groups = {pair.tensor: plan.scale_owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
     sharing_ops = set[str]().union(*(SHARED_SCALE_OPS[kind] for kind in share))
     graph = Graph(model)
@@ -251,10 +255,10 @@ def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> di
         if node.op_type not in sharing_ops:
             continue
         tensors = [*node.input, node.output[0], graph.tail(node)]
-        merged = [groups[tensor] for tensor in tensors if tensor in groups]
+        joined_groups = [groups[tensor] for tensor in tensors if tensor in groups]
         for tensor, group in groups.items():
-            if group in merged:
-                groups[tensor] = merged[0]
+            if group in joined_groups:
+                groups[tensor] = joined_groups[0]
     return groups
 
 

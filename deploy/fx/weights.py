@@ -80,11 +80,12 @@ def _find_states(
 
 
 def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the entries under the only prefix with exactly the model's names, else the state.
+    """Return the entries of a state dict under a prefix, without it, if they are the model's.
 
-    DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
-    attribute, possibly along with other tensors: the weights of a loss, or the step count of
-    averaged weights.
+    They are if their names are exactly those of the model, and no other prefix has them too; else
+    the state dict is returned as it is. DataParallel adds `module.`, torch.compile `_orig_mod.`, a
+    training module the name of its attribute, possibly along with other tensors: the weights of a
+    loss, or the step count of averaged weights.
     """
     model_names = set(model.state_dict())
     if model_names <= set(state):
