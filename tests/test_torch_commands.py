@@ -243,6 +243,7 @@ def test_profile_as_json_and_page(tmp_path, refusal, wording):
     assert node_by_name["relu"]["module"] == "parts.0"
     assert node_by_name["flatten"]["module"] == ""
     assert sum(node["flops"] for node in report["nodes"]) == report["flops"]
+    assert sum(node["percent"] for node in report["nodes"]) == pytest.approx(100)
     name_output(page, "page")
     text = page.read_text()
     assert "Time by module" in text

@@ -672,8 +672,10 @@ def test_profile_counts_and_times_resnet18(monkeypatch):
     assert result.flops == 3_628_146_688
     assert result.macs == 1_814_073_344
     assert sum(node.parameters for node in result.nodes) == 11_689_512
-    count, times = len(result.nodes), [node.seconds for node in result.nodes]
-    assert times == [1.5 * count + position for position in range(1, count + 1)]
+    times = [node.seconds for node in result.nodes]
+    count = len(traced.graph.nodes)  # the first and last are the input and the output
+    assert times == [1.5 * count + position for position in range(2, count)]
+    assert result.seconds == sum(times)
     assert sum(node.percent for node in result.nodes) == pytest.approx(100)
     text = result.to_screen()
     heading = "Op type  Op  Average runtime (s)  Pct  MFLOPs  MMACs  Parameters"

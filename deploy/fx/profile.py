@@ -72,8 +72,8 @@ class GraphProfile(PrintedResult):
     """Costs of a model.
 
     Attributes:
-        nodes: costs of the nodes, in the graph's order.
-        seconds: mean time of all nodes in a run.
+        nodes: costs of the nodes that compute, in the graph's order.
+        seconds: mean time of these nodes in a run.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -108,8 +108,7 @@ class GraphProfile(PrintedResult):
     def to_screen(self) -> str:
         """Return the nodes, slowest first, a line of totals, and what the FLOPs count."""
         heading = ("Op type", "Op", "Average runtime (s)", "Pct", "MFLOPs", "MMACs", "Parameters")
-        computing = [node for node in self.nodes if node.opcode not in _NOT_COMPUTING]
-        slowest_first = sorted(computing, key=lambda node: -node.seconds)
+        slowest_first = sorted(self.nodes, key=lambda node: -node.seconds)
         total = NodeCost("total", "", "", "", self.seconds, 100.0, self.flops, self.parameters)
         return format_columns([heading, *map(_row, [*slowest_first, total])]) + FLOPS_NOTE
 
@@ -164,11 +163,12 @@ def profile(
         timing.amounts.clear()
         for _ in range(runs):
             timing.run(*inputs)
-    total_seconds = sum(timing.amounts.values()) / runs
+    computing = [node for node in graph_module.graph.nodes if node.op not in _NOT_COMPUTING]
+    total_seconds = sum(timing.amounts[node.name] for node in computing) / runs
     flops = count_flops(graph_module, inputs)
     parameters = _count_parameters(graph_module)
     nodes = []
-    for node in graph_module.graph.nodes:
+    for node in computing:
         seconds = timing.amounts[node.name] / runs
         cost = NodeCost(
             opcode=node.op,
