@@ -406,7 +406,7 @@ def test_screen_names_source_of_preset(yolo_model, pictures, tmp_path, command):
     caches = [(tmp_path / name / "calib8/yolo.cache").read_bytes() for name in "ab"]
     assert caches[0] == caches[1]
     output = command(*arguments, tmp_path / "b", "--preprocess", "imagenet")
-    assert "says resize letterbox, anchor centre, pad 114" in read_markdown(tmp_path / "b")
+    assert "imgsz 16) says yolo: rgb 16x16, letterbox" in read_markdown(tmp_path / "b")
     assert "the preprocessing changed" in output  # and the cache is not used again
     assert "imgsz 16), but for pad" in command(*arguments, tmp_path / "c", "--pad", 3)
     built = onnx.load(tmp_path / "a" / "yolo.int8.onnx")

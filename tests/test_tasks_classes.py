@@ -523,7 +523,7 @@ def test_labels_below_0_are_told_a_way_out(ranking, run, refused, tmp_path, said
     np.savez(tmp_path / "x.npz", x=ROWS, labels=np.array([-1, *said[1:]]))
     asked = ("--images", tmp_path / "x.npz", "--eval-images", tmp_path / "x.npz", "--effort", 0)
     error = run.fails("build", ranking("best"), *asked, "--out", tmp_path / "o")
-    assert "'labels' must be whole numbers from 0" in error
+    assert "'labels' must be whole numbers from 0, got -1" in error
     assert "-1" in error
     assert "line 1" in refused(ranking("best"), [-1, *said[1:]])
 

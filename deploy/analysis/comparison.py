@@ -6,6 +6,7 @@ would change what the runtime fuses.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorShapeProto
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.batch_axis import batch_inputs, mark_first_axes
@@ -227,7 +228,7 @@ class _CutModels:
         threads: threads of one inference; None uses every core.
         min_sqnr_db: SQNR below which two tensors differ.
         accuracies: tensor -> its accuracy, of those compared so far.
-        notes: sentences on tensors that could not be compared.
+        notes: sentences on tensors that could not be compared, and on closed dimensions.
     """
 
     first_model: ModelProto
@@ -264,6 +265,30 @@ class _CutModels:
         self.accuracies |= accuracies
         return self._is_agreement(accuracies)
 
+    def note_fixed_shapes(self, outputs: Mapping[str, str]) -> None:
+        """Add a note on whether closing the model's open dimensions helps; none if all are closed.
+
+        OpenVINO computes some models with open dimensions wrongly.
+
+        `outputs`: name of an output of the first model -> name of the second one's.
+        """
+        dimensions: list[TensorShapeProto.Dimension] = []
+        for value in self.second_model.graph.input:
+            dimensions += value.type.tensor_type.shape.dim
+        if all(dimension.HasField("dim_value") for dimension in dimensions):
+            return
+        try:
+            accuracies = self._compare(
+                self.first_model, self.second_model, outputs, fix_shapes=True
+            )
+        except BackendError:  # the model runs with open dimensions only
+            return
+        worst_db = min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.nan)
+        result = "agree" if self._is_agreement(accuracies) else "part as well"
+        self.notes.append(
+            f"With the input's open dimensions closed the outputs {result} ({worst_db:.1f} dB)."
+        )
+
     def _is_agreement(self, accuracies: AccuracyByTensor) -> bool:
         """Whether all tensors are above the limit; NaN is below."""
         return all(accuracy.sqnr_db >= self.min_sqnr_db for accuracy in accuracies.values())
@@ -273,6 +298,8 @@ class _CutModels:
         first_model: ModelProto,
         second_model: ModelProto,
         pairs: Mapping[str, str],
+        *,
+        fix_shapes: bool = False,
     ) -> AccuracyByTensor:
         """Run two models over all samples, the second in OpenVINO; compare these outputs.
 
@@ -282,10 +309,11 @@ class _CutModels:
             first_model: the reference.
             second_model: the model for OpenVINO.
             pairs: name of an output of the first model -> name of the second one's.
+            fix_shapes: fix open dimensions of the second model to the first sample's shapes.
         """
         session = OrtSession.open(first_model, threads=self.threads)
         result_files = run_in_subprocess(
-            second_model, self.samples, self.folder, threads=self.threads
+            second_model, self.samples, self.folder, threads=self.threads, fix_shapes=fix_shapes
         )
         names = _output_names(second_model)
 
@@ -363,6 +391,8 @@ def _compare_cut_models(
             min_sqnr_db=min_sqnr_db,
         )
         outputs_agree = cut_models.outputs_agree(outputs)
+        if not outputs_agree:
+            cut_models.note_fixed_shapes(outputs)
         compared_count = len(inner_names)
         if not every:  # by halving
             compared_count = compared_count.bit_length()

@@ -295,8 +295,9 @@ def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | No
             continue
         labels = np.atleast_1d(arrays.pop(key))  # a number, beside a single sample
         if labels.dtype.kind not in "iu" or (labels < 0).any():
+            got = labels.min() if labels.dtype.kind == "i" else labels.dtype
             raise FeedError(
-                f"{key!r} must be whole numbers from 0, got {labels.dtype} {labels.tolist()[:9]};"
+                f"{key!r} must be whole numbers from 0, got {got};"
                 " number the classes in the order of the model's outputs, and leave out samples"
                 " without a class"
             )

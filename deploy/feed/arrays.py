@@ -219,8 +219,9 @@ class SampleCounter:
         if len(distinct_counts) > 1:  # rows are no samples then, unless that cannot be
             fits = (_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
             if is_stacked or self._have_one_batch(rows_by_input) or not all(fits):
+                counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
-                    f"all inputs of {item_name} must have equally many samples, got {rows_by_input}"
+                    f"all inputs of {item_name} must have equally many samples, got {counts_text}"
                 )
             self._has_unequal_rows = True
         row_count = max(distinct_counts, default=1)

@@ -97,9 +97,10 @@ class Preprocess:
         _check_side("multiple", self.multiple)
         if self.short_side is not None:
             _check_side("short_side", self.short_side)
+        scales = _check_numbers("scale", self.scale)
         if isinstance(self.scale, Sequence):
             raise ConfigError(f"scale must be one number, got {self.scale!r}")
-        object.__setattr__(self, "scale", _check_numbers("scale", self.scale)[0])
+        object.__setattr__(self, "scale", scales[0])
         for name in ("mean", "std", "pad"):
             object.__setattr__(self, name, _check_numbers(name, getattr(self, name)))
             self._check_channels(name)

@@ -257,9 +257,15 @@ def last_batch_note(count: int, batch: int) -> str:
     filler_count = -count % batch
     if not filler_count:
         return ""
-    return (
-        f"the model's batch is {batch}: {filler_count} of the last one are the first samples again"
-    )
+    if count == 1:
+        fillers = "only sample again and again"
+    elif filler_count > count:
+        fillers = f"{count} samples that there are again and again"
+    elif filler_count == 1:
+        fillers = "first sample again"
+    else:
+        fillers = f"first {filler_count} samples again"
+    return f"the model's batch is {batch}: the last one was filled with the {fillers}"
 
 
 def refuse_batches(batch: int, what: str = "shards are of single samples") -> None:
