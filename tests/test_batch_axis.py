@@ -253,5 +253,5 @@ def test_nodes_of_graph_are_no_batch(links):
 def test_unequal_rows_that_fit_no_sample_are_refused():
     (sample,) = draw_samples("regions", [4])
     sample["x"] = np.concatenate([sample["x"]] * 3)
-    with pytest.raises(FeedError, match="'x': 3, 'regions': 4"):
+    with pytest.raises(FeedError, match="x: 3, regions: 4"):
         Dataset(source=[sample]).open(load(region_model()).inputs)

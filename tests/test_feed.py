@@ -290,7 +290,7 @@ def test_fixed_batch_repeats_first_samples(photos):
     assert len(feed) == len(batches) == 2
     assert np.array_equal(batches[0], np.concatenate(single[:4]))
     assert np.array_equal(batches[1], np.concatenate([single[4], *single[:3]]))
-    assert "3 of the last one are the first samples again" in feed.notes[-1]
+    assert "first 3 samples again" in feed.notes[-1]
     (batch,) = collect_images(photos, image_spec(12, 3, 16, 20))
     assert np.array_equal(batch[10:], np.concatenate(single[:2]))
     pairs = collect_images(BATCH, image_spec(2, 3, 16, 20))
@@ -577,7 +577,7 @@ def test_inconsistent_array_files_are_refused(tmp_path):
         ("o.npy", [IMAGE], "cannot be read as plain numpy arrays"),
         ("o.npz", [IMAGE], "cannot be read as plain numpy arrays"),
         ("l.npz", [IMAGE], "one label per sample, got 4 for 5"),
-        ("n.npz", two_specs, "equally many samples, got {'image': 5, 'z': 4}"),
+        ("n.npz", two_specs, "equally many samples, got image: 5, z: 4"),
         ("m.npz", two_specs, r"exactly the inputs \['image', 'z'\], got \['image'\]"),
     ):
         with pytest.raises(FeedError, match=message):
