@@ -462,7 +462,7 @@ def test_decoder_messages_that_mean_damage(monkeypatch, messages, damage):
         decode_image(JPEG, "it.jpg", grey=False)
 
 
-@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "ppm", "pgm"])
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "ppm", "pgm", "jp2", "avif"])
 @pytest.mark.parametrize("size", [(37, 21), (600, 400)])
 def test_sides_are_read_from_the_header(kind, size):
     picture = cv2.resize(PHOTO, size)
@@ -479,6 +479,7 @@ def test_sides_are_read_from_other_headers():
     lossless = encode_image(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 101)
     assert headers.read_image_size(lossless) == headers.read_image_size(PROGRESSIVE) == (600, 400)
     assert headers.read_image_size(b"P5 # a comment\n600 400\n255\n") == (600, 400)
+    assert headers.read_image_size(b"GIF89a" + bytes([88, 2, 144, 1])) == (600, 400)
     assert headers.read_image_size(b"hello") is headers.read_image_size(b"") is None
 
 
@@ -648,6 +649,13 @@ def test_picture_names_are_escaped(pictures):
     assert "&lt;script&gt;" in page
     json.dumps(to_json(report), allow_nan=False).encode()
     assert "data:" not in to_markdown(report)
+
+
+@pytest.mark.parametrize("kind", ["jp2", "avif"])
+def test_other_formats_called_jpg_are_decoded(kind):
+    """As browsers save them."""
+    data = encode_image(f".{kind}", PHOTO)
+    assert decode_image(data, "it.jpg", grey=False).shape == PHOTO.shape
 
 
 def test_float_pixels_are_refused():

@@ -1,7 +1,8 @@
 """Read size, rotation and damage of an image from the file's bytes, before decoding.
 
 The size matters because an image of one color is tiny on disk and huge in memory. `read_image_size`
-reads PNG, JPEG, WebP, BMP, TIFF and PNM, whatever the file's suffix; no other format is decoded.
+reads PNG, JPEG, WebP, BMP, TIFF, GIF, PNM, JPEG 2000 and AVIF, whatever the file's suffix, since a
+GIF from the web may be called .jpg; no other format is decoded.
 
 `find_jpeg_damage` finds JPEG damage that libjpeg decodes without a warning. A hole of zeros in the
 coded data, left by a failing disk or a broken download, mostly makes the decoder fail with a
@@ -107,6 +108,7 @@ _SWAPPING_ORIENTATIONS = range(5, 9)
 _PNM = re.compile(rb"P[1-6](?:\s|#[^\n]*\n)+(\d{1,9})(?:\s|#[^\n]*\n)+(\d{1,9})\s")
 _PNM_MAXIMUM = re.compile(rb"(?:#[^\n]*\n|\s)*(\d{1,9})\s")
 _MAX_PNM_HEADER = 4096  # bytes up to the size, and from there to the largest value
+_MAX_BOX_OFFSET = 1 << 16  # bytes of a JPEG 2000 or AVIF before the box with the size
 
 
 def read_image_size(data: bytes) -> WidthHeight | None:
@@ -115,6 +117,8 @@ def read_image_size(data: bytes) -> WidthHeight | None:
         for magic, read_size in _SIZE_READERS:
             if data.startswith(magic):
                 return read_size(data)
+        if data[4:8] == b"ftyp":
+            return _read_box_size(data)
         return None
     except (struct.error, IndexError):  # cut short: the decoder will report it
         return None
@@ -153,6 +157,11 @@ def is_rotated(data: bytes) -> bool | None:
 
 def _read_png_size(data: bytes) -> WidthHeight:
     width, height = struct.unpack_from(">II", data, 16)
+    return width, height
+
+
+def _read_gif_size(data: bytes) -> WidthHeight:
+    width, height = struct.unpack_from("<HH", data, 6)
     return width, height
 
 
@@ -236,14 +245,35 @@ def _read_pnm_size(data: bytes) -> WidthHeight | None:
     return int(match[1]), int(match[2])
 
 
+def _read_box_size(data: bytes) -> WidthHeight | None:
+    """Search the beginning of a JPEG 2000 or AVIF for the box with the size."""
+    box = data.find(b"ihdr", 0, _MAX_BOX_OFFSET)
+    if box >= 0:
+        height, width = struct.unpack_from(">II", data, box + 4)
+        return width, height
+    box = data.find(b"ispe", 0, _MAX_BOX_OFFSET)
+    if box < 0:
+        return None
+    width, height = struct.unpack_from(">II", data, box + 8)
+    return width, height
+
+
+def _read_codestream_size(data: bytes) -> WidthHeight:
+    right, lower, left, upper = struct.unpack_from(">IIII", data, 8)
+    return right - left, lower - upper
+
+
 _SIZE_READERS: tuple[tuple[bytes, Callable[[bytes], WidthHeight | None]], ...] = (
     (b"\x89PNG\r\n\x1a\n", _read_png_size),
     (b"\xff\xd8", _read_jpeg_size),
     (b"RIFF", _read_webp_size),
     (b"BM", _read_bmp_size),
+    (b"GIF8", _read_gif_size),
     (b"II*\0", _read_tiff_size),
     (b"MM\0*", _read_tiff_size),
     (b"II+\0", _read_tiff_size),
     (b"MM\0+", _read_tiff_size),
+    (b"\0\0\0\x0cjP  ", _read_box_size),
+    (b"\xff\x4f\xff\x51", _read_codestream_size),
     *((b"P%d" % kind, _read_pnm_size) for kind in range(1, 7)),
 )
