@@ -92,9 +92,8 @@ def _is_foreign(file: Path) -> bool:
         owners = {os.stat(path).st_uid, os.stat(path.parent).st_uid}
         if owners != {os.geteuid()} or os.stat(path).st_mode & stat.S_IWOTH:
             return True
-        for (
-            folder
-        ) in path.parents:  # in a sticky folder, such as /tmp, nobody replaces others' files
+        for folder in path.parents:
+            # in a sticky folder, such as /tmp, nobody replaces files of others
             mode = os.stat(folder).st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 return True
