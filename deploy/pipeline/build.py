@@ -38,6 +38,7 @@ from deploy.pipeline.build_options import (
     find_user_model,
     open_torch_module,
     prepare_build,
+    saved_model_name,
 )
 from deploy.pipeline.calibration_setup import calibrate_loaded, use_qdq_calibration
 from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
@@ -238,11 +239,6 @@ def build_with(
         better_reading = find_better_reading(calibration, metric.without_function, mislabelled)
         if better_reading:
             calibration = replace(calibration, doubts=(*calibration.doubts, better_reading))
-        saved_model = None
-        if build.unsaved_model is not None:
-            saved_model = stage.records / f"{build.loaded.name}.onnx"
-            model_bytes = build.unsaved_model.SerializeToString(deterministic=True)
-            atomic.write_bytes(saved_model, model_bytes)
         report = write_report(
             calibration,
             results,
@@ -250,7 +246,7 @@ def build_with(
             stage,
             plans=plans,
             plan_path=plan_path,
-            saved_model=saved_model,
+            saved_model=_save_model(build, stage),
             gates=options.gates,
             has_settings=options.settings is not None,
             request=_request_part(build),
@@ -261,6 +257,14 @@ def build_with(
         origin = build_origin(calibration, options.targets, build.outside_cache)
         publish_build(origin, stage, replaceable=replaceable)
     return report
+
+
+def _save_model(build: PreparedBuild, stage: Stage) -> Path | None:
+    """Write a model that no file holds beside the build's records; None if a file holds it."""
+    if build.unsaved_model is None:
+        return None
+    path = stage.records / Path(saved_model_name(build.loaded)).name
+    return atomic.write_bytes(path, build.unsaved_model.SerializeToString(deterministic=True))
 
 
 def _request_part(build: PreparedBuild) -> RequestPart:
