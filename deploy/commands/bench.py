@@ -193,8 +193,8 @@ def check(
     """Check the files of a build, or one engine, on new images; nothing is built or written.
 
     The verdicts are those of a build. Preprocessing, task and limits are the build's, unless the
-    options set others. The exit code is 3 if an engine is unusable, and 1 if a file is missing or
-    cannot be run.
+    options set others. The exit code is 3 if an engine is unusable, and 1 if a file is missing,
+    cannot be run, or was changed and is not run.
 
     \b
     Examples:

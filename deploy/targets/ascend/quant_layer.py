@@ -55,12 +55,12 @@ class QuantLayer:
 def quantize_layers(
     model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
 ) -> dict[str, QuantLayer]:
-    """Return the integers of all layers with a record.
+    """Return layer -> its integer weight, bias and scales, for all layers with a record.
 
     Raises:
         ConfigError: the record does not fit the model.
-        ExportError: a scale or bias exceeds the limits of the hardware; the message names all such
-            layers.
+        ExportError: scales or biases exceed the limits of the hardware; the message counts such
+            layers and names the first five.
     """
     quantized, refusals = quantize_fitting(model, graph, records)
     if refusals:
