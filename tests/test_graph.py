@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from calib8 import build
 from deploy.errors import ModelError
 from deploy.graph import edit
-from deploy.graph.edit import _find_stem, rename_added
+from deploy.graph.edit import _find_base_name, rename_added
 from deploy.graph.index import CachedGraph, Graph, attributes
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.onnxruntime import qdq
@@ -194,7 +194,9 @@ def test_every_added_suffix_is_known():
                 file_by_suffix[re.sub(r"\{[a-z]+\}", "", text)] = path.name
     names = {"x", *(f"x{text}" for text in file_by_suffix)}
     unknown = {
-        text: file for text, file in file_by_suffix.items() if not _find_stem(f"x{text}", names)
+        text: file
+        for text, file in file_by_suffix.items()
+        if not _find_base_name(f"x{text}", names)
     }
     files = {".engine", ".gpu.cache", ".json", ".om", ".tensorrt", ".weight"}
     assert {t: w for t, w in unknown.items() if t not in files} == {}

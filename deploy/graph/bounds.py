@@ -128,14 +128,17 @@ class _Propagation:
         return _find_loosest(self.bounds[name] for name in node.output if name)
 
     def _needed_by(self, node: onnx.NodeProto, tensor: str) -> Bounds:
-        """Return the bounds of `tensor` that one of its readers needs."""
+        """Return (floor, ceiling) beyond which `node` no longer tells values of `tensor` apart.
+
+        `tensor` is one of its inputs. Infinite where the node tells all values apart.
+        """
         op_type = node.op_type
         if tensor in _moved_inputs(node):
             return self._output_bounds(node)
         bounds = self._invert_arithmetic(node, tensor)
         if bounds is not None:
             return bounds
-        if op_type == "Mul":
+        if op_type == "Mul":  # by a gate, such as a Sigmoid
             return self._gated_bounds(node, tensor)
         if op_type in _SMOOTH and not self._is_amplified(node):
             return _SMOOTH[op_type]
@@ -231,21 +234,24 @@ class _Propagation:
         """
         if gate_input == tensor:
             return gate_floor, math.inf
-        base, a, shift = self._find_line(tensor)
-        gate_base, c, d = self._find_line(gate_input)
+        base, a, shift = self._linear_form(tensor)
+        gate_base, c, d = self._linear_form(gate_input)
         if tensor == gate_base:  # t itself may be linear in another tensor
             base, a, shift = tensor, 1.0, 0.0
         if base != gate_base or shift or a <= 0 or c <= 0:
             return _UNBOUNDED
         return a * (gate_floor - d) / c, math.inf
 
-    def _find_line(self, tensor: str) -> tuple[str, float, float]:
-        """Return (t, c, d) of a tensor that one node makes as c t + d; else (tensor, 1, 0)."""
+    def _linear_form(self, tensor: str) -> tuple[str, float, float]:
+        """Return (input, factor, shift): the tensor is factor * input + shift, by its own node.
+
+        (tensor, 1, 0) if no Mul, Div or Add of a scalar makes it.
+        """
         node = self.graph.producer.get(tensor)
         if node is None:
             return tensor, 1.0, 0.0
         for name in node.input[:2]:
-            scalar = self._scalar_operand(name, node)
+            scalar = self._scalar_operand(name, node)  # None if `name` is the scalar itself
             if scalar is None:
                 continue
             if node.op_type == "Mul":
@@ -292,20 +298,25 @@ def find_range_limits(model: onnx.ModelProto) -> dict[str, RangeLimits]:
 
 
 def _find_logits(graph: Graph) -> list[str]:
-    """Return the inputs of score Sigmoids, traced back through nodes that only move values."""
-    layer_sources: set[str] = set()  # tensors that a weighted node is computed from
+    """Return the inputs of the Sigmoids that make scores, and the tensors they are moved from.
+
+    A Sigmoid makes scores, not the values of an activation, if no layer with weights lies
+    downstream and if its output is no gate, which is multiplied by an activation.
+    """
+    upstream_of_layers: set[str] = set()
     for node in reversed(graph.nodes):
-        if node.op_type in WEIGHTED or not layer_sources.isdisjoint(node.output):
-            layer_sources.update(node.input)
+        if node.op_type in WEIGHTED or not upstream_of_layers.isdisjoint(node.output):
+            upstream_of_layers.update(node.input)
+
     logits: list[str] = []
     for node in graph.nodes:
-        if node.op_type != "Sigmoid" or node.output[0] in layer_sources:
+        if node.op_type != "Sigmoid" or node.output[0] in upstream_of_layers:
             continue
         if _is_score(graph, node):
             logits.append(node.input[0])
-    for name in logits:  # grows during the loop
-        sources = _moved_inputs(graph.producer.get(name))
-        logits += [source for source in sources if source not in logits]
+    for logit in logits:  # grows during the loop
+        moved_from = _moved_inputs(graph.producer.get(logit))
+        logits += [name for name in moved_from if name not in logits]
     return logits
 
 
@@ -345,22 +356,23 @@ def _moved_inputs(node: onnx.NodeProto | None) -> list[str]:
 def find_float16_overflows(
     graph: Graph, largest: Mapping[str, float], *, int8_nodes: Collection[str]
 ) -> dict[str, str]:
-    """Return node -> why it must not compute in float16.
+    """Return node -> why it must not compute in float16: a large value, or a constant that gets 0.
 
-    A node whose constant becomes 0 in float16 brings in the readers of its output too.
+    Where an Add or Max of such a constant keeps its output above 0, the readers of that output,
+    such as a Log, must compute in float32 too.
 
     Args:
         graph: the float model's.
         largest: tensor -> largest |x| observed, of the tensors for which it is known.
         int8_nodes: names of the nodes that run in int8.
     """
-    reasons = dict.fromkeys((node.name for node in graph.nodes), "")  # in graph order
+    reasons = {node.name: "" for node in graph.nodes}  # in graph order
     for node in graph.nodes:
         if node.op_type == "Constant":
             continue
         reason = float16_overflow(graph, node, largest)
         affected_nodes = [node]
-        if reason.endswith(_VANISHED) and node.op_type != "Div":
+        if reason.endswith(_VANISHED) and node.op_type != "Div":  # a Div is such a reader itself
             affected_nodes += graph.readers.get(node.output[0], ())
         for affected_node in affected_nodes:
             reasons[affected_node.name] = reasons[affected_node.name] or reason
@@ -384,14 +396,20 @@ def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
 
 
 def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return a note on the constant that becomes 0 in float16 and keeps a Log or divisor above 0.
+    """Return which constant near a node keeps a Log or divisor above 0, but becomes 0 in float16.
 
-    It is searched upstream of divisions and of nodes that only move values. "" if there is none.
+    In a / Max(b, 1e-9) the guard is the Max. It is the node itself, or is found upstream through
+    divisors and through nodes that only move values. "" if there is no such constant.
     """
     guard: onnx.NodeProto | None = node
-    while guard is not None and (guard.op_type == "Div" or guard.op_type in _PASSING):
-        is_divisor = guard.op_type == "Div"
-        guard = graph.producer.get(guard.input[1 if is_divisor else 0])
+    while guard is not None:
+        if guard.op_type == "Div":
+            upstream_tensor = guard.input[1]
+        elif guard.op_type in _PASSING:
+            upstream_tensor = guard.input[0]
+        else:
+            break
+        guard = graph.producer.get(upstream_tensor)
     if guard is None or guard.op_type not in _GUARDS:
         return ""
     for name in guard.input:

@@ -134,22 +134,26 @@ def retain_named(repeated: Any, names: Collection[str]) -> None:
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Set the nodes of a graph, in this order; its own are moved, others are copied."""
+    """Make `nodes` the nodes of a graph, in this order.
+
+    Nodes of the graph that are among them are moved, not copied, so that references to them stay
+    valid; nodes from elsewhere are copied; all others are removed.
+    """
     new_nodes, graph_nodes = list(nodes), list(graph.node)
     own_ids = {id(node) for node in graph_nodes}
-    index_by_id: dict[int, int] = {}
-    for index, node in enumerate(new_nodes):
+    position_by_id: dict[int, int] = {}  # of the nodes that the graph shall have
+    for position, node in enumerate(new_nodes):
         if id(node) not in own_ids:
-            graph.node.append(node)
+            graph.node.append(node)  # copies it
             node = graph.node[-1]
             graph_nodes.append(node)  # a reference: else another node could get its id
-        index_by_id[id(node)] = index
-    assert len(index_by_id) == len(new_nodes), "a node can stand in one place only"
+        position_by_id[id(node)] = position
+    assert len(position_by_id) == len(new_nodes), "a node can stand in one place only"
 
     for index in reversed(range(len(graph_nodes))):
-        if id(graph_nodes[index]) not in index_by_id:
+        if id(graph_nodes[index]) not in position_by_id:
             del graph.node[index]
-    graph.node.sort(key=lambda node: index_by_id[id(node)])
+    graph.node.sort(key=lambda node: position_by_id[id(node)])
 
 
 def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
@@ -257,6 +261,7 @@ def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     if _NORMS.isdisjoint(op_types):
         return shape_inference.infer_shapes(model, **options)
 
+    # norms of which ONNX infers nothing are an Identity meanwhile, whose output is the same
     substitute = copy_message(model)
     for node in all_nodes(substitute.graph):
         if node.op_type in _NORMS:
@@ -272,13 +277,14 @@ def _guard_slices() -> None:
     """Have ONNX's inference refuse a Slice of a negative size, at which it would end the process.
 
     A size becomes negative where a kernel, a cut or a negative padding is larger than its input.
-    ONNX's C++ clamps the indices to 0..size, and asserts that size is at least 0.
+    ONNX's C++ clamps the indices to 0..size, and asserts that size is at least 0. So each version
+    of Slice is registered again, with an inference function that looks at the sizes first.
     """
     from onnx import defs, shape_inference
 
     error = shape_inference.InferenceError
 
-    def guarded(infer: Callable[[Any], None], context: Any) -> None:
+    def infer_if_positive(infer: Callable[[Any], None], context: Any) -> None:
         input_type = context.get_input_type(0)
         dims = () if input_type is None else input_type.tensor_type.shape.dim
         sizes = [dim.dim_value for dim in dims]
@@ -291,7 +297,7 @@ def _guard_slices() -> None:
         for version in (1, 10, 11, 13):
             schema = defs.get_schema("Slice", version)
             infer = schema.get_type_and_shape_inference_function()
-            schema.set_type_and_shape_inference_function(partial(guarded, infer))
+            schema.set_type_and_shape_inference_function(partial(infer_if_positive, infer))
             defs.deregister_schema("Slice", version, "")
             defs.register_schema(schema)
 
@@ -436,10 +442,11 @@ _JOINING_WORDS = ("weight", "bias")  # also in names of models, so one of ADDED 
 
 
 def rename_added(graph: onnx.GraphProto) -> list[str]:
-    """Rename tensors and nodes that have the name of another one with a word of `ADDED` behind it.
+    """Rename, in place, what is named as calib8 would name a tensor or node that it adds.
 
-    A constant `T/scale` of the model would else be taken for the scale of its tensor `T`. Inputs
-    and outputs keep their names; then `T` gets another one.
+    calib8 appends a word of `ADDED` to a name: `T/scale` is the scale of the tensor `T`. If a model
+    has both `T` and a `T/scale` of its own, `T/scale` is renamed. If that is an input or output of
+    the model, whose name must stay, `T` is renamed.
 
     Returns:
         The names that were replaced.
@@ -452,22 +459,23 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
     for body in bodies:
         names |= names_of(body.node)
     names.discard("")
-    ends = names_of((*graph.input, *graph.output))
-    stems = set(names)
-    for name in names - ends:  # calib8 cuts these off, whatever stands before them
-        stems |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
+    fixed_names = names_of((*graph.input, *graph.output))
+    base_names = set(names)  # the `T` of a `T/scale`
+    for name in names - fixed_names:  # these two are cut off, even if the model has no `T`
+        base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
 
     replaced = []
     for name in sorted(names):
-        stem = _find_stem(name, stems)
-        if stem is None:
+        base_name = _find_base_name(name, base_names)
+        if base_name is None:
             continue
-        replaced.append(stem if name in ends else name)
-        if replaced[-1] in ends:
+        replaced_name = base_name if name in fixed_names else name
+        if replaced_name in fixed_names:
             raise ModelError(
                 f"an input or output must not have a name that calib8 adds for another one, got"
-                f" {name!r} beside {stem!r}; export the model with other names"
+                f" {name!r} beside {base_name!r}; export the model with other names"
             )
+        replaced.append(replaced_name)
     new_name = {name: unique_name(f"{name}_own", names) for name in replaced}
     if new_name:
         for body in bodies:
@@ -490,14 +498,14 @@ def tensor_names(*graphs: onnx.GraphProto) -> set[str]:
     return names
 
 
-def _find_stem(name: str, stems: Collection[str]) -> str | None:
-    """Return what a name is without words of `ADDED` at its end; None if it has none."""
-    for stem in accumulate(re.split("([/.])", name)):
-        if stem not in stems:
+def _find_base_name(name: str, base_names: Collection[str]) -> str | None:
+    """Return the base name to which words of `ADDED` were appended; None if there is none."""
+    for base_name in accumulate(re.split("([/.])", name)):
+        if base_name not in base_names:
             continue
-        words = re.split("[/.]", name[len(stem) + 1 :].rstrip("0123456789"))
+        words = re.split("[/.]", name[len(base_name) + 1 :].rstrip("0123456789"))
         if not ADDED.isdisjoint(words) and all(map(_can_be_added, words)):
-            return stem
+            return base_name
     return None
 
 

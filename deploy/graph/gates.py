@@ -103,27 +103,31 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
 
 
 def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> Nodes:
-    """Return the nodes with each gate replaced by one `GATE` node, in place of its last node.
+    """Return the nodes with the nodes of each gate replaced by one `GATE` node.
 
-    Of two gates with the same last node, a product of both, the second one is replaced.
+    It stands in place of the gate's last node and has its name. If two gates end in the same node,
+    a Mul of both, the second one is replaced and the first one stays as it is.
     """
-    gate_by_end: dict[str, Gate] = by_name(gates)
-    inner_nodes: set[str] = set()
-    for gate in gate_by_end.values():
-        inner_nodes.update(gate.nodes[:-1])
+    gate_by_last_node: dict[str, Gate] = by_name(gates)
+    dropped_nodes: set[str] = set()
+    for gate in gate_by_last_node.values():
+        dropped_nodes.update(gate.nodes[:-1])
     collapsed = []
     for node in nodes:
-        if node.name in gate_by_end:
-            gate = gate_by_end[node.name]
+        if node.name in gate_by_last_node:
+            gate = gate_by_last_node[node.name]
             inputs = list(dict.fromkeys([gate.source, gate.factor]))  # one tensor in a Hard-Swish
             collapsed.append(make_node(GATE, inputs, gate.output, gate.name))
-        elif node.name not in inner_nodes:
+        elif node.name not in dropped_nodes:
             collapsed.append(node)
     return collapsed
 
 
 def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
-    """Return the gate that starts at a node, up to its clip; a HardSwish is a complete gate."""
+    """Return the gate, gain * clip(source + shift, 0, top), that starts at a node; else None.
+
+    Its factor is still to be found; a HardSwish is a complete gate, with its source as the factor.
+    """
     if node.domain not in ONNX_DOMAINS:
         return None
     if node.op_type == "Add":
@@ -131,21 +135,23 @@ def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
     if node.op_type not in ("HardSigmoid", "HardSwish"):
         return None
 
-    gate = Gate(
-        nodes=(node.name,),
-        source=node.input[0],
-        output=node.output[0],
-        shift=3.0,
-        top=6.0,
-        gain=1 / 6,
-    )
-    if node.op_type == "HardSwish":
-        return replace(gate, factor=gate.source)
+    # clip(alpha * source + beta, 0, 1)
     attrs = attributes(node)
     alpha, beta = float(attrs.get("alpha", 0.2)), float(attrs.get("beta", 0.5))
+    source, factor = node.input[0], ""
+    if node.op_type == "HardSwish":  # source * HardSigmoid(source), with constants of its own
+        alpha, beta, factor = 1 / 6, 0.5, source
     if alpha <= 0 or beta == 0:
         return None
-    return replace(gate, shift=beta / alpha, top=1 / alpha, gain=alpha)
+    return Gate(
+        nodes=(node.name,),
+        source=source,
+        factor=factor,
+        output=node.output[0],
+        shift=beta / alpha,
+        top=1 / alpha,
+        gain=alpha,
+    )
 
 
 def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
@@ -159,7 +165,8 @@ def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
     clip = graph.only_reader(add.output[0], "Clip")
     if shift is None or shift == 0 or clip is None:
         return None
-    if clip.input[0] != add.output[0] or not graph.clips_at_zero(clip):
+    is_clipped = clip.input[0] == add.output[0]  # and is not one of the limits
+    if not is_clipped or not graph.clips_at_zero(clip):
         return None
 
     top = graph.scalar(optional_input(clip, 2))
@@ -170,25 +177,28 @@ def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
 
 
 def _append_product(graph: Graph, gate: Gate) -> Gate | None:
-    """Return a gate with the Mul or Div that alone reads its output; None if there is none.
+    """Return a gate that includes the Mul or Div that alone reads its output; None without one.
 
-    A positive scalar changes the gain, and one varying tensor is the factor.
+    A gate is factor * gain * clip(source + shift, 0, top): a positive scalar becomes part of the
+    gain, and one varying tensor the factor.
     """
     product = graph.only_reader(gate.output, "Mul", "Div")
     if product is None:
         return None
-    longer = replace(gate, nodes=(*gate.nodes, product.name), output=product.output[0])
+    extended_gate = replace(gate, nodes=(*gate.nodes, product.name), output=product.output[0])
     scalar = graph.scalar_operand(gate.output, product)
     if scalar is not None and scalar > 0:  # a negative gain would turn the clip around
         if product.op_type == "Mul":
-            return replace(longer, gain=gate.gain * scalar)
+            return replace(extended_gate, gain=gate.gain * scalar)
         if product.input[0] == gate.output:
-            return replace(longer, gain=gate.gain / scalar)
+            return replace(extended_gate, gain=gate.gain / scalar)
 
-    factors = other_inputs(product, gate.output)
-    if product.op_type != "Mul" or gate.factor or not factors or factors[0] in graph.initializers:
+    if product.op_type != "Mul" or gate.factor:
         return None
-    return replace(longer, factor=factors[0])
+    factors = other_inputs(product, gate.output)  # none in a square of the gate
+    if not factors or factors[0] in graph.initializers:
+        return None
+    return replace(extended_gate, factor=factors[0])
 
 
 def _append_offset(graph: Graph, gate: Gate) -> Gate:

@@ -240,7 +240,8 @@ class Graph:
         self.readers: dict[str, Nodes] = {}
         self.captured: set[str] = set()
         for node in self.nodes:
-            for name in dict.fromkeys(filter(None, node.input)):
+            input_names = dict.fromkeys(filter(None, node.input))  # "" is an input left out
+            for name in input_names:
                 self.readers.setdefault(name, []).append(node)
             self.captured |= _captured_by(node)
         self._declared = by_name(declared_values(graph))
@@ -262,27 +263,28 @@ class Graph:
 
     @cached_property
     def captured_through_moves(self) -> frozenset[str]:
-        """Tensors captured by a subgraph, traced back through nodes that only move data.
+        """Tensors that data movement, such as a Reshape, carries into the subgraph of a node.
 
-        The optimizer inlines the branch of an If with a constant condition, so tensors captured
-        by nested subgraphs, and by an If whose output is itself captured, count too.
+        If y = Reshape(x) is read in the branch of an If, this has x. ONNX Runtime replaces an If of
+        a constant condition by the nodes of its branch, which may be data movement too: so this
+        also has all that an If captures, if its output is read in a subgraph or if a subgraph lies
+        in its own.
         """
         if not self.captured:
             return frozenset()
-        sources: set[str] = set()
-        inner_reads = set(self.captured)
+        moved_tensors: set[str] = set()
+        subgraph_reads = set(self.captured)  # directly, or after data movement
         for node in reversed(self.nodes):
-            is_captured = not inner_reads.isdisjoint(node.output)
-            if node.op_type in _MOVING and is_captured:
-                sources.add(node.input[0])
+            is_read_in_subgraph = not subgraph_reads.isdisjoint(node.output)
+            if node.op_type in _MOVING and is_read_in_subgraph:
+                moved_tensors.add(node.input[0])
             elif has_subgraph(node):
-                # what an inlined branch captures: an If in this node, or this node's own branch
-                _, *inner_nodes = nested_nodes(node)
-                has_nested_subgraph = any(map(has_subgraph, inner_nodes))
-                if has_nested_subgraph or (inner_nodes and is_captured):
-                    sources |= _captured_by(node)
-            inner_reads |= sources
-        return frozenset(sources)
+                _, *branch_nodes = nested_nodes(node)
+                has_nested_subgraph = any(map(has_subgraph, branch_nodes))
+                if has_nested_subgraph or (branch_nodes and is_read_in_subgraph):
+                    moved_tensors |= _captured_by(node)
+            subgraph_reads |= moved_tensors
+        return frozenset(moved_tensors)
 
     @cached_property
     def computed_constants(self) -> frozenset[str]:
@@ -529,42 +531,48 @@ def match_patterns(
 ) -> tuple[str, ...]:
     """Return the names of the nodes that match any pattern, in the order of the nodes.
 
-    `scopes`: node -> paths of the modules around it.
+    Args:
+        nodes: (name, type) of each node.
+        patterns: names, modules or types as in a shell ("*"), or "@FILE" with one of these a line.
+        scopes: node -> paths of the modules around it.
 
     Raises:
         ConfigError: a pattern matches nothing, or its file cannot be read.
     """
-    names = dict(nodes)
-    chosen: set[str] = set()
+    type_by_name = dict(nodes)
+    matching_names: set[str] = set()
     for pattern in patterns:
-        lines = [pattern]
-        if pattern.startswith(FILE) and pattern not in names:
-            lines = _read_patterns(Path(pattern.removeprefix(FILE)))
-        for line in lines:
-            if line in names:
-                chosen.add(line)
+        single_patterns = [pattern]
+        if pattern.startswith(FILE) and pattern not in type_by_name:
+            single_patterns = _read_patterns(Path(pattern.removeprefix(FILE)))
+        for single_pattern in single_patterns:
+            if single_pattern in type_by_name:  # a name with "*" or "[" is no pattern
+                matching_names.add(single_pattern)
             else:
-                chosen |= _match_pattern(nodes, line, scopes)
-    return tuple(name for name in names if name in chosen)
+                matching_names |= _match_pattern(nodes, single_pattern, scopes)
+    return tuple(name for name in type_by_name if name in matching_names)
 
 
 def _match_pattern(
     nodes: NamedNodes, pattern: str, scopes: Mapping[str, Sequence[str]]
 ) -> set[str]:
-    """Return the names of the nodes that match one pattern for names, modules or types."""
-    matches = set()
-    candidates: dict[str, None] = {}  # names and modules, or types, each once
+    """Return the names of the nodes that match one pattern for names, modules or types.
+
+    `scopes`: node -> paths of the modules around it.
+    """
+    is_for_types = pattern.startswith(TYPE)
+    matching_names = set()
+    all_labels: dict[str, None] = {}  # what could have matched, each once and in order
     for name, op_type in nodes:
-        is_type = pattern.startswith(TYPE)
-        for candidate in [TYPE + op_type] if is_type else [name, *scopes.get(name, ())]:
-            candidates[candidate] = None
-            if fnmatchcase(candidate, pattern):
-                matches.add(name)
-    if not matches:
+        labels = [TYPE + op_type] if is_for_types else [name, *scopes.get(name, ())]
+        all_labels.update(dict.fromkeys(labels))
+        if any(fnmatchcase(label, pattern) for label in labels):
+            matching_names.add(name)
+    if not matching_names:
         help_text = "`calib8 inspect --all` lists names and types"
-        hint = did_you_mean(pattern, list(candidates), help_text)
+        hint = did_you_mean(pattern, list(all_labels), help_text)
         raise ConfigError(f"nodes to keep in float must be in the model, got {pattern!r}; {hint}")
-    return matches
+    return matching_names
 
 
 def _read_patterns(path: Path) -> list[str]:

@@ -195,13 +195,17 @@ def _write_scale_and_bias(builder: _NodeBuilder, name: str) -> None:
 
 
 def _write_group_norm(builder: _NodeBuilder) -> None:
-    """Normalize the groups as instances; before opset 21, scale and bias are per group."""
+    """Write a GroupNormalization as an InstanceNormalization of [N, groups, rest of the values].
+
+    Before opset 21 its scale and bias have a value for each group, as those of that node do. Since
+    then they have one for each channel, and are applied afterwards, on the input's own shape.
+    """
     _refuse_half_sums(builder)
     groups = builder.attrs["num_groups"]
-    per_channel = builder.scope.source_opset >= 21
     scale, bias = builder.node.input[1:3]
     group_scale, group_bias = scale, bias
-    if per_channel:
+    has_channel_scales = builder.scope.source_opset >= 21
+    if has_channel_scales:
         group_scale = builder.floats(np.ones(groups))
         group_bias = builder.floats(np.zeros(groups))
 
@@ -209,11 +213,11 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
     epsilon = builder.attrs.get("epsilon", 1e-5)
     normed = builder.add("InstanceNormalization", grouped, group_scale, group_bias, epsilon=epsilon)
     ungrouped = builder.add("Reshape", normed, builder.add("Shape", builder.source))
-    if per_channel:
+    if has_channel_scales:
         rank = len(builder.scope.shape(builder.source))
-        column = builder.integers([-1] + [1] * (rank - 2))
-        scaled = builder.add("Mul", ungrouped, builder.add("Reshape", scale, column))
-        builder.add("Add", scaled, builder.add("Reshape", bias, column))
+        channel_shape = builder.integers([-1] + [1] * (rank - 2))  # [C, 1, 1]
+        scaled = builder.add("Mul", ungrouped, builder.add("Reshape", scale, channel_shape))
+        builder.add("Add", scaled, builder.add("Reshape", bias, channel_shape))
 
 
 def _refuse_half_sums(builder: _NodeBuilder) -> None:
@@ -289,14 +293,18 @@ def lower_opset(
 def _write_functions(
     model: onnx.ModelProto, opset: int, decomposed: Collection[str]
 ) -> onnx.ModelProto:
-    """Return the model with the functions that ONNX has for operators new since `opset`."""
+    """Return the model with operators that `opset` lacks written by ONNX's own definitions of them.
+
+    ONNX defines some operators, such as Attention, as a function: nodes of older operators.
+    Operators in `_WRITERS` stay: they are written later, node by node.
+    """
     op_types = {node.op_type for node in all_nodes(model.graph) if is_standard(node)}
-    new_operators = []
+    unwanted_operators = []  # (domain, operator)
     for op_type in sorted(op_types.difference(_WRITERS)):
         is_unwanted = op_type in decomposed or find_schema(op_type, opset) is None
         if is_unwanted and find_schema(op_type, opset_of(model)) is not None:
-            new_operators.append(("", op_type))
-    if not new_operators:
+            unwanted_operators.append(("", op_type))
+    if not unwanted_operators:
         return model
 
     typed = infer_types(model, data_prop=True)
@@ -304,7 +312,7 @@ def _write_functions(
         value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         typed.graph.value_info.append(value)
     try:
-        inlined = inliner.inline_selected_functions(typed, new_operators, False, True)
+        inlined = inliner.inline_selected_functions(typed, unwanted_operators, False, True)
     except Exception:  # onnx before 1.20, or a type that is not known; then the node is refused
         return model
     drop_dead(inlined.graph)
@@ -342,7 +350,10 @@ class _Lowering:
         return nodes
 
     def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes that compute a node in the older opset; the node if it may stay."""
+        """Return the nodes that compute a node in the older opset; the node if it may stay.
+
+        Either other operators compute it (`_WRITERS`), or its operator takes its older form.
+        """
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)
         old_schema = find_schema(op_type, scope.target_opset)
@@ -357,11 +368,11 @@ class _Lowering:
 
         if schema is None or schema.since_version == old_schema.since_version:
             return [node]
-        if schema.since_version > NEWEST:
+        if schema.since_version > NEWEST:  # the change may be one of meaning, not of form
             raise CannotRewrite(f"opset {schema.since_version} changed it")
         changes = find_downgrades(node, scope.source_opset, scope.target_opset)
         nodes = change_form(copy_message(node), changes, scope)
-        if nodes[-1].op_type == op_type:
+        if nodes[-1].op_type == op_type:  # else the rules made an Identity of it
             _drop_new_attributes(nodes[-1], schema, old_schema)
         return nodes
 

@@ -261,7 +261,7 @@ def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
 
 def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Resize: scales or sizes of all axes in place of those of some; return the nodes for it.
+    """Return the nodes of a Resize of all axes, in place of one whose `axes` are only some.
 
     Sizes that keep the ratio of the sides (keep_aspect_ratio_policy) become scales. A Resize of all
     axes without that policy stays as it is.
@@ -287,15 +287,17 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         del node.input[2:]
         node.input.append(name)
 
-    # the other axes keep their size, or have the scale 1
-    if len(node.input) > 3:
+    # the inputs are the data, the region, scales and sizes
+    if len(node.input) > 3:  # other axes keep their size
         nodes += _complete_input(node, 3, axes, node.input[0], scope)
-    else:
+    else:  # other axes have the scale 1
         nodes += _complete_input(node, 2, axes, np.ones(rank, np.float32), scope)
-    if node.input[1]:  # the region (roi): its starts and then its ends, 0 and 1 for other axes
-        scope.values(node.input[1], "region")
-        ends = np.repeat([0, 1], rank).astype(np.float32)
-        nodes += _complete_input(node, 1, axes + [rank + axis for axis in axes], ends, scope)
+    if node.input[1]:
+        scope.values(node.input[1], "region")  # raises if it is not constant
+        # the starts of all axes, then their ends; 0 and 1 for other axes
+        full_region = np.repeat([0, 1], rank).astype(np.float32)
+        region_axes = axes + [rank + axis for axis in axes]
+        nodes += _complete_input(node, 1, region_axes, full_region, scope)
     drop_attribute(node, "axes")
     drop_attribute(node, "keep_aspect_ratio_policy")
     return [*nodes, node]
@@ -324,17 +326,21 @@ def _complete_input(
     default: str | NDArray[Any],
     scope: OpsetScope,
 ) -> Nodes:
-    """Give a node's input values of all axes in place of those of some; return the nodes for it.
+    """Extend an input, such as the scales of a Resize, from the values of some axes to all axes.
 
-    Where all values are known these are one constant. Else nodes compute them: for a tensor of rank
-    4 with given sizes of the axes 2 and 3, [*Shape(x), *sizes] gathered at [0, 1, 4, 5].
+    If all values are known, the new input is one constant. Else nodes compute it: for a tensor of
+    rank 4 with sizes of the axes 2 and 3, [*Shape(x), *sizes] gathered at [0, 1, 4, 5].
 
     Args:
-        node: changes in place.
+        node: its input is replaced in place.
         index: index of the input, which has a value for each of `axes`.
         axes: axes counted from the front, never from the end.
-        default: name of a tensor whose sizes are the values of the other axes, or these values.
+        default: values of the other axes, an array with one value for each axis; or the name of a
+            tensor whose sizes are these values.
         scope: the constants, shapes and names around the node.
+
+    Returns:
+        The nodes that make the new input, to stand before `node`.
     """
     partial_name = node.input[index]
     complete_name = scope.new_name(f"{node.output[0]}_axes")
@@ -342,19 +348,19 @@ def _complete_input(
 
     defaults = list(scope.shape(default)) if isinstance(default, str) else default.tolist()
     if partial_name in scope.constants:
-        given_values = scope.values(partial_name, "values")
+        partial_values = scope.values(partial_name, "values")
         values = list(defaults)
-        for axis, value in zip(axes, given_values.tolist(), strict=True):
+        for axis, value in zip(axes, partial_values.tolist(), strict=True):
             values[axis] = value
         if all(isinstance(value, int | float) for value in values):  # no size is symbolic
-            return [make_constant_node(complete_name, np.array(values, given_values.dtype))]
+            return [make_constant_node(complete_name, np.array(values, partial_values.dtype))]
 
-    # join the defaults and the given values, and gather one value for each axis
+    # join the defaults and the values of some axes, and gather one value for each axis
     defaults_name = scope.new_name(f"{complete_name}_whole")
     joined_name = scope.new_name(f"{complete_name}_both")
     order_name = scope.new_name(f"{complete_name}_order")
     order = np.arange(len(defaults))
-    order[axes] = len(defaults) + np.arange(len(axes))  # the given values follow the defaults
+    order[axes] = len(defaults) + np.arange(len(axes))  # these values follow the defaults
     if isinstance(default, str):
         default_node = make_node("Shape", [default], defaults_name, f"{defaults_name}_Shape")
     else:
@@ -455,10 +461,13 @@ DOWNGRADES = (
 def _attributes_to_inputs(
     node: onnx.NodeProto, scope: OpsetScope, *, names: Sequence[str]
 ) -> Nodes:
-    """Move these attributes to constant inputs, from the second input on."""
+    """Move the attributes `names` to constant inputs: the second input, the third, and so on.
+
+    An attribute that the node does not have becomes an input left out ("").
+    """
     attrs = attributes(node)
     nodes: Nodes = []
-    del node.input[1:]
+    del node.input[1:]  # the data stays
     for name in names:
         drop_attribute(node, name)
         if name not in attrs:
@@ -472,7 +481,7 @@ def _attributes_to_inputs(
             values = values.astype(helper.tensor_dtype_to_np_dtype(dtype))
         node.input.append(scope.new_name(f"{node.output[0]}_{name}"))
         nodes.append(make_constant_node(node.input[-1], values))
-    while not node.input[-1]:
+    while not node.input[-1]:  # inputs left out at the end are not listed
         del node.input[-1]
     return [*nodes, node]
 

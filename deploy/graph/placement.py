@@ -296,21 +296,24 @@ def add_concat_readers(graph: Graph, readers: dict[str, list[str]]) -> None:
 
 
 def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> list[str]:
-    """Return the inputs that a node reads in int8: of a residual Add, only the unfused ones.
+    """Return the inputs that a node reads in int8: all but the main branch of a residual Add.
 
-    Where a heavy node makes both inputs, the one on the longer path is fused: the main branch, not
-    the shortcut (as ModelOpt's partitioning does).
+    TensorRT fuses such an Add into the heavy node (Conv, Gemm, MatMul) that makes its main branch,
+    which therefore is never written. If heavy nodes make both inputs, the main branch is the one on
+    the longer path, as in ModelOpt's partitioning; the other one is the shortcut.
     """
     inputs = graph.data_inputs(node)
     if node.op_type != "Add":
         return inputs
-    main_branch, main_depth = "", -1
-    for name in inputs:
-        depth = graph.depths.get(name, 0)
-        if len(graph.readers[name]) != 1 or not _is_made_by_heavy(graph, name, heavy):
-            continue
-        if depth >= main_depth:
-            main_branch, main_depth = name, depth
+    fusable_inputs = [
+        name
+        for name in inputs
+        if len(graph.readers[name]) == 1 and _is_made_by_heavy(graph, name, heavy)
+    ]
+    if not fusable_inputs:
+        return inputs
+    # of two equally long paths the last one, hence the reversed order
+    main_branch = max(reversed(fusable_inputs), key=lambda name: graph.depths.get(name, 0))
     return [name for name in inputs if name != main_branch]
 
 

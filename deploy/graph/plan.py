@@ -291,21 +291,25 @@ class _Int8Flow:
                 self.int8_reads.add(graph.tail(node))
 
     def find_stranded_reason(self, node: onnx.NodeProto) -> str:
-        """Return why a node that can run in int8 gains nothing among its neighbours, or ""."""
+        """Return why a node gains nothing from int8 among its neighbours; "" if it gains.
+
+        A heavy node (Conv, Gemm, MatMul) always gains. Any other one only passes int8 on: its
+        inputs must be int8 already, and something downstream must read int8.
+        """
         graph, placement = self.graph, self.placement
         if placement.float_after_concat and reads_float_concat(graph, node, self.int8_outputs):
             return f"it reads a Concat whose inputs are not all {placement.precision_name}"
         if node.op_type in placement.heavy:
-            return ""  # it gains enough to quantize its inputs itself
+            return ""
         if placement.pairs_on_outputs:
             has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
         else:
             has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
-            if has_int8_inputs and has_float_sibling(graph, node, self.reasons):
-                return "its input is read in float too"
         if not has_int8_inputs:
             return f"an input of it is not {placement.precision_name}"
-        if graph.tail(node) not in self.int8_reads:
+        if not placement.pairs_on_outputs and has_float_sibling(graph, node, self.reasons):
+            return "its input is read in float too"
+        if graph.tail(node) not in self.int8_reads:  # the output of its fused Relu or Clip
             return f"nothing after it runs in {placement.precision_name}"
         return ""
 
@@ -323,24 +327,25 @@ def _find_bias_shifts(
     weights: Iterable[WeightTarget],
     int8_gates: Iterable[Gate],
 ) -> dict[str, Gate]:
-    """Return Conv -> the gate (see `Gate`) whose shift its bias can absorb.
+    """Return Conv -> the gate whose shift can be added to the Conv's bias.
 
-    The Conv must make the source for the gate alone, and its bias must be constant.
+    A gate is factor * clip(source + shift, 0, top), written by several nodes (see `Gate`).
     """
     if not placement.quantizes_bias:
         return {}
     bias_by_node = {weight.node: weight.bias for weight in weights}
-    shifts = {}
+    gate_by_conv = {}
     for gate in int8_gates:
         conv = graph.find_producer(gate.source, "Conv")
         if conv is None or conv.name not in bias_by_node:
             continue
+        # any other use of the source, as the factor of a Hard-Swish is, needs it without the shift
         if graph.only_reader(gate.source) is None or gate.source == gate.factor:
             continue
         bias = bias_by_node[conv.name]
         if bias is None or bias in graph.initializers:
-            shifts[conv.name] = gate
-    return shifts
+            gate_by_conv[conv.name] = gate
+    return gate_by_conv
 
 
 def _find_gemm_biases(
@@ -349,22 +354,24 @@ def _find_gemm_biases(
     int8_nodes: Iterable[onnx.NodeProto],
     requested_reasons: Mapping[str, str],
 ) -> dict[str, onnx.NodeProto]:
-    """Return name of a MatMul in int8 -> the Add of its bias.
+    """Return name of a MatMul in int8 -> the Add node of its bias.
 
     ONNX Runtime fuses both into a Gemm before it selects integer kernels, and has none for a Gemm
     whose bias is float: the layer would run in float and dequantize its weights for every input
     (a net of three such layers was 9.6 times slower than FP32). So both are planned as one layer.
     """
-    biases: dict[str, onnx.NodeProto] = {}
+    if not placement.fuses_gemm_bias:
+        return {}
+    add_by_matmul: dict[str, onnx.NodeProto] = {}
     for node in int8_nodes:
-        if node.op_type != "MatMul" or not placement.fuses_gemm_bias:
+        if node.op_type != "MatMul":
             continue
         add = find_bias_add(graph, node)
-        if add is None or add.name in requested_reasons:
+        if add is None or add.name in requested_reasons:  # the user keeps the Add in float
             continue
-        if not is_scalar_glue(graph, placement, add):
-            biases[node.name] = add
-    return biases
+        if not is_scalar_glue(graph, placement, add):  # else it has an int8 kernel of its own
+            add_by_matmul[node.name] = add
+    return add_by_matmul
 
 
 def reasons_by_node(float_nodes: FloatNodes) -> Mapping[str, str]:
@@ -382,10 +389,10 @@ def _decide(
     gate_by_node: Mapping[str, str],
     gemm_biases: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
-    """Return one decision per node.
+    """Return one decision, int8 or float, for each node of the model.
 
-    A tail (the Relu, Clip or bias Add that is fused into the node before it) runs where that node
-    runs, and the nodes of a gate run where the gate runs.
+    A fused Relu, Clip or bias Add runs where the node runs that it is fused into, and the nodes of
+    a gate (a Hard-Swish or squeeze-excite) run where the gate runs.
 
     Args:
         nodes: nodes of the model.
@@ -393,22 +400,22 @@ def _decide(
         placement: the target's rules.
         float_reasons: node of `graph` -> why it stays float, or "".
         gate_by_node: node of a gate -> the node of `graph` that stands for it.
-        gemm_biases: MatMul -> the Add of its bias, which is its tail too.
+        gemm_biases: MatMul -> the Add of its bias, which is fused into it too.
     """
-    head_by_tail = {}  # output of a tail -> the node that it is fused into
+    fused_into = {}  # output of a fused node -> name of the node that it is fused into
     for node in graph.nodes:
         if node.op_type in placement.heavy_or_glue:
-            head_by_tail[graph.tail(node)] = node.name
-    for name, add in gemm_biases.items():
-        head_by_tail |= {add.output[0]: name, graph.tail(add): name}
+            fused_into[graph.tail(node)] = node.name
+    for matmul, add in gemm_biases.items():
+        fused_into |= {add.output[0]: matmul, graph.tail(add): matmul}
 
     decisions = []
     for node in nodes:
-        name = gate_by_node.get(node.name, node.name)
-        reason = float_reasons[name]
-        head = head_by_tail.get(node.output[0], name)
-        if reason and head != name:  # a tail runs where its head runs
-            reason = "the node before it is float" if float_reasons[head] else ""
+        planned_node = gate_by_node.get(node.name, node.name)
+        reason = float_reasons[planned_node]
+        main_node = fused_into.get(node.output[0], planned_node)
+        if reason and main_node != planned_node:
+            reason = "the node before it is float" if float_reasons[main_node] else ""
         precision = FLOAT32 if reason else placement.grid.name
         decisions.append(Decision(node.name, node.op_type, precision, reason))
     return tuple(decisions)
@@ -475,14 +482,16 @@ def _find_weights(
     for node in int8_nodes:
         if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:
             continue
-        bias = optional_input(node, 2) or None
+        weight_name = node.input[1]
         if node.name in gemm_biases:
-            operands = gemm_biases[node.name].input
-            bias = next(name for name in operands if name in graph.initializers)
-        axis = None
+            add_inputs = gemm_biases[node.name].input
+            bias = next(name for name in add_inputs if name in graph.initializers)
+        else:
+            bias = optional_input(node, 2)
+        axis = None  # one scale for the weight
         if node.op_type not in placement.per_tensor:
-            axis = _scale_axis(node, len(graph.initializers[node.input[1]].dims))
-        weights.append(WeightTarget(node.input[1], node.name, axis, bias))
+            axis = _scale_axis(node, len(graph.initializers[weight_name].dims))
+        weights.append(WeightTarget(weight_name, node.name, axis, bias or None))
     return tuple(weights)
 
 

@@ -40,10 +40,10 @@ _FATAL = "which ends ONNX Runtime's process where it is dequantized"
 
 
 def tile_shape(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
-    """Return the (rows, columns) of the tile that a ConvTranspose makes of a pixel.
+    """Return (rows, columns) of the tile of output pixels that a ConvTranspose makes of each pixel.
 
     Args:
-        node: the node.
+        node: any node.
         sizes: shape of its weight, [c, m / groups, k, l].
 
     Returns:
@@ -54,13 +54,16 @@ def tile_shape(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
         return None
     attrs = attributes(node)
     rows, columns = sizes[2:]
-    if attrs.get("strides", [1, 1]) != [rows, columns] or rows == columns == 1:
+    if rows == columns == 1:  # a plain 1x1 Conv: nothing is to be laid out as tiles
         return None
+    if attrs.get("strides", [1, 1]) != [rows, columns] or _has_groups_or_gaps(attrs):
+        return None
+    # attributes that crop or extend the output
     if any(attrs.get("pads", ())) or any(attrs.get("output_padding", ())):
         return None
     if "output_shape" in attrs or attrs.get("auto_pad", b"NOTSET") != b"NOTSET":
         return None
-    return None if _has_groups_or_gaps(attrs) else (rows, columns)
+    return rows, columns
 
 
 def _has_groups_or_gaps(attrs: Mapping[str, Any]) -> bool:
@@ -100,52 +103,48 @@ def find_refusal(
 
 
 def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why a layer's weights, or its position at the model's input, speak against int8.
+    """Return why its weight, or its place at the model's input, keeps a layer in float; else "".
 
-    A Conv at the model's input has few products a value (3 channels times its window): quantizing
-    the input then costs more than the products save. `placement.min_products` says how many are
-    enough; 0 puts every such Conv into int8.
+    A Conv at the model's input makes an output value of few products (3 channels times its window),
+    and quantizing the input then costs more than int8 saves. `placement.min_products` says how many
+    are enough; 0 puts every such Conv into int8.
     """
     if node.op_type in placement.heavy:
-        reason = _find_weight_refusal(graph, node, placement)
-        if reason:
-            return reason
-    if node.op_type != "Conv" or not _reads_model_input(graph, node):
+        weight_refusal = _find_weight_refusal(graph, node, placement)
+        if weight_refusal:
+            return weight_refusal
+    if node.op_type != "Conv" or not placement.min_products or not _reads_model_input(graph, node):
         return ""
 
-    channels, input_channels, *window = graph.initializers[node.input[1]].dims  # [O, I, h, w]
-    products = math.prod(window) * input_channels
-    is_thin = products < placement.min_products and not _makes_many_values(graph, node)
+    output_channels, input_channels, *window = graph.initializers[node.input[1]].dims
+    products = math.prod(window) * input_channels  # for each output value
+    is_slower = products < placement.min_products and not _makes_many_values(graph, node)
     reads_grey_picture = input_channels == 1 and len(window) > 1
-    if placement.min_products > 0 and reads_grey_picture:
-        is_thin = is_thin or max(channels, products) < _MIN_CHANNELS_OF_GREY
-    if is_thin and not _is_pooled(graph, placement, node):
+    if reads_grey_picture and max(output_channels, products) < _MIN_CHANNELS_OF_GREY:
+        is_slower = True
+    if is_slower and not _is_pooled(graph, placement, node):
         return f"the first Conv has only {products} products a value, and is faster in float"
     return ""
 
 
 def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why an operator that is no layer has no int8 kernel; "" if it has one.
+    """Return why glue, an operator without weights such as Add or a pool, has no int8 kernel.
 
-    Such operators (Add, Concat, pooling, ...) only pass int8 on. Their attributes and constant
-    operands decide.
+    Its attributes and constant operands decide. "" if it has a kernel.
     """
-    reason = ""
     if placement.pairs_everywhere:
-        reason = _find_dla_refusal(graph, node)
+        dla_refusal = _find_dla_refusal(graph, node)
+        if dla_refusal:
+            return dla_refusal
     elif has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
-        reason = "one of its operands is constant"
-    if reason:
-        return reason
+        return "one of its operands is constant"
+
     if node.op_type == "Pad":
-        reason = _find_pad_refusal(graph, node)
-    elif node.op_type == "ReduceMean" and not is_global_mean(graph, node):
-        reason = "it is the mean over other axes than a picture's"
-    elif placement.checks_kernels:
-        reason = _find_kernel_refusal(node)
-        if reason:
-            reason += f" on {placement.name}"
-    return reason
+        return _find_pad_refusal(graph, node)
+    if node.op_type == "ReduceMean" and not is_global_mean(graph, node):
+        return "it is the mean over other axes than a picture's"
+    kernel_refusal = _find_kernel_refusal(node) if placement.checks_kernels else ""
+    return f"{kernel_refusal} on {placement.name}" if kernel_refusal else ""
 
 
 def _find_tensor_refusal(
@@ -153,32 +152,32 @@ def _find_tensor_refusal(
 ) -> str:
     """Return why a tensor that a node reads or makes cannot be quantized; "" if all can.
 
-    Where pairs stand on outputs too, that is the output behind the node's Relu, Clip or bias Add.
+    `float_tensors`: tensor without a scale -> why, such as "was 0 in every sample".
     """
     data_inputs = graph.data_inputs(node)
-    tensors = list(data_inputs)
+    quantized_tensors = list(data_inputs)
     if placement.pairs_on_outputs:
-        tensors.append(graph.tail(node))
+        quantized_tensors.append(graph.tail(node))  # after a fused Relu, Clip or bias Add
     if placement.pairs_everywhere:
-        tensors += node.output[:1]
-    for tensor in tensors:
+        quantized_tensors.append(node.output[0])
+    for tensor in quantized_tensors:
         if not graph.is_float(tensor):
             return f"{tensor} is not float32"
-        source = find_scale_owner(graph, placement, tensor)
-        if source in float_tensors:
-            return f"{source} {float_tensors[source]}"
+        scale_owner = find_scale_owner(graph, placement, tensor)
+        if scale_owner in float_tensors:
+            return f"{scale_owner} {float_tensors[scale_owner]}"
         if placement.checks_kernels and tensor in graph.captured_through_moves:
             return f"{tensor} is moved and then read inside an If or Loop, {_FATAL}"
     return "" if data_inputs else "all its inputs are constant"
 
 
 def _find_dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return why DLA does not run a node, whatever its sizes; "" if it may."""
+    """Return why NVIDIA's DLA does not run a node, whatever its sizes; "" if it may."""
     attrs = attributes(node)
     data_inputs = graph.data_inputs(node)
     if node.op_type == "MatMul" and len(data_inputs) > 1:
         return "DLA multiplies by constant matrices only"
-    if node.op_type not in MOVES | {"Gemm", "MatMul"}:
+    if node.op_type not in MOVES | {"Gemm", "MatMul"}:  # these take other ranks too
         shapes = [graph.shapes.get(name) for name in data_inputs]
         if any(shape is not None and len(shape) != 4 for shape in shapes):
             return "DLA runs it on tensors [N, C, H, W] only"
@@ -186,14 +185,15 @@ def _find_dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
         return "DLA concatenates channels only"
     if node.op_type == "Resize" and resize_mode(node) == "cubic":
         return "DLA has no cubic Resize"
-    is_plain = not _has_groups_or_gaps(attrs) and not any(attrs.get("pads", ()))
-    if node.op_type == "ConvTranspose" and not is_plain:
+    is_restricted = _has_groups_or_gaps(attrs) or any(attrs.get("pads", ()))
+    if node.op_type == "ConvTranspose" and is_restricted:
         return "DLA runs a ConvTranspose without groups, dilations and pads only"
     return ""
 
 
 def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     """Return why a layer's weight cannot be stored in int8, or gains nothing; "" if it can."""
+    # int8 kernels take the weights as the second factor
     if node.op_type == "MatMul" and node.input[0] in graph.initializers:
         return "its constant is the first factor"
     name = node.input[1]
@@ -215,8 +215,7 @@ def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placemen
 def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     """Return why a layer's weight has a shape without a fast integer kernel; "" if it has one.
 
-    The limits are the target's: ConvTransposes only if their windows do not overlap
-    (`requires_tiles`), groups, the size of a window, and the least number of channels.
+    The limits are those of the target's `placement`. A weight that is not constant has no limit.
     """
     weight = graph.initializers.get(node.input[1])
     if weight is None:
@@ -229,19 +228,20 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
         if tile_shape(node, sizes) is None:
             return f"it has no {precision} kernel: its windows overlap, have gaps or are cropped"
 
-    channels = sizes[-2:]  # of a Gemm or MatMul
+    channel_counts = sizes[-2:]  # rows and columns of the matrix of a Gemm or MatMul
     if node.op_type == "Conv":
-        channels = sizes[:2]
+        channel_counts = sizes[:2]  # output and input channels
         if not placement.allows_groups and group_count(node) != 1:
             return f"a Conv with groups has no fast {precision} kernel"
         window_size = math.prod(sizes[2:])
-        if 0 < placement.max_window < window_size:
+        if placement.max_window and window_size > placement.max_window:
             return (
                 f"a window of {window_size} places has no {precision} kernel, which takes"
                 f" {placement.max_window} at most"
             )
-    if min(channels, default=1) < placement.min_channels.get(node.op_type, 0):
-        return f"too few channels ({min(channels)}) to be faster in {precision} than in float"
+    least_channels = placement.min_channels.get(node.op_type, 0)
+    if any(count < least_channels for count in channel_counts):
+        return f"too few channels ({min(channel_counts)}) to be faster in {precision} than in float"
     return ""
 
 
@@ -302,12 +302,12 @@ def _is_pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool
     0.62x as fast as FP32 with the Conv in float, 1.7x with it in int8; before a Conv 2.8x and
     2.6x).
     """
-    activations = [graph.tail(node)]
+    activations = [graph.tail(node)]  # the output, and what Sigmoid, Mul, ... make of it
     for tensor in activations:  # grows during the loop
         for reader in graph.readers.get(tensor, []):
             if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
                 pool_readers = graph.readers.get(reader.output[0], [])
-                return any(node.op_type in placement.heavy_or_glue for node in pool_readers)
+                return any(user.op_type in placement.heavy_or_glue for user in pool_readers)
             if reader.op_type in _ACTIVATIONS and reader.output[0] not in activations:
                 activations.append(graph.tail(reader))
     return False
