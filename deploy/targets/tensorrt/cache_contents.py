@@ -41,7 +41,6 @@ from itertools import pairwise
 
 import numpy as np
 import onnx
-from onnx import helper
 
 from calibrators.percentile import QUANTILE
 from calibrators.scales import Scale
@@ -55,8 +54,8 @@ from deploy.calibration.observation import (
 from deploy.calibration.ranges import RangeSet
 from deploy.calibration.trt_cache import version_label
 from deploy.errors import ExportError
-from deploy.graph.edit import copy_message, replace_nodes
-from deploy.graph.index import Graph, attributes, runtime_inputs
+from deploy.graph.edit import copy_message, make_node, replace_nodes
+from deploy.graph.index import Graph, attributes, optional_input, runtime_inputs
 
 ONNX, CAFFE = "onnx", "caffe"
 POOLING_LAYERS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser
@@ -170,7 +169,7 @@ def unnamed_layer_output(index: int, kind: str) -> str:
 def _onnx_tensors(
     model: onnx.ModelProto, parsed: onnx.ModelProto, version_number: int
 ) -> list[CacheTensor]:
-    """List the entries by TensorRT's ONNX parser.
+    """List the entries of the cache, in its order, as TensorRT's ONNX parser names its tensors.
 
     Args:
         model: the cleaned model, whose tensors are observed.
@@ -181,14 +180,16 @@ def _onnx_tensors(
     float_tensors = trt_tensors(model)
     float_names = set(float_tensors)
     pool_inputs = _pool_inputs(graph, POOLING_LAYERS)
-    node_names = {node.output[0]: node.name for node in parsed.graph.node if node.output}
+    parsed_name = {node.output[0]: node.name for node in parsed.graph.node if node.output}
     layer_indices = _layer_indices(parsed, version_number)
-    entries = [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
+    model_inputs = [name for name in float_tensors if name not in graph.producer]
+    entries = [CacheTensor(name, name) for name in model_inputs]
     for node in graph.nodes:
         output = node.output[0]
+        # the parser makes several layers of these; what is between them has entries too
         if node.op_type in ("Gemm", "Softmax") and {node.input[0], output} <= float_names:
-            layer_index = layer_indices.get(output)
-            entries += _inner_tensors(node, layer_index, version_number, node_names.get(output, ""))
+            layer_index, node_name = layer_indices.get(output), parsed_name.get(output, "")
+            entries += _inner_tensors(node, layer_index, version_number, node_name)
         for name in node.output:
             if name in float_names:
                 entries.append(CacheTensor(name, name, pool_inputs.get(name)))
@@ -215,8 +216,9 @@ def _inner_tensors(
         inner_name = f"{node_name or f'node_of_{node.output[0]}'}_output"
         if node.op_type == "Softmax":  # its result before it is reshaped
             return [CacheTensor(inner_name, node.output[0])]
-        has_bias = len(node.input) > 2 and node.input[2]  # the product before the bias is added
-        return [CacheTensor(inner_name, inner_name)] if has_bias else []
+        if optional_input(node, 2):  # of a Gemm, the product before the bias is added
+            return [CacheTensor(inner_name, inner_name)]
+        return []
     is_unnamed_gemm = node.op_type == "Gemm" and version_number < _END_OF_UNNAMED_GEMM
     if not is_unnamed_gemm or layer_index is None:
         return []
@@ -229,21 +231,21 @@ def _inner_tensors(
 def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int]:
     """Map the first output of each node to the index of its first layer in TensorRT's network.
 
-    Only versions whose names of Gemm's tensors contain the index need it. The map ends at a node
-    whose number of layers is not known.
+    Only versions that name the tensors inside a Gemm by this index need it; for others it is empty.
+    It ends at a node of which TensorRT makes an unknown number of layers.
     """
     indices: dict[str, int] = {}
     if version_number >= _END_OF_UNNAMED_GEMM:
         return indices
     layer_count = 0
     for node in model.graph.node:
-        if node.op_type == "Constant":
+        if node.op_type == "Constant":  # is no layer
             continue
         indices[node.output[0]] = layer_count
         is_single_layer = node.op_type in _LAYER_KINDS or node.op_type in _COPIES
-        if node.op_type == "Gemm":
+        if node.op_type == "Gemm":  # Shuffle, Fully Connected, Shuffle
             layer_count += 3
-        elif is_single_layer and node.op_type != "Softmax":
+        elif is_single_layer and node.op_type != "Softmax":  # one or several, by its axis
             layer_count += 1
         else:
             break
@@ -251,7 +253,7 @@ def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int
 
 
 def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
-    """List the entries by TensorRT's Caffe parser.
+    """List the entries of the cache, in its order, as TensorRT's Caffe parser names its tensors.
 
     It flattens the input of an inner product itself, so a Flatten before a Gemm has no entry. A
     Relu works in place and takes the name of the layer before it, whose own output is then named
@@ -260,24 +262,28 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
     graph = Graph(model)
     float_tensors = trt_tensors(model)
     pool_inputs = _pool_inputs(graph, _CAFFE_POOLS)
-    entries = [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
-    layer_index: int | None = 0  # None after a node of unknown layer count
+    model_inputs = [name for name in float_tensors if name not in graph.producer]
+    entries = [CacheTensor(name, name) for name in model_inputs]
+    layer_index: int | None = 0  # None from a node on that may become several layers
     for node in graph.nodes:
         output = node.output[0]
-        readers = [reader.op_type for reader in graph.readers.get(output, [])]
-        if node.op_type in {"Flatten", "Reshape"} and set(readers) == {"Gemm"}:
+        reader_types = [reader.op_type for reader in graph.readers.get(output, [])]
+        if node.op_type in {"Flatten", "Reshape"} and set(reader_types) == {"Gemm"}:
             continue
-        # TensorRT's kind of the layer; None if the node may become several layers
+        # TensorRT's name of such a layer; None if the node may become several layers
         kind = "Fully Connected" if node.op_type == "Gemm" else _LAYER_KINDS.get(node.op_type)
-        name: str | None = output
-        if readers == ["Relu"]:  # which takes its name; without the layer's index none is known
-            name = None
+        if kind is None:
+            layer_index = None
+
+        entry_name = output
+        if reader_types == ["Relu"]:  # the Relu takes this name
+            entry_name = ""
             if layer_index is not None and kind is not None:
-                name = unnamed_layer_output(layer_index, kind)
-        if name is not None and output in float_tensors:
-            entries.append(CacheTensor(name, output, pool_inputs.get(output)))
+                entry_name = unnamed_layer_output(layer_index, kind)
+        if entry_name and output in float_tensors:
+            entries.append(CacheTensor(entry_name, output, pool_inputs.get(output)))
         if layer_index is not None:
-            layer_index = None if kind is None else layer_index + 1
+            layer_index += 1
     return entries
 
 
@@ -359,7 +365,10 @@ def reading_version(subject: CalibrationSubject) -> str:
 def tensorrt_observations(
     subject: CalibrationSubject, parser: str | None
 ) -> tuple[Observation, ...] | None:
-    """Return the observations of a method in `UNFOLDED_METHODS`; None for every other method.
+    """Return the observations that a method which imitates a TensorRT calibrator makes; else None.
+
+    Such a method (`UNFOLDED_METHODS`) observes the tensors that a cache lists, in the model with
+    BatchNormalization nodes, and with each Gemm as a product and an Add if the cache lists both.
 
     Raises:
         ConfigError: the model was given in memory, already cleaned.
@@ -368,12 +377,13 @@ def tensorrt_observations(
         return None
     entries = list_cache_entries(subject, parser)
     products = gemm_products(entries, subject.unfolded.model)
-    key = "as TensorRT reads it"
+    variant_name = "as TensorRT reads it"
     if products:
-        key += ", Gemm products apart"
-    variant = Variant(key, lambda _: split_gemms(subject.unfolded.model, products))
-    sources = dict.fromkeys(entry.source for entry in entries if entry.shares is None)
-    return tuple(Observation(variant, source, subject.statistic) for source in sources)
+        variant_name += ", Gemm products apart"
+    variant = Variant(variant_name, lambda _: split_gemms(subject.unfolded.model, products))
+    # an entry that shares a scale, such as a pool's output, is not observed itself
+    tensors = dict.fromkeys(entry.source for entry in entries if entry.shares is None)
+    return tuple(Observation(variant, tensor, subject.statistic) for tensor in tensors)
 
 
 def list_cache_entries(subject: CalibrationSubject, parser: str | None) -> list[CacheTensor]:
@@ -415,15 +425,19 @@ def cache_bytes(subject: CalibrationSubject, ranges: RangeSet, parser: str | Non
 def cache_notes(
     subject: CalibrationSubject, ranges: RangeSet, parser: str | None
 ) -> tuple[str, ...]:
-    """Return notes on the cache for the user."""
+    """Return notes on the cache for the user.
+
+    `parser`: ONNX or CAFFE, by which the entries are named; None for `likely_parser`.
+    """
     notes = []
-    parsed = subject.original or subject.model
-    if (parser or likely_parser(parsed, reading_version(subject))) == CAFFE:
+    if parser is None:
+        parsed_model = subject.original or subject.model
+        parser = likely_parser(parsed_model, reading_version(subject))
+    if parser == CAFFE:
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
-    if subject.statistic.first_batch:
-        notes.extend(
-            note_left_out(subject.samples, subject.statistic.first_batch, filled=subject.filled)
-        )
+    calibration_batch = subject.statistic.first_batch  # 0: the method reads sample by sample
+    if calibration_batch:
+        notes += note_left_out(subject.samples, calibration_batch, filled=subject.filled)
     infinite = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite:
         notes.append(
@@ -454,9 +468,9 @@ def gemm_products(entries: Iterable[CacheTensor], model: onnx.ModelProto) -> dic
 
 
 def split_gemms(model: onnx.ModelProto, products: Mapping[str, str]) -> onnx.ModelProto:
-    """Return the model with each Gemm in `products` written as Gemm and Add.
+    """Return the model with each Gemm in `products` written as a Gemm without bias and an Add.
 
-    `products`: see `gemm_products`.
+    `products`: output of the Gemm -> name of the tensor before the bias is added.
     """
     if not products:
         return model
@@ -468,7 +482,6 @@ def split_gemms(model: onnx.ModelProto, products: Mapping[str, str]) -> onnx.Mod
         if product is not None:
             bias, output = node.input.pop(), node.output[0]
             node.output[0] = product
-            name = f"{node.name}/bias/Add"
-            nodes.append(helper.make_node("Add", [product, bias], [output], name=name))
+            nodes.append(make_node("Add", [product, bias], output, f"{node.name}/bias/Add"))
     replace_nodes(result.graph, nodes)
     return result

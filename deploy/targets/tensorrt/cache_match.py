@@ -91,7 +91,9 @@ def match_cache(
     float_nodes: Mapping[str, str] | Iterable[str] = (),
     placement: Placement = TENSORRT,
 ) -> CacheMatch:
-    """Match a cache to a cleaned model.
+    """Return which tensor each entry of a cache belongs to, and the plan of the pairs it allows.
+
+    A cache lists a scale for each tensor by the name that TensorRT's parser gives it.
 
     Args:
         cache: written by TensorRT or calib8.
@@ -122,7 +124,7 @@ def match_cache(
             flaw_reasons[tensor] = f"has a {flaw_by_entry[name]} scale"
         else:
             usable_scales[tensor] = scale_by_entry[name]
-    plan, owner_by_tensor = _plan_covered(
+    plan, owner_by_tensor = _plan_with_scales(
         model, placement, usable_scales, flaw_reasons, expected, reasons_by_node(float_nodes)
     )
 
@@ -131,21 +133,22 @@ def match_cache(
     entries = []
     for name in scale_by_entry:
         source = tensor_by_entry.get(name)
+        reason = "by name" if name == source else "as TensorRT's parser names it"
+        is_used = False
         if source is None:
-            unused = _why_unmatched(name, model, original)
+            reason = _why_unmatched(name, model, original)
         elif name in flaw_by_entry:
-            unused = f"its scale is {flaw_by_entry[name]}"
+            reason = f"its scale is {flaw_by_entry[name]}"
         elif source not in used_tensors:
-            unused = f"no pair of its own: no {placement.precision_name} node reads it directly"
+            reason = f"no pair of its own: no {placement.precision_name} node reads it directly"
         else:
-            unused = ""
-        reason = unused or ("by name" if name == source else "as TensorRT's parser names it")
-        entries.append(EntryUse(name, source, not unused, reason))
-    tensors = [
+            is_used = True
+        entries.append(EntryUse(name, source, is_used, reason))
+    coverages = [
         _coverage(tensor, owner, tensor in scales, flaw_reasons)
         for tensor, owner in owner_by_tensor.items()
     ]
-    return CacheMatch(tuple(entries), tuple(tensors), plan, scales)
+    return CacheMatch(tuple(entries), tuple(coverages), plan, scales)
 
 
 def _find_tensors(entry_names: Iterable[str], expected: Sequence[CacheTensor]) -> dict[str, str]:
@@ -164,7 +167,7 @@ def _find_tensors(entry_names: Iterable[str], expected: Sequence[CacheTensor]) -
     return tensor_by_entry
 
 
-def _plan_covered(
+def _plan_with_scales(
     model: onnx.ModelProto,
     placement: Placement,
     usable_scales: Mapping[str, np.float32],
@@ -190,31 +193,35 @@ def _plan_covered(
         quantizes, tensor -> the tensor whose scale it takes.
     """
     owner_by_entry = scale_owners(expected)
-    cache_owners = {entry.source: owner_by_entry[entry.name] for entry in expected}
+    pool_inputs = {entry.source: owner_by_entry[entry.name] for entry in expected}
     complete_plan = analyse(model, placement, float_nodes=float_nodes)
     owner_by_tensor = {}
     reasons_without_scale = {}
     for pair in complete_plan.pairs:
         tensor = pair.tensor
+        pool_input = pool_inputs.get(tensor, tensor)
         moved_from = complete_plan.scale_owners.get(tensor, tensor)
-        owner = tensor
-        for candidate in (cache_owners.get(tensor, tensor), tensor, moved_from):
-            if candidate in usable_scales:
-                owner = candidate
-                break
-        owner_by_tensor[tensor] = owner
-        if owner not in usable_scales:
-            reason = flaw_reasons.get(tensor, "has no entry in the cache")
-            reasons_without_scale[tensor] = reason
-            # `analyse` keeps the nodes of an owner in float, and with them those of its copies
-            reasons_without_scale[moved_from] = reason
+        owner_candidates = [
+            name for name in (pool_input, tensor, moved_from) if name in usable_scales
+        ]
+        if owner_candidates:
+            owner_by_tensor[tensor] = owner_candidates[0]
+            continue
+        owner_by_tensor[tensor] = tensor
+        reason = flaw_reasons.get(tensor, "has no entry in the cache")
+        reasons_without_scale[tensor] = reason
+        # `analyse` keeps the nodes of an owner in float, and with them those of its copies
+        reasons_without_scale[moved_from] = reason
     plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=reasons_without_scale)
     # each tensor's own scale was chosen above
     return replace(plan, scale_owners={}), owner_by_tensor
 
 
 def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:
-    """Return why an entry belongs to no activation of the model."""
+    """Return why an entry of the cache belongs to no activation of the model.
+
+    `original`: the model before it was cleaned, if it is known.
+    """
     if original is not None and any(name in node.output for node in original.graph.node):
         return (
             "in the file, but not after folding (BatchNormalization, constants), or behind a plugin"

@@ -35,7 +35,7 @@ from types import MappingProxyType
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from calibrators.grids import INT8, broadcast_parameter, quantize
 from calibrators.scales import Scale
@@ -44,8 +44,15 @@ from deploy.frontends import checks
 from deploy.frontends.lift import dequantize_constant
 from deploy.frontends.pairs import DQ, Q, UnfitError, read_pair_grid, refuse_integer_operators
 from deploy.frontends.plugins import check_part_valid
-from deploy.graph.edit import copy_message, rebuild, rename_reads, rename_tensors, replace_nodes
-from deploy.graph.index import Graph, attributes, iter_reads
+from deploy.graph.edit import (
+    copy_message,
+    make_node,
+    rebuild,
+    rename_reads,
+    rename_tensors,
+    replace_nodes,
+)
+from deploy.graph.index import Graph, all_reads, attributes
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import write_qdq
@@ -71,7 +78,9 @@ def to_qdq(
     own_concat_scales: bool = False,
     trained_scales: Weights = NO_WEIGHTS,
 ) -> onnx.ModelProto:
-    """Return the Q/DQ model; `model` is not changed.
+    """Return the model with Q/DQ pairs where TensorRT expects them; `model` is not changed.
+
+    Weights stay float and get a pair, but are stored as fp8 if that is the grid.
 
     Args:
         model: cleaned float model.
@@ -79,7 +88,7 @@ def to_qdq(
         scales: tensor -> float32 int8 scale (amax / 127) for each of `plan.activations`, also when
             the grid is fp8.
         own_concat_scales: do not share scales between the tensors of a Concat.
-        trained_scales: see `deploy.targets.onnxruntime.qdq.write_qdq`.
+        trained_scales: node -> scales of its weight, if it was trained with them.
 
     Raises:
         ExportError: a tensor of the plan has no positive scale; or the grid is fp8 and the model
@@ -103,10 +112,13 @@ def to_typed(
     own_concat_scales: bool = False,
     trained_scales: Weights = NO_WEIGHTS,
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return the Q/DQ model with quantized weights and its float part in a narrow type.
+    """Return the Q/DQ model with stored int8 or fp8 weights and its float part in a narrow type.
 
-    For the other arguments and the result see `to_qdq` and
-    `deploy.targets.tensorrt.float_types.narrow_float_part`.
+    `float_type` is that type, "fp16" or "bf16"; `largest_values` is tensor -> largest |x| observed.
+    The other arguments are those of `to_qdq`.
+
+    Returns:
+        The model, and node -> why it stays in float32, for nodes whose operator could be narrow.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):
@@ -144,34 +156,37 @@ def concat_scales(
     model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32]
 ) -> dict[str, np.float32]:
     """Return the scales with those of each Concat group raised to the largest of the group."""
-    shared = dict(scales)
+    shared_scales = dict(scales)
     for group in concat_groups(model, plan, scales):
-        largest = max((scales[name] for name in group), default=np.float32(0))
-        shared |= dict.fromkeys(group, largest)
-    return shared
+        largest_scale = max(scales[name] for name in group)
+        shared_scales |= dict.fromkeys(group, largest_scale)
+    return shared_scales
 
 
 def concat_groups(
     model: onnx.ModelProto, plan: Plan, tensors: Collection[str]
 ) -> list[frozenset[str]]:
-    """Group `tensors` by the Concat they meet in; Concats with a common tensor form one group.
+    """Return the groups of two or more `tensors` that meet in a Concat and so share a scale.
 
-    For DLA a Pooling layer joins its input and output too: both have the scale of the group.
+    Concats with a common tensor form one group. A tensor that has the scale of another one, its
+    owner, stands in the group by its owner. For DLA a pool joins its input and output too.
     """
     joining_operators = {"Concat"}
-    if plan.placement.pairs_everywhere:
+    if plan.placement.pairs_everywhere:  # DLA
         joining_operators |= POOLING_LAYERS
-    members = frozenset(tensors)
+    candidates = frozenset(tensors)
     groups: list[frozenset[str]] = []
     for node in model.graph.node:
         if node.op_type not in joining_operators:
             continue
         names = [*node.input, *node.output]
-        group = members.intersection(plan.scale_owners.get(name, name) for name in names)
-        for common_group in [earlier for earlier in groups if earlier & group]:
-            groups.remove(common_group)
-            group |= common_group
-        groups.append(group)
+        group = candidates.intersection(plan.scale_owners.get(name, name) for name in names)
+        overlapping_groups = [earlier for earlier in groups if earlier & group]
+        for earlier in overlapping_groups:
+            groups.remove(earlier)
+            group |= earlier
+        if len(group) > 1:
+            groups.append(group)
     return groups
 
 
@@ -189,30 +204,26 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     graph = Graph(model)
     plan_without_owners = replace(plan, scale_owners={})
     paired_tensors = dict.fromkeys(pair.tensor for pair in plan.pairs)
-    pool_input = {tensor: _before_pools(graph, tensor) for tensor in paired_tensors}
-    concat_group: dict[str, frozenset[str]] = {}
+    group_by_tensor: dict[str, frozenset[str]] = {}
     for group in concat_groups(model, plan_without_owners, paired_tensors):
-        if len(group) > 1:
-            concat_group.update(dict.fromkeys(group, group))
+        group_by_tensor.update(dict.fromkeys(group, group))
 
-    owners, sources = {}, {}
+    scale_owners, range_sources = {}, {}
     for tensor in paired_tensors:
-        if tensor in concat_group:
-            members = sorted(concat_group[tensor])
+        members = [tensor]  # tensors with one scale
+        owner = _before_pools(graph, tensor)
+        if tensor in group_by_tensor:
+            members = sorted(group_by_tensor[tensor])
             owner = members[0]
-        else:
-            members = [tensor]
-            owner = pool_input[tensor]
-            if owner in concat_group:  # the scale of the group may be larger than the pool's input
-                owner = tensor
+        elif owner in group_by_tensor:  # a group's scale may be larger than the pool's input needs
+            owner = tensor
+
         if owner != tensor:
-            owners[tensor] = owner
-        sources[owner] = tuple(dict.fromkeys(pool_input[member] for member in members))
-    return replace(
-        plan,
-        scale_owners=owners,
-        range_sources={owner: tensors for owner, tensors in sources.items() if tensors != (owner,)},
-    )
+            scale_owners[tensor] = owner
+        sources = tuple(dict.fromkeys(_before_pools(graph, member) for member in members))
+        if sources != (owner,):
+            range_sources[owner] = sources
+    return replace(plan, scale_owners=scale_owners, range_sources=range_sources)
 
 
 def _before_pools(graph: Graph, tensor: str) -> str:
@@ -233,13 +244,13 @@ def _symmetric_range(scale: np.float32) -> Scale:
 
 
 def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Replace the int8 weights of a Q/DQ model by a float weight and its QuantizeLinear, in place.
+    """Replace the int8 weights of a Q/DQ model by float ones with a QuantizeLinear, in place.
 
-    A weight stays int8 where QuantizeLinear would not give exactly its integers.
+    TensorRT quantizes them itself, and `from_qdq` finds the float model's weights again. A weight
+    stays int8 where QuantizeLinear would not give exactly its integers.
 
     Args:
-        quantized: the Q/DQ model, with weights named `<weight>/quantized`, or
-            `<weight>/<node>/quantized` if nodes with other scales share a weight.
+        quantized: the Q/DQ model, as `write_qdq` names its int8 weights.
         model: the float model.
     """
     graph, index = quantized.graph, Graph(quantized)
@@ -248,15 +259,13 @@ def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -
     for node in index.nodes:
         if node.op_type not in TENSORRT.heavy:
             continue
-        dequantizer = index.producer.get(node.input[1])
-        if dequantizer is None or dequantizer.op_type != DQ:
+        dequantizer = index.find_producer(node.input[1], DQ)
+        if dequantizer is None:
             continue
         int8_name = dequantizer.input[0]
         if int8_name not in constants:  # restored already, for another node
             continue
-        float_name = int8_name.removesuffix("/quantized")
-        while float_name and float_name not in float_constants:
-            float_name = float_name.rpartition("/")[0]
+        float_name = _find_float_weight(int8_name, float_constants)
         if not float_name:
             continue
         if not _gives_stored_integers(dequantizer, constants, float_constants[float_name]):
@@ -264,13 +273,24 @@ def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -
 
         inputs = [float_name, *dequantizer.input[1:]]
         quantizers.append(
-            helper.make_node(Q, inputs, [int8_name], f"{int8_name}/Q", **attributes(dequantizer))
+            make_node(Q, inputs, int8_name, f"{int8_name}/Q", **attributes(dequantizer))
         )
         graph.initializer.remove(constants.pop(int8_name))
         if float_name not in constants:
             graph.initializer.append(float_constants[float_name])
             constants[float_name] = float_constants[float_name]
     replace_nodes(graph, [*quantizers, *graph.node])
+
+
+def _find_float_weight(int8_name: str, float_constants: Collection[str]) -> str:
+    """Return the float weight W of an int8 weight; "" if there is none.
+
+    That is named `W/quantized`, or `W/<node>/quantized` if nodes with other scales share W.
+    """
+    name = int8_name.removesuffix("/quantized")
+    while name and name not in float_constants:
+        name = name.rpartition("/")[0]
+    return name
 
 
 def _gives_stored_integers(
@@ -331,7 +351,7 @@ class _PairRemover:
         self.original_names: dict[str, str] = {}
 
     def remove_pairs(self) -> PlainModel:
-        """Return the float model and its scales."""
+        """Return the float model and its scales; the model is edited in place."""
         self._refuse_integer_ends()
         for node in self.index.nodes:
             if node.op_type == DQ:
@@ -346,13 +366,15 @@ class _PairRemover:
         float_nodes = [node for node in self.index.nodes if node.op_type not in (Q, DQ)]
         rename_reads(float_nodes, self.float_tensors)
         rename_tensors(float_nodes, self.original_names)
-        read_tensors = set(self.index.outputs)
-        for node in float_nodes:
-            read_tensors.update(iter_reads(node))
-        rebuild(
-            self.graph,
-            [n for n in float_nodes if n.op_type != "Constant" or n.output[0] in read_tensors],
-        )
+
+        # scales and zero points may be Constant nodes, which nothing reads any more
+        read_tensors = self.index.outputs.union(all_reads(float_nodes))
+        read_nodes = [
+            node
+            for node in float_nodes
+            if node.op_type != "Constant" or node.output[0] in read_tensors
+        ]
+        rebuild(self.graph, read_nodes)
 
         tensors = [value.name for value in self.graph.input]
         for node in self.graph.node:
@@ -378,12 +400,12 @@ class _PairRemover:
                 )
 
     def _read_dequantizer(self, node: onnx.NodeProto) -> None:
-        """Record the float tensor that replaces the output of a DequantizeLinear."""
-        source, output = node.input[0], node.output[0]
-        producer = self.index.producer.get(source)
-        if source in self.index.constants:
+        """Record which float tensor replaces the output of a DequantizeLinear, and its scale."""
+        int8_name, output = node.input[0], node.output[0]
+        producer = self.index.producer.get(int8_name)
+        if int8_name in self.index.constants:
             self.float_tensors[output] = self._add_weight(node)
-            self.weights.append(source)
+            self.weights.append(int8_name)
         elif producer is None or producer.op_type != Q:
             name = producer.op_type if producer is not None else "an input of the model"
             raise ExportError(
@@ -415,21 +437,25 @@ class _PairRemover:
         return name
 
     def _read_activation(self, quantizer: onnx.NodeProto, dequantizer: onnx.NodeProto) -> None:
-        """Record the scale of an activation's pair, and the name of the tensor without the pair."""
-        source, output = quantizer.input[0], dequantizer.output[0]
-        source = self.float_tensors.get(source, source)
-        scale = self._scale(quantizer, source)
-        if self._scale(dequantizer, source) != scale:
-            raise ExportError(f"the two scales of the pair on {source!r} must be equal")
-        name = source
-        if output in self.index.outputs or source == f"{output}/float":  # the DQ got its name
-            name = output
-            self.original_names[source] = output
-        self.float_tensors[output] = name
-        if self.scales.setdefault(name, scale) != scale:
+        """Record the scale of an activation's pair, and the tensor that stands in its place.
+
+        That is the pair's input. If calib8 moved its name `t` to the output of the pair, so that it
+        is `t/float` itself, or if the output is one of the model, it is renamed to that output.
+        """
+        output = dequantizer.output[0]
+        pair_input = self.float_tensors.get(quantizer.input[0], quantizer.input[0])
+        scale = self._scale(quantizer, pair_input)
+        if self._scale(dequantizer, pair_input) != scale:
+            raise ExportError(f"the two scales of the pair on {pair_input!r} must be equal")
+        float_name = pair_input
+        if output in self.index.outputs or pair_input == f"{output}/float":
+            float_name = output
+            self.original_names[pair_input] = output
+        self.float_tensors[output] = float_name
+        if self.scales.setdefault(float_name, scale) != scale:
             raise ExportError(
-                f"a cache has one scale a tensor, got {self.scales[name]} and {scale} for {name!r};"
-                " give its pairs one scale"
+                f"a cache has one scale a tensor, got {self.scales[float_name]} and {scale} for"
+                f" {float_name!r}; give its pairs one scale"
             )
 
     def _scale(self, node: onnx.NodeProto, tensor: str) -> np.float32:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from calibrators.grids import INT8 as INT8_GRID
 from calibrators.percentile import QUANTILE
 from calibrators.tensorrt import CLASSES
 from deploy.calibration import store, trt_cache
@@ -77,13 +78,13 @@ def compare_caches(first: CalibrationCache, second: CalibrationCache) -> list[Sc
     first_scales, second_scales = first.scales(), second.scales()
     changed, removed, added = [], [], []
     for name in {**first_scales, **second_scales}:
-        old_scale, new_scale = first_scales.get(name), second_scales.get(name)
-        difference = ScaleDifference(name, old_scale, new_scale)
-        if new_scale is None:
+        first_scale, second_scale = first_scales.get(name), second_scales.get(name)
+        difference = ScaleDifference(name, first_scale, second_scale)
+        if second_scale is None:
             removed.append(difference)
-        elif old_scale is None:
+        elif first_scale is None:
             added.append(difference)
-        elif old_scale.tobytes() != new_scale.tobytes():  # bit for bit: NaN equals NaN
+        elif first_scale.tobytes() != second_scale.tobytes():  # bit for bit: NaN equals NaN
             changed.append(difference)
     changed.sort(key=_change)
     return [*changed, *removed, *added]
@@ -312,10 +313,10 @@ def cache_to_qdq(
         cache: its calibration cache.
         keep_batchnorm: do not fold BatchNormalization, so that the float model which
             `qdq_to_cache` recovers gives bit-exact outputs of `model`.
-        own_concat_scales: see `deploy.targets.tensorrt.cache_qdq`.
-        parser: see `deploy.targets.tensorrt.cache_contents.cache_tensors`.
-        rest: type of the float part, "fp16", "bf16" or "fp32"
-            (`deploy.targets.tensorrt.float_types`).
+        own_concat_scales: do not share scales between the tensors of a Concat.
+        parser: parser of TensorRT that named the entries, "onnx" or "caffe"; None for the likely
+            one.
+        rest: type of the float part, "fp16", "bf16" or "fp32".
         precision: grid of the pairs, "int8" or "fp8"; both use the clip ranges of the cache.
 
     Raises:
@@ -338,11 +339,12 @@ def cache_to_qdq(
         )
         return loaded.with_cut_off(qdq_model), match
 
+    # a cache has no observed values: the largest |x| within each scale stands for them
     scales = cache.scales()
     largest_values = {}
     for entry in match.entries:
         if entry.tensor is not None:
-            largest_values[entry.tensor] = 127 * float(scales[entry.name])
+            largest_values[entry.tensor] = INT8_GRID.qmax * float(scales[entry.name])
     typed_model, _ = to_typed(
         loaded.model,
         match.plan,
@@ -475,9 +477,16 @@ def write_cache_note(
     model: onnx.ModelProto,
     float32_nodes: Mapping[str, str],
 ) -> Path | None:
-    """Write the sidecar note of a cache: its model and what the calibration depended on.
+    """Write the note beside a cache: its model and what the calibration depended on.
 
-    `float32_nodes` is node -> output tensor of nodes that must run in float32; C++ binds them too.
+    With it C++ reuses the cache, and binds the same nodes to float32.
+
+    Args:
+        request: the build request.
+        cache: path of the cache.
+        text: the bytes of the cache.
+        model: the float model as it was written.
+        float32_nodes: node that must run in float32 -> its output tensor.
 
     Returns:
         Path of the note; None if the ranges came from a file whose origin is unknown.

@@ -60,7 +60,7 @@ from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS, trt_tensors
 
 EQUAL, BOUND, GUESS = 0, 1, 2
 LEVEL_NAMES = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
-Range = tuple[float, int]  # (largest |x|, level)
+Range = tuple[float, int]  # (largest |x|, level: how certain it is)
 
 _QMAX = 127
 _COPIES = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
@@ -116,7 +116,6 @@ class TensorRanges:
         self.constants = {
             name: _largest_magnitude(tensor) for name, tensor in self.graph.constants.items()
         }
-        # bounds of a tensor: beyond them its readers no longer tell its values apart
         self.saturated = {}
         for name, (low, high) in find_bounds(model).items():
             if math.isfinite(low) and math.isfinite(high):
@@ -139,14 +138,15 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
         name: the output.
 
     Returns:
-        (largest |x|, level: EQUAL, BOUND or GUESS); None if no rule gives one. The largest |x| is
+        (largest |x|, level), with the level EQUAL for an exact range, BOUND for an upper limit or
+        GUESS for one that may clip values; None if no rule gives a range. The largest |x| is
         infinite if an input has no range yet.
     """
     node = tensor_ranges.graph.producer[name]
     operator = _operator(node)
     if operator in _UNIT_RANGE:
         return 1.0, BOUND
-    operands = list(node.input[:1])
+    operands = list(node.input[:1])  # other inputs are shapes, limits or weights
     if operator in _SEVERAL_OPERANDS:
         operands = [operand for operand in node.input if operand]
     ranges = [tensor_ranges.range_of(operand) for operand in operands]
@@ -162,7 +162,8 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
     if operator in _SHRINKING and _shrinks(tensor_ranges, node):
         return min(amaxes[0], _clip_limit(tensor_ranges, node)), bound_level
     if operator == "Concat":
-        return max(amaxes), level if len(set(amaxes)) == 1 else bound_level
+        has_equal_inputs = len(set(amaxes)) == 1
+        return max(amaxes), (level if has_equal_inputs else bound_level)
     if operator in _SUMS:
         return sum(amaxes), bound_level
     if operator in ("Mul", "Div"):
@@ -189,11 +190,11 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
-    """Return the largest range that a reader needs of a tensor, or None if none gives one.
+    """Return the largest range that any reader of a tensor needs; None if none is known.
 
-    It is (largest |x|, level), and a guess if some reader gives none.
+    It is (largest |x|, level), where the level says how certain that is: EQUAL, BOUND or GUESS.
     """
-    if name in tensor_ranges.gates:
+    if name in tensor_ranges.gates:  # a Hard-Swish or SiLU alone reads it, by several nodes
         return _range_for_gate(tensor_ranges, tensor_ranges.gates[name])
     readers = tensor_ranges.graph.readers.get(name, [])
     ranges = [_range_for_reader(tensor_ranges, name, node) for node in readers]
@@ -203,9 +204,10 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
     amaxes = {amax for amax, _ in needed_ranges}
     level = max(level for _, level in needed_ranges)
-    is_read_outside = name in tensor_ranges.graph.outputs | tensor_ranges.graph.captured
+    graph = tensor_ranges.graph
+    is_read_outside = name in graph.outputs or name in graph.captured  # by the user or a subgraph
     if len(needed_ranges) < len(readers) or is_read_outside:
-        level = GUESS
+        level = GUESS  # some reader may need a larger range
     elif len(amaxes) > 1:  # the largest is more than the other readers need
         level = max(level, BOUND)
     return max(amaxes), level
@@ -221,27 +223,32 @@ def _range_for_gate(tensor_ranges: TensorRanges, gate: SelfGate) -> Range | None
 
 
 def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodeProto) -> Range | None:
-    """Return the range that one reader needs of a tensor, from the ranges of the reader's outputs.
+    """Return the range that one reader of a tensor needs of it, from those of the reader's outputs.
 
-    None if an output has no range yet, or if no rule leads from it back to the tensor: a Conv or
-    Gemm says nothing of the size of its input.
+    It is (largest |x|, level). None if an output has no range yet, or if no rule leads from it back
+    to the tensor: a Conv or Gemm says nothing of the size of its input.
+
+    Args:
+        tensor_ranges: the ranges that are known so far.
+        name: the tensor.
+        node: the reader.
     """
     operator = _operator(node)
-    ranges = []
+    output_ranges = []
     for output in node.output:
         if output in tensor_ranges.range_by_tensor:
-            ranges.append(tensor_ranges.range_by_tensor[output])
+            output_ranges.append(tensor_ranges.range_by_tensor[output])
         elif output in tensor_ranges.read_tensors:  # its range is not known yet
             return None
-    if not ranges:
+    if not output_ranges:
         return None
 
-    amax, level = max(ranges)
+    amax, level = max(output_ranges)  # several outputs of a Split
     if operator == "Concat":
         return amax, max(level, BOUND)
     if operator in ("Add", "Sub", "Mul", "Div") and len(node.input) == 2:
         return _operand_range(tensor_ranges, name, node, amax, level)
-    if node.input[0] != name:
+    if node.input[0] != name:  # it is a shape, a limit or a weight
         return None
     if operator in _COPIES | _MAXIMA or (operator in _CUTS and _shrinks(tensor_ranges, node)):
         return amax, level
@@ -269,9 +276,9 @@ def _operand_range(
     """
     is_first = node.input[0] == name
     other_operand = node.input[1] if is_first else node.input[0]
-    if other_operand == name:
+    if other_operand == name:  # x + x
         return None
-    if node.op_type in _SUMS:
+    if node.op_type in _SUMS:  # |x| is at most |sum| + |other operand|
         other_range = tensor_ranges.range_of(other_operand)
         if other_range is None:
             return None
@@ -283,9 +290,9 @@ def _operand_range(
         return (amax * abs(constant), level) if constant and is_first else None
     if constant:
         return amax / abs(constant), level
-    producer = tensor_ranges.graph.producer.get(other_operand)
-    is_gated = producer is not None and producer.op_type in ("Sigmoid", "HardSigmoid")
-    return (amax, GUESS) if is_gated else None
+    # a gate is near 1 where x is large, so that the product has about the range of x
+    gate = tensor_ranges.graph.find_producer(other_operand, "Sigmoid", "HardSigmoid")
+    return None if gate is None else (amax, GUESS)
 
 
 def _product(
@@ -372,8 +379,10 @@ def infer_missing_scales(
 ) -> InferredScales:
     """Infer the scales of all tensors that a TensorRT cache lists.
 
-    `scales`: tensor -> float32 scale of its pair; returned bit for bit. `guesses`: also infer
-    scales that may clip values.
+    Args:
+        model: the float model, not changed.
+        scales: tensor -> float32 scale of its Q/DQ pair; returned bit for bit.
+        guesses: also infer scales that may clip values.
 
     Raises:
         ModelError: shapes in the model contradict each other.
@@ -387,7 +396,7 @@ def infer_missing_scales(
     inferred: dict[str, np.float32] = {}
     levels, missing = {}, []
     for name in trt_tensors(shaped_model):
-        if name in tensor_ranges.constants:
+        if name in tensor_ranges.constants:  # TensorRT reads its range from its values
             continue
         if name not in tensor_ranges.range_by_tensor:
             missing.append(name)
@@ -417,7 +426,9 @@ def _sweep(
     rule: Callable[[TensorRanges, str], Range | None],
     max_level: int,
 ) -> bool:
-    """Add the ranges that a rule gives at this level, or one guess only; return whether any.
+    """Add the ranges that a rule gives, if they are certain enough; return whether any was added.
+
+    Only one guess is added at a time: others may then follow from it with more certainty.
 
     Args:
         tensor_ranges: the ranges that are known so far; extended.
@@ -425,7 +436,7 @@ def _sweep(
         rule: `range_from_inputs` or `range_from_readers`.
         max_level: EQUAL, BOUND or GUESS: least certain ranges to add.
     """
-    changed = False
+    was_added = False
     for name in names:
         if name in tensor_ranges.range_by_tensor or not tensor_ranges.graph.is_float(name):
             continue
@@ -433,9 +444,9 @@ def _sweep(
         if new_range is None:
             continue
         amax, level = new_range
-        if level <= max_level and 0 < amax < math.inf:
+        if level <= max_level and 0 < amax < math.inf:  # a scale must be positive and finite
             tensor_ranges.range_by_tensor[name] = new_range
-            changed = True
+            was_added = True
             if max_level == GUESS:
                 break
-    return changed
+    return was_added
