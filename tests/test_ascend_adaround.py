@@ -266,8 +266,8 @@ def test_sole_following_activation_enters_the_loss(following_nodes, kind, slope)
     options = {
         "key": "",
         "samples": 1,
-        "needs": (),
-        "prepared": lambda observed, rounded, end: model,
+        "channel_maxima": (),
+        "make_model": lambda observed, rounded, end: model,
     }
     (step,) = make_adaround_steps(model, graph.layers, config, **options).values()
     assert step.activation.kind == kind

@@ -11,7 +11,7 @@ A `RecordPlan` defines the observations for that, and computes the record from t
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -51,6 +51,7 @@ from deploy.targets.ascend.deploy_model import rewrite_inputs
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import balanced_weight, from_rows, read_constant, to_rows
 from deploy.targets.ascend.record import (
+    InputRecorder,
     LayerRecord,
     clip_range,
     input_recorder,
@@ -70,7 +71,7 @@ from deploy.targets.ascend.weight_rounding import (
 )
 
 Factors = Mapping[str, NDArray[np.float32]]
-Weights = dict[str, NDArray[np.float32]]  # layer -> scale of its weight, [C_out] or [1]
+WeightScales = dict[str, NDArray[np.float32]]  # layer -> scale of its weight, [C_out] or [1]
 
 _EMPTY = np.zeros(0, np.float32)
 
@@ -79,30 +80,40 @@ def observation_model(
     model: onnx.ModelProto,
     layers: Mapping[str, Layer],
     config: QuantConfig,
-    weights: Weights,
+    weight_scales: WeightScales,
     factors: Factors,
-    rounded: Mapping[str, NDArray[np.int8]] = MappingProxyType({}),
+    integers_by_layer: Mapping[str, NDArray[np.int8]] = MappingProxyType({}),
 ) -> onnx.ModelProto:
     """Return the float model to observe: weights fake-quantized, inputs divided by DMQ factors.
 
-    AdaRound layers get the integers in `rounded`; those that are missing there stay float.
+    Args:
+        model: the prepared float model.
+        layers: layer name -> layer, for the layers that `model` has.
+        config: the resolved config.
+        weight_scales: layer name -> scale of its weight.
+        factors: layer name -> DMQ factors of its input channels; its weight is multiplied by them.
+        integers_by_layer: name of an AdaRound layer -> its integers, int8 [G, M, K]; AdaRound
+            layers that are missing here stay float.
     """
     index = Graph(model)
-    tensors = {}
+    fake_quant_weights = {}
     for name, layer in layers.items():
         if not layer.weight:
             continue
         weight = read_constant(index, layer.weight)
         rows = to_rows(balanced_weight(weight, layer, factors.get(name, _EMPTY)), layer)
-        if name in rounded:
-            rows = rounded[name].reshape(rows.shape) * by_row(weights[name], rows.ndim)
-        elif layer.kind != "ConvTranspose" and not uses_adaround(config, name):
-            # AMCT leaves the weights of ConvTranspose and of AdaRound layers in float
+        if name in integers_by_layer:
+            integers = integers_by_layer[name].reshape(rows.shape)
+            rows = integers * by_row(weight_scales[name], rows.ndim)
+        elif layer.kind == "ConvTranspose" or uses_adaround(config, name):
+            pass  # as in AMCT, these weights stay float
+        else:
             bits = config.layers[name].weight.num_bits
-            rows = np.asarray(arq_fake_quantize(rows, weights[name], bits=bits), np.float32)
-        tensors[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)
+            rows = np.asarray(arq_fake_quantize(rows, weight_scales[name], bits=bits), np.float32)
+        weight = from_rows(rows, layer)
+        fake_quant_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
     inverse_factors = {name: np.float32(1) / factors[name] for name in factors if name in layers}
-    return rewrite_inputs(model, layers, tensors, inverse_factors)
+    return rewrite_inputs(model, layers, fake_quant_weights, inverse_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +170,7 @@ class RecordPlan:
     exact: bool = False
     dmq_samples: int | None = None
     allow_unbalanced: bool = False
-    _arq: Weights = field(default_factory=dict, init=False, repr=False)
+    _arq: WeightScales = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self._entries:
@@ -221,13 +232,13 @@ class RecordPlan:
             self.config,
             key=self._key(),
             samples=self.used_samples,
-            needs=tuple(self.channel_maxima.values()),
-            prepared=self._make_model,
+            channel_maxima=tuple(self.channel_maxima.values()),
+            make_model=self._make_model,
         )
 
     @cached_property
-    def activations(self) -> dict[str, Observation]:
-        """Layer -> observation for its search; equal tensor and statistic are observed once."""
+    def first_inputs(self) -> dict[str, Observation]:
+        """Layer -> observation of its first input; equal tensor and statistic are observed once."""
         observations = {}
         for name, layer in self.layers.items():
             tensor = f"{name}.mul.output0" if name in self.channel_maxima else layer.input
@@ -235,8 +246,8 @@ class RecordPlan:
         return observations
 
     @cached_property
-    def second_factors(self) -> dict[str, Observation]:
-        """MatMul of two activations -> observation of its second factor."""
+    def second_inputs(self) -> dict[str, Observation]:
+        """MatMul of two activations -> observation of its second input."""
         return {
             name: self._observation(name, layer.other_inputs[0])
             for name, layer in self.layers.items()
@@ -259,59 +270,53 @@ class RecordPlan:
     @property
     def observations(self) -> tuple[Observation, ...]:
         """All observations of the plan."""
-        searched = (*self.activations.values(), *self.second_factors.values())
+        searched = (*self.first_inputs.values(), *self.second_inputs.values())
         return (*self._needed_observations, *searched)
 
     def record(self, observed: ObservedStatistics) -> CalibrationRecord:
-        """Run all searches on the observed statistics.
+        """Run all searches on the observed statistics; return a record of scales for every layer.
 
         Raises:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
         factors, roundings = self.dmq_factors(observed), self.round_weights(observed)
-        # AMCT searches the layers that DMQ balances first
-        names = sorted(self.activations, key=lambda name: name not in factors)
-        first_factors = {name: self.activations[name] for name in names}
-        first_scales = self._search_scales(first_factors, observed)
-        second_scales = self._search_scales(self.second_factors, observed)
+        # AMCT searches the layers that DMQ balances first; the record file has this order too
+        names = sorted(self.first_inputs, key=lambda name: name not in factors)
+        first_inputs = {name: self.first_inputs[name] for name in names}
+        first_scales = self._search_scales(first_inputs, observed)
+        second_scales = self._search_scales(self.second_inputs, observed)
         weight_scales = self.weight_scales(factors, roundings)
 
-        # a MatMul of two activations has two inputs, and the scale of the second one as scale_w
         records = {}
-        inputs = []  # (layer, record with the scale of this input, observation)
-        for name, observation in first_factors.items():
+        searched_inputs = []  # (layer name, record whose scale_d is this input's, observation)
+        for name, observation in first_inputs.items():
             record = self._record(name, first_scales[name], weight_scales[name], factors, roundings)
             records[name] = record
-            inputs.append((name, record, observation))
-        for name, observation in self.second_factors.items():
+            searched_inputs.append((name, record, observation))
+        for name, observation in self.second_inputs.items():
             scale = second_scales[name].scale
-            inputs.append((name, replace(records[name], scale_d=scale), observation))
+            searched_inputs.append((name, replace(records[name], scale_d=scale), observation))
+            # AMCT stores the scale of the second input where other layers have their weight's
             records[name] = replace(records[name], scale_w=np.array([scale]), has_weight=True)
 
         ranges, recorders = {}, {}
         zero_layers, underflow_layers = [], []
-        for name, record, observation in inputs:
+        for name, record, observation in searched_inputs:
             recorder = input_recorder(observed.recorder(observation))
             recorders[observation.key] = recorder
             ranges[observation.tensor] = clip_range(record, recorder, self._entries[name])
             if not any(recorder.extremes):  # all values are 0
                 zero_layers.append(name)
-            if is_rounded_to_zero(record, recorder):
+            elif is_rounded_to_zero(record, recorder):
                 underflow_layers.append(name)
 
-        stored_bytes = 0  # a tensor that several layers read is stored once
-        for recorder in recorders.values():
-            if isinstance(recorder, IfmrHistogram) and recorder.exact:
-                stored_bytes += 4 * recorder.total  # float32
         return CalibrationRecord(
             records=records,
             ranges=ranges,
-            activation_bytes=stored_bytes,
+            activation_bytes=_count_stored_bytes(recorders.values()),
             adaround_ratios=error_ratio_range(roundings.values()),
             zero_layers=tuple(dict.fromkeys(zero_layers)),
-            underflow_layers=tuple(
-                name for name in dict.fromkeys(underflow_layers) if name not in zero_layers
-            ),
+            underflow_layers=tuple(dict.fromkeys(underflow_layers)),
         )
 
     def _search_scales(
@@ -327,7 +332,7 @@ class RecordPlan:
                 with _in_layer(name):
                     recorder = observed.recorder(observation)
                     result = search_activation_scale(recorder, params)
-                if self.config.fakequant_precision_mode is not None:
+                if self.config.fakequant_precision_mode is not None:  # FORCE_FP16_QUANT
                     result = replace(result, scale=ascend_half(result.scale))
                 result_by_search[search] = result
             scales[name] = result_by_search[search]
@@ -341,7 +346,7 @@ class RecordPlan:
         factors: Factors,
         roundings: Mapping[str, RoundedWeights],
     ) -> LayerRecord:
-        """Return the record of a layer's first input and its weight."""
+        """Return the record of a layer: the scales and bit widths of its first input and weight."""
         layer, entry = self.layers[name], self._entries[name]
         return LayerRecord(
             scale_d=input_scale.scale,
@@ -366,7 +371,9 @@ class RecordPlan:
                 factors[name] = self._balance(name, recorder)
         return factors
 
-    def weight_scales(self, factors: Factors, roundings: Mapping[str, RoundedWeights]) -> Weights:
+    def weight_scales(
+        self, factors: Factors, roundings: Mapping[str, RoundedWeights]
+    ) -> WeightScales:
         """Return layer -> scale of its weight; a pool has scale 1, as in AMCT."""
         adaround_scales = {name: rounding.scale for name, rounding in roundings.items()}
         return {**self._arq_scales(factors), **adaround_scales}
@@ -385,10 +392,10 @@ class RecordPlan:
                     results[name] = round_layer(step, rows, observed, progress=progress)
         return results
 
-    def _arq_scales(self, factors: Factors) -> Weights:
+    def _arq_scales(self, factors: Factors) -> WeightScales:
         """Return layer -> scale of its weight by ARQ, computed once; without AdaRound's layers."""
         if not self._arq:  # the factors follow from the model and the first batch
-            scales: Weights = {}
+            scales: WeightScales = {}
             for name, layer in self.layers.items():
                 if name not in self.adaround_steps:
                     with _in_layer(name):
@@ -425,20 +432,29 @@ class RecordPlan:
         return to_rows(balanced_weight(weight, layer, factors.get(layer.name, _EMPTY)), layer)
 
     def _make_model(
-        self, observed: ObservedStatistics, names: Collection[str] | None = None, end: str = ""
+        self,
+        observed: ObservedStatistics,
+        rounded_names: Collection[str] | None = None,
+        last_tensor: str = "",
     ) -> onnx.ModelProto:
-        """Return the model to observe, cut after `end`; `names` limits the rounded layers."""
+        """Return the fake-quantized model whose activations are observed.
+
+        Args:
+            observed: statistics that DMQ's factors and AdaRound's weights follow from.
+            rounded_names: layers that get AdaRound's weights; None for all that AdaRound rounds.
+            last_tensor: tensor that ends the model; "" for the entire model.
+        """
         factors = self.dmq_factors(observed)
-        roundings = self.round_weights(observed, names)
+        roundings = self.round_weights(observed, rounded_names)
         scales = self.weight_scales(factors, roundings)
         integers = {
             name: rounding.integers
             for name, rounding in roundings.items()
             if rounding.integers is not None
         }
-        model = extract_output(self.model, end) if end else self.model
-        nodes = {node.name for node in model.graph.node}
-        layers = {name: layer for name, layer in self.layers.items() if layer.node in nodes}
+        model = extract_output(self.model, last_tensor) if last_tensor else self.model
+        node_names = {node.name for node in model.graph.node}
+        layers = {name: layer for name, layer in self.layers.items() if layer.node in node_names}
         return observation_model(model, layers, self.config, scales, factors, integers)
 
     def _key(self) -> str:
@@ -461,6 +477,12 @@ class RecordPlan:
             bins = entry.activation.num_of_bins
             return HfmgOf(nbins=bins, samples=samples, samples_per_batch=self.samples_per_batch)
         return IfmrOf(samples=samples, exact=self.exact)
+
+
+def _count_stored_bytes(recorders: Iterable[InputRecorder]) -> int:
+    """Return the memory of the float32 activations that exact IFMR stored."""
+    exact_recorders = [r for r in recorders if isinstance(r, IfmrHistogram) and r.exact]
+    return sum(4 * recorder.total for recorder in exact_recorders)
 
 
 @contextmanager

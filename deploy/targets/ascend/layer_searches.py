@@ -100,7 +100,7 @@ def merge_records(
         records[name] = record_by_search[search].records[name]
 
     source_by_tensor = {}
-    for name, observation in (*plan.activations.items(), *plan.second_factors.items()):
+    for name, observation in (*plan.first_inputs.items(), *plan.second_inputs.items()):
         if name in search_by_layer:
             source_by_tensor[observation.tensor] = record_by_search[search_by_layer[name]]
     ranges = {}

@@ -57,15 +57,16 @@ _MIN_POSITIONS = 256  # whatever memory they take
 _MAX_INPUT_BYTES = 32 * 2**20  # of the inputs at more positions than these
 
 Float32Array = NDArray[np.float32]
-# (observed, rounded layers, last tensor) -> model whose other AdaRound layers are float
-Prepared = Callable[[ObservedStatistics, Collection[str], str], "onnx.ModelProto"]
+# (observed statistics, names of the layers to round, last tensor) -> model up to that tensor, in
+# which the other AdaRound layers are float
+MakeModel = Callable[[ObservedStatistics, Collection[str], str], "onnx.ModelProto"]
 
 _KIND_BY_OP = {"Relu": RELU, "Sigmoid": SIGMOID, "Tanh": TANH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaStep:
-    """One layer that AdaRound rounds.
+    """One layer that AdaRound rounds: G groups of M output channels, each a sum of K products.
 
     Attributes:
         layer: the layer.
@@ -124,27 +125,27 @@ def make_adaround_steps(
     *,
     key: str,
     samples: int,
-    needs: tuple[Observation, ...],
-    prepared: Prepared,
+    channel_maxima: tuple[Observation, ...],
+    make_model: MakeModel,
 ) -> dict[str, AdaStep]:
-    """Return layer -> its AdaRound step, in the model's order.
+    """Return layer name -> its AdaRound step: search parameters and observations; model order.
 
     Args:
         model: the prepared float model.
-        layers: its layers that are quantized.
+        layers: name -> its layers that are quantized.
         config: the resolved config.
         key: text that contains all that the observed models depend on.
         samples: number of samples in use.
-        needs: observations of the channel maxima of the layers that DMQ balances.
-        prepared: makes the model that a step observes.
+        channel_maxima: observations of the input's channel maxima of the layers that DMQ balances.
+        make_model: makes the model that a step observes.
     """
     builder = _StepBuilder(
         index=Graph(model),
         config=config,
         key=key,
         samples=min(samples, MAX_SAMPLES),
-        needs=needs,
-        prepared=prepared,
+        channel_maxima=channel_maxima,
+        make_model=make_model,
     )
     nodes = {node.name: node for node in model.graph.node}
     steps: dict[str, AdaStep] = {}
@@ -162,51 +163,51 @@ class _StepBuilder:
     config: QuantConfig
     key: str
     samples: int
-    needs: tuple[Observation, ...]
-    prepared: Prepared
+    channel_maxima: tuple[Observation, ...]
+    make_model: MakeModel
 
     def make_step(
-        self, layer: Layer, node: onnx.NodeProto, earlier: Mapping[str, AdaStep]
+        self, layer: Layer, node: onnx.NodeProto, earlier_steps: Mapping[str, AdaStep]
     ) -> AdaStep:
-        """Return the step of a layer after the steps of the earlier layers.
+        """Return the AdaRound step of a layer: its search parameters and two observations.
 
         Args:
             layer: the layer.
             node: its node.
-            earlier: layer -> step of the layers before it in the model, which are rounded first.
+            earlier_steps: name -> step of the layers before it in the model, which are rounded
+                first.
         """
         rows = to_rows(read_constant(self.index, layer.weight), layer)
-        shape = (layer.group, rows.shape[0] // layer.group, prod(rows.shape[1:]))
-        position_bytes = 4 * shape[0] * shape[2]  # the float32 inputs at one position
-        positions = min(max(_MAX_INPUT_BYTES // position_bytes, _MIN_POSITIONS), MAX_POSITIONS)
-        sample_positions = -(-positions // self.samples)
-
-        output = str(node.output[0])
-        earlier_inputs = (*self.needs, *(step.inputs for step in earlier.values()))
+        channels = len(rows)
+        group_channels, products = channels // layer.group, prod(rows.shape[1:])
         is_matrix = layer.kind in ("Gemm", "MatMul")
+        max_positions = self._count_positions(layer.group * products)
+
+        # targets do not depend on the earlier inputs, nor inputs on the targets: as needs, they
+        # bring the passes into a sequence that holds the values of one layer at a time
+        output = str(node.output[0])
+        earlier_inputs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
         targets = Observation(
             self._variant("float", layer.name, output, (), earlier_inputs),
             output,
-            TargetsOf(
-                samples=self.samples, max_positions=sample_positions, channels_last=is_matrix
-            ),
+            TargetsOf(samples=self.samples, max_positions=max_positions, channels_last=is_matrix),
             layer.name,
         )
 
         weight = self.config.layers[layer.name].weight
         params = AdaParams(**{key: getattr(weight, key) for key in ADA})
-        is_balanced = any(need.layer == layer.name for need in self.needs)
+        balanced_names = {observation.layer for observation in self.channel_maxima}
         inputs = Observation(
             self._variant(
-                "rounded", layer.name, output, tuple(earlier), (*earlier_inputs, targets)
+                "rounded", layer.name, output, tuple(earlier_steps), (*earlier_inputs, targets)
             ),
-            f"{layer.name}.mul.output0" if is_balanced else layer.input,
+            f"{layer.name}.mul.output0" if layer.name in balanced_names else layer.input,
             RoundedWeightsOf(
                 samples=self.samples,
-                max_positions=sample_positions,
+                max_positions=max_positions,
                 window=None if is_matrix else _find_window(node, layer, rows.shape[2:]),
-                shape=shape,
-                scales=rows.shape[0] if weight.channel_wise else 1,
+                shape=(layer.group, group_channels, products),
+                scales=channels if weight.channel_wise else 1,
                 params=params,
             ),
             layer.name,
@@ -214,11 +215,16 @@ class _StepBuilder:
         return AdaStep(
             layer=layer,
             params=params,
-            bias=self._read_bias(layer, len(rows)).reshape(shape[:2]),
-            activation=_find_activation(self.index, output, shape),
+            bias=self._read_bias(layer, channels).reshape(layer.group, group_channels),
+            activation=_find_activation(self.index, output, (layer.group, group_channels)),
             targets=targets,
             inputs=inputs,
         )
+
+    def _count_positions(self, values: int) -> int:
+        """Return the sampled positions of a sample, for a layer with `values` inputs at each."""
+        positions = max(_MAX_INPUT_BYTES // (4 * values), _MIN_POSITIONS)  # 4 bytes: float32
+        return -(-min(positions, MAX_POSITIONS) // self.samples)
 
     def _read_bias(self, layer: Layer, channels: int) -> Float32Array:
         """Return the bias in a layer's own output, [C_out]; a MatMul's is in an Add after it."""
@@ -228,26 +234,26 @@ class _StepBuilder:
 
     def _variant(
         self,
-        form: str,
-        layer: str,
-        output: str,
-        rounded: Collection[str],
+        key_prefix: str,
+        layer_name: str,
+        last_tensor: str,
+        rounded_names: Collection[str],
         needs: tuple[Observation, ...],
     ) -> Variant:
-        """Return the model up to a layer, with the `rounded` layers rounded.
+        """Return the form of the model that ends in a layer; it is built when it is observed.
 
         Args:
-            form: "float" or "rounded", for the key of the variant.
-            layer: name of the layer.
-            output: tensor that it makes.
-            rounded: names of the layers with AdaRound's weights.
-            needs: observations that these weights follow from.
+            key_prefix: "float" or "rounded", for the key of the variant.
+            layer_name: name of the layer.
+            last_tensor: the layer's output.
+            rounded_names: names of the layers with AdaRound's weights.
+            needs: observations that come before it; these weights follow from them.
         """
 
         def make(observed: ObservedStatistics) -> onnx.ModelProto:
-            return self.prepared(observed, rounded, output)
+            return self.make_model(observed, rounded_names, last_tensor)
 
-        return Variant(f"{self.key}, {form} up to {layer}", make, needs)
+        return Variant(f"{self.key}, {key_prefix} up to {layer_name}", make, needs)
 
 
 def _find_window(node: onnx.NodeProto, layer: Layer, kernel: tuple[int, ...]) -> ConvWindow:
@@ -255,10 +261,15 @@ def _find_window(node: onnx.NodeProto, layer: Layer, kernel: tuple[int, ...]) ->
     return make_window(attributes(node), kernel, transposed=layer.kind == "ConvTranspose")
 
 
-def _find_activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> AdaActivation:
-    """Return the activation that is the only reader of a tensor, if AMCT's AdaRound knows it."""
+def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> AdaActivation:
+    """Return the activation that is the only reader of a tensor, if AMCT's AdaRound knows it.
+
+    Without one, the result is the activation that changes nothing.
+
+    `channels`: (groups, output channels of a group) of the layer that makes the tensor.
+    """
     node = index.only_reader(tensor)
-    if node is None or node.input[0] != tensor:
+    if node is None or node.input[0] != tensor:  # it may be a PRelu's slope, or a Clip's limit
         return AdaActivation()
     if node.op_type in _KIND_BY_OP:
         return AdaActivation(_KIND_BY_OP[node.op_type])
@@ -269,72 +280,87 @@ def _find_activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> 
         slope = read_constant(index, node.input[1])
         if slope.size == 1:
             return AdaActivation(LEAKY, slope.reshape(1, 1))
-        if slope.size == shape[0] * shape[1]:
-            return AdaActivation(LEAKY, slope.reshape(shape[:2]))
-    if node.op_type == "Clip" and [index.scalar(end) for end in node.input[1:]] == [0.0, 6.0]:
-        return AdaActivation(RELU6)
+        if slope.size == prod(channels):
+            return AdaActivation(LEAKY, slope.reshape(channels))
+    if node.op_type == "Clip":
+        limits = [index.scalar(name) for name in node.input[1:]]
+        if limits == [0.0, 6.0]:
+            return AdaActivation(RELU6)
     return AdaActivation()
 
 
 def round_layer(
     step: AdaStep, weight: Float32Array, observed: ObservedStatistics, *, progress: str
 ) -> RoundedWeights:
-    """Return a layer's rounding; search it unless it is known.
+    """Return the recorder of a layer's inputs, with the integers of its weight set by AdaRound.
+
+    A recorder whose integers came from a store is returned as it is, without a search.
 
     Args:
         step: the layer's step.
-        weight: its weight times DMQ factors, output channels first.
+        weight: its weight times DMQ factors, float32, output channels first.
         observed: the recorders of the step's observations.
         progress: number and name of the layer for the progress display.
 
     Raises:
         CalibrationError: weights or outputs are too large.
     """
-    rounded = observed.recorder(step.inputs)
-    assert isinstance(rounded, RoundedWeights)
-    if rounded.integers is not None:
-        return rounded
-    targets = observed.recorder(step.targets)
+    rounding = observed.recorder(step.inputs)
+    assert isinstance(rounding, RoundedWeights)
+    if rounding.integers is not None:
+        return rounding
+    target_recorder = observed.recorder(step.targets)
     statistic = step.inputs.statistic
-    assert isinstance(targets, Targets)
+    assert isinstance(target_recorder, Targets)
     assert isinstance(statistic, RoundedWeightsOf)
 
     scale = kl_scale(weight, channel_wise=statistic.scales > 1)
-    problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
+    problem = _make_problem(step, weight.reshape(statistic.shape), scale, rounding, target_recorder)
     iterations = len(problem.blocks()) * step.params.num_iteration
     with phase(f"AdaRound {progress}", iterations, "iterations of channel blocks") as count_step:
         integers = join_blocks(problem, _search_blocks(problem, step.params, count_step))
     nearest_error = output_error(problem, round_to_nearest(problem))
-    rounded.set_result(integers, scale, (nearest_error, output_error(problem, integers)))
-    return rounded
+    rounding.set_result(integers, scale, (nearest_error, output_error(problem, integers)))
+    return rounding
 
 
-def _problem(
+def _make_problem(
     step: AdaStep,
     weight: Float32Array,
     scale: Float32Array,
-    rounded: RoundedWeights,
-    targets: Targets,
+    input_recorder: RoundedWeights,
+    target_recorder: Targets,
 ) -> AdaProblem:
-    """Return the search problem of a layer; `weight` is [G, M, K], `scale` [G * M] or [1]."""
-    groups, rows, _ = weight.shape
-    scales = np.asarray(np.broadcast_to(scale, groups * rows), np.float32)
-    outputs = targets.take_outputs()
+    """Return AdaRound's problem for a layer; take the sampled values out of both recorders.
+
+    Args:
+        step: the layer's step.
+        weight: [G, M, K]: groups, output channels of a group, values of an input patch.
+        scale: scales of the weight, [G * M] or [1].
+        input_recorder: has the layer's inputs.
+        target_recorder: has its outputs in the float model.
+    """
+    groups, group_channels, _ = weight.shape
+    channel_scales = np.asarray(np.broadcast_to(scale, groups * group_channels), np.float32)
+    outputs = target_recorder.take_outputs()
     return AdaProblem(
         weight=weight,
-        scale=scales.reshape(groups, rows, 1),
-        inputs=rounded.take_patches(),
-        targets=outputs.reshape(len(outputs), groups, rows),
+        scale=channel_scales.reshape(groups, group_channels, 1),
+        inputs=input_recorder.take_patches(),
+        targets=outputs.reshape(len(outputs), groups, group_channels),
         bias=step.bias,
         activation=step.activation,
-        share=targets.share,
+        share=target_recorder.share,
     )
 
 
 def _search_blocks(
     problem: AdaProblem, params: AdaParams, progress: Step
 ) -> list[NDArray[np.int8]]:
-    """Search the blocks of a problem in threads, which stop if the run is interrupted."""
+    """Return the integers of each block of a problem, searched in threads.
+
+    If a block fails or the run is interrupted, the other threads stop at their next iteration.
+    """
     is_stopped = Event()
 
     def step() -> None:
