@@ -140,8 +140,8 @@ def build_engine(
         # TensorRT swallows an exception of a callback and then fails for lack of data
         if calibrator.error is not None:
             raise calibrator.error
-        # without a plan and a request for a batch, TensorRT failed before it calibrated
-        if plan is not None or calibrator.requests > 0:
+        failed_before_calibration = plan is None and calibrator.requests == 0  # of batches
+        if not failed_before_calibration:
             calibration_trouble = calibrator.trouble()
     if plan is None:
         ending = f"; {calibration_trouble}" if calibration_trouble else ""
@@ -252,9 +252,9 @@ def _create_config(
         config.DLA_core = 0
         config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
 
-    if settings.float_layers:
+    if settings.float_layers:  # must not run in int8
         _bind_to_float(config, network, settings)
-    if settings.wide_layers:  # after the others: float32 overrides an earlier float precision
+    if settings.wide_layers:  # must run in float32, which overrides the float precision before
         _bind_to_float32(config, network, settings.wide_layers)
     _disable_tactics(config, stand_ins())
 
@@ -321,7 +321,7 @@ _COMPATIBILITY_LEVELS = {
 
 
 def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
-    """Set what a flag of trtexec means.
+    """Set what a flag of trtexec, such as "--sparsity=enable", sets in TensorRT's configuration.
 
     Raises:
         AttributeError: this TensorRT does not have it.
@@ -333,14 +333,14 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
     setting = ENGINE_FLAGS.get(name)
     if setting is None:
         raise ValueError("it is none of " + ", ".join(ENGINE_FLAGS))
-    if setting.isupper():
+    if setting.isupper():  # a builder flag; else an attribute of the configuration
         expected_value = "enable" if name == "--sparsity" else ""
         if value != expected_value:
             raise ValueError(f"the value {value!r}")
         config.set_flag(getattr(trt.BuilderFlag, setting))
         return
 
-    getattr(config, setting)  # refuses a setting of a newer TensorRT
+    getattr(config, setting)  # raises for a setting of a newer TensorRT; setattr would not
     if name == "--hardwareCompatibilityLevel":
         if value not in _COMPATIBILITY_LEVELS:
             levels = ", ".join(_COMPATIBILITY_LEVELS)
@@ -467,9 +467,9 @@ def _create_profile(
 
 
 def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> str:
-    """Give TensorRT the timings of earlier builds.
+    """Give TensorRT the timings of earlier builds, so that it need not measure its kernels again.
 
-    Return a note if it refuses the file that the new ones would replace, else "".
+    Return a note if it refuses the file that the new timings would replace, else "".
     """
     import tensorrt as trt
 
@@ -485,7 +485,7 @@ def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> 
     if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
         return ""
     config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
-    if path != settings.timing_cache:  # nothing of the user's is replaced
+    if path != settings.timing_cache:  # the file that is refused is not replaced
         return ""
     return (
         f"{path} is not a timing cache of TensorRT {trt.__version__} on this GPU: it was neither"

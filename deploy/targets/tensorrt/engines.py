@@ -122,27 +122,33 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     or for the batch with which TensorRT calibrates.
     """
     sample = first_sample(request)
-    batch_shapes: dict[str, Shape] = {}
+    calibration_shapes: dict[str, Shape] = {}  # of a batch, if TensorRT itself calibrates
     if options.calibrator is not None:
         input_shapes = model_input_shapes(request)
         for name, array in sample.items():
-            batch_shapes[name] = array.shape
+            calibration_shapes[name] = array.shape
             if name in request.batch_inputs and not isinstance(input_shapes[name][0], int):
-                batch_shapes[name] = (options.max_batch, *array.shape[1:])
+                calibration_shapes[name] = (options.max_batch, *array.shape[1:])
+
+    timing_cache, earlier_timing_cache = options.timing_cache, None
+    if timing_cache is None:  # a file of the build, which reads that of the build before
+        timing_cache = request.folder / _TIMING_CACHE
+        earlier_timing_cache = request.earlier_file(_TIMING_CACHE)
     return BuilderSettings(
         fp16=options.rest == FP16,
         bf16=options.rest == BF16,
         workspace_mib=options.workspace_mib,
         profiles=sample_profiles(
-            request, max_batch=options.max_batch, fixed=options.dla, batch_shapes=batch_shapes
+            request,
+            max_batch=options.max_batch,
+            fixed=options.dla,
+            batch_shapes=calibration_shapes,
         ),
         values=_shape_values(sample),
         plugins=options.plugins,
         flags=options.trtexec_flags,
-        timing_cache=options.timing_cache or request.folder / _TIMING_CACHE,
-        earlier_timing_cache=(
-            None if options.timing_cache else request.earlier_file(_TIMING_CACHE)
-        ),
+        timing_cache=timing_cache,
+        earlier_timing_cache=earlier_timing_cache,
     )
 
 
@@ -180,24 +186,25 @@ def calibrate_on_gpu(
         version: the installed TensorRT.
         cuda: the GPU.
     """
-    name = f"{request.name}.gpu.cache"
-    shapes, batch = _calibration_batch(request, settings)
-    algorithm = str(options.calibrator)
-    fingerprint = _gpu_fingerprint(options, request, source, version, batch)
-    stored_cache = load_gpu_cache(request.earlier_file(name), fingerprint)
+    cache_name = f"{request.name}.gpu.cache"
+    shapes, batch_size = _calibration_batch(request, settings)
+    fingerprint = _gpu_fingerprint(options, request, source, version, batch_size)
+    stored_cache = load_gpu_cache(request.earlier_file(cache_name), fingerprint)
     if stored_cache is not None:
-        store_gpu_cache(request.folder / name, stored_cache, fingerprint)
+        store_gpu_cache(request.folder / cache_name, stored_cache, fingerprint)
         return stored_cache
 
-    def store_now(text: bytes) -> None:  # at once, so that a build which fails later can reuse it
-        store_gpu_cache(request.folder / name, text, fingerprint)
+    def store_now(cache: bytes) -> None:  # at once, so that a build which fails later can reuse it
+        store_gpu_cache(request.folder / cache_name, cache, fingerprint)
 
-    sample_count = count_in_full_batches(len(request.feed), batch, filled=request.subject.filled)
+    sample_count = count_in_full_batches(
+        len(request.feed), batch_size, filled=request.subject.filled
+    )
     with request.feed.samples() as samples:
         callbacks = calibrator(
-            algorithm,
-            full_batches(samples, batch),
-            batches=sample_count // batch,
+            str(options.calibrator),
+            full_batches(samples, batch_size),
+            batches=sample_count // batch_size,
             shapes=shapes,
             memory=CudaMemory(cuda),
             keep=store_now,
@@ -247,11 +254,11 @@ def _calibration_batch(
     shapes: dict[str, Shape] = {name: array.shape for name, array in sample.items()}
     for name, profile in settings.profiles.items():
         shapes[name] = profile.opt_shape
-    # an input without a batch, such as a constant, has as many rows as one sample
-    sample_count = max(
+    # 1 for an input without a batch, which has as many rows as one sample
+    samples_by_rows = [
         shapes[name][0] // len(array) for name, array in sample.items() if array.ndim
-    )
-    return shapes, sample_count
+    ]
+    return shapes, max(samples_by_rows)
 
 
 def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:
@@ -287,10 +294,10 @@ def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
 def lower_models(
     options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
-    """Lower each model to what the oldest TensorRT that will read it can read.
+    """Write each model in the opset and operators that every TensorRT which reads it knows.
 
-    That is the TensorRT of the files, or an older one on this machine; for a typed model the first
-    later one that has networks of this type.
+    The oldest of these is the TensorRT that the files are for, or an older one on this machine; for
+    a typed model the first later one that has networks of this type.
 
     Args:
         options: options of the target.
@@ -305,14 +312,14 @@ def lower_models(
     if installed_version is not None:
         oldest_version = min(version, installed_version, key=version_label)
     lowered: dict[str, onnx.ModelProto] = {}
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     for role, model in models.items():
         reading_version = oldest_version
         if role == TYPED or options.precision == FP8:
             reading_version = typed_version(oldest_version, options.rest, options.features)
         lowered[role], note = lower_for_tensorrt(model, reading_version)
-        notes[note] = None  # each note once, in order
-    notes.pop("", None)
+        if note and note not in notes:
+            notes.append(note)
     return lowered, tuple(notes)
 
 
@@ -324,6 +331,8 @@ def build_quantized_engine(
     float32_nodes: Mapping[str, str],
 ) -> tuple[Path, tuple[str, ...]]:
     """Build the quantized engine, or reuse that of the same files and GPU; return (path, notes).
+
+    It is built from the float model and the cache, from the typed model, or from the Q/DQ model.
 
     Args:
         options: options of the target.
@@ -340,18 +349,22 @@ def build_quantized_engine(
     installed = sdk.find_sdk(options.device)
     _check_versions(options, installed, request)
     uses_cache = _uses_cache(options, installed, request)
-    has_model_types = _has_model_types(options, installed, files, request)
-    typed_role = TYPED if has_model_types else QDQ
-    source = files[FLOAT if uses_cache else typed_role]
+    uses_typed_model = _uses_typed_model(options, installed, files, request)
+    if uses_cache:
+        source = files[FLOAT]
+    elif uses_typed_model:
+        source = files[TYPED]
+    else:
+        source = files[QDQ]
 
-    typed = has_model_types or options.precision == FP8
-    settings = replace(builder_settings(options, request), typed=typed, dla=options.dla)
-    if not typed and installed.calibrators:  # 11 takes every type from the model
+    # a strongly typed network takes every type from the model; TensorRT 11 has no other
+    is_typed = uses_typed_model or options.precision == FP8
+    settings = replace(builder_settings(options, request), typed=is_typed, dla=options.dla)
+    if not is_typed and installed.calibrators:
         settings = replace(settings, wide_layers=float32_nodes)
     if uses_cache:  # in a Q/DQ model float nodes have no pair, so no binding is needed
         settings = replace(settings, float_layers=float_layers(request))
 
-    path = request.folder / f"{request.name}.engine"
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     key = builder.engine_key(
         installed,
@@ -363,9 +376,10 @@ def build_quantized_engine(
     notes = _origin_notes(installed)
     if options.calibrator is not None:
         # TensorRT's calibration leaves out the samples of a partial batch
-        _, batch = _calibration_batch(request, settings)
+        _, batch_size = _calibration_batch(request, settings)
         filled = request.subject.filled
-        notes = (*notes, *note_left_out(len(request.feed), batch, filled=filled))
+        notes = (*notes, *note_left_out(len(request.feed), batch_size, filled=filled))
+    path = request.folder / f"{request.name}.engine"
     reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
     if reused_plan is not None:
         note = "the engine was built before from the same files, on the same GPU"
@@ -409,10 +423,10 @@ def _uses_cache(options: TensorrtOptions, installed: Sdk, request: BuildRequest)
     return installed.calibrators and options.form in forms and options.precision == INT8
 
 
-def _has_model_types(
+def _uses_typed_model(
     options: TensorrtOptions, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
 ) -> bool:
-    """Return whether the engine takes its types from the typed model."""
+    """Return whether the engine is built from the typed model, whose types it takes."""
     return (
         not _uses_cache(options, installed, request)
         and TYPED in files
@@ -439,39 +453,45 @@ def build_float_engines(
     if options.baselines == NO_BASELINES:
         return Baselines()
     float_model = request.unrepaired_model
-    if float_model is None:
-        if options.baselines == ALL_BASELINES:
+    if float_model is None:  # no speed is measured
+        if options.baselines == ALL_BASELINES:  # the default: nobody asked for them
             return Baselines()
         note = f"no {options.baselines} engine was built to compare with: no speed is measured"
         return Baselines(notes=(note,))
 
     installed = sdk.find_sdk(options.device)
-    written: dict[str, Path] = {}
+    written: dict[str, Path] = {}  # role -> file
     if FLOAT in files and float_model is request.model:
         float_file = files[FLOAT]
-    else:  # repairs changed the model, or there is none
-        lowered, _ = lower_models(options, {PLAIN: request.with_plugin_nodes(float_model)}, version)
-        float_file = written[PLAIN] = write_file(request, f".{FP32}.onnx", lowered[PLAIN])
-    # whether an engine takes its types from the model, not from builder flags
-    types_from_model = _has_model_types(options, installed, files, request)
-    types_from_model = types_from_model or not installed.calibrators
+    else:  # repairs changed the model, or only Q/DQ models were written
+        complete_model = request.with_plugin_nodes(float_model)
+        lowered, _ = lower_models(options, {PLAIN: complete_model}, version)
+        float_file = write_file(request, f".{FP32}.onnx", lowered[PLAIN])
+        written[PLAIN] = float_file
+    has_type_flags = installed.calibrators and not _uses_typed_model(
+        options, installed, files, request
+    )
 
     cuda = open_gpu(options.device)
     base_settings = builder_settings(options, request)
-    engines: dict[str, Path] = {}
+    engines: dict[str, Path] = {}  # label -> engine
     notes: list[str] = []
-    for name, label in LABELS.items():
-        if name not in options.baselines.split(","):
+    for precision, label in LABELS.items():
+        if precision not in options.baselines.split(","):
             continue
-        settings = replace(base_settings, int8=False, fp16=name == FP16, bf16=False)
+        settings = replace(base_settings, int8=False, fp16=precision == FP16, bf16=False)
         source = float_file
         try:
-            if types_from_model and name == FP16:  # nodes that overflow float16 stay float32
-                narrow, _ = narrow_float_part(float_model, FP16, largest_magnitudes(ranges))
-                source = write_file(request, f".{FP16}.onnx", request.with_plugin_nodes(narrow))
+            if precision == FP16 and not has_type_flags:  # the model itself must be float16
+                # nodes that overflow float16 stay float32 in it
+                narrow_model, _ = narrow_float_part(float_model, FP16, largest_magnitudes(ranges))
+                complete_model = request.with_plugin_nodes(narrow_model)
+                source = write_file(request, f".{FP16}.onnx", complete_model)
                 settings = replace(settings, typed=True)
                 written[FLOAT_TYPED] = source
-            engine, engine_notes = _build_baseline(request, installed, cuda, settings, source, name)
+            engine, engine_notes = _build_baseline(
+                request, installed, cuda, settings, source, precision
+            )
         except (BackendError, ExportError) as error:
             notes.append(f"no {label} engine was built to compare with: {error}")
             continue
@@ -487,10 +507,13 @@ def _build_baseline(
     cuda: Cuda,
     settings: BuilderSettings,
     source: Path,
-    name: str,
+    precision: str,
 ) -> tuple[Path, tuple[str, ...]]:
-    """Build the float engine of precision `name`, or reuse it; return (path, notes)."""
-    path = request.folder / f"{request.name}.{name}.engine"
+    """Build the float engine of a precision, or reuse it; return (path, notes).
+
+    `source`: the ONNX file to build it from.
+    """
+    path = request.folder / f"{request.name}.{precision}.engine"
     key = builder.engine_key(
         installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )
@@ -498,7 +521,7 @@ def _build_baseline(
     if reused_plan is not None:
         return manifest.write_with_note(path, reused_plan, key), ()
 
-    # timings of the quantized engine of this build, if it was built
+    # begin with the timings that the quantized engine of this build has added
     timing_cache = settings.timing_cache
     if timing_cache is not None and timing_cache.exists():
         settings = replace(settings, earlier_timing_cache=timing_cache)
@@ -528,8 +551,9 @@ def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
     """
     tensors: dict[str, None] = {}  # each once, in order
     for line in log:
-        if match := _MISSING_SCALE.search(line):
-            tensors[match[1]] = None
+        missing_scale = _MISSING_SCALE.search(line)
+        if missing_scale is not None:
+            tensors[missing_scale[1]] = None
     reasons = _reasons_of_lost_int8(tensors, model)
     notes = [f"TensorRT has no scale for {tensor}: {reason}" for tensor, reason in reasons.items()]
     harmless_count = len(tensors) - len(reasons)
@@ -554,11 +578,12 @@ def _reasons_of_lost_int8(tensors: Iterable[str], model: onnx.ModelProto) -> dic
     int8_inputs = {pair.tensor for pair in plan.pairs}
     reasons = {}
     for tensor in tensors:
-        node = graph.producer.get(tensor)
         if tensor in int8_inputs:
             reasons[tensor] = "an int8 layer reads it: that layer falls back to float"
-        elif node is None or node.name not in int8_nodes or tensor in graph.outputs:
             continue
-        elif graph.tail(node) == tensor:  # what the fused layer writes
+        node = graph.producer.get(tensor)
+        if node is None or node.name not in int8_nodes or tensor in graph.outputs:
+            continue
+        if graph.tail(node) == tensor:  # else a fused Relu or Clip makes what the layer writes
             reasons[tensor] = f"{node.op_type} {node.name} cannot write int8"
     return reasons
