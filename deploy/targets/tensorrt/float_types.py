@@ -32,7 +32,7 @@ from deploy.errors import ExportError, ModelError, first_line
 from deploy.frontends.lift import raise_opset
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
 from deploy.graph.edit import copy_message, infer_types, rebuild, unique_name
-from deploy.graph.index import Graph, opset_of
+from deploy.graph.index import Graph, by_name, opset_of
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 
@@ -74,8 +74,8 @@ def narrow_float_part(
     """Return the Q/DQ model with its float part in a narrow type; `quantized` is not changed.
 
     Args:
-        quantized: float32 Q/DQ model whose scales are `round_scales`.
-        float_type: "fp16" or "bf16".
+        quantized: float32 Q/DQ model whose scales are values of that type (see `round_scales`).
+        float_type: the narrow type, "fp16" or "bf16".
         largest_values: tensor of the float model -> largest |x| observed.
 
     Returns:
@@ -87,9 +87,9 @@ def narrow_float_part(
     model = _with_known_types(quantized, OPSETS[float_type])
     converter = _TypeConverter(model, float_type, largest_values)
     rebuild(model.graph, converter.convert())
-    declared = {value.name: value for value in quantized.graph.output}
-    for value in model.graph.output:  # type inference may have changed them
-        value.CopyFrom(declared[value.name])
+    declared_outputs = by_name(quantized.graph.output)
+    for output in model.graph.output:  # type inference may have changed them
+        output.CopyFrom(declared_outputs[output.name])
     return model, converter.float32_reasons
 
 
@@ -110,15 +110,20 @@ def at_opset(model: onnx.ModelProto, min_opset: int) -> onnx.ModelProto:
 
 
 def _with_known_types(quantized: onnx.ModelProto, min_opset: int) -> onnx.ModelProto:
-    """Return a copy at opset `min_opset` or newer, with inferred types."""
+    """Return a copy at opset `min_opset` or newer, with inferred types.
+
+    Raises:
+        ExportError: the model cannot be converted, or the types contradict each other.
+    """
     model = at_opset(quantized, min_opset)
     try:
         typed_model = infer_types(model, strict_mode=True)
     except Exception:  # onnx's C++ code has no error class of its own
-        try:  # a wrong output shape in the file does not matter to runtimes
-            without_output_shapes = copy_message(model)
-            for value in without_output_shapes.graph.output:
-                value.type.tensor_type.ClearField("shape")
+        # a wrong output shape in the file does not matter to runtimes
+        without_output_shapes = copy_message(model)
+        for output in without_output_shapes.graph.output:
+            output.type.tensor_type.ClearField("shape")
+        try:
             typed_model = infer_types(without_output_shapes, strict_mode=True)
         except Exception as error:
             raise ExportError(
@@ -126,7 +131,8 @@ def _with_known_types(quantized: onnx.ModelProto, min_opset: int) -> onnx.ModelP
                 f" {opset_of(model)} that cannot be brought there (onnx says:"
                 f" {first_line(error)}); export the model with opset {min_opset} or newer"
             ) from error
-    typed_model.ir_version = max(typed_model.ir_version, 9 if min_opset < 21 else 10)
+    min_ir_version = 9 if min_opset < 21 else 10  # the first one that allows the opset
+    typed_model.ir_version = max(typed_model.ir_version, min_ir_version)
     return typed_model
 
 
@@ -156,17 +162,26 @@ class _TypeConverter:
         self.nodes: list[onnx.NodeProto] = []
 
     def convert(self) -> list[onnx.NodeProto]:
-        """Return the nodes of the converted graph."""
-        unknown = [name for name in self.index.producer if not self.type_by_tensor.get(name)]
-        if unknown:
+        """Return the converted nodes: the graph's own, edited in place, and the Casts they need.
+
+        The scale of a QuantizeLinear has the type of its input, and that of a DequantizeLinear the
+        type of its output.
+
+        Raises:
+            ExportError: the type of a tensor is unknown.
+        """
+        untyped_tensors = [
+            name for name in self.index.producer if not self.type_by_tensor.get(name)
+        ]
+        if untyped_tensors:
             raise ExportError(
-                f"a typed model must know the types of its tensors, got none of {unknown[0]!r};"
-                " build with --rest fp32"
+                "a typed model must know the types of its tensors, got none of"
+                f" {untyped_tensors[0]!r}; build with --rest fp32"
             )
         for node in self.index.nodes:
-            if node.op_type == "QuantizeLinear":  # its scale has the type of its input
+            if node.op_type == "QuantizeLinear":
                 self._set_scale_type(node, self.type_by_tensor[node.input[0]])
-            elif node.op_type == "DequantizeLinear":  # and here the type that the readers need
+            elif node.op_type == "DequantizeLinear":
                 output = node.output[0]
                 output_type = self.narrow_type if self._has_narrow_reader(output) else _FLOAT
                 self._set_scale_type(node, output_type)
@@ -207,21 +222,20 @@ class _TypeConverter:
         self._add_cast(narrow_name, name, _FLOAT)
 
     def _stays_float32(self, node: onnx.NodeProto) -> bool:
-        """Return whether a node stays in float32.
+        """Return whether a node stays in float32, and record why if its operator could be narrow.
 
-        `float32_reasons` gets the reason if its operator could be narrow. A node of integers
-        counts as float32 too.
+        A node of integers counts as float32 too.
         """
         if not _can_be_narrow(node):
             return True
         data_input = node.input[1 if node.op_type == "Where" else 0]
         if self.type_by_tensor.get(data_input) not in (_FLOAT, self.narrow_type):
             return True  # integers
-        if any(name in self.index.captured for name in node.output):
+        if not self.index.captured.isdisjoint(node.output):
             self.float32_reasons[node.name] = "a subgraph reads it"
             return True
         if node.op_type in _MOVES and data_input not in self.index.initializers:
-            return bool(self.type_by_tensor[data_input] == _FLOAT)
+            return bool(self.type_by_tensor[data_input] == _FLOAT)  # it stays what it is
         reason = self._overflow(node)
         if reason:
             self.float32_reasons[node.name] = reason
@@ -321,8 +335,9 @@ def find_float32_layers(
     overflows = find_float16_overflows(graph, largest_values, int8_nodes=quantized)
     layers, reasons = {}, {}
     for node in graph.nodes:
-        has_one_output = len(node.output) == 1
-        if node.name in overflows and has_one_output and graph.is_float(node.output[0]):
+        # TensorRT finds the layer of a node by its name or its only output
+        has_float_output = len(node.output) == 1 and graph.is_float(node.output[0])
+        if node.name in overflows and has_float_output:
             layers[node.name] = str(node.output[0])
             reasons[node.name] = overflows[node.name]
     return layers, reasons

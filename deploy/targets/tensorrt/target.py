@@ -198,6 +198,7 @@ class TensorRT(TensorrtOptions):
         self._check_methods(subject.method)
         if self.precision == FP8:
             self._check_fp8_nodes(subject)
+        # methods that imitate a calibrator of TensorRT observe the model as its parser reads it
         observations = cache_contents.tensorrt_observations(subject, self.parser)
         if observations is None:
             observations = subject.histogram_observations(self.scaled_tensors(subject.model, ()))
@@ -250,15 +251,15 @@ class TensorRT(TensorrtOptions):
         return to_qdq(request.model, match.plan, match.scales)
 
     def calibrate_scales(self, request: BuildRequest) -> _CalibratedModel:
-        """Return the cache of the chosen ranges, matched to the model."""
+        """Return TensorRT's cache of the ranges that the request chose, matched to the model."""
         from deploy.targets.tensorrt import cache_contents
         from deploy.targets.tensorrt.cache_match import match_cache
 
         version = self.version or cache_contents.reading_version(request.subject)
         choices, placement = request.choices, self.placement
         self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
-        grid = placement.grid if self.precision == FP8 else None
-        ranges = request.ranges_of(self, symmetric=grid)
+        fp8_grid = placement.grid if self.precision == FP8 else None  # None: symmetric int8
+        ranges = request.ranges_of(self, symmetric=fp8_grid)
         cache = cache_contents.cache_of(request.model, ranges, version)
         match = match_cache(
             cache, request.model, float_nodes=request.float_nodes, placement=placement
@@ -282,34 +283,39 @@ class TensorRT(TensorrtOptions):
         from deploy.targets.tensorrt import cache_contents, engines, trtexec
 
         calibrated = self.calibrate_scales(request)
-        match, version = calibrated.match, calibrated.version
+        version = calibrated.version
         model_set = self.make_models(request, calibrated)
         float32_nodes = model_set.float32_nodes
-        evaluated_role = self._evaluated_role(model_set.models, version)
-        runnable_part = model_set.models[evaluated_role] if request.plugin_decisions else None
 
-        complete = {
+        # TensorRT reads the models with the plugin nodes, which ONNX Runtime does not know
+        complete_models = {
             role: request.with_plugin_nodes(model) for role, model in model_set.models.items()
         }
-        models, lowering_notes = engines.lower_models(self, complete, version)
+        models, lowering_notes = engines.lower_models(self, complete_models, version)
         files = self._write_models(request, calibrated, models, float32_nodes)
-        if runnable_part is not None:
+        evaluated_role = self._evaluated_role(model_set.models, version)
+        if request.plugin_decisions:  # the part without them is evaluated
+            runnable_part = model_set.models[evaluated_role]
             files[PART] = engines.write_file(request, ".part.onnx", runnable_part)
             evaluated_role = PART
+        evaluated_file = files[evaluated_role]
+
         commands = trtexec.trtexec_commands(self, request, files, models, version, float32_nodes)
         shipped = _write_script(request, files, commands, version)
         built = self._build_engines(request, calibrated, files, float32_nodes, commands)
-        notes = (*model_set.notes, *lowering_notes, *([_DLA_NOTE] if self.dla else []))
         if built.engine is not None:
             files["TensorRT engine"] = built.engine
+        notes = [*model_set.notes, *lowering_notes]
+        if self.dla:
+            notes.append(_DLA_NOTE)
         return BuildResult(
             target=self.name,
             engine=built.engine,
-            runnable=None if built.failure else files[evaluated_role],
+            runnable=None if built.failure else evaluated_file,
             shipped=shipped,
             baselines=built.baselines.engines,
             files={**files, **built.baselines.files},
-            decisions=(*match.plan.decisions, *request.plugin_decisions),
+            decisions=(*calibrated.match.plan.decisions, *request.plugin_decisions),
             method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, version),
             weights=model_set.weights,
@@ -369,11 +375,12 @@ class TensorRT(TensorrtOptions):
     ) -> _BuiltEngines:
         """Build the quantized engine and the float ones, if TensorRT and a GPU are available.
 
-        `commands`: named in the notes if an engine cannot be built here.
+        `commands`: of trtexec; they become notes if an engine cannot be built here.
         """
         from deploy.targets.tensorrt import engines
 
-        engine: Path | None = None
+        engine: Path | None = None  # it stays if only a float engine fails
+        command_notes = [command.sentence for command in commands]
         try:
             engine, engine_notes = engines.build_quantized_engine(
                 self, request, files, calibrated.cache, float32_nodes
@@ -381,13 +388,12 @@ class TensorRT(TensorrtOptions):
             baselines = engines.build_float_engines(
                 self, request, files, calibrated.ranges, calibrated.version
             )
+        except SdkMissingError as error:
+            notes = (f"no engine was built: {error}", *command_notes)
+            return _BuiltEngines(engine, engines.Baselines(), notes)
         except BackendError as error:
-            notes = tuple(command.sentence for command in commands)
-            if isinstance(error, SdkMissingError):
-                notes = (f"no engine was built: {error}", *notes)
-                return _BuiltEngines(engine, engines.Baselines(), notes)
-            return _BuiltEngines(engine, engines.Baselines(), notes, str(error))
-        notes = tuple(dict.fromkeys((*engine_notes, *baselines.notes)))
+            return _BuiltEngines(engine, engines.Baselines(), tuple(command_notes), str(error))
+        notes = tuple(dict.fromkeys((*engine_notes, *baselines.notes)))  # each once
         return _BuiltEngines(engine, baselines, notes)
 
     def describe_sdk(self) -> str:
@@ -418,7 +424,10 @@ class TensorRT(TensorrtOptions):
     def _quantize(
         self, request: BuildRequest, match: CacheMatch
     ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-        """Return (Q/DQ model, notes): the user's own if TensorRT reads it, else a new one."""
+        """Return (Q/DQ model, notes): the user's own if TensorRT reads it, else a new one.
+
+        `request.trained` is the user's Q/DQ model, if he gave one in place of a float model.
+        """
         from deploy.targets.prequantized import rewritten_notes, unchanged_note
         from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_qdq
@@ -426,8 +435,12 @@ class TensorRT(TensorrtOptions):
         trained = request.trained
         if trained is None:
             model = to_qdq(request.model, match.plan, match.scales)
-            missing = [tensor for tensor in match.tensors if not tensor.has_scale]
-            return model, tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)
+            missing_notes = [
+                f"no Q/DQ pair on {coverage.tensor}: it {coverage.reason}"
+                for coverage in match.tensors
+                if not coverage.has_scale
+            ]
+            return model, tuple(missing_notes)
         if trained_pairs.has_tensorrt_pairs(trained):
             return trained_pairs.trained_model(trained), (unchanged_note(trained),)
         model = to_qdq(
@@ -443,11 +456,9 @@ class TensorRT(TensorrtOptions):
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """Return the typed model, a Q/DQ model whose float part is float16 or bfloat16, and notes.
 
-        It is None where that part stays float32 (`rest`), or where the model cannot be converted;
-        then a note says why.
-
-        `qdq_model`: the Q/DQ model, which is narrowed itself if it is the user's own; any other is
-        quantized anew, with scales that the narrow type holds.
+        It is None if that part stays float32 (`rest`), or if the model cannot be converted; then a
+        note says why. The user's own Q/DQ model, `qdq_model`, is converted itself; any other is
+        quantized anew, with scales rounded to values of the narrow type.
         """
         from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_typed
@@ -497,10 +508,10 @@ class TensorRT(TensorrtOptions):
 def _write_script(
     request: BuildRequest, files: dict[str, Path], commands: Sequence[TrtexecCommand], version: str
 ) -> tuple[Path, ...]:
-    """Write the script of the commands and add it to `files`; return the files to be shipped.
+    """Write the script of the trtexec commands; return the files that TensorRT `version` needs.
 
-    These are the files that the command for TensorRT `version` reads. The role of the script tells
-    its argument, if that command is not the one that runs without an argument.
+    Those are to be shipped. The script is added to `files`, role -> path; its role tells the
+    script's argument for that TensorRT, if it needs one.
     """
     from deploy.targets.tensorrt.trtexec import shipping_command, trtexec_script
 
@@ -508,9 +519,10 @@ def _write_script(
     command = shipping_command(commands, version)
     shipped = []
     if command is not None:
-        file_names = {argument.rpartition("=")[2] for argument in command.arguments}
-        shipped = [path for path in files.values() if path.name in file_names]
-        if command != commands[0]:
+        # arguments that name a file, such as --onnx=m.onnx
+        argument_values = {argument.rpartition("=")[2] for argument in command.arguments}
+        shipped = [path for path in files.values() if path.name in argument_values]
+        if command != commands[0]:  # which the script runs without an argument
             role += f", with {command.name} as argument"
     path = request.folder / f"{request.name}_trtexec.sh"
     files[role] = write_script(path, trtexec_script(commands))

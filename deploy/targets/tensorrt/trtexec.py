@@ -156,9 +156,7 @@ _MACHINES = {
 }
 _ADJUST_FLAG = "--adjustForDLA"  # since 10.16: lets the parser rewrite layers for DLA
 _DLA_FLAGS = ("--useDLACore=0", "--allowGPUFallback")
-_FIRST_WITHOUT_DLA = (
-    "10.8.0"  # first version whose DLA takes no cache: there is none again until 11.4.1
-)
+_FIRST_WITHOUT_DLA = "10.8.0"  # from it on DLA takes no cache; from 11.4.1 on it takes typed models
 # type -> first supported version that has it
 _FIRST_WITH_TYPE = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}
 
@@ -207,22 +205,22 @@ def trtexec_commands(
     """
     requirements = {role: ParserRequirements.of(model) for role, model in models.items()}
     if options.dla:
-        takes_cache = version_label(version) < version_label(_FIRST_WITHOUT_DLA)
-    else:
-        takes_cache = options.precision != FP8 and features_of(version).calibrators
+        reads_cache = version_label(version) < version_label(_FIRST_WITHOUT_DLA)
+    else:  # TensorRT 11 reads no cache, and a cache is for int8 only
+        reads_cache = features_of(version).calibrators and options.precision != FP8
 
     commands: list[TrtexecCommand] = []
-    if takes_cache:
+    if reads_cache:
         commands.append(
             _cache_command(request, files, requirements, version, options.rest, float32_nodes)
         )
         if not options.dla:
-            commands += _weakly_typed(files, requirements[QDQ], options.rest, float32_nodes)
-    commands += _strongly_typed(files, requirements, version, options.features)
-    flags = _common_flags(options, request)
+            commands += _qdq_commands(files, requirements[QDQ], options.rest, float32_nodes)
+    commands += _typed_commands(files, requirements, version, options.features)
+    common_flags = _common_flags(options, request)
     for index, command in enumerate(commands):
-        if command.arguments:
-            commands[index] = replace(command, arguments=(*command.arguments, *flags))
+        if command.arguments:  # else it only says why there is none
+            commands[index] = replace(command, arguments=(*command.arguments, *common_flags))
     return tuple(commands)
 
 
@@ -302,7 +300,7 @@ def _cache_command(
     return TrtexecCommand("cache", f"on a GPU machine with TensorRT {version}", arguments)
 
 
-def _weakly_typed(
+def _qdq_commands(
     files: Mapping[str, Path],
     requirements: ParserRequirements,
     float_type: str,
@@ -310,25 +308,34 @@ def _weakly_typed(
 ) -> tuple[TrtexecCommand, ...]:
     """Return the command that builds from the Q/DQ model; TensorRT chooses types of float layers.
 
-    There is none if no TensorRT before 11 reads the model. `float32_nodes` must run in float32.
+    There is none if no TensorRT before 11 reads the model, since 11 takes all types from the model.
+
+    Args:
+        files: role -> path.
+        requirements: what a parser must support to read the Q/DQ model.
+        float_type: narrowest type of the float layers, "fp16", "bf16" or "fp32".
+        float32_nodes: nodes that must run in float32.
     """
-    since = requirements.first_reading()
-    if since is None or version_label(since) >= version_label(_TYPED_ONLY):
+    first_reading = requirements.first_reading()
+    if first_reading is None or version_label(first_reading) >= version_label(_TYPED_ONLY):
         return ()
-    oldest = max(since, _FIRST_WITH_TYPE[float_type], key=version_label)
+    first_version = max(first_reading, _FIRST_WITH_TYPE[float_type], key=version_label)
     flags = [*_float_type_flags(float_type), *_precision_flags({}, float32_nodes)]
     if "QuantizeLinear" in requirements.operators:  # else --int8 makes trtexec invent ranges
         flags.insert(0, "--int8")
-    return (TrtexecCommand("qdq", _until_10(oldest), _command(files[QDQ], flags)),)
+    return (TrtexecCommand("qdq", _until_10(first_version), _command(files[QDQ], flags)),)
 
 
-def _strongly_typed(
+def _typed_commands(
     files: Mapping[str, Path],
     requirements: Mapping[str, ParserRequirements],
     version: str,
     features: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
-    """Return the commands that build in the types of the model, for TensorRT 10 and for 11.
+    """Return the commands that build in the types of the model: one for TensorRT 10, one for 11.
+
+    TensorRT 10 has a flag for that, and 11 has no other networks. There is only the second one if
+    TensorRT 10 cannot read the model, and one without arguments if no TensorRT can.
 
     Args:
         files: role -> path.
@@ -338,24 +345,24 @@ def _strongly_typed(
     """
     role = TYPED if TYPED in files else QDQ
     model = files[role]
-    since = requirements[role].first_reading(*features)
-    if since is None:
+    first_version = requirements[role].first_reading(*features)
+    if first_version is None:
         opset = requirements[role].opset
         reason = f"no TensorRT reads opset {opset} of {model.name}: export with an older one"
         return (TrtexecCommand("typed", reason),)
 
     machine = "".join(_MACHINES.get(feature, "") for feature in features)
-    first_11 = max(since, _TYPED_ONLY, key=version_label)
-    condition = f"{machine}with TensorRT 11"
-    if first_11 != _TYPED_ONLY:
-        condition += f" from {first_11.removesuffix('.0')} on"
+    needs_11 = version_label(first_version) >= version_label(_TYPED_ONLY)
+    condition_11 = f"{machine}with TensorRT 11"
+    if needs_11 and first_version != _TYPED_ONLY:  # a later 11
+        condition_11 += f" from {first_version.removesuffix('.0')} on"
     flags_11 = [_ADJUST_FLAG] if "dla" in features else []
-    command_11 = TrtexecCommand("11", condition, _command(model, flags_11))
-    if version_label(since) >= version_label(_TYPED_ONLY):
+    command_11 = TrtexecCommand("11", condition_11, _command(model, flags_11))
+    if needs_11:
         return (command_11,)
 
-    arguments = _command(model, ["--stronglyTyped"])
-    command_10 = TrtexecCommand("typed", machine + _until_10(since), arguments)
+    condition_10 = machine + _until_10(first_version)
+    command_10 = TrtexecCommand("typed", condition_10, _command(model, ["--stronglyTyped"]))
     if version_label(version) >= version_label(_TYPED_ONLY):
         return command_11, command_10
     return command_10, command_11
@@ -395,10 +402,10 @@ def float_layers(request: BuildRequest) -> dict[str, str]:
 def _precision_flags(type_by_layer: Mapping[str, str], float32_nodes: Collection[str]) -> list[str]:
     """Return the flags that set layer types; `float32_nodes` compute and output float32."""
     float32_types = dict.fromkeys(float32_nodes, FP32)
-    layer_types = {**type_by_layer, **float32_types}
-    if not layer_types:
+    compute_types = {**type_by_layer, **float32_types}
+    if not compute_types:
         return []
-    flags = [f"--layerPrecisions={_join_types(layer_types)}", "--precisionConstraints=obey"]
+    flags = [f"--layerPrecisions={_join_types(compute_types)}", "--precisionConstraints=obey"]
     if float32_types:
         flags.append(f"--layerOutputTypes={_join_types(float32_types)}")
     return flags
