@@ -84,7 +84,7 @@ def write_report(
         plan_path: the plan file; None without one.
         saved_model: file of a model that was given in memory; None if it is a file of the user's.
         gates: demands on the engines.
-        has_settings: whether the options of the command are written too.
+        has_settings: whether the command's options are written too, as calib8.toml.
         request: what the user asked for.
     """
     loaded, feed = calibration.loaded, calibration.feed
@@ -92,11 +92,12 @@ def write_report(
     target_names = ", ".join(result.target for result in results)
     targets = []
     for result in results:
-        plan = plans.get(result.target)
-        targets.append(_target_part(calibration, figures, result, plan, stage))
+        planned = plans.get(result.target)
+        targets.append(_target_part(calibration, figures, result, planned, stage))
+    model_path = None if saved_model is None else stage.published_path(saved_model)
     report = Report(
         title=f"calib8: {loaded.name} in {' and '.join(precisions)} for {target_names}",
-        model=model_part(loaded, path=saved_model and stage.published_path(saved_model)),
+        model=model_part(loaded, path=model_path),
         feed=feed_part(feed, calibration.images),
         calibration=_calibration_part(calibration, results),
         targets=tuple(targets),
@@ -121,7 +122,8 @@ def write_report(
         alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
         notes=(*calibration.resumed, *feed.notes, *figures.notes),
     )
-    report = follow_up(report, find_earlier_report(stage.folder, loaded.digest))
+    earlier_report = find_earlier_report(stage.folder, loaded.digest)
+    report = compare_with_earlier(report, earlier_report)
     write_pages(report, stage)
     return report
 
@@ -159,28 +161,30 @@ def find_earlier_report(folder: Path, model_digest: str) -> Report | None:
     return None
 
 
-def follow_up(report: Report, earlier: Report | None) -> Report:
-    """Return the report with the suggested steps that were followed, and with better engines.
+def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
+    """Return the report with what the build before tells of this one, filled into two fields.
 
-    Those are engines of the build before this one. The steps are not suggested again.
+    `report.earlier` gets the engines that were better before. `report.request.followed` gets the
+    advice that the user has followed, such as to use more images: it is not given again.
 
     `earlier`: report of the build of the same model that was in the folder before; None without.
     """
     request = report.request or RequestPart()
-    followed: list[str] = []
+    followed_advice: list[str] = []
     better_engines: tuple[EarlierPart, ...] = ()
     if earlier is not None:
         if earlier.request:
-            followed += earlier.request.followed
+            followed_advice += earlier.request.followed
         if _sample_count(report) > _sample_count(earlier):
-            followed.append(IMAGES)
+            followed_advice.append(IMAGES)
         better_engines = tuple(_better_engines(report, earlier))
     if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
-        followed.append(EFFORT)
+        followed_advice.append(EFFORT)
     for target in report.targets:
         if split := target.built_split:
-            followed.append(split_name(target, split))
-    request = replace(request, followed=tuple(dict.fromkeys(followed)))
+            followed_advice.append(split_name(target, split))
+
+    request = replace(request, followed=tuple(dict.fromkeys(followed_advice)))
     return replace(report, request=request, earlier=better_engines)
 
 
@@ -192,17 +196,26 @@ def _sample_count(report: Report) -> int:
 
 
 def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
-    """Yield the engines of an earlier build that were better than those of this one."""
-    for engine in report.engines:
-        earlier_engine = earlier.engine_by_target.get(engine.target)
-        target = report.target_of(engine)
-        earlier_target = earlier.target_of(earlier_engine) if earlier_engine else None
-        if not (earlier_engine and earlier_engine.verdict and earlier_target and target):
+    """Yield the engines of an earlier build that were better, with the flags that build them.
+
+    A split is a choice of the layers that stay float, and a user may take a faster one on purpose.
+    """
+    engine_by_target = report.engine_by_target
+    earlier_engine_by_target = earlier.engine_by_target
+    earlier_split_by_target = {target.name: target.built_split for target in earlier.targets}
+    for target in report.targets:
+        engine = engine_by_target.get(target.name)
+        earlier_engine = earlier_engine_by_target.get(target.name)
+        if engine is None or earlier_engine is None or earlier_engine.verdict is None:
             continue
-        split, earlier_split = target.built_split, earlier_target.built_split
-        is_faster = split and earlier_split and split.time < earlier_split.time
+        if not _is_worse(engine, earlier_engine):
+            continue
+        split, earlier_split = target.built_split, earlier_split_by_target.get(target.name)
+        if split and earlier_split and split.time < earlier_split.time:
+            continue
+
         flags = _earlier_flags(earlier, earlier_split, report, target)
-        if flags and not is_faster and _is_worse(engine, earlier_engine):
+        if flags:
             text = earlier_engine.verdict.text
             if earlier_split:
                 text += f" (its --split {earlier_split.number})"
@@ -214,21 +227,28 @@ def _earlier_flags(
 ) -> str:
     """Return the options of `calib8 build` that build a target as an earlier build did.
 
-    "" if this build had the same options, or those of the earlier one are unknown. `earlier_split`:
-    the split that it built, of its front.
+    They are a `--split` if the search of this build found the split of the earlier one too.
+
+    Args:
+        earlier: report of the earlier build.
+        earlier_split: the layers in float that it built, with their figures; None without a search.
+        report: report of this build.
+        target: the target, in this build.
+
+    Returns:
+        The options; "" if this build had the same, or if those of the earlier one are unknown.
     """
     if earlier_split and target.search:
         for split in target.search.front:
-            # the front may number the same split differently, and mark another as built
-            renumbered = replace(split, number=earlier_split.number, taken=not split.taken)
-            if renumbered == earlier_split:
+            # both searches may number it differently
+            is_same = replace(split, number=earlier_split.number, taken=True) == earlier_split
+            if is_same and not split.taken:
                 return f"--split {split.number}"
 
     request, earlier_request = report.request or earlier.request, earlier.request
     if request is None or earlier_request is None:
         return ""
-    # these do not change what is built
-    comparable_request = replace(
+    comparable_request = replace(  # but for what does not change the engines
         request,
         followed=earlier_request.followed,
         max_loss=earlier_request.max_loss,
@@ -256,7 +276,7 @@ def _is_worse(engine: EngineRow, earlier_engine: EngineRow) -> bool:
 
 
 def _judgement(engine: EngineRow) -> tuple[int, int, int, float]:
-    """Return (samples, objects in them, rank of the verdict, loss); all are 0 if not judged.
+    """Return (number of samples, of objects in them, rank of the verdict, loss); 0s if not judged.
 
     Rank 0 is the best verdict; the loss is a share of the task.
     """
@@ -393,17 +413,19 @@ def engine_rows(
     rows = [float_row]
     for row in other_rows:
         row = replace(row, path=_final_path(row.path, stage))
-        if not row.baseline:
-            examples = figures.examples.get(row.target, ())
-            boxes = box_rows(examples, figures.pictures, classes)
-            row = replace(row, boxes=boxes, changed=class_rows(examples, figures.pictures))
-        has_run = row.target in result_by_target and row.target not in figures.failures
-        if has_run and not row.baseline:
+        if row.baseline:  # a float engine built for the target
+            rows.append(row)
+            continue
+
+        examples = figures.examples.get(row.target, ())
+        boxes = box_rows(examples, figures.pictures, classes)
+        row = replace(row, boxes=boxes, changed=class_rows(examples, figures.pictures))
+        result = result_by_target.get(row.target)
+        if result is not None and row.target not in figures.failures:
             row = model.with_speed(figures.engines, row)
-            decisions = result_by_target[row.target].decisions
-            is_quantized = any(decision.quantized for decision in decisions)
-            judgement = _judge_engine(row, figures.engines, partial(judge, int8=is_quantized))
-            row = replace(row, verdict=judgement)
+            is_quantized = any(decision.quantized for decision in result.decisions)
+            judge_row = partial(judge, int8=is_quantized)
+            row = replace(row, verdict=_judge_engine(row, figures.engines, judge_row))
         rows.append(row)
     return tuple(rows)
 
@@ -413,10 +435,12 @@ def _judge_engine(
 ) -> Verdict:
     """Return the verdict on one engine.
 
+    Its speed is compared with that of its first rival, a float engine on the same device.
+
     Args:
-        row: the engine; its speed is compared with the first of its rivals.
-        engines: all engines, among which these are.
-        judge: `verdict`, with the arguments that all engines share.
+        row: the engine.
+        engines: all engines, among them the rivals.
+        judge: `verdict` with the arguments that are not of one row: demands, doubts, kind of model.
     """
     rivals = model.find_rivals(engines, row)
     if not rivals:
@@ -438,12 +462,16 @@ def _judge_engine(
 def _calibration_part(
     calibration: CalibrationResult, results: Sequence[BuildResult]
 ) -> CalibrationPart:
-    """Return how the scales were determined."""
+    """Return how the scales were determined: the method, and what was observed for it.
+
+    The method is "" if every target searches ranges in its own way. The ranges of a Q/DQ model are
+    those of its pairs, so nothing was observed for it.
+    """
     method = calibration.ranges.chosen_by
     methods_of_files = {result.method for result in results if result.method}
     if methods_of_files and method not in methods_of_files:
-        method = ""  # all targets have searches of their own
-    is_qdq_model = calibration.loaded.qdq is not None  # its ranges are those of its pairs
+        method = ""
+    is_qdq_model = calibration.loaded.qdq is not None
     observed_now = set(calibration.observed_now)
     tensor_counts = Counter[tuple[str, str, bool]]()  # by (variant, statistic, is reused)
     for observation in calibration.observations:
@@ -469,27 +497,36 @@ def _target_part(
     calibration: CalibrationResult,
     figures: Figures,
     result: BuildResult,
-    plan: PlannedTarget | None,
+    planned: PlannedTarget | None,
     stage: Stage,
 ) -> TargetPart:
-    """Return the results of one target; `plan`: that of its search, None without."""
+    """Return the results of one target.
+
+    Args:
+        calibration: the calibration.
+        figures: speed and accuracy of the engines.
+        result: files of the target, or the error that it failed with.
+        planned: its plan, and how the search came to it; None without.
+        stage: folder of the files until the build is complete.
+    """
     error = result.error or figures.failures.get(result.target, "")
     layers = figures.layers.get(result.target, ())
     observations = calibration.observations_by_target.get(result.target, ())
+    is_observed_now = bool(set(calibration.observed_now).intersection(observations))
     search = None
-    if plan is not None and plan.plan.settled:
+    if planned is not None and planned.plan.settled:  # a search chose one of its trials
         search = SearchPart(
-            reused=plan.reused,
-            probes=plan.probes,
-            settled=plan.plan.settled,
-            front=tuple(split_rows(plan.plan)),
+            reused=planned.reused,
+            probes=planned.probes,
+            settled=planned.plan.settled,
+            front=tuple(split_rows(planned.plan)),
         )
-    search_notes = () if plan is None or result.error else _search_notes(plan)
+    search_notes = () if planned is None or result.error else _search_notes(planned)
     return TargetPart(
         name=result.target,
         method=result.method,
         options=result.options,
-        reused=not error and not set(calibration.observed_now).intersection(observations),
+        reused=not error and not is_observed_now,
         nodes=node_rows(result.decisions, calibration.loaded.model),
         tensors=clip_rows(calibration, result, layers),
         weights=weight_rows(result.weights),
