@@ -400,7 +400,9 @@ def test_failed_build_keeps_old_files(built_folder, monkeypatch):
 def test_failed_target_leaves_no_file(where, small_cnn, pictures, tmp_path, run, monkeypatch):
     """A file that no runtime opens was kept and listed, and `verify` vouched for it."""
     monkeypatch.delenv("CALIB8_TRACEBACK", raising=False)
-    owner, name = (evaluate, "_open_tapped") if where == "measure" else (OnnxRuntime, where)
+    owner, name = (
+        (evaluate, "_open_with_inner_tensors") if where == "measure" else (OnnxRuntime, where)
+    )
     original = getattr(owner, name)
 
     def failing(self, *arguments, **named):

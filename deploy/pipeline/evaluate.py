@@ -135,8 +135,7 @@ def compare_inner_tensors(
 ) -> InnerTensors:
     """Compare all inner tensors that both models share, one sample in memory at a time.
 
-    The sessions, which hold all weights once more, are closed before others are opened. A target
-    whose engine fails is not compared; the engine reports the error.
+    The sessions hold all weights once more, and are closed when this returns.
 
     Args:
         loaded: the float model.
@@ -145,33 +144,35 @@ def compare_inner_tensors(
             None if ONNX Runtime does.
         samples: the samples to compare on.
     """
-    engines: dict[str, tuple[Session, TensorComparison]] = {}
+    opened_targets: dict[str, tuple[Session, TensorComparison]] = {}
     for result in results:
-        if result.runnable is not None and any(node.quantized for node in result.decisions):
-            engine = _open_tapped(loaded, result, stand_in=result.target not in device_sessions)
-            if engine is not None:
-                engines[result.target] = engine
-    if not engines:
+        is_quantized = any(decision.quantized for decision in result.decisions)
+        if result.runnable is not None and is_quantized:
+            has_no_engine = result.target not in device_sessions
+            opened = _open_with_inner_tensors(loaded, result, stand_in=has_no_engine)
+            if opened is not None:
+                opened_targets[result.target] = opened
+    if not opened_targets:
         return InnerTensors()
 
-    tensors: dict[str, None] = {}
-    for _, comparison in engines.values():
-        tensors |= dict.fromkeys(comparison.pairs)
-    float_session = open_single_thread(copy_with_outputs(loaded.model, tensors))
+    shared_tensors: dict[str, None] = {}  # an ordered set
+    for _, comparison in opened_targets.values():
+        shared_tensors |= dict.fromkeys(comparison.pairs)
+    float_session = open_single_thread(copy_with_outputs(loaded.model, shared_tensors))
     sample_count = 0
     for sample in samples:
         float_tensors = float_session.run(sample)
-        for target, (session, comparison) in list(engines.items()):
+        for target, (session, comparison) in list(opened_targets.items()):
             try:
                 comparison.add(sample, float_tensors, session.run(sample))
-            except BackendError:
-                del engines[target]
+            except BackendError:  # the run of the engine itself reports it
+                del opened_targets[target]
         sample_count += 1
-    layers = {target: comparison.result() for target, (_, comparison) in engines.items()}
+    layers = {target: comparison.result() for target, (_, comparison) in opened_targets.items()}
     return InnerTensors(layers, sample_count)
 
 
-def _open_tapped(
+def _open_with_inner_tensors(
     loaded: LoadedModel, result: BuildResult, *, stand_in: bool
 ) -> tuple[Session, TensorComparison] | None:
     """Return (session of a target's runnable file, comparison of its tensors); None without any.
@@ -185,12 +186,12 @@ def _open_tapped(
     """
     assert result.runnable is not None
     model = onnx.load(result.runnable)
-    pairs = pair_quantized_tensors(loaded.model, model)
-    if not pairs:  # a fake-quant model has no DequantizeLinear
+    quantized_by_float_name = pair_quantized_tensors(loaded.model, model)
+    if not quantized_by_float_name:  # a fake-quant model has no DequantizeLinear
         return None
-    append_outputs(model, pairs.values())
+    append_outputs(model, quantized_by_float_name.values())
     session = open_single_thread(model, stand_in=stand_in)
-    return session, TensorComparison(pairs, loaded.declaration.batch_inputs)
+    return session, TensorComparison(quantized_by_float_name, loaded.declaration.batch_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +213,17 @@ def find_candidates(
     host_sessions: Mapping[str, Session],
     failures: dict[str, str],
 ) -> dict[str, Candidate]:
-    """Return target -> what can be run of it here; add to `failures` why others cannot.
+    """Return target -> the session that is evaluated for it; targets without one are left out.
 
-    `device_sessions`: as for `InnerTensors`. `host_sessions`: target -> session of its runnable
-    file, if it is open already, in one thread.
+    It is the target's engine. If that cannot be opened here, it is the target's runnable file, a
+    model for ONNX Runtime that computes the same numbers.
+
+    Args:
+        results: files of each target.
+        device_sessions: target whose engine can be opened here -> its session if a device runs it,
+            None if ONNX Runtime does.
+        host_sessions: target -> session in one thread of its runnable file, if it is open already.
+        failures: gets target -> the error of a file that cannot be opened.
     """
     candidates = {}
     for result in results:
@@ -224,20 +232,20 @@ def find_candidates(
             candidates[result.target] = Candidate(device_session, is_serial=True)
             continue
 
-        # an engine that cannot be opened here is replaced by a model with its numerics
-        stand_in = result.target not in device_sessions
+        can_open_engine = result.target in device_sessions
         path = result.runnable
-        if path is None and not stand_in:
+        if path is None and can_open_engine:
             path = result.engine
         if path is None:
             continue
         session = host_sessions.get(result.target)
-        try:
-            session = session or open_single_thread(path, stand_in=stand_in)
-        except BackendError as error:
-            failures[result.target] = str(error)
-        else:
-            candidates[result.target] = Candidate(session, is_serial=False)
+        if session is None:
+            try:
+                session = open_single_thread(path, stand_in=not can_open_engine)
+            except BackendError as error:
+                failures[result.target] = str(error)
+                continue
+        candidates[result.target] = Candidate(session, is_serial=False)
     return candidates
 
 
@@ -272,7 +280,7 @@ class Evaluation:
     image_count: int
     labels: Labels | None
     find_key: Callable[[int], int] = int
-    metric: Metric | None = None
+    metric: Metric
 
     @property
     def unpadded_count(self) -> int | None:
@@ -304,12 +312,12 @@ def choose_evaluation(
     calibration: EvaluationSubset,
     evaluation: EvaluationFeed | None,
     labels: Labels | None,
-    metric: Metric | None,
+    metric: Metric,
 ) -> Evaluation:
-    """Return the samples to evaluate on.
+    """Return the samples to evaluate on: evaluation samples, or without any those of calibration.
 
     Args:
-        calibration: used without labels if there are no evaluation samples.
+        calibration: the calibration samples, whose labels are not used.
         evaluation: evaluation samples; None without.
         labels: classes of the evaluation samples, or the objects on them; None takes those that
             came with the samples, if any.
@@ -424,15 +432,12 @@ class _EvaluationPass:
         self._result = EvaluationResult()
         states = evaluation.feed.states
         self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
-        metric = evaluation.metric
-        batch_inputs = None if metric is None else metric.declared.batch_inputs
-        self._pictures = CandidateImages(evaluation.feed, batch_inputs)
-        self._comparisons = {
-            name: Comparison(
-                reference, candidate.session, labels=evaluation.labels, metric=evaluation.metric
-            )
-            for name, candidate in candidates.items()
-        }
+        labels, metric = evaluation.labels, evaluation.metric
+        self._images = CandidateImages(evaluation.feed, metric.declared.batch_inputs)
+        self._comparisons: dict[str, Comparison] = {}
+        for name, candidate in candidates.items():
+            comparison = Comparison(reference, candidate.session, labels=labels, metric=metric)
+            self._comparisons[name] = comparison
 
     def run(self, _worker: int, number: int, sample: Sample) -> _SampleOutputs:
         """Run the float model and all candidates that run in parallel on one sample.
@@ -450,22 +455,23 @@ class _EvaluationPass:
     def compare(self, outputs: _SampleOutputs) -> None:
         """Run the candidates that take one sample at a time, and add all outputs to the figures.
 
-        Called by one thread, in the order of the samples.
+        Called by one thread, in the order of the samples. Images that a report may show are stored.
         """
         self._run_candidates(outputs, is_serial=True)
-        for name in self._candidates:
-            if name in outputs.candidates:
+        for name, comparison in self._comparisons.items():
+            if name in outputs.candidates:  # else it failed
                 self._result.engine_runs[name] += 1
-                self._comparisons[name].add(
+                comparison.add(
                     outputs.sample,
                     outputs.reference,
                     outputs.candidates[name],
                     count=self._evaluation.unpadded_count,
                 )
-        watched: set[int] = set()
+
+        example_numbers: set[int] = set()
         for comparison in self._comparisons.values():
-            watched.update(comparison.watched)
-        self._pictures.add(outputs.sample, watched)
+            example_numbers.update(comparison.watched)
+        self._images.add(outputs.sample, example_numbers)
 
     def _run_candidates(self, outputs: _SampleOutputs, *, is_serial: bool) -> None:
         """Run the serial or the parallel candidates, those that have not failed yet."""
@@ -488,7 +494,7 @@ class _EvaluationPass:
                 result.accuracy[name] = comparison.result()
                 result.examples[name] = comparison.shown()
                 example_numbers.update(example.number for example in result.examples[name])
-        result.pictures = self._pictures.select(example_numbers)
+        result.pictures = self._images.select(example_numbers)
         return result
 
 
@@ -514,22 +520,22 @@ class CandidateImages:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def add(self, sample: Mapping[str, Array], watched: Collection[int]) -> None:
+    def add(self, sample: Mapping[str, Array], example_numbers: Collection[int]) -> None:
         """Add the pass's next sample or batch; drop images that are not needed any more.
 
-        `watched`: numbers, from 0, of the samples whose images may be shown.
+        `example_numbers`: numbers, from 0, of the samples whose images may be shown.
         """
         batch = batch_length(sample, self._batch_inputs)
         start = self._sample_count
         self._sample_count += batch
-        for number in self._stored.keys() - set(watched):
+        for number in self._stored.keys() - set(example_numbers):
             del self._stored[number]
-        watched_rows = [row for row in range(batch) if start + row in watched]
-        if not watched_rows:
+        example_rows = [row for row in range(batch) if start + row in example_numbers]
+        if not example_rows:
             return
 
         samples = split_batch(sample, batch)
-        for row in watched_rows:
+        for row in example_rows:
             image = self._feed.to_image(samples[row])
             if image is not None:
                 self._stored[start + row] = shrink_image(image, _PICTURE_SIDE)

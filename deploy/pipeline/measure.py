@@ -127,7 +127,7 @@ def measure_engines(
     # what engines are compared with: a Q/DQ model itself, else the float model
     qdq_outputs = _open_qdq_model(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, samples)
-    first_runs = float_outputs.runs
+    runs_for_choice = float_outputs.runs
     float_outputs.close_session()  # its weights may not be needed any more
 
     # accuracy, first of inner tensors, then of outputs
@@ -136,7 +136,7 @@ def measure_engines(
     if loaded.cut_off is not None:  # the engines have other outputs than the float model
         device_sessions = {}
     if evaluation is not None:
-        evaluation.cache_samples(LAYER_SAMPLES)  # which are decoded once
+        evaluation.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
     with phase("layers"):
         layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
         inner_tensors = compare_inner_tensors(loaded, opened, device_sessions, layer_samples)
@@ -175,7 +175,7 @@ def measure_engines(
         notes=notes,
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
-        reference_runs=first_runs + inner_tensors.sample_count + evaluated.reference_runs,
+        reference_runs=runs_for_choice + inner_tensors.sample_count + evaluated.reference_runs,
         engine_runs=evaluated.engine_runs,
         examples=evaluated.examples,
         pictures=evaluated.pictures,
@@ -297,7 +297,9 @@ def _open_engines(
     threads: int,
     is_timed: bool,
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Open all engines and add them to `engines`.
+    """Open the engines of all targets, and add them to `engines`.
+
+    They are the target's own engine and its baselines, float engines that were built for it.
 
     Returns:
         (engine -> why its runtime refused it, engine -> the runtime or device that is not here).
@@ -305,10 +307,10 @@ def _open_engines(
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
     for target, result in zip(targets, results, strict=True):
-        paths = dict(result.baselines)
+        path_by_engine = dict(result.baselines)
         if result.engine is not None:
-            paths[result.target] = result.engine
-        for name, path in paths.items():
+            path_by_engine[result.target] = result.engine
+        for name, path in path_by_engine.items():
             is_for_accuracy = not is_timed and target.runs_here and path == result.runnable
             if is_for_accuracy:
                 open_session = partial(open_single_thread, path)
@@ -324,6 +326,7 @@ def _open_engines(
                 continue
 
             is_on_device = not isinstance(session, OrtSession)
+            # a session of ONNX Runtime in several threads is opened for its load time alone
             is_needed = is_timed or is_for_accuracy or is_on_device
             engines[name] = _OpenedEngine(
                 session if is_needed else None, load_ms, is_on_device, is_for_accuracy
@@ -378,22 +381,28 @@ def _qdq_notes(loaded: LoadedModel, *, is_reference: bool) -> Iterator[str]:
 
 
 def _find_candidates(
-    opened: Sequence[BuildResult],
+    results: Sequence[BuildResult],
     engines: Mapping[str, _OpenedEngine],
     device_sessions: DeviceSessions,
     failures: dict[str, str],
 ) -> dict[str, Candidate]:
     """Return name -> what is evaluated: an engine of each target, and baselines of a device.
 
-    A baseline is a float engine that was built for the target. Add to `failures` why engines cannot
-    be evaluated.
+    A baseline is a float engine that was built for the target.
+
+    Args:
+        results: files of the targets whose engine did not fail.
+        engines: the opened engines.
+        device_sessions: engine that can be opened here -> its session if a device runs it, None if
+            ONNX Runtime does.
+        failures: gets target -> why it cannot be evaluated.
     """
     host_sessions = {}
     for name, engine in engines.items():
         if engine.is_for_accuracy and engine.session is not None:
             host_sessions[name] = engine.session
-    candidates = find_candidates(opened, device_sessions, host_sessions, failures)
-    for result in opened:
+    candidates = find_candidates(results, device_sessions, host_sessions, failures)
+    for result in results:
         for name in result.baselines:
             session = device_sessions.get(name)
             if session is not None:
@@ -431,38 +440,39 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
     """
     failures = measurements.failures
     for result in results:
-        paths: dict[str, Path | None] = {**result.baselines, result.target: result.engine}
-        if result.target in failures:
-            paths = dict.fromkeys(paths)  # `discard_failed` removes the files
-        for name, path in paths.items():
+        path_by_engine = {**result.baselines, result.target: result.engine}
+        for name, path in path_by_engine.items():
             is_baseline = name != result.target
-            layers = read_engine_layers(measurements.timed_sessions.get(name))
+            label = name
+            if not is_baseline and len(results) == 1:
+                label = result.precision  # such as int8, beside FP32
+            engine_layers = read_engine_layers(measurements.timed_sessions.get(name))
+            planned_types = () if is_baseline else result.decisions
             row = EngineRow(
-                label=name,
+                label=label,
                 baseline=is_baseline,
                 target=result.target,
                 threads=measurements.threads,
                 latency=measurements.latency.get(name),
                 accuracy=measurements.accuracy.get(name),
-                ran=compare_with_plan(layers, () if is_baseline else result.decisions),
+                ran=compare_with_plan(engine_layers, planned_types),
             )
-            if path is not None:
+            # `discard_failed` removes the files of a target that failed
+            if path is not None and result.target not in failures:
                 row = replace(row, path=str(path), size_bytes=path.stat().st_size)
             if name in measurements.engines:
                 row = replace(row, load_ms=measurements.engines[name].load_ms)
             if is_baseline and name in failures:
                 row = replace(row, notes=(failures[name],))
-            if not is_baseline and len(results) == 1:  # "int8" tells it from FP32 well enough
-                row = replace(row, label=result.precision)
             yield row
 
 
 def _find_lossy_layers(
     inner_tensors: InnerTensors, loaded: LoadedModel, results: Sequence[BuildResult]
 ) -> dict[str, tuple[OutputAccuracy, ...]]:
-    """Return target -> inner tensors whose figures show a loss.
+    """Return target -> figures of its inner tensors, without those that int8 clamps by design.
 
-    Those that int8 clamps by design show none, whatever their figures are.
+    Values that it clamps, since a Relu downstream does so too, look like a loss and are none.
 
     Args:
         inner_tensors: figures of the inner tensors of each target.
@@ -501,24 +511,31 @@ def _sample_notes(
     calibration: EvaluationSubset,
     layer_samples: int,
 ) -> Iterator[str]:
-    """Yield notes on the samples that the figures stand on.
+    """Yield notes on the samples on which accuracy was measured, if it was.
 
-    `layer_samples`: number of samples on which inner tensors were compared.
+    Args:
+        accuracy: engine -> its accuracy.
+        evaluation: evaluation samples; None if engines ran calibration samples.
+        calibration: calibration samples.
+        layer_samples: number of samples on which inner tensors were compared.
     """
     if not accuracy:
         return
-    samples = next(iter(accuracy.values())).samples
-    of_layers = f", that of inner tensors on {layer_samples} of these" if layer_samples else ""
+    sample_count = next(iter(accuracy.values())).samples  # the same for every engine
+    layer_text = ""
+    if layer_samples:
+        layer_text = f", that of inner tensors on {layer_samples} of these"
     if evaluation is None:
         yield (
-            f"accuracy was measured on {samples} of the calibration images{of_layers};"
+            f"accuracy was measured on {sample_count} of the calibration images{layer_text};"
             " --eval-images gives others, which tell more"
         )
         if calibration.has_labels:
             yield "labels of images that calibrate are not used; --eval-images takes both"
-    elif of_layers:
-        yield f"accuracy was measured on {samples} evaluation images{of_layers}"
-    if not calibration.states:  # else every engine had its own states
+    elif layer_text:
+        yield f"accuracy was measured on {sample_count} evaluation images{layer_text}"
+    has_carried_states = bool(calibration.states)  # each engine then got the states it computed
+    if not has_carried_states:
         yield from state_notes(accuracy.values())
 
 
@@ -527,15 +544,16 @@ def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:
 
     A state is an output that the next call takes as an input (`Accuracy.carried`).
     """
-    lossy_states = set()
+    state_texts = set()
     for accuracy in accuracies:
         for output in accuracy.outputs:
+            input_name = accuracy.carried.get(output.name)  # of the next call
             is_lossless = output.sqnr_db >= _LOSSLESS_DB  # False for NaN
-            if output.name in accuracy.carried and not is_lossless:
-                lossy_states.add(f"{output.name} like {accuracy.carried[output.name]}")
-    if lossy_states:
+            if input_name is not None and not is_lossless:
+                state_texts.add(f"{output.name} like {input_name}")
+    if state_texts:
         yield (
-            f"some outputs are what the next call is fed ({', '.join(sorted(lossy_states))}): here"
+            f"some outputs are what the next call is fed ({', '.join(sorted(state_texts))}): here"
             " every call got what was fed, so that what int8 loses from call to call is not in"
             " these figures; compare whole sequences too"
         )

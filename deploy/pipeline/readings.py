@@ -14,8 +14,7 @@ whose first layer does not contradict (`deploy.calibration.input_checks`). With 
 tried if most images are of another class than FP32's, and count by the images that are right.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import sqrt
@@ -44,8 +43,8 @@ MIN_GAIN = 1.15  # confidence of a better reading, times that of the one in use
 MAX_SILENT_BOXES = 4  # boxes in all samples up to which other scales are tried
 MAX_BOXES = 20  # boxes a sample, on average, from which a better reading is noise
 _BOX_SCORE = 0.25  # of boxes that a sentence counts
-_SWAPPED = {"rgb": "bgr", "bgr": "rgb"}
-_SCALES = {
+_SWAPPED_COLORS = {"rgb": "bgr", "bgr": "rgb"}
+_TEXT_BY_PRESET = {
     "unit": "pixels / 255",
     "raw": "pixels of 0 to 255",
     "minus-one-to-one": "values of -1 to 1",
@@ -78,7 +77,7 @@ def list_readings(
     Args:
         calibration: the model and its calibration data.
         used: the reading in use.
-        with_scales: whether other scales are tried; those that the first layer contradicts are not.
+        with_scales: whether scales are tried; one that the first layer contradicts is left out.
     """
     loaded, subject = calibration.loaded, calibration.subject
     spec, metadata = loaded.inputs[0], loaded.metadata_preprocess
@@ -88,84 +87,112 @@ def list_readings(
             remedy = "leave --preprocess, --color, --mean and --std out"
             yield Reading(f"{metadata.source} says", "fed", remedy, declared)
 
-    swapped = _SWAPPED.get(used.color or "")
-    if swapped is not None:
-        reading = replace(used, color=swapped)
-        used_text = _SWAPPED[swapped].upper()
-        yield Reading(swapped.upper(), used_text, f"check --color {swapped}", reading)
+    color = used.color
+    if color in _SWAPPED_COLORS:
+        other_color = _SWAPPED_COLORS[color]
+        swapped = replace(used, color=other_color)
+        remedy = f"check --color {other_color}"
+        yield Reading(other_color.upper(), color.upper(), remedy, swapped)
+
     if not with_scales or not spec.dtype.startswith("float"):
         return
     model = subject.read_original() or subject.model
     (sample,) = calibration.feed.first_samples(1)
-    for name, text in _SCALES.items():
-        values = PRESETS[name]
-        if len(values.mean) not in (1, used.channels):
+    for preset_name, text in _TEXT_BY_PRESET.items():
+        preset = PRESETS[preset_name]
+        if len(preset.mean) not in (1, used.channels):  # a mean for each of three colors
             continue
-        scaled = replace(used, scale=values.scale, mean=values.mean, std=values.std)
+        scaled = replace(used, scale=preset.scale, mean=preset.mean, std=preset.std)
         scaled_sample = {spec.name: renormalize(sample[spec.name], used, scaled)}
-        if not check_input_samples([scaled_sample], scaled, model):
-            yield Reading(text, "fed", f"check --preprocess {name}", scaled)
+        input_warnings = check_input_samples([scaled_sample], scaled, model)
+        if not input_warnings:
+            yield Reading(text, "fed", f"check --preprocess {preset_name}", scaled)
 
 
 @phase("trying other colors and scales")
 def find_better_reading(
     calibration: CalibrationResult, metric: Metric, evaluation: Feed | None
 ) -> str:
-    """Return that FP32 is clearly surer of another reading of the pictures; "" if it is not.
+    """Return a sentence on another reading of the pictures that FP32 is clearly surer of.
 
-    A reading is a color order and scale of pixel values. One that loses a sample too often is given
-    up early.
+    A reading is a color order and scale of pixel values.
 
     Args:
         calibration: the model, and the reading in use.
         metric: the task that the user set.
         evaluation: evaluation images with labels, most of which the float model does not find; None
             if there are no labels, or if it does.
+
+    Returns:
+        The sentence; "" if no other reading is better, or none can be told from scores.
     """
     used, loaded = calibration.feed.preprocess, calibration.loaded
     if used is None or len(loaded.inputs) > 1 or calibration.feed.batch > 1 or loaded.qdq:
         return ""
     evaluation_set = calibration.evaluation_set
-    float_outputs = evaluation_set.outputs
-    task, pairs = recognise_first(evaluation_set.samples_with_outputs(SAMPLES), metric)
+    task, samples_with_outputs = recognise_first(
+        evaluation_set.samples_with_outputs(SAMPLES), metric
+    )
     if not isinstance(task, BoxDetection | Classes):
         return ""
 
-    # scores of the reading in use, with what a sentence counts
-    form, is_silent = "", False
-    labelled = labelled_samples(evaluation) if isinstance(task, Classes) else []
-    used_scores: list[Floats] = []
-    if labelled:
-        form = f"is right on {{}} of {len(labelled)} images"
-        for sample, label in labelled:
-            outputs = float_outputs.recompute(sample)
-            used_scores.append(sample_scores(task, sample, outputs, label))
-    else:
-        used_scores += [sample_scores(task, *pair) for pair in pairs]
-    if isinstance(task, BoxDetection):
-        form = "finds {} boxes"
-        is_silent = count_clear(used_scores) <= MAX_SILENT_BOXES
+    def score(inputs: Outputs, label: int | None) -> Floats:
+        return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
-    for reading in list_readings(calibration, used, with_scales=is_silent or bool(labelled)):
-        samples: Iterable[tuple[Outputs, int | None]] = labelled
-        if not labelled:
-            unlabelled = evaluation_set.subset.spread_samples(SAMPLES)
-            samples = zip(unlabelled, itertools.repeat(None))  # None is the label
-        scores, losses = [], 0
-        for (sample, label), used_sample_scores in zip(samples, used_scores, strict=False):
-            inputs = {name: renormalize(x, used, reading.preprocess) for name, x in sample.items()}
-            outputs = float_outputs.recompute(inputs)
-            scores.append(sample_scores(task, inputs, outputs, label))
-            if confidence_of(scores[-1]) < confidence_of(used_sample_scores):
-                losses += 1
-            if losses > MAX_LOSSES:
-                break
-        if losses <= MAX_LOSSES and is_better(scores, used_scores):
-            return describe_reading(reading, scores, used_scores, form)
+    # the reading in use
+    labelled_samples = read_labelled(evaluation) if isinstance(task, Classes) else []
+    if labelled_samples:
+        used_scores = [score(sample, label) for sample, label in labelled_samples]
+    else:
+        used_scores = [sample_scores(task, *pair) for pair in samples_with_outputs]
+    counted_text = ""  # what the sentence counts; "" for a mean probability
+    is_scale_doubtful = bool(labelled_samples)
+    if labelled_samples:
+        counted_text = f"is right on {{}} of {len(labelled_samples)} images"
+    elif isinstance(task, BoxDetection):
+        counted_text = "finds {} boxes"
+        is_scale_doubtful = count_clear(used_scores) <= MAX_SILENT_BOXES
+
+    # the others
+    for reading in list_readings(calibration, used, with_scales=is_scale_doubtful):
+        samples: Iterable[tuple[Outputs, int | None]] = labelled_samples
+        if not labelled_samples:
+            samples = ((sample, None) for sample in evaluation_set.subset.spread_samples(SAMPLES))
+        scores = score_reading(samples, used_scores, score, used, reading.preprocess)
+        if scores is not None and is_better(scores, used_scores):
+            return describe_reading(reading, scores, used_scores, counted_text)
     return ""
 
 
-def labelled_samples(evaluation: Feed | None) -> list[tuple[Outputs, int | None]]:
+def score_reading(
+    samples: Iterable[tuple[Outputs, int | None]],
+    used_scores: Sequence[Floats],
+    score: Callable[[Outputs, int | None], Floats],
+    used: Preprocess,
+    other: Preprocess,
+) -> list[Floats] | None:
+    """Return the scores of each sample in another reading; None once it has lost too often.
+
+    Args:
+        samples: (inputs in the reading in use, label or None) of each.
+        used_scores: scores of each in the reading in use.
+        score: runs the float model on inputs; returns `sample_scores`.
+        used: the reading in use.
+        other: the other one.
+    """
+    scores: list[Floats] = []
+    loss_count = 0
+    for (sample, label), used_sample_scores in zip(samples, used_scores, strict=False):
+        inputs = {name: renormalize(array, used, other) for name, array in sample.items()}
+        scores.append(score(inputs, label))
+        if confidence_of(scores[-1]) < confidence_of(used_sample_scores):
+            loss_count += 1
+        if loss_count > MAX_LOSSES:
+            return None
+    return scores
+
+
+def read_labelled(evaluation: Feed | None) -> list[tuple[Outputs, int | None]]:
     """Return spread evaluation samples with their labels; none without labels of classes."""
     if evaluation is None or not evaluation.labels:
         return []
@@ -215,15 +242,16 @@ def describe_reading(
     reading: Reading,
     scores: Sequence[Floats],
     used_scores: Sequence[Floats],
-    form: str,
+    counted_text: str,
 ) -> str:
     """Return a sentence on a reading that is better than the one in use.
 
-    `form`: what is counted, such as "finds {} boxes"; "" for the mean probability.
+    `counted_text`: what is counted, such as "finds {} boxes"; "" for the mean probability.
     """
-    if form:
+    if counted_text:
         count, used_count = count_clear(scores), count_clear(used_scores)
-        text = f"{form.format(count)} as {reading.text}, {used_count} as {reading.used_text}"
+        better_text = f"{counted_text.format(count)} as {reading.text}"
+        text = f"{better_text}, {used_count} as {reading.used_text}"
     else:
         percent, used_percent = 100 * np.mean(scores), 100 * np.mean(used_scores)
         text = (
