@@ -85,10 +85,15 @@ def rewrite_layers(
 
     All float tensors keep their names; a layer's integer output is '<layer>_output0'.
 
-    `layers`: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
+    Args:
+        model: the float model.
+        layers: layer name, or '<node>:<index>' of a tensor_quantize input -> its integers. Such an
+            input is rounded to int8 and back, and its node computes in float.
+        replacement: makes the nodes and tensors of this kind of model.
     """
     out = copy_without_weights(model, layers)
     rewriter = _LayerRewriter(out, replacement)
+    # the Add of a MatMul's bias belongs to the layer: its output is dequantized
     layer_by_last_node = {
         q.layer.bias_add or name: q for name, q in layers.items() if q.layer.input_index is None
     }
@@ -140,7 +145,12 @@ class _LayerRewriter:
         self.bias_by_add: dict[str, str] = {}
 
     def enter(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
-        """Return the nodes before the layer; give the layer its integer weight and bias."""
+        """Give a layer quantized inputs, integer weight and bias; return the new nodes before it.
+
+        Args:
+            node: the layer's node; changed in place.
+            q: the layer's integers.
+        """
         nodes: Nodes = []
         if q.inverse_factors is not None:
             nodes += balance_nodes(q, node)
@@ -152,7 +162,7 @@ class _LayerRewriter:
         if q.bias is not None:
             bias_nodes, bias = self.replacement.convert_bias(q, self.store_bias(q))
             nodes += bias_nodes
-            if q.layer.bias_add:
+            if q.layer.bias_add:  # a MatMul's bias is read by an Add, which comes later
                 self.bias_by_add[q.layer.bias_add] = bias
             else:
                 node.input[2] = bias
@@ -196,10 +206,10 @@ class _LayerRewriter:
     def finish(self, nodes: Nodes) -> None:
         """Write tensors and nodes into the graph: replaced initializers keep their place."""
         constants = [node for node in nodes if node.op_type == "Constant"]
-        remaining = [node for node in constants if node.output[0] not in self.tensors]
-        computing = [node for node in nodes if node.op_type != "Constant"]
+        unreplaced_constants = [node for node in constants if node.output[0] not in self.tensors]
+        computing_nodes = [node for node in nodes if node.op_type != "Constant"]
         update_tensors(self.graph.initializer, self.tensors)
-        replace_nodes(self.graph, remaining + computing)
+        replace_nodes(self.graph, unreplaced_constants + computing_nodes)
         drop_initializer_inputs(self.graph)
         del self.graph.value_info[:]
 
@@ -237,15 +247,24 @@ def rewrite_inputs(
     weights: Mapping[str, onnx.TensorProto],
     inverse_factors: Mapping[str, Float32Array],
 ) -> onnx.ModelProto:
-    """Return a float copy with these weights, and inputs multiplied by `inverse_factors` [C_in]."""
+    """Return a float copy with other weights, and with inputs multiplied by channel.
+
+    Args:
+        model: the float model.
+        layers: name -> layer, at least for those in `inverse_factors`.
+        weights: weight name -> tensor that replaces it.
+        inverse_factors: layer name -> 1 / DMQ factors, float32 [C_in]; a Mul before the layer
+            multiplies its input by them.
+    """
     out = copy_without_initializers(model, weights, placeholders=True)
     nodes: Nodes = []
     for node in out.graph.node:
+        if node.op_type == "Constant" and node.output[0] in weights:
+            continue  # the weight becomes an initializer
         if node.name in inverse_factors:
             shape = (1, -1, *[1] * layers[node.name].rank)
             nodes += _multiply_input(node, inverse_factors[node.name].reshape(shape))
-        if not (node.op_type == "Constant" and node.output[0] in weights):
-            nodes.append(node)
+        nodes.append(node)
     update_tensors(out.graph.initializer, weights)
     replace_nodes(out.graph, nodes)
     drop_initializer_inputs(out.graph)
@@ -258,28 +277,27 @@ PACKED = "wts_type"
 
 
 def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Return the deploy model of a float model and its integers.
+    """Return the model for atc: layers on integers, between AscendQuant and AscendDequant nodes.
 
     The activation offset is not folded into the bias: GE does that when it compiles.
+
+    Args:
+        model: the float model.
+        layers: layer name, or '<node>:<index>' of a tensor_quantize input -> its integers.
     """
     replacement = LayerReplacement(
-        quantize_input=_quant,
-        dequantize_output=_dequant,
-        dequantize_input=_anti_quant,
-        weight=_weight,
-        bias=_bias,
+        quantize_input=_make_quant,
+        dequantize_output=_make_dequant,
+        dequantize_input=_make_anti_quant,
+        weight=_store_weight,
+        bias=_store_bias,
         convert_bias=_cast_bias,
     )
     deploy = rewrite_layers(model, layers, replacement)
     for q in layers.values():
-        if q.layer.input_index is None:
+        if q.layer.input_index is None:  # a tensor_quantize input has AscendAntiQuant instead
             values = pack_dequant_scales(q.dequant)
-            parameter = helper.make_tensor(
-                f"{q.layer.name}.dequant.param",
-                onnx.TensorProto.UINT64,
-                values.shape,
-                values.tolist(),
-            )
+            parameter = numpy_helper.from_array(values, f"{q.layer.name}.dequant.param")
             deploy.graph.initializer.append(parameter)
     return deploy
 
@@ -320,12 +338,12 @@ def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(unpacked, -1, axis), np.int8)
 
 
-def _quant(q: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+def _make_quant(q: QuantLayer, tensor: str) -> tuple[Nodes, str]:
     dst_type = f"INT{q.record.act_bits}"
     return _scaling_node("AscendQuant", "quant", q, tensor, scale=float(q.scale), dst_type=dst_type)
 
 
-def _dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
+def _make_dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
     name = f"{q.layer.name}.dequant"
     inputs = [integers, f"{name}.param"]
     node = helper.make_node("AscendDequant", inputs, [output], name=name, dtype=0)
@@ -334,7 +352,7 @@ def _dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
     return [node]
 
 
-def _anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
+def _make_anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
     options = {"scale": float(q.record.input_scale), "dst_type": "INT8", "dtype": 0}
     return _scaling_node("AscendAntiQuant", "anti_quant", q, integers, **options)
 
@@ -347,7 +365,7 @@ def _scaling_node(
     return [helper.make_node(op, [tensor], [output], name=name, offset=offset, **options)], output
 
 
-def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:
+def _store_weight(name: str, q: QuantLayer) -> onnx.TensorProto:
     assert q.weight is not None
     weight = q.weight
     if q.record.weight_bits == 4:
@@ -355,7 +373,7 @@ def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:
     return numpy_helper.from_array(weight, name)
 
 
-def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
+def _store_bias(name: str, q: QuantLayer) -> onnx.TensorProto:
     assert q.bias is not None
     return numpy_helper.from_array(q.bias, name)
 
@@ -376,32 +394,40 @@ _MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer ti
 def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
     """Return a copy of the float model with AdaRound's integers times scale as weights."""
     index = Graph(model)
-    tensors = {}
+    new_weights = {}
     for q in layers.values():
         if q.record.rounded_weight is None:
             continue
-        name, layer = q.layer.weight, q.layer
-        shape = to_rows(read_constant(index, name), layer).shape
+        weight_name, layer = q.layer.weight, q.layer
+        shape = to_rows(read_constant(index, weight_name), layer).shape
         rows = q.record.rounded_weight.reshape(shape) * by_row(q.record.scale_w, len(shape))
         inverse_factors = np.asarray(1 / q.record.factors, np.float32)
         weight = balanced_weight(from_rows(rows, layer), layer, inverse_factors)
-        tensors[name] = numpy_helper.from_array(weight, name)
-    return rewrite_inputs(model, {}, tensors, {})
+        new_weights[weight_name] = numpy_helper.from_array(weight, weight_name)
+    return rewrite_inputs(model, {}, new_weights, {})
 
 
 def find_unrounded_layers(
-    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord], names: list[str]
+    model: onnx.ModelProto,
+    graph: LayerGraph,
+    records: Mapping[str, LayerRecord],
+    adaround_names: list[str],
 ) -> list[str]:
-    """Return those AdaRound layers `names` whose weights are not integers times their scale."""
+    """Return the AdaRound layers whose float weights are not integers times the record's scale.
+
+    They show that the model is not the modified one, which AdaRound's record belongs to.
+
+    `adaround_names`: layers that AdaRound rounded; those without record or layer are left out.
+    """
     index = Graph(model)
     unrounded = []
-    for name in names:
+    for name in adaround_names:
         if name not in records or name not in graph.layers:
             continue
         layer, record = graph.layers[name], records[name]
         weight = read_constant(index, layer.weight)
         rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
-        steps = rows / by_row(record.scale_w, rows.ndim)
-        if np.abs(steps - np.rint(steps)).max() > _MAX_GRID_ERROR:
+        integers = rows / by_row(record.scale_w, rows.ndim)  # if the weights are on the grid
+        if np.abs(integers - np.rint(integers)).max() > _MAX_GRID_ERROR:
             unrounded.append(name)
     return unrounded

@@ -36,14 +36,16 @@ _MAX_FLOAT16 = 65504.0
 
 
 def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
-    """Return the tensors of `subject.model` that are float16 in the model's file, by name.
+    """Return the names of the tensors of `subject.model` that are float16 in the model's file.
 
-    Empty if there is no file, or if the model has subgraphs or nodes of other runtimes.
+    Empty if there is no file, or if the model has subgraphs or nodes that ONNX Runtime does not
+    know (`cut_off`): the written models are float32 then.
     """
     if not subject.loaded.was_float16 or subject.loaded.cut_off is not None:
         return frozenset()
     original = subject.original
-    if original is None or any(list(subgraphs(node)) for node in subject.model.graph.node):
+    has_subgraphs = any(list(subgraphs(node)) for node in subject.model.graph.node)
+    if original is None or has_subgraphs:
         return frozenset()
     try:
         inferred = infer_types(original)
@@ -53,7 +55,8 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
     values = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
     names = {value.name for value in values if value.type.tensor_type.elem_type == _FLOAT16}
     names |= {t.name for t in inferred.graph.initializer if t.data_type == _FLOAT16}
-    for node in subject.model.graph.node:  # casts at outputs
+    for node in subject.model.graph.node:
+        # a float16 output is cast from a tensor of another name, which was float16 in the file
         if _is_cast(node, _FLOAT16) and node.output[0] in names:
             names.add(node.input[0])
     return frozenset(names)
@@ -78,26 +81,29 @@ class _Float16Writer:
     """Writer of a model's types.
 
     Attributes:
-        targets: tensors that shall be float16.
+        wanted_float16: tensors that shall be float16.
         float32_nodes: nodes that compute in float32.
-        float16: tensors that are float16 so far.
+        float16_so_far: float16 inputs, and float16 tensors that the nodes so far make.
         cast_by_tensor: (tensor, type) -> its cast to that type.
-        constants: name -> new initializer.
+        new_constants: name -> new initializer.
         tensor_names, node_names: names in use.
     """
 
     def __init__(
-        self, model: onnx.ModelProto, targets: Collection[str], float32_nodes: Collection[str]
+        self,
+        model: onnx.ModelProto,
+        wanted_float16: Collection[str],
+        float32_nodes: Collection[str],
     ) -> None:
         self.graph, self.index, self.opset = model.graph, Graph(model), opset_of(model)
-        self.float16_names, self.float32_nodes = targets, float32_nodes
-        self.float16 = {
+        self.wanted_float16, self.float32_nodes = wanted_float16, float32_nodes
+        self.float16_so_far = {
             value.name
             for value in model.graph.input
             if value.type.tensor_type.elem_type == _FLOAT16
         }
         self.cast_by_tensor: dict[tuple[str, int], str] = {}
-        self.constants: dict[str, onnx.TensorProto] = {}
+        self.new_constants: dict[str, onnx.TensorProto] = {}
         self.tensor_names = {*self.index.producer, *self.index.constants, *self.index.inputs}
         self.node_names = {node.name for node in model.graph.node}
 
@@ -108,54 +114,60 @@ class _Float16Writer:
             nodes += self.rewrite(node)
         nodes = self.drop_casts(nodes)
         self.restore_constant_names(nodes)
-        update_tensors(self.graph.initializer, self.constants)
+        update_tensors(self.graph.initializer, self.new_constants)
         rebuild(self.graph, nodes)
 
     def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
         """Drop unused Casts, and those of float16 to itself, whose inputs are renamed."""
         renamed = {}
         for node in nodes:
-            is_idle = _is_cast(node, _FLOAT16) and node.input[0] in self.float16
-            if is_idle and node.input[0] in self.index.producer:
+            is_no_change = _is_cast(node, _FLOAT16) and node.input[0] in self.float16_so_far
+            if is_no_change and node.input[0] in self.index.producer:
                 renamed[node.input[0]] = node.output[0]
         nodes = [n for n in nodes if not (_is_cast(n, _FLOAT16) and n.input[0] in renamed)]
         rename_tensors(nodes, renamed)
-        read = _read_tensors(nodes) | self.index.outputs
-        return [node for node in nodes if node.op_type != "Cast" or node.output[0] in read]
+        read_tensors = _read_tensors(nodes) | self.index.outputs
+        return [node for node in nodes if node.op_type != "Cast" or node.output[0] in read_tensors]
 
     def restore_constant_names(self, nodes: list[onnx.NodeProto]) -> None:
         """Give the float16 form of a constant its name if no node reads the float32 form."""
-        read = _read_tensors(nodes)
+        read_tensors = _read_tensors(nodes)
         name_by_cast = {
             cast: name
             for (name, _), cast in self.cast_by_tensor.items()
-            if cast in self.constants and name in self.index.initializers and name not in read
+            if cast in self.new_constants
+            and name in self.index.initializers
+            and name not in read_tensors
         }
         rename_reads(nodes, name_by_cast)
         for cast, name in name_by_cast.items():
-            constant = self.constants.pop(cast)
+            constant = self.new_constants.pop(cast)
             constant.name = name
-            self.constants[name] = constant
+            self.new_constants[name] = constant
 
     def rewrite(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        """Yield a node with the casts that it needs."""
+        """Set the types of a node, in place; yield it, and the Casts before and after it."""
         if is_standard(node) and node.op_type != "Cast":
             yield from self.rewrite_standard(node)
             return
-        if node.op_type == "AscendDequant" and node.output[0] in self.float16_names:
-            self.set_float16_output(node)
+        if node.op_type == "AscendDequant":
+            if node.output[0] in self.wanted_float16:
+                self.set_float16_output(node)
         elif node.op_type == "AscendAntiQuant":
-            # restores the type of a tensor_quantize input
-            if self.index.producer[node.input[0]].input[0] in self.float16:
+            # the input of an Add or MaxPool keeps the type that it had before its AscendQuant
+            quant = self.index.producer[node.input[0]]
+            if quant.input[0] in self.float16_so_far:
                 self.set_float16_output(node)
         elif node.op_type == "AscendQuant":
+            # it reads both types: float16 directly, without the Cast to float32 before it
             tensor = node.input[0]
             node.input[0] = self.cast_by_tensor.get((tensor, _FLOAT16), tensor)
         elif node.op_type == "Cast":
             tensor, output, dtype = node.input[0], node.output[0], attributes(node)["to"]
             if dtype == _FLOAT16:
-                self.float16.add(output)
-            elif dtype == _FLOAT32 and tensor in self.float16:
+                self.float16_so_far.add(output)
+            elif dtype == _FLOAT32 and tensor in self.float16_so_far:
+                # a reader that wants float16 takes the tensor before this Cast
                 self.cast_by_tensor[output, _FLOAT16] = tensor
         yield node
 
@@ -164,27 +176,28 @@ class _Float16Writer:
         for attribute in node.attribute:
             if attribute.name == "dtype":
                 attribute.i = 1
-        self.float16.update(node.output)
+        self.float16_so_far.update(node.output)
 
     def rewrite_standard(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        """Yield a standard node with casts where its types and those of its tensors differ."""
+        """Yield a standard node with Casts where its types and those of its tensors differ.
+
+        A schema of ONNX gives each input and output a type variable, such as "T". Tensors of the
+        same variable have the same type.
+        """
         schema = find_schema(node.op_type, self.opset)
         assert schema is not None
-        inputs = list(zip(_type_variables(schema.inputs, len(node.input)), node.input, strict=True))
-        outputs = list(
-            zip(_type_variables(schema.outputs, len(node.output)), node.output, strict=True)
-        )
+        input_variables = _type_variables(schema.inputs, len(node.input))
+        output_variables = _type_variables(schema.outputs, len(node.output))
+        inputs = list(zip(input_variables, node.input, strict=True))
+        outputs = list(zip(output_variables, node.output, strict=True))
 
-        # the type variables of the schema that shall be float16
-        input_variables = {variable for variable, _ in inputs}
+        common_variables = {*input_variables} & {*output_variables}
         if node.name in self.float32_nodes:
             float16_variables = set[str]()
-        elif not input_variables.isdisjoint(variable for variable, _ in outputs):
-            output_variables = {
-                variable for variable, name in outputs if name in self.float16_names
-            }
-            float16_variables = output_variables & input_variables
-        else:  # such as a comparison or a shape
+        elif common_variables:  # the outputs decide the type that the node computes in
+            wanted = {variable for variable, name in outputs if name in self.wanted_float16}
+            float16_variables = wanted & common_variables
+        else:  # such as a comparison or a shape: the inputs decide
             float16_variables = {variable for variable, name in inputs if self.is_float16(name)}
 
         for position, (variable, name) in enumerate(inputs):
@@ -194,35 +207,44 @@ class _Float16Writer:
                 yield from self.cast_input(node, position, name, _FLOAT32)
         yield node
         for position, (variable, name) in enumerate(outputs):
-            if name not in self.float16_names:
+            if name not in self.wanted_float16:
                 continue
-            self.float16.add(name)
+            self.float16_so_far.add(name)
             if variable not in float16_variables:
                 node.output[position] = claim_name(f"{name}.float32", self.tensor_names)
                 yield self.make_cast(node.output[position], name, _FLOAT16)
 
     def is_float16(self, name: str) -> bool:
         """Whether a tensor is float16 now, or a constant is float16 in the file."""
-        return name in self.float16 or (name in self.index.constants and name in self.float16_names)
+        is_float16_constant = name in self.index.constants and name in self.wanted_float16
+        return name in self.float16_so_far or is_float16_constant
 
     def cast_input(
-        self, node: onnx.NodeProto, position: int, name: str, dtype: int
+        self, node: onnx.NodeProto, position: int, name: str, wanted_type: int
     ) -> Iterator[onnx.NodeProto]:
-        """Let a node's input read a tensor in this type; yield the Cast if it is new."""
-        if not name or (dtype == _FLOAT16 and name in self.float16):
+        """Let a node's input read the tensor `name` in a type; yield the Cast if it is new.
+
+        A constant is not cast: its float16 form becomes a new initializer.
+        """
+        if not name:  # an optional input that the node does not have
+            return
+        if wanted_type == _FLOAT16 and name in self.float16_so_far:
             return
         constant = self.index.constants.get(name)
-        if constant is not None and (dtype == _FLOAT32 or constant.data_type != _FLOAT32):
-            return  # all float constants are float32 until float16 is needed
-        key = (name, dtype)
+        if constant is not None:
+            is_float = constant.data_type == _FLOAT32  # float constants are float32 in this model
+            if wanted_type == _FLOAT32 or not is_float:
+                return
+
+        key = (name, wanted_type)
         if key not in self.cast_by_tensor:
-            suffix = "float16" if dtype == _FLOAT16 else "float32"
+            suffix = "float16" if wanted_type == _FLOAT16 else "float32"
             cast = claim_name(f"{name}.{suffix}", self.tensor_names)
             self.cast_by_tensor[key] = cast
             if constant is None:
-                yield self.make_cast(name, cast, dtype)
+                yield self.make_cast(name, cast, wanted_type)
             else:
-                self.constants[cast] = _constant_to_float16(constant, cast)
+                self.new_constants[cast] = _constant_to_float16(constant, cast)
         node.input[position] = self.cast_by_tensor[key]
 
     def make_cast(self, tensor: str, output: str, dtype: int) -> onnx.NodeProto:

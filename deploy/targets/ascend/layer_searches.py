@@ -68,24 +68,25 @@ _MAX_DMQ_ERROR = 0.5  # of the error without it: DMQ is one operator more on the
 
 
 def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
-    """Return the search of each layer that has another than the default.
+    """Return layer name -> the search that a build plan chooses for it in place of the default.
 
-    `Choices.searches` names it; a method of `Choices` is that without clipping, for IFMR.
+    The plan names a search in `choices.searches`. Or it has a method, for all layers or by input
+    tensor: the only one that Ascend takes means IFMR without clipping.
     """
-    for method in filter(None, (choices.method, *choices.methods.values())):
-        if method.name != UNCLIPPED_METHOD:
+    for method in (choices.method, *choices.methods.values()):
+        if method is not None and method.name != UNCLIPPED_METHOD:
             raise ConfigError(
                 f"a plan for ascend takes the method {UNCLIPPED_METHOD} or none, got"
                 f" {method.label!r}; delete the line, or delete the file to have it rebuilt"
             )
     entries = plan.config.entries()
-    searches = {}
+    search_by_layer = {}
     for name, layer in plan.layers.items():
-        has_method = bool(choices.methods.get(layer.input) or choices.method)
-        if has_method and entries[name].activation.act_algo == "ifmr":
-            searches[name] = _UNCLIPPED
+        method = choices.methods.get(layer.input) or choices.method
+        if method is not None and entries[name].activation.act_algo == "ifmr":  # HFMG clips anyway
+            search_by_layer[name] = _UNCLIPPED
     named = {name: search for name, search in choices.searches.items() if search != CONFIGURED}
-    return {**searches, **named}
+    return {**search_by_layer, **named}
 
 
 def merge_records(
@@ -94,19 +95,26 @@ def merge_records(
     record_by_search: Mapping[str, CalibrationRecord],
     search_by_layer: Mapping[str, str],
 ) -> CalibrationRecord:
-    """Return `default` with the records and ranges of the searches chosen for some layers."""
+    """Return `default` with the records and ranges of the searches chosen for some layers.
+
+    Args:
+        plan: has all layers.
+        default: result of the default search.
+        record_by_search: search -> its result for all layers.
+        search_by_layer: name of a layer -> the search chosen for it; other layers keep `default`.
+    """
     records = dict(default.records)
     for name, search in search_by_layer.items():
         records[name] = record_by_search[search].records[name]
 
-    source_by_tensor = {}
+    chosen_by_tensor = {}
     for name, observation in (*plan.first_inputs.items(), *plan.second_inputs.items()):
         if name in search_by_layer:
-            source_by_tensor[observation.tensor] = record_by_search[search_by_layer[name]]
+            chosen_by_tensor[observation.tensor] = record_by_search[search_by_layer[name]]
     ranges = {}
     for tensor, default_range in default.ranges.items():
-        source = source_by_tensor.get(tensor, default)
-        ranges[tensor] = source.ranges.get(tensor, default_range)
+        calibrated = chosen_by_tensor.get(tensor, default)
+        ranges[tensor] = calibrated.ranges.get(tensor, default_range)
     return replace(default, records=records, ranges=ranges)
 
 
@@ -123,7 +131,10 @@ def count_dmq_samples(plan: RecordPlan) -> int:
 
 
 def apply_searches(config: QuantConfig, search_by_layer: Mapping[str, str]) -> QuantConfig:
-    """Return the config in which these layers have their searches, and the others are disabled."""
+    """Return the config in which these layers have their searches, and the others are disabled.
+
+    `search_by_layer`: layer name, or '<node>:<index>' of a tensor_quantize input -> its search.
+    """
     layers = {}
     for name, entry in config.layers.items():
         search = search_by_layer.get(name)
@@ -148,22 +159,19 @@ def _change_range(params: ActivationParams, search: str) -> ActivationParams:
 
 
 def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
-    """Return the plan that searches all layers this way; DMQ balances those with weights."""
+    """Return the plan that runs a search for all layers; a DMQ search only for those with weights.
+
+    `default`: plan of the search as configured.
+    """
     if search == CONFIGURED:
         return default
-    if not is_balanced(search):
-        return replace(
-            default, config=apply_searches(default.config, dict.fromkeys(default.layers, search))
-        )
-    search_by_layer = {
-        name: search if layer.weight else CONFIGURED for name, layer in default.layers.items()
-    }
-    return replace(
-        default,
-        config=apply_searches(default.config, search_by_layer),
-        dmq_samples=count_dmq_samples(default),
-        allow_unbalanced=True,
-    )
+    plan, search_by_layer = default, dict.fromkeys(default.layers, search)
+    if is_balanced(search):
+        plan = replace(default, dmq_samples=count_dmq_samples(default), allow_unbalanced=True)
+        for name, layer in default.layers.items():
+            if not layer.weight:  # DMQ moves factors from the input into the weight
+                search_by_layer[name] = CONFIGURED
+    return replace(plan, config=apply_searches(default.config, search_by_layer))
 
 
 def rank_layers(
@@ -175,46 +183,48 @@ def rank_layers(
 ) -> list[tuple[str, float]]:
     """Return (layer, similarity in [0, 1]) of every layer, worst first; ties in model order."""
 
-    def measure(_: Layer, original: Array, fake: Array) -> float:
-        return similarity(original, fake)
+    def measure(_: Layer, float_output: Array, int8_output: Array) -> float:
+        return similarity(float_output, int8_output)
 
     measures = _measure_outputs(model, layers, samples, measure, threads)
     means = {name: float(np.mean(measures[name])) for name in layers}
     return sorted(means.items(), key=lambda entry: entry[1])
 
 
-def similarity(original: Array, fake: Array) -> float:
+def similarity(float_output: Array, int8_output: Array) -> float:
     """Return 0.5 + 0.5 * cosine; 1 if the original is all zero, 0 if only the other is."""
-    if not original.any():
+    if not float_output.any():
         return 1.0
-    return 0.5 + 0.5 * cosine(original, fake) if fake.any() else 0.0
+    return 0.5 + 0.5 * cosine(float_output, int8_output) if int8_output.any() else 0.0
 
 
 def find_best_searches(
     model: onnx.ModelProto,
     graph: LayerGraph,
-    records: Mapping[str, Records],
+    records_by_search: Mapping[str, Records],
     samples: Sequence[Sample],
     *,
     threads: int,
 ) -> dict[str, str]:
-    """Return layer -> the search with the smallest error of the layer by itself.
+    """Return layer name -> the search with the smallest error of the layer's output.
 
-    `records`: search -> records; the first has all layers.
+    No error of other layers counts: a layer is fed the float model's own values.
+
+    `records_by_search`: search -> records of scales; the first has all layers.
 
     Raises:
         ExportError: a layer exceeds the limits of the hardware.
         BackendError: ONNX Runtime refused the model.
     """
     errors: dict[str, dict[str, float]] = {}
-    with phase("errors of layers by themselves", len(records), "searches") as step:
-        for search, search_records in records.items():
+    with phase("errors of layers by themselves", len(records_by_search), "searches") as step:
+        for search, search_records in records_by_search.items():
             layers = quantize_layers(model, graph, search_records)
             layer_errors = measure_layer_errors(model, layers, samples, threads=threads)
             for name, error in layer_errors.items():
                 errors.setdefault(name, {})[search] = error
             step()
-    return {name: choose_search(errors[name]) for name in next(iter(records.values()))}
+    return {name: choose_search(errors[name]) for name in next(iter(records_by_search.values()))}
 
 
 def choose_search(error_by_search: Mapping[str, float]) -> str:
@@ -234,22 +244,23 @@ def measure_layer_errors(
     *,
     threads: int,
 ) -> dict[str, float]:
-    """Return layer -> variance of the error of its output, summed over its channels.
+    """Return layer name -> error of its int8 output, summed over its channels.
 
-    For a layer that has no bias, which could hold a mean, it is the mean square.
+    The error is the variance of the difference, since the layer's bias can take away its mean. A
+    layer that cannot hold a bias has the mean square.
     """
-    moments = _measure_outputs(model, layers, samples, _difference_moments, threads)
+    moments_by_layer = _measure_outputs(model, layers, samples, _difference_moments, threads)
     errors = {}
     for name, q in layers.items():
-        mean, square = np.mean(moments[name], axis=0)
-        variance = square - mean**2 if q.layer.holds_bias else square
-        errors[name] = float(variance.sum())
+        mean, square = np.mean(moments_by_layer[name], axis=0)  # over the samples; each is [C]
+        channel_errors = square - mean**2 if q.layer.holds_bias else square
+        errors[name] = float(channel_errors.sum())
     return errors
 
 
-def _difference_moments(layer: Layer, original: Array, fake: Array) -> Array:
+def _difference_moments(layer: Layer, float_output: Array, int8_output: Array) -> Array:
     """Return mean and mean square of each channel's difference, float64 [2, C]."""
-    difference = fake - original
+    difference = int8_output - float_output
     if difference.ndim > 1:
         difference = np.moveaxis(difference, layer.channel_axis, -1)
     rows = difference.reshape(-1, difference.shape[-1]).astype(np.float64)
@@ -260,34 +271,42 @@ def _measure_outputs(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
     samples: Sequence[Sample],
-    measure: Callable[[Layer, Array, Array], Measure],
+    compare: Callable[[Layer, Array, Array], Measure],
     threads: int,
 ) -> dict[str, list[Measure]]:
-    """Return layer -> measure(layer, float output, output of its int8 twin) of each sample."""
+    """Compare each layer's float output with that of its int8 twin, on every sample.
+
+    A twin is a model of the int8 layer alone; it reads the float model's own input of the layer.
+
+    `compare`: (layer, float output, int8 output) -> result.
+
+    Returns:
+        Layer name -> one result of `compare` for each sample.
+    """
     index = Graph(model)
     twins = {name: _open_twin(model, index, q) for name, q in layers.items()}
-    tensors: set[str] = set()
+    tapped_tensors: set[str] = set()
     for q in layers.values():
-        tensors.update((q.layer.output, *q.layer.activations))
+        tapped_tensors.update((q.layer.output, *q.layer.activations))
     graph_inputs = {value.name for value in model.graph.input}
-    tap = Tap(model, sorted(tensors - graph_inputs))
-    measures: dict[str, list[Measure]] = {name: [] for name in layers}
+    tap = Tap(model, sorted(tapped_tensors - graph_inputs))
+    results: dict[str, list[Measure]] = {name: [] for name in layers}
 
-    def run_sample(_: int, __: int, sample: Sample) -> dict[str, Measure]:
+    def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, Measure]:
         values = {**sample, **tap.run(sample)}
-        sample_measures = {}
+        sample_results = {}
         for name, q in layers.items():
             layer = q.layer
             outputs = twins[name].run({tensor: values[tensor] for tensor in layer.activations})
-            sample_measures[name] = measure(layer, values[layer.output], outputs[layer.output])
-        return sample_measures
+            sample_results[name] = compare(layer, values[layer.output], outputs[layer.output])
+        return sample_results
 
-    def collect(_: int, sample_measures: dict[str, Measure]) -> None:
-        for name, value in sample_measures.items():
-            measures[name].append(value)
+    def collect(_number: int, sample_results: dict[str, Measure]) -> None:
+        for name, value in sample_results.items():
+            results[name].append(value)
 
     run_in_order(samples, run_sample, collect, threads=threads)
-    return measures
+    return results
 
 
 def _open_twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:

@@ -41,29 +41,44 @@ from deploy.targets.base import BuildRequest
 
 
 def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: str) -> str:
-    """Return JSON text: each node of the deploy model with its original nodes."""
-    graph = deploy.graph
-    float_by_integer = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "AscendDequant"}
-    inputs = [value.name for value in runtime_inputs(graph)]
-    port_by_tensor = {}  # tensor -> "<node>:<output index>"
-    for node in graph.node:
+    """Return JSON text: each node of the deploy model with the original nodes that it stands for.
+
+    Args:
+        deploy: the deploy model, with unique node names.
+        original: the user's model.
+        name: name of the mapping's graph.
+    """
+    inputs = [value.name for value in runtime_inputs(deploy.graph)]
+    port_by_tensor = {tensor: f"{tensor}:0" for tensor in inputs}  # "<node>:<output index>"
+    dequantized_by_integer = {}  # integer output of a layer -> AscendDequant's float output
+    for node in deploy.graph.node:
         for index, tensor in enumerate(node.output):
             port_by_tensor[tensor] = f"{node.name}:{index}"
-    for tensor in inputs:
-        port_by_tensor[tensor] = f"{tensor}:0"
+        if node.op_type == "AscendDequant":
+            dequantized_by_integer[node.input[0]] = node.output[0]
 
     tracer = _OriginalNodes(original, port_by_tensor)
-    ops = [_make_op(tensor, "Data", [], [tensor], [(tensor, 0)]) for tensor in inputs]
-    for node in graph.node:
+    mapping_nodes = [
+        _make_mapping_node(tensor, "Data", [], [tensor], [(tensor, 0)]) for tensor in inputs
+    ]
+    for node in deploy.graph.node:
         if node.op_type == "Constant":
             continue
-        is_integer = any(tensor in float_by_integer for tensor in node.output)
-        origins = [] if is_integer else [tracer.find_output(tensor) for tensor in node.output]
-        float_outputs = [float_by_integer.get(tensor, tensor) for tensor in node.output]
-        ports = [port_by_tensor[tensor] for tensor in node.input if tensor in port_by_tensor]
-        nodes = tracer.find_nodes(float_outputs)
-        ops.append(_make_op(node.name, node.op_type, ports, nodes, origins))
-    return json.dumps({"name": name, "graph": [{"name": name, "op": ops}]}, indent=1)
+        input_ports = [port_by_tensor[tensor] for tensor in node.input if tensor in port_by_tensor]
+        float_outputs, original_outputs = [], []
+        for tensor in node.output:
+            if tensor in dequantized_by_integer:  # the original has only the float tensor
+                float_outputs.append(dequantized_by_integer[tensor])
+            else:
+                float_outputs.append(tensor)
+                original_outputs.append(tracer.find_output(tensor))
+        original_nodes = tracer.find_nodes(float_outputs)
+        mapping_nodes.append(
+            _make_mapping_node(
+                node.name, node.op_type, input_ports, original_nodes, original_outputs
+            )
+        )
+    return json.dumps({"name": name, "graph": [{"name": name, "op": mapping_nodes}]}, indent=1)
 
 
 def _take_bytes(model: onnx.ModelProto) -> bytes:
@@ -84,13 +99,15 @@ def is_fusion_mapping(text: str) -> bool:
 class _OriginalNodes:
     """Finds the original nodes that make the tensors of the deploy model."""
 
-    def __init__(self, original: onnx.ModelProto, deployed: Collection[str]) -> None:
+    def __init__(self, original: onnx.ModelProto, deployed_tensors: Collection[str]) -> None:
         weights = {tensor.name for tensor in original.graph.initializer}
         graph = copy_without_initializers(original, weights, placeholders=True).graph
         name_nodes_by_index(graph)
         self.producer = {tensor: n for n in graph.node for tensor in n.output if tensor}
         # tensors that only the original has, so that tracing goes on through them
-        self.inner = _input_dependent(graph) & set(self.producer) - set(deployed)
+        self.undeployed_tensors = _input_dependent(graph) & set(self.producer) - set(
+            deployed_tensors
+        )
 
     def find_nodes(self, tensors: Iterable[str]) -> list[str]:
         """Return the names of the nodes between these tensors and other deployed tensors."""
@@ -100,7 +117,7 @@ class _OriginalNodes:
             node = self.producer[pending.pop()]
             if node.name not in names:
                 names[node.name] = None
-                pending += [tensor for tensor in node.input if tensor in self.inner]
+                pending += [tensor for tensor in node.input if tensor in self.undeployed_tensors]
         return list(reversed(names))
 
     def find_output(self, tensor: str) -> tuple[str, int] | None:
@@ -118,21 +135,30 @@ def _input_dependent(graph: onnx.GraphProto) -> set[str]:
     return tensors
 
 
-def _make_op(
+def _make_mapping_node(
     name: str,
     kind: str,
-    inputs: list[str],
-    originals: list[str],
-    origins: Iterable[tuple[str, int] | None],
+    input_ports: list[str],
+    original_nodes: list[str],
+    original_outputs: Iterable[tuple[str, int] | None],
 ) -> dict[str, Any]:
-    """Return a node of the mapping; `origins`: (original node, index) of each float output."""
-    names = {"s": originals} if originals else {}
+    """Return a node of the mapping as a JSON object.
+
+    Args:
+        name: name of the deploy node.
+        kind: its type; "Data" for a graph input.
+        input_ports: "<node>:<output index>" of each input.
+        original_nodes: names of the nodes that it stands for.
+        original_outputs: (original node, output index) of each float output; None for an output
+            that the original does not have.
+    """
+    names = {"s": original_nodes} if original_nodes else {}
     return {
         "name": name,
         "type": kind,
-        "input": inputs,
+        "input": input_ports,
         "attr": [{"key": "_datadump_original_op_names", "value": {"list": names}}],
-        "output_desc": [_make_output(*origin) for origin in origins if origin is not None],
+        "output_desc": [_make_output(*origin) for origin in original_outputs if origin is not None],
     }
 
 
@@ -153,14 +179,14 @@ def write_models(
     float16_tensors: Collection[str] = (),
     weight_sharers: Collection[str] = (),
 ) -> dict[str, Path]:
-    """Write config, record, models and mapping; return role -> path.
+    """Write config, record of scales, models and fusion mapping; return role -> path.
 
     Each model has all weights, so one is in memory at a time.
 
     Args:
         recipe: the model and its scales.
-        request: its model has the files' stem, and the nodes that ONNX Runtime does not know, which
-            are put back into the models for atc and AMCT.
+        request: its model gives the files' stem, and the nodes that ONNX Runtime does not know
+            (`cut_off`), which are put back into the models for atc and AMCT.
         cann: CANN version whose atc reads the models.
         float16_tensors: tensors that are float16 in the model's file.
         weight_sharers: layers that share their weight in the original model.
@@ -187,14 +213,17 @@ def write_models(
     trim_memory()  # what quantizing the weights took
     fake_quant = fake_quant_model(model, layers)
     if float16_tensors:
+        # the scales of dequantization may exceed float16
         scaling_nodes = [f"{name}.fakedequant.mul" for name in layers]
         fake_quant = to_float16(fake_quant, float16_tensors, float32_nodes=scaling_nodes)
     write("fake-quant model", "fake_quant_model.onnx", _take_bytes(fake_quant))
     del fake_quant
     trim_memory()
 
-    paired = {name: q for name, q in layers.items() if can_be_pairs(q)}
-    lowered = lower_for_cann(copy_without_weights(model, paired), cann)
+    # both models that follow have integers for the weights of these layers, so that the float ones
+    # need not be copied
+    paired_layers = {name: q for name, q in layers.items() if can_be_pairs(q)}
+    lowered = lower_for_cann(copy_without_weights(model, paired_layers), cann)
     deploy = deploy_model(lowered, layers)
     if float16_tensors:
         deploy = to_float16(deploy, float16_tensors)
@@ -207,6 +236,7 @@ def write_models(
     qdq = loaded.with_cut_off(amct_qdq_model(lowered, layers))
     write("Q/DQ model", "amct_qdq.onnx", _take_bytes(qdq))
     del qdq
+
     # the float model that the scales belong to, where it is not the user's own
     has_rounding = any(record.rounded_weight is not None for record in records.values())
     if weight_sharers or has_rounding or request.is_repaired:
