@@ -39,8 +39,10 @@ def make_targets(targets: str | Sequence[str | Target]) -> list[Target]:
     Raises:
         ConfigError: no target, a name that is not in `TARGETS`, or two targets of one name.
     """
+    if isinstance(targets, str):
+        targets = [targets]
     target_by_name: dict[str, Target] = {}
-    for entry in [targets] if isinstance(targets, str) else targets:
+    for entry in targets:
         target = find_target(entry)() if isinstance(entry, str) else entry
         if target.name in target_by_name:
             raise ConfigError(

@@ -127,7 +127,10 @@ def check_options(target: object) -> None:
 
 
 def _complete_option(field: dataclasses.Field[Any], annotation: Any) -> Option:
-    """Return the option of a field with its name, flag, type and default."""
+    """Return the option that a field declares, completed from the field itself.
+
+    `annotation`: type of the field, such as `int`, `Path | None` or `tuple[str, ...]`.
+    """
     declared: Option = field.metadata[_KEY]
     value_types = [kind for kind in get_args(annotation) if kind is not type(None)]
     dashed_name = field.name.replace("_", "-")

@@ -84,10 +84,14 @@ def rewritten_notes(
     target: str,
     conversion: str,
 ) -> Iterator[str]:
-    """Yield the notes for a Q/DQ model that is rewritten on another grid.
+    """Yield the notes for the user's Q/DQ model that is rewritten on a target's own grid.
 
-    `decisions`: precisions of its nodes in `written`. `conversion`: end of the sentence about the
-    grid.
+    Args:
+        trained: the user's model.
+        written: the Q/DQ model on the other grid.
+        decisions: the precision of each node in `written`.
+        target: name of the target.
+        conversion: what happens to the ranges, the end of the first note.
     """
     yield f"{Path(trained.name).name} has activations in {trained.grid_text}; {conversion}."
     float_layers = [
@@ -104,18 +108,18 @@ def rewritten_notes(
             f" ({', '.join(float_layers[:_MAX_NAMES])}); quantize for {target} to have them in int8"
             " (calib8 qat --target)."
         )
-    changed = list(_changed_weights(trained, written))
-    if changed:
+    changed_nodes = list(_changed_weights(trained, written))
+    if changed_nodes:
         yield (
             "Weights with channels that were rounded again, because their scales do not fit (a zero"
             " point, a bias that fills int32, or for onnxruntime products that saturate CPUs"
-            f" without VNNI): {len(changed)}"
-            f" ({', '.join(changed[:_MAX_NAMES])}); all others keep their integers."
+            f" without VNNI): {len(changed_nodes)}"
+            f" ({', '.join(changed_nodes[:_MAX_NAMES])}); all others keep their integers."
         )
 
 
 def _changed_weights(trained: QdqCalibration, written: onnx.ModelProto) -> Iterator[str]:
-    """Yield the nodes whose written weight has other scales than it was trained with.
+    """Yield the names of the nodes whose written weight has other scales than the trained one.
 
     Equal scales mean equal integers, since the float weight is scale times integer.
     """

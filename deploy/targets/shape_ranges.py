@@ -53,7 +53,7 @@ def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
     sizes: list[int | str | None] = []
     for value in runtime_inputs(request.model.graph):
         shape = dims(value) or ()
-        # a batch is the same in all samples
+        # the batch is the same in all samples, even if it is dynamic
         sizes += shape[1:] if value.name in request.batch_inputs else shape
     is_fixed = all(isinstance(size, int) and size > 0 for size in sizes)
     feed = request.feed
@@ -65,24 +65,29 @@ def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
 
 
 def _shape_range(sample_counts: Mapping[SampleShapes, int]) -> ShapeRange:
-    """Return the range of these shapes; `sample_counts` is the number of samples of each."""
-    by_size = sorted(sample_counts, key=_value_count)
-    cumulative_counts = [*accumulate(sample_counts[shapes] for shapes in by_size)]
-    median = (cumulative_counts[-1] + 1) // 2
+    """Return the smallest and largest sizes of all samples, and the median and largest sample.
+
+    `sample_counts`: the input shapes of a sample -> number of samples that have them.
+    """
+    ordered_shapes = sorted(sample_counts, key=_value_count)  # each once, fewest values first
+    counts_so_far = list(accumulate(sample_counts[shapes] for shapes in ordered_shapes))
+    median_number = (counts_so_far[-1] + 1) // 2  # of the samples in this order, from 1
+    median_shapes = ordered_shapes[bisect_left(counts_so_far, median_number)]
+
     shapes_by_input: dict[str, list[Shape]] = {}
-    for sample_shapes in by_size:
+    for sample_shapes in ordered_shapes:
         for name, shape in sample_shapes:
             shapes_by_input.setdefault(name, []).append(shape)
     min_sizes, max_sizes = {}, {}
     for name, shapes in shapes_by_input.items():
-        sizes_by_axis = [*zip(*shapes, strict=True)]
+        sizes_by_axis = list(zip(*shapes, strict=True))
         min_sizes[name] = tuple(map(min, sizes_by_axis))
         max_sizes[name] = tuple(map(max, sizes_by_axis))
     return ShapeRange(
         min_sizes=min_sizes,
-        median_sample=dict(by_size[bisect_left(cumulative_counts, median)]),
+        median_sample=dict(median_shapes),
         max_sizes=max_sizes,
-        largest_sample=dict(by_size[-1]),
+        largest_sample=dict(ordered_shapes[-1]),
     )
 
 

@@ -5,6 +5,9 @@ the weights back from a written Q/DQ model, so the report shows what the files h
 
     one scale a channel    |#######|  |#######|  |#######|      each channel uses the complete grid
     one scale for all      |#######|  |###    |  |#      |      a small channel has few steps left
+
+A *weight pair* is two adjacent weights of a channel: x86 CPUs without VNNI add their two products
+in 16 bits, which may saturate (see `calibrators.weights`).
 """
 
 from collections.abc import Iterator
@@ -42,7 +45,7 @@ def compute_weight_scales(
     """
     weight = numpy_helper.to_array(tensor)
     scales = weight_scales(weight, axis, grid=grid)
-    if fits is None or _depthwise(weight, fits):
+    if fits is None or _is_depthwise(weight, fits):  # kernels of a depthwise Conv add no pairs
         return scales
     return pair_scales(channel_rows(weight, fits), scales)
 
@@ -50,31 +53,31 @@ def compute_weight_scales(
 def fit_trained_scales(
     tensor: onnx.TensorProto, scales: NDArray[np.float32], node: onnx.NodeProto
 ) -> NDArray[np.float32]:
-    """Return the scales of a trained weight, larger for channels whose pairs would saturate.
+    """Return the scales of a trained weight, larger for channels that saturate on x86 CPUs.
+
+    That is where the sum of two adjacent weights exceeds what their kernels hold (`PAIR_LIMIT`).
 
     Args:
         tensor: the weight in real units, multiples of `scales`.
-        scales: float32 [C], or [1].
+        scales: the scales that it was trained with, float32 [C], or [1].
         node: the node that reads the weight.
     """
     weight = numpy_helper.to_array(tensor)
-    if _depthwise(weight, node):
+    if _is_depthwise(weight, node):  # its kernels add no pairs
         return scales
     rows = channel_rows(weight, node)
     fitting_scales = pair_scales(rows, scales)
-    steps = pair_sums(rows).max(axis=1, initial=0.0)
+    largest_sums = pair_sums(rows).max(axis=1, initial=0.0)  # of a pair, in real units
     if scales.size == 1:
-        steps = steps.max(keepdims=True)
-    # trained weights are whole steps, so the limit itself is free of rounding
-    return np.where(np.rint(steps / scales) > PAIR_LIMIT, fitting_scales, scales)
+        largest_sums = largest_sums.max(keepdims=True)
+    # trained weights are whole steps of their scale, so the limit itself needs no margin
+    sums_in_steps = np.rint(largest_sums / scales)
+    return np.where(sums_in_steps > PAIR_LIMIT, fitting_scales, scales)
 
 
 def largest_pairs(stored: NDArray[Any], node: onnx.NodeProto) -> Float64Array | None:
-    """Return each channel's largest sum of a weight pair in steps, [C]; None if never paired.
-
-    x86 CPUs without VNNI add two products in 16 bits (see `calibrators.weights`).
-    """
-    if stored.dtype != np.int8 or _depthwise(stored, node):
+    """Return each channel's largest sum of a weight pair in steps, [C]; None if never paired."""
+    if stored.dtype != np.int8 or _is_depthwise(stored, node):
         return None
     sums = pair_sums(channel_rows(stored, node))
     return np.asarray(sums.max(axis=1, initial=0.0), np.float64)
@@ -91,15 +94,13 @@ def channel_rows(weight: NDArray[Any], node: onnx.NodeProto) -> NDArray[Any]:
     return np.moveaxis(weight, -1, 0) if channels_last else weight
 
 
-def _depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
+def _is_depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
     """Whether the weight is a depthwise Conv's; vectors and matrices have no groups."""
     groups = int(attributes(node).get("group", 1))
     return weight.ndim > 2 and is_depthwise(groups, *weight.shape[:2])
 
 
-_MIN_COMPLETE_SHARE = (
-    0.99  # share of the grid that counts as all: on [-128, 127], 127 steps are all too
-)
+_MIN_COMPLETE_SHARE = 0.99  # of the grid counts as all: on [-128, 127], 127 steps are all too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,9 +153,10 @@ def make_stored_weight(
         node: the node that reads the weight.
         op: operator of that node.
         rows: stored values, output channels first, [C, ...].
-        scales: [C], or [1].
+        scales: real value of a stored 1, [C], or [1] for all channels.
         real: `rows` holds real values, quantized only when the model runs.
-        pairs: see `StoredWeight`.
+        pairs: each channel's largest sum of two adjacent weights in steps, [C]; None if no kernel
+            adds their products in 16 bits.
     """
     if rows.dtype.kind not in "iuf":  # fp8, which numpy itself cannot compare
         rows = rows.astype(np.float32)
@@ -179,23 +181,28 @@ def read_stored_weights(
 
 
 def _read_weights(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
+    """Yield the weight of each layer, stored as integers or as floats with a QuantizeLinear."""
     for node in graph.nodes:
-        dequantize = graph.producer.get(node.input[1]) if node.op_type in WEIGHTED else None
-        if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        if node.op_type not in WEIGHTED:
             continue
-        stored_name, scale_name = dequantize.input[0], dequantize.input[1]
-        quantize = graph.producer.get(stored_name)
-        is_float = quantize is not None  # a float weight that is quantized at run time
-        if quantize is not None:
-            stored_name = quantize.input[0]
-        if stored_name not in graph.constants:
+        dequantizer = graph.find_producer(node.input[1], "DequantizeLinear")
+        if dequantizer is None:  # a float layer
             continue
-        weight = numpy_helper.to_array(graph.constants[stored_name])
+        weight_name, scale_name = dequantizer.input[:2]
+        quantizer = graph.producer.get(weight_name)
+        if quantizer is not None:
+            weight_name = quantizer.input[0]
+        if weight_name not in graph.constants:  # a MatMul of two activations
+            continue
+        weight = numpy_helper.to_array(graph.constants[weight_name])
+        pairs = None
+        if on_cpus and quantizer is None:
+            pairs = largest_pairs(weight, node)
         yield make_stored_weight(
             node.name,
             node.op_type,
             channel_rows(weight, node),
             numpy_helper.to_array(graph.constants[scale_name]),
-            real=is_float,
-            pairs=largest_pairs(weight, node) if on_cpus and not is_float else None,
+            real=quantizer is not None,
+            pairs=pairs,
         )

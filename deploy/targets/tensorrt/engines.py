@@ -118,7 +118,7 @@ _MAX_SHAPE_VALUES = 64  # of an input that shapes depend on: far more than a ten
 def builder_settings(options: TensorrtOptions, request: BuildRequest) -> BuilderSettings:
     """Return the builder settings for the target's options and the samples.
 
-    Dynamic inputs cover every size of the samples. The engine is tuned for the most frequent size,
+    Dynamic inputs cover every size of the samples. The engine is tuned for the median sample,
     or for the batch with which TensorRT calibrates.
     """
     sample = first_sample(request)

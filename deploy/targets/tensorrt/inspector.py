@@ -95,24 +95,24 @@ class _InspectedLayer(msgspec.Struct):
 def _layer(layer: _InspectedLayer) -> EngineLayer:
     """Return a layer with its ONNX nodes and its precision.
 
-    A block that Myelin or DLA compiled has no precision: its inputs say nothing of the types
-    inside. If it does not list its nodes either, its name has the first and the last one.
+    A block that Myelin or DLA compiled, "{ForeignNode[first...last]}", has no precision: its inputs
+    say nothing of the types inside. If it does not list its nodes, only its end nodes are known.
     """
     name, kind = layer.name, layer.kind
     metadata = layer.metadata or ""
-    block = _FOREIGN.fullmatch(name)
-    nodes = _nodes(block[1] if block else name, metadata)
-    if block is None:
+    block_match = _FOREIGN.fullmatch(name)
+    if block_match is None:
         return EngineLayer(
             name=name,
             kind=kind,
             precision=_precision(layer),
-            nodes=nodes,
+            nodes=_nodes(name, metadata),
             reformat=kind == _REFORMAT,
         )
-    first_node, dots, last_node = block[1].partition("...")
+    block_name = block_match[1]
+    first_node, dots, last_node = block_name.partition("...")
     if not dots or _NODE.search(metadata):  # all of its nodes are listed
-        return EngineLayer(name=name, kind=kind, nodes=nodes, block=kind)
+        return EngineLayer(name=name, kind=kind, nodes=_nodes(block_name, metadata), block=kind)
     end_nodes = _nodes(first_node, "")[0], _nodes(last_node, "")[-1]
     return EngineLayer(name=name, kind=kind, block=kind, end_nodes=end_nodes)
 

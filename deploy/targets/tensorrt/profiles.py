@@ -28,13 +28,13 @@ def model_input_shapes(request: BuildRequest) -> InputShapes:
 def sample_profiles(
     request: BuildRequest, *, max_batch: int, fixed: bool, batch_shapes: Mapping[str, Shape]
 ) -> dict[str, InputShapeRange]:
-    """Return the profiles that cover the samples of a request.
+    """Return dynamic input -> the shapes that an engine accepts to run all samples of a request.
 
     Args:
         request: the build request.
         max_batch: largest batch, if the batch is dynamic.
         fixed: accept the shapes only that the engine is tuned for, as DLA does.
-        batch_shapes: shapes of a batch that the engine is tuned for; empty for the most frequent
+        batch_shapes: shapes of a batch that the engine is tuned for; empty for those of the median
             sample.
     """
     sample_range = sample_shape_range(request)
@@ -57,7 +57,7 @@ def profiles_for(
     sample_range: ShapeRange | None = None,
     fixed: bool = False,
 ) -> dict[str, InputShapeRange]:
-    """Return a profile for each dynamic input.
+    """Return dynamic input -> its profile: the shapes that an engine accepts and is tuned for.
 
     Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0, see
     `deploy.feed.batch_axis`) covers 1 to `max_batch`.
@@ -81,7 +81,7 @@ def profiles_for(
                 f"data must fit the model's input, got {list(opt_shape)} for {name!r}"
                 f" {list(input_shape)}"
             )
-        if all(_is_static(size) for size in input_shape):
+        if all(_is_static(size) for size in input_shape):  # such an input has no profile
             continue
 
         min_shape = max_shape = opt_shape

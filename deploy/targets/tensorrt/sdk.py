@@ -119,9 +119,9 @@ def import_tensorrt() -> Any:
     return trt
 
 
-# trt.DataType -> numpy's name, or that of `device_types`; other names are numpy's in upper case.
-_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8"}
-_NUMPY_DTYPES = {"INT8", "INT32", "INT64", "UINT8", "BOOL"}
+# names of a trt.DataType that numpy or `calibrators.tensorrt` calls otherwise, and the other ones
+_RENAMED_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8"}
+_UPPER_CASE_DTYPES = {"INT8", "INT32", "INT64", "UINT8", "BOOL"}
 
 
 def shape_of(shape: trt.Dims) -> tuple[int, ...]:
@@ -130,17 +130,17 @@ def shape_of(shape: trt.Dims) -> tuple[int, ...]:
 
 
 def dtype_of(data_type: trt.DataType) -> str:
-    """Return the dtype name of a trt.DataType.
+    """Return numpy's name of a trt.DataType, "bfloat16" or "float8".
 
     `trt.nptype` is not used: that of 8.5 fails with newer numpy, and none supports bfloat16.
 
     Raises:
         BackendError: the type has elements of less than a byte.
     """
-    name = str(data_type).rpartition(".")[2]
-    if name in _DTYPES:
-        return _DTYPES[name]
-    if name not in _NUMPY_DTYPES:
+    name = str(data_type).rpartition(".")[2]  # of "DataType.HALF"
+    if name in _RENAMED_DTYPES:
+        return _RENAMED_DTYPES[name]
+    if name not in _UPPER_CASE_DTYPES:
         raise BackendError(
             f"an input or output must be of a type of whole bytes, got {name}; cast it in the model"
         )

@@ -216,7 +216,7 @@ class TensorrtSession:
         self._engine = engine
         self._context = context
         self._stream = cuda.stream()
-        self._events = [cuda.event() for _ in range(4)]
+        self._events = [cuda.event() for _ in range(4)]  # around copies in, compute, copies out
         self._host_arrays: dict[str, Array] = {}
         self._device_buffers: dict[str, DeviceBuffer] = {}
         self._output_allocators: dict[str, OutputAllocator] = {}
@@ -225,8 +225,8 @@ class TensorrtSession:
         # memory; None before the first allocation
         self._allocated: dict[str, tuple[tuple[int, ...], bytes]] | None = None
         self._enqueue_ms = 0.0
-        self._log: LogRecorder
-        self._profiler: trt.IProfiler
+        self._log: LogRecorder  # of the run in progress
+        self._profiler: trt.IProfiler  # held for as long as the context uses it
         tensors = [_tensor(engine, index) for index in range(engine.num_io_tensors)]
         self._inputs = [tensor for tensor in tensors if tensor.is_input]
         self._outputs = [tensor for tensor in tensors if not tensor.is_input]
@@ -281,7 +281,10 @@ class TensorrtSession:
             return self._run(feed)
 
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Queue copies in, inference and copies out on the stream, with an event before each."""
+        """Queue copies in, inference and copies out on the stream, then wait; return the outputs.
+
+        An event before each, and one after them, measure their times (see `device_times`).
+        """
         self._set_inputs({tensor.name: _stored_input(tensor, feed) for tensor in self._inputs})
         start, inputs_copied, computed, end = self._events
 
