@@ -297,7 +297,12 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
     for q in layers.values():
         if q.layer.input_index is None:  # a tensor_quantize input has AscendAntiQuant instead
             values = pack_dequant_scales(q.dequant)
-            parameter = numpy_helper.from_array(values, f"{q.layer.name}.dequant.param")
+            parameter = helper.make_tensor(
+                f"{q.layer.name}.dequant.param",
+                onnx.TensorProto.UINT64,
+                values.shape,
+                values.tolist(),
+            )
             deploy.graph.initializer.append(parameter)
     return deploy
 
