@@ -138,7 +138,7 @@ def build(
     if isinstance(labels, str | Path):
         labels = read_labels(labels)
     elif labels is not None and not isinstance(labels, Annotations):
-        labels = tuple(map(index, labels))  # those of an array too
+        labels = tuple(map(index, labels))  # plain integers, whatever array they came in
     model, images = open_torch_module(model, images, preprocess)
     if float_model is not None:
         opened_model, images = open_torch_module(float_model, images)
@@ -235,10 +235,10 @@ def build_with(
         results = discard_failed(results, figures.failures, stage)
 
         # labels that the float model mostly misses are a sign of wrong preprocessing
-        mislabelled = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
-        better_reading = find_better_reading(calibration, metric.without_function, mislabelled)
-        if better_reading:
-            calibration = replace(calibration, doubts=(*calibration.doubts, better_reading))
+        missed_images = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
+        doubt = find_better_reading(calibration, metric.without_function, missed_images)
+        if doubt:
+            calibration = replace(calibration, doubts=(*calibration.doubts, doubt))
         report = write_report(
             calibration,
             results,
@@ -253,9 +253,11 @@ def build_with(
         )
         if options.settings is not None:
             atomic.write_text(stage.temporary_folder / manifest.SETTINGS, options.settings)
-        replaceable = None if options.calibration.cache.force else build.cache_and_plan_names
+        replaceable_names = None  # any, with --force
+        if not options.calibration.cache.force:
+            replaceable_names = build.cache_and_plan_names
         origin = build_origin(calibration, options.targets, build.outside_cache)
-        publish_build(origin, stage, replaceable=replaceable)
+        publish_build(origin, stage, replaceable=replaceable_names)
     return report
 
 
@@ -274,6 +276,8 @@ def _request_part(build: PreparedBuild) -> RequestPart:
     effort_by_target = {}
     for target in options.targets:
         effort_by_target[target.name] = tuning.for_target(target).level
+    # `exported` is also set for a file whose inputs get other shapes here
+    is_module = build.loaded.exported is not None and build.loaded.resized_file is None
     return RequestPart(
         effort=effort_by_target,
         prefer=tuning.prefer,
@@ -282,7 +286,7 @@ def _request_part(build: PreparedBuild) -> RequestPart:
         repairs=tuple(build.repairs),
         has_method=options.calibration.method is not None,
         has_evaluation=build.evaluation is not None,
-        is_module=build.loaded.exported is not None and build.loaded.resized_file is None,
+        is_module=is_module,
         is_quantized=build.loaded.qdq is not None,
     )
 
@@ -308,8 +312,10 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
             trt_version=options.calibration.cache.trt_version,
         )
     assert build.dataset is not None
-    evaluation_count = CANDIDATES  # the search needs samples of its own
-    if build.evaluation is None:  # engines are evaluated on calibration samples too
+    # calibration samples on which the search tries what it may leave in float; without evaluation
+    # images the engines are evaluated on them too
+    evaluation_count = CANDIDATES
+    if build.evaluation is None:
         evaluation_count = CALIBRATION_SAMPLES
     return calibrate_loaded(
         build.loaded,
@@ -357,9 +363,10 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) 
 def _plan_targets(
     build: PreparedBuild, calibration: CalibrationResult, stage: Stage
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
-    """Return (target -> which layers stay float, path of the plan file or None).
+    """Return (target -> its plan, path of the plan file or None), as `search_targets`.
 
-    The float layers of a Q/DQ model stay float on every target, without a search and a plan file.
+    A plan says which layers stay float, and how ranges are searched. The float layers of a Q/DQ
+    model stay float on every target, without a search and a plan file.
     """
     qdq, options = build.loaded.qdq, build.options
     if qdq is not None:

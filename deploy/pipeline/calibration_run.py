@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -75,6 +75,7 @@ from deploy.pipeline.float_reference import check_cleaned_model
 from deploy.targets import Target
 from deploy.targets.base import CacheText, WritesCache
 from deploy.tasks import Metric
+from deploy.tensors import Array
 from deploy.terminal import phase
 
 
@@ -165,21 +166,24 @@ class CalibrationRun:
 def open_dataset(
     loaded: LoadedModel, dataset: Dataset, cluster: Cluster | None
 ) -> CalibrationImages:
-    """Open the images of a calibration.
+    """Open the images of a calibration, and choose who observes the model on them.
 
     `cluster`: the scheduler whose workers observe; None observes here.
     """
     feed = loaded.open_samples(dataset)
-    images = CalibrationImages(
+    observe_images = observe_here
+    if cluster is not None:
+        observe_images = partial(observe_on_workers, cluster, dataset)
+    shard_text = None  # as the subject of an error message
+    if feed.share is not None:
+        shard_text = f"a shard (got {feed.share})"
+    return CalibrationImages(
         feed=feed,
         name=describe_source(dataset.source),
-        shard=None if feed.share is None else f"a shard (got {feed.share})",
+        shard=shard_text,
         is_readable=True,
-        observe=observe_here,
+        observe=observe_images,
     )
-    if cluster is None:
-        return images
-    return replace(images, observe=partial(observe_on_workers, cluster, dataset))
 
 
 def open_shards(shards: ShardSet) -> CalibrationImages:
@@ -214,7 +218,13 @@ def merge_shards(
 def observe_on_workers(
     cluster: Cluster, dataset: Dataset, run: CalibrationRun, decision: CacheDecision, _threads: int
 ) -> PassResult:
-    """Observe on the workers of a scheduler.
+    """Observe on the workers of a scheduler, each on its part of the images.
+
+    Args:
+        cluster: the scheduler.
+        dataset: the images, which the workers open themselves.
+        run: the calibration.
+        decision: the statistics of the cache, and the observations that it lacks.
 
     Raises:
         ConfigError: a statistic that depends on the order of the images.
@@ -248,8 +258,8 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
         CacheError: a checkpoint from which the run cannot go on.
         FeedError, BackendError, CalibrationError: as the pass.
     """
-    # some statistics start from another one of the first samples, which are read before the pass;
-    # a checkpoint holds those that the pass itself records
+    # some statistics start from others, which are recorded on the first samples before the pass;
+    # a checkpoint holds the statistics of the pass itself (`main`)
     schedule = schedule_observations(decision.missing, decision.observed)
     checkpoint = _open_checkpoint(run, schedule.main)
     observed = decision.observed
@@ -297,7 +307,9 @@ def _observe_missing(
     preliminary_sample_count: int,
     threads: int,
 ) -> ObservedStatistics:
-    """Run the pass over the samples that the checkpoint does not have.
+    """Run the pass over the samples that the checkpoint does not have; return its statistics.
+
+    The float model's outputs are stored meanwhile, for the evaluation of the engines.
 
     Args:
         run: the calibration.
@@ -307,12 +319,17 @@ def _observe_missing(
             start. These samples are read again even if the checkpoint has counted them.
         threads: worker threads.
     """
-    feed, monitor, outputs = run.feed, run.stability_monitor, run.evaluation_set.outputs
-    counted = 0 if checkpoint is None else checkpoint.counted
+    feed, monitor = run.feed, run.stability_monitor
+    counted_samples = 0 if checkpoint is None else checkpoint.counted
+    already_read = range(preliminary_sample_count, counted_samples)
+
+    def store_outputs(sample_number: int, float_outputs: Mapping[str, Array]) -> None:
+        run.evaluation_set.outputs.add(feed.sample_key(sample_number), float_outputs)
+
     with (
-        phase("observing", len(feed) - counted, "samples") as show_progress,
+        phase("observing", len(feed) - counted_samples, "samples") as show_progress,
         nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
-        feed.samples(without=range(preliminary_sample_count, counted)) as samples,
+        feed.samples(without=already_read) as samples,
     ):
         return observe(
             decision.missing,
@@ -323,8 +340,8 @@ def _observe_missing(
             runs=run.runs,
             peaks=run.peaks,
             checkpoint=checkpoint,
-            on_outputs=lambda number, values: outputs.add(feed.sample_key(number), values),
-            halves=None if counted else monitor.halves,  # a checkpoint holds no halves
+            on_outputs=store_outputs,
+            halves=None if counted_samples else monitor.halves,  # a checkpoint holds no halves
             should_stop=monitor.is_enough if monitor.decides else None,
         )
 
@@ -340,6 +357,7 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     if path is None:
         raise ConfigError("a cache to be trusted must be named, got none; give --cache")
     for target, observations in run.observations_by_target.items():
+        # such a target needs more of a tensor than a range, of other forms of the model
         if any(observation.variant.key != FOLDED for observation in observations):
             raise ConfigError(
                 f"a trusted cache holds one symmetric range a tensor, of which the target {target}"
@@ -347,20 +365,22 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
             )
     tensors = tuple(observation.tensor for observation in run.observations)
     cached_ranges = read_foreign_ranges(path, tensors, never_negative(subject.model))
-    ranges = Ranges(
-        ObservedStatistics({}), subject.method, subject.range_limits, trusted=cached_ranges
-    )
+    no_statistics = ObservedStatistics({})
+    ranges = Ranges(no_statistics, subject.method, subject.range_limits, trusted=cached_ranges)
     reason = f"{path} is trusted as it is, without a fingerprint"
-    decision = CacheDecision(reason=reason, observed=ObservedStatistics({}), missing=())
+    decision = CacheDecision(reason=reason, observed=no_statistics, missing=())
     return _make_result(run, decision, ranges)
 
 
 def calibrate_run(
     run: CalibrationRun, *, targets: Sequence[Target], stage: Stage | None
 ) -> CalibrationResult:
-    """Observe what the cache lacks, search all ranges, and store the calibration.
+    """Observe what the cache lacks, check the float model, and store the calibration.
 
-    `stage`: where the files of a build wait until it is complete; None for a calibration alone.
+    Args:
+        run: the calibration.
+        targets: the targets, one of which may write the cache in a form of its own.
+        stage: where the files of a build wait until it is complete; None for a calibration alone.
     """
     subject, feed = run.subject, run.feed
     decision = check_cache(
@@ -370,18 +390,18 @@ def calibrate_run(
         stop_rule=run.stability_rule,
     )
     if decision.missing and run.policy.path is not None:
-        refuse_unwritable(run.policy.path)
+        refuse_unwritable(run.policy.path)  # before the images are run, not after
     threads = one_pass.count_workers(decision.missing, subject.model, run.threads)
     pass_result = run.images.observe(run, decision, threads)
 
     evaluation_set = run.evaluation_set
     if run.stability_rule is not None:  # fewer images than the feed has may have been enough
         evaluation_set = _end_feed(run, decision)
-    agreement = None
+    halves_agreement = None
     notes = list(pass_result.notes)
     if decision.missing:
-        agreement = run.stability_monitor.end(len(feed))
-        if run.stability_rule and agreement is None:
+        halves_agreement = run.stability_monitor.end(len(feed))
+        if run.stability_rule and halves_agreement is None:
             notes.append(f"whether samples are enough is told from 16 on: there were {len(feed)}")
 
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
@@ -392,9 +412,17 @@ def calibrate_run(
     threshold = _find_score_threshold(run, evaluation_set, is_observed=bool(decision.missing))
     evaluation_set.outputs.close_session()  # the targets rarely run the float model
     trim_memory()
+
     calibration = _make_calibration(run, decision, pass_result, threshold)
-    text = cache_text.text if cache_text else None
-    update_cache(run.policy, subject, decision, calibration, ranges, cache_text=text, stage=stage)
+    update_cache(
+        run.policy,
+        subject,
+        decision,
+        calibration,
+        ranges,
+        cache_text=None if cache_text is None else cache_text.text,
+        stage=stage,
+    )
     checkpoint = pass_result.checkpoint
     if checkpoint is not None and run.policy.path is not None:
         checkpoint.path.unlink(missing_ok=True)
@@ -403,7 +431,7 @@ def calibrate_run(
         decision,
         ranges,
         evaluation_set=evaluation_set,
-        agreement=agreement,
+        agreement=halves_agreement,
         notes=tuple(notes),
         warnings=(warning,) if warning else (),
         has_random_outputs=has_random_outputs,
@@ -433,14 +461,20 @@ def _find_score_threshold(
     """Return the score above which boxes or labels count; None for other tasks.
 
     That of the model's earlier cache is used again, so that its builds can be compared; else it is
-    found on the evaluation samples. `is_observed`: whether anything was observed in this run.
+    found on the evaluation samples.
+
+    Args:
+        run: the calibration.
+        evaluation_set: samples with the float model's outputs, none if nothing is built.
+        is_observed: whether anything was observed in this run.
     """
     subject = run.subject
-    threshold = None
     if run.policy.path is not None:
-        threshold = read_score_threshold(run.policy.path, subject.identities)
-    if threshold is not None or not is_observed or not run.evaluation_count:
-        return threshold
+        earlier_threshold = read_score_threshold(run.policy.path, subject.identities)
+        if earlier_threshold is not None:
+            return earlier_threshold
+    if not is_observed or not run.evaluation_count:
+        return None
     metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
     with suppress(ConfigError):  # outputs of another task than the user's: the build refuses them
         return find_threshold(evaluation_set.samples_with_outputs(run.evaluation_count), metric)
@@ -470,7 +504,7 @@ def _make_calibration(
 ) -> Calibration:
     """Return the statistics of the cache and of this run, as the cache stores them.
 
-    If nothing was observed, the cache keeps the rule by which it was ended.
+    If nothing was observed, it keeps the rule by which the earlier run took enough images.
 
     Args:
         run: the calibration.
@@ -520,7 +554,9 @@ def _make_result(
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationResult:
-    """Return the result of a run, with warnings of outliers.
+    """Return the result of a run, with warnings of outliers and of doubtful inputs.
+
+    A trusted cache leaves out everything that only a run over samples shows.
 
     Args:
         run: the calibration.
@@ -541,6 +577,12 @@ def _make_result(
     run_outliers = [o for o in outliers if (o.variant, o.tensor) in observed_tensors]
     if run_outliers:
         warnings = (describe_outliers(run_outliers, feed.name_by_digest()), *warnings)
+    remaining_checkpoint = None
+    if checkpoint is not None and cache is None:  # else it was removed when the cache was written
+        remaining_checkpoint = checkpoint.path
+    input_doubts: tuple[str, ...] = ()
+    if run.images.is_readable:
+        input_doubts = tuple(check_feed_inputs(subject, feed))
     return CalibrationResult(
         subject=subject,
         images=run.images.name,
@@ -554,13 +596,13 @@ def _make_result(
         seconds=time.perf_counter() - run.started,
         runs=run.runs,
         notes=notes,
-        doubts=tuple(check_feed_inputs(subject, feed)) if run.images.is_readable else (),
+        doubts=input_doubts,
         warnings=(*subject.loaded.alerts, *warnings),
         has_random_outputs=has_random_outputs,
         score_threshold=score_threshold,
         cache=cache,
         peaks=run.peaks,
-        checkpoint=checkpoint.path if checkpoint is not None and cache is None else None,
+        checkpoint=remaining_checkpoint,
         resumed=_resume_notes(checkpoint, run.stability_monitor),
         evaluation_set=evaluation_set or run.evaluation_set,
         agreement=agreement,

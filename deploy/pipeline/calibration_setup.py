@@ -271,7 +271,8 @@ def _calibrate_images(
 ) -> CalibrationResult:
     """Check the options against the model and its targets, then calibrate.
 
-    The arguments are those of `calibrate_loaded`; `images`: the opened samples.
+    The arguments are those of `calibrate_loaded`, but for `images`: the opened samples, or merged
+    shards, with what observes them.
 
     Raises:
         ConfigError: options that exclude each other, or that do nothing here.
@@ -283,16 +284,19 @@ def _calibrate_images(
     checkpoint = _choose_checkpoint(options)
     _refuse_foreign_cache(policy)
     method = options.method or DEFAULT_METHOD
+    if not isinstance(method, Method):
+        method = Method.of(method)
+    trt_version = policy.trt_version or _find_trt_version(targets) or cached_trt_version(policy)
     subject = CalibrationSubject(
         loaded=loaded,
         user_model=user_model,
         samples=len(feed),
         batch=feed.batch,
         filled=feed.padded_sample_count,
-        method=method if isinstance(method, Method) else Method.of(method),
+        method=method,
         task=task,
         float_nodes=match_nodes(loaded.model, options.float_nodes),
-        trt_version=policy.trt_version or _find_trt_version(targets) or cached_trt_version(policy),
+        trt_version=trt_version,
     )
 
     observations_by_target, failures = _collect_observations(targets, subject)
@@ -311,6 +315,9 @@ def _calibrate_images(
     stability_rule = None
     if options.until_stable is not None:
         stability_rule = StabilityRule(options.until_stable, subject.method.label)
+    stability_monitor = _make_monitor(
+        subject, observations, feed, stability_rule, is_trusted=policy.trust
+    )
     run = CalibrationRun(
         subject=subject,
         images=images,
@@ -318,9 +325,7 @@ def _calibrate_images(
         failures=failures,
         policy=policy,
         stability_rule=stability_rule,
-        stability_monitor=_make_monitor(
-            subject, observations, feed, stability_rule, is_trusted=policy.trust
-        ),
+        stability_monitor=stability_monitor,
         evaluation_set=make_evaluation_set(feed, subject.model, evaluation_count),
         evaluation_count=evaluation_count,
         threads=options.workers,
@@ -365,7 +370,7 @@ def use_qdq_calibration(
         samples=len(feed),
         batch=feed.batch,
         filled=feed.padded_sample_count,
-        method=Method.of(),
+        method=Method.of(),  # the default one; nothing is searched
         trt_version=trt_version or _find_trt_version(targets),
     )
     _, failures = _collect_observations(targets, subject)
@@ -484,20 +489,20 @@ def _make_monitor(
         stability_rule: when there are enough images; None uses all.
         is_trusted: whether the ranges of a foreign cache are used, so that nothing is observed.
     """
-    compared = []
+    compared_observations = []
     for observation in observations:
         if observation.statistic == subject.statistic and not observation.is_order_dependent:
-            compared.append(observation)
+            compared_observations.append(observation)
     if stability_rule is not None:
-        refuse_until_stable(feed, observations, compared, trusted=is_trusted)
+        refuse_until_stable(feed, observations, compared_observations, trusted=is_trusted)
         feed.use_sampling_order()
     if feed.share is not None:
-        compared = []  # half of a shard tells nothing of all images
+        compared_observations = []  # half of a shard tells nothing of all images
 
     def make_ranges(observed: ObservedStatistics) -> Ranges:
         return Ranges(observed, subject.method, subject.range_limits)
 
-    return StabilityMonitor(compared, make_ranges, stability_rule)
+    return StabilityMonitor(compared_observations, make_ranges, stability_rule)
 
 
 def _find_trt_version(targets: Iterable[Target]) -> str | None:

@@ -42,22 +42,26 @@ def search_targets(
     repairs: Callable[[Target], Sequence[str]],
     threads: int,
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
-    """Return (target -> which layers stay float and how ranges are searched, the plan file).
+    """Plan every target: search which layers stay float, and how each range is searched.
 
     Args:
         targets: targets to plan.
         calibration: the calibration.
-        stage: folder of the build.
+        stage: folder of the files until the build is complete.
         tuning: options of the search.
         has_method: whether the user chose the range method, which then stays.
-        repairs: target -> names of the repairs to try.
+        repairs: target -> names of the repairs to try, changes of the float model's constants.
         threads: samples or trials that run in parallel.
+
+    Returns:
+        (target -> its plan, path of the plan file; None if there is nothing to write). A target
+        whose search failed has an empty plan with a note; one that cannot be built has none.
 
     Raises:
         ConfigError: a plan that does not fit the model.
     """
-    path = stage.folder / plan_name(calibration.loaded)
-    earlier_plan = find_plan(path, tuning, calibration.loaded.digest)
+    plan_path = stage.folder / plan_name(calibration.loaded)
+    earlier_plan = find_plan(plan_path, tuning, calibration.loaded.digest)
     request = _make_request(targets, calibration, stage, threads, tuning.cpu)
     plans = {}
     for target in targets:
@@ -76,19 +80,19 @@ def search_targets(
         except (MemoryError, OSError):
             raise
         except Exception as error:
-            reason = with_log(error, calibration.loaded.name, stage)
-            if not isinstance(reason, BackendError | CalibrationError | ExportError):
-                raise
+            known_error = with_log(error, calibration.loaded.name, stage)
+            if not isinstance(known_error, BackendError | CalibrationError | ExportError):
+                raise  # an error of the options, the model or the images ends the build
             plans[target.name] = PlannedTarget(
                 plan=TargetPlan(),
                 searched=False,
-                note=f"nothing was searched for {target.name}: {reason}",
+                note=f"nothing was searched for {target.name}: {known_error}",
             )
 
-    is_searched = any(plan.searched for plan in plans.values())
+    is_searched = any(planned.searched for planned in plans.values())
     if not is_searched and tuning.plan is None and not earlier_plan.targets:
         return plans, None
-    return plans, store_plan(stage.records / path.name, earlier_plan, plans)
+    return plans, store_plan(stage.records / plan_path.name, earlier_plan, plans)
 
 
 @phase("targets")
@@ -103,17 +107,20 @@ def build_targets(
     unrepaired_model: onnx.ModelProto | None,
     cpu: str,
 ) -> list[BuildResult]:
-    """Build every target; of one that fails, the result has the error, and its files are removed.
+    """Build every target; the result of one that fails has the error, and its files are removed.
 
     Args:
         targets: targets to build.
-        calibration: the calibration.
-        stage: folder of the build.
+        calibration: the calibration, with the targets that failed in it already.
+        stage: folder of the files until the build is complete.
         threads: worker threads.
-        plans: target -> its plan.
+        plans: target -> its plan: which layers stay float, and how each range is searched.
         repairs: target -> names of the repairs to try.
         unrepaired_model: the model without repairs, if speed is measured.
-        cpu: one of `deploy.tuning.CPU_NAMES`.
+        cpu: one of `deploy.tuning.CPU_NAMES`, the CPU that will run ONNX Runtime's engine.
+
+    Returns:
+        One result a target, in the order of `targets`.
 
     Raises:
         Calib8Error: every target failed, and none left a file.
@@ -127,17 +134,22 @@ def build_targets(
             error_text = calibration.failures[target.name]
             results.append(BuildResult(target=target.name, error=error_text))
             continue
-        earlier_files = stage.file_names()
+
+        names_before = stage.file_names()
+        choices = plans[target.name].plan.choices
         try:
-            planned_request = request.with_choices(plans[target.name].plan.choices)
             with phase(target.name):
-                results.append(_build_target(target, planned_request, repairs(target)))
+                result = _build_target(target, request.with_choices(choices), repairs(target))
         except (SampleChangedError, MemoryError, OSError):  # they end the run, not one target
             raise
         except Exception as error:
-            stage.discard({*stage.file_names()}.difference(earlier_files))
-            errors.append(with_log(error, calibration.loaded.name, stage))
-            results.append(BuildResult(target=target.name, error=str(errors[-1])))
+            stage.discard(set(stage.file_names()).difference(names_before))
+            known_error = with_log(error, calibration.loaded.name, stage)
+            errors.append(known_error)
+            result = BuildResult(target=target.name, error=str(known_error))
+        results.append(result)
+
+    # a target may have an error and files: those to build its engine from, on another machine
     if errors and all(result.error and not result.files for result in results):
         raise errors[0]
     return results
@@ -181,21 +193,23 @@ def discard_failed(
 
 
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
-    """Remove the engines of a target, and its other files unless they are for another machine."""
-    engines = {path for path in (result.engine, *result.baselines.values()) if path}
-    # if the engine was built from the other files, another machine can build it from them too; if
-    # the engine is itself the file that ONNX Runtime runs, nothing else of the target is of use
+    """Remove the engines of a target, and its other files unless they are for another machine.
+
+    If the engine was built from the other files, another machine can build it from them too. If the
+    engine is itself the file that ONNX Runtime runs, nothing else of the target is of use.
+    """
+    engine_paths = {path for path in (result.engine, *result.baselines.values()) if path}
     is_built_from_files = result.engine not in (None, result.runnable)
-    remaining_files, discarded_paths = {}, set(engines)
+    remaining_files, discarded_paths = {}, set(engine_paths)
     for role, path in result.files.items():
-        if is_built_from_files and path not in engines:
+        if is_built_from_files and path not in engine_paths:
             remaining_files[role] = path
         else:
             discarded_paths.add(path)
 
     discarded_names = []
     for path in discarded_paths:
-        discarded_names += [path.name, f"{path.name}.json"]
+        discarded_names += [path.name, f"{path.name}.json"]  # what an engine was built with
     stage.discard(discarded_names)
     return replace(
         result, engine=None, runnable=None, shipped=(), baselines={}, files=remaining_files
@@ -205,7 +219,8 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
 def _make_request(
     targets: Sequence[Target], calibration: CalibrationResult, stage: Stage, threads: int, cpu: str
 ) -> BuildRequest:
-    """Return what a target is built from; the plans of the targets are not applied yet."""
+    """Return what every target is built from, without the choices of its plan."""
+    buildable_targets = tuple(t for t in targets if t.name not in calibration.failures)
     return BuildRequest(
         subject=calibration.subject,
         folder=stage.temporary_folder,
@@ -216,5 +231,5 @@ def _make_request(
         evaluation_set=calibration.evaluation_set,
         threads=threads,
         cpu=cpu,
-        companions=tuple(t for t in targets if t.name not in calibration.failures),
+        companions=buildable_targets,
     )
