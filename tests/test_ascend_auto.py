@@ -387,7 +387,9 @@ def test_auto_takes_no_labels_of_objects(refusal, small_cnn, data, tmp_path):
 def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):
     model, graph, _, samples = parts
     config = default_config(graph, batch_num=len(samples))
-    plan = RecordPlan(model=model, graph=graph, config=config, base="float", samples=len(samples))
+    plan = RecordPlan(
+        model=model, graph=graph, config=config, model_key="float", samples=len(samples)
+    )
     observed = observe(plan.observations, samples, runs=Counter())
     plain = RecordPlan._weight
 

@@ -120,6 +120,11 @@ def calibrate_amct(model, graph, batches, config, *, exact=False):
     """Observe a model on these batches, dicts of input name -> array; return AMCT's record."""
     batches = list(batches)
     plan = RecordPlan(
-        model=model, graph=graph, config=config, base="float", samples=len(batches), exact=exact
+        model=model,
+        graph=graph,
+        config=config,
+        model_key="float",
+        samples=len(batches),
+        exact=exact,
     )
     return plan.record(observe(plan.observations, batches, runs=Counter()))

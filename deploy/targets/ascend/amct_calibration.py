@@ -147,7 +147,7 @@ class RecordPlan:
         model: the prepared float model.
         graph: its layers.
         config: the resolved config.
-        base: key of `model` among the model variants that are run.
+        model_key: key of `model` among the model variants that are run.
         samples: number of calibration samples; `config.batch_num` batches of them are used.
         images_per_sample: images per sample, for models with a fixed batch.
         samples_per_batch: samples per AMCT batch; the last batch may be smaller.
@@ -163,7 +163,7 @@ class RecordPlan:
     model: onnx.ModelProto
     graph: LayerGraph
     config: QuantConfig
-    base: str
+    model_key: str
     samples: int
     images_per_sample: int = 1
     samples_per_batch: int = 1
@@ -210,7 +210,7 @@ class RecordPlan:
     @cached_property
     def channel_maxima(self) -> dict[str, Observation]:
         """Layer that DMQ balances -> observation of its input's channel maxima."""
-        variant = Variant(self.base, lambda _: self.model)
+        variant = Variant(self.model_key, lambda _: self.model)
         observations = {}
         for name, layer in self.layers.items():
             if self._entries[name].dmq_balancer_param is not None:
@@ -465,7 +465,7 @@ class RecordPlan:
             settings[name] = [weight.num_bits, weight.channel_wise, entry.dmq_balancer_param]
             if uses_adaround(self.config, name):
                 settings[name] += [repr(weight), min(self.used_samples, MAX_SAMPLES)]
-        parts: list[object] = [self.base, settings]
+        parts: list[object] = [self.model_key, settings]
         if self.channel_maxima and self._dmq_sample_count > 1:
             parts.append(self._dmq_sample_count)
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -124,11 +124,11 @@ def _check_record_text(text: str, path: str, graph: LayerGraph | None) -> str:
 
 def _describe_config(config: QuantConfig) -> str:
     """Describe how much a config quantizes, and which of its settings have no effect."""
-    counts = _describe_counts(len(config.enabled()), len(config.tensors), "int8")
+    counts = _describe_quantized_counts(len(config.enabled()), len(config.tensors), "int8")
     return ". ".join([counts, *config.notes]).rstrip(".")
 
 
-def _describe_counts(layers: int, inputs: int, types: str) -> str:
+def _describe_quantized_counts(layers: int, inputs: int, types: str) -> str:
     """Describe the number of quantized layers and inputs."""
     text = f"{layers} layers in {types}"
     return f"{text}, {inputs} inputs moved in int8" if inputs else text
@@ -142,25 +142,26 @@ def check_deploy_model(path: Path) -> str:
     """
     model = read_model(path)
     op_counts = Counter(node.op_type for node in model.graph.node)
-    quants, dequants = op_counts["AscendQuant"], op_counts["AscendDequant"]
-    anti_quants = op_counts["AscendAntiQuant"]
-    if not quants or not dequants + anti_quants:
+    quant_count, dequant_count = op_counts["AscendQuant"], op_counts["AscendDequant"]
+    anti_quant_count = op_counts["AscendAntiQuant"]
+    if not quant_count or not dequant_count + anti_quant_count:
         raise ModelError(
-            f"{path} must have AscendQuant and AscendDequant nodes, got {quants} and"
-            f" {dequants + anti_quants}; give the deploy model"
+            f"{path} must have AscendQuant and AscendDequant nodes, got {quant_count} and"
+            f" {dequant_count + anti_quant_count}; give the deploy model"
         )
     constants = Graph(model).initializers
     with malformed_as_model_error():
         for node in model.graph.node:
             if node.op_type == "AscendDequant":
                 _check_parameter(node, constants)
-    to_integer_model(model)
-    types = set()
+    to_integer_model(model)  # for its checks: a layer that it cannot express is invalid
+    integer_types = set()
     for node in model.graph.node:
         if node.op_type == "AscendQuant":
-            types.add(attributes(node).get("dst_type", b"INT8").decode().lower())
-    names = " and ".join(sorted(types, key=lambda name: int(name[3:])))
-    return f"a sound deploy model, {_describe_counts(dequants, anti_quants, names)}"
+            integer_types.add(attributes(node).get("dst_type", b"INT8").decode().lower())
+    type_names = " and ".join(sorted(integer_types, key=lambda name: int(name[3:])))  # int8: 8
+    counts = _describe_quantized_counts(dequant_count, anti_quant_count, type_names)
+    return f"a sound deploy model, {counts}"
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
@@ -180,10 +181,14 @@ def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorPr
 def recipe_from_record(
     subject: CalibrationSubject, path: Path, *, config: Path | None = None
 ) -> Recipe:
-    """Return the recipe of a model with the scales of a record.
+    """Return the recipe (model, scales, integers) of a build from AMCT's record file.
 
-    `config`: quant config or simplified configuration that the record was made with; it decides the
-    form of the model, and is written again without the layers that the record lacks.
+    Args:
+        subject: the model.
+        path: the record, the text file of scales and offsets that AMCT's calibration writes.
+        config: quant config or simplified configuration of that calibration; it decides which
+            BatchNormalizations are folded, and is written again without the layers that the record
+            lacks. None if there is none.
 
     Raises:
         ConfigError: a file that cannot be read, breaks a rule, or belongs to another model.
@@ -202,16 +207,17 @@ def recipe_from_record(
     layers = quantize_layers(model, graph, records)
     unrecorded = [name for name in graph.layers if name not in records]
     if quant_config is not None:
-        enabled = quant_config.entries()
-        _refuse_disabled(records, enabled)
-        unused = [name for name in enabled if name not in records]
-        quant_config = disable_layers(quant_config, (*unrecorded, *unused))
+        enabled_names = quant_config.entries()
+        _refuse_disabled(records, enabled_names)
+        unrecorded_entries = [name for name in enabled_names if name not in records]
+        quant_config = disable_layers(quant_config, (*unrecorded, *unrecorded_entries))
 
+    # scales from a modified model give the wrong integers with the user's own weights
     adaround_layers = read_adaround_layers(text)
     if adaround_layers:
-        other_weights = find_unrounded_layers(model, graph, records, adaround_layers)
+        layers_with_other_weights = find_unrounded_layers(model, graph, records, adaround_layers)
     else:
-        other_weights = _find_modified_layers(path, model, graph, records)
+        layers_with_other_weights = _find_modified_layers(path, model, graph, records)
     return Recipe(
         model=model,
         graph=graph,
@@ -221,7 +227,7 @@ def recipe_from_record(
         method="a record",
         float_reasons=dict.fromkeys(unrecorded, "the record has no scales for it"),
         notes=tuple(_record_notes(path, unfolded, ignored)),
-        alerts=_other_weights_alert(other_weights),
+        alerts=_other_weights_alert(layers_with_other_weights),
     )
 
 
@@ -293,9 +299,14 @@ def _record_notes(path: Path, unfolded: Collection[str], ignored: Collection[str
 
 
 def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
-    """Return the recipe of a model with a TensorRT cache's activation scales; weights by ARQ.
+    """Return the recipe (model, scales, integers) of a build from a TensorRT calibration cache.
 
-    The scales are symmetric and without offset.
+    The cache has the scales of the activations, which are symmetric. AMCT's ARQ gives those of the
+    weights, from the weights alone.
+
+    Args:
+        subject: the model.
+        path: the cache.
 
     Raises:
         CacheError: the file cannot be read, or has no usable scale for any layer of the model.
@@ -303,19 +314,19 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     """
     cache = read_cache(path)
     model, graph = prepare_model(subject.model)
-    matched = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
+    match = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
     config = default_config(graph, activation_offset=False)
-    plan = RecordPlan(model=model, graph=graph, config=config, base="", samples=1)
+    # a plan without samples, for ARQ only
+    plan = RecordPlan(model=model, graph=graph, config=config, model_key="", samples=1)
     weight_scales = plan.weight_scales({}, {})  # neither DMQ nor AdaRound by default
-    records = {
-        name: LayerRecord(
-            scale_d=matched.scales[layer.input],
-            scale_w=weight_scales[name],
-            has_weight=bool(layer.weight),
-        )
-        for name, layer in graph.layers.items()
-        if layer.input in matched.scales
-    }
+    records = {}
+    for name, layer in graph.layers.items():
+        if layer.input in match.scales:
+            records[name] = LayerRecord(
+                scale_d=match.scales[layer.input],
+                scale_w=weight_scales[name],
+                has_weight=bool(layer.weight),
+            )
     layers, refusals = quantize_fitting(model, graph, records)
     if not layers:
         tensors = list(dict.fromkeys(layer.input for layer in graph.layers.values()))
@@ -326,7 +337,9 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
         )
 
     reason_by_tensor = {
-        cover.tensor: cover.reason for cover in matched.tensors if not cover.has_scale
+        matched_tensor.tensor: matched_tensor.reason
+        for matched_tensor in match.tensors
+        if not matched_tensor.has_scale
     }
     float_reasons = {}
     for name, layer in graph.layers.items():
@@ -348,23 +361,34 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
 
 
 def _match_form(
-    subject: CalibrationSubject, records: Mapping[str, LayerRecord], path: Path | None
+    subject: CalibrationSubject, records: Mapping[str, LayerRecord], config_path: Path | None
 ) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, list[str]]:
-    """Bring the model to the form that a record was made for.
+    """Return the model with those BatchNormalizations folded that a record was made with.
+
+    The configuration, the record's entries or its scales show where none was folded.
+
+    Args:
+        subject: the model.
+        records: layer name -> its entry in the record.
+        config_path: the configuration of the calibration, or None.
 
     Returns:
-        The model; its layers; the configuration in `path`; the layers that the scales show to be
-        unfolded.
+        The model; its layers; the configuration in `config_path`; the layers that the scales show
+        to be unfolded.
     """
     model, graph = prepare_model(subject.model)
-    config = None if path is None else read_any_config(path, graph)
-    fusion = config or QuantConfig()
-    skipped = [*fusion.skip_fusion_layers, *(n for n in records if records[n].skip_fusion)]
-    unfolded = _find_unfolded_layers(subject, records) if fusion.do_fusion else []
-    if not fusion.do_fusion or skipped or unfolded:
-        fusion = replace(fusion, skip_fusion_layers=tuple(skipped))
-        model, graph = unfuse_batchnorms(subject, fusion, unfolded=unfolded)
-        config = None if path is None else read_any_config(path, graph)
+    config = None if config_path is None else read_any_config(config_path, graph)
+    fusion_config = config or QuantConfig()  # whose defaults fold all
+    unfolded: list[str] = []
+    if fusion_config.do_fusion:
+        names = [name for name, record in records.items() if record.skip_fusion]
+        skipped_names = (*fusion_config.skip_fusion_layers, *names)
+        fusion_config = replace(fusion_config, skip_fusion_layers=skipped_names)
+        unfolded = _find_unfolded_layers(subject, records)
+    if not fusion_config.do_fusion or fusion_config.skip_fusion_layers or unfolded:
+        model, graph = unfuse_batchnorms(subject, fusion_config, unfolded=unfolded)
+        if config_path is not None:  # its checks depend on the form of the model
+            config = read_any_config(config_path, graph)
     return model, graph, config, unfolded
 
 

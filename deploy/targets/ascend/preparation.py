@@ -45,7 +45,8 @@ def find_weight_sharers(layers: Iterable[Layer], graph: LayerGraph) -> list[str]
 def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model with unique node names and unshared weights, and its layers.
 
-    The model is a copy only if something had to be changed; the caller changes neither.
+    A weight that several layers read is copied for each, since AMCT refuses such layers. The result
+    is a copy of the model only if something had to be changed; the caller must not change it.
     """
     from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 
@@ -58,29 +59,32 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     sharing_nodes = [n for n in named_model.graph.node if graph.float_reasons.get(n.name) == SHARED]
     # copy a shared weight for each node, or for none if the copies would be too large, as for a
     # cell unrolled over hundreds of steps
-    index, readers = Graph(named_model), count_reads(named_model.graph)
-    copy_counts = Counter(node.input[1] for node in sharing_nodes)
-    copied = _choose_copied(copy_counts, index.constants)
-    used_names = {*readers, *index.constants, *index.producer}
+    index, read_counts = Graph(named_model), count_reads(named_model.graph)
+    copy_count_by_weight = Counter(node.input[1] for node in sharing_nodes)
+    copied_weights = _choose_copied(copy_count_by_weight, index.constants)
+    used_names = {*read_counts, *index.constants, *index.producer}
     weight_by_copy: dict[str, str] = {}
     for node in sharing_nodes:
         weight = node.input[1]
-        if weight not in copied or readers[weight] < 2:
+        if (
+            weight not in copied_weights or read_counts[weight] < 2
+        ):  # the last reader keeps the weight
             continue
-        copy = claim_name(f"{node.name}.weight", used_names)
-        named_model.graph.initializer.append(copy_tensor(index.constants[weight], copy))
-        readers[weight] -= 1
-        node.input[1] = copy
-        weight_by_copy[copy] = weight
+        copy_name = claim_name(f"{node.name}.weight", used_names)
+        named_model.graph.initializer.append(copy_tensor(index.constants[weight], copy_name))
+        read_counts[weight] -= 1
+        node.input[1] = copy_name
+        weight_by_copy[copy_name] = weight
     return named_model, replace(find_layers(named_model), shared_weights=weight_by_copy)
 
 
 def _choose_copied(
-    copy_counts: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]
+    copy_count_by_weight: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]
 ) -> set[str]:
     """Return the weights whose copies fit into `_MAX_COPY_BYTES`, smallest first."""
     copy_bytes = {
-        name: 4 * math.prod(constants[name].dims) * count for name, count in copy_counts.items()
+        name: 4 * math.prod(constants[name].dims) * count
+        for name, count in copy_count_by_weight.items()
     }
     chosen, total = set(), 0
     for name in sorted(copy_bytes, key=copy_bytes.__getitem__):
@@ -93,12 +97,12 @@ def _choose_copied(
 def unfuse_batchnorms(
     subject: CalibrationSubject, config: QuantConfig, *, unfolded: Collection[str] = ()
 ) -> tuple[onnx.ModelProto, LayerGraph]:
-    """Return the model without the BatchNormalization folding that the config forbids.
+    """Return the model with only those BatchNormalizations folded that the config allows.
 
     Args:
         subject: the model.
         config: its do_fusion and skip_fusion_layers are used.
-        unfolded: layers into which nothing downstream is folded.
+        unfolded: layers into which nothing downstream is folded, such as a Mul.
 
     Returns:
         As `prepare_model`.
@@ -110,19 +114,21 @@ def unfuse_batchnorms(
         return model, graph
 
     model = copy_message(model)
-    # output of a layer -> whether nothing is folded into it, or else no BatchNormalization
-    refuses_all: dict[str, bool] = {}
-    excluded = set()
+    unfolded_tensors: set[str] = set()  # of layers into which nothing is folded
+    skipped_tensors: set[str] = set()  # of layers into which no BatchNormalization is folded
+    excluded_nodes = set()
     for node in model.graph.node:
-        sources = [refuses_all[tensor] for tensor in node.input if tensor in refuses_all]
-        if any(sources) or (sources and node.op_type == NORM):
-            excluded.add(node.name)
-        if node.name in unfolded or node.name in config.skip_fusion_layers:
-            refuses_all[node.output[0]] = node.name in unfolded
+        reads_unfolded = not unfolded_tensors.isdisjoint(node.input)
+        reads_skipped = not skipped_tensors.isdisjoint(node.input)
+        if reads_unfolded or (reads_skipped and node.op_type == NORM):
+            excluded_nodes.add(node.name)
         # folding also passes through nodes that only move values
-        if sources and (node.op_type in MOVES or node.op_type == "Concat"):
-            refuses_all[node.output[0]] = any(sources)
-    fold_affine(model.graph, excluded=excluded)
+        is_move = node.op_type in MOVES or node.op_type == "Concat"
+        if node.name in unfolded or (is_move and reads_unfolded):
+            unfolded_tensors.add(node.output[0])
+        elif node.name in config.skip_fusion_layers or (is_move and reads_skipped):
+            skipped_tensors.add(node.output[0])
+    fold_affine(model.graph, excluded=excluded_nodes)
     return prepare_model(model)
 
 
@@ -152,53 +158,61 @@ def disable_layers(config: QuantConfig, float_nodes: Collection[str]) -> QuantCo
 
 
 def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
-    """Return AMCT's default quantization as a plan, with pairs on the inputs of layers."""
+    """Return AMCT's default quantization as a plan: int8 layers, and the pairs on their inputs.
+
+    A pair, QuantizeLinear and DequantizeLinear, stands for the rounding of a tensor.
+
+    Args:
+        model: the float model.
+        float_nodes: nodes that stay in float by request.
+    """
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import Plan, QdqPair, reasons_by_node
 
     float_reasons = reasons_by_node(float_nodes)
-    named, graph = prepare_model(model)
-    chosen = {}
-    readers: dict[str, tuple[str, ...]] = {}
+    named_model, graph = prepare_model(model)
+    int8_layers = {}
+    nodes_by_input: dict[str, tuple[str, ...]] = {}
     for name, layer in graph.layers.items():
         if name not in float_reasons:
-            # with the weight that it reads in the original model
+            # a plan names the tensors of the original model, which has no copies of weights
             weight = graph.shared_weights.get(layer.weight, layer.weight)
-            chosen[name] = replace(layer, weight=weight)
-            readers[layer.input] = (*readers.get(layer.input, ()), layer.node)
+            int8_layers[name] = replace(layer, weight=weight)
+            nodes_by_input[layer.input] = (*nodes_by_input.get(layer.input, ()), layer.node)
     return Plan(
         placement=ASCEND,
-        decisions=decide_precisions(named, graph, chosen, float_reasons),
-        pairs=tuple(QdqPair(tensor, nodes) for tensor, nodes in readers.items()),
-        weights=tuple(layer.weight_target for layer in chosen.values() if layer.weight),
+        decisions=decide_precisions(named_model, graph, int8_layers, float_reasons),
+        pairs=tuple(QdqPair(tensor, nodes) for tensor, nodes in nodes_by_input.items()),
+        weights=tuple(layer.weight_target for layer in int8_layers.values() if layer.weight),
     )
 
 
 def decide_precisions(
     model: onnx.ModelProto,
     graph: LayerGraph,
-    chosen: Collection[str],
+    int8_names: Collection[str],
     float_reasons: Mapping[str, str],
 ) -> tuple[Decision, ...]:
-    """Return the precision of every node, with a reason for float.
+    """Return a `Decision` for every node: int8 or float, and the reason for float.
 
     Args:
         model: the prepared float model.
         graph: its layers.
-        chosen: the layers and inputs that are quantized.
+        int8_names: names of the int8 layers, and '<node>:<index>' of each tensor_quantize input,
+            whose node computes in float.
         float_reasons: layer -> why it is float, if the user did not ask for it.
     """
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import FLOAT32, FLOAT_BY_USER, Decision
 
     decisions = []
-    chosen_layers = graph.select(chosen).values()
+    chosen_layers = graph.select(int8_names).values()
     nodes_with_int8_inputs = {
         layer.node for layer in chosen_layers if layer.input_index is not None
     }
     for node in model.graph.node:
         name, precision, reason = node.name, FLOAT32, ""
-        if name in chosen:
+        if name in int8_names:
             precision = ASCEND.grid.name
         elif graph.float_reasons.get(name):
             reason = graph.float_reasons[name]

@@ -4,7 +4,7 @@ Also here: the IFMR or HFMG search of a layer's activation scale, and the clip r
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,35 +122,37 @@ def read_adaround_layers(text: str) -> list[str]:
     return names
 
 
-def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
-    """Parse the record of file `what`; return layer name -> record, after AMCT's checks.
+def read_record(text: str, file_name: str = "the record") -> dict[str, LayerRecord]:
+    """Parse AMCT's record file; return layer name -> its scales and offsets, after AMCT's checks.
+
+    `file_name`: for messages.
 
     Raises:
         ConfigError: text that does not parse, an unknown or missing field, an invalid value.
     """
-    message: Any = parse_text("ScaleOffsetRecord", text, what)
+    message: Any = parse_text("ScaleOffsetRecord", text, file_name)
     if not message.record and not message.prune_record:
-        raise ConfigError(f"{what} must hold at least one layer, got none; calibrate first")
+        raise ConfigError(f"{file_name} must hold at least one layer, got none; calibrate first")
     records: dict[str, LayerRecord] = {}
     for entry in message.record:
         if not entry.key:
             raise ConfigError(
-                f"each record must hold a key (a layer's name), got one without in {what}"
+                f"each record must hold a key (a layer's name), got one without in {file_name}"
             )
         if entry.key in records:
-            raise ConfigError(f"{what} must hold each layer once, got {entry.key!r} again")
+            raise ConfigError(f"{file_name} must hold each layer once, got {entry.key!r} again")
         if entry.HasField("kv_cache_value") and not entry.HasField("value"):
-            continue
+            continue  # scales of a language model's cache belong to no layer
         try:
             records[entry.key] = _read_layer(entry.value)
         except ConfigError as error:
-            raise ConfigError(f"{error} (layer {entry.key!r} of {what})") from None
+            raise ConfigError(f"{error} (layer {entry.key!r} of {file_name})") from None
     return records
 
 
-def describe_ignored_entries(text: str, what: str = "the record") -> tuple[str, ...]:
+def describe_ignored_entries(text: str, file_name: str = "the record") -> tuple[str, ...]:
     """Describe the record's entries that calib8 does not deploy, and so does not check."""
-    message: Any = parse_text("ScaleOffsetRecord", text, what)
+    message: Any = parse_text("ScaleOffsetRecord", text, file_name)
     count_by_kind = {
         "KV cache": sum(entry.HasField("kv_cache_value") for entry in message.record),
         "recurrent layer": sum(entry.value.HasField("scale_h") for entry in message.record),
@@ -160,7 +162,11 @@ def describe_ignored_entries(text: str, what: str = "the record") -> tuple[str, 
 
 
 def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
-    """Check a complete record against its model.
+    """Check a complete record (AMCT's file of scales and offsets) against its model.
+
+    Args:
+        records: layer name, or '<node>:<index>' of an input -> its entry in the file.
+        graph: the layers of the model.
 
     Raises:
         ConfigError: a layer that the model lacks or cannot quantize; missing scales, or a wrong
@@ -177,6 +183,7 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
                 )
             check_tensor_input(node, int(index), graph)
         elif name in graph.float_reasons and name not in graph.optional_layers:
+            # an optional layer is float by default, and int8 if a record or configuration names it
             raise ConfigError(f"layer {name!r} cannot be quantized: {graph.float_reasons[name]}")
         elif name not in layer_by_name:
             raise ConfigError(
@@ -199,9 +206,9 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
             f"act_type INT16 is for {INT16_LAYERS}, got {layer.kind} in layer {name!r}"
         )
     if not takes_weights(layer, record.weight_bits):
-        rule = INT4_WEIGHTS if record.weight_bits == 4 else "Conv with a 2-D kernel"
+        supported = INT4_WEIGHTS if record.weight_bits == 4 else "Conv with a 2-D kernel"
         raise ConfigError(
-            f"wts_type INT{record.weight_bits} is for {rule}, got {layer.kind} with"
+            f"wts_type INT{record.weight_bits} is for {supported}, got {layer.kind} with"
             f" {layer.channels_in} input channels and {layer.group} groups in layer {name!r}"
         )
     is_int8_only = layer.input_index is not None or layer.two_activations
@@ -214,12 +221,12 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
 
 def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
     """Refuse a number of weight scales that does not fit the layer's type."""
-    count = record.scale_w.size
+    scale_count = record.scale_w.size
     if layer.input_index is not None:
-        if count or not record.is_node_input:
+        if scale_count or not record.is_node_input:
             raise ConfigError(
                 f"the record of an input must hold is_tensor_quantize: true and no scale_w, got"
-                f" {'a scale_w' if count else 'neither'} in {name!r}"
+                f" {'a scale_w' if scale_count else 'neither'} in {name!r}"
             )
     elif layer.two_activations and record.offset_d:
         raise ConfigError(
@@ -227,33 +234,30 @@ def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
         )
     elif layer.kind == "AveragePool":
         if record.scale_w.tolist() not in ([], [1.0]):
-            raise ConfigError(f"layer {name!r} is an AveragePool and takes no scale_w, got {count}")
-    elif not count:
+            raise ConfigError(
+                f"layer {name!r} is an AveragePool and takes no scale_w, got {scale_count}"
+            )
+    elif not scale_count:
         raise ConfigError(f"layer {name!r} must hold scale_w and offset_w, got none")
-    elif count > 1 and not layer.channel_wise:
-        raise ConfigError(f"a {layer.kind} takes one scale_w, got {count} in layer {name!r}")
+    elif scale_count > 1 and not layer.channel_wise:
+        raise ConfigError(f"a {layer.kind} takes one scale_w, got {scale_count} in layer {name!r}")
 
 
 def _read_layer(value: Any) -> LayerRecord:
-    """Return the record of a protobuf message, after AMCT's checks."""
-    has_scale = value.HasField("scale_d")
-    scale_w = np.array(value.scale_w, np.float32)
-    if len(value.offset_w) != scale_w.size:
-        raise ConfigError(
-            f"scale_w and offset_w must be as many, got {scale_w.size} and {len(value.offset_w)}"
-        )
-    for offset in value.offset_w:
-        if offset:
-            raise ConfigError(f"offset_w must be 0, got {offset}")
-    if has_scale != value.HasField("offset_d"):
-        raise ConfigError("scale_d and offset_d must come together, got one of them")
-    _check_scales(value.scale_w)
-    if has_scale:
-        _check_scales([value.scale_d])
-    if value.shift_bit:
-        raise ConfigError("shift_bit is not supported, got one; delete it")
+    """Return a layer's entry of AMCT's record file, its scales and offsets, after AMCT's checks.
 
-    bits = {field: _read_bits(value, field) for field in _WIDTHS_BY_FIELD}
+    The suffix _d is that of the layer's input (data), _w that of its weight.
+
+    `value`: the `value` message of the entry.
+    """
+    _check_scales_and_offsets(value)
+    bits = {field: _read_bits(value, field) for field in _WIDTHS_BY_FIELD}  # 0 for none
+    act_bits = bits["dst_type"] or bits["act_type"] or 8
+    low, high = ascend_range(act_bits)
+    if not low <= value.offset_d <= high:
+        raise ConfigError(
+            f"offset_d must be in [{low}, {high}] with {act_bits} bits, got {value.offset_d}"
+        )
     mode = value.fakequant_precision_mode
     if mode not in ("", "DEFAULT", "UNSET", _FORCE_FP16):
         raise ConfigError(
@@ -261,18 +265,14 @@ def _read_layer(value: Any) -> LayerRecord:
         )
     if value.op_data_type not in _IS_FLOAT16_BY_TYPE:
         raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
-    act_bits = bits["dst_type"] or bits["act_type"] or 8
-    low, high = ascend_range(act_bits)
-    if not low <= value.offset_d <= high:
-        raise ConfigError(
-            f"offset_d must be in [{low}, {high}] with {act_bits} bits, got {value.offset_d}"
-        )
+    scale_w = np.array(value.scale_w, np.float32)
+    is_pool = value.wts_type == "" and scale_w.tolist() == [1.0]
     return LayerRecord(
-        scale_d=np.float32(value.scale_d) if has_scale else None,
+        scale_d=np.float32(value.scale_d) if value.HasField("scale_d") else None,
         offset_d=value.offset_d,
         scale_w=scale_w,
         factors=_read_factors(value),
-        has_weight=value.wts_type != "" or scale_w.tolist() != [1.0],
+        has_weight=not is_pool,
         skip_fusion=value.skip_fusion,
         is_node_input=value.is_tensor_quantize,
         act_bits=act_bits,
@@ -282,18 +282,32 @@ def _read_layer(value: Any) -> LayerRecord:
     )
 
 
+def _check_scales_and_offsets(value: Any) -> None:
+    """Refuse scales or offsets of a layer that are missing, too many, or out of range."""
+    if len(value.offset_w) != len(value.scale_w):
+        raise ConfigError(
+            f"scale_w and offset_w must be as many, got {len(value.scale_w)} and"
+            f" {len(value.offset_w)}"
+        )
+    for offset in value.offset_w:
+        if offset:  # int8 weights are symmetric on Ascend
+            raise ConfigError(f"offset_w must be 0, got {offset}")
+    has_scale = value.HasField("scale_d")
+    if has_scale != value.HasField("offset_d"):
+        raise ConfigError("scale_d and offset_d must come together, got one of them")
+    for scale in (*value.scale_w, *([value.scale_d] if has_scale else [])):
+        if not _MIN_SCALE <= scale <= 1 / _MIN_SCALE:
+            raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
+    if value.shift_bit:
+        raise ConfigError("shift_bit is not supported, got one; delete it")
+
+
 def _read_factors(value: Any) -> Float32Array:
     """Return the DMQ factors of a layer, [C_in], or [] without DMQ."""
     factors = np.array(value.tensor_balance_factor, np.float32)
     if not ((factors > FLT_EPSILON) & (factors < 1 / FLT_EPSILON)).all():
         raise ConfigError("a tensor_balance_factor must be in (1.2e-7, 8.4e6), got one outside")
     return factors
-
-
-def _check_scales(scales: Iterable[float]) -> None:
-    for scale in scales:
-        if not _MIN_SCALE <= scale <= 1 / _MIN_SCALE:
-            raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
 
 
 def _read_bits(value: Any, field: str) -> int:

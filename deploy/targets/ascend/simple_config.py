@@ -36,40 +36,47 @@ _BITS_BY_TYPE = {1: 8, 2: 16}  # DataType.INT8, INT16
 _TYPE_INT16 = 2
 
 
-def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -> QuantConfig:
-    """Parse the simplified configuration of file `what` and resolve it for the model's layers.
+def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the config") -> QuantConfig:
+    """Parse AMCT's simplified configuration; return the quant config that it means for a model.
+
+    Args:
+        text: text of the file.
+        graph: the layers of the model.
+        file_name: for messages.
 
     Raises:
         ConfigError: text that does not parse, unknown or repeated names and types, values out of
             range, algorithms that a layer does not support.
     """
-    message: Any = parse_text("AMCTConfig", text, what)
+    message: Any = parse_text("AMCTConfig", text, file_name)
     if message.joint_quant:
         raise ConfigError(
-            f"{what} must not set joint_quant to true, which only AMCT's binary packages have;"
+            f"{file_name} must not set joint_quant to true, which only AMCT's binary packages have;"
             " remove the line"
         )
     skipped = _read_skipped(message, graph)
-    override_by_type = _read_type_overrides(message)
-    override_by_name = _read_layer_overrides(message, graph)
+    section_by_type = _read_type_overrides(message)
+    section_by_name = _read_layer_overrides(message, graph)
     common = message.common_config if message.HasField("common_config") else None
 
-    names = {*graph.layers, *(graph.optional_layers.keys() & override_by_name.keys())}
+    # a layer that is float by default, such as a MatMul of two activations, must be named
+    names = {*graph.layers, *(graph.optional_layers.keys() & section_by_name.keys())}
     layer_by_name = graph.layer_by_name
-    layers, lowered = {}, []
+    layers, lowered_to_8_bits = {}, []
     for name in sorted(names):
         layer = layer_by_name[name]
-        sources = (override_by_name.get(name), override_by_type.get(layer.kind), common)
-        parts = [part for part in sources if part is not None]
+        candidates = (section_by_name.get(name), section_by_type.get(layer.kind), common)
+        sections = [section for section in candidates if section is not None]
         try:
-            entry = _merge_parts(parts, layer, common)
+            entry = _merge_sections(sections, layer, common)
         except ConfigError as error:
             raise ConfigError(f"{error} (in layer {name!r})") from None
-        is_common = _first_with(parts, "activations") is common
+        # 16 bits from the layer's own section are refused later, from the common one lowered
+        is_common = _first_with(sections, "activations") is common
         if is_common and not takes_activations(layer, entry.activation.num_bits):
             entry = replace(entry, activation=replace(entry.activation, num_bits=8))
             if name not in skipped:
-                lowered.append(name)
+                lowered_to_8_bits.append(name)
         layers[name] = replace(entry, quant_enable=name not in skipped)
 
     batch_num = message.batch_num if message.HasField("batch_num") else 1
@@ -80,9 +87,9 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         do_fusion=_is_true_or_unset(message, "do_fusion"),
         skip_fusion_layers=tuple(refuse_repeats(message.skip_fusion_layers, "skip_fusion_layers")),
         fakequant_precision_mode="FORCE_FP16_QUANT" if forces_fp16 else None,
-        tensors=tuple(_read_tensor(part, common) for part in message.tensor_quantize),
+        tensors=tuple(_read_tensor(entry, common) for entry in message.tensor_quantize),
         layers=layers,
-        notes=tuple(activation_width_notes(lowered)),
+        notes=tuple(activation_width_notes(lowered_to_8_bits)),
     )
     return resolve_config(config, graph)
 
@@ -145,34 +152,34 @@ def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
 
     layer_types = refuse_repeats(message.skip_layer_types, "skip_layer_types")
     kinds = {kind for layer_type in layer_types for kind in _op_types(layer_type)}
-    of_kinds = {name for name, layer in graph.layers.items() if layer.kind in kinds}
-    is_all_skipped = kinds and graph.layers and len(of_kinds) == len(graph.layers)
-    if is_all_skipped and not message.tensor_quantize:
+    layers_of_skipped_types = {name for name, layer in graph.layers.items() if layer.kind in kinds}
+    has_layers = bool(graph.layers)  # a model without layers has an error of its own
+    if has_layers and layers_of_skipped_types == set(graph.layers) and not message.tensor_quantize:
         raise ConfigError(
             f"skip_layer_types must leave a type to quantize, got {layer_types}; every layer of the"
             " model is of these types"
         )
-    return skipped | of_kinds
+    return skipped | layers_of_skipped_types
 
 
 def _read_type_overrides(message: Any) -> dict[str, Any]:
-    """Return op type -> its part of the configuration."""
-    part_by_type: dict[str, Any] = {}
+    """Return ONNX op type -> the section (protobuf message) with its calibration settings."""
+    section_by_type: dict[str, Any] = {}
     for override in message.override_layer_types:
         _require_fields(override, "override_layer_types", "layer_type", "calibration_config")
         for kind in _op_types(override.layer_type):
-            if kind in part_by_type:
+            if kind in section_by_type:
                 raise ConfigError(
                     "override_layer_types must name each type once, got"
                     f" {override.layer_type!r} again"
                 )
-            part_by_type[kind] = override.calibration_config
-    return part_by_type
+            section_by_type[kind] = override.calibration_config
+    return section_by_type
 
 
 def _read_layer_overrides(message: Any, graph: LayerGraph) -> dict[str, Any]:
-    """Return layer -> its part of the configuration."""
-    part_by_name: dict[str, Any] = {}
+    """Return layer name -> the section (protobuf message) with its calibration settings."""
+    section_by_name: dict[str, Any] = {}
     for override in message.override_layer_configs:
         _require_fields(override, "override_layer_configs", "layer_name", "calibration_config")
         name = override.layer_name
@@ -180,12 +187,12 @@ def _read_layer_overrides(message: Any, graph: LayerGraph) -> dict[str, Any]:
             raise ConfigError(
                 f"layer {name!r} of override_layer_configs {no_layer_reason(name, graph)}"
             )
-        if name in part_by_name:
+        if name in section_by_name:
             raise ConfigError(
                 f"override_layer_configs must name each layer once, got {name!r} again"
             )
-        part_by_name[name] = override.calibration_config
-    return part_by_name
+        section_by_name[name] = override.calibration_config
+    return section_by_name
 
 
 def _require_fields(message: Any, where: str, *fields: str) -> None:
@@ -195,17 +202,17 @@ def _require_fields(message: Any, where: str, *fields: str) -> None:
             raise ConfigError(f"each of {where} must hold {field}, got one without")
 
 
-def _first_with(parts: Sequence[Any], group: str) -> Any:
-    """Return the first part that names an algorithm of a group, or None.
+def _first_with(sections: Sequence[Any], group: str) -> Any:
+    """Return the first section that names an algorithm of a group, or None.
 
     Args:
-        parts: sections of the configuration that apply to a layer, the strongest first.
+        sections: sections of the configuration that apply to a layer, the strongest first.
         group: a oneof of the protobuf message: "activations", "weights" or "balancer".
     """
-    return next((part for part in parts if part.WhichOneof(group)), None)
+    return next((section for section in sections if section.WhichOneof(group)), None)
 
 
-def _merge_parts(parts: Sequence[Any], layer: Layer, common: Any) -> LayerConfig:
+def _merge_sections(sections: Sequence[Any], layer: Layer, common_section: Any) -> LayerConfig:
     """Return the entry of a layer from all sections that apply to it.
 
     The first section that names an algorithm of a group (activations, weights, balancer) decides
@@ -213,58 +220,58 @@ def _merge_parts(parts: Sequence[Any], layer: Layer, common: Any) -> LayerConfig
     a section for the layer or its type is obeyed, and refused later.
 
     Args:
-        parts: the sections, the strongest first; the last one may be `common`.
+        sections: the sections, the strongest first; the last one may be `common_section`.
         layer: the layer.
-        common: the section common_config, or None.
+        common_section: the section common_config, or None.
     """
-    activation_part = _first_with(parts, "activations")
+    activation_section = _first_with(sections, "activations")
     activation = ActivationParams()
-    if activation_part is not None:
-        activation = _read_activation(activation_part)
+    if activation_section is not None:
+        activation = _read_activation(activation_section)
         if not layer.symmetric_only:
-            activation = _inherit_asymmetric(activation, common)
-        elif activation_part is common:
+            activation = _inherit_asymmetric(activation, common_section)
+        elif activation_section is common_section:  # it may ask for an offset
             activation = replace(activation, asymmetric=False)
 
-    balancer_part = _first_with(parts, "balancer")
+    balancer_section = _first_with(sections, "balancer")
     strength = None
-    if balancer_part is not None and (layer.weight or balancer_part is not common):
-        balancer = balancer_part.dmq_balancer
-        strength = 0.5
+    if balancer_section is not None and (layer.weight or balancer_section is not common_section):
+        balancer = balancer_section.dmq_balancer
+        strength = 0.5  # AMCT's default
         if balancer.HasField("migration_strength"):
             strength = _decimal(balancer.migration_strength)
         check_value("dmq_balancer_param", strength, LAYER["dmq_balancer_param"])
 
-    weight_part = _first_with(parts, "weights")
-    weight = WeightParams() if weight_part is None else _read_weight(weight_part)
+    weight_section = _first_with(sections, "weights")
+    weight = WeightParams() if weight_section is None else _read_weight(weight_section)
     is_adaround = weight.wts_algo == "ada_quantize"
-    if weight_part is common and is_adaround and not layer.can_use_adaround:
+    if weight_section is common_section and is_adaround and not layer.can_use_adaround:
         weight = WeightParams()
     return LayerConfig(activation=activation, weight=weight, dmq_balancer_param=strength)
 
 
-def _read_tensor(part: Any, common: Any) -> TensorConfig:
+def _read_tensor(entry: Any, common_section: Any) -> TensorConfig:
     """Return one tensor_quantize entry; its default algorithm is IFMR, as in AMCT."""
-    _require_fields(part, "tensor_quantize", "layer_name", "input_index")
+    _require_fields(entry, "tensor_quantize", "layer_name", "input_index")
     activation = ActivationParams()
-    if part.WhichOneof("activations"):
+    if entry.WhichOneof("activations"):
         try:
-            activation = _read_activation(part)
+            activation = _read_activation(entry)
         except ConfigError as error:
-            raise ConfigError(f"{error} (in tensor_quantize of {part.layer_name!r})") from None
+            raise ConfigError(f"{error} (in tensor_quantize of {entry.layer_name!r})") from None
     return TensorConfig(
-        layer_name=part.layer_name,
-        input_index=part.input_index,
-        activation=_inherit_asymmetric(activation, common),
+        layer_name=entry.layer_name,
+        input_index=entry.input_index,
+        activation=_inherit_asymmetric(activation, common_section),
     )
 
 
-def _inherit_asymmetric(activation: ActivationParams, common: Any) -> ActivationParams:
+def _inherit_asymmetric(activation: ActivationParams, common_section: Any) -> ActivationParams:
     """Inherit `asymmetric` from common_config if unset and both have the same algorithm."""
-    has_common = common is not None and common.WhichOneof("activations")
-    if activation.asymmetric is not None or not has_common:
+    common_has_algorithm = common_section is not None and common_section.WhichOneof("activations")
+    if activation.asymmetric is not None or not common_has_algorithm:
         return activation
-    common_activation = _read_activation(common)
+    common_activation = _read_activation(common_section)
     if common_activation.act_algo != activation.act_algo:
         return activation
     return replace(activation, asymmetric=common_activation.asymmetric)
@@ -293,10 +300,10 @@ def _join_range(fields: dict[str, Any], key: str, default: tuple[float, float]) 
         ]
 
 
-def _read_activation(part: Any) -> ActivationParams:
+def _read_activation(section: Any) -> ActivationParams:
     """Return the activation search of a section that names one, with the keys of the JSON form."""
-    algorithm = part.WhichOneof("activations")
-    fields = _read_fields(getattr(part, algorithm))
+    algorithm = section.WhichOneof("activations")
+    fields = _read_fields(getattr(section, algorithm))
     fields["act_algo"] = "ifmr" if algorithm == "ifmr_quantize" else "hfmg"
     if "dst_type" in fields:
         fields["num_bits"] = _BITS_BY_TYPE[fields.pop("dst_type")]
@@ -304,10 +311,10 @@ def _read_activation(part: Any) -> ActivationParams:
     return activation_from(check_values(fields, ACTIVATION))
 
 
-def _read_weight(part: Any) -> WeightParams:
+def _read_weight(section: Any) -> WeightParams:
     """Return the weight algorithm of a section that names one, with the keys of the JSON form."""
-    algorithm = part.WhichOneof("weights")
-    fields = _read_fields(getattr(part, algorithm))
+    algorithm = section.WhichOneof("weights")
+    fields = _read_fields(getattr(section, algorithm))
     fields["wts_algo"] = algorithm
     if "quant_bits" in fields:
         fields["num_bits"] = fields.pop("quant_bits")

@@ -198,13 +198,17 @@ class Ascend:
     def scaled_tensors(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Return the inputs of the layers; `demand` decides what is observed of them."""
+        """Return the input tensors of the layers that can be in int8.
+
+        `demand` decides which statistics of them are observed.
+        """
         from deploy.targets.ascend.existing_files import read_any_config
 
         _, graph = prepare_model(model)
         names: Collection[str] = graph.layers
         if self.config is not None:
             config = read_any_config(self.config, graph)  # refuse a bad one before calibration
+            # a configuration may add MatMuls of two activations and inputs of nodes
             names = {*graph.layers, *disable_layers(config, float_nodes).entries()}
         tensors: list[str] = []
         for layer in graph.select(names).values():
@@ -228,15 +232,15 @@ class Ascend:
 
         refuse_optimized(subject.model, self.name)
         refuse_other_domains(subject.loaded)
-        if subject.loaded.qdq is not None:
+        if subject.loaded.qdq is not None:  # a Q/DQ model has its scales: nothing is observed
             from deploy.targets.prequantized import refuse_options
 
-            is_given = {
+            is_set_by_option = {
                 "--ascend-config": self.config is not None,
                 "--exact-ifmr": self.exact,
                 "--amct-batch": self.amct_batch is not None,
             }
-            refuse_options(subject.loaded.qdq, self.name, is_given)
+            refuse_options(subject.loaded.qdq, self.name, is_set_by_option)
             return ()
         return self.record_plan(subject).observations
 
@@ -375,7 +379,7 @@ class Ascend:
             host_notes = write_aipp_files(
                 request, files, self._source(), first_layer_int8=self.first_layer_int8
             )
-        engine, atc_notes, failure = write_om(request, files, self._atc())
+        engine, atc_notes, atc_error = write_om(request, files, self._atc())
         write_readme(request, files, self._atc(), cann=self.cann, host_notes=host_notes)
         decisions = decide_precisions(
             recipe.model, recipe.graph, recipe.records, recipe.float_reasons
@@ -383,8 +387,10 @@ class Ascend:
         return BuildResult(
             target=self.name,
             engine=engine,
-            runnable=None if failure else files["fake-quant model"],
-            shipped=() if failure else tuple(files[role] for role in _ATC_INPUTS if role in files),
+            runnable=None if atc_error else files["fake-quant model"],
+            shipped=()
+            if atc_error
+            else tuple(files[role] for role in _ATC_INPUTS if role in files),
             files=files,
             decisions=(*decisions, *request.plugin_decisions),
             method=recipe.method,
@@ -392,7 +398,7 @@ class Ascend:
             weights=deployed_weights(recipe.layers),
             notes=(*notes, *host_notes, *atc_notes),
             alerts=(*recipe.alerts, *self._source().alerts),
-            error=failure,
+            error=atc_error,
         )
 
     def describe_sdk(self) -> str:
@@ -414,25 +420,32 @@ class Ascend:
         )
 
     def record_plan(self, subject: CalibrationSubject) -> RecordPlan:
-        """Return the plan of the layers that the configuration and --keep-float quantize."""
+        """Return the plan of the calibration: which layers are quantized, what is observed.
+
+        The configuration and --keep-float choose the layers. The model has the
+        BatchNormalizations that AMCT would leave unfolded.
+        """
         from deploy.calibration.observation import FOLDED
         from deploy.targets.ascend.amct_calibration import RecordPlan
 
         model, graph = prepare_model(subject.model)
-        config, base = self._config(graph, subject), FOLDED
-        unfolded = []
-        if self.configured:
-            unfolded = find_unfolded_deconvs(subject.unfolded.model)
-        if not config.do_fusion or config.skip_fusion_layers or unfolded:
-            model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded)
+        config, model_key = self._config(graph, subject), FOLDED
+        unfolded_deconvs = []
+        if self.configured:  # then as AMCT, which folds none into a ConvTranspose
+            unfolded_deconvs = find_unfolded_deconvs(subject.unfolded.model)
+        if not config.do_fusion or config.skip_fusion_layers or unfolded_deconvs:
+            model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded_deconvs)
+            # the default entries and the checks of a configuration depend on the layers
             config = self._config(graph, subject)
-            unfused = [*config.skip_fusion_layers, *unfolded] if config.do_fusion else ["all"]
-            base = f"unfused {', '.join(unfused)}"
+            unfused_names = ["all"]
+            if config.do_fusion:
+                unfused_names = [*config.skip_fusion_layers, *unfolded_deconvs]
+            model_key = f"unfused {', '.join(unfused_names)}"
         return RecordPlan(
             model=model,
             graph=graph,
             config=config,
-            base=base,
+            model_key=model_key,
             samples=subject.samples,
             images_per_sample=subject.batch,
             samples_per_batch=self._samples_per_batch(subject),
