@@ -124,7 +124,9 @@ def auto_calibrate(
     threads: int,
     say: Callable[[str], None],
 ) -> AutoCalibration:
-    """Search which layers stay in int8 and by which search, and write the files.
+    """Choose the layers in int8 and the search of each layer's range, and write the files.
+
+    As few layers as possible go to float, so that the loss of accuracy holds a budget.
 
     Args:
         target: the target.
@@ -147,18 +149,19 @@ def auto_calibrate(
             evaluation_set=make_evaluation_set(feed, subject.model, _REPAIR_SAMPLES),
             threads=threads,
         )
-        plan, _, layers, _ = target.quantize(request)
+        plan, _, quantized_layers, _ = target.quantize(request)
         records_by_search = target.records(request)
 
-        ranking: list[tuple[str, float]] = []
+        ranking: list[tuple[str, float]] = []  # (layer, loss); AMCT's strategy alone needs it
         if strategy == BINARY:
             with phase("ranking the layers"):
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
-                ranking = rank_layers(plan.model, layers, samples, threads=threads)
+                ranking = rank_layers(plan.model, quantized_layers, samples, threads=threads)
         # a layer with an index stands for an input of a node, not for a node
         node_inputs = [name for name, layer in plan.layers.items() if layer.input_index is not None]
-        # DMQ, which balances, cannot be the search of every layer
+        # DMQ costs a multiplication more in front of a layer, and not every layer can have it
         general_searches = [name for name in records_by_search if not is_balanced(name)]
+        find_searches = partial(_find_nearest_searches, plan, records_by_search, feed, threads)
         budget_search = BudgetSearch(
             target=target,
             request=request,
@@ -168,11 +171,12 @@ def auto_calibrate(
             uncounted=node_inputs,
             searches=records_by_search,
             everywhere=general_searches,
-            nearest=partial(_find_nearest_searches, plan, records_by_search, feed, threads),
+            nearest=find_searches,
             say=say,
             ranking=ranking,
         )
-        result = _write_files(target, budget_search, budget_search.run(), plan)
+        final_request = budget_search.run()
+        result = _write_files(target, budget_search, final_request, plan)
         publish_build(build_origin(calibration, [target], None), stage, replaceable=())
     return replace(result, paths=tuple(map(stage.published_path, result.paths)))
 
@@ -196,56 +200,64 @@ def _write_files(
 ) -> AutoCalibration:
     """Write ranking, history and config; models and record if a layer stays in int8.
 
+    A record is AMCT's text file of scales and offsets.
+
     Args:
         target: the target.
         search: the search, with its ranking, history and repairs.
         final_request: what the search chose to build; None if no layer stays in int8.
         plan: layers and configuration before the search.
     """
-    config = apply_searches(plan.config, {})
-    if final_request is not None:
-        final_plan, quantized, layers, config = target.quantize(final_request)
-    texts = {
+    if final_request is None:
+        config = apply_searches(plan.config, {})  # all layers in float
+    else:
+        final_plan, calibrated, quantized_layers, config = target.quantize(final_request)
+    text_by_name = {
         RANKING: json.dumps([list(entry) for entry in search.ranking], indent=4),
         HISTORY: json.dumps(search.history, indent=4),
         FINAL: write_config(config),
     }
     folder = search.request.folder
-    paths = [atomic.write_text(folder / name, text) for name, text in texts.items()]
+    paths = [atomic.write_text(folder / name, text) for name, text in text_by_name.items()]
     if final_request is None:
         return AutoCalibration(config=config, int8_layers=None, notes=(), paths=tuple(paths))
 
-    models = write_models(
-        Recipe(
-            model=final_plan.model,
-            graph=final_plan.graph,
-            records=quantized.records,
-            layers=layers,
-            config=config,
-        ),
+    recipe = Recipe(
+        model=final_plan.model,
+        graph=final_plan.graph,
+        records=calibrated.records,
+        layers=quantized_layers,
+        config=config,
+    )
+    model_paths = write_models(
+        recipe,
         final_request,
         float16_tensors=find_float16_tensors(final_request.subject),
         weight_sharers=find_weight_sharers(plan.graph.layers.values(), plan.graph),
     )
     return AutoCalibration(
         config=config,
-        int8_layers=sum(not record.is_node_input for record in quantized.records.values()),
-        notes=tuple(_notes(search, final_request, plan)),
-        paths=(*paths, *models.values()),
+        int8_layers=sum(not record.is_node_input for record in calibrated.records.values()),
+        notes=tuple(_repair_notes(search, final_request, plan)),
+        paths=(*paths, *model_paths.values()),
     )
 
 
-def _notes(search: BudgetSearch, final_request: BuildRequest, plan: RecordPlan) -> Iterator[str]:
+def _repair_notes(
+    search: BudgetSearch, final_request: BuildRequest, plan: RecordPlan
+) -> Iterator[str]:
     """Yield sentences on what was done to the layers in int8 beside searching their ranges.
 
     Args:
-        search: the search, with its repairs.
-        final_request: what the search chose to build, with the search of each layer.
+        search: the search, with its repairs: changes of the float model's constants.
+        final_request: what the search chose to build, with the search of each layer's range.
         plan: layers and configuration before the search.
     """
     choices = final_request.choices
-    int8_searches = [s for layer, s in choices.searches.items() if layer not in choices.float_nodes]
-    balanced_count = sum(map(is_balanced, int8_searches))
+    balanced_count = 0
+    for layer, range_search in choices.searches.items():
+        if layer not in choices.float_nodes and is_balanced(range_search):
+            balanced_count += 1
     if balanced_count:
         image_count = count_dmq_samples(plan) * plan.images_per_sample
         yield (

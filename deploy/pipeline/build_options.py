@@ -216,6 +216,8 @@ def prepare_build(
 ) -> PreparedBuild:
     """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`.
 
+    The options come back completed, see `PreparedBuild`.
+
     Args:
         model: the float model, or a Q/DQ model.
         dataset: the calibration images; None for a Q/DQ model of which nothing is measured.
@@ -224,16 +226,16 @@ def prepare_build(
     Raises:
         Calib8Error: what does not fit is said before anything is run.
     """
-    metric = make_metric(options.metric, options.task)
+    metric = make_metric(options.metric, options.task)  # a wrong one is refused before the model
     loaded = load_float_or_qdq(model)
     metric = replace(metric, declared=loaded.declaration)
-    images = None if dataset is None else dataset.source
-    reference, notes = find_reference_model(loaded, options.float_model, images)
+    image_source = None if dataset is None else dataset.source
+    reference, notes = find_reference_model(loaded, options.float_model, image_source)
     if dataset is None:
         _refuse_evaluation_options(options)
     evaluation = options.evaluation
     if loaded.qdq is not None:  # its pairs are the calibration: all images are for the evaluation
-        refuse_calibration_options(loaded.qdq, _calibration_flags(images, options))
+        refuse_calibration_options(loaded.qdq, _calibration_flags(image_source, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
     repairs = _choose_repairs(options)
@@ -243,9 +245,10 @@ def prepare_build(
     _refuse_foreign(options, loaded)
     _refuse_less_effort(options, loaded)
 
+    # a wrong path is reported before anything is run
     dataset, evaluation = _drop_idle_preprocess(dataset, evaluation, loaded)
     evaluation_feed = None
-    if evaluation is not None:  # opened first: a wrong path is reported before anything is run
+    if evaluation is not None:
         evaluation_feed = loaded.open_samples(
             evaluation, labels_by_folder=options.labels == BY_FOLDER
         )

@@ -108,8 +108,16 @@ def deploy(
 ) -> Report:
     """Write the files of a float model by the scales of a record or a TensorRT cache.
 
-    `config`: configuration that the record was made with, where it kept BatchNormalization apart.
-    `target`: with the options that do not calibrate.
+    Args:
+        model: the float model, an ONNX file.
+        record: AMCT's text file of the scales and offsets of each layer.
+        out: folder of everything that is written.
+        cache: TensorRT's calibration cache, in place of a record.
+        config: configuration that the record was made with, where it kept BatchNormalization apart.
+        target: with the options that do not calibrate; None is the default one.
+        inputs: samples that the files are tried on; None makes random ones.
+        threads: worker threads, None for up to 4 cores.
+        force: replace files that no build wrote.
 
     Raises:
         ConfigError: neither of record and cache, or both; a record that breaks a rule or is another
@@ -118,22 +126,22 @@ def deploy(
         ModelError, FeedError, ExportError, BackendError: as `deploy.pipeline.build`.
     """
     config = None if config is None else Path(config)
-    scales = _choose_scales(record, cache, config)
+    scales_path = _choose_scales(record, cache, config)
     target, inputs = target or Ascend(), inputs or TrialInputs()
     _refuse_early(target, inputs, Path(out), Path(model).stem, force=force)
     loaded = load(model)
     subject = CalibrationSubject(loaded=loaded, samples=0, user_model=model)
     if cache:
-        recipe = recipe_from_cache(subject, scales)
+        recipe = recipe_from_cache(subject, scales_path)
     else:
-        recipe = recipe_from_record(subject, scales, config=config)
+        recipe = recipe_from_record(subject, scales_path, config=config)
     workers = worker_threads(threads)
     deployment = _Deployment(
         target=target,
         inputs=inputs,
         subject=subject,
         recipe=recipe,
-        scales=scales,
+        scales=scales_path,
         source={"name": loaded.name, "sha256": loaded.digest},
         threads=workers,
         make_rows=partial(_compare_with_float_model, loaded, target, workers),
@@ -152,19 +160,22 @@ def convert(
     threads: int | None = None,
     force: bool = False,
 ) -> Report:
-    """Write the files of a Q/DQ model by its own scales.
+    """Write Ascend's files of a Q/DQ model by the scales of its own Q/DQ pairs.
 
     With images, the deploy model is run in integers beside `model` in ONNX Runtime.
 
     Args beyond those of `deploy`:
-        keep_rounding: round what float operators read as the model's pairs do.
+        model: an ONNX file with QuantizeLinear and DequantizeLinear pairs.
+        keep_rounding: whether tensors with a pair are rounded as by it where a float operator
+            reads them too.
 
     Raises:
         ModelError: it is no ONNX model in the Q/DQ form.
         ExportError: Ascend can take over none of its layers.
         ConfigError, FeedError, BackendError: as `deploy`.
     """
-    path, target, inputs = Path(model), target or Ascend(), inputs or TrialInputs()
+    path = Path(model)
+    target, inputs = target or Ascend(), inputs or TrialInputs()
     _refuse_early(target, inputs, Path(out), path.stem, force=force)
     qdq_model = read_model(path)
     loaded, recipe = recipe_from_qdq(qdq_model, path, keep_rounding=keep_rounding)
@@ -211,11 +222,12 @@ class _Deployment:
         """Write the files, measure them, and move them into the folder together."""
         feed = self.inputs.feed(self.subject.loaded)
         with stage_files(out) as stage:
+            no_ranges = Ranges(ObservedStatistics(), self.subject.method, {})  # nothing is observed
             request = BuildRequest(
                 subject=self.subject,
                 folder=stage.temporary_folder,
                 earlier_folder=stage.folder,
-                ranges=Ranges(ObservedStatistics(), self.subject.method, {}),
+                ranges=no_ranges,
                 feed=feed,
                 manifest=feed.manifest(),
                 threads=self.threads,
@@ -223,12 +235,12 @@ class _Deployment:
             result = self.target.write_files(self.recipe, request)
             report = self._make_report(result, feed, stage)
             write_pages(report, stage)
-            data = read_bytes(self.scales, what="a file of scales", error=ConfigError)
+            scale_bytes = read_bytes(self.scales, what="a file of scales", error=ConfigError)
             origin = {
                 "versions": {"calib8": __version__},
                 "model": self.source,
                 "shapes": sample_shapes(feed),
-                "scales": {"name": self.scales.name, "sha256": sha256(data)},
+                "scales": {"name": self.scales.name, "sha256": sha256(scale_bytes)},
                 "targets": [self.target.name],
             }
             publish_build(origin, stage, replaceable=None if force else ())
@@ -351,6 +363,13 @@ def _compare_with_qdq_model(
 
     The deploy model is computed in integers, as the NPU does. If its sums exceed what can be added
     up exactly here, the fake-quant model stands for it, which computes in float.
+
+    Args:
+        qdq_model: the user's model.
+        path: its file.
+        threads: worker threads.
+        result: the files that were written of it.
+        feed: the samples to compare on.
     """
     # computed in float as written: integer kernels of an older x86 CPU may saturate
     reference = OrtSession.open(qdq_model, threads=threads, int8_kernels=False)

@@ -89,10 +89,10 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
     if _computes_otherwise(loaded):
         return ""
     try:
-        data = user_model if isinstance(user_model, ModelProto) else _read_user_file(loaded)
-        session = OrtSession.open(data, threads=1, spin=False)
-        compared = _compare_outputs(session, evaluation_set, Graph(loaded.model))
-        worst_db, output = min(compared, default=(math.inf, ""))
+        user_file = user_model if isinstance(user_model, ModelProto) else _read_user_file(loaded)
+        session = OrtSession.open(user_file, threads=1, spin=False)
+        similarities = _compare_outputs(session, evaluation_set, Graph(loaded.model))
+        worst_db, output = min(similarities, default=(math.inf, ""))
     except BackendError:  # FP32 itself is not run in the user's form either
         return ""
     min_db = _MIN_WIDENED_DB if loaded.was_float16 else _MIN_CLEANED_DB
@@ -111,7 +111,7 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
 def _compare_outputs(
     session: OrtSession, evaluation_set: EvaluationSet, graph: Graph
 ) -> Iterator[tuple[float, str]]:
-    """Yield (SQNR in dB, name) of each float output of the first sample.
+    """Yield (SQNR in dB, name) of each float output of the first sample: how alike both models are.
 
     Args:
         session: of the user's model.
@@ -124,12 +124,14 @@ def _compare_outputs(
             cleaned_value = cleaned_outputs.get(name)
             if value.dtype.kind != "f" or cleaned_value is None:
                 continue
-            if cleaned_value.shape != value.shape:
+            if cleaned_value.shape != value.shape:  # as the number of boxes that an NMS picks
                 continue
             signal = np.nan_to_num(value.astype(np.float64))
             noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
-            # the node that computes the values, upstream of those that only move them
-            source = graph.trace_back(name, MOVES)
-            if source is not None and source.op_type in _BOUNDED_OPERATORS:
+            # a Sigmoid is rounded beside 1, which is much beside values near 0; nodes that only
+            # move values may follow it
+            computing_node = graph.trace_back(name, MOVES)
+            if computing_node is not None and computing_node.op_type in _BOUNDED_OPERATORS:
                 noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0
-            yield sqnr_db(float(np.vdot(signal, signal)), float(np.vdot(noise, noise))), name
+            signal_power, noise_power = np.vdot(signal, signal), np.vdot(noise, noise)
+            yield sqnr_db(float(signal_power), float(noise_power)), name
