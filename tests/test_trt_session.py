@@ -251,5 +251,3 @@ def test_parallel_sessions_raise_their_errors():
     assert throughput(sessions, feeds, warmup_ms=0, duration_s=0) > 0
     with pytest.raises(BackendError):
         throughput([session()], [{"z": np.ones(3, np.float32)}], duration_s=0)
-    with pytest.raises(ConfigError):
-        throughput([], [], duration_s=0)

@@ -383,16 +383,16 @@ class Graph:
         return output
 
     def bias_add(self, node: onnx.NodeProto, columns: int) -> onnx.NodeProto | None:
-        """Return the Add after a MatMul that adds a constant float32 bias, [columns], or None."""
-        output = node.output[0]
-        readers = self.readers.get(output, [])
-        if len(readers) != 1 or readers[0].op_type != "Add" or output in self.outputs:
-            return None
-        operands = other_inputs(readers[0], output)
+        """Return the Add that alone reads a MatMul and adds a constant float32 bias, [columns].
+
+        None if there is no such Add.
+        """
+        add = self.only_reader(node.output[0], "Add")
+        operands = [] if add is None else other_inputs(add, node.output[0])
         bias = self.constants.get(operands[0]) if operands else None
         if bias is None or list(bias.dims) != [columns] or bias.data_type != FLOAT:
             return None
-        return readers[0]
+        return add
 
     def clips_at_zero(self, node: onnx.NodeProto) -> bool:
         """Whether a node is a Relu, or a Clip with the constant lower bound 0."""

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.errors import ConfigError
 from deploy.graph.index import dims, runtime_inputs
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import Shape, ShapeRange, sample_shape_range
@@ -69,18 +68,10 @@ def profiles_for(
         batch_inputs: inputs whose first dimension is the batch; None for all.
         sample_range: smallest and largest shapes of all samples; None if all are `opt_shapes`.
         fixed: accept `opt_shapes` only, as DLA does.
-
-    Raises:
-        ConfigError: a sample does not fit the model's input.
     """
     profiles = {}
     for name, input_shape in input_shapes.items():
         opt_shape = opt_shapes[name]
-        if not _fits(opt_shape, input_shape):
-            raise ConfigError(
-                f"data must fit the model's input, got {list(opt_shape)} for {name!r}"
-                f" {list(input_shape)}"
-            )
         if all(_is_static(size) for size in input_shape):  # such an input has no profile
             continue
 
@@ -100,11 +91,3 @@ def profiles_for(
 
 def _is_static(size: int | str | None) -> bool:
     return isinstance(size, int) and size > 0
-
-
-def _fits(shape: Shape, input_shape: Sequence[int | str | None]) -> bool:
-    """Whether a shape has the rank and the static sizes of a model's input."""
-    if len(shape) != len(input_shape):
-        return False
-    sizes = zip(shape, input_shape, strict=True)
-    return all(size == expected or not _is_static(expected) for size, expected in sizes)

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from calibrators.grids import broadcast_parameter
 from deploy.frontends.base import QdqCalibration
 from deploy.frontends.checks import to_array
+from deploy.frontends.lift import dequantize_constant
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.edit import copy_message, rebuild
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph
 from deploy.targets.tensorrt.float_types import narrow_float_part, round_scales
 
 REQUANTIZED_NOTE = (
@@ -40,11 +39,14 @@ def trained_model(trained: QdqCalibration) -> onnx.ModelProto:
     graph = Graph(model)
     nodes = []
     for node in graph.nodes:
-        if node.op_type == DQ and _reads_int32(node, graph):
-            bias = numpy_helper.from_array(_dequantized(node, graph), node.output[0])
-            model.graph.initializer.append(bias)
-        else:
+        stored = graph.constants.get(node.input[0]) if node.op_type == DQ else None
+        bias = None
+        if stored is not None and stored.data_type == onnx.TensorProto.INT32:
+            bias = dequantize_constant(node, graph)
+        if bias is None:
             nodes.append(node)
+        else:
+            model.graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
     rebuild(model.graph, nodes)
     return model
 
@@ -63,20 +65,3 @@ def narrow_trained_model(
             scales = scales.reshape(tuple(tensor.dims))
             tensor.CopyFrom(numpy_helper.from_array(scales, tensor.name))
     return narrow_float_part(rounded, float_type, largest_values)
-
-
-def _reads_int32(node: onnx.NodeProto, graph: Graph) -> bool:
-    stored = graph.constants.get(node.input[0])
-    return stored is not None and to_array(stored).dtype == np.int32
-
-
-def _dequantized(node: onnx.NodeProto, graph: Graph) -> NDArray[np.float32]:
-    """Return the output of a DequantizeLinear of a constant with zero point 0."""
-    integers = to_array(graph.constants[node.input[0]])
-    scale = to_array(graph.constants[node.input[1]]).astype(np.float32)
-    axis = None
-    if scale.size > 1:  # a scale for each channel
-        # the default is 1, also for the vector of a bias
-        axis = int(attributes(node).get("axis", 1)) % integers.ndim
-    steps = broadcast_parameter(scale, integers.ndim, axis)
-    return np.asarray(integers.astype(np.float32) * steps, np.float32)
