@@ -116,6 +116,22 @@ def test_rounding_differs_at_halves_only():
     assert run_integers(deploy_model(model, layers), feed)[0].tolist() == expected
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_outputs_of_other_shapes_are_not_compared(swapped, monkeypatch):
+    """One fake-quant model rounds 0.5 to 0, and so has one nonzero value less."""
+    nodes = [("MatMul", "x w", "y", "mm"), ("NonZero", "y", "i"), ("Cast", "i", "f", {"to": 1})]
+    model = build_net(nodes, {"x": [1, 2]}, {"f": [2, "n"]}, {"w": np.eye(2)})
+    record = LayerRecord(scale_d=np.float32(1), offset_d=-3, scale_w=np.float32([2**-7]))
+    layers = quantize_layers(model, find_layers(model), {"mm": record})
+
+    def make_model(model, layers, *, npu_rounding):
+        return fake_quant_model(model, layers, npu_rounding=npu_rounding != swapped)
+
+    monkeypatch.setattr("deploy.targets.ascend.executor.fake_quant_model", make_model)
+    comparison = compare_deploy_model(model, layers, [{"x": np.float32([[0.5, 0.75]])}])
+    assert (comparison.same_rounding, comparison.amct_cosine) == (0, 1)
+
+
 def test_executor_convolution_is_exact_integer_arithmetic():
     """Against plain int64 sums, with extreme codes that saturate where int16 pairs are added."""
     weight, feed = np.full((2, 64, 3, 3), -1.0), {"x": np.ones((1, 64, 3, 3), np.float32)}

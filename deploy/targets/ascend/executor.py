@@ -192,38 +192,43 @@ class _IntegerWriter:
             self.nodes.append(node)
 
     def write_quant(self, node: onnx.NodeProto) -> None:
-        """Write an AscendQuant: codes in float, shifted to be unsigned, then its uint8 parts."""
-        options = attributes(node)
-        bits = _BITS_BY_TYPE.get(options.get("dst_type", b"INT8"))
-        if bits is None or "scale" not in options:
+        """Write an AscendQuant, which rounds a float tensor to codes (integers of 4 to 16 bits).
+
+        The codes are computed in float, and shifted so that they start at 0. With up to 8 bits
+        they are one uint8 tensor, with 16 bits two: code = 256 * high byte + low byte.
+        """
+        node_attributes = attributes(node)
+        bits = _BITS_BY_TYPE.get(node_attributes.get("dst_type", b"INT8"))
+        if bits is None or "scale" not in node_attributes:
             raise ModelError(
-                f"{node.name!r} must have a scale and dst_type INT4, INT8 or INT16, got {options}"
+                f"{node.name!r} must have a scale and dst_type INT4, INT8 or INT16, got"
+                f" {node_attributes}"
             )
-        offset = int(options.get("offset", 0.0))
+        offset = int(node_attributes.get("offset", 0.0))
         low, high = ascend_range(bits)
 
-        code = node.input[0]
+        codes = node.input[0]
         if self.has_float16:
-            code = self.emit("Cast", code, to=TensorProto.FLOAT)
-        code = self.emit("Mul", code, self.add_constant(np.float32(options["scale"])))
-        code = self.emit("Add", code, self.add_constant(np.float32(offset)))
-        code = self.emit("Round", code)
+            codes = self.emit("Cast", codes, to=TensorProto.FLOAT)
+        codes = self.emit("Mul", codes, self.add_constant(np.float32(node_attributes["scale"])))
+        codes = self.emit("Add", codes, self.add_constant(np.float32(offset)))
+        codes = self.emit("Round", codes)
         limits = [self.add_constant(np.float32(limit)) for limit in (low, high)]
-        code = self.emit("Clip", code, *limits)
+        codes = self.emit("Clip", codes, *limits)
 
-        shift = max(SHIFT, -low)  # 128, or 32768 with 16 bits
-        unsigned = self.emit("Add", code, self.add_constant(np.float32(shift)))
-        output = node.output[0]
+        unsigned_shift = max(SHIFT, -low)  # 128, or 32768 with 16 bits
+        unsigned_codes = self.emit("Add", codes, self.add_constant(np.float32(unsigned_shift)))
+        output = node.output[0]  # a layer looks its parts up by this name
         if bits < 16:
-            self.emit("Cast", unsigned, output=output, to=TensorProto.UINT8)
-            self.parts_by_tensor[output] = (Uint8Part(output, 1, offset + shift),)
+            self.emit("Cast", unsigned_codes, output=output, to=TensorProto.UINT8)
+            self.parts_by_tensor[output] = (Uint8Part(output, 1, offset + unsigned_shift),)
             return
 
-        integers = self.emit("Cast", unsigned, to=TensorProto.INT32)
-        byte = self.add_constant(np.int32(256))
-        high_byte = self.emit("Cast", self.emit("Div", integers, byte), to=TensorProto.UINT8)
-        low_byte = self.emit("Cast", self.emit("Mod", integers, byte), to=TensorProto.UINT8)
-        high_zero, low_zero = divmod(offset + shift, 256)
+        int32_codes = self.emit("Cast", unsigned_codes, to=TensorProto.INT32)
+        base = self.add_constant(np.int32(256))
+        high_byte = self.emit("Cast", self.emit("Div", int32_codes, base), to=TensorProto.UINT8)
+        low_byte = self.emit("Cast", self.emit("Mod", int32_codes, base), to=TensorProto.UINT8)
+        high_zero, low_zero = divmod(offset + unsigned_shift, 256)
         self.parts_by_tensor[output] = (
             Uint8Part(high_byte, 256, high_zero),
             Uint8Part(low_byte, 1, low_zero),
@@ -241,14 +246,14 @@ class _IntegerWriter:
 
     def write_anti_quant(self, node: onnx.NodeProto) -> None:
         """Write an AscendAntiQuant, which restores an activation from its codes."""
-        options = attributes(node)
+        node_attributes = attributes(node)
         parts = self.parts_by_tensor.get(node.input[0], ())
-        if len(parts) != 1 or "scale" not in options:
+        if len(parts) != 1 or "scale" not in node_attributes:
             raise ModelError(
                 f"{node.name!r} must have a scale and read an int8 AscendQuant's output"
             )
-        part = replace(parts[0], zero=int(options.get("offset", 0.0)) + SHIFT)
-        self.multiply_by_scale(node, self.subtract_zero(part), np.float32(options["scale"]))
+        part = replace(parts[0], zero=int(node_attributes.get("offset", 0.0)) + SHIFT)
+        self.multiply_by_scale(node, self.subtract_zero(part), np.float32(node_attributes["scale"]))
 
     def multiply_by_scale(self, node: onnx.NodeProto, values: str, scale: Any) -> None:
         """Write the output of a dequantization: the product in float32, or rounded to float16."""
@@ -265,36 +270,44 @@ class _IntegerWriter:
         return self.emit("Sub", values, self.add_constant(np.float32(part.zero)))
 
     def write_layer(self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...]) -> None:
-        """Write a layer, one of `TYPES`, whose input is quantized."""
-        if node.op_type == "AveragePool":
+        """Write the nodes that compute a quantized layer in integers.
+
+        Args:
+            node: the layer, one of `TYPES`.
+            parts: the uint8 parts of its input, whose values are summed: one, or two with 16 bits.
+        """
+        if node.op_type == "AveragePool":  # the mean of integers is no integer: it is a float pool
             (part,) = parts
             node.input[0] = self.subtract_zero(part)
             self.nodes.append(node)
-            return
-        if node.op_type in ("Gemm", "MatMul") and node.input[1] in self.parts_by_tensor:
-            (part,), (other_part,) = parts, self.parts_by_tensor[node.input[1]]
-            zeros = [self.add_constant(np.uint8(zero)) for zero in (part.zero, other_part.zero)]
-            tensors = part.tensor, other_part.tensor
+        elif node.op_type in ("Gemm", "MatMul") and node.input[1] in self.parts_by_tensor:
+            # both factors are activations, of 8 bits
+            (part,), (second_part,) = parts, self.parts_by_tensor[node.input[1]]
+            zeros = [self.add_constant(np.uint8(zero)) for zero in (part.zero, second_part.zero)]
+            tensors = part.tensor, second_part.tensor
             self.emit("MatMulInteger", *tensors, *zeros, output=node.output[0])
-            return
+        else:
+            self.write_weighted_layer(node, parts)
 
+    def write_weighted_layer(self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...]) -> None:
+        """Write a layer with a weight: the products of each part, times its factor, plus bias."""
         weight = self.read_weight(node)
-        sum_type = np.int64 if len(parts) > 1 else np.int32  # 16-bit activations have two parts
+        sum_type = np.int64 if len(parts) > 1 else np.int32  # two parts are of 16-bit activations
         onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(sum_type))
         multiply = self.multiply_exact if node.op_type == "ConvTranspose" else self.multiply_uint8
-        terms = []
+        summands = []
         for products, factor in multiply(node, parts, weight):
-            term = self.emit("Cast", products, to=onnx_type)
+            summand = self.emit("Cast", products, to=onnx_type)
             if factor != 1:
-                term = self.emit("Mul", term, self.add_constant(sum_type(factor)))
-            terms.append(term)
+                summand = self.emit("Mul", summand, self.add_constant(sum_type(factor)))
+            summands.append(summand)
         if len(node.input) > 2 and node.input[2]:
             bias = self.read_bias(node).reshape(-1, *[1] * (weight.ndim - 2))
-            terms.append(self.add_constant(bias.astype(sum_type)))
+            summands.append(self.add_constant(bias.astype(sum_type)))
 
-        total = terms[0]
-        for term in terms[1:]:
-            total = self.emit("Add", total, term)
+        total = summands[0]
+        for summand in summands[1:]:
+            total = self.emit("Add", total, summand)
         self.emit("Identity", total, output=node.output[0])
 
     def multiply_uint8(
@@ -322,7 +335,9 @@ class _IntegerWriter:
         the sums of either half stay below 2^24, up to which float32 holds every integer.
         """
         weight = weight.astype(np.int32)
-        if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _FLOAT32_EXACT:
+        max_product = 255 * 15  # of an input less its zero, and half a weight
+        product_count = weight.shape[0] * int(np.prod(weight.shape[2:]))  # at most, of one output
+        if max_product * product_count >= _FLOAT32_EXACT:
             raise ModelError(
                 f"{node.name!r} sums too many products to be exact here, weight {weight.shape};"
                 " compare the fake-quant model instead"
@@ -406,9 +421,11 @@ class DeployComparison:
             text += "; look into this before deploying"
         if self.sums:  # of 16-bit activations, which AMCT does not check
             layer = max(self.sums, key=self.sums.__getitem__)
-            share = self.sums[layer]
-            text += f". Sums of 16-bit activations reached {share:.3g} of int32's end, in {layer}"
-            if share >= 1:
+            sum_share = self.sums[layer]
+            text += (
+                f". Sums of 16-bit activations reached {sum_share:.3g} of int32's end, in {layer}"
+            )
+            if sum_share >= 1:
                 text += ", and are wrong wherever they are stored in int32; give it 8 bits"
         return f"{text}."
 
@@ -420,15 +437,21 @@ def compare_deploy_model(
     *,
     threads: int | None = None,
 ) -> DeployComparison:
-    """Run the deploy model and the fake-quant models on the same samples.
+    """Run the deploy model and two fake-quant models on the same samples; compare their outputs.
+
+    Args:
+        model: the float model.
+        layers: layer name -> its integers and scales.
+        samples: input name -> array, for each sample.
+        threads: threads of ONNX Runtime; None for its default.
 
     Raises:
         BackendError: ONNX Runtime refuses a model or a sample.
         ModelError: the sums of a layer are too large to be exact.
     """
-    layer_by_sum = {}  # tensor of the sums of a layer of 16 bits, which may be too large -> layer
+    layer_by_sum = {}  # tensor of a layer's integer sums -> layer name
     for layer_name, layer in layers.items():
-        if layer.record.act_bits == 16:
+        if layer.record.act_bits == 16:  # its sums may exceed int32, so they become outputs
             layer_by_sum[f"{layer_name}_output0"] = layer_name
     deploy_session = open_deploy(
         deploy_model(model, layers), threads=threads, extra_outputs=tuple(layer_by_sum)
@@ -455,11 +478,13 @@ def compare_deploy_model(
             share = float(np.abs(sums).max()) / _INT32_END
             max_sum_shares[layer_name] = max(max_sum_shares[layer_name], share)
         for name, value in outputs.items():
+            npu_value, amct_value = npu_outputs[name], amct_outputs[name]
             is_float = value.dtype.kind == "f" and value.size > 0
-            if is_float and amct_outputs[name].shape == value.shape:
-                npu_difference = _relative_difference(value, npu_outputs[name])
+            # rounding may change a shape, such as the number of boxes after suppression
+            if is_float and value.shape == npu_value.shape == amct_value.shape:
+                npu_difference = _relative_difference(value, npu_value)
                 max_npu_difference = max(max_npu_difference, npu_difference)
-                min_amct_cosine = min(min_amct_cosine, cosine(value, amct_outputs[name]))
+                min_amct_cosine = min(min_amct_cosine, cosine(value, amct_value))
     return DeployComparison(
         samples=len(samples),
         same_rounding=max_npu_difference,

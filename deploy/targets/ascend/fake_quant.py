@@ -28,7 +28,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from calibrators.amct.arq import ascend_range
-from deploy.graph.edit import copy_message, drop_initializer_inputs, rebuild, replace_field
+from deploy.graph.edit import copy_message, drop_initializer_inputs, rebuild, update_tensors
 from deploy.targets.ascend.deploy_model import (
     LayerReplacement,
     Nodes,
@@ -44,46 +44,57 @@ from deploy.targets.ascend.quant_layer import QuantLayer
 def fake_quant_model(
     model: onnx.ModelProto, layers: Mapping[str, QuantLayer], *, npu_rounding: bool = False
 ) -> onnx.ModelProto:
-    """Return a model of the same numerics in standard operators.
+    """Return a model that computes the int8 layers in standard float operators, for any runtime.
+
+    Inputs, weights and biases of a layer are integers stored as float32.
 
     `npu_rounding`: add the offset before rounding, as AscendQuant does; by default after it, as
     AMCT's own fake-quant models do.
     """
     replacement = LayerReplacement(
-        quantize_input=partial(_quant, npu_rounding=npu_rounding),
-        dequantize_output=_dequant,
-        dequantize_input=_anti_quant,
-        weight=_weight,
-        bias=_bias,
+        quantize_input=partial(_make_quant, npu_rounding=npu_rounding),
+        dequantize_output=_make_dequant,
+        dequantize_input=_make_anti_quant,
+        weight=_store_weight,
+        bias=_store_bias,
     )
     return rewrite_layers(model, layers, replacement)
 
 
-def _quant(q: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
-    """Return the nodes that round an input to its codes, less the offset; and their output."""
+def _make_quant(q: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
+    """Return the nodes that compute a layer's rounded input, integers less the offset.
+
+    Args:
+        q: the layer's integers and scales.
+        tensor: the float input.
+        npu_rounding: add the offset before rounding instead of after it.
+
+    Returns:
+        The nodes, and the tensor that the last one makes.
+    """
     name = f"{q.layer.stem}.quant.fakequant"
     low, high = ascend_range(q.record.act_bits)
     values = {"scale": float(q.scale), "offset": q.record.offset_d, "min_val": low, "max_val": high}
     nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
     scale, offset, minimum, maximum = (node.output[0] for node in nodes)
-    steps = [
+    round_codes: list[tuple[str, list[str]]] = [("Round", []), ("Add", [offset])]
+    if npu_rounding:
+        round_codes.reverse()
+    operators = [
         ("Mul", [scale]),
-        ("Round", []),
-        ("Add", [offset]),
+        *round_codes,
         ("Clip", [minimum, maximum]),
         ("Sub", [offset]),
     ]
-    if npu_rounding:
-        steps[1], steps[2] = steps[2], steps[1]
-    for op, parameters in steps:
+    for op, constants in operators:
         node_name = f"{name}.{op.lower()}"
         output = f"{node_name}.output0"
-        nodes.append(helper.make_node(op, [tensor, *parameters], [output], name=node_name))
-        tensor = output
+        nodes.append(helper.make_node(op, [tensor, *constants], [output], name=node_name))
+        tensor = output  # the input of the next operator
     return nodes, tensor
 
 
-def _dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
+def _make_dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
     """Return the nodes that multiply a layer's sums by scale_w * scale_d."""
     name = f"{q.layer.name}.fakedequant"
     rank = q.layer.rank if q.layer.weight else 0
@@ -92,7 +103,7 @@ def _dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
     return [scale, mul]
 
 
-def _anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
+def _make_anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
     """Return the nodes that restore an input of an Add or MaxPool; and their output."""
     name = f"{q.layer.stem}.anti_quant.fake_antiquant"
     scale = make_constant(f"{name}.scale", np.float32(q.record.scale_d))
@@ -101,20 +112,24 @@ def _anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
     return [scale, mul], output
 
 
-def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:
+def _store_weight(name: str, q: QuantLayer) -> onnx.TensorProto:
     assert q.weight is not None
     return numpy_helper.from_array(q.weight.astype(np.float32), name)
 
 
-def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
+def _store_bias(name: str, q: QuantLayer) -> onnx.TensorProto:
     assert q.bias is not None
     return numpy_helper.from_array(q.bias.astype(np.float32), name)
 
 
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Return the Q/DQ model of a float model and its integers.
+    """Return the model with a pair (QuantizeLinear, DequantizeLinear) on each layer's input.
 
-    `model`: float model, nodes named; opset 13 or later if weights are per channel.
+    Its weights are int8 with a DequantizeLinear. Layers that cannot be expressed so stay float.
+
+    Args:
+        model: float model, nodes named; opset 13 or later if weights are per channel.
+        layers: layer name -> its integers and scales.
     """
     out = copy_message(model)
     writer = _AmctQdqWriter({name: q for name, q in layers.items() if can_be_pairs(q)})
@@ -122,8 +137,7 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     for node in out.graph.node:
         nodes += writer.rewrite(node)
         nodes.append(node)
-    tensors = [tensor for tensor in out.graph.initializer if tensor.name not in writer.tensors]
-    replace_field(out.graph.initializer, [*tensors, *writer.tensors.values()])
+    update_tensors(out.graph.initializer, writer.tensors)
     rebuild(out.graph, nodes)
     drop_initializer_inputs(out.graph)
     return out
@@ -152,7 +166,11 @@ class _AmctQdqWriter:
         self.dequantized_by_input: dict[tuple[str, float, int], str] = {}
 
     def rewrite(self, node: onnx.NodeProto) -> Nodes:
-        """Let a layer read the outputs of pairs; return the nodes before it."""
+        """Let a node read the outputs of pairs, in place; return the new nodes before it.
+
+        Three kinds of nodes change: the Add of a MatMul's bias, a node with tensor_quantize inputs,
+        and a layer.
+        """
         nodes: Nodes = []
         if node.name in self.layer_by_add:
             q = self.layer_by_add[node.name]
@@ -173,7 +191,10 @@ class _AmctQdqWriter:
         return nodes
 
     def add_pair(self, q: QuantLayer, node: onnx.NodeProto, index: int) -> Nodes:
-        """Return the pair of an input; inputs with equal tensor and scale share it."""
+        """Let a node's input read the output of its pair; return the pair's nodes.
+
+        Inputs with equal tensor and scale share a pair, which only the first call returns.
+        """
         tensor, record = node.input[index], q.record
         key = (tensor, float(record.input_scale), record.offset_d)
         if key in self.dequantized_by_input:
@@ -202,10 +223,9 @@ class _AmctQdqWriter:
         """Return the DequantizeLinear of the int8 weight, which a Gemm reads untransposed."""
         assert q.weight is not None
         name, scales = q.layer.name, q.record.scale_w
-        axis = None
-        if scales.size == 1:
-            scales = scales.reshape(())
-        else:
+        if scales.size == 1:  # one for the tensor, as a scalar
+            scales, axis = scales.reshape(()), None
+        else:  # one for each output channel
             axis = 1 if q.layer.kind == "ConvTranspose" else 0
         inputs = [
             self.store(f"{name}.weight.int8", q.weight),

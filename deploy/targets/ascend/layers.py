@@ -202,7 +202,13 @@ def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def find_layers(model: onnx.ModelProto) -> LayerGraph:
-    """Find the layers of a float model whose nodes have unique names."""
+    """Find the layers of a float model that AMCT quantizes, and why other nodes stay in float.
+
+    `model`: with unique node names.
+
+    Raises:
+        ModelError: the model is quantized already.
+    """
     ops = {node.name: node.op_type for node in model.graph.node}
     quantization_ops = {*AMCT_OPS, "QuantizeLinear", "DequantizeLinear", "FakeQuant"}
     present = sorted(quantization_ops & set(ops.values()))
@@ -218,12 +224,12 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
             _add_optional_inputs(node, index, graph)
         if node.op_type not in TYPES or node.domain not in ("", "ai.onnx"):
             continue
-        layer = _layer_or_reason(node, index)
+        layer = _layer_or_float_reason(node, index)
         if isinstance(layer, Layer):
             graph.layers[layer.name] = layer
-            continue
-        graph.float_reasons[node.name] = layer
-        if layer == _TWO_ACTIVATIONS:
+        else:
+            graph.float_reasons[node.name] = layer
+        if layer == _TWO_ACTIVATIONS:  # float by default, int8 if a configuration names it
             graph.optional_layers[node.name] = Layer(
                 name=node.name,
                 kind=node.op_type,
@@ -243,36 +249,42 @@ def _multiplies_activations(node: onnx.NodeProto, index: Graph) -> bool:
 
 
 def _add_optional_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None:
-    """Add the inputs of an Add or MaxPool to `optional_layers`, or a reason to `unfit_inputs`."""
-    layer_by_add = {layer.bias_add: name for name, layer in graph.layers.items() if layer.bias_add}
+    """Add the inputs of an Add or MaxPool to `graph`, since tensor_quantize may name them.
+
+    An input goes to `optional_layers`, or to `unfit_inputs` with the reason why it cannot be int8.
+    """
+    layer_by_add = {
+        layer.bias_add: input_name for input_name, layer in graph.layers.items() if layer.bias_add
+    }
     for position, tensor in enumerate(node.input):
-        name = f"{node.name}:{position}"
+        input_name = f"{node.name}:{position}"
         if tensor in index.constants:
-            graph.unfit_inputs[name] = "it is a constant"
+            graph.unfit_inputs[input_name] = "it is a constant"
         elif not index.is_float(tensor):
-            graph.unfit_inputs[name] = "it is not float32"
+            graph.unfit_inputs[input_name] = "it is not float32"
         elif node.name in layer_by_add:
-            graph.unfit_inputs[name] = f"this Add is the bias of {layer_by_add[node.name]!r}"
+            graph.unfit_inputs[input_name] = f"this Add is the bias of {layer_by_add[node.name]!r}"
         else:
-            other_inputs = (*node.input[:position], *node.input[position + 1 :])
-            graph.optional_layers[name] = Layer(
-                name=name,
+            other_inputs = [*node.input[:position], *node.input[position + 1 :]]
+            activations = [other for other in other_inputs if other not in index.constants]
+            graph.optional_layers[input_name] = Layer(
+                name=input_name,
                 kind=node.op_type,
                 input=tensor,
                 output=node.output[0],
-                other_inputs=tuple(name for name in other_inputs if name not in index.constants),
+                other_inputs=tuple(activations),
                 input_index=position,
             )
 
 
-def _layer_or_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
+def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     """Return the layer of a node, or the reason why the node stays in float."""
-    options = attributes(node)
+    node_attributes = attributes(node)
     layer = Layer(name=node.name, kind=node.op_type, input=node.input[0], output=node.output[0])
     if node.input[0] in index.constants:
         return "its input is a constant"
     if node.op_type == "AveragePool":
-        rank = len(options.get("kernel_shape", ()))
+        rank = len(node_attributes.get("kernel_shape", ()))
         if rank != 2:
             return f"a pool must have a 2-D kernel, got {rank}-D"
         return replace(layer, rank=rank)
@@ -282,16 +294,16 @@ def _layer_or_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
             return _TWO_ACTIVATIONS
         return "its weight must be a constant"
     bias = node.input[2] if len(node.input) > 2 else ""
-    reason = _refuse_weight(node, weight, options, index)
-    reason = reason or _refuse_bias(bias, weight, options, node, index)
+    reason = _refuse_weight(node, weight, node_attributes, index)
+    reason = reason or _refuse_bias(bias, weight, node_attributes, node, index)
     if reason:
         return reason
 
     layer = replace(layer, weight=node.input[1], bias=bias)
     if node.op_type == "MatMul":
         return _with_bias_add(layer, node, weight, index)
-    group = int(options.get("group", 1))
-    trans_b = bool(options.get("transB", 0))
+    group = int(node_attributes.get("group", 1))
+    trans_b = bool(node_attributes.get("transB", 0))
     if node.op_type == "Conv":
         channels_in = weight.dims[1] * group
     else:
@@ -314,21 +326,31 @@ def _with_bias_add(
 
 
 def _refuse_weight(
-    node: onnx.NodeProto, weight: onnx.TensorProto, options: dict[str, Any], index: Graph
+    node: onnx.NodeProto, weight: onnx.TensorProto, node_attributes: dict[str, Any], index: Graph
 ) -> str:
-    """Return why a node with this constant weight stays in float, or ''."""
+    """Return why a node with this constant weight stays in float; '' if AMCT quantizes it.
+
+    `index`: the model's tensors: who reads them, their shapes, which ones subgraphs capture.
+    """
     if weight.data_type != onnx.TensorProto.FLOAT:
         return "its weight must be float32"
-    name, op, rank = node.input[1], node.op_type, len(weight.dims)
-    if len(index.readers[name]) > 1 or name in index.captured or name in index.outputs:
+    weight_name, op, rank = node.input[1], node.op_type, len(weight.dims)
+    has_readers_elsewhere = weight_name in index.captured or weight_name in index.outputs
+    if len(index.readers[weight_name]) > 1 or has_readers_elsewhere:
         return SHARED
-    ranks, text = _WEIGHT_RANKS[op]
-    if rank not in ranks:
-        return f"a {op} weight must be {text}, got {rank}-D"
-    if op == "MatMul" and len(index.shapes.get(node.input[0]) or "2D") == 1:
-        return "a MatMul's input must be 2-D or more, got 1-D"
+    supported_ranks, ranks_text = _WEIGHT_RANKS[op]
+    if rank not in supported_ranks:
+        return f"a {op} weight must be {ranks_text}, got {rank}-D"
+    if op == "MatMul":
+        input_shape = index.shapes.get(node.input[0])  # None if unknown, then taken as a matrix
+        if input_shape is not None and len(input_shape) == 1:
+            return "a MatMul's input must be 2-D or more, got 1-D"
     if op == "Gemm":
-        factors = (options.get("transA", 0), options.get("alpha", 1.0), options.get("beta", 1.0))
+        factors = (
+            node_attributes.get("transA", 0),
+            node_attributes.get("alpha", 1.0),
+            node_attributes.get("beta", 1.0),
+        )
         if factors != (0, 1.0, 1.0):
             return f"a Gemm must have transA 0, alpha 1, beta 1, got {factors}"
     return ""
@@ -337,19 +359,22 @@ def _refuse_weight(
 def _refuse_bias(
     bias: str,
     weight: onnx.TensorProto,
-    options: dict[str, Any],
+    node_attributes: dict[str, Any],
     node: onnx.NodeProto,
     index: Graph,
 ) -> str:
-    """Return why a bias keeps its node in float, or ''; it must be constant, one per channel."""
+    """Return why a bias keeps its node in float, or ''; it must be constant, one per channel.
+
+    `bias`: name of the bias; '' if the node has none.
+    """
     if not bias:
         return ""
     if bias not in index.constants:
         return "its bias must be a constant"
-    if node.op_type != "Gemm":
+    if node.op_type != "Gemm":  # ONNX itself wants one value per channel for a convolution
         return ""
-    columns = weight.dims[0 if options.get("transB", 0) else 1]
-    dims = list(index.constants[bias].dims)
-    if dims in ([columns], [1, columns]):
+    columns = weight.dims[0 if node_attributes.get("transB", 0) else 1]
+    bias_shape = list(index.constants[bias].dims)
+    if bias_shape in ([columns], [1, columns]):
         return ""
-    return f"its bias must have {columns} values, one a channel, got shape {dims}"
+    return f"its bias must have {columns} values, one a channel, got shape {bias_shape}"
