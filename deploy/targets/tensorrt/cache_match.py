@@ -99,9 +99,10 @@ def match_cache(
         cache: written by TensorRT or calib8.
         model: cleaned float model, BatchNormalization folded or not.
         original: the model as TensorRT reads it, for the names that its parser gives.
-        parser: see `deploy.targets.tensorrt.cache_contents.cache_tensors`.
-        float_nodes: nodes to keep in float, as for `analyse`.
-        placement: positions of the pairs: from `deploy.graph.placement.TENSORRT_BY_GRID`, possibly
+        parser: parser of TensorRT that named the entries, "onnx" or "caffe"; None for the likely
+            one.
+        float_nodes: nodes to keep in float, optionally with reasons.
+        placement: where TensorRT wants Q/DQ pairs: from `placement.TENSORRT_BY_GRID`, possibly
             changed by the target's options.
 
     Raises:
@@ -128,22 +129,23 @@ def match_cache(
         model, placement, usable_scales, flaw_reasons, expected, reasons_by_node(float_nodes)
     )
 
+    # a tensor may take the scale of another one, its owner: a pool's output that of its input
     scales = {tensor: usable_scales[owner_by_tensor[tensor]] for tensor in plan.activations}
     used_tensors = {owner_by_tensor[tensor] for tensor in scales}
     entries = []
     for name in scale_by_entry:
-        source = tensor_by_entry.get(name)
-        reason = "by name" if name == source else "as TensorRT's parser names it"
-        is_used = False
-        if source is None:
-            reason = _why_unmatched(name, model, original)
+        entry_tensor = tensor_by_entry.get(name)
+        unused_reason = ""
+        if entry_tensor is None:
+            unused_reason = _why_unmatched(name, model, original)
         elif name in flaw_by_entry:
-            reason = f"its scale is {flaw_by_entry[name]}"
-        elif source not in used_tensors:
-            reason = f"no pair of its own: no {placement.precision_name} node reads it directly"
-        else:
-            is_used = True
-        entries.append(EntryUse(name, source, is_used, reason))
+            unused_reason = f"its scale is {flaw_by_entry[name]}"
+        elif entry_tensor not in used_tensors:
+            precision = placement.precision_name
+            unused_reason = f"no pair of its own: no {precision} node reads it directly"
+        match_reason = "by name" if name == entry_tensor else "as TensorRT's parser names it"
+        reason = unused_reason or match_reason
+        entries.append(EntryUse(name, entry_tensor, not unused_reason, reason))
     coverages = [
         _coverage(tensor, owner, tensor in scales, flaw_reasons)
         for tensor, owner in owner_by_tensor.items()
@@ -199,13 +201,11 @@ def _plan_with_scales(
     reasons_without_scale = {}
     for pair in complete_plan.pairs:
         tensor = pair.tensor
-        pool_input = pool_inputs.get(tensor, tensor)
+        pool_input = pool_inputs.get(tensor, tensor)  # the tensor itself if no pool makes it
         moved_from = complete_plan.scale_owners.get(tensor, tensor)
-        owner_candidates = [
-            name for name in (pool_input, tensor, moved_from) if name in usable_scales
-        ]
-        if owner_candidates:
-            owner_by_tensor[tensor] = owner_candidates[0]
+        owners = [name for name in (pool_input, tensor, moved_from) if name in usable_scales]
+        if owners:
+            owner_by_tensor[tensor] = owners[0]
             continue
         owner_by_tensor[tensor] = tensor
         reason = flaw_reasons.get(tensor, "has no entry in the cache")

@@ -254,7 +254,8 @@ def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -
         model: the float model.
     """
     graph, index = quantized.graph, Graph(quantized)
-    constants, float_constants = index.initializers, Graph(model).initializers
+    constants = index.initializers  # of the Q/DQ model as changed so far
+    float_constants = Graph(model).initializers
     quantizers = []
     for node in index.nodes:
         if node.op_type not in TENSORRT.heavy:

@@ -357,13 +357,13 @@ def build_quantized_engine(
     else:
         source = files[QDQ]
 
-    # a strongly typed network takes every type from the model; TensorRT 11 has no other
     is_typed = uses_typed_model or options.precision == FP8
     settings = replace(builder_settings(options, request), typed=is_typed, dla=options.dla)
-    if not is_typed and installed.calibrators:
-        settings = replace(settings, wide_layers=float32_nodes)
-    if uses_cache:  # in a Q/DQ model float nodes have no pair, so no binding is needed
+    if uses_cache:  # a Q/DQ model has no pair at a float node, so that it needs no binding
         settings = replace(settings, float_layers=float_layers(request))
+    chooses_types = installed.calibrators and not is_typed  # TensorRT 11 never does
+    if chooses_types:
+        settings = replace(settings, wide_layers=float32_nodes)
 
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     key = builder.engine_key(
@@ -374,11 +374,11 @@ def build_quantized_engine(
     )
     key["calibrator"] = options.calibrator
     notes = _origin_notes(installed)
-    if options.calibrator is not None:
-        # TensorRT's calibration leaves out the samples of a partial batch
+    if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
         _, batch_size = _calibration_batch(request, settings)
         filled = request.subject.filled
         notes = (*notes, *note_left_out(len(request.feed), batch_size, filled=filled))
+
     path = request.folder / f"{request.name}.engine"
     reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
     if reused_plan is not None:
@@ -464,14 +464,11 @@ def build_float_engines(
     if FLOAT in files and float_model is request.model:
         float_file = files[FLOAT]
     else:  # repairs changed the model, or only Q/DQ models were written
-        complete_model = request.with_plugin_nodes(float_model)
-        lowered, _ = lower_models(options, {PLAIN: complete_model}, version)
-        float_file = write_file(request, f".{FP32}.onnx", lowered[PLAIN])
+        float_file = _write_float_model(options, request, float_model, version)
         written[PLAIN] = float_file
-    has_type_flags = installed.calibrators and not _uses_typed_model(
-        options, installed, files, request
-    )
 
+    uses_typed_model = _uses_typed_model(options, installed, files, request)
+    has_type_flags = installed.calibrators and not uses_typed_model
     cuda = open_gpu(options.device)
     base_settings = builder_settings(options, request)
     engines: dict[str, Path] = {}  # label -> engine
@@ -483,10 +480,7 @@ def build_float_engines(
         source = float_file
         try:
             if precision == FP16 and not has_type_flags:  # the model itself must be float16
-                # nodes that overflow float16 stay float32 in it
-                narrow_model, _ = narrow_float_part(float_model, FP16, largest_magnitudes(ranges))
-                complete_model = request.with_plugin_nodes(narrow_model)
-                source = write_file(request, f".{FP16}.onnx", complete_model)
+                source = _write_float16_model(request, float_model, ranges)
                 settings = replace(settings, typed=True)
                 written[FLOAT_TYPED] = source
             engine, engine_notes = _build_baseline(
@@ -499,6 +493,23 @@ def build_float_engines(
         engines[label] = engine
         written[f"{label} engine, to compare with"] = engine
     return Baselines(engines=engines, files=written, notes=tuple(notes))
+
+
+def _write_float_model(
+    options: TensorrtOptions, request: BuildRequest, float_model: onnx.ModelProto, version: str
+) -> Path:
+    """Write the float32 model to compare with, as TensorRT `version` reads it."""
+    complete_model = request.with_plugin_nodes(float_model)
+    lowered, _ = lower_models(options, {PLAIN: complete_model}, version)
+    return write_file(request, f".{FP32}.onnx", lowered[PLAIN])
+
+
+def _write_float16_model(
+    request: BuildRequest, float_model: onnx.ModelProto, ranges: RangeSet
+) -> Path:
+    """Write the float16 model to compare with; nodes that overflow float16 stay float32."""
+    narrow_model, _ = narrow_float_part(float_model, FP16, largest_magnitudes(ranges))
+    return write_file(request, f".{FP16}.onnx", request.with_plugin_nodes(narrow_model))
 
 
 def _build_baseline(
