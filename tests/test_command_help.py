@@ -42,7 +42,7 @@ def test_every_option_has_a_help_sentence():
 @pytest.mark.parametrize("name", TABLE_COMMANDS)
 def test_help_sections_follow_the_workflow(name, run):
     command = dict(commands())[name,]
-    _, out, _ = run(name, "--help-all" if command.common else "--help")
+    _, out, _ = run(name, "--help-all" if command.short_help_flags else "--help")
     for param in command.params:
         if isinstance(param, base.SectionOption):
             section = out.split(f"\n{param.section}:\n")[1].split("\n\n")[0]
@@ -166,7 +166,7 @@ def test_completion_script_for_zsh(monkeypatch, run):
 def test_long_help_shows_common_options_first(run):
     for path, command in commands():
         options = click_options(command)
-        common = getattr(command, "common", [])
+        common = getattr(command, "short_help_flags", [])
         assert bool(common) == (len(options) > 16), path
         if not common:
             continue

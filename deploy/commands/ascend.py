@@ -28,7 +28,7 @@ from deploy.commands.build import labels_option
 from deploy.commands.calibration_options import (
     keep_float_option,
     refresh_option,
-    refuse_both_ways,
+    refuse_refresh_and_reuse,
     require_cache_option,
 )
 from deploy.commands.image_options import (
@@ -152,15 +152,15 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
         text = write_config(quant_config)
     atomic.write_text(out, text)
 
-    enabled = quant_config.enabled()
-    summary = f"{len(enabled)} of {len(quant_config.layers)} layers in int8"
+    int8_layers = quant_config.enabled()
+    summary = f"{len(int8_layers)} of {len(quant_config.layers)} layers in int8"
     if quant_config.tensors:
         summary += f", {len(quant_config.tensors)} inputs moved in int8"
     say(f"{out}: {summary}")
     for note in quant_config.notes:
         say(f"  {note}")
     for name, reason in graph.float_reasons.items():
-        if name not in enabled:
+        if name not in int8_layers:
             say(f"  float  {name}: {reason}")
 
 
@@ -256,7 +256,7 @@ def auto(
     )
     path = out / RECORDS / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
-    refuse_both_ways(policy)
+    refuse_refresh_and_reuse(policy)
     ascend_auto.refuse_foreign_files(target, out, model.stem)
     options = CalibrationOptions(cache=policy, threads=images.threads, float_nodes=keep_float)
     calibrated = calibrate_with(model, images.dataset, options, targets=[target])
@@ -294,14 +294,15 @@ def _say_result(result: AutoCalibration, model: Path) -> None:
         sentence = "No layer can stay in int8 within this budget; no model was written."
         say(sentence, err=is_text_suppressed())
     else:
-        in_float = sum(not layer.quant_enable for layer in result.config.layers.values())
-        say(f"{result.int8_layers} layers in int8, {in_float} in float.")
+        float_count = sum(not layer.quant_enable for layer in result.config.layers.values())
+        say(f"{result.int8_layers} layers in int8, {float_count} in float.")
         for note in result.notes:
             say(note)
     path_by_name = {path.name: path for path in result.paths}
     for path in result.paths:
         say(f"  {path}")
     if result.int8_layers is not None:
+        # the repaired model, if there is one
         built_model = path_by_name.get(f"{model.stem}_modified_model.onnx", model)
         config_path = path_by_name[FINAL]
         say(

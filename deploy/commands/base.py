@@ -201,10 +201,10 @@ class SectionedCommand(click.Command):
                     )
                 section_by_flag[flag] = section_of(param)
 
-        self.common: list[str] = []  # the flags of a short `--help`
+        self.short_help_flags: list[str] = []  # none if `--help` lists all
         if option_count > _MAX_UNFOLDED_OPTIONS:
-            common = [flag for flag in COMMON.split() if flag in section_by_flag]
-            self.common = common[:_SHORT_HELP_OPTIONS]
+            common_flags = [flag for flag in COMMON.split() if flag in section_by_flag]
+            self.short_help_flags = common_flags[:_SHORT_HELP_OPTIONS]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and check the paths.
@@ -228,10 +228,13 @@ class SectionedCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The parameters, with `--help` and `--help-all`."""
         params = super().get_params(ctx)
-        return [*params, _HELP_ALL] if self.common else params
+        return [*params, _HELP_ALL] if self.short_help_flags else params
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the common options, or all with one heading a section."""
+        """Write the options of the short help, or all with one heading a section.
+
+        A record, click's word, is the pair (flags, help text) of an option.
+        """
         records_by_section: dict[str, list[tuple[str, str]]] = {}
         record_by_flag: dict[str, tuple[str, str]] = {}
         for param in self.get_params(ctx):
@@ -240,9 +243,9 @@ class SectionedCommand(click.Command):
                 records_by_section.setdefault(section_of(param), []).append(record)
                 record_by_flag |= dict.fromkeys(param.opts, record)
 
-        if self.common and _ALL not in ctx.meta:
+        if self.short_help_flags and _ALL not in ctx.meta:
             with formatter.section("Options"):
-                formatter.write_dl([record_by_flag[flag] for flag in self.common])
+                formatter.write_dl([record_by_flag[flag] for flag in self.short_help_flags])
             formatter.write_paragraph()
             option_count = sum(map(len, records_by_section.values()))
             formatter.write_text(f"--help-all lists all {option_count} options.")
@@ -403,7 +406,9 @@ _quiet_option = general_option(
 
 
 def quietable(*files: str) -> Decorator:
-    """Add `--quiet` to a command that shows progress; JSON on stdout replaces the text too.
+    """Return a decorator that adds `--quiet` to a command, and shows its progress.
+
+    `--json -` suppresses the command's text too, since it prints JSON in its place.
 
     Args:
         files: flags of which one must be given with --quiet, if the command writes nothing else.

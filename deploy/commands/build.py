@@ -12,11 +12,11 @@ from deploy.commands.base import Real, complete_names_of, json_option, put_json,
 from deploy.commands.calibration_options import (
     CalibrationArguments,
     calibration_options,
+    choose_samples,
     cluster_options,
-    feed_of,
     resume_option,
 )
-from deploy.commands.image_options import ImageArguments, build_options, refuse_unfed
+from deploy.commands.image_options import ImageArguments, build_options, refuse_no_images
 from deploy.commands.model_options import model_options, resolve_model, target_options
 from deploy.commands.settings import (
     ConfiguredCommand,
@@ -142,7 +142,7 @@ def build(
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
     is_tuned = tuning.level > 0 and tuning.plan is None
-    dataset, method = feed_of(images, calibration, targets, is_tuned=is_tuned)
+    dataset, method = choose_samples(images, calibration, targets, is_tuned=is_tuned)
     options = BuildOptions(
         calibration=calibration.options(cache, method, images, scheduler=scheduler, resume=resume),
         targets=targets,
@@ -158,9 +158,8 @@ def build(
         repairs=repairs or None,
         settings=settings_text(),
     )
-    report = build_with(
-        resolve_model(model, shapes, weights), dataset if dataset.source else None, options
-    )
+    loaded = resolve_model(model, shapes, weights)
+    report = build_with(loaded, dataset if dataset.source else None, options)
     if calibration.verbose:
         say_lines(to_markdown(report))
     else:
@@ -177,8 +176,9 @@ def end_with_verdicts(report: Report, json_path: Path | None, *, accept: bool = 
     from deploy.report import to_json
     from deploy.report.screen import serious_findings
 
-    for sentence in serious_findings(report) if is_text_suppressed() else ():
-        say(f"calib8: {sentence}", err=True)
+    if is_text_suppressed():
+        for sentence in serious_findings(report):
+            say(f"calib8: {sentence}", err=True)
     put_json(json_path, lambda: to_json(report))
     if report.failed:
         click.get_current_context().exit(1)
@@ -191,4 +191,4 @@ def _refuse_unfed_float(model: Path, images: ImageArguments) -> None:
     from deploy.frontends import is_quantized
 
     if not images.dataset.source and not images.script and not is_quantized(model):
-        refuse_unfed()
+        refuse_no_images()

@@ -86,12 +86,14 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     if first_header != second_header:
         say(f"first line: {first_header} | {second_header}")
 
-    shared = first_cache.scales().keys() & second_cache.scales().keys()
-    changed = sum(item.first is not None and item.second is not None for item in differences)
-    say(f"{len(shared) - changed} scales are equal, {len(differences)} tensors differ")
-    for item in differences[: limit or None]:
-        ratio = f"{item.ratio:9.4f}x" if item.ratio else f"{'':10}"
-        say(f"{_scale_text(item.first)}  {_scale_text(item.second)} {ratio}  {item.name}")
+    shared_names = first_cache.scales().keys() & second_cache.scales().keys()
+    # the other differences are of tensors that one cache lacks
+    changed_count = sum(difference.name in shared_names for difference in differences)
+    say(f"{len(shared_names) - changed_count} scales are equal, {len(differences)} tensors differ")
+    for difference in differences[: limit or None]:
+        ratio = f"{difference.ratio:9.4f}x" if difference.ratio else f"{'':10}"
+        scales = f"{_scale_text(difference.first)}  {_scale_text(difference.second)}"
+        say(f"{scales} {ratio}  {difference.name}")
     if len(differences) > limit > 0:
         say(f"... and {len(differences) - limit} more (--limit 0 prints all)")
     if differences or first_header != second_header:
@@ -305,24 +307,28 @@ def from_qdq(
     if not dla:
         base.refuse_without("--dla", base.given_flags("no_guesses"))
     version = trt_version or sdk.cache_reader() or DEFAULT_TRT_VERSION
-    plain, cache = cache_tools.qdq_to_cache(model, version=version)
-    inferred = None
+    float_model, cache = cache_tools.qdq_to_cache(model, version=version)
+    inferred_scales = None
     if dla:
-        cache, inferred = cache_tools.dla_cache(plain, version=version, guesses=not no_guesses)
-    write_model(out[0], plain.model)
-    write_bytes(out[1], dump(cache))
-    say(f"{out[0]}: the float model")
-    say(f"{out[1]}: {len(cache.entries)} entries under {cache.header.text}")
-    if plain.weights:
-        say(
-            f"{len(plain.weights)} weights were stored as integers; they are now those integers"
-            " times their scale"
+        cache, inferred_scales = cache_tools.dla_cache(
+            float_model, version=version, guesses=not no_guesses
         )
-    if inferred is not None:
-        _print_inferred(inferred)
+    model_path, cache_path = out
+    write_model(model_path, float_model.model)
+    write_bytes(cache_path, dump(cache))
+    say(f"{model_path}: the float model")
+    say(f"{cache_path}: {len(cache.entries)} entries under {cache.header.text}")
+    if float_model.weights:
+        say(
+            f"{len(float_model.weights)} weights were stored as integers; they are now those"
+            " integers times their scale"
+        )
+    if inferred_scales is not None:
+        _print_inferred(inferred_scales)
         return
 
-    unpaired_names = [name for name in trt_tensors(plain.model) if name not in plain.scales]
+    scales = float_model.scales
+    unpaired_names = [name for name in trt_tensors(float_model.model) if name not in scales]
     if unpaired_names:
         say(
             f"{len(unpaired_names)} tensors have no pair and so no entry; TensorRT warns of a"

@@ -13,8 +13,8 @@ from deploy.commands.base import json_option, quietable
 from deploy.commands.calibration_options import (
     CalibrationArguments,
     calibration_options,
+    choose_samples,
     cluster_options,
-    feed_of,
     print_calibration,
     resume_option,
     script_cache_notes,
@@ -82,17 +82,24 @@ def calibrate(
     from deploy.pipeline.calibration_setup import calibrate_with
 
     calibration.refuse_ignored(targets)
-    dataset, method = feed_of(images, calibration, targets)
-    path = out or Path(f"{model.stem}.cache")
-    cache: Path | None = path
-    if shard is not None:
+    dataset, method = choose_samples(images, calibration, targets)
+    if shard is None:
+        path = out or Path(f"{model.stem}.cache")
+        cache_path = path
+    else:
         number, count = _parse_shard(shard, calibration.cache)
-        dataset = replace(dataset, limit=replace(to_choice(dataset.limit), shard=(number, count)))
+        shard_choice = replace(to_choice(dataset.limit), shard=(number, count))
+        dataset = replace(dataset, limit=shard_choice)
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
-        cache = None
+        cache_path = None  # shards are merged into one
         name_output(path, "shard", force=calibration.cache.force)
     options = calibration.options(
-        cache, method, images, scheduler=scheduler, resume=resume, checkpoint=checkpoint_path(path)
+        cache_path,
+        method,
+        images,
+        scheduler=scheduler,
+        resume=resume,
+        checkpoint=checkpoint_path(path),
     )
     loaded = resolve_model(model, shapes, weights)
     calibrated = calibrate_with(loaded, dataset, options, targets=targets)
@@ -108,16 +115,22 @@ def calibrate(
 
 
 def _parse_shard(text: str, policy: CachePolicy) -> tuple[int, int]:
-    """Parse I/N."""
+    """Return (number of the shard, from 1, number of all shards) from the text I/N of --shard.
+
+    `policy`: how the cache is used, which must leave the shard to be observed.
+
+    Raises:
+        ConfigError: another text, or a flag that uses a cache.
+    """
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and len(text) < 16):
         raise ConfigError(f"--shard must read I/N, such as 2/3, got {text!r}")
-    flags = {
+    is_given_by_flag = {
         "--require-cache": policy.require,
         "--trust-cache": policy.trust,
         "--refresh": policy.refresh,
     }
-    for flag, is_given in flags.items():
+    for flag, is_given in is_given_by_flag.items():
         if is_given:
             raise ConfigError(
                 f"a shard is always observed, got --shard with {flag}, which is of a cache; leave"

@@ -32,25 +32,27 @@ if TYPE_CHECKING:
 
 
 def method_options(command: CommandFunction) -> CommandFunction:
-    """Add `--method` and its parameters as `method`, None if none of these flags was typed."""
+    """Add `--method` and the parameters of all searches.
+
+    The command gets a `Method` as `method`, or None if none of these flags was typed.
+    """
     parameter_by_name = parameters()
 
     @wraps(command)
     def run(method: str, **arguments: Any) -> None:
         values = {name: arguments.pop(name) for name in parameter_by_name}
-        chosen_method = Method.of(method, values)
-        command(method=chosen_method if given_method_flags() else None, **arguments)
+        typed_method = Method.of(method, values)  # checks the values
+        command(method=typed_method if given_method_flags() else None, **arguments)
 
-    wrapped: CommandFunction = run
-    for name, parameter in parameter_by_name.items():  # the last search's first, as decorators are
-        wrapped = _option(name, parameter)(wrapped)
     help_texts = (f"{name} {search.help}" for name, search in SEARCHES.items())
-    return base.calibration_option(
+    method_option = base.calibration_option(
         "--method",
         type=click.Choice(list(SEARCHES)),
         default=DEFAULT_METHOD,
         help=f"How clip ranges are searched: {'; '.join(help_texts)}.",
-    )(wrapped)
+    )
+    parameter_options = [_option(name, field) for name, field in parameter_by_name.items()]
+    return base.add_options(run, (method_option, *reversed(parameter_options)))
 
 
 def given_method_flags() -> list[str]:
@@ -121,22 +123,22 @@ class CalibrationArguments:
             ConfigError: a search that no target follows or that a trusted cache overrides; a cache
                 that is both to be used and to be made again.
         """
-        flags = " and ".join(given_method_flags())
-        if flags and all(target.own_method for target in targets):
+        method_flags = " and ".join(given_method_flags())
+        if method_flags and all(target.own_method for target in targets):
             target = targets[0]
             raise ConfigError(
-                f"{flags} must have a target that follows it, got {target.name}, whose ranges are"
-                f" found by {target.own_method}"
+                f"{method_flags} must have a target that follows it, got {target.name}, whose"
+                f" ranges are found by {target.own_method}"
             )
-        if flags and self.cache.trust:
+        if method_flags and self.cache.trust:
             raise ConfigError(
-                f"{flags} chooses ranges, and --trust-cache takes those of the cache as they are;"
-                " leave one of them out"
+                f"{method_flags} chooses ranges, and --trust-cache takes those of the cache as they"
+                " are; leave one of them out"
             )
-        refuse_both_ways(self.cache)
+        refuse_refresh_and_reuse(self.cache)
 
 
-def refuse_both_ways(policy: CachePolicy) -> None:
+def refuse_refresh_and_reuse(policy: CachePolicy) -> None:
     """Refuse --refresh with an option that uses the cache."""
     if policy.refresh and policy.reuse_flag:
         raise ConfigError(
@@ -276,17 +278,23 @@ def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
     return Cluster(address=address, threads=threads or 1, **given_values)
 
 
-def feed_of(
+def choose_samples(
     images: ImageArguments,
     calibration: CalibrationArguments,
     targets: Sequence[Target],
     *,
     is_tuned: bool = False,
 ) -> tuple[Dataset, Method | None]:
-    """Return calibration samples and method; None for a method that was not requested.
+    """Return the calibration samples, and the method for ranges that belongs to them.
 
-    A calibrator's script feeds its own batches. Its base class chooses the method, unless a
-    search compares methods (`is_tuned`).
+    The method is the typed one. The script of a TensorRT calibrator feeds its own batches, and if
+    no method was typed, its base class names one. None is the default method.
+
+    Args:
+        images: the images or the script.
+        calibration: options of the calibration.
+        targets: the targets; some search ranges in their own way, whatever the method is.
+        is_tuned: whether a search compares methods, which one from the script would end.
     """
     if not images.script:
         return images.dataset, calibration.method
@@ -296,12 +304,13 @@ def feed_of(
 
     script = CalibratorScript(images.script)
     dataset = replace(images.dataset, source=script)
-    script_method = method_of_calibrator(script)
-    uses_method = any(not target.own_method for target in targets) and not calibration.cache.trust
-    if calibration.method is not None or not uses_method or script_method is None:
+    method_and_reason = method_of_calibrator(script)
+    follows_method = any(not target.own_method for target in targets)
+    is_searched = follows_method and not calibration.cache.trust
+    if calibration.method is not None or not is_searched or method_and_reason is None:
         return dataset, calibration.method
 
-    method, reason = script_method
+    method, reason = method_and_reason
     if is_tuned:
         script.notes = (
             f"{script} feeds the images, and the search chooses the method; --effort 0 keeps"
@@ -335,8 +344,9 @@ def print_calibration(
 ) -> None:
     """Print what was observed, how ranges were searched, and notes; exit 1 if a target failed."""
     say_lines(calibrated.to_screen(file=path, everything=verbose, notes=notes))
-    for warning in (*calibrated.doubts, *calibrated.warnings) if is_text_suppressed() else ():
-        say(warning, err=True)
+    if is_text_suppressed():
+        for warning in (*calibrated.doubts, *calibrated.warnings):
+            say(warning, err=True)
     base.put_json(json_path, calibrated.to_json)
     for target, reason in calibrated.failures.items():
         say(f"calib8: {target} failed: {reason}", err=True)

@@ -56,7 +56,8 @@ def inspect(
       calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
     model = resolve_model(path, shapes, weights)
-    if model is path and path.suffix not in {".onnx", ".py"} and not _looks_like_onnx(path):
+    is_cache = path.suffix not in {".onnx", ".py"} and not _looks_like_onnx(path)
+    if model is path and is_cache:
         base.refuse_without("a model", base.given_flags())
         _inspect_cache(path)
         return
@@ -281,10 +282,10 @@ def doctor(as_json: bool) -> None:
     """
     from deploy.analysis import environment
 
-    found = environment.doctor()
+    checks = environment.doctor()
     if as_json:
         import json
 
-        say_lines(json.dumps([check.to_json() for check in found], indent=1))
+        say_lines(json.dumps([check.to_json() for check in checks], indent=1))
     else:
-        say_lines(found.to_screen())
+        say_lines(checks.to_screen())

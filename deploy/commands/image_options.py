@@ -73,8 +73,8 @@ def parse_preprocess(texts: Mapping[str, str | None]) -> PreprocessRequest:
     for name, text in texts.items():
         if text and name != "preset":
             options[name] = _parse_preprocess_option(name, text)
-    if preset := texts["preset"]:
-        return apply_user_options(find_preset(preset), options)
+    if preset_name := texts["preset"]:
+        return apply_user_options(find_preset(preset_name), options)
     with_options(Preprocess(), options)  # check the values before a model is read
     return options
 
@@ -150,7 +150,14 @@ def raw_options(command: Command) -> Command:
 
 
 def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
-    """Take the values of `raw_options` out of `arguments`; return the source with them."""
+    """Return the source of the images, with the shape and dtype of files without a header.
+
+    These two, the values of `raw_options`, are taken out of `arguments`. `source`: path of the
+    images; "" without.
+
+    Raises:
+        ConfigError: a shape or dtype without images.
+    """
     shape_text, dtype = arguments.pop("raw_shape"), arguments.pop("raw_dtype")
     if shape_text is None and dtype is None:
         return source
@@ -220,7 +227,9 @@ _STABILITY_OPTIONS = (
 
 
 def take_stable_share(arguments: dict[str, Any]) -> float | None:
-    """Take the values of `_STABILITY_OPTIONS` out of `arguments`.
+    """Return the share by which halves of the images may differ; None to use all images.
+
+    The values of `_STABILITY_OPTIONS` are taken out of `arguments`.
 
     Raises:
         ConfigError: --stable-within without --until-stable.
@@ -309,14 +318,14 @@ calibrator_script_option = base.image_option(
 
 
 def _image_options(
-    command: CommandFunction, *, scripts: bool, needed: bool = True
+    command: CommandFunction, *, takes_script: bool, is_required: bool = True
 ) -> CommandFunction:
-    """Add images, and how they are read; the command gets them as `images`.
+    """Add images, and how they are read; the command gets `images`, an `ImageArguments`.
 
     Args:
         command: the command.
-        scripts: whether --calibrator-script may stand in place of --images.
-        needed: whether one of both must be given, if scripts are possible.
+        takes_script: whether --calibrator-script may stand in place of --images.
+        is_required: whether one of both must be given; --images must be if `takes_script` is False.
     """
 
     @wraps(command)
@@ -330,8 +339,8 @@ def _image_options(
                 f"samples come from --images or from --calibrator-script, got {source} and"
                 f" {script}; leave one of them out"
             )
-        if needed and not source and not script:
-            refuse_unfed()
+        if is_required and not source and not script:
+            refuse_no_images()
         images = ImageArguments(
             dataset=_dataset(arguments, source),
             script=script,
@@ -340,17 +349,17 @@ def _image_options(
         )
         command(images=images, **arguments)
 
-    scripted = (calibrator_script_option, *_STABILITY_OPTIONS) if scripts else ()
-    sources = _options(f"{SOURCES}.", required=not scripts)
-    threads = base.threads_option(section=base.GENERAL)
-    return base.add_options(run, (*sources, *scripted, threads))
+    options = [*_options(f"{SOURCES}.", required=not takes_script)]
+    if takes_script:
+        options += [calibrator_script_option, *_STABILITY_OPTIONS]
+    return base.add_options(run, [*options, base.threads_option(section=base.GENERAL)])
 
 
 # Required images and how they are read, which a command gets as `images`; the same with
-# --calibrator-script as the alternative; for models that may need neither, see `refuse_unfed`.
-image_options = partial(_image_options, scripts=False)
-feed_options = partial(_image_options, scripts=True)
-build_options = partial(_image_options, scripts=True, needed=False)
+# --calibrator-script as the alternative; for models that may need neither, see `refuse_no_images`.
+image_options = partial(_image_options, takes_script=False)
+feed_options = partial(_image_options, takes_script=True)
+build_options = partial(_image_options, takes_script=True, is_required=False)
 
 
 def _dataset(arguments: dict[str, Any], source: str) -> Dataset:
@@ -380,7 +389,7 @@ def _parse_state(text: str) -> tuple[str, str]:
     return state, output
 
 
-def refuse_unfed() -> None:
+def refuse_no_images() -> None:
     """Refuse a command without images and without a calibrator script."""
     raise click.UsageError("Missing option '--images' or '--calibrator-script'")
 
@@ -413,10 +422,11 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def input_options(purpose: str) -> Decorator:
-    """Add optional images, and how they are read; the command gets `dataset`, None without them.
+    """Return a decorator that adds optional images, and how they are read.
 
-    Args:
-        purpose: what the images are for, as the help of --images begins.
+    The command gets them as `dataset`, None without them.
+
+    `purpose`: what the images are for, as the help of --images begins.
     """
 
     def add_images(command: CommandFunction) -> CommandFunction:

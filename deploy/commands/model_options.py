@@ -29,18 +29,20 @@ if TYPE_CHECKING:
 
 
 def model_options(command: Command) -> Command:
-    """Add the options of a PyTorch model: `shapes` and `weights`."""
-    weights = base.model_option(
-        "--weights",
-        type=base.INPUT,
-        help="State dict for a model given as file.py:factory or timm:NAME.",
+    """Add the options of a PyTorch model; the command gets them as `shapes` and `weights`."""
+    options = (
+        _input_option(
+            "Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
+            " ids=1x128:int64; the name is an argument of its forward or a key of its dict. For an"
+            " ONNX file, a shape in place of the file's."
+        ),
+        base.model_option(
+            "--weights",
+            type=base.INPUT,
+            help="State dict for a model given as file.py:factory or timm:NAME.",
+        ),
     )
-    shapes = _input_option(
-        "Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
-        " ids=1x128:int64; the name is an argument of its forward or a key of its dict. For an ONNX"
-        " file, a shape in place of the file's."
-    )
-    return shapes(weights(command))
+    return base.add_options(command, options)
 
 
 def _input_option(text: str) -> Callable[[Command], Command]:
@@ -77,14 +79,14 @@ def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) ->
 
 def leaf_option(command: Command) -> Command:
     """Add `leaves`: modules of a PyTorch model that are not traced into."""
-    added = base.model_option(
+    option = base.model_option(
         "--leaf",
         "leaves",
         multiple=True,
         metavar="NAME|CLASS",
         help="Module not to trace into, by its name or class.",
     )
-    return added(command)
+    return option(command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +135,13 @@ class TorchArguments:
         return module.to(torch_device)
 
     def inputs(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
-        """Return the inputs on the model's device, () without any.
+        """Return the inputs of one run, on the model's device: random ones, or those of a file.
 
-        From then on the model takes them by position, whatever its forward takes.
+        `module` is changed: from then on it takes them by position, even if its forward takes
+        keywords or a dict.
 
         Raises:
-            ConfigError, FeedError: both, no shape, or no sample or names for this model.
+            ConfigError, FeedError: --input and --sample, or inputs that do not fit the model.
         """
         from deploy.frontends.input_shapes import parse_input
         from deploy.fx.device import device_of, move_tensors
@@ -163,8 +166,8 @@ class TorchArguments:
                 [spec.dtype for spec in specs],
                 floating=floating_dtype(module),
             )
-            order = accept_named_inputs(module, [spec.name for spec in specs])
-            tensors = tuple(examples[index] for index in order)
+            positions = accept_named_inputs(module, [spec.name for spec in specs])
+            tensors = tuple(examples[position] for position in positions)
         if note := dict_input_note(module):
             say(note)
         moved_tensors: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))
@@ -172,14 +175,17 @@ class TorchArguments:
 
 
 def torch_options(command: CommandFunction) -> CommandFunction:
-    """Add a PyTorch model, its inputs, weights and device; the command gets them as `source`."""
+    """Add a PyTorch model, its inputs, weights and device.
+
+    The command gets them as `source`, a `TorchArguments` with a field for each option.
+    """
 
     @wraps(command)
     def run(**arguments: Any) -> None:
         values = {name: arguments.pop(name) for name in TorchArguments.__slots__}
         command(source=TorchArguments(**values), **arguments)
 
-    added = (
+    options = (
         click.argument("model"),
         _input_option(
             "Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
@@ -203,7 +209,7 @@ def torch_options(command: CommandFunction) -> CommandFunction:
             help="Device to run on: cpu, cuda, cuda:1; meta computes nothing.",
         ),
     )
-    return base.add_options(run, added)
+    return base.add_options(run, options)
 
 
 # options without effect on PyTorch models, which get fixed scales and integers
@@ -214,35 +220,48 @@ TargetValues = Mapping[str, Mapping[str, Any]]  # target -> field -> value on th
 def target_options(
     is_offered: Callable[[Option], bool],
 ) -> Decorator:
-    """Add `--target` and the targets' options that are `is_offered`.
+    """Return a decorator that adds `--target` and the targets' options that are `is_offered`.
 
     The command gets the configured targets as `targets`.
     """
+    target_option = base.target_option(
+        "--target",
+        "names",
+        multiple=True,
+        metavar="NAME,...",
+        default=("onnxruntime",),
+        callback=_split_names,
+        shell_complete=complete_names(lambda: TARGETS),
+        help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
+    )
 
     def add(command: CommandFunction) -> CommandFunction:
         @wraps(command)
         def run(names: tuple[str, ...], target_values: TargetValues, **arguments: Any) -> None:
             command(targets=_make_targets(names, target_values), **arguments)
 
-        return base.target_option(
-            "--target",
-            "names",
-            multiple=True,
-            metavar="NAME,...",
-            default=("onnxruntime",),
-            callback=_names,
-            shell_complete=complete_names(lambda: TARGETS),
-            help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
-        )(target_field_options(is_offered)(run))
+        return base.add_options(run, (target_option, target_field_options(is_offered)))
 
     return add
 
 
 def one_target(section: str) -> Decorator:
-    """Add `--target` for one target and its options that place pairs in a PyTorch model.
+    """Return a decorator that adds `--target`, and options that place pairs in a PyTorch model.
 
-    The command gets the configured target as `target`.
+    The command gets the one configured target as `target`.
+
+    `section`: section of the help that lists `--target`.
     """
+    target_option = base.option(
+        "--target",
+        "name",
+        section=section,
+        metavar="NAME",
+        default="onnxruntime",
+        callback=_check_name,
+        shell_complete=complete_names(lambda: TARGETS),
+        help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
+    )
 
     def add(command: CommandFunction) -> CommandFunction:
         @wraps(command)
@@ -250,16 +269,7 @@ def one_target(section: str) -> Decorator:
             (target,) = _make_targets((name,), target_values)
             command(target=target, **arguments)
 
-        return base.option(
-            "--target",
-            "name",
-            section=section,
-            metavar="NAME",
-            default="onnxruntime",
-            callback=lambda context, param, name: find_target(name) and name,
-            shell_complete=complete_names(lambda: TARGETS),
-            help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
-        )(target_field_options(_places_torch_pairs)(run))
+        return base.add_options(run, (target_option, target_field_options(_places_torch_pairs)))
 
     return add
 
@@ -271,25 +281,27 @@ def _places_torch_pairs(option: Option) -> bool:
 def target_field_options(
     is_offered: Callable[[Option], bool],
 ) -> Decorator:
-    """Add the targets' options that are `is_offered`; the command gets them as `target_values`."""
+    """Return a decorator that adds the targets' options that are `is_offered`.
+
+    The command gets those that were typed as `target_values`: target -> {field: value}.
+    """
+    field_by_name = {}  # argument of the command -> (target, its option)
+    for target, target_class in TARGETS.items():
+        for option in filter(is_offered, declared_options(target_class)):
+            name = f"{target}_{option.name}".replace("-", "_")
+            field_by_name[name] = (target, option)
+    options = [_option(name, *field) for name, field in field_by_name.items()]
 
     def add(command: CommandFunction) -> CommandFunction:
-        field_by_name = {}  # name on the command line -> (target, its option)
-        for target, target_class in TARGETS.items():
-            for option in filter(is_offered, declared_options(target_class)):
-                name = f"{target}_{option.name}".replace("-", "_")
-                field_by_name[name] = (target, option)
-
         @wraps(command)
         def run(**arguments: Any) -> None:
             target_values: dict[str, dict[str, Any]] = {}
             for name, (target, option) in field_by_name.items():
                 value = arguments.pop(name)
-                if value not in (None, ()):
+                if value not in (None, ()):  # () is a repeatable option that was not typed
                     target_values.setdefault(target, {})[option.name] = value
             command(target_values=target_values, **arguments)
 
-        options = [_option(name, *field) for name, field in field_by_name.items()]
         return base.add_options(run, options)
 
     return add
@@ -322,8 +334,14 @@ def _make_targets(names: tuple[str, ...], target_values: TargetValues) -> list[T
     return [make_target(name, target_values.get(name, {})) for name in names]
 
 
-def _names(context: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> Any:
-    """Names separated by commas or in repeated flags, each once."""
+def _check_name(context: click.Context, param: click.Parameter, name: str) -> str:
+    """Return the name of a target, if there is such a target."""
+    find_target(name)
+    return name
+
+
+def _split_names(context: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> Any:
+    """Return names separated by commas or in repeated flags, each once."""
     names = dict.fromkeys(name.strip() for name in ",".join(texts).split(","))
     for name in names:
         find_target(name)

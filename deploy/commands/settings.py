@@ -24,21 +24,21 @@ from deploy.errors import ConfigError, did_you_mean
 from deploy.files.manifest import MANIFEST_NAME, SETTINGS
 from deploy.tuning import CPU_NAMES, PREFERENCES
 
-_HEAD = "# The options of a build: calib8 {} --config {}"
+_FIRST_LINE = "# The options of a build: calib8 {} --config {}"
 # of one run only, never in a file
 _ONE_RUN_KEYS = frozenset(("config", "trust-config", "force", "resume", "help"))
 _UNWRITTEN_KEYS = _ONE_RUN_KEYS | frozenset(
     ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
 )  # without effect on what is built, so not written
-# option on the line -> options of the file that it replaces
-_RIVALS = {
+# option on the command line -> options of the file that it replaces
+_REPLACED_BY = {
     "split": ("plan", "effort"),
     "plan": ("split", "effort"),
     "effort": ("split", "plan"),
     "refresh": ("split", "plan"),
 }
 _UNDECODED_BYTE = re.compile("[\ud800-\udfff]")  # in a file name, which UTF-8 cannot encode
-_META = "calib8.options"  # of a click context: parameter -> value on the line or in the file
+_META = "calib8.options"  # key in a click context: parameter -> value on the line or in the file
 
 _CONFIG = (
     option(
@@ -70,11 +70,13 @@ class ConfiguredCommand(SectionedCommand):
             ConfigError: the file cannot be read, has an unknown option, or a value of the wrong
                 type.
         """
-        parsed = self.make_parser(ctx).parse_args(list(args))[0]
-        value_types = str, bool, list, tuple  # anything else is a placeholder of click
-        line_values = {
-            name: value for name, value in parsed.items() if isinstance(value, value_types)
-        }
+        # parsed a first time to find --config; click parses again with the file's values as
+        # defaults
+        parsed_values, _, _ = self.make_parser(ctx).parse_args(list(args))
+        line_values = {}
+        for name, value in parsed_values.items():
+            if isinstance(value, str | bool | list | tuple):  # else a placeholder of click
+                line_values[name] = value
         file_values: dict[str, Any] = {}
         ctx.default_map = {}
         if "config" in line_values:
@@ -89,20 +91,21 @@ class ConfiguredCommand(SectionedCommand):
     def _read_config(
         self, ctx: click.Context, file: Path, line_values: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the values of a file of options that the command line leaves in force.
+        """Return parameter -> value in a file of options, unless the command line overrides it.
 
-        Until the command ends, code that only the file names runs if no other user can write it.
+        A file may name code to run, such as a metric. Until the command ends, such code runs only
+        if the user typed its name too, or if no other user can write the file.
         """
         file_values = options_in(self, file)
-        for name in _RIVALS.keys() & line_values.keys():
-            for rival in _RIVALS[name]:
-                file_values.pop(rival, None)
+        for name in _REPLACED_BY.keys() & line_values.keys():
+            for replaced_name in _REPLACED_BY[name]:
+                file_values.pop(replaced_name, None)
         if "trust_config" not in line_values:
             from deploy.files.usercode import distrust_config
 
             typed_texts: list[str] = []
             for value in line_values.values():
-                typed_texts += map(str, value if isinstance(value, list | tuple) else (value,))
+                typed_texts += _value_texts(value)
             ctx.with_resource(distrust_config(file, typed_texts))
         return file_values
 
@@ -110,27 +113,31 @@ class ConfiguredCommand(SectionedCommand):
 def settings_text() -> str:
     """The options of the running command, as a file that `--config` reads."""
     context = click.get_current_context()
-    return "\n".join(_lines(context.command, context.meta[_META])) + "\n"
+    return "\n".join(_setting_lines(context.command, context.meta[_META])) + "\n"
 
 
-def _lines(command: click.Command, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a settings file.
+def _value_texts(value: Any) -> list[str]:
+    """Return the texts of an option's value, which is a list if the option may be repeated."""
+    return list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
+
+
+def _setting_lines(command: click.Command, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a TOML file of a command's options.
 
     Args:
-        command: whose options they are.
+        command: the command.
         values: parameter -> value on the command line or in the file of `--config`.
     """
     from deploy.files import toml
 
-    yield _HEAD.format(command.name, SETTINGS)
+    yield _FIRST_LINE.format(command.name, SETTINGS)
     yield ""
     yield f"[{command.name}]"
     for key, param in _param_by_key(command).items():
         if param.name not in values or key in _UNWRITTEN_KEYS:
             continue
         value = values[param.name]
-        texts = map(str, value) if isinstance(value, list | tuple) else [str(value)]
-        if any(map(_UNDECODED_BYTE.search, texts)):
+        if any(map(_UNDECODED_BYTE.search, _value_texts(value))):
             yield f"# {key} has a name that is no text: it must be typed"
         else:
             yield f"{toml.toml_key(key)} = {_toml_value(param, value)}"
@@ -141,7 +148,7 @@ def _toml_value(param: click.Parameter, value: Any) -> str:
     from deploy.files import toml
 
     if isinstance(value, list | tuple):
-        return toml.toml_value(map(str, value))
+        return toml.toml_value(_value_texts(value))
     if isinstance(value, str) and isinstance(param.type, click.types.IntParamType):
         return toml.toml_value(int(value))
     if not isinstance(value, bool) and isinstance(param.type, click.types.FloatParamType):
@@ -162,14 +169,14 @@ def options_in(command: click.Command, path: Path) -> dict[str, Any]:
     """
     from deploy.files import toml
 
-    what = "a TOML file of the options of a command"
-    data = toml.read_toml(path, what=what, way_out=f"take the {SETTINGS} of a build as a pattern")
-    table = data.get(str(command.name), {})
-    other_table = next((name for name in data if name != command.name), None)
+    way_out = f"take the {SETTINGS} of a build as a pattern"
+    tables = toml.read_toml(path, what="a TOML file of the options of a command", way_out=way_out)
+    table = tables.get(str(command.name), {})
+    other_table = next((name for name in tables if name != command.name), None)
     if other_table is not None or not isinstance(table, dict):
         raise ConfigError(
             f"{path} must have its options under [{command.name}],"
-            f" got {other_table or command.name!r}; take the {SETTINGS} of a build as a pattern"
+            f" got {other_table or command.name!r}; {way_out}"
         )
 
     param_by_key = _param_by_key(command)
@@ -183,12 +190,18 @@ def options_in(command: click.Command, path: Path) -> dict[str, Any]:
             hint = did_you_mean(key, param_by_key, f"`calib8 {command.name} --help` has them")
             raise ConfigError(f"{key!r} in {path} is no option of {command.name}; {hint}")
         param = param_by_key[key]
-        values[str(param.name)] = _checked(key, param, value, path)
+        values[str(param.name)] = _typed_value(key, param, value, path)
     return values
 
 
-def _checked(key: str, param: click.Parameter, value: Any, path: Path) -> Any:
-    """A value of the option's type; a single value of a repeatable option becomes a list."""
+def _typed_value(key: str, param: click.Parameter, value: Any, path: Path) -> Any:
+    """Return the value of an option in the file, as the command line would have given it.
+
+    Numbers become texts, which click parses, and a single value of a repeatable option a list.
+
+    Raises:
+        ConfigError: a value of the wrong type.
+    """
     if getattr(param, "is_flag", False):
         if isinstance(value, bool):
             return value

@@ -219,7 +219,7 @@ def qat(
     task = call_factory(script)
     if not isinstance(task, Task):
         raise ConfigError(f"{script} must return a calib8.torch.Task, got {type(task).__name__}")
-    options: dict[str, Any] = {
+    typed_values: dict[str, Any] = {  # field of the task -> value; None if it was not typed
         "method": method,
         "ranges": ranges,
         "epochs": epochs,
@@ -227,7 +227,8 @@ def qat(
         "teacher": None if teacher is None else load_module(teacher, teacher_weights),
         "distil": list(map(_split_pair, distil)) or None,
     }
-    task = replace(task, **{name: value for name, value in options.items() if value is not None})
+    changes = {name: value for name, value in typed_values.items() if value is not None}
+    task = replace(task, **changes)
 
     with wrap_user_errors(script):
         result = export_trained(

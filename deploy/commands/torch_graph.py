@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--only", metavar="SUBMODULE", help="Trace this submodule only.")
 @click.option(
     "--replace",
-    "replaced",
+    "replacements",
     multiple=True,
     metavar="OP=FUNCTION",
     help="Operation to replace, such as add=torch.mul.",
@@ -51,7 +51,7 @@ def trace(
     leaves: tuple[str, ...],
     wraps: tuple[str, ...],
     only: str | None,
-    replaced: tuple[str, ...],
+    replacements: tuple[str, ...],
     as_code: bool,
 ) -> None:
     """Trace MODEL (file.py:factory or timm:NAME) and print its graph, the IR table by default.
@@ -64,24 +64,25 @@ def trace(
     from deploy.fx.trace import find_function, submodule
     from deploy.fx.trace import trace as trace_module
 
-    if not source.has_inputs:
+    if not source.has_inputs:  # then nothing is run on a device
         base.refuse_without("--input or --sample", base.given_flags("device"))
     module = source.load()
     if only:
         module = submodule(module, only)
     inputs = source.inputs(module) if source.has_inputs else None
-    functions = [find_function(name) for name in wraps]
-    graph_module = trace_module(module, leaves=leaves, wrap=functions)
-    for change in replaced:
-        op, equals, function = change.partition("=")
-        if not equals:
-            raise ConfigError(f"--replace takes OP=FUNCTION, as add=torch.mul, got {change!r}")
-        replace_op(graph_module, op, find_function(function))
+    wrapped_functions = [find_function(name) for name in wraps]
+    graph_module = trace_module(module, leaves=leaves, wrap=wrapped_functions)
+    for replacement in replacements:
+        op, equals_sign, function_name = replacement.partition("=")
+        if not equals_sign:
+            raise ConfigError(f"--replace takes OP=FUNCTION, as add=torch.mul, got {replacement!r}")
+        replace_op(graph_module, op, find_function(function_name))
+
     say_lines(graph_source(graph_module) if as_code else format_graph(graph_module))
     if inputs is not None:
         with wrap_user_errors(source.model):
-            shaped = propagate_shapes(graph_module, *inputs)
-        rows = [(name, str(shape)) for name, shape in shaped.items()]
+            shape_by_node = propagate_shapes(graph_module, *inputs)
+        rows = [(name, str(shape)) for name, shape in shape_by_node.items()]
         say_lines("\n" + format_columns([("name", "shape"), *rows]))
 
 
@@ -117,7 +118,7 @@ def fuse(
     if is_run:
         source.refuse_without_inputs("--bench" if bench else "--out")
         source.refuse_meta("a run")
-    elif not source.has_inputs:
+    elif not source.has_inputs:  # then nothing is run on a device
         base.refuse_without("--input or --sample", base.given_flags("device"))
     if out is not None:
         check_suffix(out)
@@ -187,8 +188,9 @@ def profile(
         say("nothing was computed on the meta device: the times are those of Python alone")
     put_json(json_path, result.to_json)
     if html_path is not None:
-        ran = f"{runs} runs on {source.device}, of inputs {', '.join(map(_spec, inputs))}"
-        write_text(html_path, profile_page(result, name=source.model, notes=[ran, FLOPS_NOTE]))
+        run_note = f"{runs} runs on {source.device}, of inputs {', '.join(map(_spec, inputs))}"
+        page = profile_page(result, name=source.model, notes=[run_note, FLOPS_NOTE])
+        write_text(html_path, page)
         say(f"{html_path}: written")
 
 
