@@ -180,6 +180,8 @@ def test_sample_files_fill_the_inputs(nets, tmp_path, refusal, wording):
         read = model_inputs.read_sample(path, model)
         assert np.array_equal(read[0], ids)
         assert np.array_equal(read[1], mask)
+    np.savez(path, ids.astype(">i8"), mask.astype(">f4"))
+    assert np.array_equal(model_inputs.read_sample(path, model)[0], ids)  # of any byte order
     assert "(3, 2, 3)" in run_command("trace", f"{nets}:plain_words", "--sample", path)
     np.save(tmp_path / "x.npy", np.zeros((2, 3, 8, 8), np.float32))
     for command, *options in (

@@ -50,27 +50,15 @@ def _drop_zero(node: fx.Node) -> bool:
 
 
 def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | None:
-    """Merge the two branches of an addition or subtraction.
+    """Merge the two branches of an addition or subtraction, in place.
 
     Return (name of the layer that computes both, name of the one merged into it); None if `node`
     adds no two branches that can be merged.
     """
-    is_sum = is_op(node, "add")
-    if not is_sum and not is_op(node, "sub"):
+    branches = _find_branches(graph_module, node)
+    if len(branches) != 2:
         return None
-    if node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
-        return None
-    branches = []
-    sign = 1
-    for call in node.all_input_nodes:
-        module = _find_module(graph_module, call)
-        if module is None:
-            return None
-        branches.append(_Branch(call, module, sign))
-        if not is_sum:
-            sign = -1  # the second one is subtracted
-
-    # of equal kernels, the first one remains
+    # the smaller kernel is added to the larger one; of equal kernels, the first one remains
     larger, smaller = sorted(branches, key=_kernel_size, reverse=True)
     if larger.call.args[0] is not smaller.call.args[0]:
         return None
@@ -86,6 +74,21 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
     replace_submodule(graph_module, names[0], _sum_branches(larger, smaller))
     replace_node(node, larger.call)
     return names
+
+
+def _find_branches(graph_module: fx.GraphModule, node: fx.Node) -> list["_Branch"]:
+    """Return the branches that an addition or subtraction of two tensors reads; [] for others."""
+    is_sum = is_op(node, "add")
+    if not is_sum and not is_op(node, "sub"):
+        return []
+    if node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
+        return []
+    branches = []
+    for call, sign in zip(node.all_input_nodes, (1, 1 if is_sum else -1), strict=True):
+        module = _find_module(graph_module, call)
+        if module is not None:
+            branches.append(_Branch(call, module, sign))
+    return branches
 
 
 class _Branch(NamedTuple):

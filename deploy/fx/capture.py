@@ -22,6 +22,7 @@ from deploy.fx.device import device_of, fixed_seed, quiet
 from deploy.fx.lift import input_placeholders, lift_program
 from deploy.fx.model_inputs import (
     argument_names,
+    array_to_tensor,
     first_item,
     match_arguments,
     positional_parameters,
@@ -37,9 +38,10 @@ CAPTURE_TOLERANCE = 1e-4  # relative to the largest output
 
 
 def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
-    """Return a batch as the arguments of a forward; for a loader, the inputs in its first item.
+    """Return the positional arguments of a forward from a batch, or from a loader's first item.
 
-    Arrays become tensors.
+    A tuple or list holds the arguments, a tensor or dict is the only one, and anything else is a
+    loader. numpy arrays become tensors.
 
     `model`: takes the inputs; None if `batch` is no loader.
 
@@ -47,25 +49,28 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
         FeedError: the loader's first item does not hold the inputs of the model's forward.
     """
     if isinstance(batch, tuple | list):
-        return tuple(map(_array_to_tensor, batch))
+        return tuple(map(_tensor_of_array, batch))
     if model is None or isinstance(batch, torch.Tensor | Mapping):
         return (batch,)
 
     model = unwrap(model)
-    tensors, names = split_item(model, first_item(batch)[0])
-    if not names:
+    item, _ = first_item(batch)
+    tensors, names = split_item(model, item)
+    if not names:  # the item is no dict, so its tensors are in order
         return tuple(tensors)
-    ordered, dict_argument = match_arguments(model, names)
-    if dict_argument is not None or ordered != argument_names(model, len(names)):
+    tensor_by_name = dict(zip(names, tensors, strict=True))
+    ordered_names, dict_argument = match_arguments(model, names)
+    if dict_argument is not None or ordered_names != argument_names(model, len(names)):
         raise FeedError(
             f"example inputs are the first arguments of {type(model).__name__}'s forward, in order,"
             f" got a loader of {', '.join(names)}; give them as a list of tensors"
         )
-    return tuple(tensors[names.index(name)] for name in ordered)
+    return tuple(tensor_by_name[name] for name in ordered_names)
 
 
-def _array_to_tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+def _tensor_of_array(value: Any) -> Any:
+    """Return an array as a tensor; any other value is returned as it is."""
+    return array_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def select_arguments(batch: Any, model: nn.Module) -> tuple[Any, ...]:
@@ -102,10 +107,11 @@ def graph_of(
     except ModelError as capture_error:
         try:
             traced = trace(plain_copy(model))
-        except ModelError:
+        except ModelError:  # the reason of the capture says more
             raise capture_error from capture_error.__cause__
+    # tracing follows a model without running it: check that it runs, unless it has no values
     if device_of(model).type != "meta":
-        run_model(plain_copy(model).eval(), inputs)  # raises ModelError if it does not run
+        run_model(plain_copy(model).eval(), inputs)
     return traced
 
 
@@ -130,6 +136,7 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
         # another copy, as the export may have changed this one
         check_capture(captured, plain_copy(model).eval(), inputs)
 
+    # the graph has the modules of the copy, and modules made of functions, which follow the model
     for module in captured.modules():
         module.training = training_by_module.get(module, model.training)
     return captured

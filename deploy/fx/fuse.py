@@ -107,10 +107,10 @@ def fuse(
         ModelError: the model cannot be captured.
     """
     graph_module, report = fold_batch_norms(model, inputs)
-    removed: set[fx.Node] = set()
+    fused_relus: set[fx.Node] = set()  # a shared layer has several ReLUs, fused with the first one
     for node in list(graph_module.graph.nodes):
-        if node not in removed and is_relu(graph_module, node):
-            removed |= _fuse_relu(graph_module, node, report)
+        if node not in fused_relus and is_relu(graph_module, node):
+            fused_relus |= _fuse_relu(graph_module, node, report)
     report.skipped = list(dict.fromkeys(report.skipped))
     _clean(graph_module)
     return graph_module, report
@@ -121,7 +121,10 @@ def fold_batch_norms(
 ) -> tuple[fx.GraphModule, FuseReport]:
     """Return a graph of a copy of `model` with BatchNorms folded into layers, and a report.
 
-    The copy is in eval mode: running statistics are folded.
+    The copy is in eval mode: running statistics are folded. Why a norm was not folded is also
+    stored in the graph's `meta`, for later reports.
+
+    `inputs`: example inputs to capture the model with; None to trace it symbolically.
 
     Raises:
         ModelError: the model cannot be captured.
@@ -130,11 +133,15 @@ def fold_batch_norms(
     layers_to_modules(graph_module)
     report = FuseReport()
     fold_into_previous(graph_module, _norms(graph_module), report)
+    # branches such as RepVGG's are convolutions only once their norms are folded
     report.fused += [("Branches", names) for names in merge_branches(graph_module)]
-    for node in _norms(graph_module):
-        _fold_into_reader(graph_module, node, report)
+    # the remaining norms have no layer before them
+    for norm in _norms(graph_module):
+        _fold_into_reader(graph_module, norm, report)
     _clean(graph_module)
-    report.norms_left = len({node.target for node in _norms(graph_module)})
+
+    unfolded_norms = {node.target for node in _norms(graph_module)}
+    report.norms_left = len(unfolded_norms)
     report.skipped = list(dict.fromkeys(report.skipped))  # a shared norm has several calls
     graph_module.meta[UNFOLDED_NORMS] = dict(report.skipped)
     return graph_module, report
@@ -218,13 +225,16 @@ def reason_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | No
 
 
 def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
-    """As `reason_not_foldable`, for one call of a layer."""
-    path = path_to_layer(graph_module, norm)
+    """Return why one call of a BatchNorm cannot fold into the layer before it; None if it can.
+
+    Other calls of the same layer are left to `reason_not_foldable`.
+    """
+    path = path_to_layer(graph_module, norm)  # from the norm upstream, through views and dropout
     layer_call = path[-1]
     layer = called_module(graph_module, layer_call)
     if not isinstance(layer, FOLDABLE):
         return NO_LAYER_BEFORE
-    for node in reversed(path):
+    for node in reversed(path):  # another reader would get normalized values
         reader_count = len(readers_of(node))
         if reader_count > 1:
             name = node.target if node is layer_call else node.name
@@ -249,7 +259,7 @@ def calls_of_module(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[f
 
 
 def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
-    """Return the calls of a norm after all calls of the layer before it, [] if it cannot fold.
+    """Return the calls of a norm that fold with it into the layer before; [] if it cannot fold.
 
     A layer that is called several times has one weight, so the norm folds only if it follows each
     of these calls: all of them foldable, and no other norm among them.
@@ -260,15 +270,16 @@ def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.
     if len(layer_calls) == 1:
         return [norm]
     norm_calls = []
-    for node in _norms(graph_module):
-        if path_to_layer(graph_module, node)[-1] in layer_calls:
-            if _reason_at_call(graph_module, node) is not None:
+    for norm_call in _norms(graph_module):
+        if path_to_layer(graph_module, norm_call)[-1] in layer_calls:
+            if _reason_at_call(graph_module, norm_call) is not None:
                 return []
-            norm_calls.append(node)
-    module_names = {node.target for node in (*norm_calls, *layer_calls)}  # of one norm, one layer
-    if len(module_names) != 2 or len(norm_calls) != len(layer_calls):
-        return []
-    return norm_calls
+            norm_calls.append(norm_call)
+    # a shared module may be called under several names, of which only one would be replaced
+    norm_names = {call.target for call in norm_calls}
+    layer_names = {call.target for call in layer_calls}
+    has_one_name_each = len(norm_names) == len(layer_names) == 1
+    return norm_calls if has_one_name_each and len(norm_calls) == len(layer_calls) else []
 
 
 def _norms(graph_module: fx.GraphModule) -> list[fx.Node]:
@@ -308,20 +319,22 @@ def _remove(node: Any) -> None:
 
 
 def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
-    """Fold a norm into the layer that is its only reader, or report why not."""
-    path = path_to_reader(graph_module, norm)
+    """Fold a norm into the layer that is its only reader, in place, or report why not."""
+    path = path_to_reader(graph_module, norm)  # [] if it has several readers
     repeats = _inputs_per_channel(graph_module, norm, path) if path else 0
-    if not repeats:
+    if not repeats:  # it folds into no layer
         reason = reason_not_foldable(graph_module, norm)
         if reason == NO_LAYER_BEFORE:
             reason = f"{reason}, and {_describe_reader(graph_module, path)} after it"
         report.skipped.append((str(norm.target), str(reason)))
         return
 
-    layer_name = str(path[-1].target)
-    layer, module = called_module(graph_module, path[-1]), called_module(graph_module, norm)
+    layer_call = path[-1]
+    layer_name = str(layer_call.target)
+    layer = called_module(graph_module, layer_call)
     assert layer is not None
-    replace_submodule(graph_module, layer_name, _with_norm_before(layer, module, repeats))
+    folded = _with_norm_before(layer, called_module(graph_module, norm), repeats)
+    replace_submodule(graph_module, layer_name, folded)
     report.fused.append((f"BN+{_kind(layer)}", (layer_name, str(norm.target))))
     _remove(norm)
 
@@ -346,15 +359,18 @@ def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[
     `path`: the nodes from the norm's reader to the call of the layer.
     """
     layer_call = path[-1]
-    module: Any = called_module(graph_module, norm)
+    norm_module: Any = called_module(graph_module, norm)
     layer: Any = called_module(graph_module, layer_call)
-    if not _has_factors(module) or not called_once(graph_module, layer_call):
+    if not _has_factors(norm_module) or not called_once(graph_module, layer_call):
         return 0
     if has_view(graph_module, path):
-        return inputs_per_channel(layer, norm, norm_factors(module)[0].numel())
+        channels = norm_factors(norm_module)[0].numel()
+        return inputs_per_channel(layer, norm, channels)
     if isinstance(layer, nn.Linear):
-        return int(_is_flat(layer_call, module))
-    return int(isinstance(layer, CONVS) and not _pads(layer))
+        can_fold = _is_flat(layer_call, norm_module)
+    else:
+        can_fold = isinstance(layer, CONVS) and not _pads(layer)
+    return 1 if can_fold else 0
 
 
 def _pads(conv: Any) -> bool:
@@ -410,32 +426,41 @@ def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> tor
 
 
 def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:
-    """Fuse a ReLU and those after the layer's other calls; return the removed nodes."""
+    """Fuse a ReLU with the layer before it, in place; return the removed ReLU nodes.
+
+    A layer with several calls needs a ReLU after each, and loses them all. Nothing is removed if
+    the ReLU follows no layer, or if the layer's output has other readers.
+    """
     layer_call: Any = relu.args[0]
     layer = called_module(graph_module, layer_call)
     if layer is None or not (isinstance(layer, FOLDABLE) or is_norm(layer)):
         return set()
 
-    name = str(layer_call.target)
+    layer_name = str(layer_call.target)
     relus: set[fx.Node] = set()
     for call in calls_of_module(graph_module, layer_call):
         readers = list(call.users)
-        is_only_reader = len(readers) == 1 and is_relu(graph_module, readers[0])
-        if not is_only_reader or str(call.target) != name:  # a shared module has several names
-            report.skipped.append((relu.name, f"{name} has another user or call"))
+        has_only_relu = len(readers) == 1 and is_relu(graph_module, readers[0])
+        has_other_name = str(call.target) != layer_name  # of a shared module
+        if has_other_name or not has_only_relu:
+            report.skipped.append((relu.name, f"{layer_name} has another user or call"))
             return set()
         relus.update(readers)
 
-    replace_submodule(graph_module, name, LayerWithRelu(layer))
-    for index, (pattern, names) in enumerate(report.fused):
-        if names[0] == name:
-            report.fused[index] = (f"{pattern}+ReLU", (*names, relu.name))
-            break
-    else:
-        report.fused.append((f"{_kind(layer)}+ReLU", (name, relu.name)))
+    replace_submodule(graph_module, layer_name, LayerWithRelu(layer))
+    _report_relu(report, layer_name, layer, relu)
     for node in relus:
         _remove(node)
     return relus
+
+
+def _report_relu(report: FuseReport, layer_name: str, layer: nn.Module, relu: fx.Node) -> None:
+    """Add a ReLU to the fusion that the layer is part of already, or report a new one."""
+    for index, (pattern, names) in enumerate(report.fused):
+        if names[0] == layer_name:
+            report.fused[index] = (f"{pattern}+ReLU", (*names, relu.name))
+            return
+    report.fused.append((f"{_kind(layer)}+ReLU", (layer_name, relu.name)))
 
 
 def _kind(module: nn.Module) -> str:

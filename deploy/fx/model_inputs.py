@@ -35,34 +35,37 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _ALL_KINDS = (*_POSITIONAL, Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 _NO_DEFAULT = Parameter.empty
-_TENSORS = (torch.Tensor, "torch.Tensor", "Tensor")  # annotations of an argument that is no dict
 
 
 def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[int]:
-    """Make `model` take tensors for `names` in order; return the order as indices into `names`.
+    """Make `model` take one positional tensor for each name; return their order.
 
     The names are arguments of forward, or the keys of a dict if forward takes a single argument of
     another name.
 
-    `model`: its class is changed in place, unless its forward already takes these in order.
-    `names`: input names; None for the first inputs, which are positional.
+    Args:
+        model: its class is changed in place, unless its forward takes the inputs so already.
+        names: input names in any order; None for the first inputs, which are positional.
+
+    Returns:
+        For each input, in the order in which the model takes them, its index in `names`.
 
     Raises:
         ConfigError: the forward does not take a name, a name is given twice, or one is missing.
     """
     if not any(names):
         return list(range(len(names)))
-    positional = _names(positional_parameters(model))
-    unnamed_count = 0
-    while names[unnamed_count] is None:
-        unnamed_count += 1
-    if None in names[unnamed_count:] or len(positional) < unnamed_count:
+    positional_names = _names(positional_parameters(model))
+    unnamed_count = names.count(None)
+    named = list(filter(None, names))
+    is_unnamed_first = list(names) == [None] * unnamed_count + named
+    if not is_unnamed_first or len(positional_names) < unnamed_count:
         shown_names = [name or "no name" for name in names]
         raise ConfigError(
             "inputs without a name are the first arguments of forward, in order and before those"
-            f" with one, got {', '.join(shown_names)} for forward({', '.join(positional)})"
+            f" with one, got {', '.join(shown_names)} for forward({', '.join(positional_names)})"
         )
-    complete_names = [*positional[:unnamed_count], *filter(None, names)]
+    complete_names = positional_names[:unnamed_count] + named
     duplicates = {name for name in complete_names if complete_names.count(name) > 1}
     if duplicates:
         raise ConfigError(f"input names must be unique, got {', '.join(sorted(duplicates))} twice")
@@ -74,7 +77,10 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
 
 
 def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return (`names` in the order of forward's arguments, its argument that is a dict, or None).
+    """Return how forward takes inputs of these names: (names in its order, dict argument).
+
+    The dict argument is the name of its argument that takes all inputs as a dict; None if they are
+    passed by name.
 
     Raises:
         ConfigError: the forward does not take a name, or one is missing.
@@ -102,27 +108,33 @@ def dict_input_note(model: nn.Module) -> str | None:
 
 
 def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
-    """Return the single argument that takes `names` as a dict; None if they are keywords."""
-    fixed = _parameters(model, (*_POSITIONAL, Parameter.KEYWORD_ONLY))
-    required = _required(fixed)
-    keywords = _argument_names(model)
-    unknown = [name for name in names if name not in keywords]
+    """Return the argument of forward that takes all inputs in a dict; None if they are keywords.
 
-    takes_any_name = bool(_parameters(model, (Parameter.VAR_KEYWORD,)))
-    if set(names).issuperset(_names(required)) and (takes_any_name or not unknown):
+    Raises:
+        ConfigError: forward takes inputs of these names neither as keywords nor as a dict.
+    """
+    arguments = _parameters(model, (*_POSITIONAL, Parameter.KEYWORD_ONLY))
+    required = _required(arguments)
+    keywords = _argument_names(model)
+    unknown_names = [name for name in names if name not in keywords]
+
+    takes_any_keyword = bool(_parameters(model, (Parameter.VAR_KEYWORD,)))
+    has_all_required = set(names).issuperset(_names(required))
+    if has_all_required and (takes_any_keyword or not unknown_names):
         return None
 
-    candidates = required or fixed
-    are_all_unknown = len(unknown) == len(names)
-    if len(candidates) == 1 and are_all_unknown and candidates[0].annotation not in _TENSORS:
-        return candidates[0].name
+    # a dict is the only argument, or the only one without a default
+    dict_candidates = required or arguments
+    are_keys = len(unknown_names) == len(names)
+    if are_keys and len(dict_candidates) == 1 and not _is_tensor(dict_candidates[0]):
+        return dict_candidates[0].name
 
     signature = ", ".join(str(parameter).partition(":")[0] for parameter in _parameters(model))
     message = (
         f"inputs are named as the arguments of the model's forward({signature}), with all that have"
         f" no default, or as the keys of a dict that is the only one, got {', '.join(names)}"
     )
-    for name in unknown:
+    for name in unknown_names:
         if hint := did_you_mean(name, keywords):
             message += f"; {hint}"
             break
@@ -132,9 +144,12 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
 def make_named_class(
     kind: type[nn.Module], names: Sequence[str], *, dict_argument: str | None
 ) -> type[nn.Module]:
-    """Return a subclass of the same name whose forward takes a tensor for each name, in order.
+    """Return a subclass of the same name whose forward takes the tensors in order, without names.
 
-    `dict_argument`, if not None, is the argument of the original forward that takes them as a dict.
+    Args:
+        kind: class of the model.
+        names: of the tensors: arguments of the forward of `kind`, or keys of a dict.
+        dict_argument: its argument that takes them in a dict; None if they are keywords.
     """
 
     def forward(self: nn.Module, *tensors: torch.Tensor) -> Any:
@@ -143,6 +158,7 @@ def make_named_class(
             return kind.forward(self, tensor_by_name)
         return kind.forward(self, **tensor_by_name)
 
+    # the export names the model's inputs after this signature
     arguments = [_to_identifier(name) for name in names]
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *arguments)]
@@ -191,6 +207,10 @@ def _parameters(model: nn.Module, kinds: Container[Any] = _ALL_KINDS) -> list[Pa
     """Return the parameters of forward that are of one of `kinds`."""
     parameters = inspect.signature(model.forward).parameters.values()
     return [parameter for parameter in parameters if parameter.kind in kinds]
+
+
+def _is_tensor(parameter: Parameter) -> bool:
+    return parameter.annotation in (torch.Tensor, "torch.Tensor", "Tensor")
 
 
 def _required(parameters: Iterable[Parameter]) -> list[Parameter]:
@@ -302,12 +322,20 @@ def _is_series(item: Any) -> bool:
 def _to_tensor(value: Any, item_name: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    return torch.from_numpy(np.array(as_array(value, item_name)))
+    return array_to_tensor(as_array(value, item_name))
+
+
+def array_to_tensor(array: Array) -> torch.Tensor:
+    """Return a copy as a tensor; torch takes arrays of this machine's byte order only.
+
+    Raises:
+        TypeError: torch does not have the dtype.
+    """
+    return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
 
 
 _MAX_ARRAYS = 64
 _MAX_BYTES = 4 << 30
-_NUMBERED = re.compile(r"arr_(\d+)")  # as numpy.savez calls arrays without names
 
 
 def example_inputs(
@@ -375,7 +403,8 @@ def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
     """Read the inputs of one run from an .npy file, or from an .npz file with an array per input.
 
     Arrays in an archive are named arr_0, arr_1, ... as by `numpy.savez(path, a, b)`, or as the
-    inputs of the model, to which `accept_named_inputs` is applied.
+    inputs of the model, which is then changed in place to take them in order
+    (`accept_named_inputs`).
 
     Raises:
         FeedError: the file is damaged, holds objects, or its names are not the model's inputs.
@@ -385,12 +414,13 @@ def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
         raise ConfigError(
             f"a sample is an .npy or .npz file, got {path}; write it with numpy.savez"
         )
-    arrays = _read_arrays(path)
-    ordered = [arrays[name] for name in _order_names(list(arrays), model, path)]
+    array_by_name = _read_arrays(path)
+    names = _order_names(list(array_by_name), model, path)
+    arrays = [array_by_name[name] for name in names]
     try:
-        return tuple(torch.from_numpy(np.array(array)) for array in ordered)
+        return tuple(map(array_to_tensor, arrays))
     except TypeError as error:
-        dtypes = ", ".join(sorted({str(array.dtype) for array in ordered}))
+        dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))
         raise FeedError(f"{path} must hold numbers that torch has, got {dtypes}") from error
 
 
@@ -415,14 +445,15 @@ def _read_arrays(path: Path) -> dict[str, Array]:
 
 
 def _order_names(names: list[str], model: nn.Module, path: Path) -> list[str]:
-    """Return the names of the arrays in the order of the model's inputs."""
-    name_by_number: dict[int, str] = {}
-    for name in names:
-        if match := _NUMBERED.fullmatch(name):
-            name_by_number[int(match[1])] = name
-    numbers = list(range(len(names)))
-    if sorted(name_by_number) == numbers:
-        return [name_by_number[number] for number in numbers]
+    """Return the names of a file's arrays in the order of the model's inputs.
+
+    The order is that of the numbers in arr_0, arr_1, ..., or else that of the model's arguments,
+    which `accept_named_inputs` makes positional, in place. The array of an .npy file, "", is its
+    first one.
+    """
+    numbered_names = [f"arr_{number}" for number in range(len(names))]
+    if sorted(names) == sorted(numbered_names):
+        return numbered_names
     try:
         order = accept_named_inputs(model, [name or None for name in names])
     except ConfigError as error:

@@ -122,7 +122,7 @@ def _is_converted(model: nn.Module) -> bool:
 def open_module(
     model: nn.Module, images: FeedSource | None
 ) -> tuple[LoadedModel | onnx.ModelProto, Any]:
-    """Export a module in memory by its first calibration sample; return it and all the samples.
+    """Export a module in memory by its first calibration sample; return (model, all samples).
 
     A module that `convert` made is returned with its Q/DQ pairs, not loaded.
 
@@ -145,55 +145,60 @@ def open_module(
             " that calib8.torch.export(module, [example_input]) makes"
         )
     copied = plain_copy(model).eval().cpu()
-    item, images = first_item(images)
+    item, samples = first_item(images)
     tensors, names = split_item(copied, item)
     order = accept_named_inputs(copied, names or [None] * len(tensors))
-    messages = [convert_to_float32(copied), dict_input_note(copied)]
+    notes = [convert_to_float32(copied), dict_input_note(copied)]
     item_inputs = floats_to_float32(tensors[index] for index in order)
-    inputs, output = _runnable_inputs(copied, item_inputs)
+    batch_inputs, output = _find_batch_inputs(copied, item_inputs)
     return_dict(copied, output)
     try:
-        exported, message = _export_checked(copied, inputs)
+        exported, warning = _export_checked(copied, batch_inputs)
     except (ModelError, ExportError):  # perhaps the model fixes its batch
-        if item_inputs[0].ndim == inputs[0].ndim:
-            inputs = item_inputs  # the batch of the item, not a small one
-        exported, message = _export_checked(copied, inputs, dynamic_batch=False)
-        messages.append(
-            f"the model fixes its batch, here to the {len(inputs[0])} of the first item"
-        )
+        if item_inputs[0].ndim == batch_inputs[0].ndim:  # the item is a batch: fix its size
+            batch_inputs = item_inputs
+        exported, warning = _export_checked(copied, batch_inputs, dynamic_batch=False)
+        batch_size = len(batch_inputs[0])
+        notes.append(f"the model fixes its batch, here to the {batch_size} of the first item")
     if _is_converted(copied):
-        return exported, images
-    return _load_model(exported, type(copied).__name__, [*messages, message]), images
+        return exported, samples
+    return _load_model(exported, type(copied).__name__, [*notes, warning]), samples
 
 
-_DIMENSIONS: dict[type, int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_SAMPLE_RANKS: dict[type, int] = {nn.Conv1d: 2, nn.Conv2d: 3, nn.Conv3d: 4}  # [C, ...]
 
 
-def _runnable_inputs(
+def _find_batch_inputs(
     model: nn.Module, item_inputs: tuple[torch.Tensor, ...]
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Return the inputs with a small batch, and the model's output for them.
+    """Return inputs with a batch axis that the model runs for, and its output for them.
 
-    They are a batch, or a single sample: a convolution takes both, so its dimensions decide.
+    `item_inputs`: the inputs in the first item of the user's data, which is a batch or, without a
+    batch axis, a single sample. To save time, two samples of a batch are taken.
+
+    Raises:
+        ModelError: the model runs for none; the message is that for `item_inputs`.
     """
-    small_batch = tuple(map(_first_two_samples, item_inputs))
+    two_samples = tuple(map(_first_two_samples, item_inputs))
     batch_of_one = tuple(x[None] for x in item_inputs)
-    convolved_dims = {_DIMENSIONS.get(type(module)) for module in model.modules()}
-    candidates = [small_batch, item_inputs, batch_of_one]
-    if item_inputs[0].ndim - 1 in convolved_dims:  # a single sample
-        candidates = [batch_of_one, small_batch, item_inputs]
+    candidates = [two_samples, item_inputs, batch_of_one]
+    # a convolution runs for both, so the rank of its samples decides
+    sample_ranks = {_SAMPLE_RANKS.get(type(module)) for module in model.modules()}
+    if item_inputs[0].ndim in sample_ranks:
+        candidates = [batch_of_one, two_samples, item_inputs]
 
-    reported: ModelError | None = None  # that of the item itself, if it was tried
+    item_error: ModelError | None = None
     for inputs in candidates:
         try:
             return inputs, run_model(model, inputs)
         except ModelError as error:
-            if reported is None or inputs is item_inputs:
-                reported = error
-    assert reported is not None
+            if inputs is item_inputs:
+                item_error = error
+    assert item_error is not None  # since item_inputs are a candidate
     if (note := dict_input_note(model)) is None:
-        raise reported
-    raise ModelError(f"{reported}; {note}: name its keys as the arguments of forward") from reported
+        raise item_error
+    message = f"{item_error}; {note}: name its keys as the arguments of forward"
+    raise ModelError(message) from item_error
 
 
 def _first_two_samples(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,18 +234,17 @@ def open_torch(
         raise missing_shape_error(spec)
     model = load_module(spec, weights)
     order = accept_named_inputs(model, names or [None] * len(inputs))
-    messages = [
+    notes = [
         random_weights_note(spec, weights),
         convert_to_float32(model),
         dict_input_note(model),
     ]
-    examples = example_inputs(inputs, dtypes)
-    exported, message = _export_checked(
-        model, floats_to_float32(examples[index] for index in order)
-    )
+    tensors = example_inputs(inputs, dtypes)
+    ordered_tensors = floats_to_float32(tensors[index] for index in order)
+    exported, warning = _export_checked(model, ordered_tensors)
 
     file, _, factory = spec.rpartition(":")
-    loaded = _load_model(exported, f"{Path(file).name}:{factory}", [*messages, message])
+    loaded = _load_model(exported, f"{Path(file).name}:{factory}", [*notes, warning])
     return replace(loaded, name=f"{Path(file).stem}-{Path(factory).stem}")
 
 
@@ -268,6 +272,12 @@ def write_fused(
 ) -> str:
     """Write a fused model with a dynamic batch; return a sentence on its agreement with the model.
 
+    Args:
+        path: a file of one of `SUFFIXES`: an ONNX model, or a program for torch.export.load.
+        fused: the fused model.
+        model: the model before fusing, to compare the outputs of the ONNX model with.
+        inputs: example inputs, batch first.
+
     Raises:
         ModelError: torch.export cannot follow it, or the program's outputs differ.
         ExportError: the outputs of the .onnx file differ, or the file cannot be written.
@@ -277,8 +287,18 @@ def write_fused(
         sentence = str(check_float_export(exported, model, inputs))
         write_model(path, exported)
         return sentence
+    _write_program(path, fused, inputs)
+    return f"the program against the fused model: equal within {CAPTURE_TOLERANCE:g} of the output"
+
+
+def _write_program(path: Path, fused: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Write the torch.export program of a model with a dynamic batch, after a check of its outputs.
+
+    Raises:
+        ModelError: torch.export cannot follow the model, or the program's outputs differ.
+    """
     batch = torch.export.Dim("batch")
-    repeated = tuple(map(repeat_single_sample, inputs))
+    repeated = tuple(map(repeat_single_sample, inputs))  # torch.export fixes a batch of 1
     shapes = ({0: batch},) * len(repeated)
     try:
         with quiet():
@@ -291,4 +311,3 @@ def write_fused(
     data = io.BytesIO()
     torch.export.save(program, data, extra_files={"calib8": __version__})
     write_bytes(path, data.getvalue())
-    return f"the program against the fused model: equal within {CAPTURE_TOLERANCE:g} of the output"

@@ -63,7 +63,10 @@ def find_state_dict(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
 def _find_states(
     checkpoint: Mapping[Any, Any], path: str = "", depth: int = _MAX_DEPTH
 ) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
-    """Yield (path of keys, state dict) in a checkpoint."""
+    """Yield (path of keys, state dict) of each state dict in a checkpoint.
+
+    `path`: keys that lead to `checkpoint`, joined by dots. `depth`: of the dicts that are searched.
+    """
     if _is_state(checkpoint):
         yield path, checkpoint
         return
@@ -80,25 +83,27 @@ def _find_states(
 
 
 def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the entries of a state dict under a prefix, without it, if they are the model's.
+    """Return the model's weights from a state dict in which a wrapper put a prefix on their names.
 
-    They are if their names are exactly those of the model, and no other prefix has them too; else
-    the state dict is returned as it is. DataParallel adds `module.`, torch.compile `_orig_mod.`, a
-    training module the name of its attribute, possibly along with other tensors: the weights of a
-    loss, or the step count of averaged weights.
+    DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
+    attribute, possibly along with other tensors: the weights of a loss, or the step count of
+    averaged weights. The state dict is returned as it is if it has the model's names without a
+    prefix, or not exactly these names under one prefix.
     """
     model_names = set(model.state_dict())
     if model_names <= set(state):
         return state
     first_name = min(model_names)
-    candidates = []
-    for name in state:
-        if name.endswith(f".{first_name}"):
-            prefix = name.removesuffix(first_name)
-            entries = {n.removeprefix(prefix): state[n] for n in state if n.startswith(prefix)}
-            if set(entries) == model_names:
-                candidates.append(entries)
-    return candidates[0] if len(candidates) == 1 else state
+    prefixes = [name.removesuffix(first_name) for name in state if name.endswith(f".{first_name}")]
+    matches = []
+    for prefix in prefixes:
+        weights = {}
+        for name, tensor in state.items():
+            if name.startswith(prefix):
+                weights[name.removeprefix(prefix)] = tensor
+        if set(weights) == model_names:
+            matches.append(weights)
+    return matches[0] if len(matches) == 1 else state
 
 
 def _is_state(value: Mapping[Any, Any]) -> bool:
@@ -141,6 +146,7 @@ def read_tensors(path: Path) -> Any:
     """
     try:
         what = "a file of tensors"
+        # rewritable: a training reads its checkpoint and writes it again
         with open_regular_file(
             path, what=what, error=ModelError, max_bytes=MAX_BYTES, rewritable=True
         ) as file:
