@@ -219,11 +219,14 @@ def _inputs_to_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
 
 def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Split: sizes of unequal slices as an input, in place of their number."""
+    """Give a Split the sizes of its slices as an input, in place of their number.
+
+    Equal slices need neither: before opset 18 they are what a Split makes without sizes.
+    """
     attrs = attributes(node)
     count = attrs.get("num_outputs")
     drop_attribute(node, "num_outputs")
-    if count is None:
+    if count is None:  # it has sizes already
         return [node]
     size = scope.shape(node.input[0])[attrs.get("axis", 0)]
     if not isinstance(size, int):
@@ -487,10 +490,10 @@ def _attributes_to_inputs(
 
 
 def _attributes_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Resize-10 and Upsample: the same positions and rounding as attributes.
+    """Write an Upsample, or a Resize of opset 10, as a Resize that tells positions and rounding.
 
-    A Resize rounds up along an axis that it shrinks, and down along one that it enlarges, as ONNX's
-    tests of opset 10 and ONNX Runtime do.
+    The older ones round up along an axis that they shrink, and down along one that they enlarge, as
+    ONNX's tests of opset 10 and ONNX Runtime do.
     """
     attrs = attributes(node)
     nodes: Nodes = []
@@ -504,7 +507,7 @@ def _attributes_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         scales = scope.values(node.input[1], "scales").astype(np.float64)
         rounding = _find_rounding(scales, attrs.get("mode", b"nearest"))
     node.op_type = "Resize"
-    node.input.insert(1, "")
+    node.input.insert(1, "")  # the region, which is left out
     _set_attribute(node, "coordinate_transformation_mode", "asymmetric")
     _set_attribute(node, "nearest_mode", rounding)
     return [*nodes, node]
@@ -525,10 +528,10 @@ def _find_rounding(scales: NDArray[np.float64], mode: bytes) -> str:
 
 
 def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Softmax and its like: before opset 13 over all axes from `axis` on, as one axis.
+    """Write a Softmax (LogSoftmax, Hardmax) of before opset 13 in its newer form, over one axis.
 
-    If the axes after `axis` have size 1, the newer form computes the same; else the input becomes
-    a matrix and the output gets its shape again.
+    It was over all axes from `axis` on, taken as one. If those after `axis` have size 1, the newer
+    form computes the same; else the input becomes a matrix and the output gets its shape again.
     """
     axis = attributes(node).get("axis", 1)
     source, output = node.input[0], node.output[0]

@@ -169,7 +169,7 @@ def analyse(
     float_tensors: Mapping[str, str] | None = None,
     analysis: ModelAnalysis | None = None,
 ) -> Plan:
-    """Decide for every node whether it runs in int8.
+    """Return the plan of a model: which nodes run in int8, which tensors and weights get a scale.
 
     Args:
         model: cleaned model with unique node names and inferred shapes.
@@ -180,7 +180,7 @@ def analyse(
     """
     if analysis is None:
         analysis = ModelAnalysis(model)
-    # where the target runs gates in int8, the nodes of a gate count as one node of its name
+    # if the target runs gates (Hard-Swish, squeeze-excite) in int8, one node stands for each gate
     gates = analysis.gates if GATE in placement.glue else ()
     graph = analysis.collapsed if gates else analysis.graph
     gate_by_node: dict[str, str] = {}  # node of a gate -> the node that stands for the gate
@@ -303,7 +303,7 @@ class _Int8Flow:
             return ""
         if placement.pairs_on_outputs:
             has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
-        else:
+        else:  # TensorRT fuses a residual Add into the layer that makes one of its inputs
             has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
         if not has_int8_inputs:
             return f"an input of it is not {placement.precision_name}"

@@ -120,6 +120,7 @@ def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement
     products = math.prod(window) * input_channels  # for each output value
     is_slower = products < placement.min_products and not _makes_many_values(graph, node)
     reads_grey_picture = input_channels == 1 and len(window) > 1
+    # its kernel gathers every window, which takes many products or output channels to pay off
     if reads_grey_picture and max(output_channels, products) < _MIN_CHANNELS_OF_GREY:
         is_slower = True
     if is_slower and not _is_pooled(graph, placement, node):

@@ -184,6 +184,7 @@ def engine_key(
         ConfigError: a plugin library cannot be read.
     """
     options = asdict(settings)
+    # paths: of the plugins the contents count, and timings change no engine's meaning
     for name in ("plugins", "timing_cache", "earlier_timing_cache"):
         options.pop(name)
     options["profiles"] = {
@@ -196,9 +197,9 @@ def engine_key(
         "stand_ins": list(sdk.stand_ins),
         "model_sha256": model_sha256,
         "cache_sha256": cache_sha256,
-        "layers": "detailed",
+        "layers": "detailed",  # profiling verbosity, as `_set_flags` sets it
         "plugins": plugin_digests(settings.plugins),
-        "settings": json.loads(json.dumps(options)),
+        "settings": json.loads(json.dumps(options)),  # tuples become lists, as in the stored key
     }
 
 

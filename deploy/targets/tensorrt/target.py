@@ -468,7 +468,7 @@ class TensorRT(TensorrtOptions):
         trained = request.trained
         largest_values = calibrated.largest_magnitudes()
         try:
-            if trained is not None and trained_pairs.has_tensorrt_pairs(trained):
+            if trained is not None and trained_pairs.has_tensorrt_pairs(trained):  # the user's own
                 model, float32_reasons = trained_pairs.narrow_trained_model(
                     qdq_model, self.rest, largest_values
                 )

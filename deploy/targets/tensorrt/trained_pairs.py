@@ -41,7 +41,7 @@ def trained_model(trained: QdqCalibration) -> onnx.ModelProto:
     for node in graph.nodes:
         stored = graph.constants.get(node.input[0]) if node.op_type == DQ else None
         bias = None
-        if stored is not None and stored.data_type == onnx.TensorProto.INT32:
+        if stored is not None and stored.data_type == onnx.TensorProto.INT32:  # weights are int8
             bias = dequantize_constant(node, graph)
         if bias is None:
             nodes.append(node)
