@@ -102,8 +102,8 @@ def to_yuv(rgb: Bytes, standard: str) -> Bytes:
     uv = pixel_blocks.mean(axis=(1, 3)).reshape(height // 2, width)
 
     y_span, uv_span, y_bias = _value_ranges(standard)
-    picture = np.concatenate([y * y_span + y_bias, uv * uv_span + 128])
-    return np.asarray(np.clip(np.rint(picture), 0, 255), np.uint8)
+    rows = np.concatenate([y * y_span + y_bias, uv * uv_span + 128])
+    return np.asarray(np.clip(np.rint(rows), 0, 255), np.uint8)
 
 
 def _value_ranges(standard: str) -> tuple[float, float, int]:
@@ -153,9 +153,11 @@ class FramePlan:
 
 
 def write_aipp(preprocess: Preprocess, source: AippSource) -> AippConfig:
-    """Return the AIPP configuration of a resolved `Preprocess` (size, color and layout set).
+    """Return the AIPP configuration, as text and message; no file is written.
 
-    `source`: format of the .om's input images.
+    Args:
+        preprocess: the calibration's preprocessing, resolved: size, color and layout are set.
+        source: format of the .om's input images.
 
     Raises:
         ExportError: AIPP cannot express the preprocessing.
@@ -168,14 +170,15 @@ def write_aipp(preprocess: Preprocess, source: AippSource) -> AippConfig:
     parameters.related_input_rank = 0
     _set_color(parameters, preprocess, source)
     frame_plan = _plan_frame(preprocess, source)
+    _set_sizes(parameters, preprocess, source, frame_plan)
     host_notes = [
-        _set_sizes(parameters, preprocess, source, frame_plan),
+        _describe_host_steps(parameters, preprocess, source, frame_plan),
         _describe_input(parameters, preprocess, source),
         _set_normalization(parameters, preprocess),
     ]
 
     message = message_class("InsertNewOps")()
-    if source.dynamic:
+    if source.dynamic:  # the file has only the picture's size, the host sets all else
         message.aipp_op.append(_make_dynamic(parameters))
         text = print_text(parameters).replace("\n", ", ").strip(", ")
         settings = text.removeprefix("aipp_mode: static, ")
@@ -224,10 +227,13 @@ def _make_dynamic(parameters: Any) -> Any:
 
 
 def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
-    """Return the steps before AIPP; None if AIPP crops, or takes pictures of the input's size."""
+    """Return how the host or DVPP makes AIPP's picture from a frame of the source.
+
+    None if AIPP does it, by a crop of the center, or if the frame has the size of the input.
+    """
     input_size = preprocess.box  # (height, width) of the model's input
     frame = source.size or input_size
-    if frame == input_size or source.dynamic:
+    if frame == input_size or source.dynamic:  # the host sets the crop of dynamic AIPP itself
         return None
     is_larger = frame[0] >= input_size[0] and frame[1] >= input_size[1]
     # the calibration resized no such frame either, it only cropped the center
@@ -235,15 +241,17 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     if is_larger and is_cropped_only:
         return None
 
+    # top and left are negative where the resized frame is cropped
     (height, width), (top, left) = resized_geometry(frame, preprocess)
     if not source.is_yuv:
         return FramePlan(frame, (height, width), (top, left), input_size)
-    # DVPP pastes at columns of a multiple of 16, and crops at even ones
-    column = left // 16 * 16 if left > 0 else int(left / 2) * 2
+    # DVPP pastes at columns of a multiple of 16, and crops at even ones; int() rounds towards 0, so
+    # that a crop stays inside the frame
+    dvpp_column = left // 16 * 16 if left > 0 else int(left / 2) * 2
     return FramePlan(
         frame=frame,
         resized=(_round_up(height, 2), _round_up(width, 2)),
-        corner=(int(top / 2) * 2, column),
+        corner=(int(top / 2) * 2, dvpp_column),
         stored=(_round_up(input_size[0], 2), _round_up(input_size[1], 16)),
     )
 
@@ -253,38 +261,44 @@ def _round_up(side: int, unit: int) -> int:
     return -(-side // unit) * unit
 
 
-def _map_back(axis: str, offset: int, ratio: float) -> str:
+def _map_back(axis: str, offset: int, size_ratio: float) -> str:
     """Return a formula that maps a coordinate of the model's input back to the frame.
 
     Args:
         axis: "x" or "y".
         offset: where the resized frame starts in the model's input, in pixels.
-        ratio: size of the frame over that of the resized frame.
+        size_ratio: size of the frame over that of the resized frame.
     """
     sign = "-" if offset >= 0 else "+"
-    return f"{axis} = ({axis} {sign} {abs(offset)}) * {ratio:.6g}"
+    return f"{axis} = ({axis} {sign} {abs(offset)}) * {size_ratio:.6g}"
 
 
 def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSource) -> str:
-    """Describe the steps of the host or of DVPP, with all sizes."""
-    frame, resized, stored = map(format_size, (plan.frame, plan.resized, plan.stored))
+    """Describe how the host or DVPP makes AIPP's picture from a frame, with all sizes."""
     row, column = plan.corner
     calibrated_size, (top, left) = resized_geometry(plan.frame, preprocess)
     is_cropped = top < 0 or left < 0
-    unit = 2 if source.is_yuv else 1
-    picture = format_size((_round_up(preprocess.box[0], unit), _round_up(preprocess.box[1], unit)))
+    height, width = preprocess.box
+    input_size = format_size((height, width))
+    if source.is_yuv:  # DVPP writes even sides
+        input_size = format_size((_round_up(height, 2), _round_up(width, 2)))
 
     device = "DVPP" if source.is_yuv else "The host"
-    text = f"{device} (height x width): resize {frame} to {resized} ({preprocess.interpolation})"
+    text = (
+        f"{device} (height x width): resize {format_size(plan.frame)} to"
+        f" {format_size(plan.resized)} ({preprocess.interpolation})"
+    )
     if is_cropped:
-        text += f", crop {picture} at row {-row}, column {-column}"
+        text += f", crop {input_size} at row {-row}, column {-column}"
     elif preprocess.resize in ("letterbox", "fit-height"):
         border = _describe_border(preprocess, source)
-        text += f", paste at row {row}, column {column} of {picture} filled with {border}"
+        text += f", paste at row {row}, column {column} of {input_size} filled with {border}"
     text += "."
     if plan.stored != preprocess.box:
-        model_input = format_size(preprocess.box)
-        text += f" It is {stored} in memory; AIPP crops the upper left {model_input}."
+        text += (
+            f" It is {format_size(plan.stored)} in memory; AIPP crops the upper left"
+            f" {format_size(preprocess.box)}."
+        )
     if (calibrated_size, (top, left)) != (plan.resized, plan.corner):
         action = "cropped" if is_cropped else "pasted"
         text += (
@@ -311,8 +325,11 @@ def _describe_border(preprocess: Preprocess, source: AippSource) -> str:
 
 def _set_sizes(
     parameters: Any, preprocess: Preprocess, source: AippSource, plan: FramePlan | None
-) -> str:
-    """Set the picture's size and AIPP's crop; describe the steps that are left to the host."""
+) -> None:
+    """Set the picture's size and AIPP's crop in `parameters`.
+
+    `plan`: how a frame becomes AIPP's picture; None if the picture is the frame.
+    """
     input_size = preprocess.box
     height, width = plan.stored if plan else source.size or input_size
     for name, side in (("width", width), ("height", height)):
@@ -323,24 +340,31 @@ def _set_sizes(
         raise ExportError(f"YUV pictures have even sides, got one of {odd_sides[0]}")
     parameters.src_image_size_w, parameters.src_image_size_h = width, height
 
-    if (height, width) != input_size:
-        # a planned picture has the model's input in its upper left corner, a frame in its center
-        top, left = 0, 0
-        if plan is None:
-            top, left = (height - input_size[0]) // 2, (width - input_size[1]) // 2
-        if top < 0 or left < 0:  # the program sets the crop of dynamic AIPP
-            raise ExportError(
-                f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
-                f" of {format_size(input_size)}"
-            )
-        if source.is_yuv:  # U and V are shared by two rows and columns
-            top, left = top // 2 * 2, left // 2 * 2
-        parameters.crop = True
-        parameters.load_start_pos_w, parameters.load_start_pos_h = left, top
-        parameters.crop_size_w, parameters.crop_size_h = input_size[1], input_size[0]
+    if (height, width) == input_size:
+        return
+    # a planned picture has the model's input in its upper left corner, a frame in its center
+    top, left = 0, 0
+    if plan is None:
+        top, left = (height - input_size[0]) // 2, (width - input_size[1]) // 2
+    if top < 0 or left < 0:  # only with dynamic AIPP, for which no frame is planned
+        raise ExportError(
+            f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
+            f" of {format_size(input_size)}"
+        )
+    if source.is_yuv:  # U and V are shared by two rows and columns
+        top, left = top // 2 * 2, left // 2 * 2
+    parameters.crop = True
+    parameters.load_start_pos_w, parameters.load_start_pos_h = left, top
+    parameters.crop_size_w, parameters.crop_size_h = input_size[1], input_size[0]
 
+
+def _describe_host_steps(
+    parameters: Any, preprocess: Preprocess, source: AippSource, plan: FramePlan | None
+) -> str:
+    """Describe the steps before AIPP, which are left to the host or DVPP."""
     if plan:
         return _describe_frame_plan(plan, preprocess, source)
+    height, width = parameters.src_image_size_h, parameters.src_image_size_w
     step = {
         "stretch": "stretch the picture",
         "letterbox": f"letterbox the picture (border {preprocess.pad[0]:g})",
@@ -383,19 +407,19 @@ def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
                 f"AIPP takes means of 0 to 255 pixel units, got {mean:g} for channel {channel};"
                 " preprocess on the host"
             )
-        integer = min(int(mean), 255)
-        fraction, factor16 = float(np.float16(mean - integer)), float(np.float16(factor))
+        mean_integer = int(mean)
+        mean_fraction, factor16 = float(np.float16(mean - mean_integer)), float(np.float16(factor))
         if not 2.0**-14 <= factor16 <= 65504:
             raise ExportError(
                 f"AIPP holds 1 / std in float16, got {factor:g} for channel {channel};"
                 " preprocess on the host"
             )
-        setattr(parameters, f"mean_chn_{channel}", integer)
-        setattr(parameters, f"min_chn_{channel}", fraction)
+        setattr(parameters, f"mean_chn_{channel}", mean_integer)
+        setattr(parameters, f"min_chn_{channel}", mean_fraction)
         getattr(parameters, f"var_reci_chn_{channel}").append(factor16)
 
         exact = (pixels - mean) * factor
-        error = np.abs((pixels - integer - fraction) * factor16 - exact).max()
+        error = np.abs((pixels - mean_integer - mean_fraction) * factor16 - exact).max()
         max_error = max(max_error, float(error / max(np.abs(exact).max(), 1e-9)))
     return (
         f"AIPP holds its factors in float16: inputs differ by at most {max_error:.2g} of full"
@@ -409,10 +433,10 @@ def _channel_value(values: tuple[float, ...], channel: int) -> float:
 
 
 def run_aipp(parameters: Any, picture: Bytes) -> NDArray[np.float32]:
-    """Compute the model's input [C, H, W] from one input image of the .om.
+    """Compute the model's input [C, H, W] from one input image of the .om, as the hardware does.
 
     Args:
-        parameters: an AippOpParams.
+        parameters: an AippOpParams, the message of the configuration.
         picture: [H, W, 3] packed, [H, W] grey, or [H * 3 / 2, W] YUV420SP.
     """
     pixels = _unpack_pixels(parameters, picture)
@@ -426,6 +450,7 @@ def run_aipp(parameters: Any, picture: Bytes) -> NDArray[np.float32]:
     if parameters.csc_switch:
         pixels = _convert_color(parameters, pixels)
 
+    # the mean's integer part is subtracted in integers, its fraction in float16
     channels = []
     for index, channel in enumerate(np.moveaxis(pixels, -1, 0)):
         mean = getattr(parameters, f"mean_chn_{index}")
@@ -458,7 +483,7 @@ def measure_aipp_error(
     for expected in batch:
         pixels = input_to_image(expected[None], preprocess)
         assert pixels is not None
-        framed = _pad_to_source(pixels, aipp.parameters)
+        framed = _pad_to_source(pixels, aipp.parameters)  # AIPP's crop takes the padding away
         computed = run_aipp(aipp.parameters, to_source_format(framed, preprocess, source))
         errors.append(float(np.abs(computed - expected).mean() / full_scale))
     return max(errors)

@@ -187,17 +187,19 @@ def no_layer_reason(name: str, graph: LayerGraph) -> str:
     return f"does not exist in the model; {suggest_name(name, graph.configurable_names)}"
 
 
-def read_config(text: str, what: str = "the quant config") -> QuantConfig:
-    """Parse the quant config JSON of file `what`; check types and ranges, but not layer names.
+def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
+    """Parse the quant config JSON; check types and ranges, but not the names of layers.
+
+    `file_name`: for messages.
 
     Raises:
         ConfigError: not JSON, an unknown key (the message suggests the nearest one), a wrong type,
             a value out of range, keys of IFMR and HFMG in one layer, or a repeated key.
     """
-    document = _parse_json(text, what)
+    json_object = _parse_json(text, file_name)
     layers = {}
-    for key, value in document.items():
-        if key in GLOBAL:
+    for key, value in json_object.items():
+        if key in GLOBAL:  # a setting of the entire model; all other keys are names of layers
             continue
         if not isinstance(value, dict):
             raise ConfigError(
@@ -205,14 +207,15 @@ def read_config(text: str, what: str = "the quant config") -> QuantConfig:
                 f" {suggest_name(key, list(GLOBAL))}"
             )
         layers[key] = _read_layer(key, value)
-    if "version" not in document:
-        raise ConfigError(f'{what} must hold "version": 1, got none')
-    settings = {key: value for key, value in document.items() if key in GLOBAL}
+    if "version" not in json_object:
+        raise ConfigError(f'{file_name} must hold "version": 1, got none')
+    settings = {key: value for key, value in json_object.items() if key in GLOBAL}
     settings = check_values(settings, GLOBAL)
     refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
     if settings.get("fakequant_precision_mode") == "DEFAULT":
-        del settings["fakequant_precision_mode"]
+        del settings["fakequant_precision_mode"]  # as if it were unset
     tensors = tuple(map(_read_tensor, settings.get("tensor_quantize", ())))
+    # the other settings, such as weight_offset, have one value that is allowed
     fields = {key: settings[key] for key in _CONFIG_KEYS if key in settings}
     return QuantConfig(**fields, tensors=tensors, layers=layers)
 
@@ -286,8 +289,8 @@ def _read_activation(value: dict[str, Any]) -> ActivationParams:
     return activation_from(check_json_object(value, ACTIVATION, _ACTIVATION_KEY))
 
 
-def _parse_json(text: str, what: str) -> dict[str, Any]:
-    """Return the JSON object of file `what`; refuse repeated keys, NaN and Infinity.
+def _parse_json(text: str, file_name: str) -> dict[str, Any]:
+    """Return the JSON object of a file; refuse repeated keys, NaN and Infinity.
 
     Python's parser takes the last of repeated keys, and reads NaN, which is no JSON.
     """
@@ -297,15 +300,15 @@ def _parse_json(text: str, what: str) -> dict[str, Any]:
         return dict(pairs)
 
     def refuse_constant(name: str) -> Any:
-        raise ConfigError(f"{what} must hold finite numbers, got {name}")
+        raise ConfigError(f"{file_name} must hold finite numbers, got {name}")
 
     document = from_json(
         text,
-        rule=f"{what} must be JSON",
+        rule=f"{file_name} must be JSON",
         error=ConfigError,
         pairs=make_object,
         constant=refuse_constant,
     )
     if not isinstance(document, dict):
-        raise ConfigError(f"{what} must be a JSON object, got {type(document).__name__}")
+        raise ConfigError(f"{file_name} must be a JSON object, got {type(document).__name__}")
     return document

@@ -55,7 +55,7 @@ class QuantLayer:
 def quantize_layers(
     model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
 ) -> dict[str, QuantLayer]:
-    """Return layer -> its integer weight, bias and scales, for all layers with a record.
+    """Return layer name -> its integer weight, bias and scales, for all layers with a record.
 
     Raises:
         ConfigError: the record does not fit the model.
@@ -75,7 +75,10 @@ def quantize_layers(
 def quantize_fitting(
     model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
 ) -> tuple[dict[str, QuantLayer], dict[str, str]]:
-    """Return layer -> integers, and layer -> reason for layers beyond the hardware's limits.
+    """Quantize the layers with a record, as far as they are within the hardware's limits.
+
+    Returns:
+        Layer name -> its integers and scales; name of each other layer -> why it does not fit.
 
     Raises:
         ConfigError: the record does not fit the model.
@@ -145,31 +148,36 @@ def read_constant(index: Graph, name: str) -> Float32Array:
 
 
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
-    """Return the integers of a layer.
+    """Return a layer's weight and bias as integers, with the scales for the hardware.
+
+    Args:
+        layer: the float layer.
+        record: the scales and offsets that AMCT's searches found for it.
+        index: has the values of weight and bias.
 
     Raises:
         ExportError: a scale, a bias or the sums of products exceed the limits of the hardware.
     """
-    scale = _invert_scale(record.input_scale, "scale_d", record.act_bits)
+    quantize_factor = _invert_scale(record.input_scale, "scale_d", record.act_bits)
     inverse_factors = None
     if record.factors.size:
         shape = (1, -1, *[1] * layer.rank)
         inverse_factors = (np.float32(1) / record.factors).reshape(shape)
+    # a pool, and an input of tensor_quantize, have no weight
     weight_scale = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
-    dequant = np.asarray(weight_scale * record.input_scale, np.float32)
+    dequant_scale = np.asarray(weight_scale * record.input_scale, np.float32)
     weight = _quantize_weight(layer, record, index) if layer.weight else None
-    bias = quantize_bias(read_constant(index, layer.bias), dequant) if layer.bias else None
-    # nearly every layer could overflow with 16-bit activations:
-    # `deploy.targets.ascend.executor` measures their sums
+    bias = quantize_bias(read_constant(index, layer.bias), dequant_scale) if layer.bias else None
+    # with 16-bit activations nearly every layer could overflow: a build measures their sums
     if weight is not None and record.act_bits < 16:
         _refuse_overflow(layer, record, weight, bias)
     return QuantLayer(
         layer=layer,
         record=record,
-        scale=scale,
+        scale=quantize_factor,
         weight=weight,
         bias=bias,
-        dequant=ascend_s19(dequant) if record.force_fp16 else dequant,
+        dequant=ascend_s19(dequant_scale) if record.force_fp16 else dequant_scale,
         inverse_factors=inverse_factors,
         second_factor=_second_factor(layer, record) if layer.two_activations else None,
     )
@@ -178,18 +186,21 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
 def _refuse_overflow(
     layer: Layer, record: LayerRecord, weight: NDArray[np.int8], bias: NDArray[np.int32] | None
 ) -> None:
-    """Refuse a layer whose sums exceed int32 if all codes are at their extreme."""
+    """Refuse a layer whose sums of products could exceed int32.
+
+    An input code less the offset is at most `high - low`.
+    """
     low, high = ascend_range(record.act_bits)
-    magnitudes = np.abs(weight.astype(np.float64))
+    weight_magnitudes = np.abs(weight.astype(np.float64))
     if layer.kind in ("Gemm", "MatMul"):
-        channel_sums = magnitudes.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
+        weight_sums = weight_magnitudes.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
     else:
-        rows = to_rows(magnitudes, layer)
-        channel_sums = rows.reshape(len(rows), -1).sum(axis=1)
-    sums = channel_sums * (high - low)
+        rows = to_rows(weight_magnitudes, layer)
+        weight_sums = rows.reshape(len(rows), -1).sum(axis=1)
+    max_sums_by_channel = weight_sums * (high - low)
     if bias is not None:
-        sums = sums + np.abs(bias.astype(np.float64))
-    max_sum = float(sums.max())
+        max_sums_by_channel = max_sums_by_channel + np.abs(bias.astype(np.float64))
+    max_sum = float(max_sums_by_channel.max())
     if max_sum > np.iinfo(np.int32).max:
         raise ExportError(f"sums of products must fit int32, got up to {max_sum:.3g}")
 

@@ -78,7 +78,7 @@ class Recipe:
     alerts: tuple[str, ...] = ()
 
 
-_HALF_INT32 = 2**30
+_MAX_BIAS = 2**30  # half of int32: the rest is left to the sums of products
 _SHOWN_NAMES = 3  # in a sentence
 _ONE_MATRIX_SCALE = (
     "Ascend has one scale per matrix; layers whose weight had one scale per channel and was rounded"
@@ -93,9 +93,12 @@ _NO_ROOM_FOR_SUMS = (
 def recipe_from_qdq(
     quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = True
 ) -> tuple[LoadedModel, Recipe]:
-    """Return the cleaned float model of a Q/DQ model, without a file, and its recipe.
+    """Return the float model of a Q/DQ model, and the recipe with the scales of its pairs.
 
-    `keep_rounding`: keep the rounding of tensors that float operators read through a pair.
+    Args:
+        quantized: the Q/DQ model.
+        path: its file, for names and messages.
+        keep_rounding: keep the rounding of tensors that float operators read through a pair.
 
     Raises:
         ModelError: the model is invalid, uses integer operators, or has pairs that cannot be
@@ -106,14 +109,17 @@ def recipe_from_qdq(
     model = prepare_qdq_model(quantized)
     params_by_layer, float_reasons = _read_qdq_layers(Graph(model))
     while True:
-        plain = remove_pairs(model, params_by_layer, keep_rounding=keep_rounding)
-        loaded = load(plain.model, fold_batchnorm=False)
+        unpaired = remove_pairs(model, params_by_layer, keep_rounding=keep_rounding)
+        loaded = load(unpaired.model, fold_batchnorm=False)
         float_model, graph = prepare_model(loaded.model)
-        layers, rounding_reasons, refusals = _quantize(float_model, graph, params_by_layer)
+        layers, reasons_for_new_rounding, refusals = _quantize_layers(
+            float_model, graph, params_by_layer
+        )
         float_reasons |= refusals
-        if len(layers) in (0, len(params_by_layer)):
+        if not layers or len(layers) == len(params_by_layer):
             break
-        # the refused layers become float operators
+        # refused layers become float operators: their pairs are removed from the start again, since
+        # the rounding of their inputs may be kept
         params_by_layer = {name: params_by_layer[name] for name in layers}
 
     if not layers:
@@ -133,8 +139,8 @@ def recipe_from_qdq(
             name: float_reasons.get(name, "its pairs are gone") for name in graph.layers
         },
         notes=(
-            *_conversion_notes(path, graph, rounding_reasons),
-            *_float_pair_notes(plain.float_read_pairs, keep_rounding=keep_rounding),
+            *_conversion_notes(path, graph, reasons_for_new_rounding),
+            *_float_pair_notes(unpaired.float_read_pairs, keep_rounding=keep_rounding),
         ),
     )
     loaded = replace(loaded, model=float_model, name=path.stem, metadata_preprocess=preprocess)
@@ -156,23 +162,27 @@ class _QdqLayerParams:
 
 
 def _read_qdq_layers(index: Graph) -> tuple[dict[str, _QdqLayerParams], dict[str, str]]:
-    """Return layer -> parameters, and layer -> why Ascend cannot use its pairs."""
+    """Read scales and offsets of all layers from their Q/DQ pairs.
+
+    Returns:
+        Layer name -> its parameters; name of each other layer -> why Ascend cannot use its pairs.
+    """
     params_by_layer, float_reasons = {}, {}
     for node in index.nodes:
         if node.op_type not in TYPES:
             continue
         try:
-            grid = input_grid(node, index)
-            _refuse_other_bits(grid)
+            input_pair = input_grid(node, index)
+            _refuse_other_bits(input_pair)
             weight_scales = np.ones(1, np.float32)
-            if node.op_type != "AveragePool":
+            if node.op_type != "AveragePool":  # which has no weight
                 weight_scales = _read_weight_scales(node, index)
         except UnfitError as error:
             float_reasons[node.name] = str(error)
             continue
         params_by_layer[node.name] = _QdqLayerParams(
-            scale_d=np.float32(grid.scale.flat[0]),
-            offset_d=int(grid.int8_zero.flat[0]),
+            scale_d=np.float32(input_pair.scale.flat[0]),
+            offset_d=int(input_pair.int8_zero.flat[0]),
             scale_w=weight_scales,
         )
     return params_by_layer, float_reasons
@@ -180,9 +190,9 @@ def _read_qdq_layers(index: Graph) -> tuple[dict[str, _QdqLayerParams], dict[str
 
 def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> Float32Array:
     """Return the scales of a layer's weight, [C_out] or [1]."""
-    grid, scales = weight_grid(node, index)
-    _refuse_other_bits(grid)
-    if grid.int8_zero.any():
+    weight_pair, scales = weight_grid(node, index)
+    _refuse_other_bits(weight_pair)
+    if weight_pair.int8_zero.any():
         raise UnfitError("its weight has a zero point, and Ascend's have none")
     return scales
 
@@ -192,17 +202,18 @@ def _refuse_other_bits(grid: PairGrid) -> None:
         raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
 
 
-def _quantize(
+def _quantize_layers(
     model: onnx.ModelProto, graph: LayerGraph, params_by_layer: Mapping[str, _QdqLayerParams]
 ) -> tuple[dict[str, QuantLayer], dict[str, str], dict[str, str]]:
     """Quantize the layers that have parameters.
 
     Returns:
-        layer -> integers; layer -> `_ONE_MATRIX_SCALE`, `_NO_ROOM_FOR_SUMS` or "", why its weight
-        was rounded again; layer -> why it does not fit the hardware.
+        Layer name -> its integers and scales; the same name -> why its weight was rounded again, a
+        constant such as `_ONE_MATRIX_SCALE`, or "" if its integers are the model's own; name of
+        each refused layer -> why it does not fit the hardware.
     """
     index = Graph(model)
-    records, rounding_reasons, refusals = {}, {}, {}
+    records, reasons_for_new_rounding, refusals = {}, {}, {}
     for name, layer in graph.layers.items():
         params = params_by_layer.get(name)
         if params is None:
@@ -211,52 +222,63 @@ def _quantize(
             reason = f"a 3-D convolution takes no activation offset, got {params.offset_d}"
             refusals[name] = reason
             continue
-        scales, rounding_reasons[name] = _fit_weight_scales(layer, params, index)
+        weight_scales, reasons_for_new_rounding[name] = _fit_weight_scales(layer, params, index)
         records[name] = LayerRecord(
             scale_d=params.scale_d,
             offset_d=params.offset_d,
-            scale_w=scales,
+            scale_w=weight_scales,
             has_weight=bool(layer.weight),
         )
     layers, hardware_refusals = quantize_fitting(model, graph, records)
-    return layers, {name: rounding_reasons[name] for name in layers}, refusals | hardware_refusals
+    reasons_of_layers = {name: reasons_for_new_rounding[name] for name in layers}
+    return layers, reasons_of_layers, refusals | hardware_refusals
 
 
 def _fit_weight_scales(
     layer: Layer, params: _QdqLayerParams, index: Graph
 ) -> tuple[Float32Array, str]:
-    """Return weight scales that Ascend takes, and why the weight is rounded again, or ""."""
-    scales = params.scale_w
-    if not layer.channel_wise:
-        if np.all(scales == scales[0]):
-            return scales[:1], ""
+    """Return the weight scales of a Q/DQ layer in a form that Ascend takes.
+
+    Returns:
+        The scales; "" if they are the model's own, else the reason for other ones (with which the
+        weight is rounded again), `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`.
+    """
+    channel_scales = params.scale_w
+    if not layer.channel_wise:  # such as a MatMul
+        if np.all(channel_scales == channel_scales[0]):
+            return channel_scales[:1], ""
         rows = to_rows(read_constant(index, layer.weight), layer)
         return arq(rows, channel_wise=False), _ONE_MATRIX_SCALE
-    if not layer.bias or scales.size == 1:
-        return scales, ""
+    if not layer.bias or channel_scales.size == 1:
+        return channel_scales, ""
 
     # For a channel of nearly zero weights, quantizers let the integer bias reach the limit of
     # int32. Ascend adds the products to it, which would then overflow: the scale is enlarged
     # until the bias takes at most half of int32.
     bias = read_constant(index, layer.bias).reshape(-1)
-    if bias.size != scales.size:
-        return scales, ""
-    min_scales = np.abs(bias.astype(np.float64)) / (float(params.scale_d) * _HALF_INT32)
-    enlarged = np.maximum(scales, min_scales.astype(np.float32))
-    return enlarged, _NO_ROOM_FOR_SUMS if (enlarged != scales).any() else ""
+    if bias.size != channel_scales.size:
+        return channel_scales, ""
+    min_scales = np.abs(bias.astype(np.float64)) / (float(params.scale_d) * _MAX_BIAS)
+    enlarged_scales = np.maximum(channel_scales, min_scales.astype(np.float32))
+    if (enlarged_scales == channel_scales).all():
+        return channel_scales, ""
+    return enlarged_scales, _NO_ROOM_FOR_SUMS
 
 
 def _conversion_notes(
-    path: Path, graph: LayerGraph, rounding_reasons: Mapping[str, str]
+    path: Path, graph: LayerGraph, reasons_for_new_rounding: Mapping[str, str]
 ) -> list[str]:
-    """Return notes on the converted layers; `rounding_reasons` has every int8 layer."""
-    total = len(graph.layers) + len(graph.float_reasons)
+    """Return notes on the converted layers.
+
+    `reasons_for_new_rounding`: name of each int8 layer -> why its weight was rounded again, or "".
+    """
+    converted, total = len(reasons_for_new_rounding), len(graph.layers) + len(graph.float_reasons)
     notes = [
-        f"Scales: those of {path}, for {len(rounding_reasons)} of {total} layers that Ascend could"
-        " run in int8; nothing was calibrated."
+        f"Scales: those of {path}, for {converted} of {total} layers that Ascend could run in int8;"
+        " nothing was calibrated."
     ]
     for reason in (_ONE_MATRIX_SCALE, _NO_ROOM_FOR_SUMS):
-        names = [name for name, text in rounding_reasons.items() if text == reason]
+        names = [name for name, text in reasons_for_new_rounding.items() if text == reason]
         if names:
             notes.append(f"{reason} {len(names)}: {', '.join(names[:_SHOWN_NAMES])}.")
     if len(notes) > 1:
