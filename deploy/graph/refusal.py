@@ -133,7 +133,7 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
 
     Its attributes and constant operands decide. "" if it has a kernel.
     """
-    if placement.pairs_everywhere:
+    if placement.pairs_everywhere:  # NVIDIA's DLA, which also runs operators on constants
         dla_refusal = _find_dla_refusal(graph, node)
         if dla_refusal:
             return dla_refusal

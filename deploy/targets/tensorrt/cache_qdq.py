@@ -95,7 +95,7 @@ def to_qdq(
             cannot be converted to opset 19.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
-    if _is_fp8(plan):  # weights stay stored as fp8: TensorRT quantizes none to it
+    if _is_fp8(plan):  # weights are stored as fp8, since TensorRT does not quantize them to it
         return _with_fp8_ir(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
     quantized = write_qdq(model, plan, ranges, trained_scales=trained_scales)
     _restore_float_weights(quantized, model)

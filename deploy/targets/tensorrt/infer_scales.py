@@ -116,11 +116,12 @@ class TensorRanges:
         self.constants = {
             name: _largest_magnitude(tensor) for name, tensor in self.graph.constants.items()
         }
-        self.saturated = {}
+        self.saturated = {}  # tensor -> |x| beyond which its readers saturate
         for name, (low, high) in find_bounds(model).items():
             if math.isfinite(low) and math.isfinite(high):
                 self.saturated[name] = max(abs(low), abs(high))
         self.read_tensors = frozenset(self.graph.readers) | self.graph.outputs
+        # tensor that only a Hard-Swish or SiLU reads -> that activation
         self.gates = {**_find_hard_swish(self.graph), **_find_silu(self.graph)}
 
     def range_of(self, name: str) -> Range | None:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -177,23 +177,16 @@ def _run_all(
     sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], *, seconds: float
 ) -> tuple[int, float]:
     """Run one thread per session, each at least once; return (inferences, seconds)."""
-    counts = [0] * len(sessions)
-    errors: list[BaseException] = []
     start = time.perf_counter()
 
-    def work(index: int) -> None:
-        try:
-            while counts[index] == 0 or time.perf_counter() - start < seconds:
-                sessions[index].run(feeds[counts[index] % len(feeds)])
-                counts[index] += 1
-        except BaseException as error:  # raised again in the caller's thread
-            errors.append(error)
+    def run_session(session: Session) -> int:
+        """Run a session until the time is over; return the number of inferences."""
+        count = 0
+        while count == 0 or time.perf_counter() - start < seconds:
+            session.run(feeds[count % len(feeds)])
+            count += 1
+        return count
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(sessions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        counts = list(pool.map(run_session, sessions))  # raises what a session raised
     return sum(counts), time.perf_counter() - start

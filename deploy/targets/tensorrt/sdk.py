@@ -130,7 +130,7 @@ def shape_of(shape: trt.Dims) -> tuple[int, ...]:
 
 
 def dtype_of(data_type: trt.DataType) -> str:
-    """Return numpy's name of a trt.DataType, "bfloat16" or "float8".
+    """Return the name of a trt.DataType as in numpy, or "bfloat16" or "float8", which numpy lacks.
 
     `trt.nptype` is not used: that of 8.5 fails with newer numpy, and none supports bfloat16.
 
