@@ -443,7 +443,7 @@ def test_wrong_cluster_values_are_refused(options):
         (("--trust-cache", *UNUSED_SCHEDULER), "got --trust-cache"),
         (("--target", "ascend", *UNUSED_SCHEDULER), "got --scheduler"),
         (("--until-stable", *UNUSED_SCHEDULER), "--until-stable"),
-        (("--resume", *UNUSED_SCHEDULER), "--resume goes on"),
+        (("--resume", *UNUSED_SCHEDULER), "--resume is for a run"),
     ],
 )
 def test_useless_options_are_refused_first(options, message, run, small_cnn, pictures, tmp_path):

@@ -9,12 +9,10 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
-from calibrators.searches import SEARCHES
 from deploy.cli import COMMANDS, cli, main
 from deploy.commands import base
 from deploy.feed.preprocess import PRESETS
 from deploy.targets import TARGETS
-from deploy.tuning.repairs import REPAIRS
 from tests.command_tree import click_options, commands
 
 # Commands whose options come from the tables of targets and searches.
@@ -134,28 +132,15 @@ def complete(*arguments, prefix=""):
     return [item.value for item in shell.get_completions(list(arguments), prefix)]
 
 
-@pytest.mark.parametrize(
-    ("option", "prefix", "values"),
-    [
-        ("--target", "", list(TARGETS)),
-        ("--target", "tensorrt,", [f"tensorrt,{name}" for name in TARGETS if name != "tensorrt"]),
-        ("--preprocess", "ima", names_from(PRESETS, "ima")),
-        ("--resize", "s", ["stretch", "short-side"]),
-        ("--interpolation", "l", ["linear", "lanczos"]),
-        ("--color", "g", ["grey"]),
-        ("--layout", "nc", ["nchw"]),
-        ("--repair", "b", names_from(REPAIRS, "b")),
-        ("--method", "per", names_from(SEARCHES, "per")),
-        ("--rest", "fp", ["fp16", "fp32"]),
-    ],
-)
-def test_completion_of_option_values(option, prefix, values):
-    assert complete("build", "net.onnx", option, prefix=prefix) == values
-
-
 def test_completion_of_commands_and_options():
     assert complete(prefix="do") == names_from(COMMANDS, "do")
     assert "--config" in complete("build", prefix="--c")
+
+
+def test_each_flag_belongs_to_one_option():
+    for path, command in commands():
+        flags = [flag for option in click_options(command) for flag in option.opts]
+        assert len(flags) == len(set(flags)), path
 
 
 def test_completion_script_for_zsh(monkeypatch, run):

@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -385,16 +385,6 @@ def test_options_of_registered_target_are_checked(arguments, code, message, run)
     exit_code, _, error = run(*BUILD, *arguments.split())
     assert exit_code == code
     assert message in error
-
-
-def test_flag_of_two_options_is_refused(toy_target, monkeypatch, run, wording):
-    @dataclass(frozen=True, kw_only=True)
-    class Clash(Toy):
-        soc: str | None = option(None, help="A chip.")
-        limits: list[int] = field(default_factory=list)
-
-    monkeypatch.setitem(TARGETS, "toy", Clash)
-    wording.check(run.fails(*BUILD))
 
 
 @pytest.mark.parametrize(

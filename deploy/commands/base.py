@@ -1,25 +1,22 @@
-"""Options that all commands share: sections of `--help`, completion, `--quiet`, `--json`.
+"""Options that all commands share: sections of `--help`, `--quiet`, `--json`, `--threads`.
 
 A `SectionOption` names the section of the help it is listed in; `SectionedCommand` prints the
-sections in the order of a user's work. Completion looks its names up only when a shell asks, so
-that no command imports anything for it.
+sections in the order of a user's work.
 """
 
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from functools import partial, wraps
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from deploy.errors import ConfigError
 from deploy.files.reading import refuse_address
@@ -182,28 +179,15 @@ class SectionedCommand(click.Command):
     """A command whose options are listed by section.
 
     If there are many options, `--help` lists the first ones of `COMMON`, and `--help-all` all.
-
-    Raises:
-        ConfigError: two options of one flag.
     """
 
     def __init__(self, *names: Any, **settings: Any) -> None:
         super().__init__(*names, **settings)
-        section_by_flag: dict[str, str] = {}
-        option_count = 0
-        for param in self.params:
-            option_count += isinstance(param, click.Option)
-            for flag in (*param.opts, *param.secondary_opts):
-                if flag in section_by_flag and flag.startswith("-"):
-                    raise ConfigError(
-                        f"a flag belongs to one option of a command, got {flag} in"
-                        f" {section_by_flag[flag]} and in {section_of(param)}; rename one of them"
-                    )
-                section_by_flag[flag] = section_of(param)
-
+        options = [param for param in self.params if isinstance(param, click.Option)]
+        flags = {flag for option in options for flag in option.opts}
         self.short_help_flags: list[str] = []  # none if `--help` lists all
-        if option_count > _MAX_UNFOLDED_OPTIONS:
-            common_flags = [flag for flag in COMMON.split() if flag in section_by_flag]
+        if len(options) > _MAX_UNFOLDED_OPTIONS:
+            common_flags = [flag for flag in COMMON.split() if flag in flags]
             self.short_help_flags = common_flags[:_SHORT_HELP_OPTIONS]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -307,36 +291,9 @@ def parse_batches(ctx: click.Context, param: click.Parameter, text: str | None) 
     return tuple(map(int, sizes))
 
 
-Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
-
-
-def complete_names(names: Callable[[], Iterable[str]]) -> Completer:
-    """Complete one of these names; after a comma the next of several."""
-    return partial(_completed, names)
-
-
-def complete_names_of(module: str, attribute: str, *extra_names: str) -> Completer:
-    """Complete one of the names in an attribute of a module, or one of `extra_names`."""
-    return complete_names(lambda: (*getattr(import_module(module), attribute), *extra_names))
-
-
-def _completed(
-    names: Callable[[], Iterable[str]], _: click.Context, __: click.Parameter, text: str
-) -> list[CompletionItem]:
-    """Return the names that complete `text`, but for those before its last comma."""
-    earlier_names, comma, start = text.rpartition(",")
-    chosen = earlier_names.split(",")
-    return [
-        CompletionItem(f"{earlier_names}{comma}{name}")
-        for name in names()
-        if name.startswith(start) and name not in chosen
-    ]
-
-
 task_option = measuring_option(
     "--task",
     metavar="NAME",
-    shell_complete=complete_names_of("deploy.tasks", "TASKS", "none"),
     help="Task of the outputs, if it is not the one that is recognised: boxes, classes, labels,"
     " ..., or none to compare values.",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Real, complete_names_of, json_option, put_json, quietable
+from deploy.commands.base import Real, json_option, put_json, quietable
 from deploy.commands.calibration_options import (
     CalibrationArguments,
     calibration_options,
@@ -83,7 +83,6 @@ metric_option = base.measuring_option(
     "repairs",
     multiple=True,
     metavar="NAMES",
-    shell_complete=complete_names_of("deploy.tuning.repairs", "REPAIRS", "all", "none"),
     help="Repairs to try, kept where they help: adaround, bias, all or none; a"
     " comma list, may be repeated. Default: adaround, none with --effort 0.",
 )

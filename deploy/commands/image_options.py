@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Command, CommandFunction, Decorator, Real, complete_names_of
+from deploy.commands.base import Command, CommandFunction, Decorator, Real
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,17 +39,12 @@ PREPROCESS = {
     "layout": "Order of the axes: nchw or nhwc.",
 }
 
-_NAMES = {
-    name: complete_names_of("deploy.feed.preprocess", f"{name.upper()}S")
-    for name in ("preset", "resize", "interpolation", "color", "layout")
-}
-
 
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
     for name, text in reversed(PREPROCESS.items()):
         flag = "--preprocess" if name == "preset" else f"--{name.replace('_', '-')}"
-        command = base.image_option(flag, name, help=text, shell_complete=_NAMES.get(name))(command)
+        command = base.image_option(flag, name, help=text)(command)
     return command
 
 
@@ -137,7 +132,6 @@ _RAW = (
     base.image_option(
         "--raw-dtype",
         metavar="NAME",
-        shell_complete=complete_names_of("deploy.feed.paths", "DTYPES"),
         help="Their dtype, little-endian, such as float16; uint8 files are pictures, unless the"
         " input is uint8 and no preprocessing is given.  [default: the input's]",
     ),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Command, CommandFunction, Decorator, Real, complete_names
+from deploy.commands.base import Command, CommandFunction, Decorator, Real
 from deploy.errors import ConfigError
 from deploy.targets import TARGETS, Target, find_target
 from deploy.targets.options import Option, declared_options
@@ -231,7 +231,6 @@ def target_options(
         metavar="NAME,...",
         default=("onnxruntime",),
         callback=_split_names,
-        shell_complete=complete_names(lambda: TARGETS),
         help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
     )
 
@@ -259,7 +258,6 @@ def one_target(section: str) -> Decorator:
         metavar="NAME",
         default="onnxruntime",
         callback=_check_name,
-        shell_complete=complete_names(lambda: TARGETS),
         help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
     )
 

@@ -246,16 +246,16 @@ def calibrate_loaded(
 
 def _refuse_local_options(options: CalibrationOptions) -> None:
     """Refuse options that only a run on this machine has."""
-    if options.resume:
-        raise ConfigError(
-            "--resume goes on with a run of this machine, got --scheduler, which keeps no"
-            " checkpoint; leave one of them out"
-        )
-    if options.until_stable is not None:
-        raise ConfigError(
-            "--until-stable looks at images one after the other, got --scheduler, whose workers"
-            " share all of them out; leave one of them out"
-        )
+    is_given_by_flag = {
+        "--resume": options.resume,
+        "--until-stable": options.until_stable is not None,
+    }
+    for flag, is_given in is_given_by_flag.items():
+        if is_given:
+            raise ConfigError(
+                f"{flag} is for a run on this machine, got --scheduler, whose workers share the"
+                " images out; leave one of them out"
+            )
 
 
 def _calibrate_images(
@@ -445,17 +445,13 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    if options.resume and policy.reuse_flag:
+    rival_flag = "--until-stable" if options.until_stable is not None else policy.reuse_flag
+    if options.resume and rival_flag:
         raise ConfigError(
-            f"--resume goes on observing and {policy.reuse_flag} takes a cache as it is; leave one"
-            " of them out"
+            f"--resume goes on with a run over all images, got {rival_flag}, with which there is no"
+            " such run; leave one of them out"
         )
     if options.until_stable is not None:
-        if options.resume:
-            raise ConfigError(
-                "--resume goes on with a run over all samples, got --until-stable, which looks at"
-                " as few as it takes and keeps no checkpoint; leave one of them out"
-            )
         return None
     if options.checkpoint is not None:
         return options.checkpoint
