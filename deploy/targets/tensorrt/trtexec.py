@@ -225,10 +225,12 @@ def trtexec_commands(
 
 
 def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
-    """Return the flags of every command: shapes, engine file, device, plugins, the user's own."""
+    """Return the flags of every command: shapes, limits, files, device, and the user's own."""
     flags = [*_DLA_FLAGS] if options.dla else []
     flags += _shape_flags(request, options.max_batch, dla=options.dla)
     flags.append(f"--saveEngine={request.name}.engine")
+    if options.workspace_mib is not None:
+        flags.append(f"--memPoolSize=workspace:{options.workspace_mib}")
     if options.device:
         flags.append(f"--device={options.device}")
     # deprecated since 8.6, but every trtexec reads it, unlike its successor
