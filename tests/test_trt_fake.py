@@ -152,6 +152,10 @@ def test_timing_cache_option_names_the_file(tensorrt, build, tmp_path):
     assert script.count(f"'--timingCacheFile={path}'") == script.count("exec trtexec") > 2
 
 
+def test_calibrator_without_tensorrt_is_noted(build):
+    assert any("--calibrator minmax" in note for note in build("--calibrator", "minmax"))
+
+
 def test_workspace_limit_reaches_script(build, tmp_path):
     build("--workspace", 64)
     script = (tmp_path / "out/small_cnn_trtexec.sh").read_text()

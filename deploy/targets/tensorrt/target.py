@@ -390,6 +390,12 @@ class TensorRT(TensorrtOptions):
             )
         except SdkMissingError as error:
             notes = (f"no engine was built: {error}", *command_notes)
+            if self.calibrator is not None and engine is None:
+                calibrator_note = (
+                    f"--calibrator {self.calibrator} needs TensorRT and a GPU, so these files have"
+                    " calib8's own ranges"
+                )
+                notes = (calibrator_note, *notes)
             return _BuiltEngines(engine, engines.Baselines(), notes)
         except BackendError as error:
             return _BuiltEngines(engine, engines.Baselines(), tuple(command_notes), str(error))
