@@ -286,8 +286,6 @@ def test_atc_command_chips_and_shapes():
     assert not [word for word in command if word.startswith("--input_shape")]
     for chip in ("Ascend310", "Ascend910ProB", "Ascend910_9391", "Ascend910B4-1"):
         assert AtcOptions(soc=chip).soc == chip
-    with pytest.raises(ConfigError, match="--log twice"):
-        AtcOptions(extra=("--log=error", "--log=info"))
     with pytest.raises(ConfigError, match="fixed shapes"):
         atc_command(Path("m"), Path("m"), {"x": (-1, 3)}, AtcOptions())
 

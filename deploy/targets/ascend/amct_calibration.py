@@ -49,8 +49,9 @@ from deploy.graph.index import Graph
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.deploy_model import rewrite_inputs
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.quant_layer import balanced_weight, from_rows, read_constant, to_rows
+from deploy.targets.ascend.quant_layer import from_rows, read_constant, read_weight_rows
 from deploy.targets.ascend.record import (
+    NO_FACTORS,
     InputRecorder,
     LayerRecord,
     clip_range,
@@ -72,8 +73,6 @@ from deploy.targets.ascend.weight_rounding import (
 
 Factors = Mapping[str, NDArray[np.float32]]
 WeightScales = dict[str, NDArray[np.float32]]  # layer -> scale of its weight, [C_out] or [1]
-
-_EMPTY = np.zeros(0, np.float32)
 
 
 def observation_model(
@@ -100,8 +99,7 @@ def observation_model(
     for name, layer in layers.items():
         if not layer.weight:
             continue
-        weight = read_constant(index, layer.weight)
-        rows = to_rows(balanced_weight(weight, layer, factors.get(name, _EMPTY)), layer)
+        rows = read_weight_rows(index, layer, factors.get(name, NO_FACTORS))
         if name in integers_by_layer:
             integers = integers_by_layer[name].reshape(rows.shape)
             rows = integers * by_row(weight_scales[name], rows.ndim)
@@ -352,7 +350,7 @@ class RecordPlan:
             scale_d=input_scale.scale,
             offset_d=input_scale.offset,
             scale_w=weight_scale,
-            factors=factors.get(name, _EMPTY),
+            factors=factors.get(name, NO_FACTORS),
             has_weight=bool(layer.weight),
             rounded_weight=roundings[name].integers if name in roundings else None,
             is_node_input=layer.input_index is not None,
@@ -419,7 +417,7 @@ class RecordPlan:
     def _weight(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
         """Return the scale of a layer's weight by ARQ."""
         if layer.input_index is not None:
-            return _EMPTY
+            return np.zeros(0, np.float32)
         if not layer.weight:
             return np.ones(1, np.float32)
         params = self._entries[layer.name].weight
@@ -428,8 +426,7 @@ class RecordPlan:
 
     def _weight_rows(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
         """Return a layer's weight times its DMQ factors, output channels first."""
-        weight = read_constant(self._index, layer.weight)
-        return to_rows(balanced_weight(weight, layer, factors.get(layer.name, _EMPTY)), layer)
+        return read_weight_rows(self._index, layer, factors.get(layer.name, NO_FACTORS))
 
     def _make_model(
         self,

@@ -65,13 +65,9 @@ class AtcOptions:
     def __post_init__(self) -> None:
         if self.soc is not None:
             object.__setattr__(self, "soc", normalize_chip(self.soc))
-        names: set[str] = set()
         for flag in self.extra:
-            name = check_flag(flag)
+            check_flag(flag)
             refuse_foreign_code(flag)
-            if name in names:
-                raise ConfigError(f"an atc flag is given once, got --{name} twice; leave one out")
-            names.add(name)
 
 
 def normalize_chip(text: str) -> str:
@@ -89,8 +85,8 @@ def normalize_chip(text: str) -> str:
     return f"Ascend{model}"
 
 
-def check_flag(flag: str) -> str:
-    """Return the name of an atc flag; refuse flags that a quantized model forbids."""
+def check_flag(flag: str) -> None:
+    """Refuse a flag of atc that a quantized model forbids, or that calib8 sets itself."""
     match = re.fullmatch(r"--([a-z0-9_]+)=(\S.*)", flag)
     if not match:
         raise ConfigError(f"an atc flag reads --name=value, got {flag!r}")
@@ -106,7 +102,6 @@ def check_flag(flag: str) -> str:
         )
     if name in _BUILD_FLAGS:
         raise ConfigError(f"--{name} follows from the build, got {flag}; leave it out")
-    return name
 
 
 def atc_command(

@@ -213,7 +213,10 @@ _MAX_SCALES = 10_000  # scales tried in one search; AMCT's default is 60
 
 
 def activation_from(values: Mapping[str, Any]) -> ActivationParams:
-    """Return the `ActivationParams` of checked activation_quant_params keys."""
+    """Return the `ActivationParams` of activation_quant_params, whose values are checked already.
+
+    `values`: key -> value, for the keys that are set.
+    """
     ifmr_keys, hfmg_keys = sorted(set(values) & set(IFMR)), sorted(set(values) & set(HFMG))
     algorithm = values.get("act_algo", "hfmg" if hfmg_keys else "ifmr")
     foreign_keys = hfmg_keys if algorithm == "ifmr" else ifmr_keys
@@ -228,15 +231,11 @@ def activation_from(values: Mapping[str, Any]) -> ActivationParams:
 
     start, end = params.search_range
     step = params.search_step
-    if step > end - start:
+    scale_count = (end - start) / step
+    if not 1 <= scale_count <= _MAX_SCALES:
         raise ConfigError(
-            f"search_step must be at most end - start of search_range, got {step}"
-            f" for [{start}, {end}]"
-        )
-    if (end - start) / step > _MAX_SCALES:
-        raise ConfigError(
-            f"search_step must leave at most {_MAX_SCALES} scales to try per layer, got"
-            f" {(end - start) / step:.3g} with {step} for [{start}, {end}]; AMCT's default is 0.01"
+            f"search_step must leave 1 to {_MAX_SCALES} scales to try in search_range, got"
+            f" {scale_count:.3g} with {step} for [{start}, {end}]; AMCT's default is 0.01"
         )
     return params
 

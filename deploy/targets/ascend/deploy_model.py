@@ -47,15 +47,14 @@ from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     balanced_weight,
     from_rows,
-    read_constant,
-    to_rows,
+    read_weight_rows,
 )
 from deploy.targets.ascend.record import LayerRecord
 
 Nodes = list[onnx.NodeProto]
 InputNodes = Callable[[QuantLayer, str], tuple[Nodes, str]]
 OutputNodes = Callable[[QuantLayer, str, str], Nodes]
-StoredTensor = Callable[[str, QuantLayer], onnx.TensorProto]
+StoredWeight = Callable[[QuantLayer, NDArray[np.int8]], NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +65,16 @@ class LayerReplacement:
         quantize_input: (layer, input tensor) -> nodes that quantize it, and the quantized tensor.
         dequantize_output: (layer, integer output, float output) -> nodes that dequantize it.
         dequantize_input: (layer, integer input) -> nodes that dequantize it, and the float tensor.
-        weight, bias: (name, layer) -> the stored integers.
+        store_weight: (layer, integers) -> weight as it is stored.
+        bias_type: type in which biases are stored.
         convert_bias: (layer, stored bias) -> nodes between it and the layer, and their output.
     """
 
     quantize_input: InputNodes
     dequantize_output: OutputNodes
     dequantize_input: InputNodes
-    weight: StoredTensor
-    bias: StoredTensor
+    store_weight: StoredWeight
+    bias_type: type[np.number[Any]]
     convert_bias: InputNodes = lambda layer, bias: ([], bias)
 
 
@@ -158,9 +158,10 @@ class _LayerRewriter:
         if q.second_factor is not None:
             nodes += self.quantize(node, 1, q.second_factor)
         if q.weight is not None:
-            self.tensors[node.input[1]] = self.replacement.weight(node.input[1], q)
+            weight = self.replacement.store_weight(q, q.weight)
+            self.tensors[node.input[1]] = numpy_helper.from_array(weight, node.input[1])
         if q.bias is not None:
-            bias_nodes, bias = self.replacement.convert_bias(q, self.store_bias(q))
+            bias_nodes, bias = self.replacement.convert_bias(q, self.store_bias(q, q.bias))
             nodes += bias_nodes
             if q.layer.bias_add:  # a MatMul's bias is read by an Add, which comes later
                 self.bias_by_add[q.layer.bias_add] = bias
@@ -195,12 +196,12 @@ class _LayerRewriter:
         node.output[0] = integer_output
         return self.replacement.dequantize_output(q, integer_output, float_output)
 
-    def store_bias(self, q: QuantLayer) -> str:
+    def store_bias(self, q: QuantLayer, bias: NDArray[np.int32]) -> str:
         """Store the integer bias and return its name, a new one if other nodes read the float."""
         name = q.layer.bias
         if len(self.index.readers[name]) > 1:
             name = f"{q.layer.name}.quant_bias"
-        self.tensors[name] = self.replacement.bias(name, q)
+        self.tensors[name] = numpy_helper.from_array(bias.astype(self.replacement.bias_type), name)
         return name
 
     def finish(self, nodes: Nodes) -> None:
@@ -289,8 +290,8 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
         quantize_input=_make_quant,
         dequantize_output=_make_dequant,
         dequantize_input=_make_anti_quant,
-        weight=_store_weight,
-        bias=_store_bias,
+        store_weight=_pack_weight,
+        bias_type=np.int32,
         convert_bias=_cast_bias,
     )
     deploy = rewrite_layers(model, layers, replacement)
@@ -370,17 +371,11 @@ def _scaling_node(
     return [helper.make_node(op, [tensor], [output], name=name, offset=offset, **options)], output
 
 
-def _store_weight(name: str, q: QuantLayer) -> onnx.TensorProto:
-    assert q.weight is not None
-    weight = q.weight
+def _pack_weight(q: QuantLayer, weight: NDArray[np.int8]) -> NDArray[np.int8]:
+    """Return a weight of 4 bits with two integers per byte, any other one as it is."""
     if q.record.weight_bits == 4:
-        weight = pack_int4(weight, packed_axis(q.layer.kind))
-    return numpy_helper.from_array(weight, name)
-
-
-def _store_bias(name: str, q: QuantLayer) -> onnx.TensorProto:
-    assert q.bias is not None
-    return numpy_helper.from_array(q.bias, name)
+        return pack_int4(weight, packed_axis(q.layer.kind))
+    return weight
 
 
 def _cast_bias(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
@@ -404,7 +399,7 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
         if q.record.rounded_weight is None:
             continue
         weight_name, layer = q.layer.weight, q.layer
-        shape = to_rows(read_constant(index, weight_name), layer).shape
+        shape = read_weight_rows(index, layer).shape
         rows = q.record.rounded_weight.reshape(shape) * by_row(q.record.scale_w, len(shape))
         inverse_factors = np.asarray(1 / q.record.factors, np.float32)
         weight = balanced_weight(from_rows(rows, layer), layer, inverse_factors)
@@ -430,8 +425,7 @@ def find_unrounded_layers(
         if name not in records or name not in graph.layers:
             continue
         layer, record = graph.layers[name], records[name]
-        weight = read_constant(index, layer.weight)
-        rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
+        rows = read_weight_rows(index, layer, record.factors)
         integers = rows / by_row(record.scale_w, rows.ndim)  # if the weights are on the grid
         if np.abs(integers - np.rint(integers)).max() > _MAX_GRID_ERROR:
             unrounded.append(name)

@@ -35,11 +35,10 @@ from deploy.targets.ascend.preparation import disable_layers, prepare_model, unf
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import (
     Float32Array,
-    balanced_weight,
     quantize_fitting,
     quantize_layers,
     read_constant,
-    to_rows,
+    read_weight_rows,
 )
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.record import (
@@ -416,9 +415,8 @@ def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> f
     """Return the mean distance of a record's scales from ARQ's in octaves; None if unfit."""
     if layer is None or not layer.weight:
         return None
-    weight = read_constant(index, layer.weight)
     try:
-        rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
+        rows = read_weight_rows(index, layer, record.factors)
     except ValueError:  # DMQ factors for another number of channels
         return None
     scales = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)

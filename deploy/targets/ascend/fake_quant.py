@@ -55,8 +55,8 @@ def fake_quant_model(
         quantize_input=partial(_make_quant, npu_rounding=npu_rounding),
         dequantize_output=_make_dequant,
         dequantize_input=_make_anti_quant,
-        weight=_store_weight,
-        bias=_store_bias,
+        store_weight=lambda _, weight: weight.astype(np.float32),
+        bias_type=np.float32,
     )
     return rewrite_layers(model, layers, replacement)
 
@@ -110,16 +110,6 @@ def _make_anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
     output = f"{name}.mul.output0"
     mul = helper.make_node("Mul", [integers, scale.output[0]], [output], name=f"{name}.mul")
     return [scale, mul], output
-
-
-def _store_weight(name: str, q: QuantLayer) -> onnx.TensorProto:
-    assert q.weight is not None
-    return numpy_helper.from_array(q.weight.astype(np.float32), name)
-
-
-def _store_bias(name: str, q: QuantLayer) -> onnx.TensorProto:
-    assert q.bias is not None
-    return numpy_helper.from_array(q.bias.astype(np.float32), name)
 
 
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:

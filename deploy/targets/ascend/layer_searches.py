@@ -216,15 +216,17 @@ def find_best_searches(
         ExportError: a layer exceeds the limits of the hardware.
         BackendError: ONNX Runtime refused the model.
     """
-    errors: dict[str, dict[str, float]] = {}
+    errors_by_layer: dict[str, dict[str, float]] = {}
     with phase("errors of layers by themselves", len(records_by_search), "searches") as step:
         for search, search_records in records_by_search.items():
             layers = quantize_layers(model, graph, search_records)
             layer_errors = measure_layer_errors(model, layers, samples, threads=threads)
             for name, error in layer_errors.items():
-                errors.setdefault(name, {})[search] = error
+                errors_by_layer.setdefault(name, {})[search] = error
             step()
-    return {name: choose_search(errors[name]) for name in next(iter(records_by_search.values()))}
+    return {
+        name: choose_search(error_by_search) for name, error_by_search in errors_by_layer.items()
+    }
 
 
 def choose_search(error_by_search: Mapping[str, float]) -> str:

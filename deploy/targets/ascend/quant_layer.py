@@ -15,7 +15,7 @@ from calibrators.amct.arq import arq_integers, ascend_range, ascend_s19, channel
 from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.record import LayerRecord, check_record
+from deploy.targets.ascend.record import NO_FACTORS, LayerRecord, check_record
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight
 
 # GE stores the quantize scale in float16, or its square root if it is larger (sqrt_mode), which
@@ -147,6 +147,14 @@ def read_constant(index: Graph, name: str) -> Float32Array:
     return np.asarray(numpy_helper.to_array(index.constants[name]), np.float32)
 
 
+def read_weight_rows(
+    index: Graph, layer: Layer, factors: Float32Array = NO_FACTORS
+) -> Float32Array:
+    """Return a layer's weight times its DMQ factors [C_in], output channels first."""
+    weight = balanced_weight(read_constant(index, layer.weight), layer, factors)
+    return to_rows(weight, layer)
+
+
 def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     """Return a layer's weight and bias as integers, with the scales for the hardware.
 
@@ -232,8 +240,7 @@ def _quantize_weight(layer: Layer, record: LayerRecord, index: Graph) -> NDArray
     """Return a layer's weight as integers: AdaRound's, if the record has them, else the nearest."""
     if record.factors.size not in (0, layer.channels_in):
         raise ExportError(f"{layer.channels_in} DMQ factors are needed, got {record.factors.size}")
-    weight = read_constant(index, layer.weight)
-    rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
+    rows = read_weight_rows(index, layer, record.factors)
     if record.scale_w.size not in (1, rows.shape[0]):
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
     if record.rounded_weight is None:

@@ -44,7 +44,7 @@ from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     quantize_fitting,
     read_constant,
-    to_rows,
+    read_weight_rows,
 )
 from deploy.targets.ascend.record import LayerRecord
 
@@ -247,7 +247,7 @@ def _fit_weight_scales(
     if not layer.channel_wise:  # such as a MatMul
         if np.all(channel_scales == channel_scales[0]):
             return channel_scales[:1], ""
-        rows = to_rows(read_constant(index, layer.weight), layer)
+        rows = read_weight_rows(index, layer)
         return arq(rows, channel_wise=False), _ONE_MATRIX_SCALE
     if not layer.bias or channel_scales.size == 1:
         return channel_scales, ""

@@ -41,6 +41,7 @@ _IS_FLOAT16_BY_TYPE = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_t
 InputRecorder = HfmgHistogram | IfmrHistogram
 
 Float32Array = NDArray[np.float32]
+NO_FACTORS = np.zeros(0, np.float32)  # DMQ factors of a layer that DMQ does not balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class LayerRecord:
     scale_d: np.float32 | None
     offset_d: int = 0
     scale_w: Float32Array
-    factors: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    factors: Float32Array = field(default_factory=lambda: NO_FACTORS)
     has_weight: bool = True
     skip_fusion: bool = False
     rounded_weight: NDArray[np.int8] | None = None

@@ -15,7 +15,7 @@ output is compared there, as with all activations that AMCT does not know.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from threading import Event
@@ -48,7 +48,7 @@ from deploy.graph.index import Graph, attributes
 from deploy.machine import worker_threads
 from deploy.targets.ascend.config_keys import ADA, QuantConfig
 from deploy.targets.ascend.layers import Layer
-from deploy.targets.ascend.quant_layer import read_constant, to_rows
+from deploy.targets.ascend.quant_layer import read_constant, read_weight_rows
 from deploy.terminal import Step, phase
 
 MAX_SAMPLES = 64
@@ -177,7 +177,7 @@ class _StepBuilder:
             earlier_steps: name -> step of the layers before it in the model, which are rounded
                 first.
         """
-        rows = to_rows(read_constant(self.index, layer.weight), layer)
+        rows = read_weight_rows(self.index, layer)
         channels = len(rows)
         group_channels, products = channels // layer.group, prod(rows.shape[1:])
         is_matrix = layer.kind in ("Gemm", "MatMul")
@@ -363,20 +363,17 @@ def _search_blocks(
     """
     is_stopped = Event()
 
-    def step() -> None:
+    def count_step() -> None:
         if is_stopped.is_set():
             raise InterruptedError("the run has ended")
         progress()
 
+    def search(block: AdaProblem) -> NDArray[np.int8]:
+        return round_block(block, params, step=count_step)
+
     with ThreadPoolExecutor(worker_threads()) as pool:
         try:
-            jobs = [
-                pool.submit(round_block, block, params, step=step) for block in problem.blocks()
-            ]
-            done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-            for job in done:
-                job.result()  # raises the error of a block
-            return [job.result() for job in jobs]
+            return list(pool.map(search, problem.blocks()))
         except BaseException:
             is_stopped.set()
             raise
