@@ -184,6 +184,13 @@ def test_colliding_input_and_output_is_refused():
         rename_added(make_model([("Relu", "x", "x/scale")], {"x": [1]}, {"x/scale": [1]}).graph)
 
 
+def test_tensor_beside_two_outputs_is_renamed_once():
+    nodes = [("Relu", "x", "t"), ("Relu", "t", "t/scale"), ("Relu", "t", "t/zero")]
+    model = make_model(nodes, {"x": [1]}, {"t/scale": [1], "t/zero": [1]})
+    assert rename_added(model.graph).count("t") == 1
+    assert model.graph.node[2].input == ["t_own"]
+
+
 def test_every_added_suffix_is_known():
     """Suffixes are read from the code: f"{name}/word" and f"{name}.word" in what writes models."""
     pattern = re.compile(r'f"\{[^"{}]+\}((?:[/.][A-Za-z_]+\d*(?:\{[a-z]+\})?)+)"')

@@ -464,7 +464,7 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
     for name in names - fixed_names:  # these two are cut off, even if the model has no `T`
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
 
-    replaced = []
+    new_name: dict[str, str] = {}
     for name in sorted(names):
         base_name = _find_base_name(name, base_names)
         if base_name is None:
@@ -475,12 +475,11 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
                 f"an input or output must not have a name that calib8 adds for another one, got"
                 f" {name!r} beside {base_name!r}; export the model with other names"
             )
-        replaced.append(replaced_name)
-    new_name = {name: unique_name(f"{name}_own", names) for name in replaced}
+        new_name[replaced_name] = unique_name(f"{replaced_name}_own", names)
     if new_name:
         for body in bodies:
             _rename_all(body, new_name)
-    return replaced
+    return list(new_name)
 
 
 def _rename_all(graph: onnx.GraphProto, new_name: Mapping[str, str]) -> None:
