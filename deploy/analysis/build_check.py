@@ -136,7 +136,7 @@ def check(
         shipped.results,
         calibration=EvaluationSubset(feed, feed.count),
         evaluation=feed,
-        labels=apply_labels(labels, feed),
+        objects=apply_labels(labels, feed),
         metric=make_metric(metric, task or shipped.task or None, loaded.declaration),
         duration_s=duration_s,
         threads=worker_threads(threads),

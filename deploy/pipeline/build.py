@@ -425,7 +425,7 @@ def _measure_on_images(
         calibration.loaded if is_float_model else build.reference,
         calibration=calibration.evaluation_set.subset,
         evaluation=build.evaluation,
-        labels=build.annotated_objects,
+        objects=build.annotated_objects,
         metric=build.metric,
         observed_outputs=observed_outputs,
         threads=build.options.calibration.workers,

@@ -344,7 +344,7 @@ def _compare_with_float_model(
         [result],
         calibration=EvaluationSubset(feed, feed.count),
         evaluation=feed,
-        labels=None,
+        objects=None,
         duration_s=0,
         threads=threads,
     )

@@ -12,7 +12,6 @@ The inner tensors of both models are compared beforehand, on a few of these samp
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +47,6 @@ from deploy.tensors import Array, Session
 from deploy.terminal import phase
 
 EvaluationFeed = Feed | EvaluationSubset
-Labels = Sequence[int] | GroundTruth  # classes of the samples, or the objects on them
 # engine that can be opened here -> its session on a device; None if ONNX Runtime runs it
 DeviceSessions = Mapping[str, Session | None]
 Pictures = Mapping[int, tuple[str, Array]]  # sample number -> name, image uint8 [h, w, 3] RGB
@@ -268,31 +266,21 @@ class Evaluation:
 
     Attributes:
         feed: the samples.
-        sample_count: number of samples to use, at most.
-        image_count: number of images to use, at most.
         labels: class of each sample, or the objects on it.
         find_key: number of a sample in a pass, from 1 -> its key among stored outputs.
         metric: what the user set to evaluate by.
     """
 
     feed: EvaluationFeed
-    sample_count: int
-    image_count: int
-    labels: Labels | None
+    labels: Sequence[int] | GroundTruth | None
     find_key: Callable[[int], int] = int
     metric: Metric
-
-    @property
-    def unpadded_count(self) -> int | None:
-        """Number of good images so far, if the last batch may repeat some to be full; else None."""
-        count = self.feed.unpadded_count
-        return None if count is None else min(self.image_count, count)
 
 
 class _Labels(Sequence[int]):
     """Labels of a feed's good images; bad images show only while they are read."""
 
-    def __init__(self, feed: EvaluationFeed) -> None:
+    def __init__(self, feed: Feed) -> None:
         self._feed = feed
 
     def __len__(self) -> int:
@@ -310,37 +298,26 @@ class _Labels(Sequence[int]):
 
 def choose_evaluation(
     calibration: EvaluationSubset,
-    evaluation: EvaluationFeed | None,
-    labels: Labels | None,
+    evaluation: Feed | None,
+    objects: GroundTruth | None,
     metric: Metric,
 ) -> Evaluation:
     """Return the samples to evaluate on: evaluation samples, or without any those of calibration.
 
     Args:
         calibration: the calibration samples, whose labels are not used.
-        evaluation: evaluation samples; None without.
-        labels: classes of the evaluation samples, or the objects on them; None takes those that
-            came with the samples, if any.
+        evaluation: evaluation samples, which may have labels; None without.
+        objects: annotated objects on the evaluation samples, in place of labels; None without.
         metric: what the user set to evaluate by.
     """
     if evaluation is None:
         return Evaluation(
-            feed=calibration,
-            sample_count=len(calibration),
-            image_count=calibration.count,
-            labels=None,
-            find_key=calibration.sample_key,
-            metric=metric,
+            feed=calibration, labels=None, find_key=calibration.sample_key, metric=metric
         )
-    if labels is None and evaluation.labels is not None:
+    labels: Sequence[int] | GroundTruth | None = objects
+    if objects is None and evaluation.labels is not None:
         labels = _Labels(evaluation)
-    return Evaluation(
-        feed=evaluation,
-        sample_count=len(evaluation),
-        image_count=evaluation.count,
-        labels=labels,
-        metric=metric,
-    )
+    return Evaluation(feed=evaluation, labels=labels, metric=metric)
 
 
 @dataclass(slots=True)
@@ -383,18 +360,16 @@ def evaluate(
         return EvaluationResult()
     earlier_runs = reference.runs
     evaluation_pass = _EvaluationPass(reference, candidates, evaluation)
-    count = evaluation.sample_count
-    with phase("accuracy", count, "samples") as show_progress, evaluation.feed.samples() as samples:
+    feed = evaluation.feed
+    with phase("accuracy", len(feed), "samples") as show_progress, feed.samples() as samples:
 
         def compare(_number: int, outputs: _SampleOutputs) -> None:
             evaluation_pass.compare(outputs)
             show_progress()
 
-        if evaluation.feed.states:
+        if feed.states:
             threads = 1  # each sample needs the states that the one before it left
-        run_in_order(
-            itertools.islice(samples, count), evaluation_pass.run, compare, threads=threads
-        )
+        run_in_order(samples, evaluation_pass.run, compare, threads=threads)
     result = evaluation_pass.finish()
     result.reference_runs = reference.runs - earlier_runs
     return result
@@ -465,7 +440,7 @@ class _EvaluationPass:
                     outputs.sample,
                     outputs.reference,
                     outputs.candidates[name],
-                    count=self._evaluation.unpadded_count,
+                    count=self._evaluation.feed.unpadded_count,
                 )
 
         example_numbers: set[int] = set()

@@ -17,14 +17,13 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import find_devices, read_engine_layers
 from deploy.metrics.latency import DeviceSession, Latency, measure
 from deploy.metrics.output_errors import OutputAccuracy
+from deploy.metrics.precision import GroundTruth
 from deploy.pipeline.evaluate import (
     LAYER_SAMPLES,
     Candidate,
     DeviceSessions,
     Evaluation,
-    EvaluationFeed,
     InnerTensors,
-    Labels,
     Pictures,
     choose_evaluation,
     compare_inner_tensors,
@@ -87,7 +86,7 @@ def measure_engines(
     *,
     calibration: EvaluationSubset,
     evaluation: Feed | None,
-    labels: Labels | None,
+    objects: GroundTruth | None,
     metric: Metric | None = None,
     observed_outputs: ReferenceOutputs | None = None,
     duration_s: float,
@@ -104,7 +103,7 @@ def measure_engines(
         results: files of each target.
         calibration: calibration samples, used if there are no evaluation samples.
         evaluation: evaluation samples.
-        labels: classes of the evaluation samples, or the objects on them.
+        objects: annotated objects on the evaluation samples, in place of labels; None without.
         metric: what the user set to evaluate by.
         observed_outputs: stored outputs of the float model on the calibration samples; None if
             another model was observed than the one loaded.
@@ -116,7 +115,7 @@ def measure_engines(
         FeedError: an image cannot be fed, or changed.
     """
     metric = metric or Metric(None, declared=loaded.declaration)
-    samples = choose_evaluation(calibration, evaluation, labels, metric)
+    samples = choose_evaluation(calibration, evaluation, objects, metric)
     is_timed = duration_s > 0  # else all sessions are for accuracy only
     float_engine, float_outputs, float_size = _open_float_model(
         loaded, samples, threads=threads, is_timed=is_timed
@@ -507,7 +506,7 @@ def _is_clamped(
 
 def _sample_notes(
     accuracy: Mapping[str, Accuracy],
-    evaluation: EvaluationFeed | None,
+    evaluation: Feed | None,
     calibration: EvaluationSubset,
     layer_samples: int,
 ) -> Iterator[str]:
