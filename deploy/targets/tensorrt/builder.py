@@ -430,41 +430,34 @@ def _create_profile(
     """
     import tensorrt as trt
 
-    inputs = _inputs_of(network)
-    dynamic_shapes = {}
-    for tensor in inputs:
-        input_shape = shape_of(tensor.shape)
-        if -1 in input_shape:
-            dynamic_shapes[tensor.name] = input_shape
-    missing = sorted(set(dynamic_shapes) - set(settings.profiles))
-    if missing:
-        raise ConfigError(
-            f"a dynamic input needs a profile, got none for {missing[0]!r}"
-            f" {list(dynamic_shapes[missing[0]])}; give its shapes"
-        )
-    shape_tensors = [tensor.name for tensor in inputs if tensor.is_shape_tensor]
-    unknown = sorted(set(shape_tensors) - set(settings.values))
-    if unknown:
-        raise ConfigError(
-            f"an input that shapes depend on needs values, got none for {unknown[0]!r}; feed it"
-            " whole numbers, in one dimension at most"
-        )
-    if not dynamic_shapes and not shape_tensors:
-        return None
-
     profile = builder.create_optimization_profile()
-    for name in dynamic_shapes:
-        shapes = settings.profiles[name]
-        profile.set_shape(
-            name,
-            trt.Dims(list(shapes.min_shape)),
-            trt.Dims(list(shapes.opt_shape)),
-            trt.Dims(list(shapes.max_shape)),
-        )
-    for name in shape_tensors:
-        values = list(settings.values[name])
-        profile.set_shape_input(name, values, values, values)
-    return profile
+    is_needed = False
+    for tensor in _inputs_of(network):
+        name, input_shape = tensor.name, shape_of(tensor.shape)
+        if -1 in input_shape:
+            if name not in settings.profiles:
+                raise ConfigError(
+                    f"a dynamic input needs a profile, got none for {name!r} {list(input_shape)};"
+                    " give its shapes"
+                )
+            shapes = settings.profiles[name]
+            profile.set_shape(
+                name,
+                trt.Dims(list(shapes.min_shape)),
+                trt.Dims(list(shapes.opt_shape)),
+                trt.Dims(list(shapes.max_shape)),
+            )
+            is_needed = True
+        if tensor.is_shape_tensor:
+            if name not in settings.values:
+                raise ConfigError(
+                    f"an input that shapes depend on needs values, got none for {name!r}; feed it"
+                    " whole numbers, in one dimension at most"
+                )
+            values = list(settings.values[name])
+            profile.set_shape_input(name, values, values, values)
+            is_needed = True
+    return profile if is_needed else None
 
 
 def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> str:
