@@ -30,23 +30,7 @@ def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Num
     return read
 
 
-class _Quantize(base.SectionedCommand):
-    """A command whose values may begin with a minus."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Explain that `-1,2` is no array, instead of taking it for an option."""
-        all_args = list(args)  # parsing empties the list
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            from deploy.analysis.experiment import refuse_unbracketed
-
-            option_args = (arg for arg in all_args if arg.startswith(error.option_name))
-            refuse_unbracketed(next(option_args, ""))
-            raise
-
-
-@click.command(cls=_Quantize)
+@click.command(cls=base.SectionedCommand)
 @quietable("--json")
 @click.argument("values")
 @base.option(
