@@ -234,11 +234,7 @@ def build_with(
         figures = _measure(build, calibration, results, stage)
         results = discard_failed(results, figures.failures, stage)
 
-        # labels that the float model mostly misses are a sign of wrong preprocessing
-        missed_images = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
-        doubt = find_better_reading(calibration, metric.without_function, missed_images)
-        if doubt:
-            calibration = replace(calibration, doubts=(*calibration.doubts, doubt))
+        calibration = _doubt_preprocessing(build, calibration, figures)
         report = write_report(
             calibration,
             results,
@@ -259,6 +255,21 @@ def build_with(
         origin = build_origin(calibration, options.targets, build.outside_cache)
         publish_build(origin, stage, replaceable=replaceable_names)
     return report
+
+
+def _doubt_preprocessing(
+    build: PreparedBuild, calibration: CalibrationResult, figures: Figures
+) -> CalibrationResult:
+    """Return the calibration, with a doubt more if the images seem to be preprocessed wrongly.
+
+    Labels that the float model mostly misses are a sign of that, and so are other colors or scales
+    of which it is surer.
+    """
+    missed_images = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
+    doubt = find_better_reading(calibration, build.metric.without_function, missed_images)
+    if not doubt:
+        return calibration
+    return replace(calibration, doubts=(*calibration.doubts, doubt))
 
 
 def _save_model(build: PreparedBuild, stage: Stage) -> Path | None:

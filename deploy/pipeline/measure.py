@@ -130,7 +130,7 @@ def measure_engines(
     float_outputs.close_session()  # its weights may not be needed any more
 
     # accuracy, first of inner tensors, then of outputs
-    opened = [result for result in results if result.target not in failures]
+    opened_results = [result for result in results if result.target not in failures]
     device_sessions = _find_device_sessions(engines)
     if loaded.cut_off is not None:  # the engines have other outputs than the float model
         device_sessions = {}
@@ -138,8 +138,10 @@ def measure_engines(
         evaluation.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
     with phase("layers"):
         layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
-        inner_tensors = compare_inner_tensors(loaded, opened, device_sessions, layer_samples)
-    candidates = _find_candidates(opened, engines, device_sessions, failures)
+        inner_tensors = compare_inner_tensors(
+            loaded, opened_results, device_sessions, layer_samples
+        )
+    candidates = _find_candidates(opened_results, engines, device_sessions, failures)
     evaluated = evaluate(reference, candidates, samples, threads=threads)
     failures |= evaluated.failures
 
@@ -160,7 +162,7 @@ def measure_engines(
         threads=threads,
         latency=latency.get(_FLOAT_ENGINE),
     )
-    evaluated_results = [result for result in opened if result.target not in failures]
+    evaluated_results = [result for result in opened_results if result.target not in failures]
     notes = (
         *_sample_notes(evaluated.accuracy, evaluation, calibration, inner_tensors.sample_count),
         *_constant_notes(loaded, latency),

@@ -120,13 +120,14 @@ def find_better_reading(
     Args:
         calibration: the model, and the reading in use.
         metric: the task that the user set.
-        evaluation: evaluation images with labels, most of which the float model does not find; None
-            if there are no labels, or if it does.
+        evaluation: evaluation images whose labels the float model mostly misses; None if there are
+            no labels, or if it finds most.
 
     Returns:
-        The sentence; "" if no other reading is better, or none can be told from scores.
+        The sentence; "" if no other reading is clearly better.
     """
     used, loaded = calibration.feed.preprocess, calibration.loaded
+    # only a picture that is the one input can be changed here from one reading to another
     if used is None or len(loaded.inputs) > 1 or calibration.feed.batch > 1 or loaded.qdq:
         return ""
     evaluation_set = calibration.evaluation_set
@@ -139,21 +140,21 @@ def find_better_reading(
     def score(inputs: Outputs, label: int | None) -> Floats:
         return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
-    # the reading in use
+    # the reading in use; with labels a score is whether the class is right
     labelled_samples = read_labelled(evaluation) if isinstance(task, Classes) else []
+    counted_text = ""  # what the sentence counts; "" for a mean probability
+    is_scale_doubtful = False
     if labelled_samples:
         used_scores = [score(sample, label) for sample, label in labelled_samples]
+        counted_text = f"is right on {{}} of {len(labelled_samples)} images"
+        is_scale_doubtful = True
     else:
         used_scores = [sample_scores(task, *pair) for pair in samples_with_outputs]
-    counted_text = ""  # what the sentence counts; "" for a mean probability
-    is_scale_doubtful = bool(labelled_samples)
-    if labelled_samples:
-        counted_text = f"is right on {{}} of {len(labelled_samples)} images"
-    elif isinstance(task, BoxDetection):
-        counted_text = "finds {} boxes"
-        is_scale_doubtful = count_clear(used_scores) <= MAX_SILENT_BOXES
+        if isinstance(task, BoxDetection):
+            counted_text = "finds {} boxes"
+            is_scale_doubtful = count_clear(used_scores) <= MAX_SILENT_BOXES
 
-    # the others
+    # the other readings of the same samples
     for reading in list_readings(calibration, used, with_scales=is_scale_doubtful):
         samples: Iterable[tuple[Outputs, int | None]] = labelled_samples
         if not labelled_samples:
