@@ -73,11 +73,10 @@ def test_check_repeats_the_builds_figures(shipped, pictures):
     assert file_bytes(shipped) == before
 
 
-@pytest.mark.parametrize("limit", ["0.01", "1%"])
-def test_damaged_weights_are_named_and_unusable(limit, copy, small_cnn, pictures, run, tmp_path):
+def test_damaged_weights_are_named_and_unusable(copy, small_cnn, pictures, run, tmp_path):
     name = "small_cnn.int8.onnx"
     damage_weights(copy / name)
-    limits = ("--images", pictures, "--max-loss", limit, "--duration", 0)
+    limits = ("--images", pictures, "--max-loss", "0.01", "--duration", 0)
     code, _, _ = run("check", copy, *limits, "--json", tmp_path / "found.json")
     report = json.loads((tmp_path / "found.json").read_text())
     assert code == 3

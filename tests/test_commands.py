@@ -19,7 +19,7 @@ from calib8 import __version__
 from deploy.calibration.reuse import CachePolicy
 from deploy.cli import cli, main
 from deploy.commands import base
-from deploy.commands.base import Real, parse_trt_version
+from deploy.commands.base import parse_trt_version
 from deploy.commands.image_options import parse_size_option
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.sampling import Choice
@@ -480,14 +480,6 @@ def test_group_command_is_suggested_once(arguments, run):
     code, _, error = run(*arguments.split())
     assert code == 2
     assert error.count("did you mean") == 1
-
-
-def test_shares_may_be_in_percent():
-    share = Real(0, 1)
-    assert [share.convert(text, None, None) for text in ("7%", "0.5 %", "100%")] == [0.07, 0.005, 1]
-    for number_type, text in ((share, "101%"), (share, "nan%"), (share, "%"), (Real(min=0), "7%")):
-        with pytest.raises(click.BadParameter):
-            number_type.convert(text, None, None)
 
 
 def test_size_of_one_number_is_a_square():

@@ -43,7 +43,7 @@ def built(run, small_cnn, pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = "--target tensorrt,ascend --keep-float Conv_c1 --keep-float op:Gemm --rest fp32"
     options = (*arguments.split(), *QUICK_OPTIONS, "--mean", "0.4", "--limit", 12, "--out", "o")
-    options += ("--max-loss", "100%")
+    options += ("--max-loss", "1.0")
     run.ok("build", small_cnn, "--images", pictures, *options)
     return tmp_path / "o"
 

@@ -9,8 +9,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from decimal import Decimal, InvalidOperation
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -253,15 +251,12 @@ _MAX_BATCH = 65_536
 
 
 class Real(click.FloatRange):
-    """A finite number, within bounds where they are given; a share, 0 to 1, may be in percent."""
+    """A finite number, within bounds where they are given."""
 
     name = "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert and refuse infinity and NaN, which no bound would refuse."""
-        if isinstance(value, str) and value.endswith("%") and self.max == 1:
-            with suppress(InvalidOperation):  # told with its bounds, as any other text
-                value = float(Decimal(value[:-1]) / 100)  # 7% is 0.07 exactly
         number = super().convert(value, param, ctx)
         if isinstance(number, float) and not math.isfinite(number):
             self.fail(f"{value!r} is no finite number.", param, ctx)

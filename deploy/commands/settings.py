@@ -151,8 +151,8 @@ def _toml_value(param: click.Parameter, value: Any) -> str:
         return toml.toml_value(_value_texts(value))
     if isinstance(value, str) and isinstance(param.type, click.types.IntParamType):
         return toml.toml_value(int(value))
-    if not isinstance(value, bool) and isinstance(param.type, click.types.FloatParamType):
-        return toml.toml_value(param.type.convert(value, param, None))
+    if isinstance(value, str) and isinstance(param.type, click.types.FloatParamType):
+        return toml.toml_value(float(value))
     return toml.toml_value(value)
 
 
