@@ -165,7 +165,11 @@ def _read_constant(node: onnx.NodeProto) -> onnx.TensorProto:
 def _evaluate(
     model: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
 ) -> list[onnx.TensorProto]:
-    """Run one node on constant inputs in ONNX Runtime."""
+    """Return the outputs of a node on constant inputs, as ONNX Runtime computes them.
+
+    Raises:
+        CannotRewrite: a result would be large, or the node cannot be run.
+    """
     names = list(filter(None, node.output))
     single_node_model = helper.make_model(
         helper.make_graph([copy_message(node)], "constant", [], [], inputs),
@@ -174,16 +178,14 @@ def _evaluate(
     )
     try:
         inferred = shape_inference.infer_shapes(single_node_model, data_prop=True)
-        is_small = _has_small_results(names, static_shapes(inferred.graph), inputs)
-        if is_small:
-            outputs = [helper.make_empty_tensor_value_info(name) for name in names]
-            single_node_model.graph.output.extend(outputs)
-            arrays = OrtSession.open(single_node_model, threads=1, optimize=False).run({})
+        if not _has_small_results(names, static_shapes(inferred.graph), inputs):
+            raise CannotRewrite("its result is large, or of unknown size")
+        outputs = [helper.make_empty_tensor_value_info(name) for name in names]
+        single_node_model.graph.output.extend(outputs)
+        arrays = OrtSession.open(single_node_model, threads=1, optimize=False).run({})
     # Both libraries raise many kinds of errors; the node stays whatever the error is.
     except Exception as error:
         raise CannotRewrite(first_line(error)) from error
-    if not is_small:
-        raise CannotRewrite("its result is large, or of unknown size")
     return [numpy_helper.from_array(arrays[name], name) for name in names]
 
 
@@ -222,15 +224,15 @@ def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -
     for name in large_results:
         if weight_reads[name] == reads[name]:  # all that read it are layers
             result_size = sizes[name] // _INT8_RATIO
-            nodes, sources = _find_recipe(name, folded, available=())
+            recomputed, stored = _find_recipe(name, folded, available=())
         else:
             result_size = sizes[name]
-            nodes, sources = _find_recipe(name, folded, available=available - {name})
-        recipe_size = sum(folded[output].ByteSize() for output in nodes)
-        recipe_size += sum(sizes[source] for source in sources)
-        if nodes and result_size > recipe_size + _MAX_GROWTH:
-            restored |= nodes
-            available |= nodes | sources
+            recomputed, stored = _find_recipe(name, folded, available=available - {name})
+        recipe_size = sum(folded[output].ByteSize() for output in recomputed)
+        recipe_size += sum(sizes[constant] for constant in stored)
+        if recomputed and result_size > recipe_size + _MAX_GROWTH:
+            restored |= recomputed
+            available |= recomputed | stored
             available.remove(name)
 
     if restored:
@@ -243,23 +245,30 @@ def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -
 def _find_recipe(
     name: str, folded: Mapping[str, onnx.NodeProto], *, available: Collection[str]
 ) -> tuple[set[str], set[str]]:
-    """Return what a constant is computed from, without the `available` tensors.
+    """Find the folded nodes that would compute a constant again, and what they would read.
+
+    Args:
+        name: of the constant.
+        folded: output -> the node that was folded.
+        available: tensors that the file has anyway; they are not part of the recipe.
 
     Returns:
-        (outputs of folded nodes to run again, constants that they read).
+        (outputs of the nodes to put back, stored constants that these nodes read).
     """
-    nodes, sources = set[str](), set[str]()
+    recomputed, stored = set[str](), set[str]()
     pending = [name]
     for tensor in pending:  # grows during the loop
-        if tensor in available or tensor in nodes:
+        if tensor in available or tensor in recomputed:
             continue
         node = folded.get(tensor)
+        # a Constant is no smaller than its value, a Shape reads what varies; a node with several
+        # outputs would have to put all of them back
         if node is None or node.op_type in ("Constant", "Shape") or len(node.output) > 1:
-            sources.add(tensor)
+            stored.add(tensor)
         else:
-            nodes.add(tensor)
+            recomputed.add(tensor)
             pending += iter_reads(node)
-    return nodes, sources
+    return recomputed, stored
 
 
 def write_dense(graph: onnx.GraphProto) -> int:
@@ -283,10 +292,14 @@ def write_dense(graph: onnx.GraphProto) -> int:
 
 
 def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
-    """Return the dense form of a sparse constant."""
-    shape = tuple(sparse.dims)
+    """Return the dense form of a sparse constant; its indices are flat, [n], or [n, rank].
+
+    Raises:
+        ModelError: an index lies outside, or the tensor has far more elements than values.
+    """
+    shape = tuple(sparse.dims)  # not negative: `check_fields` has seen to that
     values, indices = to_array(sparse.values), to_array(sparse.indices)
-    size = math.prod(shape) if min(shape, default=1) >= 0 else -1
+    size = math.prod(shape)
     max_size = max(_MAX_DENSE, _MAX_ELEMENTS_PER_VALUE * values.size)
     try:
         if indices.ndim == 2:
@@ -294,7 +307,8 @@ def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
         is_inside = indices.shape == values.shape and np.all((indices >= 0) & (indices < size))
         if not is_inside or size > max_size:
             raise IndexError(f"{indices.size} indices in {shape}")
-        dense = np.full(size, b"" if values.dtype.hasobject else 0, values.dtype)
+        zero = b"" if values.dtype.hasobject else 0  # of text, or of numbers
+        dense = np.full(size, zero, values.dtype)
         dense[indices] = values
     except (IndexError, ValueError, TypeError) as error:
         raise ModelError(

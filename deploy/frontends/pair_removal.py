@@ -65,6 +65,7 @@ class StrippedModel:
     """The result of `remove_pairs`.
 
     Attributes:
+        model: the float model.
         float_read_pairs: number of pairs read by float operators.
         grids: tensor of the float model -> the grids of its pairs.
     """
@@ -108,7 +109,8 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     _move_quantizers(model)
     if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
         return model
-    typed_model = infer_shapes(copy_message(model))  # a node is completed if its rank is known
+    # a node's rank must be known to complete its axes; else the model stays without inferred shapes
+    typed_model = infer_shapes(copy_message(model))
     return typed_model if complete_axes(typed_model) else model
 
 
@@ -126,18 +128,19 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
     clips = [node for node in index.nodes if node.op_type == "Clip" and _clips_codes(node, index)]
     if not clips:
         return
-    names = names_of(clips)
-    sources = {clip.input[0] for clip in clips}
+    clip_names = names_of(clips)
+    clipped_tensors = {clip.input[0] for clip in clips}
 
     def makes_codes(node: onnx.NodeProto) -> bool:
         """Whether a node makes the codes of a weight, if all that it reads is constant."""
-        is_quantizer = not sources.isdisjoint(node.output)
-        return node.name in names or is_quantizer or node.op_type == "Constant"
+        is_quantizer = not clipped_tensors.isdisjoint(node.output)
+        return node.name in clip_names or is_quantizer or node.op_type == "Constant"
 
+    # Clips of weights go here, as do the Constant nodes that hold the limits of the others
     fold_constants(model, {}, chosen=makes_codes)
-    folded_index = Graph(model)  # the limits of the clips are initializers now
-    bypass(model.graph, lambda node: node.name in names and _is_implied(node, folded_index))
-    drop_unread(model.graph)
+    folded_index = Graph(model)
+    bypass(model.graph, lambda node: node.name in clip_names and _is_implied(node, folded_index))
+    drop_unread(model.graph)  # the limits
 
 
 def _clips_codes(clip: onnx.NodeProto, index: Graph) -> bool:
@@ -225,7 +228,7 @@ def remove_pairs(
     Args:
         model: with unique node names.
         int8_layers: names of the layers that round and saturate their input themselves.
-        keep_rounding: round the inputs of all other readers.
+        keep_rounding: whether Div, Round, Clip and Mul do for all other readers what the pair did.
 
     Raises:
         ModelError: integer operators, or pairs that cannot be removed.
@@ -243,7 +246,8 @@ def remove_pairs(
             )
     grids = {}
     for tensor, tensor_grids in stripper.grids.items():
-        grids[stripper.renamed.get(tensor, tensor)] = tuple(tensor_grids)
+        final_name = stripper.new_names.get(tensor, tensor)
+        grids[final_name] = tuple(tensor_grids)
     return StrippedModel(float_model, stripper.float_read_pairs, grids)
 
 
@@ -260,9 +264,9 @@ class _Stripper:
         self.float_read_pairs = 0
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
         self.constants = set(self.index.constants)  # tensors that do not depend on the inputs
-        self.positive: set[str] = set()  # tensors that cannot be negative
-        self.float_of: dict[str, str] = {}  # output of a pair -> tensor that its readers now read
-        self.renamed: dict[str, str] = {}  # tensor -> its new name
+        self.non_negative: set[str] = set()  # tensors
+        self.float_by_pair_output: dict[str, str] = {}  # -> tensor that its readers read instead
+        self.new_names: dict[str, str] = {}  # tensor -> its new name
         self.names = tensor_names(model.graph)
 
     def _find_int8_names(self, int8_layers: Collection[str]) -> set[str]:
@@ -285,21 +289,21 @@ class _Stripper:
         nodes: Nodes = []
         removed_codes: set[str] = set()
         for node in self.graph.node:
-            if self.constants.issuperset(iter_reads(node)):
+            if self.constants.issuperset(iter_reads(node)):  # also the pairs of weights
                 self.constants.update(node.output)
+                nodes.append(node)
             elif node.op_type == Q:
                 removed_codes.add(node.output[0])
                 self._refuse_integers(node)
-                continue
             elif node.op_type == DQ and node.input[0] in removed_codes:
                 nodes += self._replace_pair(node)
-                continue
-            elif self._cannot_be_negative(node):
-                self.positive.update(node.output)
-            nodes.append(node)
-        rename_reads(nodes, self.float_of)
+            else:
+                if self._cannot_be_negative(node):  # `_find_chain` asks for it
+                    self.non_negative.update(node.output)
+                nodes.append(node)
+        rename_reads(nodes, self.float_by_pair_output)
         self._name_weights()
-        rename_tensors(nodes, self.renamed)
+        rename_tensors(nodes, self.new_names)
         rebuild(self.graph, nodes)
 
     def _name_weights(self) -> None:
@@ -310,65 +314,78 @@ class _Stripper:
                 continue
             for name, role in zip(node.input[1:], ("weight", "bias"), strict=False):
                 if name in computed and self.index.only_reader(name) is not None:
-                    self.renamed[name] = claim_name(f"{node.name}.{role}", self.names)
+                    self.new_names[name] = claim_name(f"{node.name}.{role}", self.names)
 
     def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:
-        """Return the nodes in place of a Q/DQ pair, from its float source to its output.
+        """Return the nodes in place of a Q/DQ pair; usually none, as its readers read its source.
 
-        Usually there are none, and the pair's readers read the source. Where a float operator or
-        the user reads the pair, there may be a chain that rounds or clips as the pair does, or an
-        Identity that makes an output of the model.
+        A chain of nodes rounds or clips as the pair does if a float operator or the user reads it.
         """
         index = self.index
         output = dequantizer.output[0]
         quantizer = index.producer[dequantizer.input[0]]
-        source = self.float_of.get(quantizer.input[0], quantizer.input[0])
-        is_output = output in index.outputs
+        source = quantizer.input[0]
+        source = self.float_by_pair_output.get(source, source)  # if it is a pair's output itself
         readers = index.readers.get(output, [])
         int8_readers = []
         for reader in readers:
             if reader.name in self.int8_names and reader.input[0] == output:
                 int8_readers.append(reader)
 
-        if is_output or output in index.captured or len(int8_readers) < len(readers):
+        is_read_outside = output in index.outputs or output in index.captured
+        if is_read_outside or len(int8_readers) < len(readers):
             self.float_read_pairs += 1
-            steps = self._float_steps(dequantizer, source)
-            if steps:
+            chain = self._find_chain(dequantizer, source)
+            if chain:
                 for reader in int8_readers:  # they round by themselves
                     reader.input[0] = source
-                return self._write_steps(dequantizer, source, steps)
+                return self._write_chain(dequantizer, source, chain)
+        return self._bypass_pair(dequantizer, source)
 
+    def _bypass_pair(self, dequantizer: onnx.NodeProto, source: str) -> Nodes:
+        """Let all readers of a pair read its source; return an Identity if an output needs one.
+
+        The source takes the name of an output of the model, or the name that it had before the tool
+        that wrote the pair gave that name to the pair and called the source "NAME/float".
+        """
+        output = dequantizer.output[0]
         self._add_grid(source, dequantizer)
+        is_output = output in self.index.outputs
         if not is_output:
-            self.float_of[output] = source
-        # an output keeps its name; a tensor gets the name back that a Q/DQ writer gave to its pair
-        if self._can_be_renamed(source):
-            if is_output or source == f"{output}/float":
-                self.renamed[source] = output
+            self.float_by_pair_output[output] = source
+        takes_name = is_output or source == f"{output}/float"
+        if takes_name and self._can_be_renamed(source):
+            self.new_names[source] = output
         elif is_output:
             name = f"{dequantizer.name}/float"
             return [make_node("Identity", [source], output, name)]
         return []
 
-    def _write_steps(
-        self, dequantizer: onnx.NodeProto, source: str, steps: Mapping[str, tuple[float, ...]]
+    def _write_chain(
+        self, dequantizer: onnx.NodeProto, source: str, chain: Mapping[str, tuple[float, ...]]
     ) -> Nodes:
-        """Return the chain of `_float_steps`, whose last tensor the pair's float readers read."""
+        """Return the nodes of a chain from `_find_chain`; the pair's readers read its result.
+
+        Args:
+            dequantizer: of the pair.
+            source: the tensor that the first node reads.
+            chain: operator -> its constants, in order.
+        """
         output = dequantizer.output[0]
-        end = output
+        result = output
         if output not in self.index.outputs:
-            end = claim_name(f"{source}/{'-'.join(steps).lower()}", self.names)
-        self.float_of[output] = end
-        self._add_grid(end, dequantizer)
+            result = claim_name(f"{source}/{'-'.join(chain).lower()}", self.names)
+        self.float_by_pair_output[output] = result
+        self._add_grid(result, dequantizer)
 
         nodes: Nodes = []
-        tensor = source
-        for number, (op_type, values) in enumerate(steps.items(), 1):
-            constants = [self._add_constant(f"{end}/{op_type}", value) for value in values]
+        tensor = source  # the output of the last node so far
+        for number, (op_type, values) in enumerate(chain.items(), 1):
+            constants = [self._add_constant(f"{result}/{op_type}", value) for value in values]
             inputs = [tensor, *constants]
-            tensor = end
-            if number < len(steps):
-                tensor = claim_name(f"{end}/{op_type}", self.names)
+            tensor = result
+            if number < len(chain):
+                tensor = claim_name(f"{result}/{op_type}", self.names)
             nodes.append(make_node(op_type, inputs, tensor, f"{dequantizer.name}/{op_type}"))
         return nodes
 
@@ -378,34 +395,38 @@ class _Stripper:
         if grid is not None:
             self.grids.setdefault(tensor, []).append(grid)
 
-    def _float_steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
-        """Return operator -> its constants, in order: what float readers need in place of a pair.
+    def _find_chain(self, dequantizer: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
+        """Return the operators, in order, that float readers need in place of a pair.
 
-        With `keep_rounding` these do what the pair does. Else they only clip, and only where the
-        pair's lower limit stands for a Relu that was left out: values were rounded to codes from
-        the zero point on. {} if nothing is needed.
+        With `keep_rounding` these do what the pair does. Without it, only a Clip at 0 is needed, if
+        the pair did what a Relu would do: its lowest code stands for 0, and its source may be
+        negative. The tool that wrote the pair has left out the Relu then.
+
+        Returns:
+            Operator -> its constants; {} if the readers can read the source.
         """
-        grid = find_pair_grid(node, self.index)
+        grid = find_pair_grid(dequantizer, self.index)
         if grid is None or not grid.is_per_tensor:
             raise ModelError(
                 "a pair read by float operators must have one constant scale and integer codes,"
                 f" got another on {source!r}; export the model in that form"
             )
         scale, zero = grid.scale.item(), grid.zero.item()
-        low, high = grid.min_code - zero, grid.max_code - zero
-        replaces_clip = low == 0 and source not in self.positive
+        low, high = grid.min_code - zero, grid.max_code - zero  # of value / scale
         if low == 0:
-            self.positive.add(node.output[0])
+            self.non_negative.add(dequantizer.output[0])
         if self.keep_rounding:
             return {"Div": (scale,), "Round": (), "Clip": (low, high), "Mul": (scale,)}
-        return {"Clip": (0.0, scale * high)} if replaces_clip else {}
+        if low == 0 and source not in self.non_negative:
+            return {"Clip": (0.0, scale * high)}
+        return {}
 
     def _can_be_renamed(self, source: str) -> bool:
         """Return whether a tensor may take the name of an output."""
         index = self.index
         if source in index.outputs or source in index.captured:
             return False
-        return source in index.producer and source not in self.renamed
+        return source in index.producer and source not in self.new_names
 
     def _add_constant(self, preferred: str, value: float) -> str:
         """Add a float32 scalar; return its name."""
@@ -416,8 +437,8 @@ class _Stripper:
     def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
         """Whether no output of a node can be negative."""
         if node.op_type in _ADDING:
-            return self.positive.issuperset(self.index.data_inputs(node))
-        return cannot_be_negative(self.index, node, self.positive)
+            return self.non_negative.issuperset(self.index.data_inputs(node))
+        return cannot_be_negative(self.index, node, self.non_negative)
 
     def _refuse_integers(self, node: onnx.NodeProto) -> None:
         """Refuse quantized tensors that anything but a DequantizeLinear reads."""

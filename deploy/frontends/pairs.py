@@ -142,7 +142,7 @@ def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> Pair
     if dequantizer is None:
         raise UnfitError("no QuantizeLinear and DequantizeLinear stand on its input")
     quantizer = index.find_producer(dequantizer.input[0], Q)
-    if quantizer is None:
+    if quantizer is None:  # the DequantizeLinear reads stored integers
         raise UnfitError("its input is no activation")
     grid = read_pair_grid(dequantizer, index)
     if not grid.is_per_tensor:
@@ -154,6 +154,9 @@ def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> Pair
 
 def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[np.float32]]:
     """Return the integer grid of a layer's weight, and its scales, float32 [C_out] or [1].
+
+    The DequantizeLinear names an axis of the stored weight; it must be the axis of the output
+    channels after the Transpose that may follow.
 
     Raises:
         UnfitError: the weight is not quantized, or not in a supported form.
@@ -183,15 +186,23 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
         raise UnfitError("its weight has no scale by output channel")
     if node.op_type != "ConvTranspose":
         return grid, grid.scale.copy()
+    # its weight is [C_in, C_out / groups, ...]: each group has the same scales
     return grid, np.tile(grid.scale, max(group_count(node), 1))
 
 
 def _find_dequantizer(
     tensor: str, index: Graph, passing: Collection[str]
 ) -> tuple[onnx.NodeProto | None, list[int]]:
-    """Return the DequantizeLinear upstream of `passing` nodes, and how these transpose its output.
+    """Return the DequantizeLinear from which a tensor comes, and how its output was transposed.
 
-    None if there is none, or several nodes transpose; an empty permutation if none does.
+    Args:
+        tensor: name of the tensor.
+        index: of the model.
+        passing: types of the nodes that may stand between the two.
+
+    Returns:
+        (node, permutation); (None, []) without such a node, or if several nodes transpose; the
+        permutation is empty if no node transposes.
     """
     permutation: list[int] = []
     node = index.producer.get(tensor)
@@ -199,7 +210,7 @@ def _find_dequantizer(
         if node.op_type == "Transpose":
             if permutation:
                 return None, []
-            permutation = attributes(node).get("perm", [1, 0])
+            permutation = attributes(node).get("perm", [1, 0])  # without it, of a matrix
         node = index.producer.get(node.input[0])
     if node is None or node.op_type != DQ:
         return None, []
@@ -218,12 +229,14 @@ def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
-    """Return the zero points of a Q or DQ node, in their stored type; zeros if it has none."""
+    """Return the zero points of a Q or DQ node, in the type of its codes; zeros if it has none."""
     name = optional_input(node, 2)
     if name:
         if name not in index.constants:
             raise UnfitError("its zero point is computed")
         return to_array(index.constants[name])
+
+    # a DequantizeLinear has the type of what it reads, a QuantizeLinear that of its attribute
     if node.op_type == DQ:
         codes = index.constants.get(node.input[0])
         if codes is not None:
@@ -231,7 +244,7 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
         quantizer = index.producer.get(node.input[0])
         if quantizer is not None:
             return _zero_points(quantizer, index, scale)
-    elem_type = attributes(node).get("output_dtype", 0) or 2  # onnx's default is uint8
+    elem_type = attributes(node).get("output_dtype", 0) or onnx.TensorProto.UINT8  # ONNX's default
     return np.zeros(scale.shape, helper.tensor_dtype_to_np_dtype(elem_type))
 
 

@@ -57,17 +57,17 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     model = prepare_qdq_model(_with_onnx_pairs(original))
     index = Graph(model)
     constant_grids = tuple(_check_pairs(model, index))
-    plain = remove_pairs(model, (), keep_rounding=False)
-    loaded = load_onnx(plain.model, False)  # folding norms would change weights
+    stripped = remove_pairs(model, (), keep_rounding=False)
+    loaded = load_onnx(stripped.model, False)  # folding norms would change weights
     if loaded.cut_off is not None:
         raise ModelError(
             "ONNX Runtime must know every operator of a Q/DQ model, got"
             f" {loaded.cut_off.first_unknown_text};"
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
-    grids = _find_cleaned_grids(plain, loaded.model)
+    grids = _find_cleaned_grids(stripped, loaded.model)
     qdq = _read_pairs(model, str(path or name), index, loaded.model, grids, constant_grids)
-    model_with_pairs = replace(
+    model_with_pairs = replace(  # what the copy without pairs cannot tell is the original's
         loaded,
         source=path,
         name=name,
@@ -83,21 +83,21 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
 
 
 def _find_cleaned_grids(stripped: StrippedModel, cleaned: onnx.ModelProto) -> PairGrids:
-    """Return the grids of the pairs by the tensors of the cleaned model.
+    """Return the grids of the removed pairs, by the tensors of the cleaned model.
 
-    A tensor behind a Cast that cleaning removed has the values of the Cast's input. The grids of
-    other tensors that cleaning removed are left out.
+    A tensor behind a Cast that cleaning removed has the values of the Cast's input, and so its
+    grids go to that. The grids of other tensors that cleaning removed are left out.
     """
     producer = Graph(stripped.model).producer
-    tensors = tensor_names(cleaned.graph)
+    cleaned_tensors = tensor_names(cleaned.graph)
     grids: dict[str, tuple[PairGrid, ...]] = {}
     for tensor, tensor_grids in stripped.grids.items():
-        while tensor not in tensors and tensor in producer:
+        while tensor not in cleaned_tensors and tensor in producer:
             node = producer[tensor]
             if node.op_type not in _COPIES:
                 break
             tensor = node.input[0]
-        if tensor in tensors:
+        if tensor in cleaned_tensors:
             grids[tensor] = (*grids.get(tensor, ()), *tensor_grids)
     return grids
 
@@ -122,17 +122,22 @@ def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
-    """Check every Q/DQ pair, and yield the grids of those on constants."""
-    constants = set(index.constants)
+    """Check every Q/DQ pair, and yield the grids of those on constants, such as weights.
+
+    Raises:
+        ModelError: names a node that does not fit, and why.
+    """
+    constant_tensors = set(index.constants)
     for node in model.graph.node:
         if node.op_type not in (Q, DQ):
-            if node.input and constants.issuperset(filter(None, node.input)):
-                constants.update(node.output)
+            if node.input and constant_tensors.issuperset(filter(None, node.input)):
+                constant_tensors.update(node.output)
             continue
         try:
             grid = read_pair_grid(node, index)
-            if node.input[0] in constants:
-                constants.update(node.output)
+            if node.input[0] in constant_tensors:
+                constant_tensors.update(node.output)
+                # biases are int32
                 if grid.dtype not in ("int8", "uint8", "int32"):
                     raise UnfitError(f"it is quantized to {grid.dtype}")
                 yield grid
@@ -171,22 +176,31 @@ def _read_pairs(
     model: onnx.ModelProto,
     name: str,
     index: Graph,
-    plain: onnx.ModelProto,
+    float_model: onnx.ModelProto,
     grids: PairGrids,
     constant_grids: tuple[PairGrid, ...],
 ) -> QdqCalibration:
-    """Return the data of a model's Q/DQ pairs; `plain` is the cleaned model without them."""
-    graph = Graph(plain)
-    positive_tensors = never_negative(plain)
+    """Return the data of a model's Q/DQ pairs.
+
+    Args:
+        model: with its pairs.
+        name: of the file or model.
+        index: of `model`.
+        float_model: the cleaned model without pairs.
+        grids: tensor of the float model -> grids of its pairs.
+        constant_grids: grids of the pairs on constants.
+    """
+    float_index = Graph(float_model)
+    non_negative_tensors = never_negative(float_model)
     scales = {}
     for tensor, tensor_grids in grids.items():
-        ranges = [_make_range(grid, tensor in positive_tensors) for grid in tensor_grids]
-        scales[tensor] = max(ranges, key=lambda scale: scale.hi - scale.lo)
-    weight_scales, float_reasons, nodes_with_output_pair = _read_layers(index, graph)
+        ranges = [_make_range(grid, tensor in non_negative_tensors) for grid in tensor_grids]
+        scales[tensor] = max(ranges, key=lambda scale: scale.hi - scale.lo)  # the widest
+    weight_scales, float_reasons, nodes_with_output_pair = _read_layers(index, float_index)
     return QdqCalibration(
         model=model,
         name=name,
-        scales=spread_ranges(graph, scales),
+        scales=spread_ranges(float_index, scales),
         weight_scales=weight_scales,
         float_reasons=float_reasons,
         nodes_with_output_pair=nodes_with_output_pair,
@@ -195,44 +209,64 @@ def _read_pairs(
     )
 
 
-def _make_range(grid: PairGrid, is_positive: bool) -> Scale:
+def _make_range(grid: PairGrid, is_non_negative: bool) -> Scale:
     """Return a grid's range, from which an affine or a symmetric 8-bit grid is restored exactly."""
     step, zero = grid.scale.item(), grid.zero.item()
     lo, hi = (grid.min_code - zero) * step, (grid.max_code - zero) * step
     symmetric = not grid.int8_zero.any()
     amax = hi if symmetric else max(-lo, hi)
-    if symmetric and is_positive:  # half of the codes are unused
+    if symmetric and is_non_negative:  # half of the codes are unused
         lo = 0.0
     return Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method=_METHOD)
 
 
 def _read_layers(
-    index: Graph, graph: Graph
+    index: Graph, float_index: Graph
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str], frozenset[str]]:
-    """Return (scales of weights, why nodes are float, nodes whose output has a Q/DQ pair)."""
+    """Read from the pairs which nodes run in int8, and with which scales of their weights.
+
+    A node runs in int8 if a pair stands on all that it reads and, unless it has a weight, on what
+    it makes. A tail (the Relu or Clip behind a node) runs as part of that node.
+
+    Args:
+        index: of the model with pairs.
+        float_index: of the cleaned model without them.
+
+    Returns:
+        (layer -> scales of its weight, node -> why it is float, nodes with a pair on their output).
+    """
     weight_scales: dict[str, NDArray[np.float32]] = {}
     float_reasons: dict[str, str] = {}
-    written_nodes = frozenset(node.name for node in index.nodes if _has_output_pair(node, index))
-    node_by_name = by_name(index.nodes)
-    for node in graph.nodes:
-        if node.op_type in TAILS:
-            head = graph.producer.get(node.input[0])
-            has_int8_head = head is not None and head.name not in float_reasons
-            if head is not None and has_int8_head and graph.tail(head) == node.output[0]:
-                continue  # it is part of a node that runs in int8
-        qdq_node = node_by_name.get(node.name)
+    nodes_with_output_pair = frozenset(
+        node.name for node in index.nodes if _has_output_pair(node, index)
+    )
+    qdq_nodes = by_name(index.nodes)
+    for node in float_index.nodes:
+        if _is_tail(node, float_index):
+            head = float_index.producer[node.input[0]]
+            if head.name not in float_reasons:
+                continue
+        qdq_node = qdq_nodes.get(node.name)
         try:
-            if qdq_node is None:  # a Clip inserted for a pair
+            if qdq_node is None:  # a Clip that was inserted in place of a pair
                 raise UnfitError("it stands for the limits of a pair")
             if node.op_type in WEIGHTED:
                 scales = _read_weight_scales(qdq_node, index)
                 if scales is not None:
                     weight_scales[node.name] = scales
             else:
-                _check_pairs_around(qdq_node, index, written_nodes)
+                _check_pairs_around(qdq_node, index, nodes_with_output_pair)
         except UnfitError as error:
             float_reasons[node.name] = str(error)
-    return weight_scales, float_reasons, written_nodes
+    return weight_scales, float_reasons, nodes_with_output_pair
+
+
+def _is_tail(node: onnx.NodeProto, index: Graph) -> bool:
+    """Whether a node is the Relu or Clip that runs as part of the node before it."""
+    if node.op_type not in TAILS:
+        return False
+    head = index.producer.get(node.input[0])
+    return head is not None and index.tail(head) == node.output[0]
 
 
 def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
@@ -248,7 +282,9 @@ def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float3
     return scales if grid.is_8_bit and not grid.int8_zero.any() else None
 
 
-def _check_pairs_around(node: onnx.NodeProto, index: Graph, written_nodes: frozenset[str]) -> None:
+def _check_pairs_around(
+    node: onnx.NodeProto, index: Graph, nodes_with_output_pair: frozenset[str]
+) -> None:
     """Refuse a node without Q/DQ pairs on its inputs and its output."""
     data_inputs = index.data_inputs(node)
     if not data_inputs:
@@ -256,7 +292,7 @@ def _check_pairs_around(node: onnx.NodeProto, index: Graph, written_nodes: froze
     for tensor in data_inputs:
         if index.find_producer(tensor, DQ) is None:
             raise UnfitError("no pair stands on what it reads")
-    if node.name not in written_nodes:
+    if node.name not in nodes_with_output_pair:
         raise UnfitError("no pair stands on what it makes")
 
 
