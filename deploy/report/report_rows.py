@@ -64,32 +64,36 @@ def histogram_part(recorder: Recorder) -> HistogramPart | None:
 
 
 def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> HistogramPart | None:
-    """Return bars of a histogram with mirrored bins; None if it is empty.
+    """Return the bars of a histogram whose bins mirror each other; None if it is empty.
 
-    Bars are counted from the one around 0, which is number 0; those of negative values have
-    negative numbers.
+    Bins and bars are numbered from the one around 0, which is number 0; those of negative values
+    have negative numbers.
 
     Args:
         counts: [2 B + 1], of B bins on each side and one around 0.
-        full_range: R, the magnitude at which the last bins end.
+        full_range: R, the magnitude at which the last bins end; 0 if all values are 0.
     """
-    half = counts.size // 2  # B
+    bins_per_side = counts.size // 2  # B
     occupied = np.flatnonzero(counts)
     if not occupied.size:
         return None
     if not full_range:
         return _single_bar(0.0, int(counts.sum()))
 
-    bins = np.arange(-half, half + 1)
-    bins[[0, -1]] = 1 - half, half - 1  # hold only |x| == R, the edge of the last bin but one
+    bin_numbers = np.arange(-bins_per_side, bins_per_side + 1)
+    # the outermost bins hold only |x| == R, which is the outer edge of their neighbours
+    bin_numbers[[0, -1]] = 1 - bins_per_side, bins_per_side - 1
+
+    # a bar has an even number of bins, half of them on each side of its middle
     occupied_span = int(occupied[-1] - occupied[0]) + 1
     bins_per_half_bar = -(-occupied_span // (2 * (MAX_BARS - 2)))  # rounded up
-    bar_distances = (np.abs(bins) + bins_per_half_bar) // (2 * bins_per_half_bar)
-    bar_numbers = (np.sign(bins) * bar_distances)[occupied]
+    bins_per_bar = 2 * bins_per_half_bar
+    bar_distances = (np.abs(bin_numbers) + bins_per_half_bar) // bins_per_bar
+    bar_numbers = (np.sign(bin_numbers) * bar_distances)[occupied]
 
     first_bar = int(bar_numbers[0])
     sums = np.bincount(bar_numbers - first_bar, counts[occupied]).astype(np.int64)
-    width = 2 * bins_per_half_bar * full_range / half
+    width = bins_per_bar * full_range / bins_per_side
     return HistogramPart(start=(first_bar - 0.5) * width, width=width, counts=tuple(sums.tolist()))
 
 
@@ -152,27 +156,32 @@ _QUICK_METHODS = ("minmax", "percentile", "entropy")  # at most 10 ms a tensor; 
 def clip_rows(
     calibrated: CalibrationResult, built: BuildResult, layers: Sequence[OutputAccuracy]
 ) -> tuple[TensorRow, ...]:
-    """Return rows of a target's ranges, the `MAX_HISTOGRAMS` worst of them with their histogram.
+    """Return a row for each range of a target, the `MAX_HISTOGRAMS` worst with their histogram.
 
+    The worst have the largest error, and of those without a measured error the most clipped values.
     A range inherited from another tensor, such as a pool's output, or found on a statistic that is
     not stored, has neither a clipped share nor a histogram.
+
+    Args:
+        calibrated: the calibration.
+        built: the target's files and ranges.
+        layers: inner tensors whose error was measured.
     """
-    observed_by_tensor, clipped_by_tensor = {}, {}
-    for observation, recorder in _recorders(calibrated, built):
+    source_by_tensor, clipped_by_tensor = {}, {}
+    for observation, recorder in _range_sources(calibrated, built):
         tensor = observation.tensor
-        observed_by_tensor[tensor] = observation, recorder
+        source_by_tensor[tensor] = observation, recorder
         if isinstance(recorder, Histogram):
             limits = calibrated.subject.range_limits.get(tensor, UNLIMITED)
             clipped_by_tensor[tensor] = clipped_share(recorder, built.ranges[tensor], limits)
 
     rows = tensor_rows(built.ranges, clipped=clipped_by_tensor, layers=layers)
-    observed_rows = [row for row in rows if row.name in observed_by_tensor]
-    # of tensors that were not measured, those that are clipped most come first
-    observed_rows.sort(key=lambda row: -(row.clipped or 0))
+    rows_with_source = [row for row in rows if row.name in source_by_tensor]
+    rows_with_source.sort(key=lambda row: -(row.clipped or 0))  # `worst_first` keeps this order
     grids = _grids(built)
     histograms: dict[str, HistogramPart] = {}
-    for row in worst_first(observed_rows)[:MAX_HISTOGRAMS]:
-        observation, recorder = observed_by_tensor[row.name]
+    for row in worst_first(rows_with_source)[:MAX_HISTOGRAMS]:
+        observation, recorder = source_by_tensor[row.name]
         part = histogram_part(recorder)
         if part is not None:
             ranges = _other_ranges(row, observation, calibrated, grids)
@@ -199,19 +208,23 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits = 
     return clipped_count / max(histogram.total, 1)
 
 
-def _recorders(
+def _range_sources(
     calibrated: CalibrationResult, built: BuildResult
 ) -> Iterator[tuple[Observation, Recorder]]:
-    """Yield the observation and the recorder (its stored statistic) of each range found on one.
+    """Yield the observed tensors whose range was found on their own values.
 
-    A range that another tensor's statistic gave has other extremes than the tensor's own recorder.
+    A range may also come from another tensor's values, such as that of a pool's output. It has
+    other extremes than the values recorded of the tensor itself, and is left out.
+
+    Yields:
+        (observation: the tensor and the statistic, recorder: the statistic of its values).
     """
     for observation in calibrated.observations_by_target.get(built.target, ()):
         recorder = calibrated.ranges.observed.get(observation.key)
         scale = built.ranges.get(observation.tensor)
         if recorder is None or scale is None:
             continue
-        extremes = getattr(recorder, "extremes", None)
+        extremes = getattr(recorder, "extremes", None)  # not every statistic has them
         if isinstance(recorder, Histogram):
             extremes = recorder.minimum, recorder.maximum
         if extremes == (scale.observed_min, scale.observed_max):
@@ -224,20 +237,23 @@ def _other_ranges(
     calibrated: CalibrationResult,
     grids: Mapping[str, Grid],
 ) -> Iterator[RangeRow]:
-    """Yield the ranges that other methods find on the same histogram.
+    """Yield the ranges that other methods give one tensor, for comparison.
 
-    Slow methods are included only if their range was computed before.
+    Only methods that search the recorded statistic can be asked. A slow one is left out unless its
+    range is cached from an earlier search.
 
     Args:
         row: the tensor, with the method that found its range.
-        observation: of the tensor.
+        observation: of the tensor: which statistic was recorded.
         calibrated: the calibration.
         grids: grids of the target's quantized nodes, by name.
     """
-    fp8_grid = grids.get(FP8.name)
+    fp8_grid = grids.get(FP8.name)  # None: the thresholds are for int8
     is_symmetric = any(grid.symmetric for grid in grids.values())
     for method in (*comparable_methods(Method.of()), Method.of("entropy")):
-        if method.statistic != observation.statistic or (fp8_grid and method.is_int8_only):
+        if method.statistic != observation.statistic:
+            continue
+        if fp8_grid is not None and method.is_int8_only:
             continue
         range_set = calibrated.ranges.with_choices(Choices(method=method))
         scale = range_set.cached_scale(observation, symmetric=fp8_grid)

@@ -107,8 +107,8 @@ def labelled_table(
     if not rows:
         return
 
-    names, *values = zip(heads, *rows, strict=False)
-    columns = [column for column in (*values, names) if any(column[1:])]  # [0] is the head
+    names, *values = zip(heads, *rows, strict=False)  # a tuple for each column, the head first
+    columns = [column for column in (*values, names) if any(column[1:])]
     table_rows = list(zip(*columns, strict=True))
     yield from _with_label(label, align_columns(table_rows, left_columns=(len(columns) - 1,)))
 
@@ -194,6 +194,7 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _failures(report)
 
     yield from entries("Ship", dict.fromkeys(_shipped_files(report)))
+    # what a verdict says is on the screen already
     verdicts = "\n".join(engine.verdict.text for engine in report.engines if engine.verdict)
     alerts = [alert for alert in report.all_alerts if alert not in verdicts]
     warnings = (*earlier_texts(report), *_lost_layers(report), *alerts)
@@ -205,13 +206,16 @@ def _decisions(report: Findings) -> Iterator[str]:
 
 
 def _shipped_files(report: Findings) -> Iterator[str]:
-    """Yield each engine's file, or the files from which its device builds it.
+    """Yield for each int8 engine the text of what to ship: its file, or the float model instead.
 
-    Where int8 is not worth it, the float model is shipped, and both are named.
+    An engine that was not built here has no file, so its target's files are shipped, from which the
+    device builds it. The text that recommends the float model names the int8 files too.
     """
     for engine in report.engines:
         target = report.target_of(engine)
-        paths = target.shipped if target and not engine.path else (engine.path,)
+        paths: Iterable[str | None] = (engine.path,)
+        if target and not engine.path:
+            paths = target.shipped
         int8_files = " with ".join(filter(None, paths))
         if engine.is_float or not int8_files:
             continue
@@ -288,8 +292,7 @@ def speed_texts(report: Findings) -> Iterator[str]:
     """Yield a line for each target with a speed that the table of engines does not show.
 
     That is the estimated speed of an engine that was not timed, and the speed and accuracy of
-    another split that may be the better choice. For a device that is not here all int8 layers have
-    the same assumed speed: it compares splits, but tells nothing on a model that is all in int8.
+    another split (which layers are int8, which float) that may be the better choice.
     """
     for target in report.targets:
         built, engine = target.built_split, report.engine_by_target.get(target.name)
@@ -303,21 +306,26 @@ def speed_texts(report: Findings) -> Iterator[str]:
             rivals = find_rivals(report.engines, engine)
             text = f"{figures.ratio(ratio)} {rivals[0].label if rivals else 'FP32'}"
         else:
+            is_assumed = _has_device_script(target)
+            if is_assumed and alternative is None and not built.float_layers:
+                continue  # one assumed speed for every int8 layer tells nothing where all are int8
             ratio = 1 / built.time
-            source = "estimated"
-            if _has_device_script(target):
-                if alternative is None and not built.float_layers:
-                    continue
-                source = f"if int8 takes {ASSUMED_INT8_TIME} of the time"
-            text = f"about {figures.ratio(ratio)} FP32 ({source})"
+            text = f"about {figures.ratio(ratio)} FP32 ({_estimate_source(is_assumed)})"
 
         if alternative is not None:
-            speed = figures.ratio(ratio * built.time / alternative.time)
-            price = _accuracy_text(alternative, built)
-            text += f"; {speed} with {price}: --split {alternative.number}"
+            alternative_speed = figures.ratio(ratio * built.time / alternative.time)
+            accuracy = _accuracy_text(alternative, built)
+            text += f"; {alternative_speed} with {accuracy}: --split {alternative.number}"
         if len(report.targets) > 1:
             text = f"{target.name}: {text}"
         yield text
+
+
+def _estimate_source(is_assumed: bool) -> str:
+    """Return where an estimated speed comes from: an assumption for an absent device, or times."""
+    if is_assumed:
+        return f"if int8 takes {ASSUMED_INT8_TIME} of the time"
+    return "estimated"
 
 
 def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
@@ -343,7 +351,10 @@ IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
 
 def next_steps(report: Findings) -> Iterator[str]:
-    """Yield what to do: one step for each engine, then the scripts for the devices."""
+    """Yield what to do next: one step for each engine, then the scripts to run on the devices.
+
+    The script of an unusable engine is left out: it is to be built again first.
+    """
     unusable_targets = set()
     for engine in report.engines:
         target, verdict = report.target_of(engine), engine.verdict
@@ -351,7 +362,8 @@ def next_steps(report: Findings) -> Iterator[str]:
             continue
         if verdict.level == UNUSABLE:
             unusable_targets.add(target.name)
-        steps = [*_rebuild_steps(report, target, verdict)]
+        steps = list(_rebuild_steps(report, target, verdict))
+        # an engine is not used while the float model or the number of samples is in question
         if not steps and not verdict.blames_float and not verdict.has_few:
             steps += _use_steps(report, engine, target)
         yield from steps[:1]
@@ -366,7 +378,8 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     """Yield the steps that may give a better engine of a target, the most promising first.
 
     None for a good engine, unless the build before it was better. The caller shows the first step.
-    A build of a model in memory has no file of options, so it cannot be repeated by a command.
+    A step is a command, with words on when or why to use it. A build of a model in memory has no
+    file of options, so no command can repeat it.
 
     Args:
         report: the results of the build.

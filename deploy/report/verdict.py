@@ -145,7 +145,7 @@ def verdict(
         on_calibration: whether the accuracy is that on the calibration images.
     """
     causes, findings = _judge_accuracy(accuracy, gates.max_loss, doubts, draws)
-    int8_figures = {reason for _, reason in findings if not reason.startswith(FLOAT_MODEL)}
+    int8_reasons = {reason for _, reason in findings if not reason.startswith(FLOAT_MODEL)}
     if gates.min_speedup is not None:
         findings.append(_judge_speed_limit(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
@@ -154,21 +154,25 @@ def verdict(
         findings.append((FLOAT, "no layer could be int8, the report says why"))
     if not findings:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
+    level = max((finding_level for finding_level, _ in findings), key=LEVELS.index)
 
-    verdict_level = max((level for level, _ in findings), key=LEVELS.index)
-    reasons, too_few = _order_reasons([*causes, *_worst_first(findings)], verdict_level)
-    indices = [index for index, reason in enumerate(reasons) if reason in int8_figures]
-    calibrates_with_few = any("calibration" in reason for reason in too_few)
-    if accuracy is not None and indices and not calibrates_with_few:
-        too_few = [*_describe_too_few(accuracy), *too_few]
-    if on_calibration and indices:
-        reasons[indices[0]] += " (on calibration images)"
-    if too_few:  # one sentence, behind the figure that it makes uncertain
-        reasons.insert(indices[0] + 1 if indices else 0, too_few[0])
-        if verdict_level == GOOD:
-            verdict_level = DOUBTFUL
+    # what puts the float model in question comes before any loss of int8, whatever its level
+    reasons, too_few = _order_reasons([*causes, *_worst_first(findings)], level)
+    position = 0  # of a sentence on too few samples: behind the first figure on int8
+    first_int8_reason = next((reason for reason in reasons if reason in int8_reasons), None)
+    if first_int8_reason is not None:
+        position = reasons.index(first_int8_reason) + 1
+        calibrates_with_few = any("calibration" in sentence for sentence in too_few)
+        if accuracy is not None and not calibrates_with_few:
+            too_few = [*_describe_too_few(accuracy), *too_few]
+        if on_calibration:
+            reasons[position - 1] += " (on calibration images)"
+    if too_few:
+        reasons.insert(position, too_few[0])  # one sentence says enough
+        if level == GOOD:
+            level = DOUBTFUL
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
-    return Verdict(verdict_level, tuple(reasons), gated=has_limits and verdict_level == UNUSABLE)
+    return Verdict(level, tuple(reasons), gated=has_limits and level == UNUSABLE)
 
 
 def _worst_first(findings: Sequence[_Finding]) -> list[_Finding]:
@@ -196,10 +200,11 @@ def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[li
 def _judge_accuracy(
     accuracy: Accuracy | None, max_loss: float | None, doubts: Sequence[str], draws: bool
 ) -> tuple[list[_Finding], list[_Finding]]:
-    """Return (causes, findings) by the accuracy.
+    """Return (causes, findings): what the accuracy and the doubts on the samples show.
 
-    Causes put the float model or its inputs in question; findings are these and what int8 loses.
-    The arguments are those of `verdict`.
+    A finding is a level and its reason. Causes are those that put the float model or its inputs in
+    question; they are among the findings, beside what int8 loses. The arguments are those of
+    `verdict`.
     """
     causes: list[_Finding] = []
     findings: list[_Finding] = []
@@ -208,42 +213,50 @@ def _judge_accuracy(
         findings += [*causes, *judge_accuracy(accuracy, max_loss)]
 
     if draws:
+        # no two runs of the float model agree, so it cannot be blamed for its outputs; figures that
+        # are good in spite of the random numbers are good without them
         causes = []
-        # figures that are good in spite of the random numbers are good without them
         is_good = findings and all(level == GOOD for level, _ in findings)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
             reason = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
             findings = [(DOUBTFUL, reason)]
 
-    if _is_mostly_right(accuracy):  # then its inputs are right too
-        return causes, findings
-    doubtful_inputs: list[_Finding] = []
-    for doubt in doubts:
-        reason = doubt
-        if not _TOO_FEW.fullmatch(doubt):
-            reason = f"{FLOAT_MODEL}'s inputs are in question: {doubt.partition(';')[0]}"
-        doubtful_inputs.append((DOUBTFUL, reason))
-    causes = [*doubtful_inputs, *causes]
-    return causes, [*causes, *findings]
+    if not _is_mostly_right(accuracy):  # a model that is right has the right inputs
+        input_findings = list(map(_judge_doubt, doubts))
+        causes = [*input_findings, *causes]
+        findings = [*causes, *findings]
+    return causes, findings
+
+
+def _judge_doubt(doubt: str) -> _Finding:
+    """Return the finding on calibration data that a sentence puts in question."""
+    if _TOO_FEW.fullmatch(doubt):
+        return DOUBTFUL, doubt
+    problem, _, _ = doubt.partition(";")  # without what to do
+    return DOUBTFUL, f"{FLOAT_MODEL}'s inputs are in question: {problem}"
 
 
 def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
-    """Yield that the figure stands on too few objects or samples, if so; how many more would do."""
+    """Yield how many more samples are needed, if the accuracy counts too few of them or of objects.
+
+    New samples are assumed to hold as many objects each as the present ones.
+    """
     things, count = _find_counted(accuracy)
     if count == 0:
         return
-    missing = math.ceil((MIN_OBJECTS - count) * accuracy.samples / count)
-    samples = f" samples with {things}"
     if things == "samples":
-        missing, samples = MIN_SAMPLES - count, ""
-    elif things in ("boxes", "objects"):
-        samples = " photos with objects"
+        missing, kind = MIN_SAMPLES - count, ""
+    else:
+        missing = math.ceil((MIN_OBJECTS - count) * accuracy.samples / count)
+        kind = " photos with objects"
+        if things not in ("boxes", "objects"):
+            kind = f" samples with {things}"
     number = str(missing)
     if missing > 20:
         number = f"about {math.ceil(missing / 10) * 10}"
     if missing > 0:
-        yield f"{count} {things} are too few; {number} more{samples} would do"
+        yield f"{count} {things} are too few; {number} more{kind} would do"
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
@@ -284,6 +297,8 @@ def _judge_speed_limit(speed: SpeedUp | None, min_speedup: float, rival: str) ->
 def _judge_gain(speed: SpeedUp, smaller: float | None, rival: str, device_kind: str) -> _Finding:
     """Return what int8 gains: time, or size at no clear loss of time; else that FP32 is better.
 
+    A gain of time is a speed `MIN_GAIN` times the rival's; a clear loss is as much the other way.
+
     Args:
         speed: beside its rival; the middle of its interval counts.
         smaller: size of the rival's file as a multiple of its own; None if unknown.
@@ -296,8 +311,10 @@ def _judge_gain(speed: SpeedUp, smaller: float | None, rival: str, device_kind: 
             text += ", which is too noisy to be sure of"
         return GOOD, text
 
-    size = " ".join(size_change(smaller or 1)).strip()  # "" for files of one size
-    if (smaller or 1) >= MIN_SHRINK and speed.ratio * MIN_GAIN >= 1:
+    size_ratio = smaller or 1.0
+    size = " ".join(size_change(size_ratio)).strip()  # "" for files of one size
+    is_clearly_slower = speed.ratio * MIN_GAIN < 1
+    if size_ratio >= MIN_SHRINK and not is_clearly_slower:
         return GOOD, f"{text}, {size}"
     reason = f"int8 has {text} on this {device_kind}"
     if size:
