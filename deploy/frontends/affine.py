@@ -110,7 +110,11 @@ class JoinedLayers:
     def axis(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
     ) -> tuple[int, int]:
-        """Return `MovedLayer.axis`.
+        """Return (axis of the channels, rank) of the tensor that the layers make.
+
+        Args:
+            ranks: of the layers' outputs.
+            constants: hold the axes of Squeeze and Unsqueeze.
 
         Raises:
             CannotRewrite: it is unknown, or the Concat is along another axis.
@@ -126,12 +130,19 @@ class JoinedLayers:
 def _axes_after(
     node: onnx.NodeProto, axes: list[int | None], constants: Mapping[str, onnx.TensorProto]
 ) -> list[int | None]:
-    """Return which of the layer's axes each axis is after a Transpose, Squeeze or Unsqueeze.
+    """Follow a layer's axes through a Transpose, Squeeze or Unsqueeze.
 
-    An inserted axis is None.
+    Args:
+        node: one of these.
+        axes: which axis of the layer's output each axis of the node's input is; None for an axis
+            that was inserted.
+        constants: hold the axes of Squeeze and Unsqueeze.
+
+    Returns:
+        The same of the node's output.
     """
     if node.op_type == "Transpose":
-        order = attributes(node).get("perm", range(len(axes))[::-1])
+        order = attributes(node).get("perm", range(len(axes))[::-1])  # reversed without a perm
         if sorted(order) != list(range(len(axes))):
             raise CannotRewrite("its permutation does not fit")
         return [axes[index] for index in order]
@@ -143,12 +154,13 @@ def _axes_after(
     if not all(-rank <= axis < rank for axis in changed_axes):
         raise CannotRewrite("its axes do not fit")
     indices = {axis % rank for axis in changed_axes}
+
     if node.op_type == "Squeeze":
         return [axis for index, axis in enumerate(axes) if index not in indices]
     new_axes = list(axes)
     for index in sorted(indices):
         new_axes.insert(index, None)
-    return new_axes + [None] * (rank - len(new_axes))
+    return new_axes
 
 
 def _read_axes(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> Sequence[int]:
@@ -222,9 +234,9 @@ class _AffineFolder:
 
         for part, (weight, bias) in zip(joined.parts, weights_and_biases, strict=True):
             self._store(part.layer, weight, bias, f"{node.output[0]}_bias")
-        self._rename(joined, node.output[0])  # the producers make other tensors now
-        for layer_node in joined.nodes:
-            self.producers |= dict.fromkeys(layer_node.output, layer_node)
+        self._rename(joined, node.output[0])
+        for renamed_node in joined.nodes:  # the next node to fold may read the new names
+            self.producers |= dict.fromkeys(renamed_node.output, renamed_node)
         self.folded[node.op_type] += 1
         return []
 
@@ -267,7 +279,11 @@ class _AffineFolder:
     def _fold_layers(
         self, joined: JoinedLayers, node: onnx.NodeProto
     ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return the new weight and bias of each layer."""
+        """Return (new weight, new bias) of each layer, into which `node` is folded.
+
+        Raises:
+            CannotRewrite: that is not exact.
+        """
         layers = [part.layer for part in joined.parts]
         weights, biases, channel_counts = [], [], []
         for layer in layers:
@@ -277,10 +293,11 @@ class _AffineFolder:
             biases.append(_float_constant(self.weights, bias_name) if bias_name else None)
             channel_counts.append(_count_channels(layer, weight))
 
-        channel_axis = joined.axis([weight.ndim for weight in weights], self.weights)
-        affine = _read_affine(node, self.weights, sum(channel_counts), *channel_axis)
-        splits = np.cumsum(channel_counts)[:-1]
-        scales, shifts = (np.split(values, splits) for values in affine)
+        # a layer's output has the rank of its weight; each layer gets its channels' scales, shifts
+        axis, rank = joined.axis([weight.ndim for weight in weights], self.weights)
+        scale, shift = _read_affine(node, self.weights, sum(channel_counts), axis, rank)
+        boundaries = np.cumsum(channel_counts)[:-1]
+        scales, shifts = np.split(scale, boundaries), np.split(shift, boundaries)
         return list(map(_fold_layer, layers, weights, biases, scales, shifts))
 
     def _store(
@@ -337,13 +354,24 @@ def _fold_layer(
 def _read_affine(
     node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int, axis: int, rank: int
 ) -> Affine:
-    """Return scale and shift per channel of a tensor of `rank` with channels on `axis`."""
+    """Return (scale, shift), both [channels], by which a node computes x * scale + shift.
+
+    Args:
+        node: a BatchNormalization, Mul, Div, Add or Sub.
+        weights: name -> initializer.
+        channels: number of the channels of x.
+        axis: of the channels in x.
+        rank: of x.
+
+    Raises:
+        CannotRewrite: it has not one constant value per channel.
+    """
     if node.op_type == NORM:
-        if axis != 1:
+        if axis != 1:  # where a BatchNormalization always has its channels
             raise CannotRewrite("its channels are not those of the layer")
         return _read_norm(node, weights, channels)
-    operand = next(name for name in reversed(node.input) if name in weights)
-    array = _float_constant(weights, operand).astype(np.float64)
+    constant_name = next(name for name in reversed(node.input) if name in weights)
+    array = _float_constant(weights, constant_name).astype(np.float64)
     values = _broadcast_to_channels(array, channels, axis, rank)
     ones, zeros = np.ones(channels), np.zeros(channels)
     if node.op_type == "Mul":
@@ -422,10 +450,20 @@ def _scale_bias(
     scale: NDArray[np.float64],
     shift: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Return the folded layer's [C] bias; the old one must have one value per channel."""
+    """Return the folded layer's bias, [C]: bias * scale + shift.
+
+    Args:
+        layer: the layer.
+        bias: its bias so far; None without one.
+        scale: [C].
+        shift: [C].
+
+    Raises:
+        CannotRewrite: the bias has not one value per channel.
+    """
     if bias is None:
         return shift
-    if layer.op_type == "Gemm":
+    if layer.op_type == "Gemm":  # which multiplies its bias by beta, and broadcasts it
         bias = bias.astype(np.float64) * attributes(layer).get("beta", 1.0)
         if bias.size == 1:
             bias = np.broadcast_to(bias.reshape(-1), shift.shape)

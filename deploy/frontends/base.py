@@ -178,7 +178,14 @@ class LoadedModel:
         return (self.cut_off.note(spec.name for spec in self.outputs), *self.training_notes)
 
     def open_samples(self, dataset: Dataset, *, labels_by_folder: bool = False) -> Feed:
-        """Open samples for this model, which may feed itself its states.
+        """Open samples in the form of this model's inputs.
+
+        A recurrent model gives some inputs, its states, to itself: they are the outputs of its
+        previous step, so it is run while samples are read.
+
+        Args:
+            dataset: the user's images or arrays.
+            labels_by_folder: number the subfolders and use the numbers as class labels.
 
         Raises:
             FeedError, ConfigError: as `Dataset.open`.
@@ -248,7 +255,7 @@ def read_model_file(loaded: LoadedModel) -> bytes:
 def read_graph(
     model: str | Path | onnx.ModelProto | None, loaded: LoadedModel
 ) -> onnx.ModelProto | None:
-    """Return the model as in its ONNX file, not cleaned; external data is not read.
+    """Return the user's model as in its ONNX file, neither cleaned nor with its external data.
 
     Args:
         model: the model from the user: a path, or a model in memory, which is returned as it is.
@@ -266,7 +273,8 @@ def read_graph(
     if path.suffix.lower() != ".onnx":
         return None
     data = model_bytes(path)
-    refuse_changed_model(loaded, loaded.stamp is None or sha256(data) == loaded.stamp.file)
+    is_same_file = loaded.stamp is None or sha256(data) == loaded.stamp.file
+    refuse_changed_model(loaded, is_same_file)
     return parse_model(data, str(path))
 
 

@@ -155,7 +155,10 @@ def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
 
 
 def _set_shapes(model: onnx.ModelProto, inputs: Sequence[InputRequest]) -> list[str]:
-    """Give inputs their shapes, in place, and forget all others; return a text for each input."""
+    """Set the shapes of a model's inputs, in place; return texts such as "x=1x3x96x96".
+
+    The shapes of other tensors are removed, since they follow from those of the inputs.
+    """
     values = list(runtime_inputs(model.graph))
     value_by_name = {value.name: value for value in values}
     texts = []
@@ -164,7 +167,7 @@ def _set_shapes(model: onnx.ModelProto, inputs: Sequence[InputRequest]) -> list[
         if name is None and position < len(values):
             name = values[position].name
         value = value_by_name.get(name or "")
-        if value is None:
+        if value is None:  # no such name, or more shapes than inputs
             raise ConfigError(
                 f"--input gives shapes of the model's inputs, {', '.join(value_by_name)}, got"
                 f" {name or f'{len(inputs)} of them'}; name these"
@@ -196,6 +199,10 @@ def _set_shape(value: onnx.ValueInfoProto, request: InputRequest) -> None:
 def _refuse_fixed_sizes(file_model: onnx.ModelProto, model: onnx.ModelProto) -> None:
     """Refuse a model in which a node of `_SIZED` has a size of the file inside.
 
+    Args:
+        file_model: with the shapes of the file.
+        model: the same nodes with the user's input shapes.
+
     Raises:
         ModelError: a node's input has another shape than in the file, and its output has not, or a
             Reshape makes several samples of one.
@@ -210,8 +217,10 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, model: onnx.ModelProto) -> 
         file_input, file_output = (file_shapes[name] for name in tensors)
         input_shape, output_shape = (shapes[name] for name in tensors)
         is_fixed = input_shape != file_input and output_shape == file_output
-        is_batch_split = input_shape[:1] == file_input[:1] and output_shape[:1] != file_output[:1]
-        if is_fixed or (is_batch_split and node.op_type == "Reshape"):
+        # Reshape to [-1, 1024] puts the larger size into the batch
+        keeps_batch = input_shape[:1] == file_input[:1]
+        changes_batch = keeps_batch and output_shape[:1] != file_output[:1]
+        if is_fixed or (changes_batch and node.op_type == "Reshape"):
             raise ModelError(
                 f"the {node.op_type} {node.name or node.output[0]!r} makes {list(output_shape)} of"
                 f" {list(input_shape)}, by a size of the file inside"

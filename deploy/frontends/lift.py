@@ -96,7 +96,8 @@ _FORM_ERRORS = (CannotRewrite, ArithmeticError, LookupError, TypeError, ValueErr
 def lift_opset(model: onnx.ModelProto, cut_off: CutOffNodes | None = None) -> str | None:
     """Bring a model of opset 7 to 12 to opset 13, and the nodes cut off from it, in place.
 
-    Nodes and tensors keep their names; what becomes an input is a Constant node.
+    Nodes and tensors keep their names. An attribute that is an input in opset 13 becomes a Constant
+    node.
 
     Args:
         model: valid, with inferred types.
@@ -141,13 +142,16 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
 
 
 def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str]) -> Nodes:
-    """Return the nodes that compute a node in the newer opset."""
+    """Return the nodes that compute a node in the newer opset: itself if its operator is unchanged.
+
+    `read_tensors`: all tensors that any node reads.
+    """
     changes = find_upgrades(node, scope.source_opset, scope.target_opset)
     if not changes:
         return [node]
     lifted = copy_message(node)
     if node.op_type == "Dropout" and read_tensors.isdisjoint(node.output[1:]):
-        del lifted.output[1:]
+        del lifted.output[1:]  # a mask of another type, which no one reads
     try:
         return change_form(lifted, changes, scope)
     except _FORM_ERRORS as error:
@@ -160,7 +164,7 @@ def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str
 
 
 def complete_axes(model: onnx.ModelProto) -> Counter[str]:
-    """Write each Resize, Pad and CenterCropPad of some axes over all axes, in place.
+    """Write each Resize, Pad and CenterCropPad that names some axes so that it names all, in place.
 
     ONNX Runtime 1.32 transposes the input of such a node beside int8 layers, and not its sizes or
     pads (onnxruntime#28788, #17760). A node whose axes or sizes are not constant stays.
@@ -173,7 +177,7 @@ def complete_axes(model: onnx.ModelProto) -> Counter[str]:
         return completed
     opset = opset_of(model)
     names = tensor_names(*all_graphs(model.graph))
-    scope = OpsetScope(opset, opset, names)
+    scope = OpsetScope(opset, opset, names)  # the opset stays
     rewrite_nodes(model.graph, scope, partial(_complete_node, completed=completed))
     return completed
 
@@ -211,7 +215,10 @@ TRAINING_NOTES = {
 
 
 def leave_training(model: onnx.ModelProto) -> Counter[str]:
-    """Bring each BatchNormalization out of training mode, in place.
+    """Write BatchNormalization nodes in training mode for inference, in place.
+
+    One with stored statistics uses these; one without becomes an InstanceNormalization if each
+    sample runs alone. Any other stays, and the user gets a note on it.
 
     Args:
         model: opset 13 or newer, with folded constants and inferred shapes.
@@ -219,10 +226,10 @@ def leave_training(model: onnx.ModelProto) -> Counter[str]:
     Returns:
         Key of `TRAINING_NOTES` -> number of nodes.
     """
-    norms: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     opset = opset_of(model)
     if not any(_is_training(node, opset) for node in all_nodes(model.graph)):
-        return norms
+        return outcomes
     read_tensors = set[str]().union(*map(count_reads, all_graphs(model.graph)))
 
     def leave_node(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -230,17 +237,17 @@ def leave_training(model: onnx.ModelProto) -> Counter[str]:
         if not _is_training(node, opset):
             return [node]
         outcome = _training_outcome(node, scope, read_tensors)
-        norms[outcome] += 1
+        outcomes[outcome] += 1
         if outcome == "training":
             return [node]
         epsilon = attributes(node).get("epsilon", 1e-5)
         op_type, inputs = NORM, node.input
-        if outcome == "instances":
+        if outcome == "instances":  # reads no statistics
             op_type, inputs = "InstanceNormalization", node.input[:3]
         return [make_node(op_type, inputs, node.output[0], node.name, epsilon=epsilon)]
 
     rewrite_nodes(model.graph, OpsetScope(opset, opset), leave_node)
-    return norms
+    return outcomes
 
 
 def _training_outcome(norm: onnx.NodeProto, scope: OpsetScope, read_tensors: Set[str]) -> str:
@@ -363,18 +370,18 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
     names = produced | names_of(graph.input)
     for node in graph.node:
         names.update(node.input)
-    new_name: dict[str, str] = {}
+    float32_names: dict[str, str] = {}  # input or output -> the tensor that the nodes use instead
     input_casts, output_casts = [], []
     for value in filter(_is_half, graph.input):
-        inner = new_name[value.name] = unique_name(f"{value.name}_float32", names)
+        inner = float32_names[value.name] = unique_name(f"{value.name}_float32", names)
         input_casts.append(make_node("Cast", [value.name], inner, inner, to=FLOAT))
     for value in filter(_is_half, graph.output):
-        if value.name in produced:
-            inner = new_name[value.name] = unique_name(f"{value.name}_float32", names)
+        if value.name in produced:  # else it is an input of the graph
+            inner = float32_names[value.name] = unique_name(f"{value.name}_float32", names)
             cast = make_node("Cast", [inner], value.name, value.name, doc_string=_END, to=_HALF)
             output_casts.append(cast)
     nodes = list(graph.node)
-    rename_tensors(nodes, new_name)
+    rename_tensors(nodes, float32_names)
     replace_nodes(graph, [*input_casts, *nodes, *output_casts])
 
 
@@ -416,7 +423,10 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
 
 
 def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
-    """Return the values of a DequantizeLinear on constant integers; None for any other."""
+    """Return the values of a DequantizeLinear on constant integers; None for any other node.
+
+    They are computed as ONNX defines them: (codes - zero point) * scale, in float32.
+    """
     names = list(filter(None, node.input))
     if not 2 <= len(names) <= 3 or not graph.constants.keys() >= set(names):
         return None
@@ -426,9 +436,9 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
 
     attrs = attributes(node)
     axis, block_size = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
-    steps = codes.astype(np.int64)
-    for values in zero_points:
-        zero_point = _broadcast(values, codes.shape, axis, block_size)
+    steps = codes.astype(np.int64)  # differences to the zero point
+    for stored_zero_points in zero_points:  # one tensor or none
+        zero_point = _broadcast(stored_zero_points, codes.shape, axis, block_size)
         if zero_point is None:
             return None
         steps -= zero_point.astype(np.int64)

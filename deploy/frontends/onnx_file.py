@@ -158,33 +158,36 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
     """
     # shapes of two rows where the first dimension is open
     shapes = {}
+    open_names = []
     for spec in inputs:
         sizes = [size if isinstance(size, int) else _ANY_SIZE for size in spec.shape]
         if has_open_first(spec):
             sizes[0] = 2
+            open_names.append(spec.name)
         shapes[spec.name] = tuple(sizes)
     try:
         two_rows, other_rows = random_feeds(inputs, shapes=shapes, count=2)
         one_row, other_second_row = dict(two_rows), dict(two_rows)
-        for name in [spec.name for spec in inputs if has_open_first(spec)]:
+        for name in open_names:
             one_row[name] = two_rows[name][:1]
             other_second_row[name] = np.concatenate([two_rows[name][:1], other_rows[name][1:]])
         session = OrtSession.open(model, threads=1)
-        single, both, changed, repeated = map(
-            session.run, (one_row, two_rows, other_second_row, two_rows)
-        )
+        single = session.run(one_row)
+        both = session.run(two_rows)
+        changed = session.run(other_second_row)
+        repeated = session.run(two_rows)
     except Calib8Error:  # a row too many, or an input that cannot be made up
         return False
 
-    numeric_outputs = [name for name, value in both.items() if value.dtype.kind in "biuf"]
-    if any(not np.array_equal(both[name], repeated[name]) for name in numeric_outputs):
-        return False  # the model draws random numbers
-    affected_outputs = [
-        name for name in numeric_outputs if not np.array_equal(both[name], changed[name])
-    ]
-    if not affected_outputs:
-        return False
-    return all(
+    affected_outputs = []
+    for name, value in both.items():
+        if value.dtype.kind not in "biuf":  # no numbers
+            continue
+        if not np.array_equal(value, repeated[name]):
+            return False  # the model draws random numbers
+        if not np.array_equal(value, changed[name]):
+            affected_outputs.append(name)
+    return bool(affected_outputs) and all(
         _first_row_differs(single[name], both[name], changed[name]) for name in affected_outputs
     )
 
@@ -239,7 +242,7 @@ def _count_shared_names(graph: onnx.GraphProto) -> int:
 def read_source(
     source: str | Path | onnx.ModelProto,
 ) -> tuple[Path | None, onnx.ModelProto, ModelStamp | None]:
-    """Return (file, model, stamp); (None, a copy, None) for a model in memory."""
+    """Return (file, model, stamp of its bytes); (None, a copy, None) for a model in memory."""
     if isinstance(source, str | Path):
         model, stamp = read_model_and_stamp(Path(source))
         empty_default_domain(model)
@@ -285,7 +288,10 @@ class _CleanedModel:
 
 
 def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
-    """Return the model in float32, opset 13 or newer, for inference; `model` may change."""
+    """Return the model in float32, opset 13 or newer, for inference; `model` may change.
+
+    Every step that changed something adds a note for the user, any other step "" or None.
+    """
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     freed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
     freed_note = "Removed {} from the list of inputs; they are constants now."
@@ -303,7 +309,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     checks.check_ends(model)
 
     # what ONNX Runtime does not know, and everything downstream of it, is not calibrated
-    cut_off = cut_unknown_nodes(model, infer_shapes)
+    cut_off = cut_unknown_nodes(model)
     if cut_off is not None:
         model = infer_shapes(model)  # the types of its new outputs
 
@@ -345,7 +351,10 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
 
 
 def lower_to_runtime(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
-    """Return the model in the newest opset whose pairs ONNX Runtime runs; a note, "" if unchanged.
+    """Return a model in an opset that ONNX Runtime can run in int8, and a note, "" if unchanged.
+
+    ONNX Runtime has no kernels for the QuantizeLinear and DequantizeLinear of the newest opsets.
+    `OLDEST` is the oldest opset that a model can be lowered to.
 
     Args:
         model: opset 13 or newer.
@@ -369,7 +378,8 @@ def lower_to_runtime(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
 def _with_kernels(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """Return a cleaned model that ONNX Runtime loads, and a note, "" if the model is unchanged.
 
-    ONNX Runtime 1.32 has no kernel of Swish, and takes ONNX's function for it in opset 24 alone.
+    An operator without a kernel is decomposed: written as the operators by which ONNX defines it.
+    ONNX Runtime 1.32 has no kernel of Swish, and decomposes it itself in opset 24 alone.
 
     Raises:
         ModelError: an operator without a kernel cannot be written with others.
@@ -413,10 +423,11 @@ def _find_refusal(model: onnx.ModelProto) -> BackendError | None:
 def _find_missing_kernels(model: onnx.ModelProto) -> set[str]:
     """Return the operators of the main graph that ONNX Runtime has no kernel for.
 
-    The first node of each operator is loaded as a model of its own.
+    To find them, the first node of each operator is loaded as a separate model.
     """
     graph = Graph(model)
     missing: set[str] = set()
+    # in reverse order, so that the first node of an operator replaces the later ones
     first_nodes = {node.op_type: node for node in reversed(graph.nodes) if not node.domain}
     for op_type, node in first_nodes.items():
         reads = list(dict.fromkeys(iter_reads(node)))
@@ -427,9 +438,9 @@ def _find_missing_kernels(model: onnx.ModelProto) -> set[str]:
                 dtype, shape = graph.dtypes.get(name, FLOAT), graph.shapes.get(name)
                 inputs.append(helper.make_tensor_value_info(name, dtype, shape))
         outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
-        part = extract_nodes(model, [node], (), inputs=inputs, outputs=outputs)
-        part.graph.initializer.extend(constants)
-        if _find_refusal(part) is not None:
+        single_node_model = extract_nodes(model, [node], (), inputs=inputs, outputs=outputs)
+        single_node_model.graph.initializer.extend(constants)
+        if _find_refusal(single_node_model) is not None:
             missing.add(op_type)
     return missing
 
@@ -443,7 +454,7 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     functions = {(function.domain, function.name): function for function in model.functions}
     try:
         node_count = _count_inlined(all_nodes(model.graph), functions, {})
-    except RecursionError:
+    except RecursionError:  # a chain of calls longer than that is no sensible model either
         node_count = _MAX_NODES + 1
     if node_count > _MAX_NODES:
         raise ModelError(
@@ -478,7 +489,10 @@ def _count_inlined(
 ) -> int:
     """Return the number of nodes after inlining; a function that calls itself counts as none.
 
-    `counts` gets the numbers of the functions.
+    Args:
+        nodes: of the graph or of a function.
+        functions: (domain, name) -> function.
+        counts: (domain, name) -> number of a function's nodes; gets those that are missing.
     """
     count = 0
     for node in nodes:
@@ -487,7 +501,7 @@ def _count_inlined(
             count += 1
             continue
         if key not in counts:
-            counts[key] = 0
+            counts[key] = 0  # for a call of itself inside
             counts[key] = _count_inlined(all_nodes(functions[key]), functions, counts)
         count += counts[key]
     return count
@@ -496,7 +510,8 @@ def _count_inlined(
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """Return the model with its constants folded and idle nodes removed, and notes.
 
-    Nodes of some axes are written over all axes, as soon as these are constant.
+    It takes several rounds, since each change makes others possible: a Cast that is removed leaves
+    a constant, and a node such as Pad gets all its axes (`complete_axes`) once these are constant.
     """
     identities = constants = casts = 0
     completed: Counter[str] = Counter()

@@ -139,7 +139,7 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
         sha256 (hex) of the data; "" without any.
 
     Raises:
-        ModelError: they are over 2 GB, which is told before any is read.
+        ModelError: model and data are over 2 GB (no data is read then), or a file cannot be read.
     """
     tensors = list(_external_tensors(model))
     total = model.ByteSize()
@@ -151,24 +151,24 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
             f"{path} with its external data must be below 2 GB, got {total / 2**30:.1f} GB; calib8"
             " writes a model as one protobuf message, which holds no more: build parts of the model"
         )
-    pieces: dict[tuple[bytes, int, int], bytes] = {}
+    digest_by_slice: dict[tuple[bytes, int, int], bytes] = {}  # location, offset, length
     for tensor in tensors:
         file, offset, length = _find_slice(path, tensor)  # may have changed meanwhile
         with _open_external(file, tensor.name) as stream:
             stream.seek(offset)
             data = stream.read(length)
         location = _external_entries(tensor)["location"].encode()
-        pieces[location, offset, len(data)] = hashlib.sha256(data).digest()
+        digest_by_slice[location, offset, len(data)] = hashlib.sha256(data).digest()
         tensor.raw_data = data
         del tensor.external_data[:]
         tensor.data_location = onnx.TensorProto.DEFAULT
-    return _digest_of(pieces) if pieces else ""
+    return _digest_of(digest_by_slice) if digest_by_slice else ""
 
 
-def _digest_of(pieces: Mapping[tuple[bytes, int, int], bytes]) -> str:
+def _digest_of(digest_by_slice: Mapping[tuple[bytes, int, int], bytes]) -> str:
     """Return the sha256 (hex) of external data, see `ModelStamp.weights`."""
     state = hashlib.sha256()
-    for (location, offset, length), digest in sorted(pieces.items()):
+    for (location, offset, length), digest in sorted(digest_by_slice.items()):
         state.update(location + b"\0")
         state.update(offset.to_bytes(8, "little") + length.to_bytes(8, "little") + digest)
     return state.hexdigest()
@@ -200,13 +200,21 @@ def _find_external_file(path: Path, name: str, location: str) -> Path:
 
 
 def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
-    """Return (file, offset, length) of one tensor's external data."""
+    """Return (file, offset, length) of one tensor's external data.
+
+    Args:
+        path: of the model.
+        tensor: with external data.
+
+    Raises:
+        ModelError: it is not within a file in the model's folder.
+    """
     entries = _external_entries(tensor)
     file = _find_external_file(path, tensor.name, entries.get("location", ""))
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
     except ValueError:
-        offset, length = -1, -1
+        offset, length = -1, -1  # refused below
     with _open_external(file, tensor.name) as stream:
         size = os.fstat(stream.fileno()).st_size
     if length < 0:  # up to the end

@@ -10,7 +10,7 @@ are put back into the files for the runtimes that know them::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -18,6 +18,7 @@ from onnx import helper
 
 from deploy.errors import ExportError, ModelError, counted
 from deploy.frontends.checks import check_valid
+from deploy.frontends.shapes import infer_shapes
 from deploy.graph.edit import (
     copy_message,
     copy_tensor,
@@ -103,23 +104,26 @@ class CutOffNodes:
         Raises:
             ExportError: a cut-off node has no form in the opset of `model`.
         """
-        if opset_of(model) < opset_of(self.model):  # bring the cut-off nodes to the older opset
-            lowered = lower_opset(self.model, opset=opset_of(model)).model
-            replace_field(lowered.graph.output, self.model.graph.output)  # without inferred types
+        opset = opset_of(model)
+        if opset < opset_of(self.model):  # bring the cut-off nodes to the older opset first
+            lowered = lower_opset(self.model, opset=opset).model
+            # the outputs as in the file: lowering declares the types that it infers
+            replace_field(lowered.graph.output, self.model.graph.output)
             return CutOffNodes(lowered).append_to(model)
-        self._refuse_opset(opset_of(model))
+        self._refuse_opset(opset)
         complete = copy_message(model)
         graph, file_graph = complete.graph, self.model.graph
         nodes = list(map(copy_message, self.nodes))
         self._add_constants(graph, nodes)
         replace_nodes(graph, [*graph.node, *nodes])
 
-        # the inputs and outputs of the complete model, typed as in `model` if it has them
+        # the inputs and outputs of the complete model, with their types in `model` if it has them
         declared = by_name(map(copy_message, (*graph.input, *graph.output)))
-        replace_field(graph.input, [declared.get(value.name, value) for value in file_graph.input])
-        replace_field(
-            graph.output, [declared.get(value.name, value) for value in file_graph.output]
-        )
+        inputs = [declared.get(value.name, value) for value in file_graph.input]
+        outputs = [declared.get(value.name, value) for value in file_graph.output]
+        replace_field(graph.input, inputs)
+        replace_field(graph.output, outputs)
+
         domains = {entry.domain for entry in complete.opset_import}
         for entry in self.model.opset_import:
             if entry.domain not in domains:
@@ -157,17 +161,17 @@ class CutOffNodes:
             )
 
 
-def cut_unknown_nodes(
-    model: onnx.ModelProto, infer: Callable[[onnx.ModelProto], onnx.ModelProto]
-) -> CutOffNodes | None:
+def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
     """Cut a model before the nodes that ONNX Runtime does not know, in place; return what is cut.
 
-    The unknown nodes and all nodes downstream are cut off; what these read of the remaining nodes
-    becomes an output of the model. None if there are no unknown nodes.
+    The unknown nodes and all nodes downstream are cut off, and the nodes that compute constants for
+    these alone. What they read of the remaining nodes becomes an output of the model.
 
     Args:
         model: without functions.
-        infer: returns a model with inferred types and shapes.
+
+    Returns:
+        The nodes that were cut off; None if there are no unknown nodes.
 
     Raises:
         ModelError: no node is left before them.
@@ -177,16 +181,16 @@ def cut_unknown_nodes(
         return None
     _import_domains(model, unknown_nodes)
     sort_nodes(model.graph)
-    graph = Graph(infer(model))
+    graph = Graph(infer_shapes(model))
     cut_indices = _find_downstream(model.graph.node)
     _add_constant_nodes(graph, cut_indices)
-
-    # split the nodes, and what the cut-off ones read
     cut_nodes: Nodes = []
     remaining_nodes: Nodes = []
     for index, node in enumerate(model.graph.node):
-        nodes = cut_nodes if index in cut_indices else remaining_nodes
-        nodes.append(node)
+        part_nodes = cut_nodes if index in cut_indices else remaining_nodes
+        part_nodes.append(node)
+
+    # the cut-off nodes take the constants that they read with them
     constants, varying_names = [], []
     for name in dict.fromkeys(all_reads(cut_nodes)):
         if name in graph.constants:
@@ -232,24 +236,30 @@ def _find_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
 
 
 def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
-    """Add the nodes that compute constants for the cut-off nodes alone, in place.
+    """Cut off too the nodes that compute constants for the cut-off nodes alone.
+
+    Else these constants would become outputs of the model that is calibrated.
 
     Args:
         graph: of the model; its nodes are sorted.
-        cut_indices: indices of the nodes to cut off; more are added.
+        cut_indices: indices of the nodes to cut off; changes: those of more nodes are added.
     """
-    constants = set(graph.constants)
+    constant_tensors = set(graph.constants)
     for node in graph.nodes:
-        if constants.issuperset(iter_reads(node)):
-            constants.update(node.output)
-    cut_reads: set[str] = set()  # without the constants, which are stored with the nodes
+        if constant_tensors.issuperset(iter_reads(node)):
+            constant_tensors.update(node.output)
+
+    # from the last node to the first, so that the readers of a node are known
+    cut_reads: set[str] = set()  # tensors that the cut-off nodes read, without stored constants
     remaining_reads = set(graph.outputs)
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
+        is_constant = constant_tensors.issuperset(node.output)
         is_read_by_cut = not cut_reads.isdisjoint(node.output)
-        is_read_by_cut_only = is_read_by_cut and remaining_reads.isdisjoint(node.output)
-        if index in cut_indices or (is_read_by_cut_only and constants.issuperset(node.output)):
+        is_read_by_remaining = not remaining_reads.isdisjoint(node.output)
+        if is_constant and is_read_by_cut and not is_read_by_remaining:
             cut_indices.add(index)
+        if index in cut_indices:
             cut_reads.update(set(iter_reads(node)).difference(graph.constants))
         else:
             remaining_reads.update(iter_reads(node))
@@ -257,27 +267,27 @@ def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
 
 def _reduce_to(
     model: onnx.ModelProto,
-    nodes: Sequence[onnx.NodeProto],
+    remaining_nodes: Sequence[onnx.NodeProto],
     cut_reads: Iterable[str],
-    index: Graph,
+    inferred: Graph,
 ) -> None:
-    """Reduce a model to some of its nodes, in place.
+    """Reduce a model to the nodes that remain, in place; what others read becomes an output.
 
     Args:
         model: changes.
-        nodes: the nodes that stay.
-        cut_reads: tensors that the removed nodes read; those that `nodes` make become outputs.
-        index: of the model, with inferred types and shapes.
+        remaining_nodes: the nodes that stay.
+        cut_reads: tensors that the cut-off nodes read.
+        inferred: index of the complete model, with inferred types and shapes.
     """
     graph = model.graph
-    produced = all_outputs(nodes)
+    produced = all_outputs(remaining_nodes)
     retain_named(graph.output, produced)
     outputs = names_of(graph.output)
     for name in cut_reads:
-        if name in produced and name not in outputs:
-            dtype, shape = index.dtypes.get(name, 0), index.shapes.get(name)
+        if name in produced and name not in outputs:  # it may also be an input of the model
+            dtype, shape = inferred.dtypes.get(name, 0), inferred.shapes.get(name)
             graph.output.append(helper.make_tensor_value_info(name, dtype, shape))
-    replace_nodes(graph, nodes)
+    replace_nodes(graph, remaining_nodes)
     drop_dead(graph)
     retain_named(graph.input, set(all_reads(graph.node)))
     retain_named(graph.value_info, produced)

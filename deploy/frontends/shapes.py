@@ -48,14 +48,16 @@ def clear_negative_sizes(graph: onnx.GraphProto) -> None:
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Infer all shapes and types; keep those of the file where inference gives none.
+    """Return the model with all shapes and types inferred anew; `model` changes.
+
+    Those of the file stay where inference gives none.
 
     Raises:
         ModelError: the shapes contradict each other.
     """
     file_values = list(map(copy_message, model.graph.value_info))
     del model.graph.value_info[:]
-    light_model = without_values(model)
+    light_model = without_values(model)  # large weights are not copied
     with checks.refuse_errors("shapes of the model must fit together"):
         propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
         inferred = infer_types(light_model or model, data_prop=propagates_values)
@@ -65,8 +67,8 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         inferred = model
 
     graph = inferred.graph
-    missing = all_outputs(graph.node) - names_of((*graph.output, *graph.value_info))
-    graph.value_info.extend(value for value in file_values if value.name in missing)
+    untyped = all_outputs(graph.node) - names_of((*graph.output, *graph.value_info))
+    graph.value_info.extend(value for value in file_values if value.name in untyped)
     return inferred
 
 

@@ -444,10 +444,10 @@ def _histogram_text(row: TensorRow, part: HistogramPart) -> str:
     )
 
 
-_FRONT_HEIGHT, _FRONT_FLOOR = 180, 146  # in px
-_FRONT_TOP, _FRONT_WORST = 18, _FRONT_FLOOR - 14  # y of the float model, and of the least SQNR
-_FRONT_BEST = _FRONT_TOP + 20  # y of the largest finite SQNR
-_FRONT_MARGIN = 0.05  # of time, beside the fastest and the slowest split
+_FRONT_HEIGHT, _FRONT_FLOOR_Y = 180, 146  # in px
+_EXACT_Y = 18  # of the float model, and of splits without any error
+_BEST_SQNR_Y, _WORST_SQNR_Y = _EXACT_Y + 20, _FRONT_FLOOR_Y - 14  # of finite SQNR
+_TIME_MARGIN = 0.05  # of FP32's time, beside the fastest and the slowest split
 
 
 def front_figure(front: Sequence[SplitRow]) -> str:
@@ -459,31 +459,33 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     if len(splits) < 2:
         return ""
 
+    # the axis of time, at the bottom
     times = [1.0, *(split.time for split in splits)]
-    time_axis = _Axis(min(times) - _FRONT_MARGIN, max(times) + _FRONT_MARGIN)
-    body = _floor_line("100%", _FRONT_FLOOR)
+    time_axis = _Axis(min(times) - _TIME_MARGIN, max(times) + _TIME_MARGIN)
+    body = _floor_line("100%", _FRONT_FLOOR_Y)
     for value, label in _ticks(time_axis.lo, time_axis.hi):
-        body += _text("tick", time_axis.percent(value), str(_FRONT_FLOOR + 15), label)
+        body += _text("tick", time_axis.percent(value), str(_FRONT_FLOOR_Y + 15), label)
 
+    # the axis of SQNR, whose length is negative, since y grows downwards
     finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
     worst_db = min(finite_db)
     best_db = max(*finite_db, worst_db + 1)  # an axis needs a length
-    db_axis = _Axis(worst_db, best_db, start=_FRONT_WORST, length=_FRONT_BEST - _FRONT_WORST)
+    db_axis = _Axis(worst_db, best_db, start=_WORST_SQNR_Y, length=_BEST_SQNR_Y - _WORST_SQNR_Y)
     for value, label in _ticks(worst_db, best_db):
         y = f"{db_axis.position(value):.1f}"
         body += f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
         body += _text("", "0", y, f"{label} dB")
 
-    body += _front_point("time", time_axis.percent(1.0), _FRONT_TOP, "FP32", is_left=True)
+    body += _front_point("time", time_axis.percent(1.0), _EXACT_Y, "FP32", is_left=True)
     for split in splits:
-        y_px: float = _FRONT_TOP  # of a split without any error
+        split_y: float = _EXACT_Y
         if math.isfinite(split.sqnr_db):
-            y_px = db_axis.position(split.sqnr_db)
+            split_y = db_axis.position(split.sqnr_db)
         kind = "kept" if split.taken else "tried"
         # names are left and right in turn, so that points above each other do not hide them
         is_left = split.number % 2 == 1
         x = time_axis.percent(split.time)
-        body += _front_point(kind, x, y_px, str(split.number), is_left=is_left)
+        body += _front_point(kind, x, split_y, str(split.number), is_left=is_left)
     body += _text("end", "100%", str(_FRONT_HEIGHT - 3), "time, FP32 = 1")
     return (
         f'<svg class="wide" width="100%" height="{_FRONT_HEIGHT}" role="img">'

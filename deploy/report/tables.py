@@ -214,7 +214,7 @@ def _line(
 
 
 def _size(report: Findings) -> Iterator[ComparisonLine]:
-    """Yield the size of every file, with how many times as small the only engine is; load time."""
+    """Yield the line of file sizes, with how many times as small the only engine is; load times."""
     cells, ratios = [], []
     for engine in report.engines:
         target = report.target_of(engine)
@@ -240,15 +240,19 @@ def time_name(engines: Iterable[EngineRow]) -> str:
 
 
 def _latency(report: Findings) -> Iterator[ComparisonLine]:
-    """Yield the smallest batch of a sweep, then latency, its spread, and throughput."""
+    """Yield lines with latency, its spread, and throughput.
+
+    After a sweep over batch sizes, a line comes first with the batch that was measured, the
+    smallest.
+    """
     name = time_name(report.engines)
     latencies = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
         sweeps = [engine.sweep or None for engine in report.engines]
         yield _line("Batch", sweeps, lambda sweep: str(sweep[0].batch))
-    runs = min((latency.queries for latency in latencies if latency), default=0)
+    run_count = min((latency.queries for latency in latencies if latency), default=0)
     for figure, min_runs in _MIN_RUNS.items():
-        if runs >= min_runs:
+        if run_count >= min_runs:  # fewer runs do not show a percentile
             change = _speed_text(report) if figure == "p50" else ""
             yield _line(f"{name} {figure}", latencies, partial(_time, "latency", figure), change)
     yield _line("Spread (std / mean)", latencies, lambda x: f"{x.latency.cv_percent:.3g} %")
@@ -270,9 +274,10 @@ def _time(clock: str, figure: str, latency: Latency) -> str:
 
 
 def _speed_text(report: Findings) -> str:
-    """Return how many times as fast the engine is as each of its rivals.
+    """Return how many times as fast the only int8 engine is as each of its rivals.
 
-    "" for several engines with rivals: one text in a line of several would not say whose it is.
+    Rivals are the float engines that it replaces. "" for several int8 engines: the text would not
+    say which of them it is about.
     """
     compared = []
     for engine in report.engines:
@@ -281,15 +286,15 @@ def _speed_text(report: Findings) -> str:
     if len(compared) != 1:
         return ""
 
-    engine, (main_rival, *other_rivals) = compared[0]
-    speeds = [(main_rival, figures.ratio(model.speed_over(main_rival, engine)))]
-    if engine.speed:  # with its interval
-        speeds = [(main_rival, engine.speed.text)]
-    for rival in other_rivals:
-        speeds.append((rival, figures.ratio(model.speed_over(rival, engine))))
+    engine, rivals = compared[0]
     texts = []
-    for rival, speed in speeds:
-        texts.append(speed if rival.reference else f"{speed} of {rival.label}")
+    for rival in rivals:
+        text = figures.ratio(model.speed_over(rival, engine))
+        if engine.speed and rival is rivals[0]:  # measured beside this one, with an interval
+            text = engine.speed.text
+        if not rival.reference:
+            text += f" of {rival.label}"
+        texts.append(text)
     return ", ".join(texts)
 
 
@@ -340,17 +345,17 @@ def _top1_line(report: Findings) -> ComparisonLine:
 
 
 def _task_line(report: Findings, label: str) -> ComparisonLine:
-    """Return each engine's figure of the task, such as "27 of 28 boxes".
+    """Return the line of the task's figure, such as "27 of 28 boxes".
 
-    The float model has one only for a user's metric, which is no comparison with it. `label`: name
-    of the figure.
+    It compares an engine with the float model, which has no figure itself; but a user's own metric
+    has a value for the float model too. `label`: name of the figure.
     """
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    fp32_values = _distinct(map(own_metric_value, accuracies))
+    float_model_values = _distinct(map(own_metric_value, accuracies))
     cells = []
     for engine in report.engines:
-        if engine.reference and fp32_values:
-            cells.append(fp32_values[0])
+        if engine.reference and float_model_values:
+            cells.append(float_model_values[0])
         elif engine.accuracy and engine.accuracy.task:
             cells.append(engine.accuracy.task.count)
         else:
@@ -359,26 +364,28 @@ def _task_line(report: Findings, label: str) -> ComparisonLine:
 
 
 def _precision(report: Findings, label: str, suffix: str) -> Iterator[ComparisonLine]:
-    """Yield the mean average precision of every engine, with the largest loss; none unmeasured.
+    """Yield the line of mean average precision, with the largest loss; none if not measured.
 
     Args:
         report: the results.
         label: of the line.
         suffix: of the fields of `MeanPrecision`: "" over all IoUs, "_50" at IoU .50.
     """
-    fp32: float | None = None  # the float model's, which is the same beside every engine
+    # each engine's precision holds its own value, and that of the float model on the same samples
+    float_model_share: float | None = None
     shares: list[float | None] = []
     for engine in report.engines:
         precision = engine.accuracy.precision if engine.accuracy else None
-        fp32 = getattr(precision, f"reference{suffix}", fp32)
+        float_model_share = getattr(precision, f"reference{suffix}", float_model_share)
         shares.append(getattr(precision, f"candidate{suffix}", None))
-    if fp32 is None:
+    if float_model_share is None:
         return
-    change = figures.points(min(share - fp32 for share in shares if share is not None))
+    changes = [share - float_model_share for share in shares if share is not None]
     for index, engine in enumerate(report.engines):
         if engine.reference:
-            shares[index] = fp32
-    yield ComparisonLine(label, tuple(map(figures.percent, shares)), change)
+            shares[index] = float_model_share
+    cells = tuple(map(figures.percent, shares))
+    yield ComparisonLine(label, cells, figures.points(min(changes)))
 
 
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
