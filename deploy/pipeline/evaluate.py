@@ -47,8 +47,8 @@ from deploy.tensors import Array, Session
 from deploy.terminal import phase
 
 EvaluationFeed = Feed | EvaluationSubset
-# engine that can be opened here -> its session on a device; None if ONNX Runtime runs it
-DeviceSessions = Mapping[str, Session | None]
+# engine that can be opened here -> its session; None if another one has to be opened to evaluate it
+EngineSessions = Mapping[str, Session | None]
 Pictures = Mapping[int, tuple[str, Array]]  # sample number -> name, image uint8 [h, w, 3] RGB
 
 LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
@@ -128,7 +128,7 @@ class InnerTensors:
 def compare_inner_tensors(
     loaded: LoadedModel,
     results: Sequence[BuildResult],
-    device_sessions: DeviceSessions,
+    engine_sessions: EngineSessions,
     samples: Iterable[Sample],
 ) -> InnerTensors:
     """Compare all inner tensors that both models share, one sample in memory at a time.
@@ -138,15 +138,15 @@ def compare_inner_tensors(
     Args:
         loaded: the float model.
         results: results whose runnable file is compared.
-        device_sessions: target whose engine can be opened here -> its session if a device runs it,
-            None if ONNX Runtime does.
+        engine_sessions: engines that can be opened here; a model of ONNX Runtime with the same
+            numbers stands in for any other.
         samples: the samples to compare on.
     """
     opened_targets: dict[str, tuple[Session, TensorComparison]] = {}
     for result in results:
         is_quantized = any(decision.quantized for decision in result.decisions)
         if result.runnable is not None and is_quantized:
-            has_no_engine = result.target not in device_sessions
+            has_no_engine = result.target not in engine_sessions
             opened = _open_with_inner_tensors(loaded, result, stand_in=has_no_engine)
             if opened is not None:
                 opened_targets[result.target] = opened
@@ -192,58 +192,42 @@ def _open_with_inner_tensors(
     return session, TensorComparison(quantized_by_float_name, loaded.declaration.batch_inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """The engine of a target that is evaluated, or a model that stands in for it.
-
-    Attributes:
-        session: the session that is run.
-        is_serial: whether the session takes one sample at a time, as a device does.
-    """
-
-    session: Session
-    is_serial: bool
-
-
 def find_candidates(
-    results: Sequence[BuildResult],
-    device_sessions: DeviceSessions,
-    host_sessions: Mapping[str, Session],
-    failures: dict[str, str],
-) -> dict[str, Candidate]:
-    """Return target -> the session that is evaluated for it; targets without one are left out.
+    results: Sequence[BuildResult], engine_sessions: EngineSessions, failures: dict[str, str]
+) -> dict[str, Session]:
+    """Return name -> session to evaluate: of each target, and of its baselines on a device.
 
-    It is the target's engine. If that cannot be opened here, it is the target's runnable file, a
-    model for ONNX Runtime that computes the same numbers.
+    For a target it is that of its engine. If that cannot be opened here, it is that of its runnable
+    file, a model for ONNX Runtime that computes the same numbers; targets without one are left out.
+    A baseline is a float engine that was built for the target.
 
     Args:
         results: files of each target.
-        device_sessions: target whose engine can be opened here -> its session if a device runs it,
-            None if ONNX Runtime does.
-        host_sessions: target -> session in one thread of its runnable file, if it is open already.
+        engine_sessions: the engines that can be opened here.
         failures: gets target -> the error of a file that cannot be opened.
     """
     candidates = {}
     for result in results:
-        device_session = device_sessions.get(result.target)
-        if device_session is not None:
-            candidates[result.target] = Candidate(device_session, is_serial=True)
-            continue
-
-        can_open_engine = result.target in device_sessions
-        path = result.runnable
-        if path is None and can_open_engine:
-            path = result.engine
-        if path is None:
-            continue
-        session = host_sessions.get(result.target)
+        session = engine_sessions.get(result.target)
         if session is None:
+            can_open_engine = result.target in engine_sessions
+            path = result.runnable
+            if path is None and can_open_engine:
+                path = result.engine
+            if path is None:
+                continue
             try:
                 session = open_single_thread(path, stand_in=not can_open_engine)
             except BackendError as error:
                 failures[result.target] = str(error)
                 continue
-        candidates[result.target] = Candidate(session, is_serial=False)
+        candidates[result.target] = session
+
+    for result in results:
+        for name in result.baselines:
+            session = engine_sessions.get(name)
+            if session is not None:
+                candidates[name] = session
     return candidates
 
 
@@ -343,7 +327,7 @@ class EvaluationResult:
 
 def evaluate(
     reference: ReferenceOutputs,
-    candidates: Mapping[str, Candidate],
+    candidates: Mapping[str, Session],
     evaluation: Evaluation,
     *,
     threads: int,
@@ -352,7 +336,7 @@ def evaluate(
 
     Args:
         reference: outputs of the float model.
-        candidates: name -> what is evaluated.
+        candidates: name -> session that is evaluated.
         evaluation: the samples, and how they are compared.
         threads: samples that run in parallel.
     """
@@ -398,7 +382,7 @@ class _EvaluationPass:
     def __init__(
         self,
         reference: ReferenceOutputs,
-        candidates: Mapping[str, Candidate],
+        candidates: Mapping[str, Session],
         evaluation: Evaluation,
     ) -> None:
         self._reference = reference
@@ -410,12 +394,11 @@ class _EvaluationPass:
         labels, metric = evaluation.labels, evaluation.metric
         self._images = CandidateImages(evaluation.feed, metric.declared.batch_inputs)
         self._comparisons: dict[str, Comparison] = {}
-        for name, candidate in candidates.items():
-            comparison = Comparison(reference, candidate.session, labels=labels, metric=metric)
-            self._comparisons[name] = comparison
+        for name, session in candidates.items():
+            self._comparisons[name] = Comparison(reference, session, labels=labels, metric=metric)
 
     def run(self, _worker: int, number: int, sample: Sample) -> _SampleOutputs:
-        """Run the float model and all candidates that run in parallel on one sample.
+        """Run the float model, and the candidates in ONNX Runtime, on one sample.
 
         Called by several threads. `number`: of the sample in the pass, from 1.
         """
@@ -424,15 +407,15 @@ class _EvaluationPass:
         feed = self._evaluation.feed
         sequence = feed.sequence_of(feed.sample_key(number)) if feed.states else 0
         outputs = _SampleOutputs(sample, sequence, reference_outputs)
-        self._run_candidates(outputs, is_serial=False)
+        self._run_candidates(outputs, on_device=False)
         return outputs
 
     def compare(self, outputs: _SampleOutputs) -> None:
-        """Run the candidates that take one sample at a time, and add all outputs to the figures.
+        """Run the candidates on devices, one sample at a time, and add all outputs to the figures.
 
         Called by one thread, in the order of the samples. Images that a report may show are stored.
         """
-        self._run_candidates(outputs, is_serial=True)
+        self._run_candidates(outputs, on_device=True)
         for name, comparison in self._comparisons.items():
             if name in outputs.candidates:  # else it failed
                 self._result.engine_runs[name] += 1
@@ -448,14 +431,15 @@ class _EvaluationPass:
             example_numbers.update(comparison.watched)
         self._images.add(outputs.sample, example_numbers)
 
-    def _run_candidates(self, outputs: _SampleOutputs, *, is_serial: bool) -> None:
-        """Run the serial or the parallel candidates, those that have not failed yet."""
-        for name, candidate in self._candidates.items():
-            if candidate.is_serial != is_serial or name in self._result.failures:
+    def _run_candidates(self, outputs: _SampleOutputs, *, on_device: bool) -> None:
+        """Run the candidates on devices, or those in ONNX Runtime, unless they have failed."""
+        for name, session in self._candidates.items():
+            is_on_device = not isinstance(session, OrtSession)
+            if is_on_device != on_device or name in self._result.failures:
                 continue
             try:
                 outputs.candidates[name] = self._own_states[name].run(
-                    candidate.session, outputs.sample, outputs.sequence
+                    session, outputs.sample, outputs.sequence
                 )
             except BackendError as error:
                 self._result.failures[name] = str(error)

@@ -20,8 +20,7 @@ from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.precision import GroundTruth
 from deploy.pipeline.evaluate import (
     LAYER_SAMPLES,
-    Candidate,
-    DeviceSessions,
+    EngineSessions,
     Evaluation,
     InnerTensors,
     Pictures,
@@ -131,17 +130,17 @@ def measure_engines(
 
     # accuracy, first of inner tensors, then of outputs
     opened_results = [result for result in results if result.target not in failures]
-    device_sessions = _find_device_sessions(engines)
+    engine_sessions = _find_engine_sessions(engines)
     if loaded.cut_off is not None:  # the engines have other outputs than the float model
-        device_sessions = {}
+        engine_sessions = {}
     if evaluation is not None:
         evaluation.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
     with phase("layers"):
         layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
         inner_tensors = compare_inner_tensors(
-            loaded, opened_results, device_sessions, layer_samples
+            loaded, opened_results, engine_sessions, layer_samples
         )
-    candidates = _find_candidates(opened_results, engines, device_sessions, failures)
+    candidates = find_candidates(opened_results, engine_sessions, failures)
     evaluated = evaluate(reference, candidates, samples, threads=threads)
     failures |= evaluated.failures
 
@@ -206,15 +205,17 @@ class _OpenedEngine:
     is_for_accuracy: bool = False
 
 
-def _find_device_sessions(engines: Mapping[str, _OpenedEngine]) -> dict[str, Session | None]:
-    """Return engine -> its session if a device runs it, None if ONNX Runtime does.
+def _find_engine_sessions(engines: Mapping[str, _OpenedEngine]) -> EngineSessions:
+    """Return the sessions of the engines that can be opened here, without the float model's.
 
-    The float model, which is only compared with, is left out.
+    None stands for a session of ONNX Runtime in several threads: the evaluation runs samples in
+    parallel, each in one thread.
     """
     sessions = {}
     for name, engine in engines.items():
         if name != _FLOAT_ENGINE:
-            sessions[name] = engine.session if engine.is_on_device else None
+            is_reusable = engine.is_on_device or engine.is_for_accuracy
+            sessions[name] = engine.session if is_reusable else None
     return sessions
 
 
@@ -379,36 +380,6 @@ def _qdq_notes(loaded: LoadedModel, *, is_reference: bool) -> Iterator[str]:
         name = Path(loaded.qdq.name).name
         reference = f"{name} itself, computed as it is written" if is_reference else "FP32"
         yield f"accuracy is measured beside {reference}; speed and size beside FP32"
-
-
-def _find_candidates(
-    results: Sequence[BuildResult],
-    engines: Mapping[str, _OpenedEngine],
-    device_sessions: DeviceSessions,
-    failures: dict[str, str],
-) -> dict[str, Candidate]:
-    """Return name -> what is evaluated: an engine of each target, and baselines of a device.
-
-    A baseline is a float engine that was built for the target.
-
-    Args:
-        results: files of the targets whose engine did not fail.
-        engines: the opened engines.
-        device_sessions: engine that can be opened here -> its session if a device runs it, None if
-            ONNX Runtime does.
-        failures: gets target -> why it cannot be evaluated.
-    """
-    host_sessions = {}
-    for name, engine in engines.items():
-        if engine.is_for_accuracy and engine.session is not None:
-            host_sessions[name] = engine.session
-    candidates = find_candidates(results, device_sessions, host_sessions, failures)
-    for result in results:
-        for name in result.baselines:
-            session = device_sessions.get(name)
-            if session is not None:
-                candidates[name] = Candidate(session, is_serial=True)
-    return candidates
 
 
 def _measure_latency(
