@@ -243,8 +243,8 @@ def auto(
     evaluation = images.evaluation(eval_images)
     if labels is not None and evaluation is None:
         raise ConfigError("labels are of evaluation images, got none; give --eval-images")
-    classes = read_labels(labels) if labels else None
-    if isinstance(classes, Annotations):
+    label_values = read_labels(labels) if labels else None
+    if isinstance(label_values, Annotations):
         raise ConfigError(
             f"the loss here is of classes or cosines, got objects in {labels}; calib8 build"
             " --ascend-config judges objects"
@@ -254,8 +254,8 @@ def auto(
         amct_batch=amct_batch,
         has_all_searches=strategy == ascend_auto.GAIN,
     )
-    path = out / RECORDS / f"{model.stem}.cache"
-    policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
+    cache_path = out / RECORDS / f"{model.stem}.cache"
+    policy = CachePolicy(path=cache_path, require=require_cache, refresh=refresh)
     refuse_refresh_and_reuse(policy)
     ascend_auto.refuse_foreign_files(target, out, model.stem)
     options = CalibrationOptions(cache=policy, threads=images.threads, float_nodes=keep_float)
@@ -263,14 +263,17 @@ def auto(
     if verbose:
         say(calibrated.cost)
 
-    feed = calibrated.feed
+    evaluation_feed = calibrated.feed
     if evaluation is not None:
-        feed = calibrated.loaded.open_samples(evaluation, labels_by_folder=classes == BY_FOLDER)
-        apply_labels(classes, feed)
+        has_label_folders = label_values == BY_FOLDER
+        evaluation_feed = calibrated.loaded.open_samples(
+            evaluation, labels_by_folder=has_label_folders
+        )
+        apply_labels(label_values, evaluation_feed)
     result = ascend_auto.auto_calibrate(
         target,
         calibrated,
-        feed,
+        evaluation_feed,
         folder=out,
         max_loss=max_loss,
         strategy=strategy,

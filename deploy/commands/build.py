@@ -157,8 +157,8 @@ def build(
         repairs=repairs or None,
         settings=settings_text(),
     )
-    loaded = resolve_model(model, shapes, weights)
-    report = build_with(loaded, dataset if dataset.source else None, options)
+    resolved_model = resolve_model(model, shapes, weights)
+    report = build_with(resolved_model, dataset if dataset.source else None, options)
     if calibration.verbose:
         say_lines(to_markdown(report))
     else:

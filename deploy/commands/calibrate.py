@@ -101,8 +101,8 @@ def calibrate(
         resume=resume,
         checkpoint=checkpoint_path(path),
     )
-    loaded = resolve_model(model, shapes, weights)
-    calibrated = calibrate_with(loaded, dataset, options, targets=targets)
+    resolved_model = resolve_model(model, shapes, weights)
+    calibrated = calibrate_with(resolved_model, dataset, options, targets=targets)
     if shard is not None:
         write_shard(calibrated, path)
     print_calibration(
@@ -179,6 +179,6 @@ def merge(
         )
     path = out or Path(f"{model.stem}.cache")
     options = calibration.options(path, calibration.method)
-    loaded = resolve_model(model, shapes, weights)
-    calibrated = merge_with(loaded, shards, options, targets=targets)
+    resolved_model = resolve_model(model, shapes, weights)
+    calibrated = merge_with(resolved_model, shards, options, targets=targets)
     print_calibration(calibrated, path, verbose=calibration.verbose, json_path=json_path)

@@ -97,12 +97,13 @@ class CalibrationArguments:
         images: ImageArguments | None = None,
         **command_options: Any,
     ) -> CalibrationOptions:
-        """The options of a calibration.
+        """Return the options of a calibration with these arguments.
 
         Args:
             path: the cache; None for the default one, or for none.
-            method: None for the default one.
-            images: None for a command that takes none.
+            method: how ranges are searched, which the images may decide (`choose_samples`); None
+                for the default one.
+            images: the images, for their options; None for a command that takes none.
             command_options: fields of `CalibrationOptions` that are options of one command.
         """
         from deploy.pipeline.build_options import CalibrationOptions
