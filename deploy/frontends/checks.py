@@ -34,9 +34,13 @@ _MAX_NAME = 1 << 17  # characters; names are copied into tables, files and messa
 
 
 def check_fields(message: Message) -> None:
-    """Refuse negative sizes, and names that are too long or not UTF-8, which are bytes in protobuf.
+    """Refuse constants of negative size, and names that are too long or not UTF-8.
 
-    ONNX's shape inference ends the process at a constant of negative size.
+    ONNX's shape inference ends the process at a negative size. protobuf gives a name that is not
+    UTF-8 as bytes.
+
+    Args:
+        message: a model, or any part of one, whose parts are checked too.
     """
     sizes = list(getattr(message, "dims", ()))  # of a tensor, dense or sparse
     if min(sizes, default=0) < 0:
@@ -142,9 +146,13 @@ def refuse_optimized(model: onnx.ModelProto, target: str) -> None:
 
 
 def check_ends(model: onnx.ModelProto) -> None:
-    """Refuse graphs without inputs, nodes or outputs of numbers, other inputs, and references.
+    """Refuse a graph that cannot be run on tensors.
 
-    Inputs must be tensors. Only within a function may an attribute refer to one of the caller's.
+    It must have inputs, nodes and outputs; all inputs and one output must be tensors; and each
+    attribute must have a value: outside of functions it cannot refer to an attribute of a caller.
+
+    Raises:
+        ModelError: names what is missing.
     """
     graph = model.graph
     for node in all_nodes(graph):

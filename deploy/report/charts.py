@@ -211,24 +211,26 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
         return ""
 
     axis = _latency_scale(measured)
-    curves, marks, legend, not_drawn = "", "", "", 0
+    curves, marks, legend = "", "", ""
+    not_drawn_count = 0
     for index, engine in enumerate(measured):
         if len(engine.samples_ms) >= _MIN_CURVE:
             curves += _curve(engine.samples_ms, axis, engine.colour)
-        not_drawn += int((engine.samples_ms > axis.hi).sum())
+        not_drawn_count += int((engine.samples_ms > axis.hi).sum())
 
+        # a line at the p50, with the letter of the engine on its top
         letter = ascii_uppercase[index % len(ascii_uppercase)]
-        x = axis.percent(engine.p50_ms)
-        y = 12 + 14 * (index % _LETTER_ROWS)
-        marks += _vertical_line(f"median {engine.colour}", x, y + 3, _FLOOR)
-        marks += _text(f"tick name {engine.colour}", x, str(y), letter)
+        p50_x = axis.percent(engine.p50_ms)
+        letter_y = 12 + 14 * (index % _LETTER_ROWS)
+        marks += _vertical_line(f"median {engine.colour}", p50_x, letter_y + 3, _FLOOR)
+        marks += _text(f"tick name {engine.colour}", p50_x, str(letter_y), letter)
         legend += (
             f'<li><i class="{engine.colour}">{letter}</i> {escape(engine.label)}'
             f" <b>p50 {figures.milliseconds(engine.p50_ms)}</b></li>"
         )
     unit = "ms per inference"
-    if not_drawn:
-        unit += f"; {figures.count(not_drawn, 'slower iteration')} not drawn"
+    if not_drawn_count:
+        unit += f"; {figures.count(not_drawn_count, 'slower iteration')} not drawn"
     return (
         f'<ul class="legend">{legend}</ul>'
         f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
@@ -280,12 +282,12 @@ def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
     Their step is 1, 2 or 5 times a power of ten; labels have the decimals that it needs.
     """
     min_step = (hi - lo) / 8
-    decade = 10.0 ** math.floor(math.log10(min_step))
-    step = decade
+    power_of_ten = 10.0 ** math.floor(math.log10(min_step))  # at most `min_step`
+    step = power_of_ten
     for factor in (2, 5, 10):
         if step < min_step:
-            step = factor * decade
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+            step = factor * power_of_ten
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))  # log10 may be rounded down
 
     margin = 0.03 * (hi - lo)  # a label nearer to an end would be cut off
     first_index = math.ceil((lo + margin) / step)
@@ -425,10 +427,11 @@ def _bar_pieces(row: TensorRow, start: float, end: float) -> Iterator[tuple[str,
         yield kind, end, end
         return
 
-    # every quantization grid contains 0
-    lo = min(max(min(row.lo, 0.0), start), end)
-    hi = min(max(max(row.hi, 0.0), start), end)
-    for kind, piece_start, piece_end in (("cut", start, lo), ("kept", lo, hi), ("cut", hi, end)):
+    # the kept piece: the range, which always holds 0, as far as the bar reaches
+    kept_start = min(max(min(row.lo, 0.0), start), end)
+    kept_end = min(max(max(row.hi, 0.0), start), end)
+    pieces = (("cut", start, kept_start), ("kept", kept_start, kept_end), ("cut", kept_end, end))
+    for kind, piece_start, piece_end in pieces:
         if piece_start < piece_end:
             yield kind, piece_start, piece_end
 

@@ -179,6 +179,8 @@ def compare_with_plan(
 ) -> EngineLayersPart | None:
     """Compare an engine's layers with the plan of its model; None without layers.
 
+    A layer runs one or several nodes; a block, such as a DLA's loadable, many, without their types.
+
     Args:
         layers: as the engine's runtime reports them.
         plan: the planned type of each node, in the model's order; empty if it is not known.
@@ -195,30 +197,32 @@ def compare_with_plan(
     for block in blocks:
         nodes_in_blocks.update(_block_nodes(block, unreported))
 
-    inside, unnamed, lost, gained = [], [], [], []
+    quantized = [decision for decision in decisions if decision.quantized]
+    inside, unnamed = [], []
+    for decision in quantized:
+        if decision.node in nodes_in_blocks:
+            inside.append(decision.node)
+        elif decision.node not in type_by_node:
+            unnamed.append(decision.node)
+
+    lost: list[NodeDeviation] = []
+    gained: list[NodeDeviation] = []
     for decision in decisions:
         engine_type = type_by_node.get(decision.node)
-        if decision.quantized and decision.node in nodes_in_blocks:
-            inside.append(decision.node)
-        elif decision.quantized and engine_type is None:
-            unnamed.append(decision.node)
         if engine_type is None or decision.quantized == (engine_type in _GRIDS):
             continue  # its type is unknown, or as planned
+        deviations = lost if decision.quantized else gained
         deviation = NodeDeviation(
             node=decision.node, op=decision.op_type, planned=decision.precision, ran=engine_type
         )
-        if decision.quantized:
-            lost.append(deviation)
-        else:
-            gained.append(deviation)
+        deviations.append(deviation)
 
-    grids = [decision.precision for decision in decisions if decision.quantized]
     return EngineLayersPart(
         layers=len(computing) - len(blocks),
         precisions=dict(Counter(layer.precision for layer in computing if layer.precision)),
         reformats=len(layers) - len(computing),
-        planned=len(grids) if decisions else None,
-        grid=" or ".join(sorted(set(grids))) or None,
+        planned=len(quantized) if decisions else None,
+        grid=" or ".join(sorted({decision.precision for decision in quantized})) or None,
         unnamed=tuple(unnamed),
         inside=tuple(inside),
         blocks=_count_blocks(blocks),

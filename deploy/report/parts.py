@@ -474,18 +474,17 @@ def node_rows(decisions: Iterable[Decision], model: ModelProto) -> tuple[NodeRow
 def tensor_rows(
     ranges: Mapping[str, Scale],
     *,
-    clipped: Mapping[str, float] | None = None,
-    layers: Sequence[OutputAccuracy] = (),
+    clipped: Mapping[str, float],
+    layers: Sequence[OutputAccuracy],
 ) -> tuple[TensorRow, ...]:
     """Return a row for each of a target's ranges.
 
     Args:
         ranges: tensor -> its scale.
-        clipped: tensor -> share of clipped values, if known.
+        clipped: tensor -> share of clipped values, for those where it is known.
         layers: inner tensors that were measured.
     """
     sqnr_by_tensor = {layer.name: layer.sqnr_db for layer in layers}
-    clipped_by_tensor = clipped or {}
     rows = []
     for name, scale in ranges.items():
         row = TensorRow(
@@ -496,7 +495,7 @@ def tensor_rows(
             hi=scale.hi,
             amax=scale.amax,
             method=scale.method,
-            clipped=clipped_by_tensor.get(name),
+            clipped=clipped.get(name),
             sqnr_db=sqnr_by_tensor.get(name),
         )
         rows.append(row)

@@ -167,14 +167,17 @@ def _has_name_above(area: Area) -> bool:
 
 
 def _draw_tile(tile: Tile, area: Area) -> str:
-    """Draw the tile's area, and as much of its name as fits; none for less than three letters."""
+    """Draw a tile without its parts: its area, and as much of its name as fits.
+
+    A name of which less than three letters fit is left out.
+    """
     max_letters = int((area.width - 6) / _LETTER_WIDTH)
     name = tile.name
     if len(name) > max_letters:
         name = f"{name[: max(max_letters - 1, 0)]}…"
     has_room = area.height >= _NAME_HEIGHT
-    kind = f"c{tile.kind}"
-    if tile.parts:
+    kind = f"c{tile.kind}"  # class in the page's style
+    if tile.parts:  # they leave a strip for the name, if there is room
         has_room, kind = _has_name_above(area), "whole"
     text = ""
     if max_letters >= 3 and has_room:
@@ -234,6 +237,8 @@ _LEGEND = (
 def _module_tiles(nodes: Iterable[NodeCost], path: tuple[str, ...]) -> tuple[Tile, ...]:
     """Return tiles of a module's submodules, and of the nodes that are in none of them.
 
+    A tile is an area of the tree map; a submodule's tile has the tiles of its parts inside.
+
     Args:
         nodes: all nodes of the module.
         path: its name, split at the dots; () for the model itself.
@@ -248,14 +253,14 @@ def _module_tiles(nodes: Iterable[NodeCost], path: tuple[str, ...]) -> tuple[Til
         else:
             tiles.append(_node_tile(node, node.name))
     for name, submodule_nodes in nodes_by_submodule.items():
-        submodule_path = (*path, name)
-        parts = _module_tiles(submodule_nodes, submodule_path)
-        if len(parts) == 1 and not parts[0].parts:  # a layer that is one node
+        if len(submodule_nodes) == 1:  # such as a Linear: one tile, under the submodule's name
             tiles.append(_node_tile(submodule_nodes[0], name))
-        else:
-            seconds = sum(node.seconds for node in submodule_nodes)
-            tooltip = f"{'.'.join(submodule_path)}: {_time_text(seconds)}"
-            tiles.append(Tile(name, seconds, tooltip, parts=parts))
+            continue
+        submodule_path = (*path, name)
+        seconds = sum(node.seconds for node in submodule_nodes)
+        tooltip = f"{'.'.join(submodule_path)}: {_time_text(seconds)}"
+        parts = _module_tiles(submodule_nodes, submodule_path)
+        tiles.append(Tile(name, seconds, tooltip, parts=parts))
     return tuple(tiles)
 
 

@@ -189,7 +189,7 @@ def clip_rows(
     return tuple(replace(row, histogram=histograms.get(row.name)) for row in rows)
 
 
-def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits = UNLIMITED) -> float:
+def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -> float:
     """Return the share (0 to 1) of values in bins completely outside the scale's range.
 
     The range always holds 0, which every grid can represent.

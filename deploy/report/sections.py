@@ -475,12 +475,12 @@ def _picture_reference(boxes: DrawnBoxes) -> str:
 
 
 def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], kind: str) -> str:
-    """Draw rectangles, each with its class and score, none outside the drawing.
+    """Draw boxes, each with its class and score, cut off at the edges of the drawing.
 
     Args:
         boxes: all boxes of the sample.
         group: those to draw.
-        kind: "kept", "lost" or "new", their class in the page's style.
+        kind: "kept", "lost" or "new", which gives the line its style.
     """
     width, height = _drawing_size(boxes)
     body = ""

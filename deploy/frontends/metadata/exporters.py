@@ -47,8 +47,9 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     Raises:
         ConfigError: another task, or invalid values.
     """
-    keys = {key for key in metadata.properties if not key.startswith("onnx.")}  # ONNX Runtime's
     if metadata.text("author") != "Ultralytics":
+        # YOLOv5 writes nothing else; ONNX Runtime adds keys of its own
+        keys = {key for key in metadata.properties if not key.startswith("onnx.")}
         if keys != _YOLOV5:
             return None
         return StoredPreprocess(find_preset("yolo"), " YOLOv5")

@@ -90,7 +90,8 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     crop_mode = data.get("crop_mode") or "center"
     interpolation = plain_word(data.get("interpolation") or "bicubic")
     is_squashed = crop_mode == "squash" and share == 1  # a smaller share would be cropped after it
-    is_known_crop = 0 < share <= 1 and (crop_mode == "center" or is_squashed)
+    is_known_mode = crop_mode == "center" or is_squashed
+    is_known_crop = is_known_mode and 0 < share <= 1
     if interpolation not in INTERPOLATIONS or not is_known_crop:
         raise ConfigError(
             f"its crop must be of the centre, by a share up to 1, and its interpolation one of"
@@ -111,7 +112,9 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
         preprocess = replace(preprocess, resize="stretch")
     elif side is not None:
         preprocess = replace(preprocess, short_side=math.floor(side / share))
-    return preprocess if side is None else replace(preprocess, default_size=(side, side))
+    if side is not None:
+        preprocess = replace(preprocess, default_size=(side, side))
+    return preprocess
 
 
 def _channels_and_side(value: object) -> tuple[int, int | None]:
@@ -156,7 +159,7 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
     if "size" not in data and "image_mean" not in data:
         return None
     kind = plain_word(data.get("image_processor_type"))
-    kind = kind or plain_word(data.get("feature_extractor_type"))
+    kind = kind or plain_word(data.get("feature_extractor_type"))  # as older versions name it
     unknown_keys = [key for key, value in data.items() if value and key not in _KNOWN_KEYS]
     if unknown_keys:
         raise ConfigError(f"calib8 does not know its {short_text(unknown_keys[0])}")
@@ -183,23 +186,34 @@ def _add_arithmetic(preprocess: Preprocess, data: Mapping[str, Any]) -> Preproce
 
 
 def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
-    """Return preprocessing with the size, crop and interpolation of `data`."""
+    """Return preprocessing with the size, crop and interpolation of a Hugging Face processor.
+
+    Args:
+        data: its configuration, `preprocessor_config.json`.
+        kind: its class, such as "ViTImageProcessor".
+
+    Raises:
+        ConfigError: it resizes in another way than the three that are known.
+    """
     resample = parse_number(data.get("resample", 2), "resample")
     size = data.get("size")
     is_cropped = _read_flag(data, "do_center_crop", False)
     if not _read_flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
         raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
     preprocess = Preprocess(interpolation=_RESAMPLE[int(resample)])
+
     sides = _as_sides(size)
     if sides.keys() == {"height", "width"} and not is_cropped:
         return replace(preprocess, default_size=_parse_height_width(size, "size"))
     if sides.keys() == {"shortest_edge"}:
-        short = int(parse_number(sides["shortest_edge"], "shortest_edge"))
+        short_side = int(parse_number(sides["shortest_edge"], "shortest_edge"))
         if is_cropped:
             crop = _parse_height_width(data.get("crop_size"), "crop_size")
-            return replace(preprocess, resize="short-side", short_side=short, default_size=crop)
-        if kind.startswith("ConvNext"):
-            return _convnext_resize(preprocess, short, data.get("crop_pct"))
+            return replace(
+                preprocess, resize="short-side", short_side=short_side, default_size=crop
+            )
+        if kind.startswith("ConvNext"):  # crops without saying so
+            return _convnext_resize(preprocess, short_side, data.get("crop_pct"))
     crop_text = " and a crop" if is_cropped else ""
     raise ConfigError(
         f"its size must be a height and a width, or a shortest_edge of which the centre is"
