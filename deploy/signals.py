@@ -26,7 +26,11 @@ _ORT = "deploy.runtimes.ort"  # imported only by commands that need it
 
 @contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt or `Terminated` on a signal; only a main thread receives signals."""
+    """In the body, raise KeyboardInterrupt on SIGINT and `Terminated` on SIGTERM.
+
+    An error that such an exception caused becomes that exception again. In another thread than the
+    main one nothing is changed, since Python handles signals in the main thread only.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -59,7 +63,11 @@ def _raise_terminated(number: int, frame: object) -> None:
 
 @contextmanager
 def _stop_inferences() -> Iterator[None]:
-    """Stop inferences that outlast a signal, and let a second SIGINT end the process."""
+    """In the body, stop inferences that outlast a signal, and let a second SIGINT end the process.
+
+    Python writes the number of each signal into a pipe as soon as it arrives, also while C code
+    runs. A thread reads the pipe and stops the inferences.
+    """
     renew_interrupt = _end_at_second_interrupt()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -72,7 +80,7 @@ def _stop_inferences() -> Iterator[None]:
     )
     watcher.start()
     previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # a signal to a process that a user's loader forks is not one to this process
+    # a process that a user's loader forks shares the pipe: its signals must not get into it
     os.register_at_fork(after_in_child=lambda: command_ended.is_set() or signal.set_wakeup_fd(-1))
 
     is_signalled = False
@@ -84,23 +92,25 @@ def _stop_inferences() -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(previous_writer)
         command_ended.set()
-        os.write(writer, b"\0")  # a process that the user's code forked may hold the pipe open
+        # wakes the thread; closing does not, if a process that the user's code forked has the pipe
+        os.write(writer, b"\0")
         watcher.join()
         os.close(writer)
         os.close(reader)
-        if (ort := sys.modules.get(_ORT)) is not None:  # or threads keep the process from ending
-            if is_signalled:
+        if (ort := sys.modules.get(_ORT)) is not None:
+            if is_signalled:  # or threads with an inference would keep the process from ending
                 ort.abandon_runs()
             else:
                 ort.continue_runs()
+        # Python's handler again, which stays for every SIGINT
         if (handler := signal.getsignal(signal.SIGINT)) is not None:
-            signal.signal(signal.SIGINT, handler)  # for more than one
+            signal.signal(signal.SIGINT, handler)
 
 
 def _watch_signals(
     reader: int, command_ended: threading.Event, renew_interrupt: Callable[[], object]
 ) -> None:
-    """Stop inferences `GRACE_S` after a signal, until the command has ended.
+    """Stop inferences `GRACE_S` after each signal; return once the command has ended.
 
     Args:
         reader: pipe in which the number of each signal arrives.
@@ -108,8 +118,8 @@ def _watch_signals(
         renew_interrupt: lets the next SIGINT be a first one again.
     """
     while not command_ended.is_set():
-        signal_numbers = os.read(reader, 64)
-        # nothing is stopped if the command went on after an earlier signal since then
+        signal_numbers = os.read(reader, 64)  # waits for a signal, or the command's end
+        # `stop_runs` stops nothing if the command resumed its inferences after this time
         signalled_at = time.monotonic() - GRACE_S
         if _END_SIGNALS.isdisjoint(signal_numbers) or command_ended.wait(GRACE_S):
             continue

@@ -87,19 +87,21 @@ class PrintedResult:
         return f"<pre>{escape(repr(self))}</pre>"
 
     def rows(self, table: str) -> list[dict[str, object]]:
-        """Return a table as one dict a row, as `pandas.DataFrame` takes them.
+        """Return a table of the result as one dict a row, as `pandas.DataFrame` takes them.
 
-        Fields of a row's own parts are named part.field; lists are left out.
+        A table is a list of dataclasses, such as a report's "targets", each of which is a row. The
+        value of a field that is a dataclass too is spread over columns named field.subfield; lists
+        are left out.
 
         Args:
-            table: name of a field that holds rows, or of one in each of them: the "layers" of a
-                report are those of all its targets, with the name of the target in "target".
+            table: name of the field with the list. A field of the rows, such as the "layers" of
+                each target, is one table of all targets, with the target's name in "target".
 
         Raises:
             ConfigError: no such table.
         """
         tables: dict[str, list[dict[str, object]]] = {}
-        for name, rows in _find_tables(self):
+        for name, rows in _find_tables(self):  # "layers" comes once for each target
             tables.setdefault(name, []).extend(rows)
         if table not in tables:
             hint = did_you_mean(table, tables, f"it has {', '.join(tables) or 'none'}")
@@ -179,7 +181,10 @@ _STDOUT, _STDERR = 1, 2  # descriptors, whatever `sys.stdout` is
 
 
 def _redirect_descriptor(restored: ExitStack) -> TextIO:
-    """Let descriptor 1 lead to stderr until `restored` ends; return a stream to the real stdout."""
+    """Let file descriptor 1 lead to stderr; return a stream to the real stdout.
+
+    So C code and child processes print to stderr too. `restored` undoes this at its end.
+    """
     stream = sys.stdout
     stream.flush()
     try:
@@ -189,7 +194,7 @@ def _redirect_descriptor(restored: ExitStack) -> TextIO:
         return stream
     restored.callback(os.close, descriptor)
     restored.callback(os.dup2, descriptor, _STDOUT)
-    restored.callback(_flush_c)  # what C still holds is not to come out behind the JSON
+    restored.callback(_flush_c)  # or what C still holds would be printed to stdout later
     with suppress(OSError, ValueError):  # a stream in memory has no descriptor
         if stream.fileno() == _STDOUT:
             stream = os.fdopen(
@@ -361,9 +366,10 @@ class Phase:
         return min(done / self.total, 1.0)
 
     def describe(self, now: float) -> str:
-        """Return steps and time left if known, else the time so far.
+        """Return the phase's progress, such as "120 of 400 samples, 31 s left".
 
-        The estimate never rises: a phase that lasts longer than estimated shows the time so far.
+        Without a known total it is the time so far. The time left never rises: a phase that lasts
+        longer than estimated shows the time so far again.
         """
         elapsed = now - self.start
         share = self.share(now)
@@ -371,7 +377,8 @@ class Phase:
         time_text = format_seconds(elapsed)
         if share and share < 1:
             step_seconds = elapsed - self.inner_seconds  # for the share that is done
-            end = now + step_seconds / share - step_seconds
+            seconds_left = step_seconds / share - step_seconds
+            end = now + seconds_left
             self.estimated_end = min(self.estimated_end, end)
             if self.estimated_end > now:
                 time_text = f"{about}{format_seconds(self.estimated_end - now)} left"
@@ -379,7 +386,7 @@ class Phase:
             return time_text
 
         steps = f"{self.done}"
-        if not self.about or self.done < self.total:
+        if not self.about or self.done < self.total:  # an estimate that is reached was too low
             steps += f" of {about}{self.total:.0f}"
         return f"{steps} {self.unit}".rstrip() + f", {time_text}"
 
@@ -560,10 +567,16 @@ def say_progress(line: str) -> None:
 
 
 def _format_bar(phases: Sequence[Phase], now: float) -> str:
-    """Return a progress line that fits the terminal, with a bar if the fraction done is known."""
+    """Return a progress line that fits the terminal, with a bar if the fraction done is known.
+
+    Args:
+        phases: those in progress, each inside the one before; the last one's progress is shown.
+        now: time of the run's clock, in seconds.
+    """
     from tqdm import tqdm
 
-    names = ": ".join(f"{phase.number}{phase.name}" for phase in phases[1:] or phases)
+    shown_phases = phases[1:] or phases  # the first, "loading", only while it is alone
+    names = ": ".join(f"{phase.number}{phase.name}" for phase in shown_phases)
     description = phases[-1].describe(now)
     columns = terminal_columns()
     share = phases[-1].share(now)

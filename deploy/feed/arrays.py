@@ -51,7 +51,10 @@ def as_array(value: object, item_name: str) -> Array:
 
 
 def arrays_by_input(arrays: dict[str, Array], specs: Specs, item_name: str) -> Item:
-    """Return arrays by input name; a single array belongs to the only input, whatever its name."""
+    """Return `arrays` with the names of the inputs, which their own must be.
+
+    A single array belongs to the only input, whatever its name; "" is the name of one without.
+    """
     input_names = [spec.name for spec in specs]
     if len(input_names) == 1 and len(arrays) == 1:
         return dict(zip(input_names, arrays.values(), strict=True))
@@ -129,9 +132,10 @@ class ArraySource:
         return f"sample {row} of {item_name}"
 
     def load(self, index: int) -> RawSample:
-        """Return arrays with a batch dimension of 1 by input name, copied and hashed.
+        """Return a sample, copied and hashed; its `decode` gives arrays [1, ...] by input name.
 
         Raises:
+            SampleChangedError: its file has fewer samples now.
             FeedError: (when decoding) the arrays hold NaN or Inf.
         """
         item_index, row = self._locate(index)
@@ -197,7 +201,9 @@ class SampleCounter:
     _has_other_size: bool = False  # whether an item has other rows than the model fixes
 
     def add(self, item: Item, item_name: str) -> int:
-        """Return the number of samples in an item, as far as the items up to it show.
+        """Record the rows of an item; return how many samples it holds, by what is known so far.
+
+        A row is an element of the first dimension of the arrays: a sample, or a part of one.
 
         Args:
             item: arrays by input.
@@ -216,9 +222,10 @@ class SampleCounter:
                 rows_by_input[spec.name] = array.shape[0]
 
         distinct_counts = set(rows_by_input.values())
-        if len(distinct_counts) > 1:  # rows are no samples then, unless that cannot be
+        if len(distinct_counts) > 1:  # the item can only be one sample, if the model allows that
             fits = (_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
-            if is_stacked or self._have_one_batch(rows_by_input) or not all(fits):
+            must_be_equal = is_stacked or self._have_one_batch(rows_by_input)
+            if must_be_equal or not all(fits):
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
@@ -265,6 +272,11 @@ def has_rows(spec: TensorSpec) -> bool:
 def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
     """Refuse an array that does not fit an input.
 
+    Args:
+        array: one sample, a batch, or samples stacked with their batch dimension.
+        spec: the input.
+        item_name: of the item with the array, for messages.
+
     Raises:
         FeedError: another dtype, rank or size; the message says what to do.
     """
@@ -284,6 +296,7 @@ def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
         sizes = sizes[1:]
     elif has_rows(spec):
         expected_shape[0] = None  # any number of samples
+    # an image in the other order, channels first or last, is transposed later
     if not _fits(sizes, expected_shape) and _find_axis_order(sizes, spec) is None:
         raise FeedError(
             f"{item_name} must fit the input {describe(spec)}, got {got}; give one array of this"
@@ -350,23 +363,29 @@ def conversion_notes(item: Item, specs: Specs) -> list[str]:
     return notes
 
 
-# axis of the channels in the input -> the transposition of an array in the other order
+# axis of the channels in the input -> the axes of an array in the other order, as transpose takes
 _AXIS_ORDERS = {1: (0, 3, 1, 2), 3: (0, 2, 3, 1)}
 
 
 def _find_axis_order(sizes: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...] | None:
-    """Return the axes that turn [N, H, W, C] into [N, C, H, W] or back; None to leave them.
+    """Return the axes that transpose an array of images to the input's order; None if it fits.
 
-    Only channels that are fixed, and fewer than the pixels of both sides, tell the orders apart.
+    The orders are [N, H, W, C] and [N, C, H, W]. They are told apart only if the input fixes the
+    number of channels, and it is below both sides: [1, 3, 3, 3] is never transposed.
+
+    Args:
+        sizes: the shape of the array.
+        spec: the input.
     """
     if len(sizes) != 4 or len(spec.shape) != 4:
         return None
     for channel_axis, axis_order in _AXIS_ORDERS.items():
         channels = spec.shape[channel_axis]
-        turned_sizes = [sizes[axis] for axis in axis_order]
-        if sizes[channel_axis] == channels or not _fits(turned_sizes[1:], spec.shape[1:]):
+        transposed_sizes = [sizes[axis] for axis in axis_order]
+        fits_already = sizes[channel_axis] == channels
+        if fits_already or not _fits(transposed_sizes[1:], spec.shape[1:]):
             continue
-        sides = turned_sizes[2:] if channel_axis == 1 else turned_sizes[1:3]
+        sides = transposed_sizes[2:] if channel_axis == 1 else transposed_sizes[1:3]
         if isinstance(channels, int) and channels < min(sides):
             return axis_order
     return None

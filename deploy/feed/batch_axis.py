@@ -25,11 +25,17 @@ CHOICES = (AUTO, FIRST, NONE)
 def mark_first_axes(
     inputs: Sequence[TensorSpec], outputs: Iterable[TensorSpec] = (), choice: str = AUTO
 ) -> tuple[TensorSpec, ...]:
-    """Return the inputs with what their first dimension is.
+    """Return the inputs with their `first_axis` set: what their first dimension is.
+
+    ::
+
+        FirstAxis.ROWS     a batch: each row is one sample
+        FirstAxis.PARTS    the rows together are one sample, such as the views of 6 cameras
+        FirstAxis.CONTENT  a dimension like any other
 
     Args:
         inputs: all inputs of the model.
-        outputs: its outputs; without them a batch is assumed.
+        outputs: its outputs; without them, a first dimension that all inputs share is a batch.
         choice: `AUTO`, `FIRST` (the first dimension is the batch) or `NONE` (there is no batch).
 
     Raises:
@@ -39,11 +45,11 @@ def mark_first_axes(
         raise ConfigError(
             f"the batch axis must be {', '.join(CHOICES[:-1])} or {NONE}, got {choice!r}"
         )
-    fixed_batch = _common_size(inputs)
+    fixed_batch = _find_fixed_batch(inputs)
     if choice != AUTO:
         has_batch = choice == FIRST
-    elif fixed_batch > 1:  # a batch that outputs lose is no batch, but the parts of one sample
-        has_batch = all(_may_carry(output.shape, fixed_batch) for output in outputs)
+    elif fixed_batch > 1:  # if an output has fewer rows, they are the parts of one sample
+        has_batch = all(_may_hold_samples(output.shape, fixed_batch) for output in outputs)
     else:
         has_batch = not _is_graph(inputs)
 
@@ -52,6 +58,8 @@ def mark_first_axes(
         batch_meaning = FirstAxis.ROWS
     elif fixed_batch > 1:
         batch_meaning = FirstAxis.PARTS
+
+    # an input of another fixed size, such as a state [2, N, 64], has no batch in front
     marked_inputs = []
     for spec in inputs:
         may_be_batch = has_open_first(spec) or spec.shape[:1] in ((1,), (fixed_batch,))
@@ -65,7 +73,7 @@ def without_batch(inputs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     return tuple(replace(spec, first_axis=FirstAxis.CONTENT) for spec in inputs)
 
 
-def _common_size(inputs: Iterable[TensorSpec]) -> int:
+def _find_fixed_batch(inputs: Iterable[TensorSpec]) -> int:
     """Return the batch that all inputs fix in their first of several dimensions, else 1.
 
     An input [3, H, W] is an image without a batch dimension, no batch of 3.
@@ -94,7 +102,7 @@ def _is_image_shape(shape: tuple[int | str | None, ...]) -> bool:
     return all(isinstance(side, int) and side > 3 for side in shape[1:])
 
 
-def _may_carry(shape: tuple[int | str | None, ...], size: int) -> bool:
+def _may_hold_samples(shape: tuple[int | str | None, ...], size: int) -> bool:
     """Whether an output of this shape may hold `size` samples.
 
     They are rows of its first dimension, or of the second of a sequence [T, N, C].
@@ -108,19 +116,19 @@ def _may_carry(shape: tuple[int | str | None, ...], size: int) -> bool:
 def _is_graph(inputs: Sequence[TensorSpec]) -> bool:
     """Whether inputs are those of a graph network, whose nodes are no batch.
 
-    They hold edges, integers [2, E], or an adjacency matrix [N, N] beside nodes [N, ...].
+    Beside the nodes [N, ...] an input holds the edges: integers [2, E], or a matrix [N, N].
     """
     for spec in inputs:
         if len(spec.shape) != 2 or isinstance(spec.shape[1], int):
-            continue
+            continue  # no edges, whose number is open
         open_inputs = filter(has_open_first, inputs)
-        other_first_sizes = [other.shape[0] for other in open_inputs if other is not spec]
-        first_size, second_size = spec.shape
+        node_counts = [other.shape[0] for other in open_inputs if other is not spec]
+        row_count, column_count = spec.shape  # a name such as "N", or None, where it is open
         if spec.dtype in ("int32", "int64"):
-            has_edges = first_size == 2 and bool(other_first_sizes)
-        else:  # an adjacency matrix
-            is_square = first_size == second_size is not None
-            has_edges = is_square and first_size in other_first_sizes
+            has_edges = row_count == 2 and bool(node_counts)
+        else:
+            is_square = row_count == column_count is not None
+            has_edges = is_square and row_count in node_counts
         if has_edges:
             return True
     return False
@@ -141,8 +149,8 @@ def may_lack_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) 
     if not open_inputs:
         return False
     known_shapes = [output.shape for output in outputs if output.shape]
-    no_size = 0  # which no fixed dimension has: only an open one may carry the batch
-    if known_shapes and not any(_may_carry(shape, no_size) for shape in known_shapes):
+    no_size = 0  # which no fixed dimension has: only an open one may be the batch
+    if known_shapes and not any(_may_hold_samples(shape, no_size) for shape in known_shapes):
         return True
     return all(_may_be_points(spec.shape) for spec in open_inputs)
 

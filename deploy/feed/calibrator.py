@@ -47,15 +47,16 @@ class CalibratorBatches:
             script: its name in messages.
             memory: what the script allocated and copied.
             specs: the model's inputs.
-            batch: from `get_batch_size`.
+            batch: samples per batch that `get_batch_size` of the script says.
         """
         self._script = script
         self._memory = memory
         self._specs = specs
         self._batch = batch
-        self._rows = rows_of_run(specs) if batch == 1 else batch  # samples expected in a batch
+        # samples expected in a batch; many scripts say 1 and copy as many as the model takes
+        self._rows = rows_of_run(specs) if batch == 1 else batch
         self._number = 0  # of the current batch
-        self._last_was_short = False
+        self._must_have_ended = False  # the last batch is accepted only as the end of the data
         self._short_batches: list[int] = []  # samples of each batch with fewer than `_rows`
         self._largest_batch = 0  # samples of the largest one with more than `_rows`
 
@@ -83,12 +84,15 @@ class CalibratorBatches:
         return notes
 
     def item(self, pointers: Sequence[object]) -> Item:
-        """Return the arrays at the addresses of a batch.
+        """Return the current batch as arrays by input, and go on to the next batch.
+
+        Args:
+            pointers: what get_batch returned: for each input, an address or a pointer object.
 
         Raises:
             FeedError: an address is not the script's, or holds too few or too many bytes.
         """
-        if self._last_was_short:
+        if self._must_have_ended:
             raise FeedError(
                 f"only the last batch of {self._script} may hold fewer samples than"
                 f" get_batch_size gives, {self._rows}, got {self.title} after such a batch; copy"
@@ -102,6 +106,13 @@ class CalibratorBatches:
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
         """Return the samples of one input that lie at an address, in the input's dtype.
 
+        Args:
+            spec: the input.
+            pointer: an address or a pointer object.
+
+        Returns:
+            An array [samples, ...]; of the input's rank if it has no batch dimension.
+
         Raises:
             FeedError: see `item`.
         """
@@ -114,12 +125,15 @@ class CalibratorBatches:
                 f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
                 f" {spec.name!r} in {self.title}"
             )
+
+        # shape, dtype and number of samples follow from the input and from what was copied there
         has_batch = has_rows(spec)
+        expected_count = self._rows if has_batch else 1
         sample_shape = self._sample_shape(spec, window, has_batch=has_batch)
-        rows = self._rows if has_batch else 1
-        dtype = np.dtype(self._dtype(spec, window, rows * prod(sample_shape)))
-        sample_bytes = dtype.itemsize * prod(sample_shape)
-        count = self._sample_count(spec, window, rows, sample_bytes, has_batch=has_batch)
+        sample_size = prod(sample_shape)
+        dtype = np.dtype(self._dtype(spec, window, expected_count * sample_size))
+        sample_bytes = dtype.itemsize * sample_size
+        count = self._sample_count(spec, window, expected_count, sample_bytes, has_batch=has_batch)
         data = self._memory.read(address, count * sample_bytes).view(dtype)
         shape = (count, *sample_shape) if has_batch else sample_shape
         return data.reshape(shape).astype(spec.dtype, copy=False)
@@ -127,7 +141,7 @@ class CalibratorBatches:
     def _sample_shape(
         self, spec: TensorSpec, window: AddressWindow, *, has_batch: bool
     ) -> tuple[int, ...]:
-        """Return the shape of one sample; the copied array fills in open dimensions."""
+        """Return the shape of one sample, without batch; the copied array fills in open sizes."""
         sizes = list(spec.shape)
         if window.shape and len(window.shape) == len(sizes):
             for axis, copied_size in enumerate(window.shape):
@@ -144,14 +158,22 @@ class CalibratorBatches:
         return shape
 
     def _dtype(self, spec: TensorSpec, window: AddressWindow, value_count: int) -> str:
-        """Return the dtype of the bytes: the input's, or int32 for int64, as TensorRT copies it."""
+        """Return the dtype of the values in memory: the input's, or int32 for an int64 input.
+
+        TensorRT takes int32 for inputs that ONNX declares as int64.
+
+        Args:
+            spec: the input.
+            window: the memory from the address on.
+            value_count: values that a batch of the expected number of samples holds.
+        """
         if spec.dtype not in _NUMBER_DTYPES:
             raise FeedError(
                 f"a calibrator hands over plain numbers, got the input {describe(spec)}; feed"
                 " arrays by --images"
             )
         is_int64 = spec.dtype == "int64"
-        if window.dtype is None:
+        if window.dtype is None:  # bytes from an address: only their number shows the dtype
             if is_int64 and window.used_bytes == 4 * value_count:
                 return "int32"
             return spec.dtype
@@ -166,46 +188,50 @@ class CalibratorBatches:
         self,
         spec: TensorSpec,
         window: AddressWindow,
-        rows: int,
+        expected_count: int,
         sample_bytes: int,
         *,
         has_batch: bool,
     ) -> int:
-        """Return the number of samples at an address, as many as were copied there.
+        """Return the number of samples at an address.
+
+        It is `expected_count`, but for two kinds of batches of which complete samples were copied:
+        larger ones where get_batch_size says 1, and smaller ones, as at the end of the data.
 
         Args:
             spec: the input.
             window: the memory from the address on.
-            rows: samples that are expected.
+            expected_count: samples of a complete batch.
             sample_bytes: size of one sample.
             has_batch: whether the input has a batch dimension.
 
         Raises:
             FeedError: the bytes are no whole samples, or too many or too few of them.
         """
-        got_bytes = window.used_bytes
-        expected_bytes = rows * sample_bytes
+        used_bytes = window.used_bytes
+        expected_bytes = expected_count * sample_bytes
+        if used_bytes == expected_bytes:
+            return expected_count
         is_copied = window.copied is not None
-        # an allocation may be larger: nothing tells how much of it is used
-        is_large_allocation = not is_copied and got_bytes > expected_bytes
-        if got_bytes == expected_bytes or is_large_allocation:
-            return rows
+        if not is_copied and used_bytes > expected_bytes:
+            return expected_count  # nothing tells how much of a larger allocation is used
 
-        copied_count, remaining_bytes = divmod(got_bytes, sample_bytes)
-        has_whole_samples = is_copied and has_batch and not remaining_bytes
-        is_typed = window.dtype is not None  # without a dtype, the bytes may be of another one
-        if has_whole_samples and is_typed and copied_count > rows and self._batch == 1:
-            self._largest_batch = max(self._largest_batch, copied_count)
-            return copied_count
-        may_be_short = is_typed or self._number > 0
-        if has_whole_samples and may_be_short and copied_count < rows:
-            self._last_was_short = not is_typed
-            self._short_batches.append(copied_count)
-            return copied_count
+        copied_count, remaining_bytes = divmod(used_bytes, sample_bytes)
+        if is_copied and has_batch and not remaining_bytes:
+            is_typed = window.dtype is not None  # else the bytes may be of another dtype
+            if copied_count > expected_count and is_typed and self._batch == 1:
+                self._largest_batch = max(self._largest_batch, copied_count)
+                return copied_count
+            # of another dtype, all batches would be short, also the first
+            may_be_short = is_typed or self._number > 0
+            if copied_count < expected_count and may_be_short:
+                self._must_have_ended = not is_typed
+                self._short_batches.append(copied_count)
+                return copied_count
         kind = "copied" if is_copied else "an allocation of"
         raise FeedError(
-            f"{self.title} of {self._script} must hold {rows} samples (get_batch_size) of the"
-            f" input {describe(spec)}, {expected_bytes} bytes, got {kind} {got_bytes} bytes;"
+            f"{self.title} of {self._script} must hold {expected_count} samples (get_batch_size) of"
+            f" the input {describe(spec)}, {expected_bytes} bytes, got {kind} {used_bytes} bytes;"
             " make get_batch_size, the allocation, the dtype and the copied bytes agree"
         )
 
@@ -256,7 +282,7 @@ class CalibratorScript:
             )
         _refuse_arguments(self._create, spec)
         self._calibrator = self._call(self._create)
-        self._was_read = False
+        self._was_read = False  # whether its batches were: a second reading needs a new calibrator
         for method in ("get_batch_size", "get_batch"):
             if not callable(self._attribute(method)):
                 raise FeedError(
@@ -347,7 +373,7 @@ class CalibratorScript:
         pointers = self._call(self._get_pointers, input_names)
         is_sequence = isinstance(pointers, list | tuple | np.ndarray)
         got = len(pointers) if is_sequence else type(pointers).__name__
-        if pointers is None or got == 0:
+        if pointers is None or got == 0:  # both end the data, as in TensorRT
             return None
         if got != len(specs):
             raise FeedError(

@@ -57,7 +57,11 @@ _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> Array:
     """Decode a file's bytes to uint8 [H, W, 3] BGR, or [H, W, 1] grey.
 
-    `deep` keeps all bits of a 16-bit image, as uint16.
+    Args:
+        data: the file's bytes.
+        name: of the image in messages.
+        grey: decode to one channel.
+        deep: keep all bits of a 16-bit image, as uint16; else the upper 8.
 
     Raises:
         FeedError: the image is damaged, in a format that OpenCV does not read, or too large.
@@ -201,13 +205,17 @@ class _StderrCapture:
 
     @contextmanager
     def capture(self, *, exclusive: bool) -> Iterator[_DecoderOutput]:
-        """Capture, if `exclusive` while no other thread decodes; the lines are there at the end."""
+        """Capture what decoders print on stderr in the body; the result is filled at its end.
+
+        `exclusive`: wait until no other thread decodes, and let none begin before the end of the
+        body; else other threads decode too, and their lines are captured as well.
+        """
         output = _DecoderOutput()
         with self._changed:
             if exclusive:
                 self._exclusive_calls += 1
                 self._changed.wait_for(lambda: not self._active_threads)
-            else:
+            else:  # those that wait to be exclusive go first
                 self._changed.wait_for(lambda: not self._exclusive_calls)
             size_before = self._start()
             call_number = self._calls
@@ -254,14 +262,17 @@ def _printable_lines(text: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _stderr_capture() -> _StderrCapture | None:
-    """Create the capture once; its stream is never closed, since a thread may still write to it."""
+    """Return the process's capture of the C library's stderr; None where that cannot be redirected.
+
+    Its stream is never closed, since a thread may still write to it.
+    """
     try:
         library = ctypes.CDLL(None)
         if sys.platform == "darwin":
             name = "__stderrp"
         elif sys.platform == "linux" and hasattr(library, "gnu_get_libc_version"):
             name = "stderr"
-        else:  # it is constant in musl
+        else:  # musl's variable cannot be changed
             return None
         stderr = ctypes.c_void_p.in_dll(library, name)
         descriptor = _open_unnamed_file()

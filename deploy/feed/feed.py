@@ -120,7 +120,8 @@ class Dataset:
             specs: the model's inputs.
             metadata_preprocess: preprocessing from the model's metadata, of a `LoadedModel`.
             labels_by_folder: number the subfolders and use the numbers as class labels.
-            recurrence: how the model may feed itself states; None if it is not to be run.
+            recurrence: how the model may feed itself states, inputs that take an output of the step
+                before; None if the model is not to be run.
 
         Raises:
             FeedError: no samples, or samples that do not fit the inputs.
@@ -133,7 +134,7 @@ class Dataset:
         source = self.source
         if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
             source = cast("FeedSource", call_loader(str(source)))
-        files = _resolve_source_files(source, self.split)
+        files = _resolve_source_files(source, self.split)  # None for Python objects
         if labels_by_folder:
             if files is None:
                 raise ConfigError("labels by folder are of files in folders, got no path; give one")
@@ -142,7 +143,7 @@ class Dataset:
         recurrence = self._find_recurrence(specs, recurrence)
         if isinstance(source, CalibratorScript):  # it gives all inputs
             recurrence = None
-        if recurrence is not None:
+        if recurrence is not None:  # the samples give all inputs, or all but the states
             given_names: Collection[str] = ()
             if files is None:
                 given_names, source = peek_names(source, specs)
@@ -198,7 +199,11 @@ class _SourceOpener:
     recurrence: Recurrence | None
 
     def open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
-        """Open `source`; `files` are the files that a path or a list of paths resolves to.
+        """Return the feed of a source, opened by its kind.
+
+        Args:
+            source: a path, raw files, a calibrator's script, or a Python object with samples.
+            files: the files that a path or a list of paths resolves to; None for other sources.
 
         Raises:
             FeedError: no samples, or samples that do not fit the inputs.
@@ -210,14 +215,19 @@ class _SourceOpener:
             return self._open_images(files)
         if isinstance(source, CalibratorScript):
             return self._open_calibrator(source)
-        if self.dataset.preprocess is None:
+        if self.dataset.preprocess is None:  # then they are arrays, ready to be fed
             return self._create_feed(self._open_arrays(source, files, self.specs))
         if files is None:
             return self._open_images_in_memory(source)
         raise ConfigError(_NO_PREPROCESSING)
 
     def _open_raw_files(self, raw: RawFiles, files: SourceFiles) -> Feed:
-        """Open files without a header; the user gives their shape and dtype."""
+        """Return the feed of files without a header, of arrays or pixels, for the only input.
+
+        Args:
+            raw: their path, and the shape and dtype that the user gave.
+            files: the files.
+        """
         refuse_files_with_header(files)
         if len(self.specs) != 1:
             raise ConfigError(
@@ -225,6 +235,7 @@ class _SourceOpener:
                 " .npy files, which say theirs"
             )
         (spec,) = self.specs
+        # their shape and dtype may differ from the input's: they are converted below
         arrays = self._open_arrays(raw.path, files, (raw.file_spec(spec),))
         if raw.are_images(spec, has_preprocess=self.dataset.preprocess is not None):
             resolved = self._resolve_preprocess()
@@ -249,10 +260,10 @@ class _SourceOpener:
                 default_every=video.frames_per_second,
             )
 
-        if not self.dataset.skip_bad:
+        if not self.dataset.skip_bad:  # a missing file is found now, not in the middle of the run
             number, shard_count = self.choice.shard or (1, 1)
             chosen, _ = self.choice.choose(len(files.files))
-            own_indices = chosen[number - 1 :: shard_count]
+            own_indices = chosen[number - 1 :: shard_count]  # of this shard
             own_files = (files.files[index] for index in own_indices)
             check_present(own_files, len(own_indices), files.name)
         source = ImageSource(files.files, spec, preprocess, self.dataset.max_pixels)
@@ -279,19 +290,20 @@ class _SourceOpener:
     def _open_arrays(
         self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
     ) -> ArraySource:
-        """Open files of arrays, or Python's items.
+        """Return the arrays of files, or of a Python object's items.
 
-        `specs`: the arrays in the files: the model's inputs, unless these have no header.
+        Args:
+            source: the Python object; not used if there are files.
+            files: files of arrays; None for a Python object.
+            specs: what the arrays are to be: the model's inputs, or what raw files hold.
         """
         skip_bad = self.dataset.skip_bad
         if files is None:
             items, has_end = iterate_items(source)
             return open_iterable(items, specs, has_end=has_end, limit=self.choice.required_samples)
         if files.folder is not None:
-            return open_array_folder(
-                files.folder, files.files, specs, skip_bad=self.dataset.skip_bad
-            )
-        if len(files.files) == 1 and files.files[0].label is None:
+            return open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
+        if len(files.files) == 1 and files.files[0].label is None:  # no list, which has labels
             add_input_file(files.files[0].path)
             return open_array_file(files.files[0].path, specs)
         return open_array_files(files.files, specs, files.name, skip_bad=skip_bad)
@@ -319,11 +331,11 @@ class _SourceOpener:
         notes: tuple[str, ...] = (),
         default_every: int = 1,
     ) -> Feed:
-        """Return the feed of the chosen samples, or of this shard's share of them.
+        """Return the feed of the chosen samples of a source, or of this shard's share of them.
 
         Args:
             source: all samples.
-            resolved: the preprocessing of images.
+            resolved: the preprocessing of images; None for arrays.
             kind: of the samples, as manifests store it.
             notes: on the source.
             default_every: default step N of "every N-th sample".
@@ -331,13 +343,13 @@ class _SourceOpener:
         specs, batch = self.specs, rows_of_run(self.specs)
         if isinstance(source, ArraySource):
             batch, notes = source.batch, source.notes
-            if source.convert is None:  # else its specs are of the files
+            if source.convert is None:  # else they are those of raw files, before conversion
                 specs = source.specs
         if resolved is not None:
             notes += resolved.notes
         if self.recurrence is None:
             chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
-        else:
+        else:  # the samples lack the states, which the source then adds
             specs = self.recurrence.inputs
             refuse_batches(batch, "states are of one sequence at a time")
             source = SequenceSource(source, self.recurrence)

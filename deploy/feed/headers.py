@@ -59,25 +59,27 @@ def find_jpeg_damage(data: bytes) -> str | None:
 
 
 def _has_zero_hole(data: bytes) -> bool:
-    """Return whether a JPEG has a hole of zeros that decodes to coefficients, so not to flat areas.
+    """Return whether a JPEG's coded data has a hole of zero bytes that cannot be real image data.
 
-    Zeros are a flat area where the code of zeros only, the first of a Huffman table, means "end of
-    block". Files with several scans are left alone: a flat component in a scan of its own may
-    consist of zeros.
+    Real data may hold many zeros for a flat area if the code of zero bits only, the first one of
+    the Huffman table, means "end of block". If it means a coefficient, no real data does.
+
+    False for a progressive JPEG and one of several scans: there a scan may consist of zeros.
     """
-    zero_symbol_by_table: dict[int, int] = {}  # AC table -> symbol of the code of zeros only
-    is_sequential = False
+    # number of a Huffman table for AC coefficients -> what its code of zero bits only means
+    zero_symbol_by_table: dict[int, int] = {}
+    is_sequential = False  # whether its frame is of the Huffman-coded kind, not progressive
     for marker, offset, body in jpeg_segments(data):
         if marker in _SEQUENTIAL_FRAMES:
             is_sequential = True
         elif marker == _HUFFMAN_TABLES:
             zero_symbol_by_table.update(_zero_symbols(body))
         elif marker == _START_OF_SCAN and body:
-            coded_data = data[offset + 2 : data.find(b"\xff\xd9", offset)]
+            coded_data = data[offset + 2 : data.find(b"\xff\xd9", offset)]  # to the end of image
             has_other_scans = b"\xff\xda" in coded_data
             if not is_sequential or has_other_scans or _HOLE not in coded_data:
                 return False
-            # the number of components, then two bytes for each: its id, its DC and AC tables
+            # the number of components, then for each its id, and its DC and AC table in 4 bits each
             table_pairs = body[2 : 2 + 2 * body[0] : 2]
             symbols = [zero_symbol_by_table.get(pair & 15, _END_OF_BLOCK) for pair in table_pairs]
             return any(symbol != _END_OF_BLOCK for symbol in symbols)
@@ -203,12 +205,15 @@ def _read_tiff_size(data: bytes) -> WidthHeight | None:
 
 
 def _read_tiff_tags(data: bytes) -> dict[int, int]:
-    """Return tag -> value for those of `_READ_TAGS` in the first directory of a TIFF or EXIF.
+    """Return tag -> first value, for width, height, bits and orientation in a TIFF or EXIF.
 
-    ::
+    They stand in the file's first directory: the number of entries, and entries of four fields::
 
-        entry of a TIFF     tag 2, type 2, number of values 4, value or offset 4 bytes
-        entry of a BigTIFF  tag 2, type 2, number of values 8, value or offset 8 bytes
+        TIFF     tag 2 bytes, type 2, number of values 4, value or its offset 4
+        BigTIFF  tag 2 bytes, type 2, number of values 8, value or its offset 8
+
+    Raises:
+        struct.error: the data ends before.
     """
     byte_order = "<" if data.startswith(b"II") else ">"
 
@@ -216,10 +221,11 @@ def _read_tiff_tags(data: bytes) -> dict[int, int]:
         (value,) = struct.unpack_from(byte_order + layout, data, offset)
         return int(value)
 
+    # a word is an offset or a number of values; layouts are letters of `struct`
     word, word_bytes, entry_count_layout, entry_count_bytes = "I", 4, "H", 2
     if read_integer("H", 2) == _BIG_TIFF:
         word, word_bytes, entry_count_layout, entry_count_bytes = "Q", 8, "Q", 8
-    directory = read_integer(word, word_bytes)
+    directory = read_integer(word, word_bytes)  # its offset, which follows the magic number
     first_entry = directory + entry_count_bytes
     value_by_tag: dict[int, int] = {}
     for number in range(min(read_integer(entry_count_layout, directory), _MAX_TIFF_TAGS)):
@@ -229,11 +235,13 @@ def _read_tiff_tags(data: bytes) -> dict[int, int]:
             continue
         value_count = read_integer(word, entry + 4)
         value_offset = entry + 4 + word_bytes
-        if tag == _BITS_TAG and 2 * value_count > word_bytes:  # too many values for the entry
+        if tag == _BITS_TAG and 2 * value_count > word_bytes:
+            # values of 2 bytes, one a channel, that are too many for the entry are elsewhere
             value_offset = read_integer(word, value_offset)
         layout = _FORMAT_BY_TIFF_TYPE.get(read_integer("H", entry + 2), "I")
         if tag == _ORIENTATION_TAG:  # decoders take it for 2 bytes, whatever its type
             layout = "H"
+        # of a tag that comes twice, decoders take the first
         value_by_tag.setdefault(tag, read_integer(layout, value_offset))
     return value_by_tag
 

@@ -43,9 +43,10 @@ _MAX_IGNORED_NAMES = 5  # values of an item that a note names
 
 
 def peek_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str], Any]:
-    """Return the inputs in the first item of a source, and the source with that item back in it.
+    """Return which inputs the first item of a source holds, and all its items, that one included.
 
-    An item without names holds the first input, or as many inputs as it has arrays of their rank.
+    The names are the keys of a mapping. A tuple holds the first inputs, as far as its elements have
+    their rank, with or without batch: labels have a lower one. A single array names no input.
     """
     items = iterate_items(source)[0]
     first_items = list(islice(items, 1))
@@ -58,12 +59,16 @@ def peek_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str
         return tuple(map(str, first_item)), items
     if not isinstance(first_item, tuple | list):
         return (), items
-    pairs = zip(specs, first_item, strict=False)
-    return [spec.name for spec, value in pairs if 0 < len(spec.shape) - 1 <= np.ndim(value)], items
+    names = []
+    for spec, value in zip(specs, first_item, strict=False):
+        sample_rank = len(spec.shape) - 1  # without batch
+        if 0 < sample_rank <= np.ndim(value):
+            names.append(spec.name)
+    return names, items
 
 
 def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
-    """Return the items of a Python object that serves as calibration data; and whether they end.
+    """Return (items of a Python object that serves as calibration data, whether they surely end).
 
     Items of an object without a length, such as a generator, may not end.
 
@@ -198,10 +203,11 @@ def open_iterable(
         specs: the model's inputs.
         name: of the source in messages.
         has_end: whether it is known to end, as an object with a length does.
-        limit: maximum number of samples if it is not known to end.
+        limit: maximum number of samples if it is not known to end; None for all.
 
     Raises:
-        FeedError: an item does not fit the inputs, there are no samples, or no end of them.
+        FeedError: an item does not fit the inputs, there are no samples, or over `MAX_SAMPLES` of
+            a source that is not known to end.
     """
     is_in_memory = isinstance(source, list | tuple)
     items: list[Item] | ItemStore = [] if is_in_memory else ItemStore()
@@ -213,7 +219,8 @@ def open_iterable(
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
         item = {spec.name: with_batch(matched.arrays[spec.name], spec) for spec in specs}
-        unused_values.add(matched, counter.add(item, item_name))
+        sample_count = counter.add(item, item_name)
+        unused_values.add(matched, sample_count)  # which may be labels
         items.append(item)
         notes |= dict.fromkeys(conversion_notes(item, specs))
         if max_samples is not None and counter.total >= max_samples:
@@ -270,6 +277,11 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
         ({name: array}, ...)        a mapping, as below; likewise
         {name: array, ...}          the inputs by name; a value of `LABEL_KEYS` may be labels
 
+    Args:
+        value: the item; nested lists of numbers are an array.
+        specs: the model's inputs.
+        item_name: of the item in messages.
+
     Raises:
         FeedError: the item is none of these, or a tuple in which the inputs are ambiguous.
     """
@@ -277,16 +289,22 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
         return _match_tuple(value, specs, item_name)
     if isinstance(value, Mapping):
         return _match_mapping(value, specs, item_name)
-    return MatchedItem(arrays_by_input({"": as_array(value, item_name)}, specs, item_name))
+    array_without_name = {"": as_array(value, item_name)}
+    return MatchedItem(arrays_by_input(array_without_name, specs, item_name))
 
 
 def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedItem:
-    """Return the inputs of a tuple or list: by name if a mapping is first, else by position."""
+    """Return the inputs in a tuple or list, and the names of its other values.
+
+    The inputs are those of a mapping that is the first element, else the first elements in order.
+    """
     if value and isinstance(value[0], Mapping):
         matched = _match_mapping(value[0], specs, item_name)
         if len(value) == 1:
             return matched
-        return _with_unused_elements(matched.arrays, value[1:], 2, matched.unused_names)
+        return _with_unused_elements(
+            matched.arrays, value[1:], first_number=2, names=matched.unused_names
+        )
 
     length_text = f"{type(value).__name__} of {len(value)}"
     if len(value) < len(specs):
@@ -296,7 +314,8 @@ def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedI
         )
     arrays = [as_array(element, item_name) for element in value[: len(specs)]]
     unused_elements = value[len(specs) :]
-    # a list of samples is no tuple of inputs and labels; labels may all be numbers
+    # further arrays of the first one's shape are other samples, in a list of them, and no labels;
+    # single numbers and vectors may well be labels
     shape = arrays[0].shape
     if len(shape) > 1 and any(getattr(e, "shape", None) == shape for e in unused_elements):
         raise FeedError(
@@ -305,19 +324,25 @@ def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedI
             " arrays by input name"
         )
     item = {spec.name: array for spec, array in zip(specs, arrays, strict=True)}
-    return _with_unused_elements(item, unused_elements, len(specs) + 1)
+    return _with_unused_elements(item, unused_elements, first_number=len(specs) + 1)
 
 
 def _with_unused_elements(
-    arrays: Item, elements: Sequence[object], first_number: int, names: tuple[str, ...] = ()
+    arrays: Item,
+    elements: Sequence[object],
+    *,
+    first_number: int,
+    names: tuple[str, ...] = (),
 ) -> MatchedItem:
-    """Return an item with the names of its elements after the inputs; a single one may be labels.
+    """Return an item of a tuple with the names of its elements that belong to no input.
+
+    These are called "value 3" and so on. If there is only one, it is taken for labels.
 
     Args:
         arrays: the inputs.
         elements: those after the inputs.
         first_number: number of the first of them in the item, from 1.
-        names: of other values without an input.
+        names: of further values that belong to no input.
     """
     count = min(len(elements), _MAX_IGNORED_NAMES)
     numbers = range(first_number, first_number + count)

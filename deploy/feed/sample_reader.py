@@ -51,7 +51,7 @@ class SampleCache:
         return index in self._locations
 
     def add(self, index: int, sample: Mapping[str, Array]) -> None:
-        """Cache a sample if it is one of `indices` and there is room."""
+        """Cache a sample if it is one of those to cache and there is room."""
         with self._lock:
             if index not in self._accepted_indices or index in self._locations:
                 return
@@ -102,6 +102,14 @@ class SampleReader:
         max_in_memory: int,
         preprocess: Preprocess | None,
     ) -> None:
+        """Read nothing yet.
+
+        Args:
+            source: all samples.
+            skip_bad: skip samples that cannot be read, instead of raising.
+            max_in_memory: number of samples that stay in memory, the first that are read.
+            preprocess: of images, for previews; None for arrays.
+        """
         self.skip_bad = skip_bad
         self.digests = SampleDigests(len(source))
         self.previews = Previews(preprocess)
@@ -146,8 +154,10 @@ class SampleReader:
     ) -> Iterator[tuple[int, Sample]]:
         """Yield (index, sample of batch 1) for every good sample, in the order of `chosen`.
 
+        A sample is bad if it cannot be read or decoded.
+
         Args:
-            chosen: the samples; bad ones are added to its `skipped`.
+            chosen: indices of samples in the source; bad ones are added to its `skipped`.
             selected_indices: yield these only; None for all.
 
         Raises:
@@ -161,7 +171,7 @@ class SampleReader:
         for index, result in prefetch(indices, self._fetch, threads=threads):
             try:
                 yield index, self.read(index, result)
-            except SampleChangedError:
+            except SampleChangedError:  # not even with `skip_bad`: results would mix two files
                 raise
             except FeedError as error:
                 if not self.skip_bad:
@@ -185,8 +195,12 @@ class SampleReader:
     def read(self, index: int, result: _ReadResult | None = None) -> Sample:
         """Return one sample, from the cache in memory or on disk if it is there.
 
+        Args:
+            index: of the sample in the source.
+            result: what a thread has read of it; None to read it now, if it is not cached.
+
         Raises:
-            SampleChangedError: the digest differs from the first read.
+            SampleChangedError: its digest, of the bytes as read, differs from the first time.
             FeedError: reading or decoding failed.
         """
         if index in self._in_memory:
@@ -223,13 +237,13 @@ def _read_sample(source: SampleSource, index: int) -> _ReadResult:
 def iterate_batches(
     reader: SampleReader, chosen: ChosenSamples, batch: int, without: range
 ) -> Iterator[Sample]:
-    """Yield samples whose first dimension is `batch`.
+    """Yield samples for a model that takes `batch` images or rows in each run.
 
     Args:
-        reader: reads them.
+        reader: reads the images or rows.
         chosen: which images or rows, in which order.
-        batch: images or rows of a sample.
-        without: positions, from 0, of samples to leave out.
+        batch: images or rows concatenated to one sample, along the first dimension.
+        without: numbers of the samples to leave out, from 0; an earlier run has read them.
     """
     selected_indices = None
     if without:

@@ -301,11 +301,11 @@ class Feed:
         return settings
 
     def manifest(self, first: int | None = None) -> dict[str, Any]:
-        """Return what was fed, as plain JSON.
+        """Return what was fed, as plain JSON: settings, number of samples, and digests of them all.
 
         Args:
-            first: describe only so many first images or rows, as if `keep_first` had been called;
-                None for all.
+            first: describe only so many first images or rows, as if `keep_first` had dropped the
+                others; None for all.
 
         The digests are over the bytes of files or arrays, not over decoded pixels; samples that no
         pass has read are read now, and skipped samples count by their bytes. `sha256` does not
@@ -317,7 +317,7 @@ class Feed:
         """
         indices = self._chosen.indices
         if first is not None:
-            indices = sorted(indices[:first])
+            indices = sorted(indices[:first])  # `keep_first` restores the order of the source
         self._reader.hash_unread(indices)
 
         digests = self._reader.digests
@@ -391,12 +391,12 @@ class Feed:
     def merge_remote_pass(
         self, share: Share, digests: Iterable[str], skipped: Mapping[int, str]
     ) -> None:
-        """Merge the results of a pass over a share on another machine.
+        """Record that another machine has read a share, as if its samples had been read here.
 
         Args:
-            share: of this feed.
+            share: a part of this feed's samples.
             digests: sha256 (hex) of the share's samples in order.
-            skipped: position in the complete list -> why the sample there was skipped.
+            skipped: position in this feed -> why the sample there was skipped.
 
         Raises:
             SampleChangedError: a sample has another digest on this machine.
@@ -422,7 +422,11 @@ class Feed:
         return digests, self._chosen.skipped_by_position(entry_count)
 
     def resume(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
-        """Resume from an earlier run's `progress_after`: hash what it read, skip what it skipped.
+        """Resume an interrupted run: check that its samples are unchanged, and skip its bad ones.
+
+        Args:
+            digests: sha256 (hex) of the first images or rows, which that run read.
+            skipped: position in the complete list -> why that run skipped the sample there.
 
         Raises:
             FeedError: a sample differs, or cannot be read (unless `skip_bad`).
@@ -528,15 +532,16 @@ class Feed:
         return self._chosen.indices[self._chosen.count_entries(number) - 1]
 
     def cache_samples(self, spread: int, previews: int = 0) -> None:
-        """Cache samples on disk as they are read.
+        """Let samples be cached on disk when they are read from now on.
 
         Args:
-            spread: number of samples spread evenly over the feed, as `spread_samples` yields them.
-            previews: number of further samples spread evenly, with previews for `previews`.
+            spread: number of samples to cache, spread evenly: those of `spread_samples`.
+            previews: number of samples, spread evenly, of which two small images are stored too, as
+                the method `previews` returns them.
         """
         indices = self._chosen.indices
         if self.batch > 1:
-            cached_indices = list(indices[: spread * self.batch])
+            cached_indices = list(indices[: spread * self.batch])  # the first samples
         else:
             cached_indices = self.spread(indices, spread)
         preview_indices = self.spread(indices, previews)

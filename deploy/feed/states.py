@@ -61,7 +61,10 @@ class Recurrence:
     is_set: bool = False
 
     def with_states(self, states: States) -> "Recurrence":
-        """Return the recurrence with the states that the user named.
+        """Return the recurrence with the states that the user named, instead of its own.
+
+        Args:
+            states: state input -> the output that the next step gets there.
 
         Raises:
             ConfigError: no such input or output, or no other input.
@@ -97,11 +100,13 @@ class Recurrence:
 
 
 def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> States:
-    """Return the states that names and shapes show: h and hn, r1i and r1o, past_k and present_k.
+    """Return the states of a model: input -> the output that the next step gets there.
 
-    There are none if no other input, or no other output, would remain. Pictures are left to the
-    user: an input and an output in the form of one mostly are an image and its improved version.
+    They are recognised by names and shapes: h and hn, r1i and r1o, past_k and present_k. There are
+    none if no other input, or no other output, would remain. An input with the shape of images is
+    never taken for one: the output like it mostly is the improved image. The user may name it.
     """
+    # a stem is a name without "in", "out", "past" and the like
     output_by_stem = {_stem(output.name): output for output in outputs}
     stem_counts = Counter(_stem(spec.name) for spec in (*inputs, *outputs))
     states = {}
@@ -111,7 +116,8 @@ def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
         is_only_pair = bool(stem) and stem_counts[stem] == 2
         if output is None or not is_only_pair or _is_picture(spec):
             continue
-        if spec.dtype == output.dtype and spec.dtype.startswith("float") and _match(spec, output):
+        is_float = spec.dtype == output.dtype and spec.dtype.startswith("float")
+        if is_float and _may_have_equal_shapes(spec, output):
             states[spec.name] = output.name
     has_others = len(states) < min(len(inputs), len(outputs))
     return states if has_others else {}
@@ -132,8 +138,8 @@ def _stem(name: str) -> str:
     return _LAST_LETTER.sub("", stem)
 
 
-def _match(spec: TensorSpec, output: TensorSpec) -> bool:
-    """Whether shapes may be equal; that of an output may be unknown, ()."""
+def _may_have_equal_shapes(spec: TensorSpec, output: TensorSpec) -> bool:
+    """Whether an input and an output may have one shape; that of an output may be unknown, ()."""
     if not spec.shape or len(output.shape) not in (0, len(spec.shape)):
         return False
     pairs = zip(spec.shape, output.shape, strict=False)
@@ -193,7 +199,10 @@ class SequenceSource:
             return self._run(index, raw)
 
     def _run(self, index: int, raw: RawSample) -> Sample:
-        """Return a step with its states, and store those of the next one."""
+        """Return the inputs of a step, the states included, and compute the states of the next one.
+
+        `raw`: the step as in the source, without states; or with those of a sequence's start.
+        """
         given_inputs = raw.decode()
         sample: Sample = {}
         for spec in self.recurrence.inputs:
@@ -201,7 +210,7 @@ class SequenceSource:
                 sample[spec.name] = self._states[spec.name]
             elif spec.name in given_inputs:
                 sample[spec.name] = _check_single_row(spec, given_inputs[spec.name])
-            else:  # a state at the start of a sequence
+            else:  # a state at the start of a sequence is 0
                 sizes = [size if isinstance(size, int) else 1 for size in spec.shape]
                 sample[spec.name] = np.zeros(sizes, spec.dtype)
         outputs = self.recurrence.run(sample)
@@ -246,19 +255,20 @@ class OwnStates:
     def run(
         self, session: Session, sample: Mapping[str, Array], sequence: int
     ) -> Mapping[str, Array]:
-        """Return the outputs of a step.
+        """Return the outputs of an engine for a step, with the states that it computed before it.
 
         Args:
             session: the engine.
-            sample: the step with the float model's states, which count at a sequence's start.
-            sequence: number of its sequence.
+            sample: all inputs of the step; its states, the float model's, are fed only at the start
+                of a sequence.
+            sequence: number of the sequence that the step is in.
 
         Raises:
             BackendError: the runtime refused the step.
         """
         outputs = session.run({**sample, **self._by_sequence.get(sequence, {})})
         if self._states:
-            if self._is_one_pass and sequence not in self._by_sequence:
+            if self._is_one_pass and sequence not in self._by_sequence:  # the others have ended
                 self._by_sequence.clear()
             self._by_sequence[sequence] = next_states(self._states, outputs)
         return outputs
@@ -282,14 +292,18 @@ def spread_steps(
 
 
 def choose_steps(choice: Choice, source: SequenceSource) -> tuple[Sequence[int], list[str]]:
-    """Return the chosen steps, and notes.
+    """Return the indices of the chosen steps of sequences, and notes for the user.
 
     Raises:
         ConfigError: a choice that would leave out steps in between.
     """
-    named = {"--sample": choice.sample, "--stride": choice.every, "--shard": choice.shard}
-    for flag, value in named.items():
-        if value is not None and value != 1:
+    unsuitable_options = {
+        "--sample": choice.sample,
+        "--stride": choice.every,
+        "--shard": choice.shard,
+    }
+    for flag, value in unsuitable_options.items():
+        if value is not None and value != 1:  # 1 leaves out none
             raise ConfigError(
                 f"each step of a sequence needs the one before, got {flag} for a model that feeds"
                 f" itself {', '.join(source.recurrence.states)}; use --limit, which takes the first"

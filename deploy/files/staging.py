@@ -90,7 +90,10 @@ class Stage:
         return self.temporary_folder / path.name if parent == self.folder.resolve() else None
 
     def publish(self, complete: Callable[[], object] = lambda: None) -> None:
-        """Publish the files, replacing those of the same names.
+        """Move the written files into `folder`, replacing those of the same names.
+
+        The journal, a list of the files, is written first: if this run is killed then, the next run
+        moves the rest.
 
         Args:
             complete: called while the folder is locked; the files it writes are published too.
@@ -111,7 +114,7 @@ class Stage:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.temporary_folder / _JOURNAL, json.dumps(names))
                 _move_all(self.temporary_folder, self.folder)
-                for name in names:
+                for name in names:  # what a failed run saved for it is older now
                     _remove_saved_calibration(self.folder / name)
         except OSError as error:
             raise ExportError(
@@ -178,7 +181,10 @@ def stage_files(folder: Path) -> Iterator[Stage]:
 
 
 def recover(folder: Path) -> None:
-    """Complete the publication, or clean up, of runs that were killed.
+    """Complete the publication of runs that were killed in it; remove what other killed runs left.
+
+    A killed run leaves its stage, a temporary folder in `folder`, and temporary files in `folder`
+    or its subfolder of records; their names begin with `atomic.PREFIX`.
 
     Raises:
         ExportError: another process holds the folder.
@@ -186,7 +192,7 @@ def recover(folder: Path) -> None:
     folders = [folder, *filter(atomic.is_real_folder, [folder / RECORDS])]
     leftovers = chain.from_iterable(parent.glob(f"{atomic.PREFIX}*") for parent in folders)
     if all(path.name == _SAVED_FOLDER for path in leftovers):
-        return
+        return  # a calibration saved for the next build stays
     with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is
         for parent in folders:
             atomic.remove_leftovers(parent)
@@ -245,25 +251,25 @@ def _finish(stage: Path, folder: Path) -> None:
 
 
 def _move_all(stage: Path, folder: Path) -> None:
-    """Rename the files in the journal, and remove it."""
+    """Move the files listed in a stage's journal into `folder`, and remove the journal."""
     journal = read_json(
         stage / _JOURNAL,
         what="the list of what a run publishes",
         error=ExportError,
         rewritable=True,
     )
-    # no other paths, since anybody may have written the journal
+    # only names that a build gives its files, since anybody may have written the journal
     journal = journal if isinstance(journal, list) else []
     names = [name for name in journal if isinstance(name, str) and is_build_name(name)]
     for name in names:
         source, target = stage / name, folder / name
         if not atomic.is_real_file(source):  # moved by an earlier run, or a link
             continue
-        if _has_same_bytes(source, target):
+        if _has_same_bytes(source, target):  # its date stays
             source.unlink()
             continue
         _make_folder(target.parent, folder)
-        if target.exists():
+        if target.exists():  # its permissions stay
             shutil.copymode(target, source)
         source.replace(target)
     for parent in {(folder / name).parent for name in names}:

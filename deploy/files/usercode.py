@@ -44,17 +44,19 @@ _FOREIGN_CONFIGS: list[_ForeignConfig] = []  # of the command that runs, for all
 
 @contextmanager
 def distrust_config(file: Path, typed_texts: Iterable[str]) -> Iterator[None]:
-    """Refuse all code but that of the command line in the body, if another user can write `file`.
+    """In the body, refuse to run code that a config file names if another user can write that file.
+
+    Code that the command line names too is run: the user typed it.
 
     Args:
         file: the file of `--config`.
-        typed_texts: values of the command line; code of `file.py:function` may be named by both.
+        typed_texts: values of the command line, some of which name code.
     """
     if not _is_foreign(file):
         yield
         return
     typed_code = set()
-    for text in typed_texts:  # `file.py:function` allows the file
+    for text in typed_texts:  # `file.py:function` allows file.py
         typed_code |= {_normalized(text), _normalized(text.rpartition(":")[0])}
     config = _ForeignConfig(file, frozenset(typed_code))
     _FOREIGN_CONFIGS.append(config)
@@ -168,30 +170,36 @@ class _Surroundings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active_calls = 0
-        self._folder: str | None = None  # before the first of the calls in progress
-        # that folder -> the one that the code set
-        self._user_folder_by_folder: dict[str | None, str | None] = {}
+        self._original_folder: str | None = None  # before the first of the calls in progress
+        # original folder -> the working folder that the user's code set there
+        self._user_folder_by_original: dict[str | None, str | None] = {}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the working folder and the signal handlers at the end."""
+        """Run the user's code in the working folder that its last call set; restore all at the end.
+
+        The working folder is the process's, so calls that overlap in several threads share it. The
+        handlers of SIGINT and SIGTERM are restored too.
+        """
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with self._lock:
             if not self._active_calls:
-                self._folder = _working_folder()
+                self._original_folder = _working_folder()
             self._active_calls += 1
-            _change_folder(self._user_folder_by_folder.get(self._folder))
+            _change_folder(self._user_folder_by_original.get(self._original_folder))
         try:
             yield
         finally:
             with self._lock:
                 self._active_calls -= 1
                 current_folder = _working_folder()
-                if self._folder is not None and current_folder != self._folder:
-                    self._user_folder_by_folder[self._folder] = current_folder
-                    _change_folder(self._folder)
-            if threading.current_thread() is threading.main_thread():
+                original_folder = self._original_folder
+                if original_folder is not None and current_folder != original_folder:
+                    self._user_folder_by_original[original_folder] = current_folder
+                    _change_folder(original_folder)
+            if threading.current_thread() is threading.main_thread():  # no other may set handlers
                 for number, handler in handlers.items():
+                    # None: C code set it, and Python cannot set it again
                     if handler is not None and signal.getsignal(number) is not handler:
                         signal.signal(number, handler)
 
