@@ -204,9 +204,9 @@ def test_bad_step_is_left_out_of_its_sequence():
         np.testing.assert_allclose(sample["c"], step["c"], atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["sample", "every"])
-def test_steps_between_are_never_left_out(option):
-    dataset = Dataset(source=sequences([5]), limit=Choice(**{option: 2}))
+@pytest.mark.parametrize(("option", "count"), [("sample", 1), ("sample", 2), ("every", 2)])
+def test_steps_between_are_never_left_out(option, count):
+    dataset = Dataset(source=sequences([5]), limit=Choice(**{option: count}))
     with pytest.raises(ConfigError, match="--"):
         load(tracker()).open_samples(dataset)
 

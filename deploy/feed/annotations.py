@@ -40,7 +40,8 @@ class Annotations:
     """Annotated objects of many pictures.
 
     Attributes:
-        pictures: file name without folders -> its objects; without suffix if `are_label_files`.
+        pictures: image's file name -> its objects. The name is without folders; also without suffix
+            if `are_label_files`.
         categories: category ids, ascending; None if these are the model's class numbers.
         ambiguous_names: file names that occur in several folders.
         are_label_files: whether each picture has a file of its own.
@@ -60,8 +61,10 @@ class Annotations:
     def find_objects(self, name: str) -> Objects:
         """Return the objects of a picture, by its file name.
 
+        A picture without annotations has those of `unlabelled`, which are none, if that is set.
+
         Raises:
-            FeedError: the picture is missing, or its name is ambiguous.
+            FeedError: the picture must have annotations and has none, or its name is ambiguous.
         """
         key = self._key(name)
         if key in self.ambiguous_names:
@@ -139,10 +142,10 @@ def read_coco(path: Path) -> Annotations:
 
 
 def _group_by_image(data: _CocoFile) -> Annotations:
-    """Return the annotations of a COCO file by the names of its images.
+    """Return the annotated objects in a COCO file for each of its images, by file name.
 
     Raises:
-        ValueError: ids that do not go together; the message is the end of a sentence.
+        ValueError: ids that do not go together; the message ends the sentence "..., got".
     """
     annotations_by_image: dict[int | float | str, list[_CocoAnnotation]] = {}
     for image in data.images:
@@ -157,21 +160,21 @@ def _group_by_image(data: _CocoFile) -> Annotations:
             raise ValueError(f"a category_id that no category has, {annotation.category_id!r}")
         annotations_by_image[annotation.image_id].append(annotation)
 
-    pictures: dict[str, Objects] = {}
+    objects_by_name: dict[str, Objects] = {}
     ambiguous_names = set()
     for image in data.images:
         name = PurePosixPath(image.file_name).name
-        if name in pictures:
-            ambiguous_names.add(name)
-        pictures[name] = _coco_objects(image, annotations_by_image[image.id])
-    return Annotations(pictures, tuple(sorted(categories)), frozenset(ambiguous_names))
+        if name in objects_by_name:
+            ambiguous_names.add(name)  # of images in several folders
+        objects_by_name[name] = _coco_objects(image, annotations_by_image[image.id])
+    return Annotations(objects_by_name, tuple(sorted(categories)), frozenset(ambiguous_names))
 
 
 def _coco_objects(image: _CocoImage, annotations: list[_CocoAnnotation]) -> Objects:
-    """Return the objects of an image.
+    """Return the objects of an image, their boxes as corners x1 y1 x2 y2 in pixels.
 
     Raises:
-        ValueError: a size or a box is impossible; the message is the end of a sentence.
+        ValueError: a size or a box is impossible; the message ends the sentence "..., got".
     """
     if min(image.height, image.width) < 1:
         raise ValueError(f"a width or height of {image.file_name!r} below 1")
@@ -179,7 +182,7 @@ def _coco_objects(image: _CocoImage, annotations: list[_CocoAnnotation]) -> Obje
     crowds = [bool(annotation.iscrowd) for annotation in annotations]
     corners_and_sides = [annotation.bbox for annotation in annotations]  # x y w h
     objects = _make_objects((image.height, image.width), corners_and_sides, categories, crowds)
-    boxes = objects.boxes
+    boxes = objects.boxes  # [n, 4]; changed below from x y w h to corners
     if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
         raise ValueError(f"a bbox of {image.file_name!r} that is no x, y, width and height")
     boxes[:, 2:] += boxes[:, :2]
@@ -187,7 +190,11 @@ def _coco_objects(image: _CocoImage, annotations: list[_CocoAnnotation]) -> Obje
 
 
 def _read_yaml_labels(path: Path) -> Annotations:
-    """Return the labels of the pictures that a data.yaml names as `val`."""
+    """Return the labels of the pictures that a data.yaml names as `val`, from YOLO's label files.
+
+    Raises:
+        FeedError: the labels are of key points, or no picture has a label file.
+    """
     data = read_data_yaml(path)
     if data.kpt_shape is not None:
         raise FeedError(
@@ -214,7 +221,7 @@ def _label_path(image_path: str) -> str:
 
 
 def _read_label_folder(folder: Path) -> Annotations:
-    """Return the labels of a folder: YOLO's .txt or VOC's .xml.
+    """Return the annotated objects in a folder of label files: YOLO's .txt or VOC's .xml.
 
     Raises:
         FeedError: it has both, or neither.
@@ -230,7 +237,7 @@ def _read_label_folder(folder: Path) -> Annotations:
         )
     paths = [str(folder / name) for name in label_names]
     if suffixes == {".txt"}:
-        return _read_yolo(paths, None)
+        return _read_yolo(paths, class_count=None)
     number_by_class = {name: number for number, name in enumerate(_read_classes(folder))}
     return _read_label_files(paths, lambda path: _read_voc_file(path, number_by_class))
 
@@ -277,7 +284,9 @@ def _read_yolo_file(path: str, class_count: int | None) -> Objects:
 
 
 def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:
-    """Return (class, corners x1 y1 x2 y2 as shares of the sides) of a line.
+    """Return (class, corners x1 y1 x2 y2) of a line of YOLO's labels; of an outline, its box.
+
+    Corners are shares of the image's width and height, from 0 to 1.
 
     Raises:
         FeedError: it is neither of a box nor of an outline.
@@ -336,7 +345,13 @@ def _read_classes(folder: Path) -> list[str]:
 
 
 def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
-    """Return the objects of an XML file; difficult ones are no hits and no misses, as crowds.
+    """Return the objects of one image from Pascal VOC's XML file, their boxes in pixels.
+
+    Objects marked as difficult become crowds, which count neither as hits nor as misses.
+
+    Args:
+        path: of the XML file.
+        number_by_class: class name -> class number of the model.
 
     Raises:
         FeedError: it is no annotation of VOC, or names a class that `classes.txt` has not.
@@ -348,6 +363,7 @@ def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
             raise ValueError("a DOCTYPE")
         root = ElementTree.fromstring(text)
         size = _number(root, "size/height"), _number(root, "size/width")
+        # one entry per object; a box is xmin, ymin, xmax, ymax
         boxes, classes, crowds = [], [], []
         for annotation in root.findall("object"):
             name = (annotation.findtext("name") or "").strip()

@@ -94,14 +94,14 @@ class ArrayFileContents:
 
 
 def open_array_file(path: Path, specs: Specs) -> ArraySource:
-    """Open one file of arrays; memory-map it unless it is compressed.
+    """Return the samples of one file of arrays, memory-mapped unless it is compressed.
 
     Raises:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
     """
     name = printable_name(path.name)
     contents = read_arrays(path, specs)
-    counter = SampleCounter(specs)
+    counter = SampleCounter(specs)  # the file is the only item, of any number of samples
     counter.add(contents.item, name)
     if not counter.total:
         raise FeedError(f"{name} must hold samples, got none")
@@ -159,11 +159,15 @@ def open_array_folder(
 
 
 def _open_subfolders(files: FileList, specs: Specs, title: str, *, skip_bad: bool) -> ArraySource:
-    """Open one folder per input; files of the same name, without suffix, form one item."""
+    """Return the samples in one folder per input; files of one name, suffix aside, form an item.
+
+    Raises:
+        FeedError: an input has no file of a name that another one has.
+    """
     path_by_input_of_stem: dict[str, dict[str, Path]] = {}
     for file in files:
         input_name, _, name = file.name.partition("/")
-        if name:
+        if name:  # else it lies beside the folders
             stem = os.path.splitext(name)[0]
             path_by_input_of_stem.setdefault(stem, {})[input_name] = file.path
     stems = sorted(path_by_input_of_stem, key=os.fsencode)
@@ -207,7 +211,18 @@ def _open_items(
     *,
     skip_bad: bool,
 ) -> ArraySource:
-    """Read the headers of all items; labels count only if every sample has one."""
+    """Return the samples of several items, of which only the headers are read now.
+
+    Args:
+        paths: per item, input name -> its file, or "" -> the file of all inputs.
+        item_names: names of the items in messages.
+        specs: the model's inputs, or what raw files hold.
+        name: of the source in messages.
+        skip_bad: leave an error in an item to its reading.
+
+    Raises:
+        FeedError: a file does not fit the inputs, unless `skip_bad`; or there are no samples.
+    """
     counter = SampleCounter(specs)
     labels: list[int] = []
     notes: set[str] = set()
@@ -232,7 +247,7 @@ def _open_items(
         FileItems(tuple(paths), counter.specs),
         counter.item_ends,
         name,
-        tuple(labels) if len(labels) == total else None,
+        tuple(labels) if len(labels) == total else None,  # only if every sample has one
         tuple(sorted(notes)),
         item_names=tuple(map(printable_name, item_names)),
     )
@@ -251,7 +266,11 @@ def _read_item(paths: Mapping[str, Path], specs: Specs) -> ArrayFileContents:
 
 
 def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
-    """Read the arrays of one file, by input name.
+    """Return the arrays of one file by input name, and the labels in it.
+
+    Args:
+        path: of an .npy or .npz file, or one of raw values.
+        specs: the inputs that it holds.
 
     Raises:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
@@ -278,7 +297,7 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
     labels = _take_labels(arrays, specs)
     item = arrays_by_input(arrays, specs, name)
     for spec in specs:
-        if spec.first_axis is FirstAxis.ROWS:
+        if spec.first_axis is FirstAxis.ROWS:  # a single sample may lack its batch dimension
             item[spec.name] = with_batch(item[spec.name], spec)
     if labels is not None:
         count = count_samples(item, specs, name)
@@ -288,12 +307,16 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
 
 
 def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | None:
-    """Remove the labels from the arrays of a file and return them; None without labels."""
+    """Remove the class numbers from the arrays of a file and return them; None without any.
+
+    They are a vector, or a number for a single sample, called "labels", "y" or the like.
+    """
     input_names = [spec.name for spec in specs]
     for key in LABEL_KEYS:
-        if key in input_names or key not in arrays or arrays[key].ndim > 1:
+        is_input = key in input_names
+        if is_input or key not in arrays or arrays[key].ndim > 1:
             continue
-        labels = np.atleast_1d(arrays.pop(key))  # a number, beside a single sample
+        labels = np.atleast_1d(arrays.pop(key))
         if labels.dtype.kind not in "iu" or (labels < 0).any():
             got = labels.min() if labels.dtype.kind == "i" else labels.dtype
             raise FeedError(
@@ -306,7 +329,10 @@ def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | No
 
 
 def _load_raw(path: Path, specs: Specs) -> Array:
-    """Map values without a header: samples of the input's dtype and shape, one after the other."""
+    """Return the samples of a file without a header, memory-mapped: [samples, ...].
+
+    The file holds the values of one input, samples in its shape and dtype one after the other.
+    """
     name = printable_name(path.name)
     if len(specs) != 1:
         raise FeedError(

@@ -159,7 +159,14 @@ def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
 def apply_labels(
     labels: Sequence[int] | Annotations | str | None, evaluation: Feed | None
 ) -> GroundTruth | None:
-    """Return the annotated objects; if `labels` are class numbers, set them on the feed instead.
+    """Return the annotated objects of the evaluation images; set class numbers on the feed instead.
+
+    Args:
+        labels: annotated objects, class numbers, `BY_FOLDER`, or None for none.
+        evaluation: the evaluation images; None without any.
+
+    Returns:
+        The objects in pixels of the model's input; None if `labels` are anything but objects.
 
     Raises:
         ConfigError: there are no evaluation images, or they are no images.
@@ -202,12 +209,12 @@ def _note_scaled_boxes(
 
 
 def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
-    """Return a note on images without a label file; "" without any.
+    """Return a note on evaluation images without a label file; "" if all have one.
 
     Raises:
         FeedError: no image has one.
     """
-    if annotations.unlabelled is None:
+    if annotations.unlabelled is None:  # each image must have annotations, which was checked
         return ""
     names = [name for name in evaluation.names if not annotations.has_picture(name)]
     if len(names) == evaluation.count:
@@ -224,17 +231,19 @@ def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
 
 
 def _find_image_sizes(annotations: Annotations, evaluation: Feed) -> dict[str, Size]:
-    """Return name -> size of the images whose annotations have another size of that shape, or none.
+    """Return name -> (height, width) of images whose size differs from their annotations'.
+
+    They are scaled copies of the annotated images, or their annotations state no size.
 
     Raises:
-        FeedError: an image has another shape than annotated.
+        FeedError: an image has another ratio of width to height than the annotated one.
     """
     sizes: dict[str, Size] = {}
     with phase("sizes of the pictures", evaluation.count, "images") as step:
         for name, size in evaluation.sizes():
             step()
             annotated_size = annotations.find_objects(name).size
-            if size is None or size == annotated_size:
+            if size is None or size == annotated_size:  # None: unreadable, reported when it is read
                 continue
             if annotated_size is not None:
                 _refuse_other_shape(name, size, annotated_size)
@@ -269,8 +278,11 @@ class _ObjectsInInput:
         self._names: tuple[str, ...] = ()
 
     def of_sample(self, number: int) -> Objects:
-        """Return the objects of the good image of this number, from 0, in pixels of the input."""
-        if self._good_count != self._feed.count:  # an image turned out to be bad
+        """Return the objects of an image, with boxes in pixels of the model's input.
+
+        `number`: of the image, from 0, among those that are not known to be bad.
+        """
+        if self._good_count != self._feed.count:  # another image turned out to be bad
             self._good_count = self._feed.count
             self._names = self._feed.names
         name = self._names[number]
@@ -280,6 +292,7 @@ class _ObjectsInInput:
         # where annotations have no size, their boxes are shares of the sides
         annotated_height, annotated_width = annotation.size or (1, 1)
         size = self._sizes.get(name, (annotated_height, annotated_width))
+        # from pixels of the annotated image, or shares, to pixels of the image, then of the input
         x_scale, y_scale = size[1] / annotated_width, size[0] / annotated_height
         boxes = annotation.boxes * np.array([x_scale, y_scale, x_scale, y_scale])
         return replace(

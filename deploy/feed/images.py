@@ -148,7 +148,11 @@ def _not_a_list(path: Path) -> FeedError:
 
 
 def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | None]:
-    """Return (name, label) of a line of a list; the label is None without one."""
+    """Return (name, label) of a line of a list; the label is None without one.
+
+    A line is "path", "path label", or one path per input, separated by spaces. Paths may contain
+    spaces too, so existing files decide which of these it is.
+    """
     folder = list_path.parent
     parts = line.rsplit(None, 1)
     if len(parts) == 1 or os.path.isfile(folder / line):
@@ -162,7 +166,7 @@ def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | Non
             f" {printable_name(str(list_path))}; number the classes in the order of the model's"
             " outputs"
         )
-    return line, None  # a file for each input
+    return line, None  # several files, or one that is missing
 
 
 def read_image_file(file: ImageFile) -> bytes:

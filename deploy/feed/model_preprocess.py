@@ -53,11 +53,14 @@ class ResolvedPreprocess:
 def resolve_preprocess(
     requested: PreprocessRequest, metadata_preprocess: MetadataPreprocess | None, spec: TensorSpec
 ) -> ResolvedPreprocess:
-    """Apply the user's options to the model's preprocessing, and complete it from the input.
+    """Return the preprocessing to use: the user's, else the model's, else the default.
+
+    Options by name change single values of the model's. The model's input completes what they leave
+    open.
 
     Args:
-        requested: complete preprocessing, a preset's name, or some options by name, if any.
-        metadata_preprocess: what the model's metadata says, if anything.
+        requested: complete preprocessing, a preset's name, some options by name, or None.
+        metadata_preprocess: preprocessing from the model's metadata; None without any.
         spec: the model's input.
 
     Raises:
@@ -83,7 +86,7 @@ def resolve_preprocess(
         preprocess, notes = complete_preprocess(chosen, spec)
         return ResolvedPreprocess(preprocess, notes=(*metadata_notes, *notes))
 
-    if "size" in options:  # the model's short side is of its own size
+    if "size" in options:  # the model's short side belongs to another size
         model_preprocess = dataclasses.replace(model_preprocess, short_side=None)
     preprocess, _ = complete_preprocess(apply_user_options(model_preprocess, options), spec)
     exceptions = f", but for {', '.join(options)}" if options else ""
@@ -105,7 +108,10 @@ def _options(requested: object) -> dict[str, object]:
 def _resolve_metadata(
     metadata_preprocess: MetadataPreprocess | None, spec: TensorSpec
 ) -> tuple[Preprocess | None, tuple[str, ...]]:
-    """Return the model's preprocessing, resolved, or None if it is unusable; and notes."""
+    """Return the model's preprocessing, completed from its input, or None; and notes.
+
+    It is None without any, or if it does not go with the input: a note says why then.
+    """
     if metadata_preprocess is None:
         return None, ()
     source, stated = metadata_preprocess.source, metadata_preprocess.preprocess
@@ -116,11 +122,12 @@ def _resolve_metadata(
     except (ConfigError, FeedError) as error:
         return None, (f"{source} is not followed: {error}",)
 
+    # the input decides the size, and the metadata may have been written for another one
     stated_size, size = stated.default_size, preprocess.size
     if stated_size is None or size is None or stated_size == size:
         return preprocess, ()
     sizes = f"it says {format_size(stated_size)} pixels, the input is of {format_size(size)}"
-    if preprocess.resize == "short-side":  # its crop is a fraction of its own size
+    if preprocess.resize == "short-side":  # the side before cropping is stated for that size
         return None, (f"{source} is not followed: {sizes}",)
     return preprocess, (f"{source} is followed but for its size: {sizes}",)
 

@@ -81,6 +81,7 @@ def run_in_order(
         The first exception of `samples`, `work` or `consume`; the other workers stop.
     """
     run = _OrderedRun(samples, work, consume, threads, first_number - 1, pause)
+    # in a thread of its own, so that a signal cannot interrupt it between two results
     with ThreadPoolExecutor(1) as pool:
         run_future = pool.submit(run.draw_and_consume)
         try:
@@ -88,7 +89,7 @@ def run_in_order(
                 pass  # any thread may receive a signal, but only this one acts on it
         except BaseException:  # the user's interrupt
             run.finish()
-            if run_future.exception() is None:
+            if run_future.exception() is None:  # waits for the samples already drawn
                 pause.run(run.drawn_count)
             raise
     run_future.result()
@@ -113,7 +114,11 @@ class _OrderedRun(Generic[Work]):
     is_finished: bool = False
 
     def draw_and_consume(self) -> None:
-        """Run until the samples end, or until `finish` is called."""
+        """Draw samples, let workers work on them, and consume the results in order.
+
+        At most as many samples as workers are drawn ahead. It ends with the samples, or once
+        `finish` was called.
+        """
         samples = iter(self.samples)
         with ThreadPoolExecutor(self.threads) as pool:
             while True:
@@ -124,7 +129,7 @@ class _OrderedRun(Generic[Work]):
                 if sample is None:
                     break
                 self.drawn_count += 1
-                # the sample before with this worker's number is done: its result was taken
+                # numbers go round, so this worker's last sample is done: its result was consumed
                 worker = self.drawn_count % self.threads
                 self.pending.append(pool.submit(self.work, worker, self.drawn_count, sample))
                 if len(self.pending) == self.threads:

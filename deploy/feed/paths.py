@@ -131,7 +131,11 @@ class _CocoFileNames:
 
 
 def _read_coco_files(path: Path) -> FileList:
-    """Return the image files of COCO annotations: in the folder `images` beside them, if there."""
+    """Return the images that COCO annotations list, by their names in the file.
+
+    They are in the folder `images` beside the annotations if the first one is there, else directly
+    beside the annotations.
+    """
     values = read_json(path, what="COCO annotations", error=FeedError)
     rule = (
         f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
@@ -206,7 +210,7 @@ def read_data_yaml(path: Path) -> DataYaml:
 
 
 def _list_yaml_images(path: Path, split: Split) -> FileList:
-    """Return the images of a split; their names are relative to the folder of the data.yaml."""
+    """Return the images of "train" or "val" that a data.yaml names, by paths relative to it."""
     data = read_data_yaml(path)
     image_sources = data.train if split == "train" else data.val
     if isinstance(image_sources, str):
@@ -224,9 +228,14 @@ def _list_yaml_images(path: Path, split: Split) -> FileList:
 
 
 def _locate_yaml_images(path: Path, root: str, source: str) -> Path:
-    """Return a folder or list file of images that a data.yaml names.
+    """Return the path of a folder or list file of images that a data.yaml names.
 
-    As Ultralytics does, a `../` that leads out of the root is dropped if only that is there.
+    As Ultralytics does, a `../` at its beginning is dropped if the images are there only then.
+
+    Args:
+        path: of the data.yaml.
+        root: its `path`: the folder of the images, relative to the file or the working folder.
+        source: the folder or list file, relative to the root.
 
     Raises:
         FeedError: there is no such folder or list file.
@@ -306,9 +315,10 @@ def resolve_path_list(paths: Sequence[object]) -> SourceFiles | None:
 
 
 def label_by_folder(files: SourceFiles) -> SourceFiles:
-    """Label each file with the number of its folder: sorted by name, from 0.
+    """Return the files, each labelled with the number of its first subfolder.
 
-    torchvision's ImageFolder numbers folders in the same way.
+    The subfolders are classes, numbered from 0 by their sorted names as in torchvision's
+    ImageFolder.
 
     Raises:
         FeedError: the source is no folder, a file is in no subfolder, or there is only one.
@@ -443,10 +453,15 @@ def convert_arrays(source: ArraySource, spec: TensorSpec) -> ArraySource:
 
 
 def convert_images(source: ArraySource, spec: TensorSpec, preprocess: Preprocess) -> ArraySource:
-    """Preprocess samples that are images; `preprocess` must be resolved.
+    """Return a source of raw pixels as one that yields preprocessed images.
+
+    Args:
+        source: samples [H, W] or [H, W, 1 or 3] of raw files.
+        spec: the model's input.
+        preprocess: complete preprocessing.
 
     Raises:
-        FeedError: the shape is not that of an image.
+        FeedError: the samples have another shape.
     """
     shape = _sample_shape(source.specs[0])
     is_image_shape = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))

@@ -51,11 +51,11 @@ from deploy.tensors import Array
 def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
     """Convert uint8 or uint16 [H, W, C] in BGR or grey to float32 [1, C, h, w] or [1, h, w, C].
 
-    `preprocess` must be resolved; if it leaves a side to the image, `with_image_size` gives h and
-    w. The result does not depend on threads.
+    `preprocess` must be complete: size, color and layout are set; a side of None depends on the
+    image. The result does not depend on the number of threads.
 
     Raises:
-        FeedError: see `with_image_size`.
+        FeedError: a side would be too long, see `with_image_size`.
     """
     assert preprocess.color is not None
     preprocess = with_image_size(preprocess, (pixels.shape[0], pixels.shape[1]))
@@ -70,7 +70,7 @@ def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
         channels_first = input_values[0]
 
     height, width = resized.shape[:2]
-    if (height, width) != preprocess.box:  # the border, over which the image is written
+    if (height, width) != preprocess.box:  # fill all with the border; the image is written over it
         channels_first[:] = _per_channel(preprocess.pad)
         _scale_and_normalise(channels_first, preprocess, out=channels_first)
     image_region = channels_first[:, top : top + height, left : left + width]
@@ -166,7 +166,7 @@ def input_to_image(values: Array, preprocess: Preprocess | None) -> Array | None
     # the inverse of `preprocess_image`
     scaled_pixels = floats * np.asarray(preprocess.std) + np.asarray(preprocess.mean)
     pixels = np.nan_to_num(scaled_pixels / preprocess.scale)
-    if preprocess.deep:  # perhaps of 16 bits
+    if preprocess.deep:  # an image of 16 bits, if pixels exceed 255, is scaled down to 8
         pixels *= 255 / max(255, pixels.max())
     rgb = _to_rgb(pixels)
     return rgb[:, :, ::-1] if preprocess.color == "bgr" else rgb
@@ -344,10 +344,10 @@ class Previews:
         return self.indices - self._stored.keys()
 
     def add(self, index: int, name: str, raw: RawSample, sample: Mapping[str, Array]) -> None:
-        """Store a preview of the sample if it was chosen."""
+        """Store a preview of a sample, two small images, if it was chosen and is an image."""
         if index not in self.indices or index in self._stored:
             return
-        self._stored[index] = None
+        self._stored[index] = None  # it was looked at
         input_image = find_image(sample, self._preprocess)
         if input_image is None:
             return

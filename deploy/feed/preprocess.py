@@ -81,6 +81,8 @@ class Preprocess:
     def __post_init__(self) -> None:
         """Check every option, and store it in one form: tuples of floats, sides as a tuple.
 
+        The class is frozen, so values are stored by `object.__setattr__`.
+
         Raises:
             ConfigError: an option has an impossible value.
         """
@@ -104,6 +106,7 @@ class Preprocess:
         for name in ("mean", "std", "pad"):
             object.__setattr__(self, name, _check_numbers(name, getattr(self, name)))
             self._check_channels(name)
+        # pixels are computed in float32, in which a tiny value is 0
         if not all(np.float32(v) > 0 for v in self.std) or not np.float32(self.scale) > 0:
             raise ConfigError(
                 f"scale and std must be above 0, got scale={self.scale} std={list(self.std)};"
@@ -217,7 +220,11 @@ def default_preprocess(spec: TensorSpec) -> Preprocess:
 def complete_preprocess(
     requested: Preprocess | None, spec: TensorSpec
 ) -> tuple[Preprocess, tuple[str, ...]]:
-    """Complete preprocessing from the model's input: size, color and layout are set. Add notes.
+    """Return preprocessing whose size, color and layout are set, from the input; and notes.
+
+    Args:
+        requested: what the user or the model's metadata asks for; None for the default.
+        spec: the model's input.
 
     Raises:
         FeedError: the input is no image, or contradicts `requested`.
@@ -259,13 +266,13 @@ def complete_preprocess(
 def with_image_size(
     preprocess: Preprocess, image_size: Size, title: str = "a picture"
 ) -> Preprocess:
-    """Return `preprocess`, which must be resolved, with the input size for an image.
+    """Return preprocessing with both sides of the input set, for an image of this size.
 
-    A side that depends on the image is rounded to the nearest multiple; for "fit-height" it is
-    rounded up, as the rest is padded.
+    A side of None depends on the image: it keeps the image's aspect, or is the image's own if both
+    are None. It is rounded to a multiple of `preprocess.multiple`.
 
     Args:
-        preprocess: resolved.
+        preprocess: complete, but for such sides.
         image_size: (height, width).
         title: of the image in messages.
 
@@ -301,7 +308,10 @@ def _format_side(side: int | str | None, if_open: str) -> str:
 
 
 def _round_to_multiple(numerator: int, denominator: int, preprocess: Preprocess) -> int:
-    """Round `numerator / denominator` to a multiple, at least one."""
+    """Return `numerator / denominator`, rounded to a multiple of `preprocess.multiple`, or one.
+
+    It is the nearest; for "fit-height" the next higher one, since the rest is padded.
+    """
     unit = preprocess.multiple * denominator
     if preprocess.resize == "fit-height":
         factor = -(-numerator // unit)
@@ -317,7 +327,7 @@ def describe(spec: TensorSpec) -> str:
 
 
 def _check_sides(preprocess: Preprocess) -> None:
-    """Refuse a size that the other options do not go with.
+    """Refuse a size that the other options do not go with; a side of None depends on each image.
 
     Raises:
         ConfigError: a `multiple` without a side that depends on the image, such a side with a
@@ -336,6 +346,7 @@ def _check_sides(preprocess: Preprocess) -> None:
                 f" {preprocess.short_side}; give {max(height, width)} or more"
             )
         return
+
     has_height = preprocess.resize == "fit-height" and height is not None
     if preprocess.resize != "stretch" and not has_height:
         raise ConfigError(
@@ -380,7 +391,7 @@ def _resolve_color(color: str | None, channels: int | str | None, spec: TensorSp
 def _resolve_size(
     preprocess: Preprocess, model_sides: tuple[int | str | None, int | str | None], spec: TensorSpec
 ) -> Sides:
-    """Return the size of the input in pixels, a side that depends on each image as None.
+    """Return the (height, width) of the input in pixels; None for a side that each image decides.
 
     Args:
         preprocess: as requested; its own size comes first, then the model's, then the default.

@@ -69,12 +69,12 @@ class Share:
 
 
 def create_share(shard: tuple[int, int], count: int, names: str) -> Share:
-    """Return the share of one shard.
+    """Return one of several equal parts of a feed, the shards, for one of several machines.
 
     Args:
         shard: (its number from 1, number of shards).
         count: samples of all shards together.
-        names: digest of all names, see `Share`.
+        names: digest of the names of all samples, by which shards of different feeds are noticed.
 
     Raises:
         FeedError: there are more shards than samples.
@@ -195,7 +195,9 @@ class Choice:
         return (self.limit - 1) * (self.every or 1) + 1
 
     def choose(self, count: int, *, default_every: int = 1) -> tuple[Sequence[int], list[str]]:
-        """Return the chosen indices among `count` samples, ascending, of all shards; and notes.
+        """Return (indices of the chosen samples among `count`, ascending; notes for the user).
+
+        They are those of all shards together.
 
         Args:
             count: samples of the source.
@@ -213,7 +215,8 @@ class Choice:
             notes.append(
                 f"{self.sample} of {len(indices)} samples are used, drawn by lot (seed {self.seed})"
             )
-            indices = sorted(sorted(indices, key=self._draw_key)[: self.sample])
+            drawn_indices = sorted(indices, key=self._draw_key)[: self.sample]
+            indices = sorted(drawn_indices)
         return indices, notes
 
     def _draw_key(self, index: int) -> bytes:

@@ -118,7 +118,10 @@ class VideoSource:
         return {self._spec.name: values.astype(self._spec.dtype, copy=False)}
 
     def _read_frame(self, index: int) -> Array:
-        """Return a frame's pixels, uint8 [H, W, 3] BGR; frames between it and the last are skipped.
+        """Return a frame's pixels, uint8 [H, W, 3] BGR.
+
+        Frames between the last one read and this one are skipped; for an earlier one the file is
+        read from its beginning again.
 
         Raises:
             FeedError: it cannot be decoded.
@@ -129,7 +132,7 @@ class VideoSource:
                 self._capture = _open_capture(self._path)  # captures the decoder's output itself
                 self._next_frame = 0
             with capture_decoder_output() as lines:
-                while self._next_frame < index and self._capture.grab():
+                while self._next_frame < index and self._capture.grab():  # skips a frame
                     self._next_frame += 1
                 if self._next_frame == index:
                     was_read, pixels = self._capture.read()
@@ -360,14 +363,17 @@ class RemoteSample:
 
 
 def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[RemoteSample]:
-    """Read samples of a source now; a bad one is replaced by the reason why it is bad."""
+    """Return samples to be sent to another machine: images as file bytes, all others as arrays.
+
+    In place of a sample that cannot be read stands the reason.
+    """
     samples = []
     for index in indices:
         digest: bytes = UNREADABLE
         content: bytes | Sample | str
         try:
             if isinstance(source, ImageSource):
-                content = source.read(index)
+                content = source.read(index)  # the other machine computes the digest
             else:
                 raw = source.load(index)
                 digest = raw.digest
@@ -405,10 +411,10 @@ class RemoteSource:
         return self._samples[index].name
 
     def load(self, index: int) -> RawSample:
-        """Return the sample as sent.
+        """Return the sample as sent: bytes of an image file, arrays, or the reason for an error.
 
         Raises:
-            FeedError: the sending machine could not read it; (when decoding) it is not complete.
+            FeedError: the sending machine could not read it; (when decoding) could not decode it.
         """
         sample = self._samples[index]
         content = sample.content
@@ -419,6 +425,7 @@ class RemoteSource:
             return RawSample(sample.digest, lambda: dict(content))
         if sample.digest == UNREADABLE:
             _refuse(content)
+        # it was read there, with this digest, but not decoded
         return RawSample(sample.digest, lambda: _refuse(content))
 
 

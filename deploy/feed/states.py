@@ -297,13 +297,10 @@ def choose_steps(choice: Choice, source: SequenceSource) -> tuple[Sequence[int],
     Raises:
         ConfigError: a choice that would leave out steps in between.
     """
-    unsuitable_options = {
-        "--sample": choice.sample,
-        "--stride": choice.every,
-        "--shard": choice.shard,
-    }
+    stride = None if choice.every == 1 else choice.every
+    unsuitable_options = {"--sample": choice.sample, "--stride": stride, "--shard": choice.shard}
     for flag, value in unsuitable_options.items():
-        if value is not None and value != 1:  # 1 leaves out none
+        if value is not None:
             raise ConfigError(
                 f"each step of a sequence needs the one before, got {flag} for a model that feeds"
                 f" itself {', '.join(source.recurrence.states)}; use --limit, which takes the first"

@@ -40,9 +40,9 @@ def check_archive(
     max_entries: int = _MAX_ENTRIES,
     max_bytes: int = _MAX_UNPACKED_BYTES,
 ) -> None:
-    """Refuse an archive that would unpack to more than a budget, before anything is unpacked.
+    """Refuse a zip archive that would unpack to more than a budget, before anything is unpacked.
 
-    `zipfile` unpacks at most the size in an entry's header.
+    The entries' headers state the unpacked sizes. They can be trusted: `zipfile` unpacks no more.
 
     Args:
         file: the archive; it is left at its beginning.
@@ -60,7 +60,7 @@ def check_archive(
 
     budget = f"{max_entries:,} entries and {format_bytes(max_bytes)}"
     rule = f"{os.fspath(path)} must be {what} of at most {budget}"
-    listing_bytes = _read_listing_bytes(file)
+    listing_bytes = _read_listing_bytes(file)  # of the list of entries, which `zipfile` reads whole
     if listing_bytes > _MAX_LISTING_BYTES:
         raise error(
             f"{rule}, got {format_bytes(listing_bytes)} of names alone; write several smaller ones"

@@ -130,15 +130,20 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
-    """Call `fill` on a temporary file, flush it to disk, and rename it to `path`.
+    """Write a file so that a reader or a crash sees the old bytes or the new ones; return `path`.
 
-    An existing file's permissions are kept.
+    `fill` writes a temporary file beside it, which is flushed to disk and renamed to `path`. An
+    existing file's permissions are kept.
+
+    Args:
+        path: of the file.
+        fill: writes the file at the path that it is called with.
 
     Raises:
         ExportError: the file cannot be written, or must stay (`deploy.files.guard`).
     """
     path = Path(path)
-    refuse_output(path, named=True)
+    refuse_output(path, named=True)  # what the user named as an output may be written
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = create_claimed_file(path.parent, prefix=PREFIX)

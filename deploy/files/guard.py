@@ -119,7 +119,10 @@ def add_output(path: Path | str, check: Callable[[], None]) -> None:
 def refuse_output(path: Path | str, *, named: bool = False) -> None:
     """Refuse to write over an input, a folder, a device, or another output that the user named.
 
-    `named`: it may be an output that the user named, and its `check` decides (`add_output`).
+    Args:
+        path: of the file to be written; it may not exist yet.
+        named: whether it is written as the output that the user named, by an option with its path.
+            Then the check that `add_output` got decides about a file that is there.
 
     Raises:
         ExportError: `path` is one of these.
@@ -132,7 +135,7 @@ def refuse_output(path: Path | str, *, named: bool = False) -> None:
     inode = _find_inode(path)
     if inode is None:  # there is no file to write over
         return
-    # directly in /dev; /dev/stdout may lead to a plain file
+    # /dev/stdout may lead to a plain file, which must not be replaced either
     in_dev = os.path.realpath(os.path.dirname(os.path.abspath(path))) == "/dev"
     if not os.path.isfile(path) or in_dev:
         kind = "a folder" if os.path.isdir(path) else "a device"

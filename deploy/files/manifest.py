@@ -136,7 +136,15 @@ def external_cache_entry(cache: Path) -> dict[str, str]:
 def write_manifest(
     stage_folder: Path, folder: Path, names: list[str], made_from: Mapping[str, Any]
 ) -> Path:
-    """Write the manifest of the files in `stage_folder`, which will be published in `folder`.
+    """Write the manifest of a build, a JSON file in `stage_folder`, and return its path.
+
+    It lists the files of the build with their digests, and those of earlier builds in the folder.
+
+    Args:
+        stage_folder: temporary folder with the files of the build.
+        folder: where they will be published.
+        names: of the files.
+        made_from: model, samples, options and versions, as plain JSON.
 
     Raises:
         ExportError: the folder is not writable.
@@ -165,7 +173,7 @@ def is_build_name(name: str) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a folder.
+    """Return the manifest of a build's folder.
 
     Raises:
         CacheError: there is none, or this version cannot read it.
@@ -174,7 +182,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.exists():  # older versions wrote it into the folder itself
         path = folder / path.name
     document = _read_document(path)
-    with suppress(CacheError):
+    with suppress(CacheError):  # of values of other types, as in another program's file
         if document.get("schema") == SCHEMA:
             return _convert(document, Manifest)
     got = "another file of that name" if path.exists() else "none"
@@ -204,7 +212,10 @@ def cache_changed(path: Path, digest: str) -> bool:
 def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> None:
     """Refuse to overwrite files that calib8 did not write, or other outputs of this run.
 
-    `force`: overwrite the former; None where the command has no --force.
+    Args:
+        folder: where the files will be published.
+        names: of the files; those that the folder's manifest lists may be replaced.
+        force: replace files that calib8 did not write too; None if the command has no --force.
 
     Raises:
         ExportError: names the first such file; or the folder cannot be written to.

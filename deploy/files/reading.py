@@ -102,6 +102,15 @@ def open_regular_file(
 ) -> Iterator[IO[bytes]]:
     """Open a regular file for reading; an OSError in the body becomes `error`.
 
+    The file is remembered as an input of the run, which the run must not write over.
+
+    Args:
+        path: of the file.
+        what: the file must be, such as "a plan".
+        error: class of the error to raise.
+        max_bytes: maximum size; None for any.
+        rewritable: the run may write the file again, such as its cache: it is not an input.
+
     Raises:
         error: see `read_bytes`.
     """
@@ -188,6 +197,11 @@ def from_yaml(text: str, *, rule: str, error: type[Calib8Error]) -> Any:
     """Return the value of a YAML text: mappings, lists and texts, whatever its tags say.
 
     Numbers and booleans stay texts, since "no" and 010 are names too. No tag makes an object.
+
+    Args:
+        text: YAML.
+        rule: beginning of the error message: what the text must be.
+        error: class of the error to raise.
 
     Raises:
         error: no YAML, or nested too deep.

@@ -32,7 +32,12 @@ def mapped_tensors(model: ModelProto) -> dict[str, int]:
 
 
 def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Path:
-    """Write a model without these initializers, and these into a file beside it.
+    """Write a model into a folder, the values of these initializers into a separate file there.
+
+    Args:
+        model: the model in memory; it is not changed.
+        names: of the initializers.
+        folder: for `model.onnx` and `weights`.
 
     Returns:
         The model's path.
@@ -52,7 +57,7 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
             offset, data = file.tell(), tensor.raw_data
             file.write(data)
             placeholder = placeholder_by_name[tensor.name]
-            placeholder.raw_data = b""  # `set_external_data` wants it there
+            placeholder.raw_data = b""  # `set_external_data` requires the field
             set_external_data(placeholder, location="weights", offset=offset, length=len(data))
             placeholder.ClearField("raw_data")
     path = folder / "model.onnx"

@@ -323,9 +323,9 @@ class OrtSession(CpuSession):
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or holds_fp8(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            disabled_optimizers = _CLIP_DROPPERS
+            disabled_optimizers = _CLIP_DROPPERS  # wrong, or failing, for the pairs that remain
 
-        _LOADING_OPTIONS.add(options)
+        _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading
         try:
             with _loadable(model) as source:
                 session = _create_session(source, options, disabled_optimizers)
@@ -378,6 +378,15 @@ class BoundSession:
     def __init__(
         self, session: onnxruntime.InferenceSession, output_forms: Mapping[str, ArrayForm]
     ) -> None:
+        """Allocate the outputs, and bind them to the session.
+
+        Args:
+            session: the loaded model.
+            output_forms: output -> its shape and dtype.
+
+        Raises:
+            BackendError: a dtype that cannot be bound.
+        """
         if any(dtype.hasobject for _, dtype in output_forms.values()):
             raise BackendError("outputs of text cannot be bound")
         self._session = session
@@ -386,19 +395,21 @@ class BoundSession:
         # one block of memory, each array aligned to a cache line: vector loads do not cross lines
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in output_forms.values()]
         block = np.empty(sum(sizes) + _CACHE_LINE * (len(sizes) + 1), np.uint8)
-        start = -block.ctypes.data % _CACHE_LINE
+        start = -block.ctypes.data % _CACHE_LINE  # the first aligned byte
         self.outputs: dict[str, Array] = {}
         for (name, (shape, dtype)), size in zip(output_forms.items(), sizes, strict=True):
             self.outputs[name] = block[start : start + size].view(dtype).reshape(shape)
             start += size + -size % _CACHE_LINE  # rounded up to the next cache line
         try:
-            for name, x in self.outputs.items():
-                self._binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
+            for name, array in self.outputs.items():
+                self._binding.bind_output(
+                    name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+                )
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise BackendError(f"outputs cannot be bound: {OrtSession._sentence(error)}") from error
 
     def run(self, feed: Mapping[str, Array]) -> None:
-        """Run one inference.
+        """Run one inference, whose results are in `outputs` until the next one.
 
         Raises:
             BackendError: see `OrtSession.run`; or an output has another shape.
@@ -407,9 +418,10 @@ class BoundSession:
             for name, array in feed.items():
                 self._binding.bind_cpu_input(name, array)
             self._session.run_with_iobinding(self._binding, self._options)
-            for name in self.outputs.keys() & feed.keys():  # which ONNX Runtime does not write
+            # an output that is an input too is not written by ONNX Runtime
+            for name in self.outputs.keys() & feed.keys():
                 self.outputs[name][...] = feed[name]
-        except Exception as error:  # as above
+        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise OrtSession.run_error(error) from error
         finally:
             self._binding.clear_binding_inputs()  # or they would replace inputs missing next time
@@ -461,14 +473,15 @@ def model_source(model: Model) -> str | bytes:
 
 @contextmanager
 def _loadable(model: Model) -> Iterator[str | bytes]:
-    """Yield a model as `model_source` does, but a large one in memory as files with its weights.
+    """Yield a model as ONNX Runtime loads it: the path of a file, or bytes.
 
-    ONNX Runtime maps these; of bytes it would make two copies more.
+    A large `ModelProto` is written to a temporary folder, with its weights in a separate file:
+    ONNX Runtime maps that file, whereas it would make two more copies of bytes.
     """
     with ExitStack() as stack:
         mapped_path = ""
         if not isinstance(model, Path | str | bytes):
-            with suppress(OSError):  # the disk is full or read-only
+            with suppress(OSError):  # the disk is full or read-only: bytes do too
                 mapped_path = _write_large(model, stack)
         source = mapped_path or model_source(model)
         size = len(source) if isinstance(source, bytes) else os.path.getsize(source)

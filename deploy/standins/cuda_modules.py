@@ -78,12 +78,13 @@ _CUDART_RESULTS = f"{_CUDART_ALLOCATIONS} {_CUDART_STREAMS} GetDevice GetDeviceC
 
 
 def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
-    """Return dotted name -> module, all on this memory."""
+    """Return dotted name -> stand-in for each module of cuda-python, all on this memory."""
     runtime, driver = runtime_names(memory), driver_names(memory)
     bindings = {
         "runtime": make_module("cuda.bindings.runtime", runtime),
         "driver": make_module("cuda.bindings.driver", driver),
     }
+    # `cudart` and `cuda` are the older names of `bindings.runtime` and `bindings.driver`
     children = {
         "cudart": make_module("cuda.cudart", runtime),
         "cuda": make_module("cuda.cuda", driver),
@@ -102,14 +103,17 @@ def _common_functions(
     prefix: str,
     *names: str,
 ) -> dict[str, Any]:
-    """Return name -> function of one of the two APIs.
+    """Return name -> stand-in, for the functions that CUDA's runtime and driver API have in common.
+
+    Each of them returns a tuple that begins with the error code, as cuda-python's do.
 
     Args:
         memory: where the functions allocate.
-        success: the API's error code of every call.
+        success: the API's code for success, which every call returns.
         pointer_class: class of the allocated addresses.
         prefix: of all names.
-        names: names of the functions that allocate, free, copy, give a handle, and do nothing.
+        names: five texts with the names, separated by spaces, of the functions that allocate, free,
+            copy, return a handle of a stream or the like, and do nothing.
     """
 
     def allocate(size: Any, *flags: Any) -> tuple[Any, int]:
@@ -138,7 +142,7 @@ def _common_functions(
 
 
 def runtime_names(memory: Memory) -> dict[str, Any]:
-    """Return the names of the runtime API."""
+    """Return name -> stand-in, for functions and types of CUDA's runtime API in cuda-python."""
     success = cudaError_t.cudaSuccess
 
     def fill(target: Any, value: Any, count: Any, *stream: Any) -> tuple[Any]:
@@ -168,7 +172,7 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
 
 
 def driver_names(memory: Memory) -> dict[str, Any]:
-    """Return the names of the driver API."""
+    """Return name -> stand-in, for functions and types of CUDA's driver API in cuda-python."""
     return {
         **_common_functions(
             memory,
@@ -259,7 +263,7 @@ Array = NDArray[Any]
 
 
 def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:
-    """Return dotted name -> module, all on this memory."""
+    """Return dotted name -> stand-in for each module of pycuda, all on this memory."""
     context_names = {"device": _Device(), "context": _Context()}
     names_by_module: dict[str, dict[str, Any]] = {
         "driver": _Driver(memory).names(),
@@ -437,7 +441,7 @@ class GPUArray:
 
 
 def _gpuarray_names(memory: Memory) -> dict[str, Any]:
-    """Return the names of `pycuda.gpuarray`."""
+    """Return name -> stand-in, for `pycuda.gpuarray`: arrays on the simulated memory."""
 
     def to_gpu(array: Array, stream: object = None) -> GPUArray:
         return GPUArray(memory, array)

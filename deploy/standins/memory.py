@@ -65,7 +65,9 @@ def address_of(value: object) -> int | None:
 
 
 def array_bytes(value: object, size: int | None) -> CopySource:
-    """Return the bytes of an array, or the first `size` of them.
+    """Return the bytes of an array, or the first `size` of them; all if `size` is None.
+
+    With them come the array's dtype and, if they are all of it in C order, its shape.
 
     Raises:
         ValueError: it is no array, is not contiguous, or has fewer bytes.
@@ -265,7 +267,7 @@ class Memory:
         return _merge_copies(block.size - offset, offset, block.copies)
 
     def read(self, address: int, size: int) -> Bytes:
-        """Copy bytes from any address of this process.
+        """Return a copy of `size` bytes at any address of this process.
 
         Raises:
             ValueError: they are not mapped, or exceed their allocation.
@@ -278,7 +280,7 @@ class Memory:
                 f"a copy must not read beyond its allocation, got {size} bytes of"
                 f" {block.size - offset}"
             )
-        if block.data is None:
+        if block.data is None:  # lent by another owner, such as a tensor of torch
             return read_process_memory(address, size)
         return block.data[offset : offset + size].copy()
 
@@ -335,7 +337,7 @@ class Memory:
 
 
 def _merge_copies(room: int, offset: int, copies: list[BlockCopy]) -> AddressWindow:
-    """Return the memory that copies without a gap between them fill, from an offset on.
+    """Return the memory from an offset on, with what was copied there without a gap.
 
     Args:
         room: bytes from the offset to the end of the allocation.
@@ -345,6 +347,7 @@ def _merge_copies(room: int, offset: int, copies: list[BlockCopy]) -> AddressWin
     end = offset
     adjacent = []
     for copy in sorted(copies, key=lambda copy: copy.offset):
+        # it begins where the last one ends, or before, and ends behind it
         if copy.offset <= end < copy.offset + copy.size:
             adjacent.append(copy)
             end = copy.offset + copy.size
