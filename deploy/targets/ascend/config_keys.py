@@ -126,7 +126,7 @@ class QuantConfig:
 class _Rule:
     """Type and range of one key; `range` continues the sentence "<key> must be ..."."""
 
-    type: str
+    type: type
     range: str = ""
     fits: Callable[[Any], bool] = lambda value: True
 
@@ -141,35 +141,33 @@ def _is_pair(value: Any) -> bool:
     return len(value) == 2 and all(map(_is_number, value))
 
 
-_ANY_BOOL = _Rule("bool")
-_ANY_OBJECT = _Rule("dict")
-_PERCENTILE = _Rule("float", "(0.5, 1]", lambda v: 0.5 < v <= 1)
-_SHARE = _Rule("float", "(0, 1)", lambda v: 0 < v < 1)
+_ANY_BOOL = _Rule(bool)
+_ANY_OBJECT = _Rule(dict)
+_PERCENTILE = _Rule(float, "(0.5, 1]", lambda v: 0.5 < v <= 1)
+_SHARE = _Rule(float, "(0, 1)", lambda v: 0 < v < 1)
 GLOBAL = {
-    "version": _Rule("int", "1", lambda v: v == 1),
-    "batch_num": _Rule("int", "> 0 and below 2^31", lambda v: 0 < v < 2**31),
+    "version": _Rule(int, "1", lambda v: v == 1),
+    "batch_num": _Rule(int, "> 0 and below 2^31", lambda v: 0 < v < 2**31),
     "activation_offset": _ANY_BOOL,
-    "joint_quant": _Rule("bool", "false (only AMCT's binary packages have it)", lambda v: not v),
-    "weight_offset": _Rule("bool", "false (the hardware takes offset_w 0)", lambda v: not v),
+    "joint_quant": _Rule(bool, "false (only AMCT's binary packages have it)", lambda v: not v),
+    "weight_offset": _Rule(bool, "false (the hardware takes offset_w 0)", lambda v: not v),
     "do_fusion": _ANY_BOOL,
-    "skip_fusion_layers": _Rule(
-        "list", "names", lambda v: all(isinstance(name, str) for name in v)
-    ),
+    "skip_fusion_layers": _Rule(list, "names", lambda v: all(isinstance(name, str) for name in v)),
     "fakequant_precision_mode": _Rule(
-        "str", "FORCE_FP16_QUANT or DEFAULT", lambda v: v in ("FORCE_FP16_QUANT", "DEFAULT")
+        str, "FORCE_FP16_QUANT or DEFAULT", lambda v: v in ("FORCE_FP16_QUANT", "DEFAULT")
     ),
     "tensor_quantize": _Rule(
-        "list", "a list of objects", lambda v: all(isinstance(entry, dict) for entry in v)
+        list, "a list of objects", lambda v: all(isinstance(entry, dict) for entry in v)
     ),
 }
 TENSOR = {
-    "layer_name": _Rule("str"),
-    "input_index": _Rule("int", ">= 0", lambda v: 0 <= v < 2**31),
+    "layer_name": _Rule(str),
+    "input_index": _Rule(int, ">= 0", lambda v: 0 <= v < 2**31),
     "activation_quant_params": _ANY_OBJECT,
 }
 LAYER = {
     "quant_enable": _ANY_BOOL,
-    "dmq_balancer_param": _Rule("float", "[0.2, 0.8]", lambda v: 0.2 <= v <= 0.8),
+    "dmq_balancer_param": _Rule(float, "[0.2, 0.8]", lambda v: 0.2 <= v <= 0.8),
     "activation_quant_params": _ANY_OBJECT,
     "weight_quant_params": _ANY_OBJECT,
 }
@@ -177,14 +175,14 @@ IFMR = {
     "max_percentile": _PERCENTILE,
     "min_percentile": _PERCENTILE,
     "search_range": _Rule(
-        "list", "[start, end], 0 < start < end", lambda v: _is_pair(v) and 0 < v[0] < v[1]
+        list, "[start, end], 0 < start < end", lambda v: _is_pair(v) and 0 < v[0] < v[1]
     ),
-    "search_step": _Rule("float", "> 0", lambda v: v > 0),
+    "search_step": _Rule(float, "> 0", lambda v: v > 0),
 }
-HFMG = {"num_of_bins": _Rule("int", f"one of {list(NBINS)}", lambda v: v in NBINS)}
+HFMG = {"num_of_bins": _Rule(int, f"one of {list(NBINS)}", lambda v: v in NBINS)}
 ACTIVATION = {
-    "num_bits": _Rule("int", "4, 8 or 16", lambda v: v in (4, 8, 16)),
-    "act_algo": _Rule("str", "'ifmr' or 'hfmg'", lambda v: v in ("ifmr", "hfmg")),
+    "num_bits": _Rule(int, "4, 8 or 16", lambda v: v in (4, 8, 16)),
+    "act_algo": _Rule(str, "'ifmr' or 'hfmg'", lambda v: v in ("ifmr", "hfmg")),
     "asymmetric": _ANY_BOOL,
     **IFMR,
     **HFMG,
@@ -192,18 +190,18 @@ ACTIVATION = {
 MAX_ITERATIONS = 1_000_000  # AMCT's default is 10000, which takes minutes a layer
 ADA = {
     "num_iteration": _Rule(
-        "int", f">= 0 and at most {MAX_ITERATIONS}", lambda v: 0 <= v <= MAX_ITERATIONS
+        int, f">= 0 and at most {MAX_ITERATIONS}", lambda v: 0 <= v <= MAX_ITERATIONS
     ),
     "reg_param": _SHARE,
     "beta_range": _Rule(
-        "list", "[start, end], start > end > 0", lambda v: _is_pair(v) and v[0] > v[1] > 0
+        list, "[start, end], start > end > 0", lambda v: _is_pair(v) and v[0] > v[1] > 0
     ),
     "warm_start": _SHARE,
 }
 WEIGHT = {
-    "num_bits": _Rule("int", "4, 6, 7 or 8", lambda v: v in (4, 6, 7, 8)),
+    "num_bits": _Rule(int, "4, 6, 7 or 8", lambda v: v in (4, 6, 7, 8)),
     "wts_algo": _Rule(
-        "str", "'arq_quantize' or 'ada_quantize'", lambda v: v in ("arq_quantize", "ada_quantize")
+        str, "'arq_quantize' or 'ada_quantize'", lambda v: v in ("arq_quantize", "ada_quantize")
     ),
     "channel_wise": _ANY_BOOL,
     **ADA,
@@ -268,20 +266,21 @@ def check_json_object(value: Any, table: Mapping[str, _Rule], where: str) -> dic
     return checked
 
 
-_HAS_TYPE: dict[str, Callable[[Any], bool]] = {
-    "bool": lambda v: isinstance(v, bool),
-    "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
-    "float": _is_number,
-    "str": lambda v: isinstance(v, str),
-    "list": lambda v: isinstance(v, list | tuple),
-    "dict": lambda v: isinstance(v, dict),
-}
+def _has_type(value: Any, expected: type) -> bool:
+    """Whether a JSON value has a type; an int is a float too, and a bool is no number."""
+    if expected is float:
+        return _is_number(value)
+    if isinstance(value, bool):
+        return expected is bool
+    return isinstance(value, expected)
 
 
 def check_value(key: str, value: Any, rule: _Rule) -> Any:
     """Return the value, a list as a tuple, if it has the type and range of its rule."""
-    if not _HAS_TYPE[rule.type](value):
-        raise ConfigError(f"{key} must be of type {rule.type}, got {json.dumps(value)[:80]}")
+    if not _has_type(value, rule.type):
+        raise ConfigError(
+            f"{key} must be of type {rule.type.__name__}, got {json.dumps(value)[:80]}"
+        )
     if not rule.fits(value):
         raise ConfigError(f"{key} must be {rule.range}, got {json.dumps(value)[:80]}")
     return tuple(value) if isinstance(value, list) else value

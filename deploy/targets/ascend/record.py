@@ -18,6 +18,7 @@ from calibrators.scales import Scale
 from calibrators.statistics import Recorder
 from deploy.errors import ConfigError
 from deploy.files.reading import from_json
+from deploy.targets.ascend.config import no_layer_reason
 from deploy.targets.ascend.config_keys import (
     IFMR,
     INT4_WEIGHTS,
@@ -28,7 +29,7 @@ from deploy.targets.ascend.config_keys import (
     takes_weights,
 )
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.proto import message_class, parse_text, print_text, suggest_name
+from deploy.targets.ascend.proto import message_class, parse_text, print_text
 
 _MIN_SCALE = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
 _ADAROUND_COMMENT = "# weights rounded by AdaRound, in the modified model: "
@@ -183,14 +184,8 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
                     f" {name!r}; take the key out of a layer's record"
                 )
             check_tensor_input(node, int(index), graph)
-        elif name in graph.float_reasons and name not in graph.optional_layers:
-            # an optional layer is float by default, and int8 if a record or configuration names it
-            raise ConfigError(f"layer {name!r} cannot be quantized: {graph.float_reasons[name]}")
         elif name not in layer_by_name:
-            raise ConfigError(
-                f"layer {name!r} of the record is not in the model;"
-                f" {suggest_name(name, list(graph.layers))}"
-            )
+            raise ConfigError(f"layer {name!r} of the record {no_layer_reason(name, graph)}")
         if record.scale_d is None:
             raise ConfigError(
                 f"layer {name!r} must hold scale_d and offset_d, got none; the calibration was"

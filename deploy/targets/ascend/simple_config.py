@@ -145,10 +145,7 @@ def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
     skipped = set(refuse_repeats(message.skip_layers, "skip_layers"))
     for name in message.skip_layers:
         if name not in graph.layers and name not in graph.float_reasons:
-            raise ConfigError(
-                f"layer {name!r} of skip_layers does not exist in the model;"
-                f" {suggest_name(name, list(graph.layers))}"
-            )
+            raise ConfigError(f"layer {name!r} of skip_layers {no_layer_reason(name, graph)}")
 
     layer_types = refuse_repeats(message.skip_layer_types, "skip_layer_types")
     kinds = {kind for layer_type in layer_types for kind in _op_types(layer_type)}
