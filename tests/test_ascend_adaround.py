@@ -17,11 +17,12 @@ from calibrators.amct.arq import channels_first, kl_scale
 from calibrators.amct.recorders import RoundedWeightsOf, TargetsOf
 from calibrators.errors import CalibrationError
 from calibrators.rounding import ConvWindow, extract_patches
+from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.simple_config import read_simple_config
-from deploy.targets.ascend.weight_rounding import make_adaround_steps
+from deploy.targets.ascend.weight_rounding import AdaRoundSteps
 from tests.models import as_float32, run_net
 from tests.vendor_models import build_net
 
@@ -269,7 +270,8 @@ def test_sole_following_activation_enters_the_loss(following_nodes, kind, slope)
         "channel_maxima": (),
         "make_model": lambda observed, rounded, end: model,
     }
-    (step,) = make_adaround_steps(model, graph.layers, config, **options).values()
+    steps = AdaRoundSteps(index=Graph(model), config=config, **options)
+    (step,) = steps.make(graph.layers).values()
     assert step.activation.kind == kind
     assert slope is None or step.activation.slope.tolist() == np.float32(slope).tolist()
 

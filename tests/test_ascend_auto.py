@@ -20,7 +20,7 @@ from deploy.targets.ascend import layer_searches as searches
 from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model
-from deploy.targets.ascend.layers import find_layers, name_nodes
+from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
 from deploy.tuning.budget import BudgetSearch
@@ -100,7 +100,7 @@ def test_user_configuration_is_the_only_search(auto_small, tmp_path):
 
 
 def test_config_names_every_layer_search(small_cnn):
-    config = default_config(find_layers(name_nodes(load(small_cnn).model)))
+    config = default_config(find_layers(load(small_cnn).model))
     first_layer, second, *_ = config.layers
     searched = searches.apply_searches(config, {first_layer: "hfmg", second: "nothing clipped"})
     assert set(searched.enabled()) == {first_layer, second}
@@ -148,7 +148,7 @@ def images(uneven):
 @pytest.fixture(scope="module")
 def parts(uneven, images):
     """(model, its layers, records by search, samples)."""
-    model = name_nodes(onnx.load(uneven))
+    model = load(uneven).model
     graph = find_layers(model)
     samples = [{"x": row[None]} for row in np.load(images)]
     config = default_config(graph, batch_num=len(samples))

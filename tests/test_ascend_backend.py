@@ -29,7 +29,7 @@ from deploy.targets.ascend.executor import compare_deploy_model, open_deploy, to
 from deploy.targets.ascend.existing_files import check_file
 from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
 from deploy.targets.ascend.layer_searches import rank_layers, similarity
-from deploy.targets.ascend.layers import find_layers, name_nodes
+from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord
@@ -63,7 +63,7 @@ def calibrated(model, feed, **options):
 @pytest.fixture(scope="module")
 def small(small_cnn):
     """The residual CNN and its quantized layers, calibrated on six samples."""
-    model = name_nodes(load(small_cnn).model)
+    model = load(small_cnn).model
     graph = find_layers(model)
     batches = [{"x": DATA[i : i + 1]} for i in range(6)]
     calibrated_record = calibrate_amct(model, graph, batches, default_config(graph, batch_num=6))
@@ -335,7 +335,7 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     summary = ["config.json", "record.txt", "deploy_model.onnx"]
     other_files = ["quant.json", "fake_quant_model.onnx", "amct_qdq.onnx", "atc.sh", "README.txt"]
     assert {f"{small_cnn.stem}_{ending}" for ending in summary + other_files} <= names
-    graph = find_layers(name_nodes(load(small_cnn).model))
+    graph = find_layers(load(small_cnn).model)
     for ending in summary:
         assert "sound" in check_file(tmp_path / f"{small_cnn.stem}_{ending}", graph)
     row = report.engines[1]

@@ -13,7 +13,7 @@ from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.config import read_config
 from deploy.targets.ascend.config_keys import QuantConfig
-from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
+from deploy.targets.ascend.layers import SHARED, find_layers
 from deploy.targets.ascend.preparation import make_default_plan, prepare_model, unfuse_batchnorms
 from deploy.targets.ascend.record import read_record
 from deploy.tuning.search_options import Tuning
@@ -137,7 +137,7 @@ def test_other_weight_readers_get_float_values(pictures_built):
 
 
 def test_shared_weights_avoid_large_copies(monkeypatch):
-    model = name_nodes(two_pictures())
+    model = two_pictures()
     prepared, graph = prepare_model(model)
     weight_names = {tensor.name for tensor in model.graph.initializer}
     assert len({layer.weight for layer in graph.layers.values()}) == 4
@@ -147,7 +147,7 @@ def test_shared_weights_avoid_large_copies(monkeypatch):
     )  # one keeps what there is
     # All layers of one weight stay as they are then, and say why.
     monkeypatch.setattr("deploy.targets.ascend.preparation._MAX_COPY_BYTES", 4 * 2 * 8 * 6)
-    _, graph = prepare_model(name_nodes(two_pictures()))
+    _, graph = prepare_model(two_pictures())
     assert graph.layers.keys() == {"left/gemm", "right/gemm"}
     assert {graph.float_reasons[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
 

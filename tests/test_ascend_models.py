@@ -18,12 +18,13 @@ from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError
 from deploy.errors import BackendError, ExportError, FeedError
 from deploy.frontends import load
+from deploy.graph.edit import name_nodes_by_index
 from deploy.targets.ascend import deploy_model
 from deploy.targets.ascend.amct_calibration import observation_model
 from deploy.targets.ascend.config import default_config, read_config, resolve_config
 from deploy.targets.ascend.executor import compare_deploy_model
 from deploy.targets.ascend.fake_quant import fake_quant_model
-from deploy.targets.ascend.layers import find_layers, name_nodes
+from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
 from tests.models import run_net
@@ -56,7 +57,8 @@ def float_model(case):
         old, conv.output[0] = conv.output[0], "conv2_out"
         norm.input[0], norm.output[0] = "conv2_out", old
         model.graph.node.insert(index + 1, norm)
-    return name_nodes(model)
+    name_nodes_by_index(model.graph)
+    return model
 
 
 def inputs(case):
@@ -375,7 +377,7 @@ def text(size, seed):
 def test_ocr_models(name, size, min_similarity):
     file = f"rapidocr_onnxruntime/models/{name}_infer.onnx"
     loaded = load(fetch_model("rapidocr-onnxruntime", "1.4.4", file))
-    model = name_nodes(loaded.model)
+    model = loaded.model
     graph = find_layers(model)
     assert len(graph.layers) > min_similarity
     (spec,) = loaded.inputs

@@ -62,9 +62,9 @@ from deploy.targets.ascend.record import (
 )
 from deploy.targets.ascend.weight_rounding import (
     MAX_SAMPLES,
+    AdaRoundSteps,
     AdaStep,
     error_ratio_range,
-    make_adaround_steps,
     refuse_padless_deconvs,
     round_layer,
     uses_adaround,
@@ -224,15 +224,15 @@ class RecordPlan:
     @cached_property
     def adaround_steps(self) -> dict[str, AdaStep]:
         """Layer that AdaRound rounds -> its step, with its observations."""
-        return make_adaround_steps(
-            self.model,
-            self.layers,
-            self.config,
+        steps = AdaRoundSteps(
+            index=self._index,
+            config=self.config,
             key=self._key(),
-            samples=self.used_samples,
+            samples=min(self.used_samples, MAX_SAMPLES),
             channel_maxima=tuple(self.channel_maxima.values()),
             make_model=self._make_model,
         )
+        return steps.make(self.layers)
 
     @cached_property
     def first_inputs(self) -> dict[str, Observation]:

@@ -25,7 +25,6 @@ from deploy.targets.ascend.config_keys import (
     QuantConfig,
     TensorConfig,
     activation_from,
-    check_json_object,
     check_values,
     refuse_repeats,
     resolve_tensors,
@@ -210,7 +209,7 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
     if "version" not in json_object:
         raise ConfigError(f'{file_name} must hold "version": 1, got none')
     settings = {key: value for key, value in json_object.items() if key in GLOBAL}
-    settings = check_values(settings, GLOBAL)
+    settings = check_values(settings, GLOBAL, "the quant config")
     refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
     if settings.get("fakequant_precision_mode") == "DEFAULT":
         del settings["fakequant_precision_mode"]  # as if it were unset
@@ -259,7 +258,7 @@ def _activation_json(activation: ActivationParams) -> dict[str, Any]:
 
 def _read_tensor(value: dict[str, Any]) -> TensorConfig:
     """Return one entry of the list tensor_quantize."""
-    fields = check_json_object(value, TENSOR, "tensor_quantize")
+    fields = check_values(value, TENSOR, "tensor_quantize")
     for key in ("layer_name", "input_index"):
         if key not in fields:
             raise ConfigError(f"each tensor_quantize must hold {key}, got one without")
@@ -273,20 +272,20 @@ def _read_tensor(value: dict[str, Any]) -> TensorConfig:
 def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
     """Return the entry of a layer; errors name the layer."""
     try:
-        fields = check_json_object(value, LAYER, "a layer")
+        fields = check_values(value, LAYER, "a layer")
         activation_values = fields.pop(_ACTIVATION_KEY, {})
         weight_values = fields.pop(_WEIGHT_KEY, {})
         return LayerConfig(
             **fields,
             activation=_read_activation(activation_values),
-            weight=weight_from(check_json_object(weight_values, WEIGHT, _WEIGHT_KEY)),
+            weight=weight_from(check_values(weight_values, WEIGHT, _WEIGHT_KEY)),
         )
     except ConfigError as error:
         raise ConfigError(f"{error} (in layer {name!r})") from None
 
 
 def _read_activation(value: dict[str, Any]) -> ActivationParams:
-    return activation_from(check_json_object(value, ACTIVATION, _ACTIVATION_KEY))
+    return activation_from(check_values(value, ACTIVATION, _ACTIVATION_KEY))
 
 
 def _parse_json(text: str, file_name: str) -> dict[str, Any]:

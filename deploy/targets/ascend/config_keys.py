@@ -247,22 +247,24 @@ def weight_from(values: Mapping[str, Any]) -> WeightParams:
     return params
 
 
-def check_values(values: Mapping[str, Any], table: Mapping[str, _Rule]) -> dict[str, Any]:
-    """Return the values of known keys after checking types and ranges.
+def check_values(
+    values: Mapping[str, Any], table: Mapping[str, _Rule], where: str
+) -> dict[str, Any]:
+    """Return the values of an object's keys, after checking keys, types and ranges.
+
+    Args:
+        values: key -> value.
+        table: key -> its rule, for all keys that are known.
+        where: the object, for the message.
 
     Raises:
-        ConfigError: a value of another type, or out of range.
+        ConfigError: an unknown key, a value of another type, or out of range.
     """
-    return {key: check_value(key, value, table[key]) for key, value in values.items()}
-
-
-def check_json_object(value: Any, table: Mapping[str, _Rule], where: str) -> dict[str, Any]:
-    """Return an object of the JSON after checking all its keys, types and ranges."""
     checked = {}
-    for key, entry in value.items():
+    for key, value in values.items():
         if key not in table:
             raise ConfigError(f"unknown key {key!r} in {where}; {suggest_name(key, list(table))}")
-        checked[key] = check_value(key, entry, table[key])
+        checked[key] = check_value(key, value, table[key])
     return checked
 
 

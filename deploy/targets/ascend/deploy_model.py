@@ -153,7 +153,7 @@ class _LayerRewriter:
         """
         nodes: Nodes = []
         if q.inverse_factors is not None:
-            nodes += balance_nodes(q, node)
+            nodes += multiply_input(node, q.inverse_factors)
         nodes += self.quantize(node, 0, q)
         if q.second_factor is not None:
             nodes += self.quantize(node, 1, q.second_factor)
@@ -222,13 +222,8 @@ def clear_transposition(node: onnx.NodeProto) -> None:
             attribute.i = 0
 
 
-def balance_nodes(q: QuantLayer, node: onnx.NodeProto) -> Nodes:
-    """Let a layer read its input times the inverse DMQ factors; return the new nodes."""
-    assert q.inverse_factors is not None
-    return _multiply_input(node, q.inverse_factors)
-
-
-def _multiply_input(node: onnx.NodeProto, factors: Float32Array) -> Nodes:
+def multiply_input(node: onnx.NodeProto, factors: Float32Array) -> Nodes:
+    """Let a layer read its input times inverse DMQ factors; return the new nodes before it."""
     name = node.name
     constant = make_constant(f"{name}.tensor_balance_factor", factors)
     inputs, product = [node.input[0], constant.output[0]], f"{name}.mul.output0"
@@ -264,7 +259,7 @@ def rewrite_inputs(
             continue  # the weight becomes an initializer
         if node.name in inverse_factors:
             shape = (1, -1, *[1] * layers[node.name].rank)
-            nodes += _multiply_input(node, inverse_factors[node.name].reshape(shape))
+            nodes += multiply_input(node, inverse_factors[node.name].reshape(shape))
         nodes.append(node)
     update_tensors(out.graph.initializer, weights)
     replace_nodes(out.graph, nodes)

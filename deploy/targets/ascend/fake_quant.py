@@ -32,10 +32,10 @@ from deploy.graph.edit import copy_message, drop_initializer_inputs, rebuild, up
 from deploy.targets.ascend.deploy_model import (
     LayerReplacement,
     Nodes,
-    balance_nodes,
     clear_transposition,
     group_tensor_inputs,
     make_constant,
+    multiply_input,
     rewrite_layers,
 )
 from deploy.targets.ascend.quant_layer import QuantLayer
@@ -172,7 +172,7 @@ class _AmctQdqWriter:
 
         q = self.layers[node.name]
         if q.inverse_factors is not None:
-            nodes += balance_nodes(q, node)
+            nodes += multiply_input(node, q.inverse_factors)
         nodes += self.add_pair(q, node, 0)
         if q.weight is not None:
             nodes.append(self.dequantize_weight(q, node))

@@ -25,7 +25,6 @@ from typing import Any
 import onnx
 
 from deploy.errors import ModelError
-from deploy.graph.edit import copy_message, name_nodes_by_index
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import ASCEND
 from deploy.graph.plan import WeightTarget
@@ -50,7 +49,6 @@ _WEIGHT_RANKS = {  # op type -> dimensions of its weight, as numbers and as text
 }
 SHARED = "its weight is shared with another node"
 _TWO_ACTIVATIONS = "neither factor is a constant: int8 only where a configuration names it"
-AMCT_OPS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,20 +185,6 @@ class LayerGraph:
         return {name: layer for name, layer in self.layer_by_name.items() if name in names}
 
 
-def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with unique node names; a nameless node becomes '<op>_<index>'.
-
-    A model whose names are unique, as those of every loaded model are, is returned itself: a copy
-    would hold all weights once more.
-    """
-    names = {node.name for node in model.graph.node}
-    if "" not in names and len(names) == len(model.graph.node):
-        return model
-    named = copy_message(model)
-    name_nodes_by_index(named.graph)
-    return named
-
-
 def find_layers(model: onnx.ModelProto) -> LayerGraph:
     """Find the layers of a float model that AMCT quantizes, and why other nodes stay in float.
 
@@ -210,8 +194,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
         ModelError: the model is quantized already.
     """
     ops = {node.name: node.op_type for node in model.graph.node}
-    quantization_ops = {*AMCT_OPS, "QuantizeLinear", "DequantizeLinear", "FakeQuant"}
-    present = sorted(quantization_ops & set(ops.values()))
+    present = sorted({"QuantizeLinear", "DequantizeLinear"} & set(ops.values()))
     if present:
         raise ModelError(
             f"a model to be quantized must have no quantization nodes, got {present};"

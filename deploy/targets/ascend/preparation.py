@@ -43,23 +43,24 @@ def find_weight_sharers(layers: Iterable[Layer], graph: LayerGraph) -> list[str]
 
 
 def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
-    """Return the model with unique node names and unshared weights, and its layers.
+    """Return the model with unshared weights, and its layers.
 
     A weight that several layers read is copied for each, since AMCT refuses such layers. The result
-    is a copy of the model only if something had to be changed; the caller must not change it.
+    is the model itself if it has no such weight; the caller must not change it.
+
+    `model`: float model with unique node names, as `deploy.frontends.load` returns it.
     """
-    from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
+    from deploy.targets.ascend.layers import SHARED, find_layers
 
-    named_model = name_nodes(model)
-    graph = find_layers(named_model)
+    graph = find_layers(model)
     if SHARED not in graph.float_reasons.values():
-        return named_model, graph
+        return model, graph
 
-    named_model = copy_message(named_model)
-    sharing_nodes = [n for n in named_model.graph.node if graph.float_reasons.get(n.name) == SHARED]
+    model = copy_message(model)
+    sharing_nodes = [n for n in model.graph.node if graph.float_reasons.get(n.name) == SHARED]
     # copy a shared weight for each node, or for none if the copies would be too large, as for a
     # cell unrolled over hundreds of steps
-    index, read_counts = Graph(named_model), count_reads(named_model.graph)
+    index, read_counts = Graph(model), count_reads(model.graph)
     copy_count_by_weight = Counter(node.input[1] for node in sharing_nodes)
     copied_weights = _choose_copied(copy_count_by_weight, index.constants)
     used_names = {*read_counts, *index.constants, *index.producer}
@@ -71,11 +72,11 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
         ):  # the last reader keeps the weight
             continue
         copy_name = claim_name(f"{node.name}.weight", used_names)
-        named_model.graph.initializer.append(copy_tensor(index.constants[weight], copy_name))
+        model.graph.initializer.append(copy_tensor(index.constants[weight], copy_name))
         read_counts[weight] -= 1
         node.input[1] = copy_name
         weight_by_copy[copy_name] = weight
-    return named_model, replace(find_layers(named_model), shared_weights=weight_by_copy)
+    return model, replace(find_layers(model), shared_weights=weight_by_copy)
 
 
 def _choose_copied(
@@ -170,7 +171,7 @@ def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> P
     from deploy.graph.plan import Plan, QdqPair, reasons_by_node
 
     float_reasons = reasons_by_node(float_nodes)
-    named_model, graph = prepare_model(model)
+    prepared_model, graph = prepare_model(model)
     int8_layers = {}
     nodes_by_input: dict[str, tuple[str, ...]] = {}
     for name, layer in graph.layers.items():
@@ -181,7 +182,7 @@ def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> P
             nodes_by_input[layer.input] = (*nodes_by_input.get(layer.input, ()), layer.node)
     return Plan(
         placement=ASCEND,
-        decisions=decide_precisions(named_model, graph, int8_layers, float_reasons),
+        decisions=decide_precisions(prepared_model, graph, int8_layers, float_reasons),
         pairs=tuple(QdqPair(tensor, nodes) for tensor, nodes in nodes_by_input.items()),
         weights=tuple(layer.weight_target for layer in int8_layers.values() if layer.weight),
     )

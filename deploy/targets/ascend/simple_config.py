@@ -305,7 +305,7 @@ def _read_activation(section: Any) -> ActivationParams:
     if "dst_type" in fields:
         fields["num_bits"] = _BITS_BY_TYPE[fields.pop("dst_type")]
     _join_range(fields, "search_range", ActivationParams().search_range)
-    return activation_from(check_values(fields, ACTIVATION))
+    return activation_from(check_values(fields, ACTIVATION, algorithm))
 
 
 def _read_weight(section: Any) -> WeightParams:
@@ -316,7 +316,7 @@ def _read_weight(section: Any) -> WeightParams:
     if "quant_bits" in fields:
         fields["num_bits"] = fields.pop("quant_bits")
     _join_range(fields, "beta_range", WeightParams().beta_range)
-    return weight_from(check_values(fields, WEIGHT))
+    return weight_from(check_values(fields, WEIGHT, algorithm))
 
 
 def _write_weight(entry: Any, weight: WeightParams) -> None:

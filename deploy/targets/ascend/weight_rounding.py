@@ -40,7 +40,6 @@ from calibrators.amct.adaround import (
 )
 from calibrators.amct.arq import kl_scale
 from calibrators.amct.recorders import RoundedWeights, RoundedWeightsOf, Targets, TargetsOf
-from calibrators.rounding import ConvWindow
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
 from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
@@ -118,46 +117,18 @@ def refuse_padless_deconvs(
             )
 
 
-def make_adaround_steps(
-    model: onnx.ModelProto,
-    layers: Mapping[str, Layer],
-    config: QuantConfig,
-    *,
-    key: str,
-    samples: int,
-    channel_maxima: tuple[Observation, ...],
-    make_model: MakeModel,
-) -> dict[str, AdaStep]:
-    """Return layer name -> its AdaRound step: search parameters and observations; model order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaRoundSteps:
+    """What the AdaRound steps of all layers share.
 
-    Args:
-        model: the prepared float model.
-        layers: name -> its layers that are quantized.
+    Attributes:
+        index: the prepared float model.
         config: the resolved config.
         key: text that contains all that the observed models depend on.
-        samples: number of samples in use.
+        samples: number of samples in use, at most `MAX_SAMPLES`.
         channel_maxima: observations of the input's channel maxima of the layers that DMQ balances.
         make_model: makes the model that a step observes.
     """
-    builder = _StepBuilder(
-        index=Graph(model),
-        config=config,
-        key=key,
-        samples=min(samples, MAX_SAMPLES),
-        channel_maxima=channel_maxima,
-        make_model=make_model,
-    )
-    nodes = {node.name: node for node in model.graph.node}
-    steps: dict[str, AdaStep] = {}
-    for name, layer in layers.items():
-        if uses_adaround(config, name):
-            steps[name] = builder.make_step(layer, nodes[name], steps)
-    return steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StepBuilder:
-    """The input that the AdaRound steps of all layers share; fields as in `make_adaround_steps`."""
 
     index: Graph
     config: QuantConfig
@@ -166,7 +137,16 @@ class _StepBuilder:
     channel_maxima: tuple[Observation, ...]
     make_model: MakeModel
 
-    def make_step(
+    def make(self, layers: Mapping[str, Layer]) -> dict[str, AdaStep]:
+        """Return layer name -> its step, for the AdaRound layers among `layers`, in their order."""
+        node_by_name = {node.name: node for node in self.index.nodes}
+        steps: dict[str, AdaStep] = {}
+        for name, layer in layers.items():
+            if uses_adaround(self.config, name):
+                steps[name] = self._make_step(layer, node_by_name[name], steps)
+        return steps
+
+    def _make_step(
         self, layer: Layer, node: onnx.NodeProto, earlier_steps: Mapping[str, AdaStep]
     ) -> AdaStep:
         """Return the AdaRound step of a layer: its search parameters and two observations.
@@ -181,6 +161,10 @@ class _StepBuilder:
         channels = len(rows)
         group_channels, products = channels // layer.group, prod(rows.shape[1:])
         is_matrix = layer.kind in ("Gemm", "MatMul")
+        window = None
+        if not is_matrix:
+            is_transposed = layer.kind == "ConvTranspose"
+            window = make_window(attributes(node), rows.shape[2:], transposed=is_transposed)
         max_positions = self._count_positions(layer.group * products)
 
         # targets do not depend on the earlier inputs, nor inputs on the targets: as needs, they
@@ -205,7 +189,7 @@ class _StepBuilder:
             RoundedWeightsOf(
                 samples=self.samples,
                 max_positions=max_positions,
-                window=None if is_matrix else _find_window(node, layer, rows.shape[2:]),
+                window=window,
                 shape=(layer.group, group_channels, products),
                 scales=channels if weight.channel_wise else 1,
                 params=params,
@@ -254,11 +238,6 @@ class _StepBuilder:
             return self.make_model(observed, rounded_names, last_tensor)
 
         return Variant(f"{self.key}, {key_prefix} up to {layer_name}", make, needs)
-
-
-def _find_window(node: onnx.NodeProto, layer: Layer, kernel: tuple[int, ...]) -> ConvWindow:
-    """Return the window of a convolution whose kernel has these sizes."""
-    return make_window(attributes(node), kernel, transposed=layer.kind == "ConvTranspose")
 
 
 def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> AdaActivation:
