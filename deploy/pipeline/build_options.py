@@ -252,7 +252,7 @@ def prepare_build(
         evaluation_feed = loaded.open_samples(
             evaluation, labels_by_folder=options.labels == BY_FOLDER
         )
-    annotated_objects = apply_labels(options.labels, evaluation_feed)
+    annotated_objects = apply_labels(options.labels, evaluation_feed)  # sets classes on the feed
     if annotated_objects is not None:
         notes = (*notes, *annotated_objects.notes)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))

@@ -385,7 +385,7 @@ def calibrate_run(
     subject, feed = run.subject, run.feed
     decision = check_cache(
         run.policy,
-        lambda count: make_fingerprint(subject, feed.manifest(count)),
+        lambda image_count: make_fingerprint(subject, feed.manifest(image_count)),
         run.observations,
         stop_rule=run.stability_rule,
     )

@@ -373,7 +373,7 @@ def use_qdq_calibration(
         method=Method.of(),  # the default one; nothing is searched
         trt_version=trt_version or _find_trt_version(targets),
     )
-    _, failures = _collect_observations(targets, subject)
+    _, failures = _collect_observations(targets, subject)  # for the failures: nothing is observed
     return CalibrationResult(
         subject=subject,
         images=name,

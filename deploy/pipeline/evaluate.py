@@ -385,10 +385,12 @@ class _EvaluationPass:
         candidates: Mapping[str, Session],
         evaluation: Evaluation,
     ) -> None:
+        """Start with no samples; the arguments are those of `evaluate`."""
         self._reference = reference
         self._candidates = candidates
         self._evaluation = evaluation
         self._result = EvaluationResult()
+        # a candidate gets the states that it computed itself on the sample before
         states = evaluation.feed.states
         self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
         labels, metric = evaluation.labels, evaluation.metric

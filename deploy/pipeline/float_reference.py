@@ -128,8 +128,8 @@ def _compare_outputs(
                 continue
             signal = np.nan_to_num(value.astype(np.float64))
             noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
-            # a Sigmoid is rounded beside 1, which is much beside values near 0; nodes that only
-            # move values may follow it
+            # the error of a Sigmoid is relative to 1, its largest value, so near 0 it looks large;
+            # nodes that only move values may stand between it and the output
             computing_node = graph.trace_back(name, MOVES)
             if computing_node is not None and computing_node.op_type in _BOUNDED_OPERATORS:
                 noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0

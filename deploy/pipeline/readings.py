@@ -85,14 +85,19 @@ def list_readings(
         with suppress(ConfigError, FeedError):  # a note says that it is not followed
             declared, _ = complete_preprocess(metadata.preprocess, spec)
             remedy = "leave --preprocess, --color, --mean and --std out"
-            yield Reading(f"{metadata.source} says", "fed", remedy, declared)
+            text = f"{metadata.source} says"
+            yield Reading(text=text, used_text="fed", remedy=remedy, preprocess=declared)
 
     color = used.color
     if color in _SWAPPED_COLORS:
         other_color = _SWAPPED_COLORS[color]
         swapped = replace(used, color=other_color)
-        remedy = f"check --color {other_color}"
-        yield Reading(other_color.upper(), color.upper(), remedy, swapped)
+        yield Reading(
+            text=other_color.upper(),
+            used_text=color.upper(),
+            remedy=f"check --color {other_color}",
+            preprocess=swapped,
+        )
 
     if not with_scales or not spec.dtype.startswith("float"):
         return
@@ -106,7 +111,8 @@ def list_readings(
         scaled_sample = {spec.name: renormalize(sample[spec.name], used, scaled)}
         input_warnings = check_input_samples([scaled_sample], scaled, model)
         if not input_warnings:
-            yield Reading(text, "fed", f"check --preprocess {preset_name}", scaled)
+            remedy = f"check --preprocess {preset_name}"
+            yield Reading(text=text, used_text="fed", remedy=remedy, preprocess=scaled)
 
 
 @phase("trying other colors and scales")
