@@ -205,7 +205,10 @@ def write_om(
 ) -> tuple[Path | None, list[str], str]:
     """Write the atc script and, if atc is installed and the chip known, the .om.
 
-    Both are added to `files`.
+    Args:
+        request: gives the folder and the samples, whose largest shapes the .om takes.
+        files: role -> path of the build's files so far; the script and the .om are added.
+        options: the user's options of atc.
 
     Returns:
         (path of the .om or None, notes, why atc failed or ""); without atc, one note has the
@@ -213,7 +216,8 @@ def write_om(
     """
     shapes = sample_shape_range(request)
     notes = _shape_notes(shapes)
-    names = {role: Path(path.name) for role, path in files.items()}  # relative: folders move
+    # the script names files relative to its folder, which the user may move
+    names = {role: Path(path.name) for role, path in files.items()}
     command = atc_command(
         names["deploy model"],
         Path(request.name),
@@ -224,7 +228,7 @@ def write_om(
     )
     command_text = shlex.join(command)
     script = request.folder / f"{request.name}_atc.sh"
-    if options.soc is None:
+    if options.soc is None:  # the script takes the chip as its argument
         placeholder = shlex.quote(f"--soc_version={CHIP}")
         script_text = command_text.replace(placeholder, _CHIP_ARGUMENT)
         files[CHIP_SCRIPT_ROLE] = write_script(script, f"exec {script_text}")

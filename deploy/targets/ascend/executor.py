@@ -395,7 +395,7 @@ def _find_packed_outputs(index: Graph) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeployComparison:
-    """Differences between the outputs of the deploy model and of the fake-quant models.
+    """Differences between the outputs of the deploy model and of two fake-quant models.
 
     Attributes:
         samples: number of samples that were run.
@@ -419,7 +419,7 @@ class DeployComparison:
         )
         if self.same_rounding > _MAX_DIFFERENCE:
             text += "; look into this before deploying"
-        if self.sums:  # of 16-bit activations, which AMCT does not check
+        if self.sums:  # AMCT does not check whether those of 16-bit activations fit int32
             layer = max(self.sums, key=self.sums.__getitem__)
             sum_share = self.sums[layer]
             text += (

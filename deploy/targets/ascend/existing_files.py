@@ -202,7 +202,7 @@ def recipe_from_record(
             f" in {path}; give the record of a calibration"
         )
     model, graph, quant_config, unfolded = _match_form(subject, records, config)
-    _check_types(records, graph, subject)
+    _refuse_other_types(records, graph, subject)
     layers = quantize_layers(model, graph, records)
     unrecorded = [name for name in graph.layers if name not in records]
     if quant_config is not None:
@@ -425,23 +425,22 @@ def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> f
     return float(np.abs(np.log2(record.scale_w / scales)).mean())
 
 
-def _check_types(
+def _refuse_other_types(
     records: Mapping[str, LayerRecord], graph: LayerGraph, subject: CalibrationSubject
 ) -> None:
-    """Refuse a record whose op_data_type differs from the model's."""
+    """Refuse a record whose op_data_type (float32 or float16) differs from the model's file."""
     if all(record.is_float16 is None for record in records.values()):
-        return
+        return  # no entry names a type
     float16_tensors = find_float16_tensors(subject)
     for name, record in records.items():
         if record.is_float16 is None or name not in graph.layers:
             continue
-        if record.is_float16 != (graph.layers[name].output in float16_tensors):
-            recorded, actual = "float32", "float16"
-            if record.is_float16:
-                recorded, actual = actual, recorded
+        type_in_file = "float16" if graph.layers[name].output in float16_tensors else "float32"
+        recorded_type = "float16" if record.is_float16 else "float32"
+        if recorded_type != type_in_file:
             raise ConfigError(
-                f"op_data_type must be the layer's own, got that of {recorded} for {name!r}, which"
-                f" gives {actual} in the model's file; take it out"
+                f"op_data_type must be the layer's own, got that of {recorded_type} for {name!r},"
+                f" which gives {type_in_file} in the model's file; take it out"
             )
 
 

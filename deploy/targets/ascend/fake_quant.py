@@ -97,7 +97,7 @@ def _make_quant(q: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Node
 def _make_dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
     """Return the nodes that multiply a layer's sums by scale_w * scale_d."""
     name = f"{q.layer.name}.fakedequant"
-    rank = q.layer.rank if q.layer.weight else 0
+    rank = q.layer.rank if q.layer.weight else 0  # a pool has one scale
     scale = make_constant(f"{name}.dqscale", q.dequant.reshape(1, -1, *[1] * rank))
     mul = helper.make_node("Mul", [integers, scale.output[0]], [output], name=f"{name}.mul")
     return [scale, mul]

@@ -103,18 +103,15 @@ def merge_records(
         record_by_search: search -> its result for all layers.
         search_by_layer: name of a layer -> the search chosen for it; other layers keep `default`.
     """
-    records = dict(default.records)
-    for name, search in search_by_layer.items():
-        records[name] = record_by_search[search].records[name]
-
-    chosen_by_tensor = {}
+    records, ranges = dict(default.records), dict(default.ranges)
     for name, observation in (*plan.first_inputs.items(), *plan.second_inputs.items()):
-        if name in search_by_layer:
-            chosen_by_tensor[observation.tensor] = record_by_search[search_by_layer[name]]
-    ranges = {}
-    for tensor, default_range in default.ranges.items():
-        calibrated = chosen_by_tensor.get(tensor, default)
-        ranges[tensor] = calibrated.ranges.get(tensor, default_range)
+        if name not in search_by_layer:
+            continue
+        chosen = record_by_search[search_by_layer[name]]
+        records[name] = chosen.records[name]
+        # DMQ's searches observe the balanced input instead, so that this tensor keeps its range
+        tensor = observation.tensor
+        ranges[tensor] = chosen.ranges.get(tensor, ranges[tensor])
     return replace(default, records=records, ranges=ranges)
 
 

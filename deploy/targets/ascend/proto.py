@@ -63,19 +63,20 @@ def _add_fields(message: Any, body: str, kind_by_name: Mapping[str, str]) -> Non
     """
     from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Proto
 
+    # a match is the start of a oneof, with its name, or the brace at its end, or else a field
     is_in_oneof = False
-    for oneof, end, label, type_name, name, number in _FIELD.findall(body):
-        if oneof:
-            message.oneof_decl.add(name=oneof)
-        if oneof or end:
-            is_in_oneof = bool(oneof)
+    for oneof_name, end, label, type_name, name, number in _FIELD.findall(body):
+        if oneof_name:
+            message.oneof_decl.add(name=oneof_name)
+        if oneof_name or end:
+            is_in_oneof = bool(oneof_name)
             continue
         field = message.field.add(name=name, number=int(number))
         field.label = Proto.LABEL_REPEATED if label == "repeated" else Proto.LABEL_OPTIONAL
         field.type = getattr(Proto, f"TYPE_{kind_by_name.get(type_name, type_name).upper()}")
         if type_name in kind_by_name:
             field.type_name = f".{_PACKAGE}.{type_name}"
-        if is_in_oneof:
+        if is_in_oneof:  # the one that was added last
             field.oneof_index = len(message.oneof_decl) - 1
 
 
