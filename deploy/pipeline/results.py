@@ -211,7 +211,8 @@ def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
         if not _is_worse(engine, earlier_engine):
             continue
         split, earlier_split = target.built_split, earlier_split_by_target.get(target.name)
-        if split and earlier_split and split.time < earlier_split.time:
+        is_faster_split = split and earlier_split and split.time < earlier_split.time
+        if is_faster_split:
             continue
 
         flags = _earlier_flags(earlier, earlier_split, report, target)
@@ -465,7 +466,8 @@ def _calibration_part(
     """Return how the scales were determined: the method, and what was observed for it.
 
     The method is "" if every target searches ranges in its own way. The ranges of a Q/DQ model are
-    those of its pairs, so nothing was observed for it.
+    those of its pairs, so nothing was observed for it. A group counts the tensors of which the same
+    statistic was recorded in the same variant, a form of the model that was run.
     """
     method = calibration.ranges.chosen_by
     methods_of_files = {result.method for result in results if result.method}
@@ -506,7 +508,8 @@ def _target_part(
         calibration: the calibration.
         figures: speed and accuracy of the engines.
         result: files of the target, or the error that it failed with.
-        planned: its plan, and how the search came to it; None without.
+        planned: its plan, and how the search came to it; None without. The front of the plan are
+            the splits into int8 and float layers that are the best for their time.
         stage: folder of the files until the build is complete.
     """
     error = result.error or figures.failures.get(result.target, "")
@@ -514,7 +517,7 @@ def _target_part(
     observations = calibration.observations_by_target.get(result.target, ())
     is_observed_now = bool(set(calibration.observed_now).intersection(observations))
     search = None
-    if planned is not None and planned.plan.settled:  # a search chose one of its trials
+    if planned is not None and planned.plan.settled:  # describes the trial that was built
         search = SearchPart(
             reused=planned.reused,
             probes=planned.probes,
