@@ -17,7 +17,7 @@ from pathlib import Path
 import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from deploy.errors import BackendError, ConfigError
+from deploy.errors import BackendError, ConfigError, counted
 from deploy.feed.batch_axis import batch_inputs, mark_first_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.model_preprocess import MetadataPreprocess
@@ -46,7 +46,7 @@ from deploy.metrics.kernels import (
     time_kernels,
 )
 from deploy.metrics.latency import Feeds, Latency, measure
-from deploy.report import Report, figures
+from deploy.report import Report
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.openvino import OpenvinoSession
@@ -498,7 +498,7 @@ def _measure_streams(
         rate = throughput(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)
     streams = f"{stream_count} streams at once"
     if not isinstance(sessions[0], ReportsLayers):  # on the CPU
-        streams += f", {figures.count(stream_threads, 'thread')} each"
+        streams += f", {counted(stream_threads, 'thread')} each"
     yield f"{streams}: {rate:,.0f} inferences a second"
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from deploy.analysis.build_reader import StoredBuild, read_stored_build
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, counted
 from deploy.report import Report, figures, model
 from deploy.report.blocks import Bullets, Section, Table, block_html, sections_html
 from deploy.report.model import to_plain_object
@@ -215,7 +215,7 @@ def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
         for target in report.targets:
             yield f"options of {target.name}", target.options_text
     if report.machine:
-        yield "machine", f"{report.machine.cpu}, {figures.count(report.machine.cores, 'core')}"
+        yield "machine", f"{report.machine.cpu}, {counted(report.machine.cores, 'core')}"
         for package, version in report.machine.versions.items():
             yield f"version of {package}", version
 
@@ -236,7 +236,7 @@ def _notes(builds: Sequence[StoredBuild]) -> Iterator[str]:
 def to_screen(builds: BuildComparison) -> str:
     """Return the comparison as plain text, without colours."""
     blocks = [
-        [f"{figures.count(len(builds.names), 'build')} compared"],
+        [f"{counted(len(builds.names), 'build')} compared"],
         list(_engine_table(builds)),
         list(entries("Why", _reasons(builds))),
         list(entries("They differ", _difference_lines(builds))),
@@ -247,7 +247,7 @@ def to_screen(builds: BuildComparison) -> str:
 
 def to_html(builds: BuildComparison) -> str:
     """Return the comparison as a page in the style of a build's report."""
-    title = f"calib8: {figures.count(len(builds.names), 'build')} compared"
+    title = f"calib8: {counted(len(builds.names), 'build')} compared"
     engine_verdicts = []
     failures = []
     for engine in builds.engines:

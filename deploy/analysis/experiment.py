@@ -26,12 +26,12 @@ from calibrators.grids import (
     quantize_per_channel,
     quantize_per_tensor,
 )
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError, FeedError, counted
 from deploy.files.archives import read_array
 from deploy.files.reading import from_json, open_regular_file
 from deploy.method import Method
 from deploy.metrics.output_errors import sqnr_db
-from deploy.report.figures import count, decibels
+from deploy.report.figures import decibels
 from deploy.report.model import to_plain_object
 from deploy.report.screen import align_columns
 from deploy.terminal import PrintedResult, join_visible
@@ -103,7 +103,7 @@ class Experiment(PrintedResult):
         summary = (
             f"largest error {figures['largest_error']:.6g}, root mean square {figures['rms']:.6g},"
             f" SQNR {decibels(figures['sqnr_db'])}, {self.clipped} of"
-            f" {count(self.values.size, 'value')} clipped"
+            f" {counted(self.values.size, 'value')} clipped"
         )
         return join_visible([*self._scales(), "", *self._table(), "", summary]) + "\n"
 
@@ -122,7 +122,7 @@ class Experiment(PrintedResult):
         rows = zip(self.quantized.scale, self.quantized.zero_point, low, high, strict=True)
         for channel, (scale, zero_point, lowest, highest) in enumerate(rows):
             if channel == SHOWN:
-                yield f"and {count(len(low) - SHOWN, 'channel')} more"
+                yield f"and {counted(len(low) - SHOWN, 'channel')} more"
                 return
             text = (
                 f"scale {scale:.9g}, zero point {zero_point}, {self.dtype}"
@@ -141,7 +141,7 @@ class Experiment(PrintedResult):
             rows.append((f"{value:.6g}", str(integer), f"{dequantized:.6g}", f"{error:.3g}"))
         yield from align_columns(rows, ())
         if self.values.size > SHOWN:
-            yield f"and {count(self.values.size - SHOWN, 'value')} more"
+            yield f"and {counted(self.values.size - SHOWN, 'value')} more"
 
 
 def quantize(
@@ -294,5 +294,5 @@ def _to_real(array: NDArray[Any]) -> Real:
         values = array.astype(np.float32)
     infinite_count = int(np.isinf(values).sum())
     if infinite_count:
-        raise ValueError(f"{infinite_count} of {count(array.size, 'value')} infinite in float32")
+        raise ValueError(f"{infinite_count} of {counted(array.size, 'value')} infinite in float32")
     return values

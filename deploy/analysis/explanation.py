@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from deploy.errors import list_first
+from deploy.errors import counted, list_first
 from deploy.report import figures
 from deploy.report.model import to_plain_object
 from deploy.report.screen import entries, entry, labelled_table
@@ -263,7 +263,7 @@ def _accuracy_lines(
 def _float_node_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
     """Yield how many nodes stay float, and why, by kind of reason."""
     count = sum(len(group.nodes) for group in target.kept)
-    yield from entry("Float", f"{count} of {figures.count(target.nodes, 'node')}")
+    yield from entry("Float", f"{count} of {counted(target.nodes, 'node')}")
     max_groups = None if max_rows is None else max_rows // 2
     for kind, label in _LABEL_BY_KIND.items():
         groups = [group for group in target.kept if group.kind == kind]

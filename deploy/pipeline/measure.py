@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from deploy.calibration.reference_outputs import ReferenceOutputs, outputs_match
-from deploy.errors import BackendError, SdkMissingError
+from deploy.errors import BackendError, SdkMissingError, counted
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel
@@ -31,7 +31,7 @@ from deploy.pipeline.evaluate import (
     open_single_thread,
 )
 from deploy.pipeline.float_reference import read_float_model
-from deploy.report.figures import compare_with_plan, count
+from deploy.report.figures import compare_with_plan
 from deploy.report.parts import EngineRow
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult, Target
@@ -535,8 +535,8 @@ def _constant_notes(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iter
     """Yield a note that the float model was timed with constants its file lists as inputs."""
     if loaded.fed_weights and _FLOAT_ENGINE in latency:
         yield (
-            f"FP32 was timed with constants for {count(loaded.fed_weights, 'weight')} that the file"
-            " lists as inputs: ONNX Runtime optimizes no layer whose weights may be fed, so the"
-            " file itself is likely slower; export it again with constants"
+            f"FP32 was timed with constants for {counted(loaded.fed_weights, 'weight')} that the"
+            " file lists as inputs: ONNX Runtime optimizes no layer whose weights may be fed, so"
+            " the file itself is likely slower; export it again with constants"
             " (keep_initializers_as_inputs=False)"
         )

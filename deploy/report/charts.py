@@ -47,6 +47,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.errors import counted
 from deploy.report import figures
 from deploy.report.blocks import breakable
 from deploy.report.parts import EngineRow, HistogramPart, TensorRow, WeightRow
@@ -230,7 +231,7 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
         )
     unit = "ms per inference"
     if not_drawn_count:
-        unit += f"; {figures.count(not_drawn_count, 'slower iteration')} not drawn"
+        unit += f"; {counted(not_drawn_count, 'slower iteration')} not drawn"
     return (
         f'<ul class="legend">{legend}</ul>'
         f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'

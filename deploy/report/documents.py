@@ -77,7 +77,7 @@ def _page_head(report: Findings) -> Iterator[str]:
     """Yield title, verdicts, failures and wrong outputs, model and devices as HTML."""
     yield f"<h1>{escape(report.title)}</h1>"
     yield verdicts((e.label, e.verdict) for e in report.engines if e.verdict)
-    troubles = list(_failure_texts(report))
+    troubles = list(tables.failure_texts(report))
     for engine in report.engines:
         if engine.accuracy:
             troubles += engine.accuracy.problems
@@ -103,13 +103,7 @@ def _head_facts(report: Findings) -> Iterator[str]:
             yield f"Input: {text}"
         for text in report.model.outputs:
             yield f"Output: {text}"
-    yield from _failure_texts(report)
-
-
-def _failure_texts(report: Findings) -> Iterator[str]:
-    """Yield why targets could not be built."""
-    for target in tables.failures(report):
-        yield f"{target.name} failed: {target.error}"
+    yield from tables.failure_texts(report)
 
 
 def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:

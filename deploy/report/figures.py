@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deploy.errors import counted
 from deploy.files.reading import format_bytes
 from deploy.graph.plan import Decision
 from deploy.metrics.kernels import EngineLayer
@@ -99,13 +100,6 @@ def size_change(smaller: float) -> tuple[str, str]:
     if smaller > 1:
         return ratio(smaller), "smaller"
     return ratio(1 / smaller), "larger"
-
-
-def count(number: int, noun: str) -> str:
-    """Format a count with its noun: 1 node, 2 nodes."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}s"
 
 
 def encodable(text: str) -> str:
@@ -245,7 +239,7 @@ def _type_by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
 def _count_blocks(blocks: Iterable[EngineLayer]) -> str:
     """Return the kinds of blocks as text: "2 DLA loadables"."""
     kinds = Counter(map(_block_kind, blocks))
-    return " and ".join(count(number, kind) for kind, number in kinds.items())
+    return " and ".join(counted(number, kind) for kind, number in kinds.items())
 
 
 def _block_kind(block: EngineLayer) -> str:
@@ -293,12 +287,12 @@ def engine_layers_text(part: EngineLayersPart) -> str:
     layer_count = part.planned - block_count  # planned nodes outside blocks
     texts = []
     if layer_count:
-        texts.append(f"{part.as_planned} of {count(layer_count, 'planned node')} in {part.grid}")
+        texts.append(f"{part.as_planned} of {counted(layer_count, 'planned node')} in {part.grid}")
     if block_count:
-        nodes = count(block_count, "planned node")
+        nodes = counted(block_count, "planned node")
         texts.append(f"{nodes} inside {part.blocks}, whose types the engine does not tell")
     if part.unnamed:
         texts.append(f"{len(part.unnamed)} that no layer names")
     if part.gained:
         texts.append(f"{len(part.gained)} more that the plan left in float")
-    return f"{', '.join(texts)}; {count(part.reformats, 'reformat')}"
+    return f"{', '.join(texts)}; {counted(part.reformats, 'reformat')}"

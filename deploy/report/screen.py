@@ -25,6 +25,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
+from deploy.errors import counted
 from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.report import figures
@@ -41,9 +42,10 @@ from deploy.report.tables import (
     calibration_text,
     coverage,
     engine_lines,
-    failures,
+    failure_texts,
     kernel_rows,
     kind_table,
+    path_of,
     remaining_kernels,
     task_label,
     timed_engines,
@@ -140,8 +142,7 @@ def to_screen(report: Findings) -> str:
 
 def serious_findings(report: Findings) -> Iterator[str]:
     """Yield failures and verdicts that are not good, for runs that do not show the report."""
-    for target in failures(report):
-        yield f"{target.name} failed: {target.error}"
+    yield from failure_texts(report)
     for engine in report.engines:
         if engine.verdict is not None and engine.verdict.level in (DOUBTFUL, UNUSABLE):
             yield f"{engine.label}: {engine.verdict.text}"
@@ -184,7 +185,7 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from entries("Speed", speed_texts(report))
     yield from entries("Device", report.device_texts)
     if report.feed:
-        text = f"{figures.count(report.feed.samples, 'sample')} from {report.feed.source}"
+        text = f"{counted(report.feed.samples, 'sample')} from {report.feed.source}"
         if report.feed.prepared:
             text += f": {report.feed.prepared}"
         yield from entry("Images", text)
@@ -199,7 +200,7 @@ def _decisions(report: Findings) -> Iterator[str]:
     alerts = [alert for alert in report.all_alerts if alert not in verdicts]
     warnings = (*earlier_texts(report), *_lost_layers(report), *alerts)
     yield from entries("Warning", warnings[:_MAX_ALERTS])
-    notes = figures.count(len(report.warnings), "note")
+    notes = counted(len(report.warnings), "note")
     if page := path_of(report.files, REPORT):
         yield from entry("Report", f"{page}  (all figures and {notes}; -v prints it)")
     yield from entries("Next", dict.fromkeys(next_steps(report)))
@@ -504,14 +505,6 @@ def _has_device_script(target: TargetPart) -> bool:
     return any(file.role in _DEVICE_SCRIPTS for file in target.files)
 
 
-def path_of(files: Iterable[FileRow], role: str) -> str:
-    """Return the path of the first file of a role; "" without one."""
-    for file in files:
-        if file.role == role:
-            return file.path
-    return ""
-
-
 def _bench_command(report: Findings, engine: EngineRow) -> str:
     """Return the command that measures an engine beside its float model; "" without files."""
     if not report.model or not engine.path:
@@ -536,8 +529,9 @@ def earlier_texts(report: Findings) -> Iterator[str]:
 
 def _failures(report: Findings) -> Iterator[str]:
     """Yield why targets could not be built."""
-    for target in failures(report):
-        yield from entry("Failed", f"{target.name}: {target.error}")
+    for target in report.targets:
+        if target.error:
+            yield from entry("Failed", f"{target.name}: {target.error}")
 
 
 def _table(report: Findings, lines: Sequence[ComparisonLine]) -> Iterator[str]:
@@ -567,10 +561,10 @@ def _machine(report: Findings) -> Iterator[str]:
     """Yield the devices, the CPU with its threads and int8 instructions, and the files."""
     yield from entries("Device", report.device_texts)
     if report.machine:
-        text = f"{report.machine.cpu}, {figures.count(report.machine.cores, 'core')}"
+        text = f"{report.machine.cpu}, {counted(report.machine.cores, 'core')}"
         threads = [engine.threads for engine in report.engines if engine.threads is not None]
         if threads:
-            text += f", {figures.count(max(threads), 'thread')} used"
+            text += f", {counted(max(threads), 'thread')} used"
         int8 = ", ".join(report.machine.int8) or "no int8 dot product"
         yield from entry("Machine", f"{text}, {int8}")
     yield from entries("Files", map(_file_text, report.written))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import repeat
 
+from deploy.errors import counted
 from deploy.report import charts, figures, tables
 from deploy.report.blocks import (
     Block,
@@ -116,7 +117,7 @@ def _accuracy(report: Findings) -> Sections:
         accuracy = engine.accuracy
         if accuracy is None:
             continue
-        sample_counts.append(figures.count(accuracy.samples, "sample"))
+        sample_counts.append(counted(accuracy.samples, "sample"))
         notes += [f"{engine.label}: {text}" for text in tables.accuracy_notes(accuracy)]
         if tables.has_slices(accuracy):
             for part in accuracy.parts:
@@ -206,7 +207,7 @@ def _calibration_facts(report: Findings) -> Iterator[tuple[str, str]]:
         if calibration.cache:
             yield "Cache", calibration.cache
     if feed := report.feed:
-        yield "Feed", f"{figures.count(feed.samples, 'sample')} from {feed.source}"
+        yield "Feed", f"{counted(feed.samples, 'sample')} from {feed.source}"
         for name, value in feed.preprocess.items():
             if value is not None:
                 yield name, str(value)
@@ -330,7 +331,7 @@ def _machine(report: Findings) -> Sections:
     if machine := report.machine:
         versions = (f"{name} {version}" for name, version in machine.versions.items())
         facts = [
-            ("CPU", f"{machine.cpu}, {figures.count(machine.cores, 'core')}"),
+            ("CPU", f"{machine.cpu}, {counted(machine.cores, 'core')}"),
             ("int8 instructions", ", ".join(machine.int8) or "none found"),
             *zip(repeat("Device"), report.device_texts),
             ("System", machine.os),

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from deploy.calibration.reuse import NO_CACHE
+from deploy.errors import counted
 from deploy.files.manifest import RECORDS
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
@@ -27,6 +28,7 @@ from deploy.report.model import Findings
 from deploy.report.parts import (
     CalibrationPart,
     EngineRow,
+    FileRow,
     GroupRow,
     SearchPart,
     TargetPart,
@@ -140,7 +142,7 @@ def coverage(target: TargetPart) -> str:
         return ""
     counts = Counter(node.precision for node in target.nodes if node.quantized)
     (main_precision, main_count), *other_counts = counts.most_common() or [("int8", 0)]
-    text = f"{main_count} of {figures.count(len(target.nodes), 'node')} {main_precision}"
+    text = f"{main_count} of {counted(len(target.nodes), 'node')} {main_precision}"
     for precision, count in other_counts:
         text += f", {count} {precision}"
     return text
@@ -157,9 +159,11 @@ def built_targets(report: Findings) -> tuple[TargetPart, ...]:
     return tuple(target for target in report.targets if target.nodes and not target.error)
 
 
-def failures(report: Findings) -> tuple[TargetPart, ...]:
-    """Return the targets that could not be built."""
-    return tuple(target for target in report.targets if target.error)
+def failure_texts(report: Findings) -> Iterator[str]:
+    """Yield why targets could not be built."""
+    for target in report.targets:
+        if target.error:
+            yield f"{target.name} failed: {target.error}"
 
 
 def common_method(report: Findings) -> str:
@@ -447,21 +451,21 @@ def _reuse_text(part: CalibrationPart) -> str:
 def group_text(group: GroupRow) -> str:
     """Return one kind of observation: "folded, histogram: 31 tensors, reused"."""
     origin = "reused" if group.reused else "observed now"
-    tensors = figures.count(group.tensors, "tensor")
+    tensors = counted(group.tensors, "tensor")
     return f"{group.variant}, {group.statistic}: {tensors}, {origin}"
 
 
 def work_texts(part: WorkPart) -> Iterator[str]:
     """Yield the cost of a run: decoded images, then inferences by purpose."""
-    yield f"{figures.count(part.decodes, 'image')} decoded"
+    yield f"{counted(part.decodes, 'image')} decoded"
     yield _runs("calibration", part.calibration_runs)
-    yield figures.count(part.reference_runs, "reference inference")
+    yield counted(part.reference_runs, "reference inference")
     yield _runs("engine", part.engine_runs)
 
 
 def _runs(purpose: str, runs: Mapping[str, int]) -> str:
     """Return numbers of inferences as text, such as "12 engine inferences (tensorrt 12)"."""
-    total = figures.count(sum(runs.values()), f"{purpose} inference")
+    total = counted(sum(runs.values()), f"{purpose} inference")
     details = ", ".join(f"{name} {number}" for name, number in runs.items())
     if details:
         total += f" ({details})"
@@ -508,11 +512,13 @@ def weight_row(row: WeightRow) -> list[str]:
 
 def plan_path(report: Findings) -> str:
     """Return the path of the plan from the report's folder; "" without a plan."""
-    for file in report.files:
-        if file.role == PLAN:
-            path = PurePath(file.path)
-            return f"{RECORDS}/{path.name}" if path.parent.name == RECORDS else path.name
-    return ""
+    path = PurePath(path_of(report.files, PLAN))
+    return f"{RECORDS}/{path.name}" if path.parent.name == RECORDS else path.name
+
+
+def path_of(files: Iterable[FileRow], role: str) -> str:
+    """Return the path of the first file of a role; "" without one."""
+    return next((file.path for file in files if file.role == role), "")
 
 
 KERNEL_HEADS = ("kernel", "time", "share", "kind")
@@ -534,7 +540,7 @@ def remaining_kernels(engine: EngineRow, limit: int) -> str:
     if not remaining:
         return ""
     share = _share(_total_ms(remaining), _total_ms(engine.kernels))
-    return f"and {figures.count(len(remaining), 'more kernel')} of {share}"
+    return f"and {counted(len(remaining), 'more kernel')} of {share}"
 
 
 def _total_ms(kernels: Sequence[KernelTime]) -> float:
