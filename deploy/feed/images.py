@@ -9,6 +9,7 @@ from pathlib import Path
 from deploy.errors import FeedError, list_first
 from deploy.feed.file_list import FileList, ImageFile
 from deploy.files.reading import read_bytes
+from deploy.terminal import visible
 
 SUFFIXES = frozenset(
     (".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp")
@@ -25,12 +26,7 @@ _SOURCE_KINDS = "a folder of images, a UTF-8 list of them, an image, an .npy or 
 
 def printable_name(name: str) -> str:
     """Return a file name for a message: one line, printable whatever its bytes."""
-    text = os.fsencode(name).decode("utf-8", "backslashreplace")
-    return "".join(map(_printable_character, text))
-
-
-def _printable_character(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]
+    return visible(name)
 
 
 def summarize_names(names: Sequence[str], max_names: int = 5) -> str:

@@ -410,7 +410,7 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     weights = []
     for node in filter(is_quantized_node, graph.nodes):
         values = dequantize_constant(node, graph)
-        if values is None or node.output[0] in graph.outputs:
+        if values is None or node.output[0] in graph.outputs:  # None: of an activation
             return None
         weights.append(numpy_helper.from_array(values, node.output[0]))
     if len(weights) < len(quantized):  # the others are in subgraphs

@@ -74,6 +74,7 @@ from deploy.graph.lowering import OLDEST, lower_opset
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.runtimes.ort import OrtSession, runs_pairs, runtime_version
 from deploy.tensors import Array, TensorSpec
+from deploy.terminal import visible
 
 _ROUNDS = 8  # folding a Shape creates new constants; real models need two rounds
 _MAX_NODES = 50_000  # after inlining; a kilobyte of functions can stand for billions
@@ -105,7 +106,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         _check_cleaned(cleaned.model)
         model, kernel_note = _with_kernels(cleaned.model)
     except ModelError as error:  # names in a broken model may hold line breaks and worse
-        raise type(error)(_escape_unprintable(str(error))) from error.__cause__
+        raise type(error)(visible(str(error))) from error.__cause__
 
     notes = [
         _note("Renamed {} whose name another node has.", shared_names, "node"),
@@ -206,15 +207,6 @@ def _first_row_differs(single: Array, both: Array, changed: Array) -> bool:
     values, changed_values = both[part].astype(np.float64), changed[part].astype(np.float64)
     difference = np.abs(values - changed_values).max(initial=0)
     return bool(difference > _MAX_ROUNDING * np.abs(values).max(initial=0))
-
-
-def _escape_unprintable(text: str) -> str:
-    """Return a text with line breaks and other unprintable characters as escapes."""
-    chars = list(text)
-    for index, char in enumerate(chars):
-        if not char.isprintable():
-            chars[index] = ascii(char)[1:-1]
-    return "".join(chars)
 
 
 def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:

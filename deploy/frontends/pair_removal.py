@@ -56,8 +56,9 @@ from deploy.graph.placement import CUTS, MOVES, WEIGHTED
 from deploy.graph.plan import cannot_be_negative
 
 _OLDEST_OPSET = 11  # since this opset the limits of Clip are inputs
-_ON_CODES = MOVES | CUTS | {"MaxPool"}
-_ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # not negative for such inputs
+_MOVES_AND_CUTS = MOVES | CUTS | {"MaxPool"}
+# their output is not negative if no input is
+_SIGN_KEEPING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
     replaced_codes: set[str] = set()
     for node in index.nodes:
         nodes.append(node)
-        if node.op_type not in _ON_CODES or node.input[0] not in quantizer_by_codes:
+        if node.op_type not in _MOVES_AND_CUTS or node.input[0] not in quantizer_by_codes:
             continue
         quantizer = quantizer_by_codes[node.input[0]]
         grid = find_pair_grid(quantizer, index)
@@ -436,7 +437,7 @@ class _Stripper:
 
     def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
         """Whether no output of a node can be negative."""
-        if node.op_type in _ADDING:
+        if node.op_type in _SIGN_KEEPING:
             return self.non_negative.issuperset(self.index.data_inputs(node))
         return cannot_be_negative(self.index, node, self.non_negative)
 
