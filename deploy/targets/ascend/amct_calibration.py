@@ -280,14 +280,14 @@ class RecordPlan:
         factors, roundings = self.dmq_factors(observed), self.round_weights(observed)
         # AMCT searches the layers that DMQ balances first; the record file has this order too
         names = sorted(self.first_inputs, key=lambda name: name not in factors)
-        first_inputs = {name: self.first_inputs[name] for name in names}
-        first_scales = self._search_scales(first_inputs, observed)
+        ordered_inputs = {name: self.first_inputs[name] for name in names}
+        first_scales = self._search_scales(ordered_inputs, observed)
         second_scales = self._search_scales(self.second_inputs, observed)
         weight_scales = self.weight_scales(factors, roundings)
 
         records = {}
         searched_inputs = []  # (layer name, record whose scale_d is this input's, observation)
-        for name, observation in first_inputs.items():
+        for name, observation in ordered_inputs.items():
             record = self._record(name, first_scales[name], weight_scales[name], factors, roundings)
             records[name] = record
             searched_inputs.append((name, record, observation))
@@ -297,6 +297,7 @@ class RecordPlan:
             # AMCT stores the scale of the second input where other layers have their weight's
             records[name] = replace(records[name], scale_w=np.array([scale]), has_weight=True)
 
+        # for the report: clip ranges, and layers whose input a scale of AMCT's cannot represent
         ranges, recorders = {}, {}
         zero_layers, underflow_layers = [], []
         for name, record, observation in searched_inputs:

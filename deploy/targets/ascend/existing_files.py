@@ -335,11 +335,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
             " model's own cache (`calib8 cache check --model` tells more)"
         )
 
-    reason_by_tensor = {
-        matched_tensor.tensor: matched_tensor.reason
-        for matched_tensor in match.tensors
-        if not matched_tensor.has_scale
-    }
+    reason_by_tensor = {tensor.tensor: tensor.reason for tensor in match.tensors}
     float_reasons = {}
     for name, layer in graph.layers.items():
         if name not in records:

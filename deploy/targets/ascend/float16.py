@@ -210,7 +210,7 @@ class _Float16Writer:
             if name not in self.wanted_float16:
                 continue
             self.float16_so_far.add(name)
-            if variable not in float16_variables:
+            if variable not in float16_variables:  # the node makes float32, a Cast the output
                 node.output[position] = claim_name(f"{name}.float32", self.tensor_names)
                 yield self.make_cast(node.output[position], name, _FLOAT16)
 

@@ -168,7 +168,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     """
     quantize_factor = _invert_scale(record.input_scale, "scale_d", record.act_bits)
     inverse_factors = None
-    if record.factors.size:
+    if record.factors.size:  # DMQ: the input is multiplied by these, the weight by the factors
         shape = (1, -1, *[1] * layer.rank)
         inverse_factors = (np.float32(1) / record.factors).reshape(shape)
     # a pool, and an input of tensor_quantize, have no weight
@@ -179,13 +179,15 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     # with 16-bit activations nearly every layer could overflow: a build measures their sums
     if weight is not None and record.act_bits < 16:
         _refuse_overflow(layer, record, weight, bias)
+    if record.force_fp16:  # for Nano chips, which read fewer bits of the scale
+        dequant_scale = ascend_s19(dequant_scale)
     return QuantLayer(
         layer=layer,
         record=record,
         scale=quantize_factor,
         weight=weight,
         bias=bias,
-        dequant=ascend_s19(dequant_scale) if record.force_fp16 else dequant_scale,
+        dequant=dequant_scale,
         inverse_factors=inverse_factors,
         second_factor=_second_factor(layer, record) if layer.two_activations else None,
     )

@@ -247,8 +247,10 @@ def _read_layer(value: Any) -> LayerRecord:
     `value`: the `value` message of the entry.
     """
     _check_scales_and_offsets(value)
-    bits = {field: _read_bits(value, field) for field in _WIDTHS_BY_FIELD}  # 0 for none
-    act_bits = bits["dst_type"] or bits["act_type"] or 8
+    bits_by_field = {field: _read_bits(value, field) for field in _WIDTHS_BY_FIELD}
+    # 0 if a type is unset; dst_type is that of both activations and weights
+    act_bits = bits_by_field["dst_type"] or bits_by_field["act_type"] or 8
+    weight_bits = bits_by_field["dst_type"] or bits_by_field["wts_type"] or 8
     low, high = ascend_range(act_bits)
     if not low <= value.offset_d <= high:
         raise ConfigError(
@@ -262,6 +264,7 @@ def _read_layer(value: Any) -> LayerRecord:
     if value.op_data_type not in _IS_FLOAT16_BY_TYPE:
         raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
     scale_w = np.array(value.scale_w, np.float32)
+    # AMCT writes scale 1 without a type for a pool, which has no weight
     is_pool = value.wts_type == "" and scale_w.tolist() == [1.0]
     return LayerRecord(
         scale_d=np.float32(value.scale_d) if value.HasField("scale_d") else None,
@@ -272,7 +275,7 @@ def _read_layer(value: Any) -> LayerRecord:
         skip_fusion=value.skip_fusion,
         is_node_input=value.is_tensor_quantize,
         act_bits=act_bits,
-        weight_bits=bits["dst_type"] or bits["wts_type"] or 8,
+        weight_bits=weight_bits,
         force_fp16=mode == _FORCE_FP16,
         is_float16=_IS_FLOAT16_BY_TYPE[value.op_data_type],
     )

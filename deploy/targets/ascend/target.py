@@ -266,7 +266,12 @@ class Ascend:
     def _search_layers(
         self, request: BuildRequest
     ) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
-        """Return the plan, the records by the chosen searches, and the config of these searches."""
+        """Search the scales of all layers, each by the search that the request chooses for it.
+
+        Returns:
+            The plan of the default search; the records (scales and offsets) of all layers; the
+            config that makes AMCT run these searches.
+        """
         from deploy.targets.ascend import layer_searches as searches
 
         plan, default = self.search(request, searches.CONFIGURED)
@@ -350,7 +355,15 @@ class Ascend:
         return self.write_files(recipe, replace(request, subject=subject))
 
     def write_files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:
-        """Write the files of a recipe, and check them on the samples; errors as in `build`."""
+        """Write the files of a recipe: models, record, AIPP, atc script, README; check the models.
+
+        Args:
+            recipe: the float model and the scales of its int8 layers.
+            request: folder, name and samples of the build.
+
+        Raises:
+            As in `build`.
+        """
         from deploy.targets.ascend.aipp import write_aipp_files
         from deploy.targets.ascend.executor import deploy_model_note
         from deploy.targets.ascend.float16 import find_float16_tensors
@@ -384,13 +397,15 @@ class Ascend:
         decisions = decide_precisions(
             recipe.model, recipe.graph, recipe.records, recipe.float_reasons
         )
+        runnable, shipped = None, []
+        if not atc_error:
+            runnable = files["fake-quant model"]
+            shipped = [files[role] for role in _ATC_INPUTS if role in files]
         return BuildResult(
             target=self.name,
             engine=engine,
-            runnable=None if atc_error else files["fake-quant model"],
-            shipped=()
-            if atc_error
-            else tuple(files[role] for role in _ATC_INPUTS if role in files),
+            runnable=runnable,
+            shipped=tuple(shipped),
             files=files,
             decisions=(*decisions, *request.plugin_decisions),
             method=recipe.method,

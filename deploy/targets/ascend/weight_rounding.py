@@ -160,42 +160,36 @@ class AdaRoundSteps:
         rows = read_weight_rows(self.index, layer)
         channels = len(rows)
         group_channels, products = channels // layer.group, prod(rows.shape[1:])
+        weight_config = self.config.layers[layer.name].weight
+        params = AdaParams(**{key: getattr(weight_config, key) for key in ADA})
         is_matrix = layer.kind in ("Gemm", "MatMul")
         window = None
         if not is_matrix:
             is_transposed = layer.kind == "ConvTranspose"
             window = make_window(attributes(node), rows.shape[2:], transposed=is_transposed)
+
         max_positions = self._count_positions(layer.group * products)
+        target_statistic = TargetsOf(
+            samples=self.samples, max_positions=max_positions, channels_last=is_matrix
+        )
+        input_statistic = RoundedWeightsOf(
+            samples=self.samples,
+            max_positions=max_positions,
+            window=window,
+            shape=(layer.group, group_channels, products),
+            scales=channels if weight_config.channel_wise else 1,
+            params=params,
+        )
 
         # targets do not depend on the earlier inputs, nor inputs on the targets: as needs, they
         # bring the passes into a sequence that holds the values of one layer at a time
-        output = str(node.output[0])
-        earlier_inputs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
-        targets = Observation(
-            self._variant("float", layer.name, output, (), earlier_inputs),
-            output,
-            TargetsOf(samples=self.samples, max_positions=max_positions, channels_last=is_matrix),
-            layer.name,
-        )
-
-        weight = self.config.layers[layer.name].weight
-        params = AdaParams(**{key: getattr(weight, key) for key in ADA})
-        balanced_names = {observation.layer for observation in self.channel_maxima}
-        inputs = Observation(
-            self._variant(
-                "rounded", layer.name, output, tuple(earlier_steps), (*earlier_inputs, targets)
-            ),
-            f"{layer.name}.mul.output0" if layer.name in balanced_names else layer.input,
-            RoundedWeightsOf(
-                samples=self.samples,
-                max_positions=max_positions,
-                window=window,
-                shape=(layer.group, group_channels, products),
-                scales=channels if weight.channel_wise else 1,
-                params=params,
-            ),
-            layer.name,
-        )
+        name, output = layer.name, str(node.output[0])
+        needs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
+        float_variant = self._variant("float", name, output, (), needs)
+        targets = Observation(float_variant, output, target_statistic, name)
+        needs = (*needs, targets)
+        rounded_variant = self._variant("rounded", name, output, tuple(earlier_steps), needs)
+        inputs = Observation(rounded_variant, self._input_of(layer), input_statistic, name)
         return AdaStep(
             layer=layer,
             params=params,
@@ -204,6 +198,12 @@ class AdaRoundSteps:
             targets=targets,
             inputs=inputs,
         )
+
+    def _input_of(self, layer: Layer) -> str:
+        """Return the tensor that a layer reads in the observed model."""
+        is_balanced = any(maxima.layer == layer.name for maxima in self.channel_maxima)
+        # a Mul by the inverse DMQ factors precedes a balanced layer
+        return f"{layer.name}.mul.output0" if is_balanced else layer.input
 
     def _count_positions(self, values: int) -> int:
         """Return the sampled positions of a sample, for a layer with `values` inputs at each."""
