@@ -107,8 +107,11 @@ def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
 def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Module:
     """Return a copy with fixed scales and int8 weights, in eval mode, ready for export.
 
-    `custom`: observed class (static) or float class (dynamic, weight-only) -> quantized class with
-    `from_observed`, or else `from_float`.
+    Args:
+        prepared: model of `deploy.fx.prepare`, calibrated or trained.
+        custom: class in the prepared model -> quantized class with `from_observed`, or else
+            `from_float`. The former is an observed class (static) or a float class (dynamic,
+            weight-only) of the user.
 
     Raises:
         CalibrationError: a tensor has no range, or a weight is not finite.
@@ -190,16 +193,21 @@ Recorders = dict[nn.Module, Recorder]  # by FakeQuant or RangeMonitor
 def record_statistics(
     model: nn.Module, batches: Iterable[Any], statistic: Statistic
 ) -> tuple[Recorders, int]:
-    """Run batches through a prepared model; return (its recorders, number of runs).
+    """Record the values of all observed tensors; return (recorders, number of runs).
 
-    There is a recorder for each `RangeMonitor` and each quantizer without one that data reached.
+    A recorder gathers a statistic, such as a histogram, of one tensor: of each `RangeMonitor`, and
+    of each quantizer without one, that data reached. A statistic whose range depends on the first
+    samples has a lead: a statistic that reads these samples before, for the initial range. It
+    takes samples one by one, as in a build.
 
-    `model`: prepared, in eval mode, with its quantizers off. `batches`: each a tensor or a tuple of
-    inputs, batch first.
+    Args:
+        model: prepared, in eval mode, with its quantizers off.
+        batches: each a tensor or a tuple of inputs, batch first.
+        statistic: the statistic.
 
     Raises:
         CalibrationError: NaN or Inf in a tensor.
-        FeedError: fewer samples than the first batch of the statistic.
+        FeedError: fewer samples than the lead reads.
         ModelError: samples are taken one by one, and the model does not run for a batch of 1.
     """
     lead = statistic.lead
@@ -207,7 +215,8 @@ def record_statistics(
         return _record_pass(model, batches, statistic, {})
 
     lead_size = lead.samples or 1
-    samples = _in_full_batches(chain.from_iterable(map(_samples, batches)), lead_size)
+    all_samples = chain.from_iterable(map(_samples, batches))
+    samples = _in_full_batches(all_samples, lead_size)
     lead_samples = list(islice(samples, lead_size))
     try:
         lead_recorders, _ = _record_pass(model, lead_samples, lead, {})
@@ -225,16 +234,18 @@ def record_statistics(
 def _record_pass(
     model: nn.Module, batches: Iterable[Any], statistic: Statistic, lead_recorders: Recorders
 ) -> tuple[Recorders, int]:
-    """Record all batches; return (recorders, number of runs).
+    """Run a model for all batches and record its tensors; return (recorders, number of runs).
 
-    `lead_recorders`: recorders of the statistic's lead, from which its own start.
+    `lead_recorders`: recorders of the statistic's first samples, whose ranges its own start with;
+    empty if it needs none.
     """
     recorders: Recorders = {}
     hook = partial(_record, recorders, statistic, lead_recorders)
     handles = []
     for module in model.modules():
-        takes_own_range = isinstance(module, FakeQuant) and not module.monitors
-        if takes_own_range or isinstance(module, RangeMonitor):
+        # the range of a quantizer with monitors comes from their tensors
+        is_observed_quantizer = isinstance(module, FakeQuant) and not module.monitors
+        if is_observed_quantizer or isinstance(module, RangeMonitor):
             handles.append(module.register_forward_pre_hook(hook))
 
     run_count = 0
@@ -262,9 +273,9 @@ def _record(
     """Record the values of a quantized or monitored tensor, as a forward pre-hook of its module.
 
     Args:
-        recorders: those made up to now; the module gets its own with its first values.
+        recorders: by module; the module gets its own with its first values.
         statistic: makes the recorders.
-        lead_recorders: recorders of the statistic's lead, from which its own start.
+        lead_recorders: recorders of the statistic's first samples, whose ranges its own start with.
         module: quantizer or monitor that reads the tensor.
         inputs: arguments of its forward, the tensor.
 
@@ -275,7 +286,7 @@ def _record(
     values = inputs[0].detach().float()
     if not bool(torch.isfinite(values).all()):
         raise CalibrationError(f"calibration needs finite values, got NaN or Inf in {module.name}")
-    if values.numel():
+    if values.numel():  # an empty tensor has no range
         if module not in recorders:
             recorders[module] = statistic.recorder(lead_recorders.get(module))
         recorders[module].observe(values.cpu().numpy())

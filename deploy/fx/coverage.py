@@ -66,26 +66,26 @@ def measure_coverage(
         quantized_classes: the user's classes with int8 weights.
     """
     class_by_name = {name: type(module) for name, module in model.named_modules()}
-    is_factor_by_id = _find_factors(converted)
-    quantized: list[str] = []
-    float_layers: list[tuple[str, str]] = []
-    reasons: dict[str, str] = {}
-    activations = 0
+    is_factor_by_id = _find_factors(converted)  # parameters that a graph reads without a layer
+    int8_layers: list[str] = []
+    float_layers: list[tuple[str, str]] = []  # (name, class)
+    float_reasons: dict[str, str] = {}
+    quantizer_count = 0
     for name, module in converted.named_modules():
-        if isinstance(module, fx.GraphModule):
+        if isinstance(module, fx.GraphModule):  # the model, or a submodule quantized alone
             prefix = f"{name}." if name else ""
             for layer, reason in module.meta.get(FLOAT_REASONS, {}).items():
-                reasons[prefix + layer] = reason
+                float_reasons[prefix + layer] = reason
         if isinstance(module, FixedQuant | DynamicQuant):
-            activations += 1
-        if any(name.startswith(f"{layer}.") for layer in quantized):
+            quantizer_count += 1
+        if any(name.startswith(f"{layer}.") for layer in int8_layers):
             continue  # inside a layer that counts already
         if isinstance(module, (IntLayer, *quantized_classes)):
-            quantized.append(name)
+            int8_layers.append(name)
         else:
             kind = class_by_name.get(name, type(module))
             float_layers += _find_float_weights(name, kind, module, is_factor_by_id)
-    return LayerCoverage(tuple(quantized), tuple(float_layers), activations, reasons)
+    return LayerCoverage(tuple(int8_layers), tuple(float_layers), quantizer_count, float_reasons)
 
 
 def _find_factors(converted: nn.Module) -> dict[int, bool]:

@@ -61,8 +61,10 @@ class Distiller:
         *,
         inputs: Sequence[Any] | None = None,
     ):
-        self.teacher = fold_batch_norms(teacher, inputs)[0].requires_grad_(False)
+        folded_teacher, _ = fold_batch_norms(teacher, inputs)
+        self.teacher = folded_teacher.requires_grad_(False)
         self.pairs = list(layers) or _last_convolution(student, self.teacher)
+        # name of a layer -> its output in the last forward, stored by hooks
         self._student_maps: dict[str, torch.Tensor] = {}
         self._teacher_maps: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
@@ -71,7 +73,13 @@ class Distiller:
             self._record("teacher", self.teacher, teacher_layer, self._teacher_maps)
 
     def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
-        """Return the loss of the student's last forward, which returned `output`.
+        """Return the loss of the student's last forward against the teacher's, as a scalar.
+
+        It is the sum over the compared layers and all outputs.
+
+        Args:
+            inputs: tensors of that forward.
+            output: what the student returned.
 
         Raises:
             ModelError: maps or logits have different shapes.
@@ -90,10 +98,9 @@ class Distiller:
                     f"student and teacher must give equal shapes, got {tuple(student.shape)} and"
                     f" {tuple(teacher.shape)}; choose other layers"
                 )
-            if student.dim() == 2:
-                total = total + logit_loss(student, teacher)
-            else:
-                total = total + channel_wise_loss(student, teacher)
+            is_logits = student.dim() == 2  # else maps
+            loss = logit_loss if is_logits else channel_wise_loss
+            total = total + loss(student, teacher)
         return total
 
     def close(self) -> None:

@@ -51,19 +51,20 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     result = copy_message(model)
     graph = result.graph
-    for holder in (result, graph, *graph.initializer, *graph.value_info):
-        del holder.metadata_props[:]
-        holder.ClearField("doc_string")
+    for message in (result, graph, *graph.initializer, *graph.value_info):
+        del message.metadata_props[:]
+        message.ClearField("doc_string")
     for node in graph.node:
-        scopes = [entry for entry in node.metadata_props if entry.key == MODULE_SCOPES]
-        replace_field(node.metadata_props, scopes)
+        module_paths = [entry for entry in node.metadata_props if entry.key == MODULE_SCOPES]
+        replace_field(node.metadata_props, module_paths)
         node.ClearField("doc_string")
     for value in (*graph.input, *graph.output):
         del value.metadata_props[:]
+
     graph_index = Graph(result)
     for node in graph.node:
-        is_pool = node.op_type == "ReduceMean" and is_global_mean(graph_index, node)
-        if is_pool and attributes(node).get("keepdims", 1):
+        is_mean_of_pixels = node.op_type == "ReduceMean" and is_global_mean(graph_index, node)
+        if is_mean_of_pixels and attributes(node).get("keepdims", 1):
             node.op_type = "GlobalAveragePool"
             del node.input[1:]
             del node.attribute[:]
@@ -80,14 +81,15 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     """
     if program is None or program.call_spec.out_spec is None:
         return
-    paths = _tensor_paths(program)
+    paths = _tensor_paths(program)  # keys that lead to each output in what forward returns
     outputs = [value.name for value in model.graph.output]
     if len(paths) != len(outputs) or len({*outputs}) != len(outputs):
         return  # a tensor that is returned twice has one name
     used_names = {value.name for value in (*model.graph.input, *model.graph.output)}
     new_names: dict[str, str] = {}
     for output, path in zip(outputs, paths, strict=True):
-        if any(isinstance(key, pytree.MappingKey | pytree.GetAttrKey) for key in path):
+        has_key = any(isinstance(key, pytree.MappingKey | pytree.GetAttrKey) for key in path)
+        if has_key:
             name = "_".join(map(_key_name, path))
             while name in used_names:
                 name += "_out"
@@ -297,11 +299,12 @@ def compare_with_torch(
     """
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
     max_difference = max_output = 0.0
-    samples = output_count = 0
-    same_argmax: list[NDArray[np.bool_]] = []
-    # an output that is the same for every sample agrees whatever was exported
+    sample_count = output_count = 0
+    same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
+    # an output that is the same for every sample agrees whatever was exported; batches of one
+    # sample show only whether an output varies in itself
     varies_between_samples: list[bool] = []
-    varies_in_sample: list[bool] = []  # all that shows with batches of one sample
+    varies_in_sample: list[bool] = []
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
         max_difference = max(max_difference, largest_difference(torch_outputs, onnx_outputs))
@@ -314,23 +317,24 @@ def compare_with_torch(
             varies_in_sample += map(_varies, torch_outputs)
         last_output = torch_outputs[-1].cpu().numpy()
         same_argmax.append(_same_argmax(last_output, onnx_outputs[-1].numpy()))
-        samples += batch_size
+        sample_count += batch_size
         output_count = len(torch_outputs)
 
-    codes = None
+    difference_in_steps = None
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
     if quantizers and output_count == 1:
-        codes = max_difference / float(quantizers[-1].scale)
-    rows = np.concatenate(same_argmax)
+        difference_in_steps = max_difference / float(quantizers[-1].scale)
+    has_same_argmax = np.concatenate(same_argmax)
+    row_count = len(has_same_argmax)
     return ExportAgreement(
-        samples=samples,
+        samples=sample_count,
         max_difference=max_difference,
         max_output=max_output,
-        argmax=int(rows.sum()) / max(len(rows), 1),
-        codes=codes,
+        argmax=int(has_same_argmax.sum()) / max(row_count, 1),
+        codes=difference_in_steps,
         batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
         depends_on_input=any(varies_between_samples or varies_in_sample),
-        argmax_rows=len(rows),
+        argmax_rows=row_count,
     )
 
 
@@ -367,17 +371,20 @@ def check_float_export(
         ExportError: they differ by more, or the file does not run with another batch size.
     """
     batches = [tuple(inputs)]
-    if not _inputs_with_fixed_batch(exported):
+    is_batch_dynamic = not _inputs_with_fixed_batch(exported)
+    if is_batch_dynamic:
         batches.append(with_more_samples(inputs))
     try:
         agreement = compare_with_torch(exported, model, batches)
     except BackendError as error:
         sizes = " and ".join(str(len(batch[0])) for batch in batches)
-        remedy = FIXED_BATCH if len(batches) > 1 else "rewrite what ONNX Runtime cannot run"
+        remedy = FIXED_BATCH if is_batch_dynamic else "rewrite what ONNX Runtime cannot run"
         raise ExportError(
             f"an exported model must run in onnxruntime for batches of {sizes}, got:"
             f" {first_line(error)}; {remedy}"
         ) from error
+
+    # "not <=", since a difference may be NaN
     allowed = FLOAT_TOLERANCE * agreement.max_output
     if not agreement.max_difference <= allowed:
         rounding = max(_float32_error(model, batch) for batch in batches)

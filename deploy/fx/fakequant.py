@@ -188,7 +188,8 @@ class FakeQuant(nn.Module):
 
         Tensors that share the range arrive one after the other, `calls_per_batch` of them in a
         batch. Their extremes are collected in `pending`, and enter the averages with the last one.
-        The first batch has no average yet: its extremes are the range at once.
+        The first batch has no average yet: its extremes are the range at once. Scale and zero point
+        are set anew from the range.
 
         Raises:
             CalibrationError: the tensor has NaN or Inf.
@@ -198,7 +199,7 @@ class FakeQuant(nn.Module):
             raise CalibrationError(
                 f"calibration needs finite values, got NaN or Inf in {self.name}"
             )
-        if self.reach is not None:
+        if self.reach is not None:  # beyond it the readers saturate
             limits = (self.reach.floor, self.reach.ceiling)
             lo, hi = lo.clamp(*limits), hi.clamp(*limits)
         if self.pending is not None:
@@ -207,12 +208,14 @@ class FakeQuant(nn.Module):
         self.pending = (lo, hi)
         self.calls += 1
 
-        if not int(self.seen):
+        is_first_batch = not int(self.seen)
+        is_batch_complete = self.calls == self.calls_per_batch
+        if is_first_batch:
             self.lo.copy_(lo)
             self.hi.copy_(hi)
-        elif self.calls == self.calls_per_batch:
+        elif is_batch_complete:
             self._update_average(lo, hi)
-        if self.calls == self.calls_per_batch:
+        if is_batch_complete:
             self.seen += 1
             self.start_batch()
         scale, zero_point = scale_on_grid(float(self.lo), float(self.hi), self.grid)
@@ -268,7 +271,10 @@ class DynamicQuant(ExportedModule):
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Round x to 256 levels between its extremes, with 0 in the range."""
+        """Round x to 256 levels between its extremes, with 0 in the range; same shape.
+
+        In an export, emit the ONNX operators that do so.
+        """
         if self.exporting:
             quantized, scale, zero_point = torch.onnx.ops.symbolic_multi_out(
                 "DynamicQuantizeLinear",

@@ -103,9 +103,22 @@ class _Rewriter:
         name: str,
         options: dict[str, Any],
     ) -> None:
-        """Replace `node` by a call of the module `name`, unless another module has this name."""
+        """Replace a call of a function by a call of a module, which is added at its first call.
+
+        The node stays if the name of the module is in use: by a module of the user, or for the same
+        weight with other options.
+
+        Args:
+            node: calls the function.
+            source: its input tensor.
+            kind: class of the module.
+            name: of the module.
+            options: arguments of the function by name, tensors by their names in the model.
+        """
         if kind is nn.Linear and self._is_name_used(name, options):
-            name = f"{options['weight']}_{name.rpartition('.')[2]}"
+            # several products with weights of one module: name the layer after the weight
+            layer_suffix = name.rpartition(".")[2]
+            name = f"{options['weight']}_{layer_suffix}"
         if self._is_name_used(name, options):
             return
         if name not in self.options_by_name:
@@ -126,6 +139,11 @@ class _Rewriter:
         return tensor_of(self.graph_module, name) if name else None
 
     def _create_module(self, kind: Any, options: dict[str, Any]) -> nn.Module:
+        """Return a module that computes a function with these options, and has its parameters.
+
+        `options`: arguments of the function by name, tensors by their names in the model;
+        "transposed" for a weight [C_in, C_out], which is copied.
+        """
         is_training = self.graph_module.training
         if kind is ChannelNorm:
             tensors = {key: self._tensor(options[key]) for key in _NORM_TENSORS}

@@ -31,10 +31,12 @@ def minimum_scales(
     in 16 bits, which saturate. With a scale of at least this limit, the integers of the largest
     pair of an output are small enough.
 
-    `weight`: of a Conv, ConvTranspose or Linear, in real units.
+    `weight`: of a Conv, ConvTranspose or Linear, in real units. `transposed`: it is that of a
+    ConvTranspose, [C_in, C_out, ...].
     """
+    # a depthwise kernel adds no pairs, and a grouped ConvTranspose stays in float
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
-        return None  # a grouped ConvTranspose stays in float
+        return None
     rows = weight.transpose(0, 1) if transposed else weight
     # the weights of an output, input channels last: kernels add the products of two neighbors
     weights_by_output = rows.detach().float().movedim(1, -1).flatten(1)
@@ -308,10 +310,12 @@ class IntLayer(ExportedModule):
         return torch.round(rounded / self._aligned(self.weight_scale)).to(torch.int8)
 
     def round_bias(self, input_scale: torch.Tensor) -> None:
-        """Round the bias to multiples of input scale times weight scale, as runtimes store it.
+        """Round the bias to multiples of input scale times weight scale, in place.
 
-        If it would overflow int32, because the input scale is tiny, the weight scale is widened:
-        runtimes would silently clip the bias.
+        Runtimes store it as int32 in these steps, silently clipped. If it would not fit, because
+        the input scale is tiny, the weight scale is widened.
+
+        `input_scale`: scale of the layer's input, a scalar.
         """
         if self.bias is None:
             return
@@ -323,7 +327,9 @@ class IntLayer(ExportedModule):
         ratio = self._aligned(scale.double() / widened_scale.double())
         self.weight_int.copy_(torch.round(self.weight_int * ratio))
         self.weight_scale.copy_(widened_scale)
-        bias_step = input_scale * widened_scale.repeat(len(self.bias) // widened_scale.numel())
+
+        channels_per_scale = len(self.bias) // widened_scale.numel()
+        bias_step = input_scale * widened_scale.repeat(channels_per_scale)
         self.bias.copy_(torch.round(self.bias / bias_step) * bias_step)
 
     def weight(self) -> torch.Tensor:

@@ -226,10 +226,12 @@ class _Lifter:
         return None
 
     def _add_layer(self, name: str, nodes: list[fx.Node]) -> bool:
-        """Add the nodes of a layer call as one node; return False if that is not possible.
+        """Add one call of a layer in place of the nodes that it was exported as.
 
-        It is not if the call reads several tensors besides the layer's own, or several of its
-        results are read outside of it.
+        Return False, and add nothing, if the nodes read several tensors besides the layer's own, or
+        if several of their results are read by other nodes.
+
+        `name`: qualified name of the layer. `nodes`: nodes of the program in one call of it.
         """
         layer = self.model.get_submodule(name)
         layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
@@ -246,8 +248,8 @@ class _Lifter:
             return False
 
         self.modules_and_tensors[name] = layer
-        call = self.graph.call_module(name, (self._value(inputs.pop()),))
-        self._set(outputs[0], call)
+        lifted_input = self._value(inputs.pop())
+        self._set(outputs[0], self.graph.call_module(name, (lifted_input,)))
         return True
 
     def _attribute_of(self, node: fx.Node) -> Any:
@@ -257,19 +259,20 @@ class _Lifter:
         return tensor_of(self.model, self._name_by_placeholder[node.name])
 
     def _add_node(self, node: fx.Node) -> None:
+        """Add a node of the program that belongs to no layer, or the value that it stands for."""
         if getattr(node.target, "__name__", "") in _REGIONS:
             self._add_region(node)
             return
         if node.target is operator.getitem:
             source: Any = node.args[0]
             values = self._value(source)
-            if isinstance(values, tuple):  # the outputs of a region
+            if isinstance(values, tuple):  # the outputs of a region, which was inlined
                 self.lifted[node] = values[node.args[1]]
                 return
         if node.target is torch.ops.aten.item.default:
-            constant = self._constant_value(node)
-            if constant is not None:
-                self.lifted[node] = constant
+            number = self._constant_value(node)
+            if number is not None:
+                self.lifted[node] = number
                 return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
         self._set(node, add_call(self.graph, node, args, kwargs))
@@ -298,9 +301,9 @@ class _Lifter:
             call.meta["sizes"] = sizes_of(node.meta["val"])
 
     def _add_region(self, node: fx.Node) -> None:
-        """Inline a region under `torch.no_grad()` or autocast.
+        """Inline a region under `torch.no_grad()` or autocast, which is a graph of its own.
 
-        Its node has the arguments (options of the region, ..., its graph, inputs of that, ...).
+        The arguments of its node are the options of the region, its graph, and the graph's inputs.
         """
         args: list[Any] = list(node.args)
         while not _is_attribute(args[0]):  # an option
@@ -308,10 +311,9 @@ class _Lifter:
         subgraph_node, *region_inputs = args
         region = getattr(self.program.graph_module, str(subgraph_node.target))
         placeholders = region.graph.find_nodes(op="placeholder")
-        for placeholder, value in zip(placeholders, region_inputs, strict=True):
-            if isinstance(value, fx.Node):
-                value = self._value(value)
-            self.lifted[placeholder] = value
+        for placeholder, region_input in zip(placeholders, region_inputs, strict=True):
+            is_node = isinstance(region_input, fx.Node)  # else a number
+            self.lifted[placeholder] = self._value(region_input) if is_node else region_input
         self.add_nodes(region.graph.nodes)
         self.lifted[node] = tuple(map(self._value, region.graph.output_node().args[0]))
 

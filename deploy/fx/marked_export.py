@@ -69,6 +69,9 @@ def export_named(
 ) -> ExportedGraph:
     """Export a graph whose shapes are known (`propagate_shapes`) to a cleaned float ONNX model.
 
+    Every tensor of the graph gets a marker node before the export, so that its name is still known
+    after the exporter's optimizations.
+
     `is_opaque`: tells whether a call of a module is opaque: replaced by a `OpaqueStandIn`.
 
     Raises:
@@ -203,10 +206,12 @@ def _run_exporter(marked: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
 
 
 def _remove_markers(model: Any) -> dict[str, str]:
-    """Remove the markers, and name each marked tensor after the first node that was marked on it.
+    """Remove the marker nodes from an ONNX model (of onnx_ir), and name tensors after them.
 
-    Return name of each node -> name of the node after which its tensor is named: another one if two
-    nodes have the same tensor.
+    A marker follows each tensor of the graph, and has the name of the graph node that computes it.
+
+    Return name of each graph node -> name of the node after which its tensor is named: another one
+    if two nodes have the same tensor.
     """
     first_name: dict[Any, str] = {}  # marked value -> name of its first node
     named_by_duplicate = {}
@@ -236,7 +241,7 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node.target not in (torch.chunk, torch.split):
             continue
-        item_by_index: dict[Any, fx.Node] = {}
+        item_by_index: dict[Any, fx.Node] = {}  # index of an output -> getitem node that takes it
         for user in node.users:
             if user.target is operator.getitem:  # a cat may read all outputs at once
                 item_by_index[user.args[1]] = user
@@ -253,27 +258,32 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
 def _match_nodes(
     model: onnx.ModelProto, graph_module: fx.GraphModule, named_by_duplicate: Mapping[str, str]
 ) -> ExportedGraph:
-    """Return the model with the ONNX tensor and the ONNX nodes of each graph node.
+    """Match the nodes of a graph with the tensors and nodes of its ONNX model, by name.
 
-    A graph node has the ONNX tensor of its own name, or, if it computes the same as a node before
-    it, that of the other node. An ONNX node implements the graph node that its output is named
-    after. An ONNX node inside a graph node has an output without such a name: it implements what
-    the readers of its output do.
+    A tensor that is named after a graph node (`NODE_PREFIX` and its name) holds its output. The
+    ONNX node that makes it implements the graph node, and so do the ONNX nodes upstream whose
+    outputs have no such name: a graph node may need several of them.
 
-    `named_by_duplicate`: name of each graph node -> name of the node whose tensor it has.
+    Args:
+        model: ONNX model exported from the graph.
+        graph_module: the graph.
+        named_by_duplicate: name of a graph node -> name of the first node with the same output,
+            after which the tensor is named.
     """
     graph = Graph(model)
-    present_tensors = {*graph.inputs, *graph.producer}
-    tensors: dict[fx.Node, str] = {}
+    onnx_tensors = {*graph.inputs, *graph.producer}
+    tensor_by_node: dict[fx.Node, str] = {}
     node_by_tensor: dict[str, fx.Node] = {}
     for node in graph_module.graph.nodes:
-        node_by_tensor[f"{NODE_PREFIX}{node.name}"] = node
-        for name in (node.name, named_by_duplicate.get(node.name, node.name)):
-            if f"{NODE_PREFIX}{name}" in present_tensors:
-                tensors[node] = f"{NODE_PREFIX}{name}"
-                break
+        own_tensor = f"{NODE_PREFIX}{node.name}"
+        node_by_tensor[own_tensor] = node
+        shared_tensor = f"{NODE_PREFIX}{named_by_duplicate.get(node.name, node.name)}"
+        if own_tensor in onnx_tensors:
+            tensor_by_node[node] = own_tensor
+        elif shared_tensor in onnx_tensors:
+            tensor_by_node[node] = shared_tensor
 
-    nodes_by_onnx_node: dict[str, frozenset[fx.Node]] = {}
+    implemented_nodes: dict[str, frozenset[fx.Node]] = {}
     for onnx_node in reversed(graph.nodes):  # readers before the nodes that they read
         graph_nodes: set[fx.Node] = set()
         for output in onnx_node.output:
@@ -282,6 +292,6 @@ def _match_nodes(
                 continue
             # inside a graph node, or the second name of a tensor that is an output twice
             for reader in graph.readers.get(output, []):
-                graph_nodes |= nodes_by_onnx_node[reader.name]
-        nodes_by_onnx_node[onnx_node.name] = frozenset(graph_nodes)
-    return ExportedGraph(model, tensors, nodes_by_onnx_node)
+                graph_nodes |= implemented_nodes[reader.name]
+        implemented_nodes[onnx_node.name] = frozenset(graph_nodes)
+    return ExportedGraph(model, tensor_by_node, implemented_nodes)

@@ -29,13 +29,13 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """
     model = unwrap(model)
     refuse_nan(model)
-    # detach weights that hooks compute, as a grad_fn cannot be deep-copied
-    computed: list[tuple[nn.Module, str, torch.Tensor]] = []
+    # weights that hooks compute are detached for the copy, as a grad_fn cannot be deep-copied
+    hook_weights: list[tuple[nn.Module, str, torch.Tensor]] = []  # (module, name, weight)
     for module in model.modules():
         for name in map(_tensor_name, _weight_hooks(module)):
-            computed.append((module, name, getattr(module, name)))
-    for module, name, value in computed:
-        setattr(module, name, value.detach())
+            hook_weights.append((module, name, getattr(module, name)))
+    for module, name, weight in hook_weights:
+        setattr(module, name, weight.detach())
     try:
         copied = copy.deepcopy(model)
     except Exception as error:  # a user's module may hold anything
@@ -44,14 +44,14 @@ def plain_copy(model: nn.Module) -> nn.Module:
             f" {first_line(error)}; keep open files, locks and computed tensors out of its modules"
         ) from error
     finally:
-        for module, name, value in computed:
-            setattr(module, name, value)
+        for module, name, weight in hook_weights:
+            setattr(module, name, weight)
 
     for name, module in list(copied.named_modules()):
         if name and (unwrapped := unwrap(module, name)) is not module:
             replace_submodule(copied, name, unwrapped)
     for module in copied.modules():
-        module._compiled_call_impl = None
+        module._compiled_call_impl = None  # of module.compile(), which is a wrapper without a class
         _compute_once(module)
     return copied
 

@@ -100,7 +100,10 @@ def decompose_calls(graph_module: fx.GraphModule) -> None:
 
 
 def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
-    """Move the padding of a convolution into a separate node, unless it pads with zeros."""
+    """Move the padding of a convolution into a separate node, unless it pads with zeros.
+
+    It is done for all calls of the module: the other ones find it without padding.
+    """
     module = called_module(graph_module, node)
     layer: Any = module.layer if isinstance(module, QatLayer) else module
     if not isinstance(layer, CONVS) or layer.padding_mode == "zeros":
@@ -160,21 +163,25 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Decompose as torch's exporter does: query and key are scaled before the product."""
+    """Compute `scaled_dot_product_attention` by single operations, as torch's exporter does.
+
+    Query and key are scaled before the product. The arguments are those of torch, as `fx.Proxy`;
+    dropout and grouped queries are not decomposed (`_is_decomposable`).
+    """
     *_, query_length, width = _shape(query.node)
     if scale is None:
         scale = 1 / math.sqrt(width)
     factor = math.sqrt(scale)
-    products = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
+    scores = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
     if attn_mask is not None:
         bias = attn_mask
-        if attn_mask.node.meta["tensor_meta"].dtype is torch.bool:
+        if attn_mask.node.meta["tensor_meta"].dtype is torch.bool:  # True where attention is paid
             bias = torch.where(attn_mask, 0.0, -math.inf)
-        products = products + bias
+        scores = scores + bias
     if is_causal:  # no position sees a later one
         *_, key_length, _ = _shape(key.node)
-        products = products + query.new_full((query_length, key_length), -math.inf).triu(1)
-    return torch.matmul(torch.softmax(products, -1), value)
+        scores = scores + query.new_full((query_length, key_length), -math.inf).triu(1)
+    return torch.matmul(torch.softmax(scores, -1), value)
 
 
 def _shape(node: fx.Node) -> Any:
@@ -251,19 +258,19 @@ def prepare(
     _check_options(mode, norms, momentum, bits)
     custom = custom or {}
     inputs = as_inputs(inputs, model)
-    opaque = [*leaves, *custom]
+    opaque = [*leaves, *custom]  # modules that stay one node
     if norms == "fold":
-        model = in_eval_mode(model)
-    graph_module = graph_of(model, inputs, leaves=opaque)
-    if norms == "fold":
-        graph_module = fold_batch_norms(graph_module)[0]
+        graph_module = graph_of(in_eval_mode(model), inputs, leaves=opaque)
+        graph_module, _ = fold_batch_norms(graph_module)
+        _check_skip(graph_module, skip)
     else:
+        graph_module = graph_of(model, inputs, leaves=opaque)
         layers_to_modules(graph_module)
         fold_frozen(graph_module)
-    _check_skip(graph_module, skip)
-    if norms == "train":
+        _check_skip(graph_module, skip)
         _merge_norms(graph_module, skip)
 
+    # the decomposition needs shapes, and its new nodes get theirs after it
     _set_shapes(graph_module, inputs)
     decompose_calls(graph_module)
     _set_shapes(graph_module, inputs)
@@ -365,9 +372,12 @@ def _set_shapes(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) ->
 def _insert_observers(
     graph_module: fx.GraphModule, sites: Sequence[QuantizationSite], grid: Grid, momentum: float
 ) -> dict[fx.Node, FakeQuant]:
-    """Insert a fake quantizer at each site, one for all sites of a group."""
+    """Insert a call of a fake quantizer after each tensor; return tensor -> its quantizer.
+
+    Tensors of a group, which share a scale, share the quantizer.
+    """
     name_by_group: dict[str, str] = {}
-    observers: dict[fx.Node, FakeQuant] = {}
+    quantizers: dict[fx.Node, FakeQuant] = {}
     for site in sites:
         if site.group in name_by_group:
             name = name_by_group[site.group]
@@ -377,9 +387,9 @@ def _insert_observers(
             name = name_by_group[site.group] = f"quant_{site.tensor.name}"
             quantizer = FakeQuant(grid, site.tensor.name, momentum=momentum)
             graph_module.add_submodule(name, quantizer)
-        observers[site.tensor] = quantizer
+        quantizers[site.tensor] = quantizer
         _insert(graph_module, site.tensor, site.readers, name)
-    return observers
+    return quantizers
 
 
 def _set_sources(
@@ -427,7 +437,17 @@ def _swap_custom(
     momentum: float,
     observers: dict[fx.Node, FakeQuant],
 ) -> None:
-    """Replace each custom float module by its observed class, with an observer of its output."""
+    """Replace each custom float module by its observed class, with an observer of its output.
+
+    Args:
+        graph_module: the graph, edited in place.
+        custom: float class of the user -> observed class, whose `from_float` makes a module.
+        grid: grid of the activations.
+        bits: of the weights.
+        momentum: of new observers.
+        observers: quantized tensor -> its fake quantizer; those of the custom modules' outputs are
+            added.
+    """
     for node, module in module_calls(graph_module):
         observed_class: Any = custom.get(type(module))
         if observed_class is None:
@@ -435,8 +455,8 @@ def _swap_custom(
         name = str(node.target)
         module.qconfig = CustomConfig(grid, name, bits)
         observed = observed_class.from_float(module)
-        if not hasattr(observed, "activation_post_process"):
-            if node not in observers:
+        if not hasattr(observed, "activation_post_process"):  # torch's name for an observer
+            if node not in observers:  # the plan leaves the tensor in float
                 site = QuantizationSite(node, None, "")
                 observers |= _insert_observers(graph_module, [site], grid, momentum)
             observed.activation_post_process = observers[node]
@@ -446,12 +466,15 @@ def _swap_custom(
 def _wrap_weights(
     graph_module: fx.GraphModule, placement: GraphPlacement, bits: int, *, linear_only: bool
 ) -> None:
-    """Insert weight quantizers."""
+    """Give each layer whose weight the placement quantizes a weight quantizer, in place.
+
+    `linear_only`: leave convolutions in float, which have no dynamic form.
+    """
     kinds = (nn.Linear,) if linear_only else WEIGHTED
     calls = graph_module.graph.find_nodes(op="call_module")
     for name in dict.fromkeys(str(node.target) for node in calls):
         module: Any = graph_module.get_submodule(name)
-        is_merged = isinstance(module, QatLayer)
+        is_merged = isinstance(module, QatLayer)  # with its BatchNorm
         is_quantizable = is_merged or isinstance(module, kinds)
         if name not in placement.weights or not is_quantizable:
             continue
@@ -466,22 +489,27 @@ def _wrap_weights(
 
 
 def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
-    """Merge each BatchNorm with the layer before it, to train them as one."""
+    """Merge each BatchNorm with the layer before it, in place, to train them as one.
+
+    Left alone: norms that cannot fold, with the reason in the graph's `meta`, and norms
+    after a layer of `skip`, which stays in float as it is.
+    """
     reason_by_norm: dict[str, str] = {}
     for node, norm in module_calls(graph_module):
         if not is_norm(norm):
             continue
-        layer: Any = node.args[0]
-        module = called_module(graph_module, layer)
-        is_adjacent = isinstance(module, FOLDABLE) and called_once(graph_module, layer)
+        layer_call: Any = node.args[0]
+        layer = called_module(graph_module, layer_call)
+        is_adjacent = isinstance(layer, FOLDABLE) and called_once(graph_module, layer_call)
         reason = reason_not_foldable(graph_module, node)
-        if reason is None and not is_adjacent:
+        if reason is None and not is_adjacent:  # a view or dropout lies between, or several calls
             reason = NORM_NOT_ADJACENT
         if reason is not None:
             reason_by_norm[str(node.target)] = reason
-        elif module is not None and str(layer.target) not in skip:
-            merged = QatConvBn(module, norm, nn.Identity())  # a layer may stay in float
-            replace_submodule(graph_module, str(layer.target), merged.train(module.training))
-            replace_node(node, layer)
+        elif layer is not None and str(layer_call.target) not in skip:
+            # without a weight quantizer, which `_wrap_weights` inserts if the plan has one
+            merged = QatConvBn(layer, norm, nn.Identity())
+            replace_submodule(graph_module, str(layer_call.target), merged.train(layer.training))
+            replace_node(node, layer_call)
     graph_module.meta[UNFOLDED_NORMS] = reason_by_norm
     graph_module.recompile()

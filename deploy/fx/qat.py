@@ -157,14 +157,15 @@ def train(
         report(f"before training (PTQ, {bits} bits): {score_before:.4f}")
 
     trainer = _Trainer(task, prepared)
-    fingerprints = training_fingerprint(  # without the data
+    # tells whether a checkpoint is of this training; the data is not looked at
+    fingerprints = training_fingerprint(
         task.model,
         prepared,
         trainer.optimizer,
         teacher=task.teacher,
         settings=_training_settings(task, target, bits, search.label),
     )
-    losses: list[float] = []
+    losses: list[float] = []  # mean loss of each epoch
     if checkpoint is not None:
         refuse_unwritable(checkpoint)
         if checkpoint.exists():
@@ -225,6 +226,11 @@ def _move_task(task: Task, device: torch.device | None) -> Task:
 
 
 def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
+    """Return a copy of the task's model with fake quantizers, after a check of the task's options.
+
+    Raises:
+        ConfigError, ModelError: see `train`; or preparing changes the outputs of the model.
+    """
     if task.ranges not in RANGES:
         raise ConfigError(
             f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"

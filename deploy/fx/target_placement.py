@@ -85,7 +85,10 @@ def place_quantizers(
     share: Sequence[str] = (),
     is_opaque: Callable[[fx.Node], bool] = lambda node: False,
 ) -> GraphPlacement:
-    """Return a target's quantization plan for a graph with known shapes (`propagate_shapes`).
+    """Return which tensors and weights of a graph a target quantizes, with known shapes.
+
+    The target plans on ONNX nodes: the graph is exported, planned, and the plan is mapped back to
+    the graph's nodes and layers. `propagate_shapes` must have run.
 
     Args:
         graph_module: the graph, with norms folded or merged with their layers.
@@ -106,16 +109,17 @@ def place_quantizers(
         )
     exported = export_named(graph_module, inputs, is_opaque=is_opaque)
     mapper = _PlanMapper(graph_module, exported)
-    reason_by_float_node: dict[str, str] = {}
+    float_reasons: dict[str, str] = {}  # name of an ONNX node that stays in float -> why
     for onnx_node in exported.graph_nodes:
         if not set(skip).isdisjoint(mapper.find_layers(onnx_node)):
-            reason_by_float_node[onnx_node] = FLOAT_BY_USER
-    for _ in range(_MAX_PLANS):  # until every node in int8 has a tensor or layer in the graph
-        plan = target.plan(exported.model, reason_by_float_node)
-        unmapped = dict(mapper.find_unmapped(plan))
-        if not unmapped.keys() - reason_by_float_node.keys():
+            float_reasons[onnx_node] = FLOAT_BY_USER
+    # plan again until every node in int8 has a tensor or layer in the graph
+    for _ in range(_MAX_PLANS):
+        plan = target.plan(exported.model, float_reasons)
+        unmapped_reasons = dict(mapper.find_unmapped(plan))
+        if unmapped_reasons.keys() <= float_reasons.keys():
             break
-        reason_by_float_node |= unmapped
+        float_reasons |= unmapped_reasons
 
     groups = _find_groups(exported.model, plan, share)
     return GraphPlacement(
@@ -154,7 +158,10 @@ class _PlanMapper:
             yield from self._layers_of([source for source in sources if source not in tensors])
 
     def find_unmapped(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """Yield (ONNX node, reason) for quantized nodes that the graph cannot express."""
+        """Yield (ONNX node, reason) for nodes in int8 that have no place for a quantizer.
+
+        A pair needs a graph node with its tensor, a weight a layer of the graph.
+        """
         graph = Graph(self.exported.model)
         mapped_tensors = set(self.exported.tensors.values())
         int8_nodes = set(plan.int8_nodes)
@@ -164,7 +171,7 @@ class _PlanMapper:
             nodes = list(graph.readers.get(pair.tensor, []))
             if pair.tensor in graph.producer:
                 nodes.append(graph.producer[pair.tensor])
-            for node in nodes:
+            for node in nodes:  # others read the tensor too, and are in float already
                 if node.name in int8_nodes:
                     yield node.name, INSIDE_CALL
 
@@ -213,17 +220,21 @@ class _PlanMapper:
                 yield from self._find_edges(tensor, graph_node)
 
     def _find_edges(self, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield (node, reader) where a graph node reads an ONNX tensor.
+        """Yield the edges (node, its reader) on which a graph node gets the values of a tensor.
 
-        The search passes through graph nodes that the ONNX model does not have. A node that only
-        the reader reads, such as padding that became part of its convolution, is quantized before
-        it.
+        An edge is where a quantizer belongs. It lies upstream of `reader` itself if the nodes
+        between them are no nodes of the ONNX model, such as padding that became part of its
+        convolution: such a node is quantized before it, unless it has other readers.
+
+        Args:
+            tensor: tensor of the ONNX model.
+            reader: graph node whose ONNX node reads it.
         """
         tensors = self.exported.tensors
         for source in reader.all_input_nodes:
             if not is_float(source) and not _has_several_outputs(source):
-                continue  # a size
-            if source not in tensors:
+                continue  # a size, which has no scale
+            if source not in tensors:  # the ONNX model computes it inside the reader
                 upstream_edges = list(self._find_edges(tensor, source))
                 is_shared = is_float(source) and len(source.users) > 1
                 if upstream_edges and is_shared:
@@ -231,9 +242,10 @@ class _PlanMapper:
                 else:
                     yield from upstream_edges
             elif tensors[source] == tensor:
-                same_tensor = [n for n in source.all_input_nodes if tensors.get(n) == tensor]
-                if same_tensor and len(source.users) == 1:
-                    yield same_tensor[0], source
+                # a node that returns its input, such as dropout, has the tensor of its input
+                inputs = [node for node in source.all_input_nodes if tensors.get(node) == tensor]
+                if inputs and len(source.users) == 1:
+                    yield inputs[0], source
                 else:
                     yield source, reader
 
@@ -245,21 +257,24 @@ def _has_several_outputs(node: fx.Node) -> bool:
 def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
     """Return quantized tensor -> name of its group, whose tensors share a scale.
 
-    The plan has groups of its own; around an operator of `share` the groups of all its inputs and
-    its output become one, that of its first input.
+    A group is named after one of its tensors. The plan has groups of its own; around an operator of
+    `share` the groups of all its inputs and its output become one, that of its first input.
     """
-    groups = {pair.tensor: plan.scale_owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
+    group_by_tensor: dict[str, str] = {}
+    for pair in plan.pairs:
+        group_by_tensor[pair.tensor] = plan.scale_owners.get(pair.tensor, pair.tensor)
     sharing_ops = set[str]().union(*(SHARED_SCALE_OPS[kind] for kind in share))
     graph = Graph(model)
     for node in graph.nodes:
         if node.op_type not in sharing_ops:
             continue
+        # the tail is the output of a Relu or the like that runs as part of the node
         tensors = [*node.input, node.output[0], graph.tail(node)]
-        joined_groups = [groups[tensor] for tensor in tensors if tensor in groups]
-        for tensor, group in groups.items():
+        joined_groups = [group_by_tensor[name] for name in tensors if name in group_by_tensor]
+        for tensor, group in group_by_tensor.items():
             if group in joined_groups:
-                groups[tensor] = joined_groups[0]
-    return groups
+                group_by_tensor[tensor] = joined_groups[0]
+    return group_by_tensor
 
 
 def _find_sources(

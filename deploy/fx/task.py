@@ -110,10 +110,14 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def order_inputs(task: Task) -> Task:
-    """Return the task with tensors in order; unchanged if its inputs are tensors already.
+    """Return the task with models, inputs and batches that are tensors in order, without names.
 
-    The new models share their modules with the task's models. `evaluate` still gets a model that is
-    called like the task's.
+    A task whose inputs are tensors already is returned as it is; else they are one dict. The new
+    models share their modules with the task's models. `evaluate` still gets a model that is called
+    like the task's.
+
+    Raises:
+        ConfigError: the inputs are something else, or do not fit the model's forward.
     """
     inputs = list(task.inputs)
     if all(isinstance(value, torch.Tensor) for value in inputs):
@@ -135,7 +139,12 @@ def order_inputs(task: Task) -> Task:
     if task.teacher is not None:
         ordered.teacher = arguments.adapt(task.teacher)
     if (calibration := task.calibration) is not None:
-        ordered.calibration = lambda: (arguments.tensors(*as_inputs(x)) for x in calibration())
+
+        def ordered_calibration() -> Iterator[Tensors]:
+            for batch in calibration():
+                yield arguments.tensors(*as_inputs(batch))
+
+        ordered.calibration = ordered_calibration
     if (evaluate := task.evaluate) is not None:
         ordered.evaluate = lambda model: evaluate(NamedInputsModel(model, arguments).eval())
     return ordered
@@ -198,8 +207,15 @@ class ForwardArguments:
         return ((self.tensors(*as_inputs(samples)), labels) for samples, labels in batches)
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a call by name, without arguments equal to their default."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        """Return the values of a call by the names of the tensors.
+
+        Arguments that have their default value are left out, and those in a dict or `**kwargs` have
+        their own names.
+
+        Raises:
+            FeedError: the forward cannot be called so.
+        """
+        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):  # a batch as a dict
             return dict(args[0])
         try:
             bound = self.signature.bind(*args, **kwargs).arguments
@@ -211,7 +227,8 @@ class ForwardArguments:
         value_by_name: dict[str, Any] = {}
         for name, value in bound.items():
             parameter = self.signature.parameters[name]
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD or name == self.dict_argument:
+            is_dict = name == self.dict_argument
+            if is_dict or parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 value_by_name |= value
             elif value is not parameter.default:
                 value_by_name[name] = value

@@ -89,22 +89,26 @@ class _Region:
 
 
 def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Give depthwise int8 Convs a multiple of 16 channels where that pays."""
+    """Give depthwise int8 Convs a multiple of 16 channels where that pays, in place.
+
+    The tensors and Convs around such a Conv that have its channels, its region, get as many.
+    """
     candidates = list(filter(_has_uneven_groups, model.graph.node))
     if not candidates:
         return
     graph = Graph(model)
-    visited: set[str] = set()  # Convs of the regions so far
+    visited_convs: set[str] = set()  # those of the regions so far
     for node in candidates:
         weight = unshared_integers(graph, node)
-        if weight is None or node.name in visited:
+        if weight is None or node.name in visited_convs:
             continue
-        if list(weight.dims[:2]) != [group_count(node), 1]:  # a grouped Conv, not depthwise
+        is_depthwise = list(weight.dims[:2]) == [group_count(node), 1]
+        if not is_depthwise:  # only grouped
             continue
         region = _find_region(graph, node)
         if region is None:
             continue
-        visited |= set(region.convs)
+        visited_convs |= set(region.convs)
         if _is_worthwhile(graph, context, region):
             _widen_region(model, graph, region)
     drop_unread(model.graph)
@@ -126,16 +130,16 @@ def _find_constant(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.Te
 
 
 def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
-    """Return all tensors and Convs that need more channels if a depthwise Conv gets more.
+    """Return the tensors and Convs that need more channels if a depthwise Conv gets more.
 
-    Its input and output, what has the same channels by nodes that treat each channel alike, and the
-    Convs at the ends.
+    From its input, the search passes all nodes that treat each channel alone, in both directions,
+    and ends at Convs, which make or read the channels.
 
     None if it would reach an input or output of the model, a tensor of a subgraph, or a node that
     mixes channels and is no Conv.
     """
     region = _Region(group_count(depthwise))
-    pending_tensors = [depthwise.input[0]]
+    pending_tensors = [depthwise.input[0]]  # of the region, not yet visited
     while pending_tensors:
         tensor = pending_tensors.pop()
         if tensor in region.tensors:
@@ -156,29 +160,32 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
 
 
 def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) -> list[str] | None:
-    """Add a Conv that reads or makes a tensor; return the tensors that its width forces.
+    """Add to the region a Conv that reads or makes one of its tensors.
 
-    None if it cannot have more channels: its constants are computed or shared, or it has groups of
-    another number.
+    Return the other tensors that get more channels with the Conv: both of a depthwise one, none of
+    any other. None if the Conv cannot have more channels: its constants are computed or shared, or
+    it has groups of another number.
     """
     constants = [_find_constant(graph, node, position) for position in constant_positions(node)]
     weight = constants[0] if constants else None
     if weight is None or None in constants:
         return None
     conv = region.convs.setdefault(node.name, _RegionConv(node))
-    # a depthwise Conv passes the width on; any other one ends the region on this side
     out_channels, in_channels = weight.dims[:2]
     if group_count(node) == out_channels == region.channels and in_channels == 1:
         conv.is_depthwise = True
         conv.axes.add(0)
         return [node.input[0], node.output[0]]
-    if group_count(node) != 1 or tensor not in (node.input[0], node.output[0]):
+
+    is_input, is_output = tensor == node.input[0], tensor == node.output[0]
+    if group_count(node) != 1 or not (is_input or is_output):
         return None
-    if tensor == node.input[0]:
+    # a Conv of other channels reads the tensor where it is broadcast, which stays as it is
+    if is_input:
         conv.axes.add(1)
         if in_channels != region.channels:
             return None
-    if tensor == node.output[0]:
+    if is_output:
         conv.axes.add(0)
         if out_channels != region.channels:
             return None
@@ -218,23 +225,27 @@ def _reduces_pixels(graph: Graph, node: onnx.NodeProto) -> bool:
 
 
 def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bool:
-    """Whether the depthwise Convs gain enough, counted in products."""
+    """Whether the depthwise Convs gain enough time by more channels.
+
+    The unit of time is that of one product in a depthwise int8 Conv of a multiple of 16 channels;
+    `context.kernels` has the times of other products, measured for the CPU.
+    """
     kernels, float_graph = context.kernels, context.float_graph
     is_eight_beyond = region.channels % CHANNELS_AT_ONCE == 8
-    extra_time = kernels.eight_extra if is_eight_beyond else kernels.uneven_extra
-    float_output = {node.name: node.output[0] for node in float_graph.nodes}
+    extra_time = kernels.eight_extra if is_eight_beyond else kernels.uneven_extra  # of a product
+    output_by_name = {node.name: node.output[0] for node in float_graph.nodes}
     gain = cost = 0.0
     for name, conv in region.convs.items():
         weight = _find_constant(graph, conv.node, WEIGHT)
         assert weight is not None
         is_int8 = unshared_integers(graph, conv.node) is not None
-        pixels = _pixel_count(float_graph.shapes.get(float_output.get(name, "")))
-        products = math.prod(weight.dims) / region.channels * pixels  # of one channel
-        added_products = products * region.added_channels
+        pixels = _pixel_count(float_graph.shapes.get(output_by_name.get(name, "")))
+        channel_products = math.prod(weight.dims) / region.channels * pixels
+        added_products = channel_products * region.added_channels
         if conv.is_depthwise:
             cost += added_products
             if is_int8:
-                gain += products * region.channels * extra_time
+                gain += channel_products * region.channels * extra_time
         else:
             product_time = kernels.int8 if is_int8 else kernels.float32
             cost += len(conv.axes) * added_products * product_time

@@ -58,7 +58,7 @@ def write_dynamic(
 
     Args:
         model: with or without Q/DQ pairs, opset 11 or later.
-        names: result of `find_dynamic_matmuls` for the model without pairs.
+        names: of the MatMuls, from `find_dynamic_matmuls` for the model without pairs.
         grid: integer grid of the weights.
         fits_pairs: choose weight scales at which no x86 CPU saturates sums of two products.
 
@@ -67,21 +67,21 @@ def write_dynamic(
     """
     quantized = copy_message(model)
     initializers = by_name(quantized.graph.initializer)
-    chosen = frozenset(names)
+    dynamic_names = frozenset(names)
     nodes: Nodes = []
-    written: set[str] = set()  # quantized activations and stored weights
+    quantized_tensors: set[str] = set()  # activations and weights, which several nodes may read
     for node in quantized.graph.node:
-        if node.name not in chosen:
+        if node.name not in dynamic_names:
             nodes.append(node)
             continue
         source, weight = node.input
-        if weight not in written:
+        if weight not in quantized_tensors:
             fitted_node = node if fits_pairs else None
-            stored = _store_weight(initializers[weight], grid, fitted_node)
-            quantized.graph.initializer.extend(stored)
-        if source not in written:
+            integers_and_scales = _store_weight(initializers[weight], grid, fitted_node)
+            quantized.graph.initializer.extend(integers_and_scales)
+        if source not in quantized_tensors:
             nodes.append(_quantize_node(source))
-        written |= {source, weight}
+        quantized_tensors |= {source, weight}
         nodes += _product_nodes(node, source, weight)
     rebuild(quantized.graph, nodes)
     return quantized

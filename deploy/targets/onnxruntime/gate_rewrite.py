@@ -27,29 +27,29 @@ from deploy.targets.onnxruntime.rewrite_base import (
 )
 from deploy.targets.onnxruntime.uint8_gates import map_read_names
 
-_OPSET = 14  # the first with HardSwish; since 13 no operator means another thing
+_HARD_SWISH_OPSET = 14  # the first with HardSwish; since 13 no operator means another thing
 _REL_TOLERANCE = 1e-6  # constants of a gate that are equal up to float32
 
 
 def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write the gates (such as Hard-Swish) that stay float with fewer operators."""
+    """Write the gates (such as Hard-Swish) that stay float with fewer operators, in place."""
     if not context.float_gates:
         return
     node_by_name = by_name(model.graph.node)
-    replacements: dict[str, Nodes] = {}
+    replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     for gate in context.float_gates:
         gate_nodes = [node_by_name[name] for name in gate.nodes]
         fused_gate = _FusedGate(gate, gate_nodes, _channel_count(context.float_graph, gate))
         fused_nodes = fused_gate.write()
         if len(fused_nodes) < len(gate_nodes):  # else the gate is as short as it can be
             replacements |= {name: [] for name in gate.nodes}
-            replacements[gate.name] = fused_nodes
+            replacements[gate.name] = fused_nodes  # all of them stand where one of its nodes was
             model.graph.initializer.extend(fused_gate.constants)
     if not replacements:
         return
     rebuild(model.graph, replaced_nodes(model, replacements))
-    if opset_of(model) < _OPSET:
-        set_opset(model, _OPSET)
+    if opset_of(model) < _HARD_SWISH_OPSET:
+        set_opset(model, _HARD_SWISH_OPSET)
 
 
 def _channel_count(graph: Graph, gate: Gate) -> int | None:
@@ -92,7 +92,11 @@ class _FusedGate(ReplacementNodes):
         return [sigmoid, make_node("Mul", inputs, output, name)]
 
     def _write_affine(self, product: str, scale: float) -> Nodes:
-        """Return the nodes that apply gain and offset to the product."""
+        """Return the nodes that compute product * scale + the gate's offset.
+
+        They are a Mul and an Add, or one BatchNormalization of mean 0 and variance 1 if the number
+        of channels is known.
+        """
         scale32 = np.float32(scale)
         offset = np.float32(self.gate.offset)
         if not self.channels:

@@ -137,9 +137,14 @@ def _add_constant(
     array: NDArray[np.generic],
     grid: Grid | None = None,
 ) -> str:
-    """Add an initializer unless it is in `initializers`; return its name.
+    """Add an initializer to a graph unless there is one of this name; return the name.
 
-    `grid` tells fp8 from integers.
+    Args:
+        graph: gets the initializer.
+        initializers: name -> initializer of the graph, which is added here too.
+        name: of the initializer.
+        array: its values.
+        grid: `FP8` if the values are to be stored as fp8, which numpy does not have.
     """
     if name not in initializers:
         tensor = _make_float8(name, array) if grid == FP8 else _make_tensor(name, array)
@@ -159,7 +164,7 @@ class _QdqWriter:
         initializers: name -> constant of both models.
         producer: tensor -> the node that makes it.
         constant_nodes: nodes that read only constants.
-        following_nodes: tensor -> nodes that follow it.
+        following_nodes: tensor -> the Q/DQ pair that reads it.
         replacements: replaced node -> new nodes.
         gate_offsets: output of a gate -> the offset that it adds.
         clip_shifts: source of a gate whose integers may be clipped -> the shift.
@@ -211,25 +216,26 @@ class _QdqWriter:
 
     def write_pair(self, pair: QdqPair) -> None:
         """Insert one Q/DQ pair, for all readers or for those that it names."""
-        name = pair.tensor
-        source, target = name, f"{name}/dequantized"
-        producer = self.producer.get(name)
+        tensor = pair.tensor
+        producer = self.producer.get(tensor)
         if pair.consumers is None and producer is not None:
-            # all readers read the pair, so that it gets the tensor's name
-            source, target = f"{name}/float", name
-            producer.output[list(producer.output).index(name)] = source
+            # all readers read the pair: it gets the tensor's name, and they stay as they are
+            float_name, dequantized_name = f"{tensor}/float", tensor
+            producer.output[list(producer.output).index(tensor)] = float_name
         else:
+            float_name, dequantized_name = tensor, f"{tensor}/dequantized"
             for node in self.graph.node:
                 if pair.consumers is None or node.name in pair.consumers:
-                    _redirect_reads(node, name, target)
+                    _redirect_reads(node, tensor, dequantized_name)
 
-        shifted_params = self.quantization(name)
+        scale_and_zero = self.quantization(tensor)
         grid = self.plan.placement.grid
         params = [
-            self.constant(f"{name}/scale", np.array(shifted_params.scale, np.float32)),
-            self.constant(f"{name}/zero_point", np.array(shifted_params.zero, grid.dtype), grid),
+            self.constant(f"{tensor}/scale", np.array(scale_and_zero.scale, np.float32)),
+            self.constant(f"{tensor}/zero_point", np.array(scale_and_zero.zero, grid.dtype), grid),
         ]
-        self.following_nodes[source] = make_pair(source, target, name, params, params)
+        nodes = make_pair(float_name, dequantized_name, tensor, params, params)
+        self.following_nodes[float_name] = nodes
 
     def fuse_gemm(self, target: WeightTarget) -> None:
         """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so."""
@@ -268,10 +274,14 @@ class _QdqWriter:
         return self.plan.placement.quantizes_bias and target.bias in self.initializers
 
     def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
-        """Return the scales of a weight: trained ones if they fit, or those of its values."""
+        """Return the scales of a weight: trained ones if they fit, or those of its values.
+
+        [C_out], or [1] for one scale of all channels.
+        """
         tensor, grid = self.initializers[target.name], self.weight_grid
         trained = self.trained_scales.get(target.node)
-        scales = matching_scales(trained, tuple(tensor.dims), target.axis)
+        scales = matching_scales(trained, tuple(tensor.dims), target.axis)  # None if of other shape
+        # whether scales must keep the sum of two products of this node within 16 bits
         fits_pairs = self.plan.placement.fits_pairs
         if scales is not None and fits_pairs:
             scales = fit_trained_scales(tensor, scales, node)
@@ -282,13 +292,16 @@ class _QdqWriter:
                 lambda: compute_weight_scales(tensor, target.axis, grid, fits=fitted_node),
             )
         scales = self.round_scales(scales)
-        if self._has_integer_bias(target):
+        if self._has_integer_bias(target):  # a bias in too small steps exceeds int32
             bias = numpy_helper.to_array(self.initializers[str(target.bias)])
             scales = _widen_for_bias(scales, bias, self._input_scale(node))
         return scales
 
     def _stored_weight(self, node: onnx.NodeProto, target: WeightTarget, scales: Scales32) -> str:
-        """Return the dequantized tensor of a weight, which nodes of equal scales share."""
+        """Add a weight as integers with a DequantizeLinear; return the name of its output.
+
+        Nodes that read the same weight with equal scales share them.
+        """
         tensor, grid = self.initializers[target.name], self.weight_grid
         is_trained = target.node in self.trained_scales
         key = (target.name, target.axis, is_trained, scales.tobytes())
@@ -307,8 +320,8 @@ class _QdqWriter:
                 ),
             )
         name = target.name
-        stored_names = {stored_name for stored_name, *_ in self.weights}
-        if name in stored_names:  # with other scales
+        stored_weights = {weight for weight, *_ in self.weights}
+        if name in stored_weights:  # with other scales
             name = f"{name}/{node.name}"
         self.weights[key] = self._dequantized(name, integers, scales, target.axis, grid)
         return self.weights[key]
@@ -352,10 +365,11 @@ class _QdqWriter:
     def write_gate(self, gate: Gate) -> None:
         """Replace the nodes of a gate (such as Hard-Swish) by int8 ones."""
         nodes = [self.nodes[name] for name in gate.nodes]
-        quantize_node = self.following_nodes[nodes[-1].output[0]][0]
+        output = nodes[-1].output[0]
+        quantize_node, _ = self.following_nodes[output]  # the pair of the gate's output
         shifted_source = ""
         clip_params = None
-        if gate in self.plan.bias_shifts.values():
+        if gate in self.plan.bias_shifts.values():  # the layer upstream adds the shift
             shifted_source = self._rename_shifted_source(gate)
         else:
             clip_params = self._find_clip_params(gate)

@@ -29,7 +29,9 @@ from deploy.targets.onnxruntime.rewrite_base import (
 
 
 def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write each Resize between Q/DQ pairs that only repeats pixels as copies.
+    """Write each Resize between Q/DQ pairs that only repeats pixels as copies, in place.
+
+    The copies work on the integers, without the pairs' Q and DQ on both sides.
 
     Left alone: a Resize that interpolates or shifts pixels, one of unknown rank, and one whose
     pairs differ, since the integers would change.
@@ -52,7 +54,8 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         source, output = integers
         copies = _PixelCopies(node.name, factors, sizes)
         replacements[node.name] = copies.write(source, output)
-        replacements[graph.readers[node.output[0]][0].name] = []  # the QuantizeLinear
+        quantize = graph.readers[node.output[0]][0]
+        replacements[quantize.name] = []
         model.graph.initializer.extend(copies.constants)
         channels = sizes[1] if isinstance(sizes[1], int) else None
         shapes.append(copies.rows(channels))
@@ -120,9 +123,9 @@ class _PixelCopies(ReplacementNodes):
         self.sizes = sizes
 
     def write(self, source: str, output: str) -> Nodes:
-        """Return the nodes that copy the pixels of an int8 tensor.
+        """Return the nodes that copy each pixel of an int8 tensor r times down and c times right.
 
-        ::
+        They give the shapes ::
 
             [N, C, H, W]              source
             [N, H, W, C]              channels last

@@ -191,7 +191,10 @@ def append_zero_channels(
     axes: Collection[int],
     count: int,
 ) -> None:
-    """Append zeros to a Conv's weight or bias; their scales are those of the last channel.
+    """Append zeros to a Conv's weight or bias, in place, float or read through a DequantizeLinear.
+
+    The node reads a padded copy of the constant. Scales of integers, of which there is one for each
+    output channel, are padded too, with the last scale.
 
     Args:
         model: gets the new constants.
@@ -203,22 +206,25 @@ def append_zero_channels(
     """
 
     def pad(name: str, axes: Collection[int], mode: Literal["constant", "edge"]) -> str:
-        """Add a padded copy of a constant; return its name."""
+        """Add a copy of a constant with `count` more zeros or last values; return its name."""
         values: NDArray[Any] = numpy_helper.to_array(graph.initializers[name])
-        widths = np.zeros((values.ndim, 2), np.int64)  # of what stands before and after each axis
+        widths = np.zeros((values.ndim, 2), np.int64)  # added [before, after] on each axis
         widths[list(axes), 1] = count
         tensor = numpy_helper.from_array(np.pad(values, widths, mode), padded_name(name, node.name))
         model.graph.initializer.append(tensor)
         graph.initializers[tensor.name] = tensor
         return tensor.name
 
-    if node.input[position] in graph.initializers:
-        node.input[position] = pad(node.input[position], axes, "constant")
+    constant = node.input[position]
+    if constant in graph.initializers:  # float
+        node.input[position] = pad(constant, axes, "constant")
         return
-    dequantize = graph.producer[node.input[position]]
-    integers, *params = dequantize.input
+    dequantize = graph.producer[constant]
+    integers, *params = dequantize.input  # scale and zero point
     dequantize.input[0] = pad(integers, axes, "constant")
-    if 0 in axes:
-        for index, name in enumerate(params, start=1):
-            if math.prod(graph.initializers[name].dims) > 1:  # one for each channel
-                dequantize.input[index] = pad(name, [0], "edge")
+    has_more_outputs = 0 in axes
+    if has_more_outputs:
+        for index, param in enumerate(params, start=1):
+            is_per_channel = math.prod(graph.initializers[param].dims) > 1
+            if is_per_channel:
+                dequantize.input[index] = pad(param, [0], "edge")

@@ -77,7 +77,8 @@ def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.Mode
 def store_halves(graph: onnx.GraphProto) -> None:
     """Store the large float32 constants that float16 holds exactly as float16, in place.
 
-    ONNX Runtime computes the Cast behind each once, when it loads the file.
+    The readers get the float32 values from a Cast, which ONNX Runtime computes once, as it loads
+    the file.
     """
     casts = []
     for tensor in graph.initializer:
@@ -87,9 +88,9 @@ def store_halves(graph: onnx.GraphProto) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             halves = values.astype(np.float16)
         if np.array_equal(halves, values):
-            name = f"{tensor.name}/half"
-            casts.append(make_node("Cast", [name], tensor.name, to=1))
-            tensor.CopyFrom(numpy_helper.from_array(halves, name))
+            half_name = f"{tensor.name}/half"
+            casts.append(make_node("Cast", [half_name], tensor.name, to=FLOAT))
+            tensor.CopyFrom(numpy_helper.from_array(halves, half_name))
     replace_nodes(graph, [*casts, *graph.node])
 
 
@@ -121,21 +122,24 @@ def _why_no_pool(node: onnx.NodeProto, scope: RewriteScope) -> str:
 
 
 def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
-    """Return the nodes in place of one ReduceMean; the pool keeps its name."""
+    """Return the nodes in place of one ReduceMean; the pool keeps its name.
+
+    A mean without keepdims is a pool and a Reshape, which needs no float values: if its output is
+    quantized, a pair of the same scale stands before the Reshape too.
+    """
     source, output, name = mean.input[0], mean.output[0], mean.name
     if attributes(mean).get("keepdims", 1):
         return [make_node("GlobalAveragePool", [source], output, name)]
     pooled = f"{output}/pooled"
     nodes = [make_node("GlobalAveragePool", [source], pooled, name)]
-    for reader in scope.graph.readers.get(output, ()):
-        if reader.op_type == "QuantizeLinear":
-            # a pair of the same scale before the Reshape, which then moves integers
-            params = reader.input[1:]
-            dequantized = f"{pooled}/read"
-            nodes += make_pair(pooled, dequantized, pooled, params, params)
-            pooled = dequantized
-            break
-    flatten = make_node("Reshape", [pooled, _FLAT_SHAPE], output, f"{name}/flat")
+    readers = scope.graph.readers.get(output, ())
+    quantize = next((reader for reader in readers if reader.op_type == "QuantizeLinear"), None)
+    reshaped = pooled
+    if quantize is not None:
+        params = quantize.input[1:]
+        reshaped = f"{pooled}/read"
+        nodes += make_pair(pooled, reshaped, pooled, params, params)
+    flatten = make_node("Reshape", [reshaped, _FLAT_SHAPE], output, f"{name}/flat")
     return [*nodes, flatten]
 
 
@@ -316,12 +320,13 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Give the bias [n] after each int8 MatMul of more than two dimensions the shape [1, n].
 
     ONNX Runtime makes a Gemm between two Reshapes of such a MatMul and the Add of its bias [n]
-    before it looks for pairs. The Reshapes hide the pairs, so that the Gemm runs in float.
+    before it looks for pairs. The Reshapes hide the pairs, so that the Gemm runs in float. A bias
+    that other nodes read too stays as it is.
     """
     if all(node.op_type != "MatMul" for node in model.graph.node):
         return
     graph = Graph(model)
-    read_counts: Counter[str] = Counter()  # bias -> reads after such a MatMul
+    read_counts: Counter[str] = Counter()  # constant -> number of such Adds that read it
     for node in graph.nodes:
         if node.op_type != "MatMul":
             continue
@@ -332,7 +337,8 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
             read_counts.update(name for name in add.input if name in graph.initializers)
     for name, count in read_counts.items():
         bias = graph.initializers[name]
-        if len(bias.dims) == 1 and len(graph.readers[name]) == count:
+        has_other_readers = len(graph.readers[name]) > count
+        if len(bias.dims) == 1 and not has_other_readers:
             bias.dims.insert(0, 1)
 
 

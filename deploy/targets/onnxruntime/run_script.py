@@ -80,7 +80,9 @@ def run_program(
     task: EvaluationTask | None = None,
     outputs: Outputs | None = None,
 ) -> str | None:
-    """Return the text of a program; None where the inputs are not one picture of a fixed size.
+    """Return the text of a Python program that runs an engine on a picture and draws the outputs.
+
+    None if the model's inputs are not one picture of a fixed size.
 
     Args:
         engine: file name of the engine, in the same folder.
@@ -125,7 +127,10 @@ def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
 
 
 def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
-    """Return the values of the template's fields that make a picture the model's input."""
+    """Return the fields of the program's template that make a picture the model's input.
+
+    They are numbers, lists, and expressions or lines of Python as text.
+    """
     # where the resized picture stands in the input, a key of _COPY_LINES
     position = "top-left"
     if preprocess.resize == "letterbox":
@@ -300,9 +305,10 @@ _MAX_SHARE = 2  # of a side of the input, that a place relative to it reaches
 
 
 def _box_text(task: BoxDetection, outputs: Outputs) -> str:
-    """Return the Python functions, as text, that decode and draw boxes.
+    """Return the Python functions, as text, that decode the boxes of a detector and draw them.
 
-    "" for a coding of boxes that no lines are here for, and for outputs of several layouts.
+    Return "" if the program cannot decode them: their coding has no lines here, or the outputs have
+    several layouts (such as rows and maps).
     """
     decoder = task.decoder
     if decoder.is_list:
@@ -315,12 +321,12 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     if len(layouts) > 1 or ANCHOR_MAP in layouts:
         return ""
 
-    # corners that are shares of the input's sides become pixels; cells are in pixels already
+    # boxes from 0 to 1 become pixels; codings by cells are in pixels already
     scale = ""
     has_corners = decoder.coding in ("corners", "centre")
     if has_corners and _are_relative(decoder.box_columns[0].of(outputs)):
         scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
-    extras = _box_extras(decoder, is_relative=bool(scale))
+    extras = _box_extras(decoder, is_relative=bool(scale))  # points, masks or angles of the boxes
 
     strides, functions = "", extras.functions
     if CODINGS[decoder.coding].uses_cells:

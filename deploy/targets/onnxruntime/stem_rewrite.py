@@ -42,7 +42,7 @@ def pad_stems(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 
 def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
-    """Return why a Conv does not gain by a fourth channel, or cannot have one."""
+    """Return why a Conv does not gain by a fourth channel, or cannot have one; "" if it gains."""
     float_conv = scope.float_node.get(node.name)
     if float_conv is None:
         return "it is no layer of the float model"
@@ -73,22 +73,23 @@ def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
 
 
 def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
-    """Widen a Conv's weight by channels of zeros, in place; return what feeds it as many.
+    """Return the nodes in place of a Conv: a Pad of its input's channels, a DQ, and the Conv.
 
-    Its input is padded before it is dequantized, with the code that stands for 0::
+    The input is padded before it is dequantized, with the integer that stands for 0, and the Conv's
+    weight gets channels of zeros, in place::
 
-        x (codes) --> DQ --> Conv     becomes     x --> Pad --> DQ --> Conv
+        x (integers) --> DQ --> Conv     becomes     x --> Pad --> DQ --> Conv
     """
     weight = unshared_integers(scope.graph, node)
     assert weight is not None  # by the check
     rank = len(weight.dims)
-    added = _STEM_CHANNELS - weight.dims[1]
-    append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added)
+    added_channels = _STEM_CHANNELS - weight.dims[1]
+    append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added_channels)
 
     source, scale, zero_point = scope.graph.producer[node.input[0]].input
     padded = padded_name(source, node.name)  # a node may be called as a tensor that gets wider
-    pads = np.zeros(2 * rank, np.int64)
-    pads[rank + 1] = added  # at the end of the channels
+    pads = np.zeros(2 * rank, np.int64)  # before each axis, then after each
+    pads[rank + 1] = added_channels
     pads_name = scope.add_constant(f"{padded}/pads", pads)
     pad = make_node("Pad", [source, pads_name, zero_point], padded, padded)
     node.input[0] = f"{padded}/dequantized"

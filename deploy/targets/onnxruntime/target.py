@@ -164,7 +164,11 @@ class OnnxRuntime:
     def _every_tensor(
         self, subject: CalibrationSubject, trained: QdqCalibration
     ) -> tuple[Observation, ...]:
-        """Return observations of all tensors, since any may lack a scale in a Q/DQ model."""
+        """Return observations of all tensors of a Q/DQ model, since any may lack a scale in it.
+
+        Raises:
+            ConfigError: an option is set that would change the pairs or weights of the model.
+        """
         from deploy.targets.prequantized import refuse_options
 
         is_given_by_flag = {
@@ -184,20 +188,25 @@ class OnnxRuntime:
         return self._write_pairs(request).engine(request.cpu)
 
     def _write_pairs(self, request: BuildRequest) -> _PairedModel:
-        """Return the model with its Q/DQ pairs, before the rewrites for fast kernels."""
+        """Return the model with its Q/DQ pairs, before the rewrites for fast kernels.
+
+        A Q/DQ model of the user is kept if its pairs suit ONNX Runtime's kernels. The pairs of any
+        other model are planned here, from the ranges that were calibrated.
+        """
         from calibrators.grids import signed_grid
         from deploy.graph.plan import ModelAnalysis
         from deploy.targets.onnxruntime.dynamic import write_dynamic
         from deploy.targets.onnxruntime.qdq import write_qdq
         from deploy.targets.prequantized import qdq_decisions
 
-        ranges, trained = request.ranges_of(self), request.trained
+        ranges = request.ranges_of(self)
+        trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
         if trained is not None and self._keeps_pairs(request):
-            # the Q/DQ model of the user is the engine
             decisions = qdq_decisions(trained, request.model, self.placement)
             analysis = ModelAnalysis(request.model)
             return _PairedModel(trained.model, decisions, dict(ranges.scales), analysis)
 
+        # a search builds one model many times: what does not change is computed once
         memoize = partial(request.ranges.compute_once, of=request.model)
         analysis = memoize("read", lambda: ModelAnalysis(request.model))
         plan = self._plan_pairs(request, ranges, analysis, memoize)
@@ -214,24 +223,30 @@ class OnnxRuntime:
             grid = signed_grid(self.weight_bits)
             fits_pairs = self.placement.fits_pairs
             model = write_dynamic(model, dynamic_nodes, grid, fits_pairs=fits_pairs)
+        decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
+
         pair_ranges = {name: ranges.scales[name] for name in plan.activations}
         for gate in plan.bias_shifts.values():
-            pair_ranges.pop(gate.source, None)  # it has no pair
-        decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
+            # the layer upstream adds the gate's shift to its bias, so that only the sum has a pair
+            pair_ranges.pop(gate.source, None)
         return _PairedModel(model, decisions, pair_ranges, analysis, plan)
 
     def _plan_pairs(
         self, request: BuildRequest, ranges: RangeSet, analysis: ModelAnalysis, memoize: Memoize
     ) -> Plan:
-        """Return the plan for these ranges, computed once for the same float nodes."""
+        """Return which nodes run in int8, and which tensors get pairs, with these ranges.
+
+        `memoize`: (key, function) -> its result, computed once for each key. The plan depends on
+        the nodes and tensors that stay float, not on the values of the ranges.
+        """
         from deploy.graph.plan import analyse
 
         placement = self._static_placement
         if request.trained is not None:  # a layer that was trained in int8 stays, however small
             placement = replace(placement, min_products=0)
-        float_reasons = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
+        float_nodes, float_tensors = request.float_nodes.items(), ranges.reasons.items()
         plan: Plan = memoize(
-            ("plan", self, *float_reasons),
+            ("plan", self, tuple(float_nodes), tuple(float_tensors)),
             lambda: analyse(
                 request.model,
                 placement,
@@ -255,7 +270,8 @@ class OnnxRuntime:
         decisions = paired.decisions
         weights = read_stored_weights(paired.model, on_cpus=True)
         pair_notes = self._pair_notes(request, paired.model, decisions)
-        model = paired.engine(request.cpu)  # rewrites that model itself
+        # in place, so that the pairs as planned are read above
+        model = paired.engine(request.cpu)
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
         weights = (*weights, *dynamic_weights(model))
@@ -381,7 +397,10 @@ class _PairedModel:
     plan: Plan | None = None
 
     def engine(self, cpu: str) -> onnx.ModelProto:
-        """The model, rewritten for ONNX Runtime's kernels on a CPU of `BuildRequest.cpu`."""
+        """Return the model rewritten for ONNX Runtime's kernels on a CPU of a kind; in place.
+
+        `cpu`: "this" for that of this machine, or a key of `KERNELS`; others count as avx2.
+        """
         from deploy.runtimes.ort import cpu_kind
         from deploy.targets.onnxruntime.rewrite_base import KERNELS, RewriteContext
         from deploy.targets.onnxruntime.rewrites import apply_rewrites
@@ -389,12 +408,12 @@ class _PairedModel:
         int8_gates = () if self.plan is None else self.plan.gates
         float_gates = [gate for gate in self.analysis.gates if gate not in int8_gates]
         float_nodes = {decision.node for decision in self.decisions if not decision.quantized}
-        kernel_kind = cpu_kind() if cpu == "this" else cpu
+        kind = cpu_kind() if cpu == "this" else cpu
         context = RewriteContext(
             float_graph=self.analysis.graph,
             float_nodes=frozenset(float_nodes),
             float_gates=tuple(float_gates),
             has_given_pairs=self.plan is None,
-            kernels=KERNELS.get(kernel_kind, KERNELS["avx2"]),
+            kernels=KERNELS.get(kind, KERNELS["avx2"]),
         )
         return apply_rewrites(self.model, context)

@@ -52,21 +52,23 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
     replacements: dict[str, Nodes] = {}
     shapes: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
-        quantize = _find_quantize(graph, node)
+        quantize = _find_quantize(graph, node)  # None for other nodes, and in float
         weight = stored_integers(graph, node, WEIGHT)
         if quantize is None or weight is None:
             continue
-        tile = tile_shape(node, weight.dims)
+        tile = tile_shape(node, weight.dims)  # (rows, columns); None if windows overlap or the like
         if tile is None:
             continue
-        tiled_layer = _TiledLayer(graph, node, tile, int(weight.dims[1]))
+        channels = int(weight.dims[1])
+        tiled_layer = _TiledLayer(graph, node, tile, channels)
         replacements[node.name] = tiled_layer.write_layer(quantize)
-        sizes = context.float_graph.shapes.get(node.output[0].removesuffix("/float"))
-        # pixels are moved behind the QuantizeLinear, as bytes
+        float_output = node.output[0].removesuffix("/float")  # its name without pairs
+        sizes = context.float_graph.shapes.get(float_output)
+        # pixels are moved after the QuantizeLinear, as bytes
         moves = tiled_layer.write_moves(quantize, sizes or (None,) * 4)
         replacements[quantize.name] = [quantize, *moves]
         model.graph.initializer.extend(tiled_layer.constants)
-        shapes.append(tiled_layer.rows(tiled_layer.channels))
+        shapes.append(tiled_layer.rows(channels))
     if replacements:
         replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)
@@ -138,7 +140,8 @@ class _TiledLayer(ReplacementNodes):
     def write_moves(self, quantize: onnx.NodeProto, sizes: Shape) -> Nodes:
         """Return the nodes that put the pixels of the tiles in place, after the QuantizeLinear.
 
-        ::
+        A tile is the r x c output pixels that an input pixel makes. The output of `quantize` is
+        renamed, in place, and the nodes make the tensor of its old name, in these steps ::
 
             [N, r c M, H, W]      tiles of r x c pixels of M channels, as channels
             [N, H, W, r c M]      channels last
@@ -150,7 +153,8 @@ class _TiledLayer(ReplacementNodes):
         `sizes`: shape of the ConvTranspose's output; None for an unknown size.
         """
         output = quantize.output[0]
-        tiles = quantize.output[0] = f"{output}{TILES}"
+        tiles = f"{output}{TILES}"
+        quantize.output[0] = tiles
         rows, columns = self.tile
         cut_shape = self.constant("apart", [0, 0, 0, rows, columns * self.channels])
         _, _, height, width = sizes

@@ -80,16 +80,18 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
     Returns:
         The parameters of x, and the steps from the zero point of x + shift to that of x.
     """
-    below, above = zero * float(scale), (255 - zero) * float(scale)  # parts of the range
-    min_scale = (above + max(below, shift)) / 255  # of a range that reaches down to -shift
+    unshifted = ShiftedParams(scale, zero)
+    below_zero, above_zero = zero * float(scale), (255 - zero) * float(scale)  # of the range
+    min_scale = (above_zero + max(below_zero, shift)) / 255  # of a range that reaches to -shift
     steps = int(shift / min_scale)
     if zero == 0 or steps < _MIN_SHIFT_STEPS:
-        return ShiftedParams(scale, zero)
-    if shift / steps > float(scale) * _MAX_WIDENING:
-        return ShiftedParams(scale, zero)
+        return unshifted
+    if shift / steps > float(scale) * _MAX_WIDENING:  # coarser steps would lose too much
+        return unshifted
+    # of this scale, the shift is an integer number of steps
     widened_scale = np.float32(shift / steps)
-    new_zero = int(np.rint(below / float(widened_scale)))
-    return ShiftedParams(widened_scale, max(steps, new_zero), steps)
+    widened_zero = int(np.rint(below_zero / float(widened_scale)))
+    return ShiftedParams(widened_scale, max(steps, widened_zero), steps)
 
 
 class GateWriter:
@@ -133,20 +135,23 @@ class GateWriter:
     ) -> Nodes:
         """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
 
+        A gate computes factor * gain * clip(source + shift, 0, top) + offset.
+
         Args:
-            gate: the gate.
+            gate: the gate, whose tensors have their names in the float model.
             nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
             quantize: the QuantizeLinear of its output, whose zero point may be replaced.
             output_range: range of its output.
             shifted_source: float tensor source + shift, if the layer upstream computes it.
             clip_params: parameters of the source, if its integers are clipped directly.
         """
-        read_name = map_read_names(nodes)
+        read_name = map_read_names(nodes)  # name in the float model -> name in this one
         if clip_params is not None:
             clip_nodes = self._clip_integers(gate, clip_params)
         else:
             clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted_source)
-        product, offset_nodes = self._add_offset(gate, nodes[-1].output[0], quantize, output_range)
+        output = nodes[-1].output[0]
+        product, offset_nodes = self._add_offset(gate, output, quantize, output_range)
         operands = [read_name[gate.factor], clip_nodes[-1].output[0]]
         return [*clip_nodes, make_node("Mul", operands, product, gate.name), *offset_nodes]
 
@@ -167,48 +172,59 @@ class GateWriter:
         return nodes + make_pair(shifted, name, name, clip_params, gain_params)
 
     def _clip_integers(self, gate: Gate, source: ShiftedParams) -> Nodes:
-        """Return a Clip of the source's integers, unless it has no effect on 0..255, and a DQ.
+        """Return the nodes that compute gain * clip(source + shift, 0, top) from uint8 integers.
 
-        DQ adds the shift by its zero point and multiplies by the gain.
+        They are a Clip of the source's integers, left out if no uint8 is outside its limits, and a
+        DequantizeLinear whose zero point adds the shift and whose scale multiplies by the gain.
         """
         name = f"{gate.name}/gate"
-        low = source.zero - source.steps
-        high = low + round(gate.top / float(source.scale))
+        zero_level = source.zero - source.steps  # the integer for which source + shift is 0
+        top_level = zero_level + round(gate.top / float(source.scale))
         integers = f"{gate.source}/quantized"
-        nodes: Nodes = []
-        if low > 0 or high < 255:
+        clip_nodes: Nodes = []
+        if zero_level > 0 or top_level < 255:
             limits = [
-                self.constant(f"{name}/low", np.array(low, np.uint8)),
-                self.constant(f"{name}/high", np.array(min(high, 255), np.uint8)),
+                self.constant(f"{name}/low", np.array(zero_level, np.uint8)),
+                self.constant(f"{name}/high", np.array(min(top_level, 255), np.uint8)),
             ]
             clipped = f"{name}/quantized"
-            nodes.append(make_node("Clip", [integers, *limits], clipped, f"{name}/Clip"))
+            clip_nodes.append(make_node("Clip", [integers, *limits], clipped, f"{name}/Clip"))
             integers = clipped
-        params = self._parameters(f"{name}/read", float(source.scale) * gate.gain, low)
-        return [*nodes, make_node("DequantizeLinear", [integers, *params], name, f"{name}/DQ")]
+        params = self._parameters(f"{name}/read", float(source.scale) * gate.gain, zero_level)
+        dequantize = make_node("DequantizeLinear", [integers, *params], name, f"{name}/DQ")
+        return [*clip_nodes, dequantize]
 
     def _add_offset(
         self, gate: Gate, output: str, quantize: onnx.NodeProto, output_range: Scale
     ) -> tuple[str, Nodes]:
-        """Return the tensor that a gate's Mul writes, and the nodes that add the offset to it.
+        """Add the offset to a gate's product; return (tensor that the Mul is to write, new nodes).
 
-        There are none if the zero point of `quantize` adds it, else a pair and an int8 Add.
+        An offset of an integer number of steps takes no node: the zero point of `quantize` is
+        replaced, and the Mul writes the gate's output. Else the product gets a pair of its own and
+        an int8 Add.
+
+        Args:
+            gate: the gate.
+            output: its output.
+            quantize: the QuantizeLinear that reads it, edited in place.
+            output_range: range of the output, the offset included.
         """
         if not gate.offset:
             return output, []
-        shifted = fit_output_offset(*output_range.on(UINT8), gate.offset)
         name = f"{gate.name}/product"
-        if shifted.steps:
-            zero = np.array(shifted.zero + shifted.steps, np.uint8)
-            quantize.input[2] = self.constant(f"{name}/zero_point", zero)
+        output_params = fit_output_offset(*output_range.on(UINT8), gate.offset)
+        if output_params.steps:
+            product_zero = np.array(output_params.zero + output_params.steps, np.uint8)
+            quantize.input[2] = self.constant(f"{name}/zero_point", product_zero)
             return output, []
-        scale, zero_point = affine_params(
-            output_range.lo - gate.offset, output_range.hi - gate.offset
-        )
+
+        product_lo, product_hi = output_range.lo - gate.offset, output_range.hi - gate.offset
+        scale, zero_point = affine_params(product_lo, product_hi)
         params = self._parameters(name, float(scale), zero_point)
-        pair = make_pair(f"{name}/float", name, name, params, params)
+        float_product = f"{name}/float"
+        pair = make_pair(float_product, name, name, params, params)
         add = make_node("Add", [name, self.add_number(gate.offset)], output, f"{name}/Add")
-        return f"{name}/float", [*pair, add]
+        return float_product, [*pair, add]
 
     def _parameters(self, name: str, scale: float, zero: int) -> list[str]:
         """Add a scale and a zero point; return their names."""
