@@ -297,6 +297,19 @@ def test_fewer_bits_add_a_clip():
     assert fixed(x).tolist() == [-0.5, 0.0, 0.5, 1.0]
 
 
+def test_calibration_keeps_modes_of_modules():
+    def run(self, x):
+        return self.drop(self.conv(x))
+
+    x = torch.randn(2, 3, 4, 4)
+    model = module(run, conv=nn.Conv2d(3, 4, 1), drop=nn.Dropout())
+    prepared = prepare(model, [x], norms="train").train()
+    prepared.drop.eval()  # as fine-tuning freezes a part of a model
+    calibrate(prepared, [x])
+    assert prepared.training
+    assert not prepared.drop.training
+
+
 @pytest.mark.slow
 def test_bad_data_and_options_are_refused(resnet, batches, wording):
     prepared = prepare(resnet, batches[0])

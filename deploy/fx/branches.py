@@ -24,7 +24,7 @@ from deploy.fx.plain_copy import replace_submodule
 
 
 def merge_branches(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Merge parallel branches, in place, and remove their additions or subtractions.
+    """Merge parallel branches, in place, and remove their additions.
 
     Return (name of the remaining layer, name of the one merged into it) for each.
     """
@@ -50,7 +50,7 @@ def _drop_zero(node: fx.Node) -> bool:
 
 
 def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | None:
-    """Merge the two branches of an addition or subtraction, in place.
+    """Merge the two branches of an addition, in place.
 
     Return (name of the layer that computes both, name of the one merged into it); None if `node`
     adds no two branches that can be merged.
@@ -77,24 +77,21 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
 
 
 def _find_branches(graph_module: fx.GraphModule, node: fx.Node) -> list["_Branch"]:
-    """Return the branches that an addition or subtraction of two tensors reads; [] for others."""
-    is_sum = is_op(node, "add")
-    if not is_sum and not is_op(node, "sub"):
-        return []
-    if node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
+    """Return the branches that an addition of two tensors reads and that can be merged."""
+    has_options = bool(node.kwargs) or len(node.args) != 2  # such as alpha
+    if not is_op(node, "add") or has_options or len(node.all_input_nodes) != 2:
         return []
     branches = []
-    for call, sign in zip(node.all_input_nodes, (1, 1 if is_sum else -1), strict=True):
+    for call in node.all_input_nodes:
         module = _find_module(graph_module, call)
         if module is not None:
-            branches.append(_Branch(call, module, sign))
+            branches.append(_Branch(call, module))
     return branches
 
 
 class _Branch(NamedTuple):
     call: fx.Node
     module: Any  # Conv2d or a norm
-    sign: int  # -1 if it is subtracted
 
 
 def _find_module(graph_module: fx.GraphModule, call: fx.Node) -> nn.Module | None:
@@ -156,7 +153,7 @@ def _fits(larger: nn.Conv2d, smaller: nn.Conv2d) -> bool:
 
 
 def _sum_branches(larger: _Branch, smaller: _Branch) -> nn.Conv2d:
-    """Return a convolution that computes the signed sum of two branches."""
+    """Return a convolution that computes the sum of two branches."""
     weight, bias = _weight_and_bias(larger.module)
     added_weight, added_bias = _weight_and_bias(smaller.module)
     # the smaller kernel goes to the center of the larger one
@@ -164,8 +161,8 @@ def _sum_branches(larger: _Branch, smaller: _Branch) -> nn.Conv2d:
     columns = (weight.shape[3] - added_weight.shape[3]) // 2
     added_weight = functional.pad(added_weight, (columns, columns, rows, rows))
     layer: nn.Conv2d = copy.deepcopy(larger.module)
-    layer.weight = nn.Parameter(larger.sign * weight + smaller.sign * added_weight)
-    layer.bias = nn.Parameter(larger.sign * bias + smaller.sign * added_bias)
+    layer.weight = nn.Parameter(weight + added_weight)
+    layer.bias = nn.Parameter(bias + added_bias)
     return layer
 
 

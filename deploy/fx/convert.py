@@ -30,7 +30,7 @@ from torch.nn import functional
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
 from deploy.fx.capture import as_inputs, has_batch, select_arguments
-from deploy.fx.comparison import tensors_of
+from deploy.fx.comparison import eval_mode, tensors_of
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
 from deploy.fx.fuse import called_once
@@ -356,12 +356,10 @@ def calibrate(
     for quantizer in quantizers:
         search.check(quantizer.grid)
     set_phase(prepared, observe=False, quantize=False, weights=search.rounded_weights)
-    was_training = prepared.training
-    prepared.eval()
-    recorders, run_count = record_statistics(prepared, batches, search.statistic)
+    with eval_mode(prepared):
+        recorders, run_count = record_statistics(prepared, batches, search.statistic)
     if not run_count:
         raise FeedError("calibration needs at least one batch, got none")
-    prepared.train(was_training)
     with phase("ranges", len(quantizers), "tensors") as step:
         for quantizer in quantizers:
             quantizer.set_range(*_find_range(quantizer, recorders, search))

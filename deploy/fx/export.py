@@ -447,7 +447,7 @@ def explain_export_failure(error: Exception, dynamic_batch: bool) -> str:
     kind = type(cause).__name__
     message = first_line(cause)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    if lines and lines[0].endswith(":"):  # a heading: the second line too
+    if lines and lines[0].endswith(":"):  # a heading, which says nothing without the next line
         message = " ".join(lines[:2])
 
     text = f"torch.export must be able to follow the model, got {kind}: {message[:300]}"

@@ -222,9 +222,12 @@ def _names(parameters: Iterable[Parameter]) -> list[str]:
 
 
 def return_dict(model: nn.Module, output: object) -> None:
-    """Make a model whose `output` is a dataclass return a dict of its fields, in place.
+    """Make a model that returns a dataclass return a dict of its fields, in place.
 
-    torch.export knows no dataclass; the keys name the outputs. Fields that are None are left out.
+    torch.export knows no dataclass; the keys name the outputs.
+
+    `output`: of a run of the model. If it is no dataclass, the model stays as it is; fields that
+    are None in it are left out.
     """
     if not is_dataclass(output) or isinstance(output, Mapping):
         return
@@ -243,22 +246,26 @@ _LABELS = ("label", "labels", "target", "targets")
 
 
 def first_item(source: Any) -> tuple[Any, Any]:
-    """Return the first item of a loader, a list or a batch, and a source that still has it.
+    """Return the first item of calibration data, and data that still begins with this item.
+
+    `source`: a loader, a list or any other iterable of items; a tensor is the only item.
 
     Raises:
         FeedError: there is none, or the loader failed; the message names the user's line.
     """
     if isinstance(source, torch.Tensor):
         return source, source
-    iterator = iter(iterate_items(source)[0])
+    items, _ = iterate_items(source)
+    iterator = iter(items)
+    try:
+        item = next(iterator)
+    except StopIteration:
+        raise FeedError(
+            f"the calibration data must give samples, got none from a {type(source).__name__}"
+        ) from None
+    # an iterator would go on after its first item
     is_read_once = isinstance(source, Iterator) or hasattr(source, "get_next")
-    for item in iterator:
-        if is_read_once:
-            return item, chain([item], iterator)
-        return item, source
-    raise FeedError(
-        f"the calibration data must give samples, got none from a {type(source).__name__}"
-    )
+    return item, chain([item], iterator) if is_read_once else source
 
 
 def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[str]]:
@@ -281,7 +288,7 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
     """
     if _is_series(item) and item and isinstance(item[0], Mapping):
         item = item[0]  # labels follow the dict
-    required = _names(_required(positional_parameters(model)))
+    required_names = _names(_required(positional_parameters(model)))
     if isinstance(item, Mapping):
         arrays = {str(name): value for name, value in item.items() if hasattr(value, "__array__")}
         names = _names_of_inputs(model, arrays)
@@ -290,13 +297,13 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
     else:
         names = []
         values = list(item) if _is_series(item) else [item]
-        min_count = len(required) or 1
+        min_count = len(required_names) or 1
         if not takes_any_number(model):
             values = values[:min_count]  # labels follow the inputs
 
     item_name = "the first item of the calibration data"
     if len(values) < min_count:
-        arguments = required or _names(_parameters(model))
+        arguments = required_names or _names(_parameters(model))
         raise FeedError(
             f"{item_name} must hold the inputs of forward, {', '.join(arguments)}, got"
             f" {len(values) or 'none'}; yield a tuple of them, or a dict by these names"

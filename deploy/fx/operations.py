@@ -65,7 +65,10 @@ def arguments_by_name(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
 
 
 def replace_op(graph_module: fx.GraphModule, name: str, function: Callable[..., Any]) -> int:
-    """Replace every `name` (operator, torch function, method) by a call; return how many.
+    """Replace every call of an operation by a call of `function`, in place; return how many.
+
+    `name`: of the operation, such as "add", which stands for its operator, function and method.
+    `function` takes the same arguments.
 
     Raises:
         ConfigError: `name` is not in `SPELLINGS`, or the graph has no such node.

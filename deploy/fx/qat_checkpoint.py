@@ -31,14 +31,14 @@ def training_fingerprint(
     teacher: nn.Module | None,
     settings: Mapping[str, object],
 ) -> Fingerprints:
-    """Return the fingerprint of a training: name of each part -> sha256 (hex).
+    """Return the fingerprints of a training: name of a part -> sha256 (hex).
 
-    It covers the values of the float models, the optimizer's class and options, and the settings,
-    but only names and shapes of the prepared model: its ranges may be rounded differently on
-    another machine.
+    A checkpoint is of the same training if all are equal. They cover the values of the float
+    models, the optimizer's class and options, and the settings, but only names and shapes of the
+    prepared model: its ranges may be rounded differently on another machine.
     """
     shapes = [(name, list(value.shape)) for name, value in prepared.state_dict().items()]
-    groups = []
+    groups = []  # options of each group of parameters
     for group in optimizer.param_groups:
         groups.append({key: value for key, value in group.items() if key != "params"})
     parts: dict[str, object] = {
@@ -58,7 +58,15 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     losses: list[float],
 ) -> None:
-    """Write a checkpoint: weights, ranges, optimizer state, random state, losses."""
+    """Write a checkpoint of a training, from which `load_checkpoint` resumes it exactly.
+
+    Args:
+        path: of the file, which is replaced at once.
+        fingerprints: of the training (`training_fingerprint`).
+        prepared: the model, with its ranges.
+        optimizer: its optimizer.
+        losses: mean loss of each epoch so far.
+    """
     state = {
         "format": _FORMAT,
         "marks": fingerprints,

@@ -120,11 +120,11 @@ def resolve_target(target: str | Target) -> Target:
 
 
 def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
-    """Return the range search for a target.
+    """Return the search that finds activation ranges for a target, as `build` does.
 
     `target`: a target of `deploy.targets`, or its name. `method`: a method of
     `calibrators.searches`, such as "mse" or "percentile 99.9"; None for the default of `build` for
-    the target.
+    the target, which is AMCT's IFMR for ascend.
 
     Raises:
         ConfigError: there is no such target or method.
@@ -134,9 +134,9 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
         return IfmrSearch() if target.own_method else DEFAULT_SEARCH
     if isinstance(method, str):
         method = Method.from_label(method)
-    # TensorRT's own methods do not know where readers saturate
-    as_tensorrt = target.name == "tensorrt" and method.name in UNFOLDED_METHODS
-    return MethodSearch(method, bounded=not as_tensorrt)
+    # a range may end where its readers saturate, which TensorRT's own methods do not know
+    is_tensorrt_method = target.name == "tensorrt" and method.name in UNFOLDED_METHODS
+    return MethodSearch(method, bounded=not is_tensorrt_method)
 
 
 def widest_range(params: Sequence[ScaleAndZero], grid: Grid) -> ScaleAndZero:

@@ -163,12 +163,13 @@ def trace(
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    # the hooks are nodes now: copies without them, which share the parameters
+    # what the hooks of a layer do are nodes now: the graph gets a copy of the layer without hooks,
+    # which shares its parameters
     for name in sorted(tracer.unhooked):
-        copied = copy.copy(graph_module.get_submodule(name))
-        for hook in _HOOKS:
-            setattr(copied, hook, OrderedDict())
-        replace_submodule(graph_module, name, copied)
+        unhooked_layer = copy.copy(graph_module.get_submodule(name))
+        for hooks in _HOOKS:
+            setattr(unhooked_layer, hooks, OrderedDict())
+        replace_submodule(graph_module, name, unhooked_layer)
     graph_module.graph.lint()
     return graph_module
 
@@ -197,9 +198,10 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
-    # torch.fx leaves the modules on its stack in which it fails
-    calls = [("", type(model)), *tracer.module_stack.values()]
-    name, kind = calls[-1]
+    """Return the message on a failed trace: the module and line that failed, and the ways out."""
+    # torch.fx leaves the modules in which it fails on its stack, (name, class) each
+    open_calls = [("", type(model)), *tracer.module_stack.values()]
+    name, kind = open_calls[-1]
     line = failing_line(error) or "an unknown line"
     remedies = []
     if name:

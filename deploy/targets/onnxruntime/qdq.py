@@ -88,7 +88,8 @@ def write_qdq(
         round_scales: rounds scales to the ones a format can store, before quantization.
         trained_scales: node -> scales that its weight was trained with, [C_out] or [1]; the weight
             is a multiple of them already.
-        memoize: (key, function) -> what it returns, the same for later calls of the same model.
+        memoize: (key, function) -> the function's result, computed once for all calls with the same
+            model, as a search makes them.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or a scale is not positive.
@@ -107,9 +108,11 @@ def write_qdq(
     )
     for weight in plan.weights:
         writer.fuse_gemm(weight)
-        writer.write_weight(writer.add_shift(weight))
+        shifted_weight = writer.add_shift(weight)
+        writer.write_weight(shifted_weight)
     for pair in plan.pairs:
         writer.write_pair(pair)
+    # these replace nodes by others that read and write the integers of the pairs
     for gate in plan.gates:
         writer.write_gate(gate)
     for name in plan.int8_scalars:
@@ -185,15 +188,15 @@ class _QdqWriter:
         self.weight_grid = plan.placement.weights
         if self.weight_bits != self.weight_grid.bits:
             self.weight_grid = signed_grid(self.weight_bits)
-        constants = self.float_model.graph.initializer
+        float_constants = self.float_model.graph.initializer  # those of `graph` are among them
         self.nodes: dict[str, onnx.NodeProto] = by_name(self.graph.node)
-        self.initializers: dict[str, onnx.TensorProto] = by_name(constants)
+        self.initializers: dict[str, onnx.TensorProto] = by_name(float_constants)
         self.producer = map_producers(self.graph.node)
         self.constant_nodes: Nodes = []
         self.following_nodes: dict[str, Nodes] = {}
         self.replacements: dict[str, Nodes] = {}
-        # not a method, whose reference to the writer would hold both models until Python looks for
-        # such cycles
+        # no method: the gate writer would then refer to this writer, and this cycle would hold both
+        # models in memory until Python looks for cycles
         self.constant = partial(_add_constant, self.graph, self.initializers)
         self.gate_writer = GateWriter(self.constant, self.constant_nodes)
         self.gate_offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
