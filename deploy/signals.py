@@ -119,12 +119,13 @@ def _watch_signals(
     """
     while not command_ended.is_set():
         signal_numbers = os.read(reader, 64)  # waits for a signal, or the command's end
-        # `stop_runs` stops nothing if the command resumed its inferences after this time
+        # `stop_runs` stops nothing, and returns False, if an earlier signal did not end the command
+        # and its inferences were allowed again after this time
         signalled_at = time.monotonic() - GRACE_S
         if _END_SIGNALS.isdisjoint(signal_numbers) or command_ended.wait(GRACE_S):
             continue
         if _ORT in sys.modules and not sys.modules[_ORT].stop_runs(signalled_at):
-            renew_interrupt()  # the command goes on, so the next interrupt is a first one again
+            renew_interrupt()
 
 
 def _end_at_second_interrupt() -> Callable[[], object]:

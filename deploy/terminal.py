@@ -192,11 +192,12 @@ def _redirect_descriptor(restored: ExitStack) -> TextIO:
         os.dup2(_STDERR, _STDOUT)
     except OSError:  # one of them is closed
         return stream
+    # undone from the last one to the first
     restored.callback(os.close, descriptor)
     restored.callback(os.dup2, descriptor, _STDOUT)
     restored.callback(_flush_c)  # or what C still holds would be printed to stdout later
     with suppress(OSError, ValueError):  # a stream in memory has no descriptor
-        if stream.fileno() == _STDOUT:
+        if stream.fileno() == _STDOUT:  # which leads to stderr now
             stream = os.fdopen(
                 os.dup(descriptor), "w", encoding=stream.encoding, errors=stream.errors
             )

@@ -362,7 +362,7 @@ def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
         if "<!DOCTYPE" in text:  # its entities may grow without end
             raise ValueError("a DOCTYPE")
         root = ElementTree.fromstring(text)
-        size = _number(root, "size/height"), _number(root, "size/width")
+        height, width = _number(root, "size/height"), _number(root, "size/width")
         # one entry per object; a box is xmin, ymin, xmax, ymax
         boxes, classes, crowds = [], [], []
         for annotation in root.findall("object"):
@@ -376,14 +376,14 @@ def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
             boxes.append(corners)
             classes.append(number_by_class[name])
             crowds.append((annotation.findtext("difficult") or "").strip() == "1")
-        if min(size) < 1 or any(box[0] > box[2] or box[1] > box[3] for box in boxes):
+        if min(height, width) < 1 or any(box[0] > box[2] or box[1] > box[3] for box in boxes):
             raise ValueError("a size below 1 or corners in another order")
     except (ElementTree.ParseError, ValueError, OverflowError) as error:
         raise FeedError(
             "an XML file of labels has size, and objects with name and bndbox, as Pascal VOC's,"
             f" got {str(error)[:100]} in {title}; export the labels again"
         ) from error
-    return _make_objects((int(size[0]), int(size[1])), boxes, classes, crowds)
+    return _make_objects((int(height), int(width)), boxes, classes, crowds)
 
 
 _VOC_CORNERS = ("xmin", "ymin", "xmax", "ymax")

@@ -224,6 +224,7 @@ class SampleCounter:
         distinct_counts = set(rows_by_input.values())
         if len(distinct_counts) > 1:  # the item can only be one sample, if the model allows that
             fits = (_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+            # stacked samples are equally many, and so are dimensions of one name, such as "batch"
             must_be_equal = is_stacked or self._have_one_batch(rows_by_input)
             if must_be_equal or not all(fits):
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())

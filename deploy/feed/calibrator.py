@@ -116,6 +116,7 @@ class CalibratorBatches:
         Raises:
             FeedError: see `item`.
         """
+        # the allocated memory from the address on, with what was copied there
         address = _address(pointer)
         window = None if address is None else self._memory.find_window(address)
         if address is None or window is None:
@@ -149,6 +150,7 @@ class CalibratorBatches:
                     sizes[axis] = copied_size
         if has_batch:
             sizes = sizes[1:]
+        # an open size is a name or None; of size 0, nothing could be copied
         shape = tuple(size for size in sizes if isinstance(size, int) and size)
         if len(shape) < len(sizes):
             raise FeedError(

@@ -140,26 +140,23 @@ class Dataset:
                 raise ConfigError("labels by folder are of files in folders, got no path; give one")
             files = label_by_folder(files)
 
+        missing_states: Recurrence | None = None  # those that the samples lack
         recurrence = self._find_recurrence(specs, recurrence)
-        if isinstance(source, CalibratorScript):  # it gives all inputs
-            recurrence = None
-        if recurrence is not None:  # the samples give all inputs, or all but the states
-            given_names: Collection[str] = ()
+        if recurrence is not None and not isinstance(source, CalibratorScript):
+            given_names: Collection[str] = ()  # images give the only input that is no state
             if files is None:
                 given_names, source = peek_names(source, specs)
             elif files.are_arrays:
                 given_names = names_in_file(files.files[0], recurrence.inputs)
-            required_inputs = recurrence.required_inputs(given_names)
-            if required_inputs is None:  # the samples hold the states
-                recurrence = None
-            else:
-                specs = required_inputs
+            sample_inputs = recurrence.required_inputs(given_names)
+            if sample_inputs is not None:
+                specs, missing_states = sample_inputs, recurrence
         opener = _SourceOpener(
             dataset=self,
             choice=to_choice(self.limit),
             specs=tuple(specs),
             metadata_preprocess=metadata_preprocess,
-            recurrence=recurrence,
+            recurrence=missing_states,
         )
         return opener.open(source, files)
 
@@ -237,6 +234,7 @@ class _SourceOpener:
         (spec,) = self.specs
         # their shape and dtype may differ from the input's: they are converted below
         arrays = self._open_arrays(raw.path, files, (raw.file_spec(spec),))
+        # pixels, if the user gave their dtype or preprocessing
         if raw.are_images(spec, has_preprocess=self.dataset.preprocess is not None):
             resolved = self._resolve_preprocess()
             images = convert_images(arrays, spec, resolved.preprocess)
@@ -303,7 +301,7 @@ class _SourceOpener:
             return open_iterable(items, specs, has_end=has_end, limit=self.choice.required_samples)
         if files.folder is not None:
             return open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
-        if len(files.files) == 1 and files.files[0].label is None:  # no list, which has labels
+        if len(files.files) == 1 and files.files[0].label is None:
             add_input_file(files.files[0].path)
             return open_array_file(files.files[0].path, specs)
         return open_array_files(files.files, specs, files.name, skip_bad=skip_bad)

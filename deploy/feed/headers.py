@@ -266,11 +266,6 @@ def _read_box_size(data: bytes) -> WidthHeight | None:
     return width, height
 
 
-def _read_codestream_size(data: bytes) -> WidthHeight:
-    right, lower, left, upper = struct.unpack_from(">IIII", data, 8)
-    return right - left, lower - upper
-
-
 _SIZE_READERS: tuple[tuple[bytes, Callable[[bytes], WidthHeight | None]], ...] = (
     (b"\x89PNG\r\n\x1a\n", _read_png_size),
     (b"\xff\xd8", _read_jpeg_size),
@@ -282,6 +277,5 @@ _SIZE_READERS: tuple[tuple[bytes, Callable[[bytes], WidthHeight | None]], ...] =
     (b"II+\0", _read_tiff_size),
     (b"MM\0+", _read_tiff_size),
     (b"\0\0\0\x0cjP  ", _read_box_size),
-    (b"\xff\x4f\xff\x51", _read_codestream_size),
     *((b"P%d" % kind, _read_pnm_size) for kind in range(1, 7)),
 )

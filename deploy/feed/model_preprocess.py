@@ -82,15 +82,17 @@ def resolve_preprocess(
 
     options = _options(requested)
     if model_preprocess is None:
-        chosen = apply_user_options(default_preprocess(spec), options) if options else None
-        preprocess, notes = complete_preprocess(chosen, spec)
+        changed_default = None
+        if options:
+            changed_default = apply_user_options(default_preprocess(spec), options)
+        preprocess, notes = complete_preprocess(changed_default, spec)
         return ResolvedPreprocess(preprocess, notes=(*metadata_notes, *notes))
 
     if "size" in options:  # the model's short side belongs to another size
         model_preprocess = dataclasses.replace(model_preprocess, short_side=None)
     preprocess, _ = complete_preprocess(apply_user_options(model_preprocess, options), spec)
-    exceptions = f", but for {', '.join(options)}" if options else ""
-    return ResolvedPreprocess(preprocess, origin=source + exceptions, notes=metadata_notes)
+    origin = f"{source}, but for {', '.join(options)}" if options else source
+    return ResolvedPreprocess(preprocess, origin=origin, notes=metadata_notes)
 
 
 def _options(requested: object) -> dict[str, object]:

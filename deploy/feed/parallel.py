@@ -62,12 +62,13 @@ def run_in_order(
     first_number: int = 1,
     pause: Pause = NO_PAUSE,
 ) -> int:
-    """Work on every sample in several threads, and take the results in order.
+    """Call `work` on every sample in several threads, and `consume` on the results in order.
 
-    If the user interrupts the run, samples already drawn are still taken, and no other is drawn.
+    If the user interrupts the run, no other sample is drawn, and results of those already drawn are
+    still consumed.
 
     Args:
-        samples: drawn once, under a lock.
+        samples: drawn once, by one thread.
         work: (worker 0.., number of the sample 1.., sample) -> result; called concurrently.
         consume: (number, result); called one at a time, in the order of the numbers.
         threads: workers, 1 or more.

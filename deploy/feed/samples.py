@@ -405,7 +405,7 @@ class Feed:
             self._reader.digests.record(index, bytes.fromhex(digest), self._name(index))
         for position, reason in skipped.items():
             self._chosen.skipped[self._chosen.indices[position]] = reason
-        self._reader.decodes += len(share.positions) - len(skipped)
+        self._reader.decodes += len(share.positions) - len(skipped)  # read for this run
 
     def progress_after(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
         """Return the state after the first `samples` samples, even if more were read already.
@@ -433,6 +433,7 @@ class Feed:
         """
         known_digests = self._reader.digests
         with phase("hashing", len(digests), "samples") as step:
+            # that run may have read only the first ones
             for index, expected_digest in zip(self._chosen.indices, digests, strict=False):
                 if index not in known_digests:
                     self._reader.hash(index)

@@ -61,7 +61,7 @@ class Recurrence:
     is_set: bool = False
 
     def with_states(self, states: States) -> "Recurrence":
-        """Return the recurrence with the states that the user named, instead of its own.
+        """Return the model's recurrence with the states that the user named, not those found.
 
         Args:
             states: state input -> the output that the next step gets there.

@@ -224,8 +224,8 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
     for name in names:
         guard.refuse_output(folder / name)
     known_names = _files_in_manifest(folder)
-    foreign_names = (name for name in names if name not in known_names)
-    foreign_file = next(filter(Path.exists, map(folder.joinpath, foreign_names)), None)
+    other_paths = (folder / name for name in names if name not in known_names)
+    foreign_file = next(filter(Path.exists, other_paths), None)
     if foreign_file is not None and not force:
         way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(

@@ -259,8 +259,8 @@ def _move_all(stage: Path, folder: Path) -> None:
         rewritable=True,
     )
     # only names that a build gives its files, since anybody may have written the journal
-    journal = journal if isinstance(journal, list) else []
-    names = [name for name in journal if isinstance(name, str) and is_build_name(name)]
+    entries = journal if isinstance(journal, list) else []
+    names = [name for name in entries if isinstance(name, str) and is_build_name(name)]
     for name in names:
         source, target = stage / name, folder / name
         if not atomic.is_real_file(source):  # moved by an earlier run, or a link

@@ -47,8 +47,8 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
     """
     from onnx.external_data_helper import set_external_data
 
-    shell = copy_without_initializers(model, names, placeholders=True)
-    placeholder_by_name = {tensor.name: tensor for tensor in shell.graph.initializer}
+    small_model = copy_without_initializers(model, names, placeholders=True)
+    placeholder_by_name = {tensor.name: tensor for tensor in small_model.graph.initializer}
     with (folder / "weights").open("wb") as file:
         for tensor in model.graph.initializer:
             if tensor.name not in names:
@@ -61,7 +61,7 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
             set_external_data(placeholder, location="weights", offset=offset, length=len(data))
             placeholder.ClearField("raw_data")
     path = folder / "model.onnx"
-    path.write_bytes(shell.SerializeToString())
+    path.write_bytes(small_model.SerializeToString())
     return path
 
 

@@ -294,9 +294,13 @@ class Memory:
         return CopySource(self.read(address, size))
 
     def _copy_to_block(self, address: int, source: CopySource) -> None:
-        """Copy bytes into an allocation, and record the copy for the batch."""
+        """Copy bytes into an allocation, and record the copy as one of the current batch.
+
+        Raises:
+            ValueError: the address is in no allocation, or the rest of it is too small.
+        """
         block, offset = self._find_block(address)
-        if block is None or block.data is None:
+        if block is None or block.data is None:  # None: memory that a tensor of torch lends
             raise ValueError(
                 f"a copy must go to memory that the script allocated, got address {address:#x},"
                 " which is not"
