@@ -74,10 +74,8 @@ def points(value: float) -> str:
     return f"{100 * value:+.2f} points"
 
 
-def rate(value: float | None) -> str:
+def rate(value: float) -> str:
     """Format inferences per second."""
-    if value is None:
-        return NONE
     if value >= 100:  # 3 significant digits would round it
         return f"{value:,.0f} /s"
     return f"{value:.3g} /s"

@@ -145,7 +145,7 @@ def verdict(
         on_calibration: whether the accuracy is that on the calibration images.
     """
     causes, findings = _judge_accuracy(accuracy, gates.max_loss, doubts, draws)
-    int8_reasons = {reason for _, reason in findings if not reason.startswith(FLOAT_MODEL)}
+    loss_reasons = {reason for _, reason in findings if not reason.startswith(FLOAT_MODEL)}
     if gates.min_speedup is not None:
         findings.append(_judge_speed_limit(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
@@ -158,10 +158,10 @@ def verdict(
 
     # what puts the float model in question comes before any loss of int8, whatever its level
     reasons, too_few = _order_reasons([*causes, *_worst_first(findings)], level)
-    position = 0  # of a sentence on too few samples: behind the first figure on int8
-    first_int8_reason = next((reason for reason in reasons if reason in int8_reasons), None)
-    if first_int8_reason is not None:
-        position = reasons.index(first_int8_reason) + 1
+    position = 0  # of a sentence on too few samples: behind the first figure on the loss of int8
+    first_loss_reason = next((reason for reason in reasons if reason in loss_reasons), None)
+    if first_loss_reason is not None:
+        position = reasons.index(first_loss_reason) + 1
         calibrates_with_few = any("calibration" in sentence for sentence in too_few)
         if accuracy is not None and not calibrates_with_few:
             too_few = [*_describe_too_few(accuracy), *too_few]
