@@ -18,6 +18,7 @@ def make_predictor():
         threads=1,
         max_loss=None,
         metric=None,
+        form=None,
         count_samples=lambda count: None,
     )
 
@@ -42,6 +43,25 @@ def test_sampling_stops_when_result_is_stable(first_loss, expected_calls, monkey
     verdict = judge.predict(None, noise=0.0)
     assert len(judged_texts) == expected_calls
     assert verdict.task_loss.words == judged_texts[-1]
+
+
+@pytest.mark.parametrize(
+    ("counted", "samples", "expected_calls"), [(0, 12, 1), (12, 12, 2), (40, 12, 1), (12, 48, 1)]
+)
+def test_few_counted_need_more_samples(counted, samples, expected_calls, monkeypatch):
+    calls = []
+
+    def judge_parts(self, model):
+        for _ in range(2):
+            calls.append(model)
+            figure = TaskFigure(
+                task="", figure="", value=1, count="", words="", samples=samples, counted=counted
+            )
+            yield Accuracy(samples=samples, outputs=(), task=figure)
+
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", judge_parts)
+    make_predictor().predict(None, noise=0.0)
+    assert len(calls) == expected_calls
 
 
 def test_other_task_outputs_are_judged(monkeypatch):

@@ -293,18 +293,18 @@ def sensitivity_of(noisy, *, layers=LAYERS, max_trials=28, groups=8):
 
 @pytest.mark.parametrize("index", [0, 21, 63])
 def test_halving_finds_the_noisy_layer(index):
-    result, tried_groups = sensitivity_of(dict.fromkeys(LAYERS, 1e-4) | {LAYERS[index]: 0.5})
+    result, tried_groups = sensitivity_of(dict.fromkeys(LAYERS, 2e-5) | {LAYERS[index]: 0.5})
     assert result.groups[LAYERS[index],].slice_powers["y"][0] == 0.5
     assert len(tried_groups) == 8 + 2 * 3  # 8 layers a group are halved three times
     assert max(result.loss_by_layer(), key=result.loss_by_layer().__getitem__) == LAYERS[index]
 
 
 def test_negligible_groups_are_not_halved():
-    _, tried_groups = sensitivity_of({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.0009})
+    _, tried_groups = sensitivity_of({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.0002})
     halved = {layer for group in tried_groups[8:] for layer in group}
     assert LAYERS[0] in halved
     assert LAYERS[63] not in halved
-    _, tried_groups = sensitivity_of(dict.fromkeys(LAYERS, 1e-4))
+    _, tried_groups = sensitivity_of(dict.fromkeys(LAYERS, 2e-5))
     assert len(tried_groups) == 8
 
 

@@ -461,7 +461,7 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
     assert restored == pytest.approx(outputs["y"], rel=1e-6)
 
 
-def test_single_layer_trials_use_loudest_samples():
+def test_layers_alone_run_on_some_samples():
     target, request = FakeTarget(), fake_request(doubling().model)
     prober = probe.Prober(
         target.trial, request, doubled(1, -3, 2), runs_here=True, threads=1, isolated_sample_count=2
@@ -473,14 +473,27 @@ def test_single_layer_trials_use_loudest_samples():
     broken = Choices(float_nodes={"/y": "why"})
     assert prober.isolated_noises([broken, off], [["/y"], ["/y"]]) == [None, single_noise]
     assert (prober.trial_count, target.built) == (3, 3)
-    deviating = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 4, np.float32)})]
-    samples = [*doubled(5, -4), *deviating]  # what is lost is in the other alone, as in one class
+
+
+@pytest.mark.parametrize(
+    ("count", "has_noise"), [(1, [True]), (2, [False, True]), (3, [False, True, True])]
+)
+def test_layers_alone_run_where_they_lose_most(count, has_noise):
+    """Half of the samples have the greatest signal; the others lose most in the first trial."""
+    ones = {"x": np.ones((1, 4), np.float32)}
+    deviating = [(ones, {"y": np.full((1, 4), value, np.float32)}) for value in (4, 3)]
+    target, request = FakeTarget(), fake_request(doubling().model)
     prober = probe.Prober(
-        target.trial, request, samples, runs_here=True, threads=1, isolated_sample_count=2
+        target.trial,
+        request,
+        [*doubled(5, -4), *deviating],
+        runs_here=True,
+        threads=1,
+        isolated_sample_count=count,
     )
     prober.noises([NO_CHOICES])
-    (single_noise,) = prober.isolated_noises([NO_CHOICES], [["/y"]])
-    assert single_noise.slice_powers["y"][0] == 0 < single_noise.slice_powers["y"][1]
+    (noise,) = prober.isolated_noises([NO_CHOICES], [["/y"]])
+    assert list(noise.slice_powers["y"] > 0) == has_noise
 
 
 def test_timing_uses_the_median_shape():

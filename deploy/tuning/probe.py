@@ -59,7 +59,6 @@ ReferenceSample = tuple[Outputs, Outputs]
 DETECTION_LIST = "what is found"
 _NO_LOSS = 1e-12  # 120 dB: smaller losses count as none
 _MAX_TASK_LOSS = 0.99  # a larger one would not rank the layers
-_MIN_SHOWN = 0.25  # share of the loss of all samples: fewer of them must lose as much
 _RANKING = ("ArgMax", "TopK")
 _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
@@ -255,20 +254,20 @@ class Prober:
         return _TrialSamples(extended_samples, slices, powers, activations)
 
     def _select_isolated(self) -> list[int]:
-        """Return the indices of the samples of greatest signal, in order.
+        """Return the indices of some samples, in order: the strongest, and those that lose most.
 
-        If the first trial loses next to nothing in these, as where all loss is in the samples of
-        one class, those in which it loses most are taken.
+        Half are of the greatest signal. The others are those in which the first trial loses most:
+        its loss may be in samples of one class, or where the float model sees small objects.
         """
         slices, count = self._samples.slices, self._isolated_sample_count
-        strongest = strongest_samples(self._form, slices, count)
         noise = next(filter(None, self._noise_by_key.values()), Noise({}))
         powers = noise.slice_powers.get(noise.worst_slice, np.zeros(0))
         if powers.size != len(slices):  # no trial ran, or its outputs have no slices
-            return strongest
-        if _mean_loss(powers[strongest]) >= _MIN_SHOWN * _mean_loss(powers):
-            return strongest
-        return sorted(map(int, np.argsort(-powers, kind="stable")[:count]))
+            return strongest_samples(self._form, slices, count)
+        strongest = strongest_samples(self._form, slices, count // 2)
+        noisiest_first = map(int, np.argsort(-powers, kind="stable"))
+        noisiest = [index for index in noisiest_first if index not in strongest]
+        return sorted([*strongest, *noisiest[: count - len(strongest)]])
 
     def _run(self, trials: Sequence[Choices], samples: _TrialSamples) -> list[Noise | None]:
         """Return the noise of trials, each run once."""

@@ -28,7 +28,7 @@ class Effort:
 
     Attributes:
         samples: samples of each trial.
-        isolated_samples: the most active of them, on which a group runs alone in int8.
+        isolated_samples: those of them on which a group runs alone in int8.
         first_groups: groups of layers to begin with.
         isolated_trials: groups to run alone in int8, at most.
         split_trials: splits to try, at most.
@@ -51,11 +51,11 @@ class Effort:
 EFFORTS: dict[int, Effort] = {
     1: Effort(
         samples=8,
-        isolated_samples=2,
+        isolated_samples=4,
         first_groups=8,
-        isolated_trials=24,
+        isolated_trials=40,
         split_trials=4,
-        calibrations=5,
+        calibrations=6,
     ),
     2: Effort(
         samples=8,

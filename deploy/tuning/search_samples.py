@@ -65,6 +65,7 @@ _MIN_HALVED = 40  # samples, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
+_FIRST_SAMPLES = 12, CANDIDATES  # numbers that a verdict may rest on, before all are run
 _MIN_SHOWING = 40  # boxes or labels of the float model whose count shows a loss of 0.025
 
 
@@ -176,6 +177,7 @@ class VerdictPredictor:
         threads: samples that run in parallel.
         max_loss: the user's limit of loss; None for none.
         metric: the user's metric or task.
+        form: slices and task of the outputs; None derives them from the samples.
         count_samples: called with the number of samples that are run.
     """
 
@@ -184,6 +186,7 @@ class VerdictPredictor:
     threads: int
     max_loss: float | None
     metric: Metric | None
+    form: OutputForm | None
     count_samples: Callable[[int], None]
 
     def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
@@ -201,7 +204,7 @@ class VerdictPredictor:
                 reasons = _find_reasons(accuracy, self.max_loss)
                 task_loss = measure_loss(accuracy, self.max_loss)
                 hides_loss = task_loss is not None and self._hides_loss(task_loss, noise)
-                if _is_certain(reasons, accuracy, task_loss) and not hides_loss:
+                if not hides_loss and _is_certain(reasons, accuracy, task_loss):
                     break
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
@@ -224,10 +227,14 @@ class VerdictPredictor:
     def _accuracies(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on all; each sample runs once."""
         comparison = GrowingComparison(
-            [model], self.evaluation_set, self.metric, int8_kernels=self.int8_kernels
+            [model],
+            self.evaluation_set,
+            self.metric,
+            form=self.form,
+            int8_kernels=self.int8_kernels,
         )
         count = len(self.evaluation_set.subset)
-        for max_samples in dict.fromkeys((min(CANDIDATES, count), count)):
+        for max_samples in dict.fromkeys(min(limit, count) for limit in (*_FIRST_SAMPLES, count)):
             earlier_count = len(comparison.keys)
             try:
                 yield comparison.compare(max_samples, threads=self.threads)
@@ -245,9 +252,17 @@ def _find_reasons(accuracy: Accuracy, max_loss: float | None) -> dict[str, str]:
 
 
 def _is_certain(reasons: Mapping[str, str], accuracy: Accuracy, task_loss: TaskLoss | None) -> bool:
-    """Whether more samples would hardly change the verdict."""
+    """Whether more samples would hardly change the verdict.
+
+    A few samples show a share of pixels or of many boxes, but neither a rare class nor the loss of
+    a model without a task.
+    """
     if accuracy.problems:
         return True
+    if accuracy.samples < CANDIDATES:
+        task = accuracy.task
+        if task is None or 0 < task.counted < _MIN_SHOWING:
+            return False
     is_extreme = UNUSABLE in reasons or set(reasons) <= {GOOD}
     return is_extreme and (task_loss is None or task_loss.sure)
 
@@ -274,6 +289,7 @@ class GrowingComparison:
         evaluation_set: EvaluationSet,
         metric: Metric | None = None,
         *,
+        form: OutputForm | None = None,
         int8_kernels: bool,
         labels: Sequence[int] | None = None,
     ) -> None:
@@ -288,7 +304,7 @@ class GrowingComparison:
             self._second_keys = second_half(evaluation_set.subset)
         self._evaluation_set = evaluation_set
         self._comparison = Comparison(
-            evaluation_set.outputs, self._sessions[0], labels=labels, metric=metric
+            evaluation_set.outputs, self._sessions[0], labels=labels, form=form, metric=metric
         )
         self._own_states = OwnStates(evaluation_set.subset.states)
         self.keys: list[int] = []

@@ -20,7 +20,8 @@ from itertools import chain
 
 from deploy.tuning.probe import Noise
 
-QUIET_LOSS = 0.03  # about 30 dB: a group that loses less is not halved
+QUIET_LOSS = 0.03  # about 30 dB: a model that loses less needs no layer in float
+_QUIET_GROUP_LOSS = QUIET_LOSS / 2  # a group that loses less is not halved: four add up to 0.03
 _SATURATED_LOSS = 0.3  # about 10 dB: from here on noise no longer adds up
 _MAX_SCALE = 16.0  # limit of the factor between measured and summed power
 
@@ -148,7 +149,7 @@ def _measure_runnable(groups: Sequence[Group], measure: NoiseMeter) -> dict[Grou
 
 def _noisiest(noise_by_group: Mapping[Group, Noise], skipped: Collection[Group]) -> Group | None:
     """Return the noisiest group that can be halved; None if all of these are quiet."""
-    noisiest, highest_loss = None, QUIET_LOSS
+    noisiest, highest_loss = None, _QUIET_GROUP_LOSS
     for group, noise in noise_by_group.items():
         if len(group) > 1 and group not in skipped and noise.worst > highest_loss:
             noisiest, highest_loss = group, noise.worst

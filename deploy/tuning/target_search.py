@@ -143,7 +143,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         shared=shared,
         add_units=find_add_units(model, units),
     )
-    chooser = _split_chooser(setup, search, timed_samples, budget)
+    chooser = _split_chooser(setup, search, form, timed_samples, budget)
     is_interrupted = False
     try:
         search.run()
@@ -302,6 +302,7 @@ def _methods(setup: SearchSetup, best_methods: Sequence[Method]) -> list[Method 
 def _split_chooser(
     setup: SearchSetup,
     search: Search,
+    form: OutputForm,
     samples: Sequence[Mapping[str, Array]],
     budget: SearchBudget,
 ) -> SplitChooser:
@@ -315,6 +316,7 @@ def _split_chooser(
         threads=setup.request.threads,
         max_loss=setup.options.max_loss,
         metric=setup.options.metric,
+        form=form,
         count_samples=budget.spend,
     )
     target, units = setup.target, search.units
