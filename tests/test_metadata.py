@@ -235,6 +235,7 @@ def test_paddledetection_infer_cfg_is_read(tmp_path, wording):
     assert (preprocess.mean, preprocess.std, preprocess.scale) == (preset.mean, preset.std, 1 / 255)
     for old, new in (
         ("keep_ratio: false", "keep_ratio: true"),
+        ("is_scale: true", "is_scale: 2"),
         ("Permute", "PadStride"),
         ("interp: 2", "interp: [2, 3]"),
         ("- 320", "- [320]"),

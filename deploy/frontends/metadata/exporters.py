@@ -20,8 +20,6 @@ since PP-OCRv3. (Layout models have class names there: words, not characters.)
 `Preprocess` section of `infer_cfg.yml` .
 """
 
-import re
-from contextlib import suppress
 from dataclasses import replace
 
 from deploy.errors import ConfigError
@@ -205,11 +203,10 @@ def _read_resize(step: dict[str, object]) -> Preprocess:
     """Return preprocessing with the size and interpolation of a Resize, which must stretch."""
     size = parse_integers(step.get("target_size"), "target_size")
     interpolation = parse_number(step.get("interp", 1), "interp")
-    is_stretched = step.get("keep_ratio", True) is False
-    if not is_stretched or len(size) > 2 or interpolation not in _OPENCV:
+    if _read_flag(step, "keep_ratio") or len(size) > 2 or interpolation not in _OPENCV:
         raise ConfigError(
             "its Resize must have a target_size and keep_ratio false, got keep_ratio"
-            f" {short_text(step.get('keep_ratio', True))}"
+            f" {step.get('keep_ratio', 'true')}"
         )
     return Preprocess(
         default_size=(size[0], size[-1]), interpolation=_OPENCV[int(interpolation)], color="rgb"
@@ -218,7 +215,7 @@ def _read_resize(step: dict[str, object]) -> Preprocess:
 
 def _add_normalization(preprocess: Preprocess, step: dict[str, object]) -> Preprocess:
     """Return the preprocessing with the scale, mean and std of a NormalizeImage."""
-    if step.get("is_scale", True) is True:
+    if _read_flag(step, "is_scale"):
         preprocess = replace(preprocess, scale=1 / 255)
     if step.get("norm_type", "mean_std") == "none":
         return preprocess
@@ -226,35 +223,22 @@ def _add_normalization(preprocess: Preprocess, step: dict[str, object]) -> Prepr
     return replace(preprocess, mean=mean, std=parse_numbers(step.get("std"), "std"))
 
 
+def _read_flag(step: dict[str, object], name: str) -> bool:
+    """Return a boolean of a step, true if it is missing."""
+    text = str(step.get(name, "true")).lower()
+    if text not in ("true", "false"):
+        raise ConfigError(f"its {name} must be true or false, got {short_text(step[name])}")
+    return text == "true"
+
+
 def parse_operators(text: str) -> list[dict[str, object]]:
-    """Return the mappings in the section `Preprocess`; values are numbers, words, lists of them.
+    """Return the steps in the section `Preprocess`, each name -> value; numbers are texts.
 
     Raises:
-        ConfigError: a value of another form.
+        ConfigError: no YAML, or steps of another form.
     """
     data = from_yaml(text, rule=f"its {FILE} must be YAML", error=ConfigError)
     operators = data.get(_SECTION, []) if isinstance(data, dict) else []
     if not isinstance(operators, list) or not all(isinstance(step, dict) for step in operators):
         raise ConfigError(f"its {_SECTION} must be a list of steps, got {short_text(operators)}")
-    return [{str(key): _parse_value(value) for key, value in step.items()} for step in operators]
-
-
-def _parse_value(value: object) -> object:
-    """Return a word or number, or a list of them."""
-    if isinstance(value, list):
-        return [_parse_word(word) for word in value]
-    return _parse_word(value)
-
-
-def _parse_word(text: object) -> object:
-    """Return a boolean, a number or a word."""
-    if not isinstance(text, str):
-        raise ConfigError(f"its {_SECTION} must hold numbers and words, got {short_text(text)}")
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    if not re.fullmatch(r"\w+", text):
-        raise ConfigError(f"its {_SECTION} must hold numbers and words, got {short_text(text)}")
-    return text
+    return operators
