@@ -222,16 +222,17 @@ class SampleCounter:
                 rows_by_input[spec.name] = array.shape[0]
 
         distinct_counts = set(rows_by_input.values())
-        if len(distinct_counts) > 1:  # the item can only be one sample, if the model allows that
-            fits = (_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+        if len(distinct_counts) > 1:  # then the item must be one sample as the model takes it
+            is_one_sample = all(_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
             # stacked samples are equally many, and so are dimensions of one name, such as "batch"
             must_be_equal = is_stacked or self._have_one_batch(rows_by_input)
-            if must_be_equal or not all(fits):
+            if must_be_equal or not is_one_sample:
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
                 )
             self._has_unequal_rows = True
+
         row_count = max(distinct_counts, default=1)
         self._has_other_size |= is_stacked or row_count != rows_of_run(self.inputs)
         self.row_counts.append(row_count)

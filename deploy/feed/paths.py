@@ -77,7 +77,12 @@ class SourceFiles:
 
 
 def resolve_files(path: Path, *, split: Split = "train") -> SourceFiles:
-    """Return the files that `path` resolves to; of a data.yaml those of `split`.
+    """Return the files of images, arrays or a video that a path stands for.
+
+    Args:
+        path: a folder, a pattern, one of these files, or a file that lists some: a text file, COCO
+            annotations, or a data.yaml.
+        split: the images of a data.yaml: "train" or "val".
 
     Raises:
         FeedError: the path does not exist, or the list is invalid.
@@ -222,7 +227,8 @@ def _list_yaml_images(path: Path, split: Split) -> FileList:
         )
     files = FileList(path.parent)
     for source in image_sources:
-        for file in resolve_files(_locate_yaml_images(path, data.path or "", source)).files:
+        source_path = _locate_yaml_images(path, data.path or "", source)
+        for file in resolve_files(source_path).files:
             files.add(os.path.relpath(file.path, path.parent))
     return files
 
