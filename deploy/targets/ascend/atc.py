@@ -297,22 +297,20 @@ def _run_atc(command: list[str], engine: Path) -> Path:
 
 def _shape_notes(shapes: ShapeRange) -> list[str]:
     """Return a note that the .om takes one shape, if the samples' shapes differ."""
+    from deploy.feed.preprocess import format_size
+
     if not shapes.varies:
         return []
     ranges = []
     for name, min_shape in shapes.min_sizes.items():
         max_shape = shapes.max_sizes[name]
         if min_shape != max_shape:
-            ranges.append(f"{name} of {_format_shape(min_shape)} to {_format_shape(max_shape)}")
+            ranges.append(f"{name} of {format_size(min_shape)} to {format_size(max_shape)}")
     return [
         f"samples had {', '.join(ranges)}, and an int8 .om takes one shape: the command has the"
         " largest sample's; pad smaller samples as in training, or build one .om per shape with"
         " another --input_shape"
     ]
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
 
 
 _YUV = ("nv12", "nv21")  # 4:2:0, a Y plane and an interleaved UV plane; in nv21 V comes first

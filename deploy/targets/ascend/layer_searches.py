@@ -27,7 +27,7 @@ hold it. Source of the ranking: hicann/amct, common/auto_calibration.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -50,7 +50,6 @@ from deploy.targets.ascend.record import LayerRecord
 from deploy.tensors import Array
 from deploy.terminal import phase
 
-Measure = TypeVar("Measure")
 Records = Mapping[str, LayerRecord]
 
 CONFIGURED, _UNCLIPPED, _HFMG = "as configured", "nothing clipped", "hfmg"
@@ -178,14 +177,13 @@ def rank_layers(
     *,
     threads: int,
 ) -> list[tuple[str, float]]:
-    """Return (layer, similarity in [0, 1]) of every layer, worst first; ties in model order."""
+    """Return (layer name, similarity in [0, 1]) of all layers, worst first; ties in model order."""
 
-    def measure(_: Layer, float_output: Array, int8_output: Array) -> float:
-        return similarity(float_output, int8_output)
+    def compare(_layer: Layer, float_output: Array, int8_output: Array) -> Array:
+        return np.array(similarity(float_output, int8_output))
 
-    measures = _measure_outputs(model, layers, samples, measure, threads)
-    means = {name: float(np.mean(measures[name])) for name in layers}
-    return sorted(means.items(), key=lambda entry: entry[1])
+    means = _compare_outputs(model, layers, samples, compare, threads)
+    return sorted(((name, float(means[name])) for name in layers), key=lambda entry: entry[1])
 
 
 def similarity(float_output: Array, int8_output: Array) -> float:
@@ -248,10 +246,10 @@ def measure_layer_errors(
     The error is the variance of the difference, since the layer's bias can take away its mean. A
     layer that cannot hold a bias has the mean square.
     """
-    moments_by_layer = _measure_outputs(model, layers, samples, _difference_moments, threads)
+    moments_by_layer = _compare_outputs(model, layers, samples, _difference_moments, threads)
     errors = {}
     for name, q in layers.items():
-        mean, square = np.mean(moments_by_layer[name], axis=0)  # over the samples; each is [C]
+        mean, square = moments_by_layer[name]  # each is [C]
         channel_errors = square - mean**2 if q.layer.holds_bias else square
         errors[name] = float(channel_errors.sum())
     return errors
@@ -266,13 +264,13 @@ def _difference_moments(layer: Layer, float_output: Array, int8_output: Array) -
     return np.stack([rows.mean(axis=0), (rows * rows).mean(axis=0)])
 
 
-def _measure_outputs(
+def _compare_outputs(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
     samples: Sequence[Sample],
-    compare: Callable[[Layer, Array, Array], Measure],
+    compare: Callable[[Layer, Array, Array], Array],
     threads: int,
-) -> dict[str, list[Measure]]:
+) -> dict[str, Array]:
     """Compare each layer's float output with that of its int8 twin, on every sample.
 
     A twin is a model of the int8 layer alone; it reads the float model's own input of the layer.
@@ -280,7 +278,7 @@ def _measure_outputs(
     `compare`: (layer, float output, int8 output) -> result.
 
     Returns:
-        Layer name -> one result of `compare` for each sample.
+        Layer name -> the mean of the samples' results.
     """
     index = Graph(model)
     twins = {name: _open_twin(model, index, q) for name, q in layers.items()}
@@ -289,9 +287,9 @@ def _measure_outputs(
         tapped_tensors.update((q.layer.output, *q.layer.activations))
     graph_inputs = {value.name for value in model.graph.input}
     tap = Tap(model, sorted(tapped_tensors - graph_inputs))
-    results: dict[str, list[Measure]] = {name: [] for name in layers}
+    results: dict[str, list[Array]] = {name: [] for name in layers}
 
-    def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, Measure]:
+    def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, Array]:
         values = {**sample, **tap.run(sample)}
         sample_results = {}
         for name, q in layers.items():
@@ -300,12 +298,12 @@ def _measure_outputs(
             sample_results[name] = compare(layer, values[layer.output], outputs[layer.output])
         return sample_results
 
-    def collect(_number: int, sample_results: dict[str, Measure]) -> None:
+    def collect(_number: int, sample_results: dict[str, Array]) -> None:
         for name, value in sample_results.items():
             results[name].append(value)
 
     run_in_order(samples, run_sample, collect, threads=threads)
-    return results
+    return {name: np.mean(results[name], axis=0) for name in layers}
 
 
 def _open_twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:

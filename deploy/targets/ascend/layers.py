@@ -236,9 +236,7 @@ def _add_optional_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) 
 
     An input goes to `optional_layers`, or to `unfit_inputs` with the reason why it cannot be int8.
     """
-    layer_by_add = {
-        layer.bias_add: input_name for input_name, layer in graph.layers.items() if layer.bias_add
-    }
+    layer_by_add = {layer.bias_add: name for name, layer in graph.layers.items() if layer.bias_add}
     for position, tensor in enumerate(node.input):
         input_name = f"{node.name}:{position}"
         if tensor in index.constants:

@@ -137,8 +137,7 @@ def find_unfolded_deconvs(model: onnx.ModelProto) -> list[str]:
     """Return the ConvTranspose nodes before a BatchNormalization, which AMCT does not fold."""
     from deploy.frontends.affine import NORM
 
-    named, _ = prepare_model(model)
-    nodes = named.graph.node
+    nodes = model.graph.node
     name_by_output = {n.output[0]: n.name for n in nodes if n.op_type == "ConvTranspose"}
     norm_inputs = [node.input[0] for node in nodes if node.op_type == NORM]
     return [name_by_output[tensor] for tensor in norm_inputs if tensor in name_by_output]
