@@ -52,6 +52,7 @@ from deploy.frontends.onnx_reader import MESSAGE_LIMIT
 from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.edit import (
     bypass,
+    claim_name,
     copy_message,
     drop_initializer_inputs,
     make_node,
@@ -61,7 +62,6 @@ from deploy.graph.edit import (
     retain_named,
     set_opset,
     tensor_names,
-    unique_name,
 )
 from deploy.graph.index import (
     FLOAT,
@@ -75,7 +75,6 @@ from deploy.graph.index import (
     attributes,
     count_reads,
     declared_values,
-    names_of,
     opset_of,
 )
 from deploy.graph.opset_forms import (
@@ -367,17 +366,15 @@ def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
 def _insert_casts(graph: onnx.GraphProto) -> None:
     """Cast float16 inputs to float32, and the float32 results of float16 outputs back."""
     produced = all_outputs(graph.node)
-    names = produced | names_of(graph.input)
-    for node in graph.node:
-        names.update(node.input)
+    names = tensor_names(graph)
     float32_names: dict[str, str] = {}  # input or output -> the tensor that the nodes use instead
     input_casts, output_casts = [], []
     for value in filter(_is_half, graph.input):
-        inner = float32_names[value.name] = unique_name(f"{value.name}_float32", names)
+        inner = float32_names[value.name] = claim_name(f"{value.name}_float32", names)
         input_casts.append(make_node("Cast", [value.name], inner, inner, to=FLOAT))
     for value in filter(_is_half, graph.output):
         if value.name in produced:  # else it is an input of the graph
-            inner = float32_names[value.name] = unique_name(f"{value.name}_float32", names)
+            inner = float32_names[value.name] = claim_name(f"{value.name}_float32", names)
             cast = make_node("Cast", [inner], value.name, value.name, doc_string=_END, to=_HALF)
             output_casts.append(cast)
     nodes = list(graph.node)

@@ -29,6 +29,7 @@ from deploy.graph.edit import (
     replace_nodes,
     retain_named,
     sort_nodes,
+    tensor_names,
     unique_name,
 )
 from deploy.graph.index import (
@@ -133,9 +134,7 @@ class CutOffNodes:
     def _add_constants(self, graph: onnx.GraphProto, nodes: Nodes) -> None:
         """Add the constants that `nodes` read, under another name if one was changed in `graph`."""
         initializers = by_name(graph.initializer)
-        names = initializers.keys() | all_outputs(graph.node)
-        for node in graph.node:
-            names.update(node.input)
+        names = tensor_names(graph)
         for tensor in self.model.graph.initializer:
             if initializers.get(tensor.name) == tensor:
                 continue
