@@ -244,7 +244,7 @@ class _SourceOpener:
         return self._create_feed(convert_arrays(arrays, spec))
 
     def _open_images(self, files: SourceFiles) -> Feed:
-        """Return the feed of images, or of a video: one frame a second, if the user sets no step."""
+        """Return the feed of images, or of a video: by default of one frame a second."""
         add_input_files(len(files.files), files.files.path)
         resolved = self._resolve_preprocess()
         spec, preprocess = self.specs[0], resolved.preprocess
