@@ -171,7 +171,7 @@ def _find_cell_scores(
     cell.
     """
     values_by_slice = {}
-    for name in samples.every:
+    for name in samples.all_output_names:
         for part in slices[name]:
             if not part.less:
                 values_by_slice[part] = [part.of(value) for value in samples.arrays(name)]
@@ -254,7 +254,7 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     for name in covered:
         map_shapes |= {value.shape for value in samples.arrays(name) if value.ndim == _MAP}
     uncovered = []
-    for name, values in samples.floats.items():
+    for name, values in samples.float_outputs.items():
         is_stage = any(value.shape in map_shapes for value in values)
         if name not in covered and not is_stage:
             uncovered.append(name)
@@ -276,7 +276,7 @@ def _describe_task(
     if task is None:
         return source_text and f"no task{source_text}"
     descriptions = []
-    for name in samples.every:
+    for name in samples.all_output_names:
         if task.covered and name not in task.covered:
             continue
         parts = [part for part in slices[name] if part.axis] or [OutputSlice(output=name)]
@@ -313,7 +313,7 @@ def _slice_output(name: str, samples: FirstSamples) -> tuple[OutputSlice, ...]:
 
     An output that repeats an input with a small change is one slice: that change.
     """
-    if name not in samples.every:  # it is missing in some samples
+    if name not in samples.all_output_names:  # it is missing in some samples
         return (OutputSlice(output=name),)
     values = samples.arrays(name)
     source = find_repeated_input(values, samples.inputs)

@@ -99,10 +99,9 @@ def make_metric(
 
 
 def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTask | None, str]:
-    """Return the task of the outputs, and who says so as text; "" if their values show it.
+    """Return (task of the outputs, who set or declared it as text; "" if their values show it).
 
-    The task is None if no recogniser is certain, or there are over 64 outputs. Raw scores whose
-    probabilities are an output too are left out.
+    The task is None if no recogniser is certain, or there are over 64 outputs.
 
     Args:
         samples: the float model's first samples.
@@ -113,7 +112,8 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
     """
     declared = samples.declared
     source = "as set by --task" if task else f"by {declared.source}"
-    if not samples.outputs or task in NO_TASK or (not task and len(samples.names) > _MAX_OUTPUTS):
+    has_too_many = not task and len(samples.names) > _MAX_OUTPUTS
+    if not samples.outputs or task in NO_TASK or has_too_many:
         return None, source if task else ""
     # probabilities are used without their raw scores, which say the same
     distinct = first_samples.drop_outputs(samples, declared.probabilities)
@@ -124,7 +124,9 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
         if fitting is not None:
             return fitting, source
         if task:
-            got = [f"{name} {[*samples.outputs[0][name].shape]}" for name in samples.every[:4]]
+            got = []
+            for name in samples.all_output_names[:4]:
+                got.append(f"{name} {[*samples.outputs[0][name].shape]}")
             shapes = ", or ".join(form.shape for form in row.forms)
             raise ConfigError(
                 f"the task {task} needs {shapes}, got {', '.join(got)}; set another, or none to"
@@ -133,6 +135,7 @@ def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTas
     if named_task in NO_TASK:
         return None, source
 
+    # indices may be an output of any task, so they are tried last
     rows = [row for name, row in TASKS.items() if name != "indices"]
     return _recognise(distinct, rows) or indices.find_integers(distinct), ""
 
@@ -150,6 +153,8 @@ def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> Evalu
 
     Scores and their ArgMax say the same. So the outputs are tried without ArgMax, then all of them
     (the ArgMax may be of another task), then without the scores, whose form may be unknown.
+
+    `rows`: the tasks to try, in this order.
     """
     declared = samples.declared
     choices = [samples]
@@ -157,9 +162,9 @@ def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> Evalu
         scores = {*declared.best_classes.values()}
         without_argmax = first_samples.drop_outputs(samples, declared.best_classes)
         choices = [without_argmax, samples, first_samples.drop_outputs(samples, scores)]
-    for choice, row in itertools.product(choices, rows):
-        for find in row.finders:
-            task = find(choice)
+    for remaining_samples, row in itertools.product(choices, rows):
+        for find_task in row.finders:
+            task = find_task(remaining_samples)
             if task is not None:
                 return task
     return None

@@ -10,7 +10,7 @@ rows of two models are different boxes: only the column of scores is compared by
 if the length of the list varies. Other detectors: `detector_forms`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
 
@@ -65,32 +65,51 @@ def find_box_list(samples: FirstSamples) -> RowDecoder | None:
 
 
 def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
-    """Yield readings of outputs as lists that their shapes allow: of several outputs first.
+    """Yield a decoder for each way to read the outputs as a list of boxes, by their shapes alone.
 
-    The rows of a list are [.., K, n]. Boxes, scores and classes are columns of one output; or the
-    boxes, or boxes with scores, have an output [.., K, 4] or [.., K, 5], and others [.., K] hold
-    one number a box.
+    A list has a row of four corner coordinates, a score and perhaps a class number for each of K
+    boxes. Lists in several outputs come before those in one.
     """
-    shapes = {name: samples.outputs[0][name].shape for name in samples.every}
+    shapes = {name: samples.outputs[0][name].shape for name in samples.all_output_names}
     for name, shape in shapes.items():
-        corners, width = Columns(name, LIST, 0, 4), shape[-1] if len(shape) > 1 else 0
-        for score_output, numbers in permutations(shapes, 2) if width == 4 else ():
+        if len(shape) > 1:
+            yield from _propose_several_outputs(name, shape[-1], shapes)
+    for name, shape in shapes.items():
+        if len(shape) > 1 and np.prod(shape[:-2]) == 1:
+            yield from _propose_one_output(name, shape[-1])
+
+
+def _propose_several_outputs(
+    box_output: str, width: int, output_names: Collection[str]
+) -> Iterator[RowDecoder]:
+    """Yield lists whose class numbers, and perhaps scores, have an output [.., K] of their own.
+
+    `width`: columns of `box_output`: 4 for boxes alone, 5 for boxes and scores; others are no list.
+    """
+    corners = Columns(box_output, LIST, 0, 4)
+    if width == 4:
+        for score_output, class_output in permutations(output_names, 2):
             scores = Columns(score_output, LIST_NUMBERS)
-            yield _list_decoder(corners, scores, Columns(numbers, LIST_NUMBERS))
-        for numbers in shapes if width == 5 else ():
-            scores = Columns(name, LIST, 4, 5)
-            yield _list_decoder(corners, scores, Columns(numbers, LIST_NUMBERS))
-    for name, shape in shapes.items():
-        if len(shape) < 2 or np.prod(shape[:-2]) != 1:
-            continue
-        for corner, score, number in _LAYOUTS.get(shape[-1], ()):
-            yield _list_decoder(
-                Columns(name, LIST, corner, corner + 4),
-                Columns(name, LIST, score, score + 1),
-                Columns(name, LIST, number, number + 1),
-            )
-        if shape[-1] == 5:
-            yield _list_decoder(Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5))
+            yield _list_decoder(corners, scores, Columns(class_output, LIST_NUMBERS))
+    elif width == 5:
+        scores = Columns(box_output, LIST, 4, 5)
+        for class_output in output_names:
+            yield _list_decoder(corners, scores, Columns(class_output, LIST_NUMBERS))
+
+
+def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
+    """Yield lists whose boxes, scores and class numbers are columns of one output [.., K, width].
+
+    Five columns are boxes and scores without a class.
+    """
+    for first_corner, score, class_number in _LAYOUTS.get(width, ()):
+        yield _list_decoder(
+            Columns(name, LIST, first_corner, first_corner + 4),
+            Columns(name, LIST, score, score + 1),
+            Columns(name, LIST, class_number, class_number + 1),
+        )
+    if width == 5:
+        yield _list_decoder(Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5))
 
 
 def _list_decoder(corners: Columns, scores: Columns, *numbers: Columns) -> RowDecoder:
@@ -105,28 +124,31 @@ def _list_decoder(corners: Columns, scores: Columns, *numbers: Columns) -> RowDe
 
 
 def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
-    """Whether rows are boxes: ordered corners, a score of 0 to 1 and a whole class number.
+    """Whether a proposed list is one: ordered corners, scores of 0 to 1 and whole class numbers.
 
-    Without classes the scores fall, too.
+    Without class numbers the scores must also fall from row to row.
     """
     try:
         tables = [decoder.read_list(outputs) for outputs in samples.outputs]
     except OtherShapeError:
         return False
     rows = np.concatenate(tables)
-    has_falling_scores = all((np.diff(table[:, 4]) <= 0).all() for table in tables)
-    if not decoder.numbers and not (has_falling_scores and len(rows) > len(tables)):
-        return False
+    if not decoder.numbers:
+        has_falling_scores = all((np.diff(table[:, 4]) <= 0).all() for table in tables)
+        # one row a sample cannot show that scores fall
+        if not has_falling_scores or len(rows) <= len(tables):
+            return False
     if not np.isfinite(rows).all():
         return False
     rows = rows[rows[:, 4] > 0]  # lists of fixed length are padded
     if len(rows) < MIN_LIST_ROWS:
         return False
-    scores, numbers = rows[:, 4], rows[:, 5]
-    are_in_unit_range = scores.max() <= 1 + UNIT_TOLERANCE and (scores != scores.round()).any()
-    are_numbers = numbers.min() >= 0 and (numbers == numbers.round()).all()
-    are_ordered = np.all(rows[:, 2:4] >= rows[:, :2], axis=1)
-    return bool(are_in_unit_range and are_numbers and are_ordered.mean() >= MIN_CODED_SHARE)
+    scores, class_numbers = rows[:, 4], rows[:, 5]
+    has_whole_scores = (scores == scores.round()).all()  # then they are class numbers
+    has_scores = scores.max() <= 1 + UNIT_TOLERANCE and not has_whole_scores
+    has_classes = class_numbers.min() >= 0 and (class_numbers == class_numbers.round()).all()
+    has_ordered_corners = np.all(rows[:, 2:4] >= rows[:, :2], axis=1)
+    return bool(has_scores and has_classes and has_ordered_corners.mean() >= MIN_CODED_SHARE)
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:

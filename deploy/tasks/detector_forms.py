@@ -90,10 +90,10 @@ class _RowTable:
 
 
 def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder | None:
-    """Return the decoder of outputs that hold a detector's rows; None if no form is certain.
+    """Return the decoder of a detector's outputs; None if no form of `PROPOSALS` is certain.
 
-    A row is an anchor, a cell or a query. If several outputs have the same form by themselves, they
-    may be levels of one detector that belong together, so none is taken.
+    A form proposes which columns are boxes and scores. If several outputs by themselves fit one
+    form, they may be levels of one detector that belong together, so none of them is taken.
 
     Args:
         samples: the first samples.
@@ -106,7 +106,7 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
         for proposed in propose(tables, samples, is_set):
             try:
                 decoder = _confirm(proposed, samples, is_set=is_set)
-            except OtherShapeError:  # levels of different classes
+            except OtherShapeError:  # its levels differ in their number of classes
                 continue
             if decoder is not None:
                 decoders.setdefault(decoder.scores[0].output, decoder)
@@ -120,23 +120,24 @@ def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
 
     Outputs with NaN or Inf are left out, and maps whose sides are not the picture's over a stride.
     """
-    size = samples.picture_size
+    picture_size = samples.picture_size
     for name, layout in itertools.product(samples.names, LAYOUT_DIMENSIONS):
-        sides = samples.outputs[0][name].shape[2:4]
+        map_sides = samples.outputs[0][name].shape[2:4]
         # large maps, such as of the picture's size, are not read
-        if layout in (MAP, ANCHOR_MAP) and not fits_stride(sides, size):
+        if layout in (MAP, ANCHOR_MAP) and not fits_stride(map_sides, picture_size):
             continue
         columns = Columns(name, layout)
         try:
             tables = [columns.of(outputs) for outputs in samples.outputs]
-        except OtherShapeError:
+        except OtherShapeError:  # the output cannot have this layout
             continue
         if len({table.shape[1] for table in tables}) > 1:
-            continue
+            continue  # samples differ in their number of columns
         rows, row_count = np.concatenate(tables), len(tables[0])
         if np.isfinite(rows).all():
-            grid = find_grid(row_count, size)
-            yield _RowTable(columns, rows, row_count, () if grid is None else (grid,))
+            grid = find_grid(row_count, picture_size)
+            grids = () if grid is None else (grid,)
+            yield _RowTable(columns, rows, row_count, grids)
 
 
 def _read_rows(levels: Sequence[Columns], samples: FirstSamples) -> Floats:
@@ -181,39 +182,41 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
         class_count: number of classes that the model's file declares; 0 if unknown.
         is_set: whether columns after the boxes may be raw scores, too.
     """
-    share_count = _count_shares(table, 0)
-    bins = table.part(share_count, table.width)
-    if _have_wide_coding(table, share_count):
-        yield RowDecoder(scores=table.part(0, share_count), box_columns=bins, grids=table.grids)
+    # classes, then distributions
+    first_scores = _count_probabilities(table, 0)
+    if _have_wide_coding(table, first_scores):
+        yield RowDecoder(
+            scores=table.part(0, first_scores),
+            box_columns=table.part(first_scores, table.width),
+            grids=table.grids,
+        )
 
-    score_count = _count_shares(table, _BOX)
+    # boxes, then an objectness and classes (together the scores), then further columns
+    score_count = _count_probabilities(table, _BOX)
     if not score_count and is_set:
         score_count = table.width - _BOX
     if not score_count:
         return
-
     if class_count and score_count >= class_count:
         has_objectness = table.columns.layout == ROWS and score_count > class_count
         score_count = class_count + has_objectness
     else:
         scores = _to_probabilities(table.rows[:, _BOX : _BOX + score_count])
         has_objectness = _has_objectness(scores, table.columns.layout)
-    first_class, end = _BOX + has_objectness, _BOX + score_count
+    first_class, scores_end = _BOX + has_objectness, _BOX + score_count
     yield RowDecoder(
-        scores=table.part(first_class, end),
+        scores=table.part(first_class, scores_end),
         box_columns=table.part(0, _BOX),
-        gates=table.part(_BOX, first_class),
-        extra=table.part(end, table.width),
+        gates=table.part(_BOX, first_class),  # the objectness, if there is one
+        extra=table.part(scores_end, table.width),
         grids=table.grids,
     )
 
 
-def _count_shares(table: _RowTable, start: int) -> int:
-    """Return how many columns in a row, from `start` on, hold probabilities of 0 to 1."""
+def _count_probabilities(table: _RowTable, start: int) -> int:
+    """Return how many columns, counted from `start` up to the first other, hold probabilities."""
     columns = table.rows[:, start:].T
-    return next(
-        (k for k, column in enumerate(columns) if not are_in_unit_range(column)), len(columns)
-    )
+    return sum(1 for _ in itertools.takewhile(are_in_unit_range, columns))
 
 
 def _to_probabilities(rows: Array) -> Array:
@@ -270,7 +273,7 @@ def _propose_separate(
 
     levels: list[RowDecoder] = []
     paired_outputs: set[str] = set()
-    # an output has a row count in each layout: the larger one counts anchors
+    # an output [1, a, b] is a table of a rows and one of b rows: the larger number counts anchors
     for _, level_tables in sorted(tables_by_row_count.items(), reverse=True):
         level = _pair_tables([*level_tables.values()], is_set=is_set)
         if level is not None and paired_outputs.isdisjoint(level_tables):
@@ -376,11 +379,12 @@ def _propose_anchor_maps(
             continue
         # of rows x y w h objectness classes, only an objectness is near 0 nearly everywhere
         probabilities = _to_probabilities(table.rows)
-        objectness, box_median = probabilities[:, _BOX], np.median(probabilities[:, :_BOX])
-        if objectness.mean() < MAX_EMPTY_SCORE < box_median:
-            scores, gates = table.part(_BOX + 1, table.width), table.part(_BOX, _BOX + 1)
-            levels.append(RowDecoder(scores=scores, gates=gates))
-    if len(levels) == len(samples.every) > 1:
+        objectness = probabilities[:, _BOX].mean()
+        box_median = np.median(probabilities[:, :_BOX])
+        if objectness < MAX_EMPTY_SCORE < box_median:
+            scores = table.part(_BOX + 1, table.width)
+            levels.append(RowDecoder(scores=scores, gates=table.part(_BOX, _BOX + 1)))
+    if len(levels) == len(samples.all_output_names) > 1:
         yield from _join_levels(levels)
 
 
@@ -415,7 +419,10 @@ PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
 
 
 def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> RowDecoder | None:
-    """Return the decoder of proposed columns, complete; None if the values are no scores and boxes.
+    """Return a proposed decoder with its activations and coding; None if its values do not fit.
+
+    They fit if the scores of most rows detect nothing, and the boxes have a coding of `CODINGS`.
+    Gates are columns that multiply the scores, such as an objectness.
 
     Args:
         proposed: columns of scores, boxes, gates and others, without activations or a coding.
@@ -429,11 +436,13 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
     score_rows = _read_rows(proposed.scores, samples)
     is_separate = _are_separate(proposed)
     activation, background = _missing_sigmoid(score_rows), None
-    if is_separate:
-        activations = _find_activation(score_rows, samples.declared.classes, is_set=is_set)
-        if activations is None:
+    if is_separate:  # these may also lack a Softmax, or have a class for the background
+        activation_and_background = _find_activation(
+            score_rows, samples.declared.classes, is_set=is_set
+        )
+        if activation_and_background is None:
             return None
-        activation, background = activations
+        activation, background = activation_and_background
     gate_activation = ""
     if proposed.gates:
         gate_activation = _missing_sigmoid(_read_rows(proposed.gates, samples))
@@ -444,13 +453,15 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
         gate_activation=gate_activation,
         background=background,
     )
-    best = [decoder.read_scores(outputs).max(axis=1) for outputs in samples.outputs]
-    has_rows = len(best[0]) >= MIN_ANCHORS
-    if not is_set and not (has_rows and _are_mostly_empty(np.concatenate(best))):
+    best_scores = [decoder.read_scores(outputs).max(axis=1) for outputs in samples.outputs]
+    has_anchors = len(best_scores[0]) >= MIN_ANCHORS
+    if not is_set and not (has_anchors and _are_mostly_empty(np.concatenate(best_scores))):
         return None
+
     if not decoder.box_columns:
         return decoder
     decoder = replace(decoder, coding=_find_coding(decoder, samples))
+    # boxes in an output with scores may be any numbers, unless a coding fits them
     if not is_separate and not decoder.coding and not is_set:
         return None
     return _read_extra(decoder, samples)
@@ -465,7 +476,9 @@ def _are_separate(decoder: RowDecoder) -> bool:
 def _find_activation(
     rows: Floats, class_count: int, *, is_set: bool
 ) -> tuple[str, int | None] | None:
-    """Return (activation that scores lack, class of the background); None if the values fit none.
+    """Return (activation to apply to scores, class of the background); None if neither fits.
+
+    The background is a class for rows that detect nothing, which a Softmax needs.
 
     Args:
         rows: scores [rows, n] of outputs without boxes.
@@ -479,7 +492,7 @@ def _find_activation(
     background = _find_background(rows)
     if background is None and is_set:
         background = last_class
-    if are_in_unit_range(rows):
+    if are_in_unit_range(rows):  # they are activated already
         if last_class == 0 or not sums_to_one(rows).all():
             return "", None
         return None if background is None else ("", background)
@@ -559,14 +572,17 @@ def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     if not decoder.extra:
         return decoder
     extra = _read_rows(decoder.extra, samples)
-    boxes, width = _read_rows(decoder.box_columns, samples), extra.shape[1]
+    boxes = _read_rows(decoder.box_columns, samples)
+    width = extra.shape[1]
     maps = [name for name in samples.names if _are_prototypes(name, width, samples)]
     if len(maps) == 1:
         return replace(decoder, mask_maps=maps[0])
     if width == 1:
         has_angle = decoder.coding == "centre" and are_angles(extra)
         return replace(decoder, has_angle=has_angle)
-    for numbers in (3, 2) if decoder.coding else ():
+    if not decoder.coding:
+        return decoder
+    for numbers in (3, 2):  # of a key point: x, y and perhaps a visibility
         if width % numbers == 0 and _are_points(extra, boxes, numbers):
             return replace(decoder, point_numbers=numbers)
     return decoder
@@ -602,30 +618,38 @@ def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
 
 
 def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
-    """Return the slices of a detector's outputs; none if its boxes are not decoded.
+    """Return output -> the slices whose errors are measured; empty if boxes are not decoded.
 
-    An output of boxes and scores has a slice for each; outputs of boxes alone are weighted by the
-    scores of the same rows.
+    An output of boxes and scores has a slice for each. Outputs of boxes alone are weighted by the
+    scores of the same rows, since boxes where nothing is are arbitrary.
     """
     if not decoder.box_columns:
         return {}
-    slices: SlicesByOutput = {}
     if _are_separate(decoder):
-        for columns in (*decoder.scores, *decoder.gates):
-            slices[columns.output] = (OutputSlice(output=columns.output),)
-        weights = _find_weights(decoder, samples)
-        for weighted in (decoder.box_columns, decoder.extra):
-            for columns, weight in zip(weighted, weights, strict=False):
-                slices[columns.output] = (OutputSlice(output=columns.output, at=weight),)
-        return slices
+        return _slice_separate_outputs(decoder, samples)
 
-    boxes, scores = decoder.box_columns[0], (decoder.gates or decoder.scores)[0]
+    boxes = decoder.box_columns[0]
+    # an objectness (the gate) and the classes are one slice, and begin at the objectness
+    scores = (decoder.gates or decoder.scores)[0]
     axis = -1 if scores.layout == ROWS else 1
-    starts = {boxes.start, scores.start, *(columns.start for columns in decoder.extra)}
+    starts = {boxes.start, scores.start}
+    starts.update(columns.start for columns in decoder.extra)
     width = samples.outputs[0][scores.output].shape[axis]
+    slices = []
     for start, stop in itertools.pairwise(sorted([*starts, width])):
-        part = OutputSlice(output=scores.output, axis=axis, start=start, stop=stop)
-        slices[scores.output] = (*slices.get(scores.output, ()), part)
+        slices.append(OutputSlice(output=scores.output, axis=axis, start=start, stop=stop))
+    return {scores.output: tuple(slices)}
+
+
+def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
+    """Return output -> its slice, the complete output; boxes and key points with their weights."""
+    slices: SlicesByOutput = {}
+    for columns in (*decoder.scores, *decoder.gates):
+        slices[columns.output] = (OutputSlice(output=columns.output),)
+    weights = _find_weights(decoder, samples)
+    for columns_of_levels in (decoder.box_columns, decoder.extra):
+        for columns, weight in zip(columns_of_levels, weights, strict=False):
+            slices[columns.output] = (OutputSlice(output=columns.output, at=weight),)
     return slices
 
 

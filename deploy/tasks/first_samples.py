@@ -38,7 +38,7 @@ class FirstSamples:
         return [sample[name] for sample in self.outputs]
 
     @property
-    def of_pictures(self) -> bool:
+    def has_pictures(self) -> bool:
         """Whether a sample has a picture among its inputs."""
         return any(image_size(sample) is not None for sample in self.inputs)
 
@@ -53,10 +53,10 @@ class FirstSamples:
     @property
     def names(self) -> tuple[str, ...]:
         """Outputs that have values in every sample."""
-        return tuple(name for name in self.every if all(map(np.size, self.arrays(name))))
+        return tuple(name for name in self.all_output_names if all(map(np.size, self.arrays(name))))
 
     @property
-    def floats(self) -> dict[str, list[Array]]:
+    def float_outputs(self) -> dict[str, list[Array]]:
         """Outputs that are finite floating-point numbers in every sample -> their arrays."""
         floats = {}
         for name in self.names:
@@ -66,7 +66,7 @@ class FirstSamples:
         return floats
 
     @property
-    def every(self) -> tuple[str, ...]:
+    def all_output_names(self) -> tuple[str, ...]:
         """Outputs that every sample has, possibly empty."""
         names = self.outputs[0] if self.outputs else {}
         return tuple(name for name in names if all(name in sample for sample in self.outputs))
@@ -74,7 +74,7 @@ class FirstSamples:
 
 def sort_by_size(samples: FirstSamples) -> list[str]:
     """Return the floating-point outputs, the largest first."""
-    return sorted(samples.floats, key=lambda name: -samples.outputs[0][name].size)
+    return sorted(samples.float_outputs, key=lambda name: -samples.outputs[0][name].size)
 
 
 def drop_outputs(samples: FirstSamples, names: Collection[str]) -> FirstSamples:
@@ -86,17 +86,18 @@ def drop_outputs(samples: FirstSamples, names: Collection[str]) -> FirstSamples:
 
 
 def find_states(samples: FirstSamples) -> dict[str, str]:
-    """Return state outputs -> the inputs that take them at the next call, as of a recurrent model.
+    """Return output -> input that takes it at the next call, for the states of a recurrent model.
 
-    None are states if there would be no other output, or no other input: the model may rebuild it.
+    An output is a state if it has an input's shape and type. Empty if all outputs or all inputs
+    would be states: then the model may rebuild its input, as an autoencoder does.
     """
     input_by_state: dict[str, str] = {}
     input_names = samples.inputs[0] if samples.inputs else {}
-    for name, source in itertools.product(samples.names, input_names):
-        is_paired = name in input_by_state or source in input_by_state.values()
-        if not is_paired and _is_state(name, source, samples):
-            input_by_state[name] = source
-    has_other_outputs = len(input_by_state) < len(samples.every)
+    for name, input_name in itertools.product(samples.names, input_names):
+        is_paired = name in input_by_state or input_name in input_by_state.values()
+        if not is_paired and _is_state(name, input_name, samples):
+            input_by_state[name] = input_name
+    has_other_outputs = len(input_by_state) < len(samples.all_output_names)
     has_other_inputs = len(input_by_state) < len(input_names)
     if has_other_outputs and has_other_inputs:
         return input_by_state

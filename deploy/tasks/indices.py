@@ -275,27 +275,32 @@ INDICES = Form(
 
 
 def find_integers(samples: FirstSamples) -> Indices | None:
-    """Return outputs of integers from 0 on; beside others, those that differ between samples.
+    """Return the outputs of class numbers or indices; None without such.
 
     Lists of varying length, and selections of NonMaxSuppression, are compared in any order of rows.
     """
-    names = [name for name in samples.every if all(map(_are_class_numbers, samples.arrays(name)))]
-    outputs = {}
-    for name in names:
-        values = samples.arrays(name)
-        varies = len({value.tobytes() for value in values}) > 1
-        if varies or len(names) == len(samples.every):
-            # [n, 3] as NonMaxSuppression gives image, class and box
-            is_selection = samples.declared.ends.get(name) == "selected"
-            is_selection |= all(_is_selection(value) for value in values)
-            outputs[name] = is_selection or len({value.shape for value in values}) > 1
-    if not outputs:
+    arrays_by_name = {}  # outputs that may be such
+    for name in samples.all_output_names:
+        if all(map(_are_class_numbers, samples.arrays(name))):
+            arrays_by_name[name] = samples.arrays(name)
+
+    is_list_by_name = {}  # output -> whether its rows are in any order
+    for name, arrays in arrays_by_name.items():
+        # beside other outputs, integers that are equal in all samples may be a constant
+        is_constant = len({value.tobytes() for value in arrays}) == 1
+        if is_constant and len(arrays_by_name) < len(samples.all_output_names):
+            continue
+        is_selection = samples.declared.ends.get(name) == "selected"
+        is_selection |= all(map(_is_selection, arrays))
+        varies_in_shape = len({value.shape for value in arrays}) > 1
+        is_list_by_name[name] = is_selection or varies_in_shape
+    if not is_list_by_name:
         return None
-    return Indices(outputs, parts=dict.fromkeys(outputs, ()))
+    return Indices(is_list_by_name, parts=dict.fromkeys(is_list_by_name, ()))
 
 
 def _is_selection(value: Array) -> bool:
-    """Whether rows are [image, class, box], as those of NonMaxSuppression."""
+    """Whether rows are [n, 3]: image, class and box, as NonMaxSuppression gives them."""
     return value.ndim == 2 and value.shape[1] == 3 and len(value) != 1
 
 

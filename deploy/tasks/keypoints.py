@@ -154,34 +154,45 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
 
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
-    """Return the points of outputs that are coordinates in the picture; None without such."""
+    """Return the key points of outputs that are coordinates in the picture; None without such.
+
+    A point is visible by its third number, by the scores in another output, or by the only output
+    of a single probability: whether there is an object (`presence`).
+    """
     size = samples.picture_size
     if size is None:
         return None
-    flags = []
-    for name, values in samples.floats.items():
-        if all(value.size == 1 and are_in_unit_range(value) for value in values):
-            flags.append(name)
-    presence = flags[0] if len(flags) == 1 else ""
-    arrays = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
-    scores_by_slice = find_cell_scores(arrays)
+    presence = _find_presence(samples)
+    arrays_by_output = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
+    scores_by_output = find_cell_scores(arrays_by_output)
 
-    points: dict[str, int] = {}
-    parts: SlicesByOutput = {presence: ()} if presence else {}
-    for part, values in arrays.items():
-        if part in scores_by_slice.values():
-            continue
-        numbers = _find_numbers(values, size)
+    numbers_by_name: dict[str, int] = {}  # output -> numbers per point
+    slices: SlicesByOutput = {presence: ()} if presence else {}
+    for output, arrays in arrays_by_output.items():
+        if output in scores_by_output.values():
+            continue  # scores of points are no points
+        numbers = _find_numbers(arrays, size)
         if numbers:
-            points[part.output] = numbers
-            scores = scores_by_slice.get(part)
+            numbers_by_name[output.output] = numbers
+            scores = scores_by_output.get(output)
             if scores is None and presence:
                 scores = OutputSlice(output=presence)
-            parts |= _slice_points(part.output, values, scores)
-    if not points:
+            slices |= _slice_points(output.output, arrays, scores)
+    if not numbers_by_name:
         return None
-    count = sum(samples.outputs[0][name].size // numbers for name, numbers in points.items())
-    return Points(points, presence, count, parts=parts)
+    point_count = 0
+    for name, numbers in numbers_by_name.items():
+        point_count += samples.outputs[0][name].size // numbers
+    return Points(numbers_by_name, presence, point_count, parts=slices)
+
+
+def _find_presence(samples: FirstSamples) -> str:
+    """Return the only output of one probability a sample; "" if there is none, or several."""
+    probabilities = []
+    for name, arrays in samples.float_outputs.items():
+        if all(value.size == 1 and are_in_unit_range(value) for value in arrays):
+            probabilities.append(name)
+    return probabilities[0] if len(probabilities) == 1 else ""
 
 
 def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> SlicesByOutput:
@@ -196,25 +207,33 @@ def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> Slic
 
 
 def _find_numbers(values: Arrays, size: ImageSize) -> int:
-    """Return the numbers per point, 2 or 3; 0 if an output is no points.
+    """Return how many numbers a key point has, 2 (x, y) or 3; 0 if an output holds no key points.
 
-    `values`: its arrays for the first few samples. `size`: of the picture.
+    The numbers of a point are the last dimension. A flat output, [1, K p], does not show them:
+    there each point must be near the one before.
+
+    Args:
+        values: the output's arrays for the first few samples.
+        size: (height, width) of the picture in pixels.
     """
     shape = values[0].shape
     if len(shape) < 2 or shape[0] != 1 or sum(side > 1 for side in shape) > 2:
         return 0
     if not all(value.shape == shape and is_floating(value) for value in values):
         return 0
-    is_flat = is_vector(values[0])
-    choices = _NUMBERS if is_flat else (shape[-1],)
-    ordered_numbers = _find_ordered_numbers(values, choices)
-    numbers = ordered_numbers if is_flat else shape[-1]
+    if is_vector(values[0]):
+        numbers = ordered_numbers = _find_ordered_numbers(values, _NUMBERS)
+        min_points = MIN_ORDERED
+    else:
+        numbers = shape[-1]
+        ordered_numbers = _find_ordered_numbers(values, (numbers,))
+        min_points = MIN_COUNT
     if numbers not in _NUMBERS:
         return 0
-    rows = np.stack(values).reshape(len(values), -1, numbers).astype(np.float64)
-    min_points = MIN_ORDERED if is_flat else MIN_COUNT
-    has_count = min_points <= rows.shape[1] <= MAX_POINTS
-    if has_count and _lie_inside(rows, size, in_order=ordered_numbers > 0):
+
+    points = np.stack(values).reshape(len(values), -1, numbers).astype(np.float64)
+    has_count = min_points <= points.shape[1] <= MAX_POINTS
+    if has_count and _lie_inside(points, size, in_order=ordered_numbers > 0):
         return numbers
     return 0
 
@@ -264,9 +283,12 @@ def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
     end = MAX_END_DISTANCE
     if np.ptp(rows.sum(axis=2)) < end:
         return False  # class probabilities
-    for shares in (positions, (positions + 1) / 2) if in_order else (positions,):
-        is_end = (shares < end) | (shares > 1 - end)
-        if is_end.mean() <= MAX_END_SHARE and _are_central(shares):
+    candidates = [positions]
+    if in_order:
+        candidates.append((positions + 1) / 2)  # from -1 to 1
+    for relative_positions in candidates:
+        is_end = (relative_positions < end) | (relative_positions > 1 - end)
+        if is_end.mean() <= MAX_END_SHARE and _are_central(relative_positions):
             return True
     return False
 

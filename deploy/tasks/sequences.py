@@ -8,6 +8,7 @@ greedily: repeats merged, blanks dropped. If blanks only follow the last symbol 
 each step is the slot of a symbol, as in number plates, and repeats stay.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,52 +163,61 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
 
 
 def find_steps(samples: FirstSamples) -> Steps | None:
-    """Return the first output of steps; None if there is none, or others describe the same steps.
+    """Return the first output with a class for each step of a sequence, else None.
 
-    Such as sizes of what is found at each step: then agreement of the classes is not enough.
+    Also None if another output has numbers for the same steps, such as the size of what begins
+    there: then agreement of the classes is not enough.
     """
-    values_by_name = drop_outputs(samples, find_states(samples)).floats
-    decisions = [name for name in values_by_name if _are_decisions(name, samples)]
-    if decisions and all(all(map(is_vector, values)) for values in values_by_name.values()):
-        return Steps(decisions[0], 2, None)
+    float_outputs = drop_outputs(samples, find_states(samples)).float_outputs
+    decisions = [name for name in float_outputs if _are_decisions(name, samples)]
+    arrays = itertools.chain.from_iterable(float_outputs.values())
+    if decisions and all(map(is_vector, arrays)):
+        # one probability a step: its two classes are the sides of 0.5
+        return Steps(decisions[0], classes=2, axis=None)
 
-    axis_by_name = {}
-    for name, values in values_by_name.items():
+    class_axes = {}
+    for name, values in float_outputs.items():
         axis = _find_class_axis(values)
         if axis is not None:
-            axis_by_name[name] = axis
-    if not axis_by_name:
+            class_axes[name] = axis
+    if not class_axes:
         return None
-    step_name, axis = next(iter(axis_by_name.items()))
-    step_count, class_count = _read_step_samples(values_by_name[step_name], axis)[0].shape
-    for name in values_by_name.keys() - axis_by_name.keys():
-        shape = values_by_name[name][0].shape
-        if len(shape) <= 3 and step_count in shape:
-            return None  # numbers of what is found at each step
+
+    step_name, axis = next(iter(class_axes.items()))
+    first_sample, *_ = _read_step_samples(float_outputs[step_name], axis)
+    step_count, class_count = first_sample.shape
+    for name, values in float_outputs.items():
+        shape = values[0].shape
+        if name not in class_axes and len(shape) <= 3 and step_count in shape:
+            return None  # numbers of the same steps
     return Steps(step_name, class_count, axis)
 
 
 def _are_decisions(name: str, samples: FirstSamples) -> bool:
-    """Whether an output is independent probabilities, mostly decided, to both sides.
+    """Whether an output is independent probabilities, one a step, most of them near 0 or 1.
 
-    An operator at the end, if known, must be a Sigmoid. Scores that sum to 1 are those of classes,
-    and an output in the shape of an input may be an autoencoder's.
+    Some must be near 0 and others near 1. The operator that computes them, if known, must be a
+    Sigmoid.
     """
     values = samples.arrays(name)
     if samples.declared.ends.get(name, "sigmoid") != "sigmoid" or not values[0].ndim:
         return False
-    shares = np.concatenate([value.reshape(-1) for value in values])
-    if not all(map(is_vector, values)) or not are_in_unit_range(shares):
+    probabilities = np.concatenate([value.reshape(-1) for value in values])
+    if not all(map(is_vector, values)) or not are_in_unit_range(probabilities):
         return False
+
+    max_undecided_share = 0.5  # of single probabilities, one a sample
     sizes = {value.size for value in values}
     if sizes != {1}:
+        max_undecided_share = MAX_BETWEEN_SHARE
+        # an output in the shape of an input may be an autoencoder's
         if min(sizes) < MIN_ORDERED or _is_input_shape(values[0], samples):
             return False
+        # scores that sum to 1 are those of classes
         if all(sums_to_one(value.reshape(-1)).all() for value in values):
             return False
-    max_share = 0.5 if sizes == {1} else MAX_BETWEEN_SHARE
-    has_both_ends = bool(shares.min() < LOW and shares.max() > HIGH)
-    return has_both_ends and are_undecided(shares).mean() <= max_share
+    has_both_ends = bool(probabilities.min() < LOW and probabilities.max() > HIGH)
+    return has_both_ends and are_undecided(probabilities).mean() <= max_undecided_share
 
 
 def _is_input_shape(value: Array, samples: FirstSamples) -> bool:
@@ -311,11 +321,12 @@ def fit_text(name: str, samples: FirstSamples) -> Text | None:
 
 
 def find_text(samples: FirstSamples) -> Text | None:
-    """Return the text of the only output, if that is symbols with a blank; else None."""
+    """Return the text of the only output, if that is scores of symbols with a blank; else None."""
     if len(samples.names) != 1:
         return None
     (name,) = samples.names
-    for axis in (2, 1) if samples.of_pictures else (2,):
+    symbol_axes = (2, 1) if samples.has_pictures else (2,)
+    for axis in symbol_axes:
         tables = _read_step_samples(samples.arrays(name), axis)
         if not tables or tables[0].shape[1] < MIN_SYMBOLS:
             continue
@@ -323,31 +334,40 @@ def find_text(samples: FirstSamples) -> Text | None:
             continue
         blank = _find_blank(tables)
         if blank is not None:
-            is_blank = [steps.argmax(axis=1) == blank for steps in tables]
-            # blanks after the last symbol alone fill the slots that a sample leaves
-            merged = any((flags[1:] < flags[:-1]).any() for flags in is_blank)
-            return Text(name, tables[0].shape[1], blank, axis, merged)
+            is_ctc = any(_has_symbol_after_blank(steps, blank) for steps in tables)
+            return Text(name, tables[0].shape[1], blank, axis, merged=is_ctc)
     return None
 
 
+def _has_symbol_after_blank(steps: Array, blank: int) -> bool:
+    """Whether a symbol follows a blank in one sample, [T, C], as CTC separates symbols.
+
+    Without CTC each step is the slot of a symbol, and blanks only fill the last slots.
+    """
+    is_blank = steps.argmax(axis=1) == blank
+    return bool((is_blank[:-1] & ~is_blank[1:]).any())
+
+
 def _find_blank(samples: Arrays) -> int | None:
-    """Return the blank of scores [T, C] per sample, the most frequent symbol; None for no text.
+    """Return the number of the blank, CTC's most frequent symbol; None if the scores are no text.
 
     CTC's symbols are peaks: few steps in a row have the same symbol, or lie between two blanks.
+
+    `samples`: scores of the symbols at each step, [T, C], of each sample.
     """
     symbol_count = samples[0].shape[1]
-    best = [steps.argmax(axis=1) for steps in samples]
-    counts = np.bincount(np.concatenate(best), minlength=symbol_count)
+    best_symbols = [steps.argmax(axis=1) for steps in samples]
+    counts = np.bincount(np.concatenate(best_symbols), minlength=symbol_count)
     blank = int(counts.argmax())
     is_frequent = MIN_BLANK_SHARE * counts.sum() <= counts[blank] < counts.sum()
     if not is_frequent or blank not in (0, symbol_count - 1):
         return None
 
     # each sample begins as if after a blank
-    symbols = np.concatenate([np.insert(classes, 0, blank) for classes in best])
+    symbols = np.concatenate([np.insert(sample, 0, blank) for sample in best_symbols])
     is_symbol, is_change = symbols[1:] != blank, symbols[1:] != symbols[:-1]
-    run_count = int((is_symbol & is_change).sum())
-    word_count = int((is_symbol & (symbols[:-1] == blank)).sum())
+    run_count = int((is_symbol & is_change).sum())  # runs of one symbol
+    word_count = int((is_symbol & (symbols[:-1] == blank)).sum())  # runs between blanks
     max_step_count = min(MAX_SYMBOL_STEPS * run_count, MAX_WORD_STEPS * word_count)
     if is_symbol.sum() > max_step_count:
         return None

@@ -121,36 +121,38 @@ class OutputSlice:
     def weight(self, value: Array, reference: Outputs) -> None:
         """Multiply the slice of an array of the output by the float model's scores, in place.
 
-        Values of other cells stay unchanged, see `_cells`.
+        The slice stays unchanged if the scores are not of its cells; see `_broadcast_shape`.
         """
         assert self.at is not None
         rows, scores = self.of(value), self.at.best_scores(reference)
-        cells = _cells(scores.shape, rows.shape)
-        if cells is not None:
-            np.multiply(rows, scores.reshape(cells), out=rows, casting="unsafe")
+        score_shape = _broadcast_shape(scores.shape, rows.shape)
+        if score_shape is not None:
+            np.multiply(rows, scores.reshape(score_shape), out=rows, casting="unsafe")
 
 
 SlicesByOutput = dict[str, tuple[OutputSlice, ...]]
 
 
-def _cells(scores: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...] | None:
+def _broadcast_shape(
+    score_shape: tuple[int, ...], value_shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
     """Return the shape in which scores broadcast to values of the same cells; None if none fits.
 
     Sides of 1 do not matter, and the values may have one more axis, their channels: [N, T] with
     [N, 1, T], [N, A, 4] with [N, A] or [N, A, 1], [N, C, H, W] with [N, 1, H, W] or [N, H, W].
     One score a sample fits all.
     """
-    if scores[:1] != values[:1]:
+    if score_shape[:1] != value_shape[:1]:
         return None
-    sides = [side for side in scores[1:] if side != 1]
-    if not sides:
-        return (scores[0], *[1] * (len(values) - 1))
-    for channel_axis in (None, *reversed(range(1, len(values)))):
-        shape = [*values]
-        if channel_axis is not None:
-            shape[channel_axis] = 1
-        if [side for side in shape[1:] if side != 1] == sides:
-            return tuple(shape)
+    score_sides = [side for side in score_shape[1:] if side != 1]
+    if not score_sides:
+        return (score_shape[0], *[1] * (len(value_shape) - 1))
+    candidates = [value_shape]  # without channels
+    for axis in reversed(range(1, len(value_shape))):
+        candidates.append((*value_shape[:axis], 1, *value_shape[axis + 1 :]))
+    for shape in candidates:
+        if [side for side in shape[1:] if side != 1] == score_sides:
+            return shape
     return None
 
 
@@ -204,7 +206,7 @@ def _decided_share(values: Array) -> float:
 def _fit_cells(score_arrays: Arrays, value_arrays: Arrays) -> bool:
     """Whether there is one score for each cell of the values, not made of the value itself."""
     for scores, value in zip(score_arrays, value_arrays, strict=True):
-        if scores.size < 2 or value.ndim < 2 or not _cells(scores.shape, value.shape):
+        if scores.size < 2 or value.ndim < 2 or not _broadcast_shape(scores.shape, value.shape):
             return False
     return not all(map(_is_activation, score_arrays, value_arrays))
 
@@ -250,7 +252,9 @@ class _Rows:
 
 
 def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
-    """Return what each row along an axis is; None if the rows cannot be told apart.
+    """Return the peak of each row along an axis, and whether the row lies in [0, 1].
+
+    None if the samples differ in their number of rows, or the rows have too few values.
 
     `samples`: an output's arrays for the first few samples. `axis`: 1 or -1.
     """
@@ -282,20 +286,20 @@ def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]
 
 
 def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
-    """Return by how much the unit changes from the rows [start, cut) to the rows [cut, stop).
+    """Return by how much the unit changes between the rows [start, cut) and the rows [cut, stop).
 
-    That is the least peak of the larger rows over the largest of the smaller; 0 for one unit. Every
-    row of the larger side must leave [0, 1]. The smaller side must be probabilities that are not
-    silent; if it is of another unit, both sides must have two rows or more, since a single channel
-    of a feature map may well stand out.
+    That is the least peak of the side with the larger values, over the largest peak of the other
+    side; 0 if both sides may have one unit.
     """
     large, small = slice(start, cut), slice(cut, stop)
     if rows.peak[large].min() <= rows.peak[small].max():
         large, small = small, large
     small_peak = float(rows.peak[small].max())
-    if small_peak < MAX_SILENT_PEAK or rows.in_unit[large].any():
-        return 0.0
+    if small_peak < MAX_SILENT_PEAK:
+        return 0.0  # rows near 0 show no unit
+    if rows.in_unit[large].any():
+        return 0.0  # both sides may be probabilities
     has_single_row = min(cut - start, stop - cut) < 2
     if has_single_row and not rows.in_unit[small].all():
-        return 0.0
+        return 0.0  # a single channel of a feature map may well stand out
     return float(rows.peak[large].min()) / small_peak

@@ -17,6 +17,7 @@ should be the float model's.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -202,33 +203,39 @@ CLASSES = Form(
 
 
 def find_classes(samples: FirstSamples) -> Classes | None:
-    """Recognise outputs of one score vector per sample, all of probabilities or all of raw scores.
+    """Return the classes of outputs that are a vector of scores per sample; None without such.
 
-    Beside the probabilities of a picture other vectors may be mere numbers. Raw scores are alone.
+    The scores are probabilities, or raw scores in front of a Softmax. A model of pictures may have
+    vectors of other numbers beside probabilities; otherwise every output must be scores.
     """
-    vectors, candidates = _read_vectors(samples), {}
+    vectors = _read_vectors(samples)
+    candidates = {}  # output -> rows [samples, C] that may be scores
     for name in samples.names:
         rows = vectors.get(name)
+        # TopK's values are sorted: their places are not the numbers of classes
         if rows is None or rows.shape[1] < 2 or are_sorted(rows):
             continue
-        if not samples.of_pictures or not are_features(rows):
+        if not samples.has_pictures or not are_features(rows):
             candidates[name] = rows
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
-    if names:
-        may_have_numbers = samples.of_pictures and len(vectors) == len(samples.names)
-        if len(names) < len(samples.names) and not may_have_numbers:
-            return None
-    else:
-        is_single = len(samples.names) == 1
-        for name, rows in candidates.items():
-            if are_raw_scores(rows, is_single=is_single):
-                names.append(name)
-        if not names or len(names) < len(samples.names):
-            return None
-        if not samples.of_pictures and sequences.find_steps(samples) is not None:
-            return None
+    may_have_numbers = bool(names) and samples.has_pictures and len(vectors) == len(samples.names)
+    if not names:
+        names = _find_raw_scores(candidates, samples)
+    if not names or (len(names) < len(samples.names) and not may_have_numbers):
+        return None
     return Classes(tuple(names), tuple(candidates[name].shape[1] for name in names))
+
+
+def _find_raw_scores(candidates: Mapping[str, Floats], samples: FirstSamples) -> list[str]:
+    """Return the outputs of raw scores; none if a sequence's values are decisions at its steps.
+
+    `candidates`: output -> its vectors [samples, C].
+    """
+    if not samples.has_pictures and sequences.find_steps(samples) is not None:
+        return []
+    is_single = len(samples.names) == 1
+    return [name for name, rows in candidates.items() if are_raw_scores(rows, is_single=is_single)]
 
 
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
@@ -327,7 +334,7 @@ def find_labels(samples: FirstSamples) -> Labels | None:
     labels, rows = fit_labels(name, samples), _read_vectors(samples).get(name)
     if labels is None or rows is None or are_sorted(rows):
         return None
-    if not samples.of_pictures and sequences.find_steps(samples) is not None:
+    if not samples.has_pictures and sequences.find_steps(samples) is not None:
         return None
     min_labels = 1 if samples.declared.ends.get(name) == "sigmoid" else 2
     are_labels = _are_labels(rows, raw=labels.raw, min_labels=min_labels)
@@ -335,29 +342,37 @@ def find_labels(samples: FirstSamples) -> Labels | None:
 
 
 def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
-    """Whether vectors [samples, C] are independent probabilities of labels, seldom in between.
+    """Whether vectors [samples, C] are independent probabilities of labels, most of them near 0.
 
     Args:
         rows: probabilities, or raw scores.
-        raw: whether they are raw scores, in front of a Sigmoid. These are mostly far below 0,
-            whereas those of a Softmax are centred at 0, and its best class is nearly certain.
-        min_labels: labels above 0.5 that a sample must have. A single one may be the class of a
-            Softmax, unless the graph ends in a Sigmoid.
+        raw: whether they are raw scores, in front of a Sigmoid.
+        min_labels: labels above 0.5 that a sample must have, if `rows` are probabilities. A single
+            one may be the class of a Softmax, unless the graph ends in a Sigmoid.
     """
-    shares = to_probabilities(rows, raw=raw)
-    if not are_in_unit_range(shares) or (not raw and sums_to_one(shares).all()):
+    probabilities = to_probabilities(rows, raw=raw)
+    if not are_in_unit_range(probabilities):
         return False
+    label_counts = np.count_nonzero(probabilities > 0.5, axis=1)
     if raw:
-        depth = -(rows.mean(axis=1) / np.maximum(rows.std(axis=1), 1e-30)).max()
-        confidence = activate(rows, "softmax").max(axis=1).mean()
-        is_deep = depth >= MIN_LOGIT_DEPTH
-        if not is_deep or confidence > MIN_CONFIDENCE:
-            return False
-    label_counts = np.count_nonzero(shares > 0.5, axis=1)
-    # a classifier's raw scores may well have two above 0 in one sample
-    has_several = label_counts.mean() >= 2 if raw else label_counts.max() >= min_labels
-    is_decided = are_undecided(shares).mean() < MAX_BETWEEN_SHARE
-    return bool(has_several and is_decided and np.mean(shares < LOW) >= 0.5)
+        # a classifier's raw scores may well have two above 0 in one sample
+        has_labels = label_counts.mean() >= 2 and _are_label_logits(rows)
+    else:
+        # probabilities that sum to 1 are those of classes
+        has_labels = label_counts.max() >= min_labels and not sums_to_one(rows).all()
+    is_decided = are_undecided(probabilities).mean() < MAX_BETWEEN_SHARE
+    return bool(has_labels and is_decided and np.mean(probabilities < LOW) >= 0.5)
+
+
+def _are_label_logits(rows: Floats) -> bool:
+    """Whether raw scores [samples, C] are in front of a Sigmoid and not of a Softmax.
+
+    The former are far below 0 in some sample. The latter are centred at 0, and the best one is
+    nearly certain.
+    """
+    heights = rows.mean(axis=1) / np.maximum(rows.std(axis=1), 1e-30)  # in standard deviations
+    confidence = activate(rows, "softmax").max(axis=1).mean()
+    return bool(heights.min() <= -MIN_LOGIT_DEPTH and confidence <= MIN_CONFIDENCE)
 
 
 @dataclass(slots=True)
@@ -435,11 +450,11 @@ def find_embeddings(samples: FirstSamples) -> Embeddings | None:
 
     Other outputs may be vectors of tokens.
     """
-    names = [name for name, values in samples.floats.items() if values[0].ndim != 3]
+    names = [name for name, values in samples.float_outputs.items() if values[0].ndim != 3]
     rows = _read_vectors(samples).get(names[0]) if len(names) == 1 else None
     if rows is None or rows.shape[1] < MIN_EMBEDDING_SIZE or _are_smooth(rows):
         return None
-    is_embedding = samples.of_pictures and are_features(rows)
+    is_embedding = samples.has_pictures and are_features(rows)
     is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
     if not is_embedding:
         return None
