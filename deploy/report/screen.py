@@ -262,6 +262,10 @@ def find_alternative(front: Sequence[SplitRow], built: SplitRow) -> SplitRow | N
     A split says which layers are int8 and which float; the front has those that no other split
     beats in both time and error. In this order: a split of a better level that still wins time; a
     clearly faster one of the same level or the next; one with clearly more SQNR for little time.
+
+    Args:
+        front: the splits, whose times are multiples of the float model's.
+        built: the one of them that was built.
     """
     built_rank = rank_of(built.level)
     max_rank = min(built_rank + 1, _RANKS[DOUBTFUL])
@@ -479,8 +483,9 @@ def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) ->
     better = []
     for split in target.search.front:
         is_slower = built.time < split.time <= 1 / MIN_GAIN  # but faster than the float model
-        is_new = split_name(target, split) not in request.followed
-        if is_slower and is_new and rank_of(split.level) < rank_of(verdict.level):
+        was_tried = split_name(target, split) in request.followed
+        is_better = rank_of(split.level) < rank_of(verdict.level)
+        if is_better and is_slower and not was_tried:
             better.append(split)
     return min(better, key=_rank_and_time, default=None)
 
