@@ -22,7 +22,13 @@ from deploy.fx.convert import calibrate, convert, freeze_norms, scale_table, set
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fakequant import FakeQuant, FixedQuant
 from deploy.fx.int8_layers import IntLayer, QatConvBn, weight_quantizer
-from deploy.fx.modes import compare_modes, format_modes, quantize_model, stored_bytes
+from deploy.fx.modes import (
+    compare_modes,
+    format_modes,
+    measure_mode,
+    quantize_model,
+    stored_bytes,
+)
 from deploy.fx.prepare import grid_with_bits, prepare, prepare_part
 from deploy.fx.range_search import scale_on_grid, search_for
 from deploy.fx.source import load_module
@@ -295,6 +301,13 @@ def test_fewer_bits_add_a_clip():
     x = torch.tensor([-1.0, 0.0, 0.26, 9.0])
     fixed = FixedQuant(grid_with_bits(UINT8, 2), "t", torch.tensor(0.5), torch.tensor(1))
     assert fixed(x).tolist() == [-0.5, 0.0, 0.5, 1.0]
+
+
+def test_mode_is_measured_beside_empty_outputs():
+    model = module(lambda self, x: (x, x[:, :0]))
+    result = measure_mode("static", model, model, [[torch.ones(1, 3)]])
+    assert result.max_error == 0
+    assert result.sqnr_db == np.inf
 
 
 def test_calibration_keeps_modes_of_modules():

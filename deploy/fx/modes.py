@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from deploy.fx.comparison import check_same_outputs, tensors_of
+from deploy.fx.comparison import check_same_outputs, largest_difference, tensors_of
 from deploy.fx.convert import calibrate, convert, scale_table, set_phase
 from deploy.fx.graph_text import format_columns
 from deploy.fx.prepare import MODES, prepare_part
@@ -89,25 +89,27 @@ def measure_mode(
 ) -> ModeResult:
     """Return size and error of a converted model against the float model, on `batches`.
 
+    The float model's size is that of the modules that a run reads.
+
     For a trained model pass its own float form (`float_form`): a comparison with the model before
     training would measure what was learned.
     """
-    signal = noise = max_error = 0.0
+    signal_power = noise_power = max_error = 0.0
     with torch.no_grad():
         for batch in batches:
             outputs = tensors_of(converted(*batch))
             references = tensors_of(model(*batch))
             for output, reference in zip(outputs, references, strict=True):
                 difference = (reference - output).double()
-                signal += float(reference.double().square().sum())
-                noise += float(difference.square().sum())
-                max_error = max(max_error, float(difference.abs().max()))
+                signal_power += float(reference.double().square().sum())
+                noise_power += float(difference.square().sum())
+                max_error = max(max_error, largest_difference(reference, output))
     size = stored_bytes(converted)
     ratio = used_bytes(model, batches[0]) / max(size, 1)
-    quality = math.nan  # all outputs are 0
-    if signal or noise:
-        quality = sqnr_db(signal, noise)
-    return ModeResult(mode, size, ratio, max_error, quality)
+    sqnr = math.nan  # of outputs that are all 0
+    if signal_power or noise_power:
+        sqnr = sqnr_db(signal_power, noise_power)
+    return ModeResult(mode, size, ratio, max_error, sqnr)
 
 
 def compare_modes(

@@ -147,6 +147,7 @@ def open_module(
     copied = plain_copy(model).eval().cpu()
     item, samples = first_item(images)
     tensors, names = split_item(copied, item)
+    # torch.export passes the tensors without names, in the model's order
     order = accept_named_inputs(copied, names or [None] * len(tensors))
     notes = [convert_to_float32(copied), dict_input_note(copied)]
     item_inputs = floats_to_float32(tensors[index] for index in order)

@@ -171,7 +171,7 @@ class _PlanMapper:
             nodes = list(graph.readers.get(pair.tensor, []))
             if pair.tensor in graph.producer:
                 nodes.append(graph.producer[pair.tensor])
-            for node in nodes:  # others read the tensor too, and are in float already
+            for node in nodes:  # readers in float read the tensor itself, not the pair
                 if node.name in int8_nodes:
                     yield node.name, INSIDE_CALL
 
@@ -234,17 +234,17 @@ class _PlanMapper:
         for source in reader.all_input_nodes:
             if not is_float(source) and not _has_several_outputs(source):
                 continue  # a size, which has no scale
+            has_other_readers = len(source.users) > 1
             if source not in tensors:  # the ONNX model computes it inside the reader
                 upstream_edges = list(self._find_edges(tensor, source))
-                is_shared = is_float(source) and len(source.users) > 1
-                if upstream_edges and is_shared:
+                if upstream_edges and is_float(source) and has_other_readers:
                     yield source, reader
                 else:
                     yield from upstream_edges
             elif tensors[source] == tensor:
                 # a node that returns its input, such as dropout, has the tensor of its input
                 inputs = [node for node in source.all_input_nodes if tensors.get(node) == tensor]
-                if inputs and len(source.users) == 1:
+                if inputs and not has_other_readers:
                     yield inputs[0], source
                 else:
                     yield source, reader

@@ -164,7 +164,7 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
 
     Return the other tensors that get more channels with the Conv: both of a depthwise one, none of
     any other. None if the Conv cannot have more channels: its constants are computed or shared, or
-    it has groups of another number.
+    it has groups or channels of another number.
     """
     constants = [_find_constant(graph, node, position) for position in constant_positions(node)]
     weight = constants[0] if constants else None
@@ -180,15 +180,15 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     is_input, is_output = tensor == node.input[0], tensor == node.output[0]
     if group_count(node) != 1 or not (is_input or is_output):
         return None
-    # a Conv of other channels reads the tensor where it is broadcast, which stays as it is
+    # a tensor of other channels, such as [N, 1, H, W], meets the region's by broadcasting
+    if is_input and in_channels != region.channels:
+        return None
+    if is_output and out_channels != region.channels:
+        return None
     if is_input:
         conv.axes.add(1)
-        if in_channels != region.channels:
-            return None
     if is_output:
         conv.axes.add(0)
-        if out_channels != region.channels:
-            return None
     return []
 
 
