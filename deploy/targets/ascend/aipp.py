@@ -97,6 +97,7 @@ def to_yuv(rgb: Bytes, standard: str) -> Bytes:
     y = red_weight * red + (1 - red_weight - blue_weight) * green + blue_weight * blue
     height, width = y.shape
 
+    # U and V, -0.5 * 255 to 0.5 * 255
     color_differences = [(blue - y) / (2 * (1 - blue_weight)), (red - y) / (2 * (1 - red_weight))]
     pixel_blocks = np.stack(color_differences, axis=-1).reshape(height // 2, 2, width // 2, 2, 2)
     uv = pixel_blocks.mean(axis=(1, 3)).reshape(height // 2, width)

@@ -387,7 +387,10 @@ _MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer ti
 
 
 def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Return a copy of the float model with AdaRound's integers times scale as weights."""
+    """Return the float model with AdaRound's weights: its integers times scale, less DMQ's factors.
+
+    AMCT rounds these weights to the same integers, which a record does not have.
+    """
     index = Graph(model)
     new_weights = {}
     for q in layers.values():

@@ -122,6 +122,7 @@ class _Float16Writer:
         renamed = {}
         for node in nodes:
             is_no_change = _is_cast(node, _FLOAT16) and node.input[0] in self.float16_so_far
+            # an input of the model, which no node makes, keeps its name
             if is_no_change and node.input[0] in self.index.producer:
                 renamed[node.input[0]] = node.output[0]
         nodes = [n for n in nodes if not (_is_cast(n, _FLOAT16) and n.input[0] in renamed)]

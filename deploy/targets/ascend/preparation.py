@@ -67,9 +67,8 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     weight_by_copy: dict[str, str] = {}
     for node in sharing_nodes:
         weight = node.input[1]
-        if (
-            weight not in copied_weights or read_counts[weight] < 2
-        ):  # the last reader keeps the weight
+        is_last_reader = read_counts[weight] < 2  # which keeps the weight itself
+        if is_last_reader or weight not in copied_weights:
             continue
         copy_name = claim_name(f"{node.name}.weight", used_names)
         model.graph.initializer.append(copy_tensor(index.constants[weight], copy_name))
@@ -213,7 +212,7 @@ def decide_precisions(
     for node in model.graph.node:
         name, precision, reason = node.name, FLOAT32, ""
         if name in int8_names:
-            precision = ASCEND.grid.name
+            precision = ASCEND.grid.name  # int8
         elif graph.float_reasons.get(name):
             reason = graph.float_reasons[name]
         elif name in nodes_with_int8_inputs:
