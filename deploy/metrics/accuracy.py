@@ -204,6 +204,7 @@ class Comparison:
 
         self._samples += rows
         self._buffered_batches.append(batch)
+        # the slices and the task (the form) are derived once there are enough samples
         samples_for_form = form_samples(batch.inputs, batch.reference, rows)
         if self._form is not None or self._samples >= samples_for_form:
             self._count_buffered()
@@ -225,7 +226,9 @@ class Comparison:
         return self._form
 
     def _use_form(self, form: OutputForm) -> None:
-        """Prepare the errors of the form's slices, and the tallies of its task.
+        """Prepare the running errors of the form's slices, and the tally of its task.
+
+        A tally counts what a task compares, such as boxes that both models have.
 
         Raises:
             FeedError: annotated boxes for a model whose boxes cannot be read.
@@ -236,9 +239,9 @@ class Comparison:
                 continue  # complete outputs are measured already
             error = self._slice_errors[part] = RunningError(part.label)
             if part in form.means and part.at is None:
-                error.total = np.zeros(1)  # then only what varies about the mean is signal
+                error.reference_sum = np.zeros(1)  # only what varies about the mean is signal
 
-        if isinstance(form.task, Classes | Ranked):
+        if isinstance(form.task, Classes | Ranked):  # then the output of the classes is known
             self._top1 = Top1(self._labels, form.task.covered[0])
         if form.task is not None:
             self._task_tally = form.task.tally()

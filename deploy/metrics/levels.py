@@ -59,10 +59,10 @@ class TaskLoss:
 
 
 def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
-    """Return the loss on the task; None if nothing measures it and no limit is given.
+    """Return how much of the task the engine loses; None if no figure shows it.
 
-    The first of these that there is: top-1 by labels, mAP by annotated boxes, the user's metric or
-    the task's agreement, and, if the user set a limit, the worst cosine of a slice.
+    The first of these figures that there is: top-1 by labels, mAP by annotated boxes, the user's
+    metric or the task's agreement, and, if the user set a limit, the worst cosine of a slice.
 
     `max_loss`: loss up to which an engine is good, and above which it is unusable. None uses the
     limits of this file.
@@ -70,20 +70,24 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     task, precision = accuracy.task, accuracy.precision
     is_user_metric = task is not None and task.task == "metric"
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
-        share = accuracy.top1_reference - accuracy.top1_candidate
-        return _rate_loss(share, max_loss, _LABEL_LIMITS, f"top-1 {_points(-share)}")
+        lost_share = accuracy.top1_reference - accuracy.top1_candidate
+        return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, f"top-1 {_points(-lost_share)}")
     if precision is not None and finds_objects(accuracy) and not is_user_metric:
-        share = precision.reference - precision.candidate
-        return _rate_loss(share, max_loss, _LABEL_LIMITS, f"mAP .50:.95 {_points(-share)}")
+        lost_share = precision.reference - precision.candidate
+        text = f"mAP .50:.95 {_points(-lost_share)}"
+        return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, text)
     if task is not None:
+        # boxes or labels that the float model lacks are no loss, but no good sign either
         loss = _rate_loss(task.lost, max_loss, _TASK_LIMITS, task.text)
         has_many_new = max_loss is None and task.new > _MAX_NEW_SHARE * task.counted
         if loss.level == GOOD and has_many_new:
             loss = replace(loss, level=DOUBTFUL, sure=False)
         return replace(loss, found=task.found)
     if max_loss is not None:
-        share = 1 - min([part.cosine_mean for part in accuracy.parts], default=math.nan)
-        return _rate_loss(share, max_loss, _TASK_LIMITS, f"1 - cosine is {share:.4f} at worst")
+        worst_cosine = min([part.cosine_mean for part in accuracy.parts], default=math.nan)
+        lost_share = 1 - worst_cosine
+        text = f"1 - cosine is {lost_share:.4f} at worst"
+        return _rate_loss(lost_share, max_loss, _TASK_LIMITS, text)
     return None
 
 
@@ -93,22 +97,22 @@ def _points(share: float) -> str:
 
 
 def _rate_loss(
-    share: float, max_loss: float | None, limits: tuple[float, float], text: str
+    lost_share: float, max_loss: float | None, limits: tuple[float, float], text: str
 ) -> TaskLoss:
-    """Return the loss with its level.
+    """Return the loss with its level, and whether more samples would hardly change that level.
 
     Args:
-        share: the lost share, 0 to 1.
+        lost_share: lost share of the predictions, 0 to 1.
         max_loss: the user's limit; None uses `limits`.
         limits: (good up to, doubtful up to).
         text: the loss as text.
     """
     if max_loss is not None:
         limits = max_loss, max_loss
-    level = _level(share, limits)
-    is_sure_good = level == GOOD and _level(2 * share, limits) == GOOD
-    is_sure_unusable = level == UNUSABLE and _level(share / 2, limits) == UNUSABLE
-    return TaskLoss(share, level, text, is_sure_good or is_sure_unusable)
+    level = _level(lost_share, limits)
+    is_surely_good = level == GOOD and _level(2 * lost_share, limits) == GOOD
+    is_surely_unusable = level == UNUSABLE and _level(lost_share / 2, limits) == UNUSABLE
+    return TaskLoss(lost_share, level, text, sure=is_surely_good or is_surely_unusable)
 
 
 def _level(loss: float, limits: tuple[float, float]) -> str:

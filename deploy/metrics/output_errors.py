@@ -77,8 +77,8 @@ class RunningError:
 
     Attributes:
         name: name of the output.
-        total: sum of the reference's rows, [1] or [values], if only what varies about their mean is
-            signal; else None.
+        reference_sum: sum of the reference's rows, [1] or [values], if only what varies about their
+            mean is signal; else None.
         sums: [4], the sums of `_pair_sums` over all rows.
         max_values: largest number of values of a row.
         cosine_sum: sum of the rows' cosines.
@@ -91,7 +91,7 @@ class RunningError:
     """
 
     name: str
-    total: Floats | None = None
+    reference_sum: Floats | None = None
     sums: Floats = field(default_factory=lambda: np.zeros(4))
     max_values: int = 0
     cosine_sum: float = 0.0
@@ -129,8 +129,9 @@ class RunningError:
             if not all(is_finite):
                 return
         self.sums += sums
-        if self.total is not None and self.total.size in (1, reference.size):
-            self.total = self.total + reference.astype(np.float64)
+        # rows of another length than the first have no mean with it
+        if self.reference_sum is not None and self.reference_sum.size in (1, reference.size):
+            self.reference_sum = self.reference_sum + reference.astype(np.float64)
         self.max_values = max(self.max_values, reference.size)
         self.max_error = max(self.max_error, max_error)
         row_cosine = _cosine(sums)
@@ -157,10 +158,10 @@ class RunningError:
         if any(self.not_finite) or self.other_shape or not has_samples:
             return figures
 
-        signal, noise = float(self.sums[0]), float(self.sums[3])
+        signal, _, _, noise = map(float, self.sums)  # sums of squares, as in `_pair_sums`
         is_zero = signal == noise == 0
-        if self.total is not None:  # sum r^2 - n mean^2: only the deviation from the mean
-            signal -= float(np.square(self.total).sum()) / max(self.samples, 1)
+        if self.reference_sum is not None:  # sum r^2 - n mean^2: only the deviation from the mean
+            signal -= float(np.square(self.reference_sum).sum()) / max(self.samples, 1)
         # the cosine of single values is only their sign, so one is taken over all samples
         cosine_mean = cosine_min = _cosine(self.sums)
         if self.max_values > 1:
@@ -233,7 +234,7 @@ def plain_json(value: object) -> object:
     return value
 
 
-_PICTURE = 4  # dimensions of a picture
+_PICTURE_DIMENSIONS = 4
 _MAX_SCALE = 16  # of super resolution
 GIVEN_BACK_DB = 15.0  # SQNR of the bare input or mean from which it would be judged good
 ROUNDING_DB = 60.0  # from here on the change is only rounding
@@ -272,26 +273,32 @@ def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedI
             db = _unchanged_input_db(samples, [sample[name] for sample in inputs], resize)
             if db > best_db:
                 best_db, repeated_input = db, RepeatedInput(name, resize)
+    # a larger change is an output of its own; a smaller one is only rounding
     if GIVEN_BACK_DB <= best_db <= ROUNDING_DB:
         return repeated_input
     return None
 
 
-def _unchanged_input_db(samples: Arrays, sources: Arrays, resize: str) -> float:
+def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
     """Return the SQNR in dB of a model that would give its input back unchanged.
 
-    0 for an input that does not fit the output. `samples`: output of each sample; `sources`: input
-    of each sample; `resize`: interpolation, as for `enlarge_input`.
+    0 for an input that does not fit the output.
+
+    Args:
+        outputs: output of each sample.
+        inputs: input of each sample.
+        resize: interpolation, as for `enlarge_input`.
     """
     signal = change = 0.0
-    for value, source in zip(samples, sources, strict=False):
-        if value.ndim < _PICTURE or not value.dtype.kind == source.dtype.kind == "f":
+    for output, source in zip(outputs, inputs, strict=False):
+        has_floats = output.dtype.kind == source.dtype.kind == "f"
+        if output.ndim < _PICTURE_DIMENSIONS or not has_floats:
             return 0.0
-        enlarged = enlarge_input(source, value.shape, resize)
-        if enlarged is None:
+        enlarged_input = enlarge_input(source, output.shape, resize)
+        if enlarged_input is None:
             return 0.0
-        signal += float(np.square(value, dtype=np.float64).sum())
-        change += float(np.square(np.subtract(value, enlarged, dtype=np.float64)).sum())
+        signal += float(np.square(output, dtype=np.float64).sum())
+        change += float(np.square(np.subtract(output, enlarged_input, dtype=np.float64)).sum())
     if change <= 0:  # the output is the input: nothing to measure
         return 0.0
     return sqnr_db(signal, change)
@@ -318,7 +325,7 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
     """
     if not resize:
         return source if source.shape == shape else None
-    if len(shape) != _PICTURE or source.ndim != _PICTURE or not source.size:
+    if not len(shape) == source.ndim == _PICTURE_DIMENSIONS or not source.size:
         return None
 
     output = np.empty(shape, np.float64)
@@ -346,7 +353,10 @@ _MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it c
 
 
 def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array | None:
-    """Return the mean over samples, if they deviate little from it; else None.
+    """Return the mean over samples [1, ...], if most of the signal is in it; else None.
+
+    Then only the deviation from the mean is measured, since a model that always gives the mean
+    would look good.
 
     Args:
         samples: the array of each sample.
@@ -363,7 +373,7 @@ def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array |
         return find_large_mean(values, np.stack(weights))
     in_unit = values.min() >= 0 and values.max() <= 1
     if in_unit and not are_relative(values.reshape(len(samples), -1)):
-        return None  # probabilities near 1 deviate little anyway
+        return None  # probabilities near 1 deviate little from their mean, and are no regression
     return find_large_mean(values, np.ones(values.shape))
 
 

@@ -97,7 +97,7 @@ class OutputForm:
             value = prepared[part.output]
             if part in self.means:
                 subtract_usual(part.of(value), self.means[part])
-            elif part.less:
+            elif part.less:  # name of an input
                 source = inputs[part.less]
                 prepared[part.output] = subtract_input(value, source, part.resize)
             if part.at:
@@ -111,7 +111,9 @@ def derive_form(
     inputs: Sequence[Outputs] = (),
     metric: Metric | None = None,
 ) -> OutputForm:
-    """Return the form, derived from the first samples.
+    """Return the task of a model's outputs, and the slices of them that are measured.
+
+    Both are derived from the values of the first samples.
 
     Args:
         reference_outputs: the float model's outputs, one mapping per sample or batch.
@@ -126,7 +128,7 @@ def derive_form(
     samples = _split_samples(reference_outputs, inputs, metric.declared)
     count = form_samples(samples.inputs[0], samples.outputs[0])
     first = replace(samples, inputs=samples.inputs[:count], outputs=samples.outputs[:count])
-    task, source = recognise_task(first, metric.task)
+    task, declared_by = recognise_task(first, metric.task)
     uncovered = () if task is None else _find_uncovered(task, first)
 
     # the recognised task knows the slices of its outputs
@@ -156,7 +158,7 @@ def derive_form(
         states=find_states(first),
         means=means,
         uncovered=uncovered,
-        reason=_describe_task(task, first, slices, source),
+        reason=_describe_task(task, first, slices, declared_by),
         set_task=metric.task,
         batch_inputs=metric.declared.batch_inputs,
     )
@@ -186,7 +188,7 @@ def _apply_rules(
     samples: FirstSamples,
     scores: Mapping[OutputSlice, OutputSlice],
 ) -> dict[OutputSlice, Array | None]:
-    """Return the slices of an output as they are measured -> the mean to subtract, or None.
+    """Return slice of an output -> mean to subtract from it, or None; with weights by scores.
 
     Values that the task reads count everywhere and without a mean, except key points, which vary
     little about theirs. Other values may be weighted by scores, or have a mean.
@@ -202,7 +204,7 @@ def _apply_rules(
     are_points = isinstance(task, Points) and name in task.outputs
     if task is not None and not are_points and name in (*task.parts, *task.covered):
         return dict.fromkeys(slices)
-    if task is None or name not in task.parts:
+    if task is None or name not in task.parts:  # slices of the task have their weights already
         slices = [replace(part, at=part.at or scores.get(part)) for part in slices]
 
     is_weighted = any(part.at for part in slices)
@@ -221,17 +223,19 @@ def _apply_rules(
 def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) -> Array | None:
     """Return the mean that a slice varies little about; None if it has none.
 
-    Key points have a mean each, and so have a few numbers. A slice weighted by scores (`part.at`)
-    may be one vector of any length, a value per time step: then its steps have one mean together.
+    `are_points`: whether the slice holds key points. Then each of its numbers has a mean.
     """
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
-    if part.at is None:
+    if part.at is None:  # no scores weight the slice
+        # of many numbers that are no points, none is meaningful by itself
         if not are_points and values[0].size > FEW:
             return None
         return find_usual_values(values)
     weights = [part.weights(outputs) for outputs in samples.outputs]
     if are_points:
         return find_usual_values(values, weights)
+
+    # one value per time step: all steps have one mean together
     if not all(map(is_vector, values)):
         return None
     step_values = np.concatenate([value.reshape(-1, 1) for value in values])
@@ -246,7 +250,7 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     states for the next call, and maps of the same shape as one of the task's, which an earlier
     stage of the network computes.
     """
-    if not task.covered:  # the task's decoder chooses its outputs sample by sample
+    if not task.covered:  # the task does not tell beforehand which outputs it reads
         return ()
     covered = {*task.covered, *task.lists, *find_states(samples)}
     covered |= {*samples.declared.probabilities}
@@ -265,16 +269,18 @@ def _describe_task(
     task: EvaluationTask | None,
     samples: FirstSamples,
     slices: SlicesByOutput,
-    source: str,
+    declared_by: str,
 ) -> str:
-    """Return why the outputs are of a task, as text.
+    """Return why the outputs are of a task, as text; "" if nothing shows a task.
 
-    That is the task, who declared it (`source`, which may be ""), and the slices of its outputs
-    with their shapes and values, as in "boxes, declared by the file: dets [N, ?, 5] of 0 to 640".
+    That is the task, who declared it, and the slices of its outputs with their shapes and values,
+    as in "boxes, by config.json beside the model: dets [N, ?, 5] of 0 to 640".
+
+    `declared_by`: who set or declared the task, or that there is none; "" if the values show it.
     """
-    source_text = f", {source}" if source else ""
+    declared_text = f", {declared_by}" if declared_by else ""
     if task is None:
-        return source_text and f"no task{source_text}"
+        return declared_text and f"no task{declared_text}"
     descriptions = []
     for name in samples.all_output_names:
         if task.covered and name not in task.covered:
@@ -283,7 +289,7 @@ def _describe_task(
         for part in parts:
             descriptions.append(_describe_slice(replace(part, at=None), samples.arrays(name)))
     hidden_count = len(descriptions) - _LISTED_SLICES
-    text = f"{task.name}{source_text}: {', '.join(descriptions[:_LISTED_SLICES])}"
+    text = f"{task.name}{declared_text}: {', '.join(descriptions[:_LISTED_SLICES])}"
     if hidden_count > 0:
         text += f" and {hidden_count} more"
     return text

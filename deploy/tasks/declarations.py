@@ -114,7 +114,7 @@ class Declaration:
 def declare(
     model: "onnx.ModelProto", config: Mapping[str, Any], class_count: int = 0
 ) -> Declaration:
-    """Return what a model declares.
+    """Return what a model's file declares about its outputs: the task, and how they are computed.
 
     Args:
         model: with the metadata of the user's file.
@@ -178,9 +178,13 @@ def _find_ends(outputs: Collection[str], makers: Makers) -> dict[str, str]:
 def _find_repeats(
     outputs: Collection[str], makers: Makers, ends: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the outputs that are computed of the same scores: `probabilities`, `best_classes`.
+    """Return the fields `probabilities` and `best_classes` of `Declaration`.
 
-    Classifiers of scikit-learn, text and sound often give scores, their Softmax and their ArgMax.
+    Classifiers often give raw scores, their Softmax (or Sigmoid) and their ArgMax as outputs.
+
+    Returns:
+        (output of raw scores -> output of their probabilities, output of an ArgMax -> output of its
+        scores, the probabilities if there are any).
     """
     outputs_by_origin: dict[str, list[str]] = {}
     for output in outputs:
@@ -188,12 +192,12 @@ def _find_repeats(
     probabilities, best_classes = {}, {}
     for group in outputs_by_origin.values():
         scores = [output for output in group if ends.get(output) != "classes"]
-        shares = [output for output in scores if ends.get(output) in ("softmax", "sigmoid")]
+        activated = [output for output in scores if ends.get(output) in ("softmax", "sigmoid")]
         for output in group:
             if scores and output not in scores:
-                best_classes[output] = (shares or scores)[0]
-            elif shares and output not in shares:
-                probabilities[output] = shares[0]
+                best_classes[output] = (activated or scores)[0]
+            elif activated and output not in activated:
+                probabilities[output] = activated[0]
     return probabilities, best_classes
 
 
@@ -214,10 +218,8 @@ def _last_operators(tensor: str, makers: Makers) -> set[str]:
         if node is None or name in visited:
             continue
         visited.add(name)
-        if node.op_type == "Concat":
+        if node.op_type in ("Concat", "Add"):  # either input of an Add may be the bias: a constant
             tensors += node.input
-        elif node.op_type == "Add":
-            tensors += node.input[:2]
         elif node.op_type in _MOVING:
             tensors.append(node.input[0])
         else:

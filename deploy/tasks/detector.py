@@ -95,6 +95,7 @@ def to_table(value: Array | None, layout: Layout) -> Array:
     if layout == ANCHOR_MAP and value.ndim == 4:
         if value.shape[1] % ANCHORS_PER_CELL:
             raise OtherShapeError
+        # [1, 3 R, H, W] -> [3, H, W, R]
         value = np.moveaxis(value.reshape(ANCHORS_PER_CELL, -1, *value.shape[2:]), 1, 3)
     if layout == MAP:
         value = value.reshape(value.shape[1], -1)
@@ -136,10 +137,10 @@ class AnchorGrid:
 
 
 def find_grid(count: int, size: ImageSize | None) -> AnchorGrid | None:
-    """Return the levels of cells that a detector's rows are; None if none has as many.
+    """Return the grid of cells over a picture that has as many cells as a detector has rows.
 
-    A detector has levels of adjacent strides, such as 8, 16, 32. If several fit, that of most
-    levels is returned.
+    A detector has levels of adjacent strides, such as 8, 16, 32. Of several grids that fit, that of
+    most levels is returned; None if none fits.
 
     Args:
         count: number of rows.
@@ -149,8 +150,8 @@ def find_grid(count: int, size: ImageSize | None) -> AnchorGrid | None:
         return None
     grids = []
     spans = itertools.combinations(range(len(STRIDES) + 1), 2)
-    for (start, stop), up in itertools.product(spans, (False, True)):
-        grid = AnchorGrid(STRIDES[start:stop], up)
+    for (start, stop), rounds_up in itertools.product(spans, (False, True)):
+        grid = AnchorGrid(STRIDES[start:stop], rounds_up)
         if grid.count(size) == count:
             grids.append(grid)
     return max(grids, key=lambda grid: len(grid.strides), default=None)

@@ -61,7 +61,7 @@ class Top1:
         self.classes = PlaceCounts()  # classes of the samples
 
     def add(self, reference: Outputs, candidate: Outputs, batch: int) -> None:
-        """Add one batch.
+        """Add the outputs of one batch of `batch` samples.
 
         Raises:
             FeedError: labels that do not fit the samples or the classes.
@@ -76,17 +76,19 @@ class Top1:
         if reference_classes is None or classes is None or not has_equal_shape:
             self.has_classes = False
             return
-        holds_class = scores.size == batch or are_indices(scores, batch)
-        self.score_count = None if holds_class else scores.size // batch
+        # the output may hold the numbers of the best classes in place of scores
+        holds_numbers = scores.size == batch or are_indices(scores, batch)
+        self.score_count = None if holds_numbers else scores.size // batch
         self.classes.add(reference_classes, classes)
         if self.labels is None:
             return
         labels = self._batch_labels(self.labels, start, batch)
         self.reference_hits += int((reference_classes == labels).sum())
         self.candidate_hits += int((classes == labels).sum())
+        # labels may be numbered from 1, or with a background that the model lacks
         for shift in (1, -1):
-            shifted = (reference_classes + shift) % self._class_limit
-            self.shifts[shift] += int((labels == shifted).sum())
+            shifted_classes = (reference_classes + shift) % self._class_limit
+            self.shifts[shift] += int((labels == shifted_classes).sum())
 
     def _choose(self, outputs: Outputs, batch: int) -> str:
         """Return the output to read the class from; the first one if none fits.
@@ -124,21 +126,21 @@ class Top1:
         """Number of classes; the largest integer if outputs of class numbers do not show it."""
         return self.score_count or _MAX_CLASS
 
-    def result(self, kind: str) -> Top1Figures:
-        """Return the shares.
+    def result(self, task_name: str) -> Top1Figures:
+        """Return the figures; those that the task or the lack of labels leaves open are None.
 
-        `kind`: name of the task that the outputs have; "" for none. Without labels only classes and
-        embeddings have figures.
+        `task_name`: name of the task that the outputs have; "" for none. Without labels only
+        classes and embeddings have figures.
 
         Raises:
             FeedError: labels that do not fit.
         """
         figures = Top1Figures()
-        is_counted = self.has_classes and (self.labels is not None or kind == "classes")
+        is_counted = self.has_classes and (self.labels is not None or task_name == "classes")
         if is_counted:
             figures.top1_agreement = self.classes.equal.total() / self.samples
         # embeddings that all point one way are as doubtful as one class for all samples
-        if is_counted or (self.has_classes and kind == "embeddings"):
+        if is_counted or (self.has_classes and task_name == "embeddings"):
             figures.classes = self.score_count
             figures.favourite = max(self.classes.reference.values(), default=0) / self.samples
         if self.labels is None:
@@ -147,10 +149,11 @@ class Top1:
         self._check_labels(self.labels)
         figures.top1_reference = self.reference_hits / self.samples
         figures.top1_candidate = self.candidate_hits / self.samples
-        shift = max(1, -1, key=lambda shift: self.shifts[shift])
+        # the direction in which more labels are the next class; its sign and their share
+        shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
         figures.label_shift = shift * self.shifts[shift] / self.samples
         if figures.classes is None:
-            # of outputs of class numbers the highest number seen or labelled
+            # an output of class numbers does not show their count: the highest one seen or labelled
             figures.classes = 1 + max(*self.classes.reference, *self.labels, 1)
         return figures
 

@@ -137,8 +137,8 @@ class _ClassTally(TaskTally["Classes"]):
     def _compare(self, name: str, reference_scores: Array, scores: Array) -> None:
         """Compare the scores [C] of one sample in one output.
 
-        A sample whose class changes is an example to show; it differs by FP32's margin between the
-        two classes.
+        A sample whose class changes is an example to show. Those with the largest margin between
+        both classes in FP32's scores are shown first.
         """
         reference_class = int(reference_scores.argmax())
         best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
