@@ -71,20 +71,27 @@ def divergence(counts: NDArray[np.float64], kept_bins: int) -> float:
 
 
 def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the KL of every i in 128..2048 from prefix sums: [1921] float64.
+    """Return the KL divergence for every number i of kept bins, 128 to 2048: [1921] float64.
 
-    With h the count of a kept bin, s the sum and n the occupied bins of a level, S the kept counts
-    and A all counts,
-    A * KL = sum h ln h - sum s ln(s / n) + last-bin correction + A ln(S / A).
+    p are the counts of the first i bins, the last of them with all counts beyond (outliers); q are
+    the same bins without outliers, merged to 128 levels. With h the count of a kept bin, s the sum
+    and n the occupied bins of a level, S the kept counts and A all counts::
+
+        A * KL = sum h ln h - sum s ln(s / n) + last-bin correction + A ln(S / A)
+
+    The last-bin correction puts the outliers into the last bin of p. All sums over bins are
+    differences of prefix sums, `x[i]` the sum of the bins before bin i.
     """
     kept_bins = np.arange(LEVELS, BINS + 1)
     sums, occupied = _prefix_sums(counts), _prefix_sums(counts > 0)
     level_terms = np.take(_level_terms(sums, occupied), _level_term_index()).sum(axis=1)
+    counts_inside, total = sums[kept_bins], counts.sum()
+    last_count, outliers = counts[kept_bins - 1], total - counts_inside
+
+    # q of the last bin is the mean of the last level's occupied bins
     last_level_start = _level_starts()[:, -2]
     last_level_bins = np.maximum(occupied[kept_bins] - occupied[last_level_start], 1)
-    last_mean = (sums[kept_bins] - sums[last_level_start]) / last_level_bins
-    counts_inside, total = sums[kept_bins], counts.sum()
-    last_count, outliers = counts[kept_bins - 1], total - sums[kept_bins]
+    last_mean = (counts_inside - sums[last_level_start]) / last_level_bins
     with np.errstate(divide="ignore", invalid="ignore"):
         kl = (
             _prefix_sums(_xlogx(counts))[kept_bins]
@@ -94,6 +101,7 @@ def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
             - outliers * np.log(np.where(last_mean > 0, last_mean, 1.0))
             + total * np.log(counts_inside / total)
         ) / total
+    # where q is 0 and p is not: no kept count at all, or outliers in an empty last bin
     is_infinite = (counts_inside == 0) | ((last_count == 0) & (outliers > 0))
     return np.where(is_infinite, np.inf, kl)
 

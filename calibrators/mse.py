@@ -105,24 +105,26 @@ class Ramps:
         return np.asarray(self.squares - 2 * steps * np.concatenate(sums), np.float64)
 
     def _sums(self, steps: FloatArray, lowest: FloatArray, highest: FloatArray) -> FloatArray:
-        """Return the sums of G over all midpoints of each of k ranges, [k]; arguments as `errors`.
+        """Return the sums of G over all midpoints between the levels of each of k ranges, [k].
 
-        G is known at the edges of the bins, and linear between them.
+        G(b) is the sum of counts * (c - b) over the bin centres c beyond b, on b's side of 0. It is
+        in `heights` at every bin centre, first for b > 0, then for b < 0; between them it falls by
+        `slopes` a bin. Arguments as in `errors`.
         """
-        side_size = self.heights.size // 2
         midpoint_counts = (highest - lowest)[:, None]
         index = np.arange(int(midpoint_counts.max(initial=0)))
         midpoints = (index + (lowest + 0.5)[:, None]) * steps[:, None]
-        positions = np.abs(midpoints) + 0.5  # heights[0] is G at -1/2
-        np.minimum(positions, side_size - 1, out=positions)  # beyond the last bin G is 0
 
-        edges = positions.astype(np.int64)
-        positions -= edges  # within the bin
-        edges[midpoints < 0] += side_size
-        ramp_sums = self.heights[edges]
-        ramp_sums -= self.slopes[edges] * positions
-        ramp_sums *= index < midpoint_counts  # a range of fewer levels than the longest
-        return np.asarray(ramp_sums.sum(axis=1), np.float64)
+        side_size = self.heights.size // 2
+        positions = np.abs(midpoints) + 0.5  # in heights, whose first G is at -1/2
+        np.minimum(positions, side_size - 1, out=positions)  # beyond the last bin G is 0
+        nodes = positions.astype(np.int64)  # entries of heights before the midpoints
+        distances = positions - nodes
+        nodes[midpoints < 0] += side_size
+
+        values = self.heights[nodes] - self.slopes[nodes] * distances
+        values *= index < midpoint_counts  # 0 beyond a range's last level: rows have one length
+        return np.asarray(values.sum(axis=1), np.float64)
 
 
 def _blocks(count: int, size: int) -> Iterator[slice]:
@@ -283,14 +285,20 @@ class _Bins:
         return np.flatnonzero(sums <= sums.min() + TOLERANCE * self.ramps.squares)
 
     def _candidates_in_float32(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
-        """Return the indices of the ranges with nearly the least error in float32.
+        """Return the indices of the ranges whose error in float32 is nearly the least.
 
-        Ranges must shrink with their index. For float and wide integer grids return all indices.
+        Only among these are errors computed in float64. All indices are returned where float32 is
+        too coarse: for float grids, wide integer grids, and errors near 0.
+
+        Args:
+            lows: [K] lower ends; ranges must shrink with their index.
+            highs: [K] upper ends.
         """
         if not _is_quick(self.grid):
             return np.arange(lows.size)
         tolerance = 1 + _QUICK_TOLERANCE * self.power
-        unit = max(float(highs.max()), -float(lows.min())) or 1.0  # powers must fit float32
+        # all lengths in units of the longest end, so that their powers fit float32
+        unit = max(float(highs.max()), -float(lows.min())) or 1.0
         centres = (self.centres / unit).astype(np.float32)
         counts = (self.counts / self.counts.sum()).astype(np.float32)
 
@@ -298,7 +306,7 @@ class _Bins:
         widths = (steps / unit).astype(np.float32)
         lowest = np.rint(lows / steps).astype(np.float32)
         highest = np.rint(highs / steps).astype(np.float32)
-        # values between these bounds may be at most half a step from a level
+        # a value outside these bounds is clipped, by more than the half step that rounding costs
         lower_bounds, upper_bounds = (lows - steps / 2) / unit, (highs + steps / 2) / unit
 
         block_size = max(_BINS_PER_BLOCK // max(centres.size, 1), 1)
@@ -307,7 +315,7 @@ class _Bins:
         for block in _blocks(lows.size, block_size):
             low, high = lower_bounds[block.start], upper_bounds[block.start]
             if _clipping_error(centres, counts, low, high, self.power) > tolerance * min_error:
-                break  # shorter ranges clip even more
+                break  # clipping alone costs too much, and the ranges that follow clip even more
             errors = _quick_errors(
                 centres, counts, widths[block], lowest[block], highest[block], self.power
             )
@@ -331,20 +339,32 @@ def _quick_errors(
     highest: NDArray[np.float32],
     power: float,
 ) -> FloatArray:
-    """Return `_block_errors` in float32, with given levels at both ends of the ranges."""
-    error = centres[None, :] * (1 / steps)[:, None]
-    np.rint(error, out=error)
-    np.clip(error, lowest[:, None], highest[:, None], out=error)
-    error *= steps[:, None]
-    error -= centres
+    """Return the sums of |error|^power of K integer ranges, [K], computed in float32.
+
+    Arrays are updated in place, to stay in a core's cache.
+
+    Args:
+        centres: [B] centres of the bins.
+        counts: [B] number of values in each.
+        steps: [K] step width of each range, in the unit of the centres.
+        lowest: [K] integer at the lower end of each range.
+        highest: [K] integer at the upper end.
+        power: power of the errors.
+    """
+    values = centres[None, :] * (1 / steps)[:, None]
+    np.rint(values, out=values)
+    np.clip(values, lowest[:, None], highest[:, None], out=values)
+    values *= steps[:, None]  # each centre as the range stores it
+
+    error = np.subtract(values, centres, out=values)
     np.abs(error, out=error)
-    if power == 3:
-        weight = error * error
-        weight *= error
+    if power == 3:  # products are much faster than np.power
+        cost = error * error
+        cost *= error
     else:
-        weight = np.power(error, np.float32(power), out=error)
-    weight *= counts
-    return np.asarray(weight.sum(axis=1, dtype=np.float64))
+        cost = np.power(error, np.float32(power), out=error)
+    cost *= counts
+    return np.asarray(cost.sum(axis=1, dtype=np.float64))
 
 
 def _clipping_error(

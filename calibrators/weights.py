@@ -99,6 +99,9 @@ def pair_stride(shape: Sequence[int]) -> int:
 def tight_pair_mask(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
     """Return a mask of weights in pairs that may not fit, or change the scale, if rounded up.
 
+    A pair are two weights whose products an older x86 CPU adds in 16 bits: neighbours in a row of
+    `_flatten`. Pairs start at every second weight, with an odd number of channels at every one.
+
     `steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...].
 
     Returns:
@@ -107,11 +110,16 @@ def tight_pair_mask(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
     """
     is_tight = pair_sums(steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING
     width, stride = _flatten(steps).shape[1], pair_stride(steps.shape)
-    is_in_tight_pair = np.zeros((len(steps), width + 2), np.bool_)
-    is_in_tight_pair[:, 0:width:stride] = is_tight
-    is_in_tight_pair[:, 1 : width + 1 : stride] |= is_tight
-    mask = is_in_tight_pair[:, :width].reshape(len(steps), *steps.shape[2:], steps.shape[1])
-    return np.ascontiguousarray(np.moveaxis(mask, -1, 1))
+    # a column more than weights, for the partner of the last one
+    is_in_tight_pair = np.zeros((len(steps), width + 1), np.bool_)
+    is_in_tight_pair[:, 0:width:stride] = is_tight  # first weight of each pair
+    is_in_tight_pair[:, 1 : width + 1 : stride] |= is_tight  # second weight
+
+    # back to the order of `steps`, from that of `_flatten`
+    channels_last = is_in_tight_pair[:, :width].reshape(
+        len(steps), *steps.shape[2:], steps.shape[1]
+    )
+    return np.ascontiguousarray(np.moveaxis(channels_last, -1, 1))
 
 
 def _flatten(rows: NDArray[np.generic]) -> NDArray[np.generic]:

@@ -485,9 +485,13 @@ class _Density:
 
     @classmethod
     def from_histogram(cls, histogram: IfmrHistogram) -> _Density:
-        """Return the density of a histogram that has counts."""
+        """Return the density of a histogram of 2 * FINE_BINS + 1 bins that has counts.
+
+        Its values count as spread evenly around the mean of their bin, as far as the bin allows.
+        """
         width = (histogram.full_range or 1.0) / FINE_BINS
         positive_edges = width * np.arange(1, FINE_BINS + 1)
+        # the first and the last bin have no width: they hold the values at the ends of the range
         edges = np.concatenate(
             (-positive_edges[-1:], -positive_edges[::-1], positive_edges, positive_edges[-1:])
         )
@@ -495,7 +499,7 @@ class _Density:
         counts = histogram.counts.astype(np.float64)
         middle = (edges[1:] + edges[:-1]) / 2  # 0 for the bin around 0, which holds ReLU zeros
         mean = np.where(counts > 0, histogram.sums / np.maximum(counts, 1.0), middle)
-        mean = np.clip(mean, edges[:-1], edges[1:])
+        mean = np.clip(mean, edges[:-1], edges[1:])  # rounding may put it past an edge
         half_width = np.minimum(mean - edges[:-1], edges[1:] - mean)
         half_width[FINE_BINS] = 0.0  # the bin around 0 has only zeros
 

@@ -234,11 +234,11 @@ def _match_cache(
     observations: tuple[Observation, ...],
     stop_rule: StabilityRule | None,
 ) -> CacheDecision:
-    """Return what the cache holds and lacks.
+    """Return which observations the stored cache holds for this run, which it lacks, and why.
 
     Args:
         stored: the cache.
-        fingerprint: of this run.
+        fingerprint: model, images, options and versions of this run.
         observations: what the targets need.
         stop_rule: rule that ends the observation; None to observe all samples.
 
@@ -246,24 +246,25 @@ def _match_cache(
         CacheError: it was made from another model or other images; or, with a stop rule, it lacks
             an observation.
     """
-    changes = fingerprint.changes_since(stored.fingerprint)
-    invalidating = []
+    changes = fingerprint.changes_since(stored.fingerprint)  # part -> clause
+    invalidating_changes = []
     for part, clause in changes.items():
         if part not in _SEARCH_PARTS | _PARTIAL_PARTS:
-            invalidating.append(clause)
-    if invalidating:
-        raise CacheError("; ".join(invalidating))
+            invalidating_changes.append(clause)
+    if invalidating_changes:
+        raise CacheError("; ".join(invalidating_changes))
 
-    # what they need is read too, where it is stored; below, a stored observation needs nothing more
+    # needs are observations that the model is built from; read those that are stored, too
     usable: Iterable[Observation] = with_needs(observations)
     if "order" in changes:
         usable = [o for o in usable if not o.is_order_dependent]
     observed = stored.observed(usable)
+    # a stored observation is not made again, so its needs are not missing
     missing = observed.missing(with_needs(observations, observed))
     reason = _describe_match(stored, changes, missing)
     reason += _describe_programs(stored.fingerprint, fingerprint)
     if stop_rule is not None:
-        if missing:  # other samples would be enough for them
+        if missing:  # they may be stable after another number of samples than the stored ones
             reason += "; what is observed until it is stable is observed at once"
             raise CacheError(reason)
         reason += f"; it was observed {stop_rule}"
@@ -358,23 +359,27 @@ def update_cache(
 def _add_stored(
     subject: CalibrationSubject, stored: store.StoredCalibration, calibration: Calibration
 ) -> tuple[Calibration, dict[Key, Arrays]]:
-    """Return the calibration with stored observations of the cleaned model, and others to retain.
+    """Return the observations that the new cache takes over from the stored one.
 
-    The text of the cache lists the ranges of the former; of the latter only the arrays are copied.
+    A key of an observation is (variant of the model, tensor, statistic).
+
+    Returns:
+        (the calibration with the stored histograms that the method can search, which get a range in
+        the text of the cache; key -> arrays of others, which are copied as they are).
     """
     keys = list(stored.keys)
     if stored.fingerprint.order != calibration.fingerprint.order:
         # the images have another order: only histograms of all samples do not depend on it
-        order_free_key = HistogramOf().key
-        keys = [key for key in keys if key[2] == order_free_key]
+        order_free_statistic = HistogramOf().key
+        keys = [key for key in keys if key[2] == order_free_statistic]
 
-    statistic_key = subject.statistic.key
+    searched_statistic = subject.statistic.key
     tensors = []
-    for variant, tensor, key in keys:
-        if variant == FOLDED and key == statistic_key:
+    for variant, tensor, statistic in keys:
+        if variant == FOLDED and statistic == searched_statistic:
             tensors.append(tensor)
-    searched = stored.observed(subject.histogram_observations(tensors))
-    observed = searched.merged_with(calibration.observed)
+    stored_histograms = stored.observed(subject.histogram_observations(tensors))
+    observed = stored_histograms.merged_with(calibration.observed)  # new ones take precedence
     retained = stored.read_arrays(_select_retained(keys, observed))
     return replace(calibration, observed=observed), retained
 

@@ -75,7 +75,9 @@ Waiting = tuple[Observation, NDArray[np.float32]]
 def _open_tapped(
     model: onnx.ModelProto, tensors: Sequence[str], in_any_order: Collection[str]
 ) -> tuple[OrtSession, dict[str, str]]:
-    """Return a session of a model with inner tensors as outputs, and `Tap.blocked`.
+    """Return (session with inner tensors as outputs, tensor -> its output in blocks of channels).
+
+    The latter has only tensors in that layout (`Tap.blocked`); it is empty without Convs.
 
     Args:
         model: the model to run.
@@ -96,9 +98,10 @@ def _open_tapped(
 def _open_blocked(
     model: onnx.ModelProto, tensors: Collection[str]
 ) -> tuple[OrtSession, dict[str, str]]:
-    """Return a session in which outputs may stay in the blocked layout, and `Tap.blocked`.
+    """Return what `_open_tapped` does, with a session that leaves outputs in blocks of channels.
 
-    ONNX Runtime saves the optimized model, from which the reorders of these `tensors` are removed.
+    ONNX Runtime saves the optimized model. The nodes that bring `tensors` from blocks into NCHW are
+    removed from it, and the remaining model is opened as it is.
     """
     with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.onnx"
@@ -183,13 +186,16 @@ class BufferedSession:
         self._is_trimmed = False
 
     def run(self, sample: Sample) -> Mapping[str, Array]:
-        """Run a sample; return the outputs. If `reuses_buffers`, the next run overwrites them."""
+        """Run a sample; return the outputs. If `reuses_buffers`, the next run overwrites them.
+
+        Outputs are bound to buffers once two samples in a row have the same shapes and dtypes.
+        """
         if not self._can_bind or _forms(sample) != self._input_forms:
             return self._run_unbound(sample)
         try:
             if self._bound is None:
-                if not self._is_trimmed:  # the memory of the first run; shapes may change often
-                    trim_memory()
+                if not self._is_trimmed:  # only once: shapes may change often, and it takes time
+                    trim_memory()  # of the first run, without buffers
                 self._is_trimmed = True
                 self._bound = self._session.bind_outputs(self._output_forms)
             self._bound.run(sample)
@@ -264,35 +270,47 @@ class TapReader:
         self._tensors = tuple(tensors)
         self._tap = tap
         self._session = BufferedSession(tap.session)
-        self._located: LocatedArrays | None = None
-        self._moving: list[int] = []  # indices of tensors whose array is another at each run
+        self._last_located: LocatedArrays | None = None
+        # indices of tensors whose array lies elsewhere at each run, even if buffers are reused
+        self._moving_indices: list[int] = []
 
     def run(
         self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
     ) -> LocatedArrays:
         """Run one sample; return each tensor's values in any order, valid until the next run.
 
-        `on_outputs` is as in `Tap.run`.
+        If this run and the last one use the same output buffers, the `LocatedArrays` of the last
+        run, which hold the addresses of the arrays, are returned again, now with new values.
+
+        Args:
+            sample: input -> array.
+            on_outputs: as in `Tap.run`.
         """
-        located = self._located
-        self._located = None
-        if not self._session.reuses_buffers:
-            located = None  # its memory may be freed
+        located = self._last_located
+        self._last_located = None  # a failing run leaves none
+        had_buffers = self._session.reuses_buffers
+        if not had_buffers:
+            located = None  # frees its arrays before the run
         outputs = _run_sample(self._session, sample, on_outputs)
 
-        tap = self._tap
         if located is None or not self._session.reuses_buffers:
-            arrays = [tap.values_of(name, sample, outputs) for name in self._tensors]
-            located = LocatedArrays(arrays)
-            self._moving = []
-            for index, name in enumerate(self._tensors):
-                if name in tap.inputs or arrays[index].dtype != np.float32:
-                    self._moving.append(index)
+            located = self._locate(sample, outputs)
         else:
-            for index in self._moving:
-                located.put(index, tap.values_of(self._tensors[index], sample, outputs))
-        self._located = located
+            for index in self._moving_indices:
+                values = self._tap.values_of(self._tensors[index], sample, outputs)
+                located.put(index, values)
+        self._last_located = located
         return located
+
+    def _locate(self, sample: Sample, outputs: Mapping[str, Array]) -> LocatedArrays:
+        """Return the arrays of all tensors, and note which of them lie in no output buffer."""
+        arrays = [self._tap.values_of(name, sample, outputs) for name in self._tensors]
+        self._moving_indices = []
+        for index, name in enumerate(self._tensors):
+            is_converted = arrays[index].dtype != np.float32  # into a new array at each run
+            if name in self._tap.inputs or is_converted:
+                self._moving_indices.append(index)
+        return LocatedArrays(arrays)
 
 
 def _run_sample(
@@ -338,6 +356,8 @@ class VariantRunner:
         on_outputs: OutputCallback | None,
     ) -> list[Waiting]:
         """Run one sample, record order-free statistics, return the values that must wait.
+
+        These are of order-dependent statistics: they wait until all samples before are recorded.
 
         Args:
             reader: the thread's reader of the tensors that are counted in histograms.
@@ -416,11 +436,14 @@ def make_runners(
 ) -> list[VariantRunner]:
     """Return one `VariantRunner` for each variant of the model, in order of first use.
 
+    A variant is a form of the model that is run. Its observations are split into those by the usual
+    histogram, which one call counts for all tensors, and the others (`counted`, `uncounted`).
+
     Args:
         observations: what the pass records.
         observed: statistics from which the variants are made.
     """
-    plain_histogram = HistogramOf()  # of all samples in any order
+    usual_histogram = HistogramOf()  # of all samples in any order
     runners = []
     for variant, variant_observations in group_by_variant(observations).items():
         tensors = list(dict.fromkeys(o.tensor for o in variant_observations))
@@ -428,9 +451,9 @@ def make_runners(
         counted: list[Observation] = []
         uncounted: list[Observation] = []
         for observation in variant_observations:
-            if observation.statistic.ordered:
+            if observation.statistic.ordered:  # it depends on the order of values and samples
                 unordered.discard(observation.tensor)
-            if observation.statistic == plain_histogram:
+            if observation.statistic == usual_histogram:
                 counted.append(observation)
             else:
                 uncounted.append(observation)
