@@ -271,10 +271,12 @@ class Histogram(HistogramState):
         remaining.counts[:] = np.maximum(remaining.counts - removed.counts, 0)
         remaining.total = int(remaining.counts.sum())
         remaining.infinite = max(self.infinite - subset.infinite, 0)
+        # signed bins; 0 is around 0, and bin b > 0 ends at (b + 1) widths
         occupied = np.flatnonzero(remaining.counts) - BINS
         if not occupied.size:
             return Histogram()
 
+        # an extreme that may have been removed is replaced by the outer edge of its side's last bin
         width = remaining.full_range / BINS
         low, high = int(occupied[0]), int(occupied[-1])
         if subset.minimum <= self.minimum:

@@ -47,11 +47,13 @@ _MIN_VALUES_PER_TAIL_VALUE = 100  # the tail holds at most 1 / 100 of all values
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """Return the range that holds `percent` of a tensor's values.
 
-    Values count as evenly spread within a bin. `searches.PercentileParams` checks that 50 < percent
-    <= 100.
+    `amax` cuts off 100 - percent of the |values|; `lo` and `hi` each cut off as much of the values,
+    but never at the other side of 0. Values count as evenly spread within a bin.
+    `searches.PercentileParams` checks that 50 < percent <= 100.
     """
     share = percent / 100
-    amax = quantile(histogram.magnitudes(BINS), share) * histogram.full_range / BINS
+    bin_width = histogram.full_range / BINS
+    amax = quantile(histogram.magnitudes(BINS), share) * bin_width
     minimum, maximum = histogram.minimum, histogram.maximum
     lo, hi = minimum, maximum
     if minimum < 0:

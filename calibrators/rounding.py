@@ -115,9 +115,15 @@ def round_by_output(
 ) -> FloatArray:
     """Round each weight up or down for the least output error.
 
-    `steps`: weight / scale, [G, C, K]: groups, output channels, values of an input patch.
-    `products`: `gram` of the inputs, [G, K, K]. `fixed`: mask of weights to round to nearest, such
-    as the extremes that set the scale.
+    Starting from rounding to nearest, each weight in turn takes the side with the lower error.
+
+    Args:
+        steps: weight / scale, [G, C, K]: groups, output channels, values of an input patch.
+        products: mean products of every two values of an input patch, [G, K, K] (`gram`).
+        fixed: mask of weights to round to nearest, such as the extremes that set the scale,
+            [G, C, K].
+        sweeps: largest number of visits of each weight.
+        grid: grid of the rounded weights.
 
     Returns:
         [G, C, K], each entry the grid's value below or above its weight.
@@ -132,13 +138,15 @@ def round_by_output(
         )
     if not (np.isfinite(steps).all() and np.isfinite(products).all()):
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
+    # added to the diagonal of `products`, so that few inputs do not decide everything
     damping = _DAMPING * np.einsum("gkk->gk", products).mean(axis=1)
     integers = np.ascontiguousarray(round_to_grid(steps, grid), np.float64)
     low = np.ascontiguousarray(round_to_grid(steps, grid, np.floor), np.float64)
     high = np.ascontiguousarray(round_to_grid(steps, grid, np.ceil), np.float64)
     error = integers - steps
+    # half the derivative of the output error by each integer; `_sweep` keeps it up to date
     slope = np.ascontiguousarray(block_products(error, products) + damping[:, None, None] * error)
-    _sweep(sweeps, (low, high), integers, slope, products, damping, fixed)
+    _sweep(sweeps, (low, high), integers, slope, products, damping, fixed)  # changes integers
     return integers
 
 

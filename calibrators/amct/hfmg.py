@@ -185,6 +185,7 @@ def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     min_distance = math.ceil(bin_count / 4)  # between the ends of a run
     runs = []
     while right - left > min_distance:
+        # the first bin with `cut_values` between `left` and it; the last bin, likewise from `right`
         next_left = min(bisect_left(cumulative, cumulative[left] + cut_values), right)
         next_right = bisect_right(cumulative, cumulative[right + 1] - cut_values) - 2
         next_right = max(next_right, next_left)
@@ -197,13 +198,15 @@ def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendScale:
-    """Return scale and offset from the histogram of all batches; waiting samples are the last one.
+    """Return scale and offset from the histogram of all batches.
+
+    Samples that fill no batch yet are counted first, as a smaller last batch.
 
     Raises:
         CalibrationError: no batch was observed, or a scale is not finite.
     """
     params = params or HfmgParams()
-    histogram.end()
+    histogram.end()  # counts the waiting samples
     if histogram.counts is None:
         raise CalibrationError("HFMG needs at least one calibration batch, got none")
     counts, lo, hi = histogram.counts, histogram.lo, histogram.hi
@@ -211,6 +214,7 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
     runs = candidate_runs(counts)
     losses = _losses(counts, runs, width, params.bits)
 
+    # the ends of the best run of bins, in float32 as in AMCT
     left, right = runs[np.argmin(losses)].astype(np.float32)
     run_lo, run_hi = lo + left * width, lo + (right + np.float32(1)) * width
     scale, offset = ascend_scale_offset(
@@ -222,16 +226,19 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
 def _losses(
     counts: NDArray[np.int32], runs: NDArray[np.int64], width: np.float32, bits: int
 ) -> Float64Array:
-    """Return the L2 loss of each run: AMCT's float32 value if it may be best, else float64.
+    """Return the L2 loss of each run, [K]: AMCT's float32 value if it may be best, else float64.
+
+    AMCT's rounding decides between runs of nearly the same loss, but its loss takes long, so only
+    runs near the least float64 loss get it.
 
     Args:
         counts: the histogram.
-        runs: candidates, [K, 2].
+        runs: candidates, first and last bin of each, [K, 2].
         width: width of a bin, in real units.
         bits: width of the grid.
     """
-    # with 16 bits there are more codes than bins, and a loss beyond float32 has no order: then all
-    # are computed as in AMCT
+    # All are computed as in AMCT with 16 bits, which have more codes than bins, and where float32
+    # overflows: losses that are inf in AMCT are equal there, unlike in float64.
     span = float(width) * counts.size
     may_overflow = span**3 * float(counts.sum()) > 1e36 * max(float(width), 1e-30)
     if bits > 8 or may_overflow:

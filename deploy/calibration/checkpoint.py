@@ -138,13 +138,15 @@ class Checkpoint:
         self._next_save = now + max(MIN_INTERVAL_S, INTERVAL_RATIO * (now - self._save_start))
 
     def _write(self, number: int, observed: ObservedStatistics) -> None:
+        """Replace the file by the statistics of the first `number` samples, or note why not."""
+        sample_positions = self._feed.positions[:: self._feed.batch]  # of each sample's first image
         digests, skipped = self._feed.progress_after(number)
         data = shards.serialize_shard(
             share=self._feed.complete_share,
             made_from=self._fingerprint,
             digests=digests,
             skipped=skipped,
-            peaks=self._peaks.rows(self._feed.positions[:: self._feed.batch]),
+            peaks=self._peaks.rows(sample_positions),
             observed=observed,
             counted=number,
         )

@@ -124,7 +124,7 @@ class Fingerprint:
                 continue
             changes[part] = f"{noun} changed"
             detail = _difference(old_part, new_part)
-            if part == "model":
+            if part == "model":  # its identities are digests, which tell the user nothing
                 detail = "its external data" if _is_same_file(old_part, new_part) else ""
             if detail:
                 changes[part] += f" ({detail})"
@@ -197,7 +197,11 @@ _EQUALITY_BY_PART = {"model": _is_same_model, "decoder": _is_same_decoder}
 
 
 def _difference(old: object, new: object) -> str:
-    """Return the fields that differ with their values; long values, as digests, are omitted."""
+    """Return how two values of a part differ, as text: "old -> new" of strings, or of each field.
+
+    A field whose values are long is only named; "" for digests and other types, which tell a user
+    nothing.
+    """
     if isinstance(old, str) and isinstance(new, str):
         if len(old) == _DIGEST_LENGTH:
             return ""

@@ -74,7 +74,11 @@ class ReferenceOutputs:
     def add(self, key: int, values: Mapping[str, Array]) -> None:
         """Store a sample's outputs, unless its key is none of those to be stored.
 
-        `values`: name -> array of a run; tensors that are not outputs are ignored.
+        If an output is missing or has no numbers, nothing is stored, and `get` runs the model.
+
+        Args:
+            key: key of the sample.
+            values: name -> array of a run; tensors that are not outputs are ignored.
         """
         if key not in self._stored_keys:
             return

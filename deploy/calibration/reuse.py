@@ -276,14 +276,14 @@ def _describe_match(
     changes: Mapping[str, str],
     missing: tuple[Observation, ...],
 ) -> str:
-    """Return what is reused of a cache that fits, and what is not, as a clause.
+    """Return what is reused of a cache that fits, and what is not, as a clause for the user.
 
     Args:
         stored: the cache.
         changes: part of the fingerprint -> how it changed, as a clause.
         missing: observations to make.
     """
-    # a stored observation is made again only because the images have another order
+    # a stored observation is missing only if it depends on the order of the images, which changed
     order_dependent_count = sum(o.key in stored.keys for o in missing)
     if order_dependent_count:
         return f"{changes['order']}, and {order_dependent_count} observations go by it"

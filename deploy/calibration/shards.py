@@ -142,7 +142,12 @@ def load_shard(path: Path, *, what: str = _KIND) -> Shard:
 
 
 def parse_shard(data: bytes, path: Path, *, what: str = _KIND) -> Shard:
-    """Parse the bytes of a shard file; `path` and `what` name it in errors.
+    """Parse the bytes of a shard file: the statistics of a part of the samples, and their origin.
+
+    Args:
+        data: the bytes.
+        path: names the file in errors; it is not read.
+        what: names the kind of file in errors.
 
     Raises:
         CacheError: the bytes are not a shard, are broken, or were changed.

@@ -84,8 +84,13 @@ class StabilityMonitor:
     ) -> None:
         """Start before the first sample.
 
-        `observations`: those whose ranges are searched. `stop_rule`: None for all
-        samples.
+        Without a stop rule all samples are observed, and the pass fills `halves` with the
+        statistics of each half, which are compared at the end.
+
+        Args:
+            observations: those whose ranges are searched.
+            make_ranges: returns the ranges of some statistics.
+            stop_rule: rule that ends the pass early; None to observe all samples.
         """
         self._observations = tuple(observations)
         self._make_ranges = make_ranges
