@@ -92,10 +92,14 @@ class RangeSearch:
 
 
 def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..., Scale]:
-    """Return a search by a function that is imported on first use.
+    """Return a search, (histogram, parameters, grids) -> clip range, that is imported on first use.
 
-    `parameter_names`: of the parameters that the function takes. With `by_grid` it takes the two
-    grids, too.
+    Args:
+        module: module of `calibrators` that has the function.
+        name: the function.
+        parameter_names: fields of the parameters that the function takes as arguments.
+
+    A search with `by_grid` gets the two grids, too; others get none.
     """
 
     def search(histogram: Histogram, params: Params, *grids: Grid | None) -> Scale:

@@ -342,6 +342,7 @@ def calibrator(
             base.__init__(self)  # explicitly, otherwise the first callback segfaults
             Callbacks.__init__(self, *args, **options)
 
+    # TensorRT requires these four of its legacy calibrator only
     class Legacy(Calibrator):
         def get_quantile(self) -> float:
             return quantile

@@ -140,7 +140,12 @@ class Tiles:
     def of(
         cls, weight: FloatArray, scale: FloatArray, bias: FloatArray, inputs: FloatArray
     ) -> Tiles:
-        """Tile weight [G, M, K], scale [G, M, 1], bias [G, M] and inputs [P, G, K]."""
+        """Cut the K weights of each channel into A tiles of T, the last padded with 0.
+
+        AMCT sums in float32 over one tile after the other. With G groups, M channels of a group and
+        P positions, the arguments are weight [G, M, K], scale [G, M, 1], bias [G, M] and inputs
+        [P, G, K]; the results as in `Attributes`.
+        """
         groups, rows, row_width = weight.shape
         tile_count, tile_size = tile_layout(row_width)
         padding = tile_count * tile_size - row_width
@@ -379,7 +384,7 @@ def error_slope(
     The chain rule backwards: error, activation, layer, scale, and 0 where a code is clipped.
 
     Args:
-        problem: the problem, for its activation and share.
+        problem: the problem, for its activation function and the factor of its error (`share`).
         tiles: its weight and inputs.
         codes: codes between integers, in the layout of the tiles.
         targets: the float model's values after the activation, at all positions.

@@ -245,7 +245,10 @@ def weight_channel_max(weight: NDArray[np.floating], group: int = 1) -> Float32A
 def balance_factors(
     act_max: Float32Array, weight_max: Float32Array, *, strength: float = 0.5
 ) -> Float32Array:
-    """Return the DMQ factors of the input channels, float32 [C].
+    """Return the factors of AMCT's DMQ balancer for the input channels, float32 [C].
+
+    Activations are divided by their channel's factor and weights multiplied by it, so that the
+    weights take over some of the activations' range.
 
     Args:
         act_max: largest |activation|, [C] from `channel_max`.
@@ -283,7 +286,13 @@ _LEVELS = _MAX_CODE - _MIN_CODE  # number of steps between the codes
 
 
 def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Float32Array:
-    """Return the KL scale of a weight [C_out, ...], float32 or float16: [C_out] or [1].
+    """Return the scales that AMCT's AdaRound rounds a weight with: [C_out], or [1] for the tensor.
+
+    They have the least KL divergence between the weight's histogram and its quantized form.
+
+    Args:
+        weight: [C_out, ...], float32 or float16.
+        channel_wise: whether each output channel has a scale.
 
     Raises:
         CalibrationError: wrong dtype, NaN or Inf, no elements, or values near float32's maximum.
@@ -321,7 +330,7 @@ def _best_scales(counts: FloatArray, amax: Float32Array) -> Float32Array:
 
 
 def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
-    """Return (p, q) of a cut: the remaining counts, and their approximation by 255 levels.
+    """Return (p, q) of a cut, [C, bins that remain]: the counts, and their form in 255 levels.
 
     A level is the mean of the bins that it merges, over those that are not empty; empty bins stay
     empty, as in TensorRT's entropy calibration.

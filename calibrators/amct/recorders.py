@@ -52,7 +52,11 @@ class IfmrOf(_Ordered):
         return IfmrHistogram(exact=self.exact)
 
     def restore(self, arrays: Arrays) -> IfmrHistogram:
-        """Return a stored histogram."""
+        """Return a stored histogram, which has either few values as they are, or counts of bins.
+
+        Raises:
+            CalibrationError: the arrays contradict each other.
+        """
         recorder = IfmrHistogram()
         reals, (recorder.total,) = read_numbers(arrays, 3, 1)
         recorder.minimum, recorder.maximum, recorder.full_range = reals

@@ -99,8 +99,10 @@ class FirstLayer:
 def find_first_layer(model: onnx.ModelProto, input_name: str) -> FirstLayer | None:
     """Return the first layer that reads an input; None if there is none that can be checked.
 
-    Weights in external data are not read.
+    Between the two there may only be nodes that scale, shift or move values. Weights in external
+    data are not read.
     """
+    # the path grows by each node that reads the input, or what the path has computed from it
     path = _InputPath(Graph(model), model, input_name)
     for node in path.graph.nodes:
         inputs = [tensor for tensor in dict.fromkeys(node.input) if tensor in path.tensors]

@@ -113,13 +113,14 @@ class _PassState:
         if peaks is not None:
             self._worker_peaks = [Peaks() for _ in range(threads)]
 
+        # slices: the sets of recorders for order-free statistics; successive samples take turns
         self._has_halves = has_halves
         self._slice_count = threads
         if has_halves:
-            # every other slice belongs to one half, so the number is even; it is larger than that
-            # of the threads, since `alternate_halves` moves a sample to its neighbor's slice
+            # every other slice belongs to one half, so their number is even; it is larger than the
+            # number of threads, since `alternate_halves` moves a sample to its neighbor's slice
             self._slice_count += 2 - threads % 2
-        # what the slices are added to, so that halves and snapshots stay as they are
+        # the slices are added to it, so that those returned as halves or snapshots do not change
         self._total: _Recorders | None = None
         if has_halves or has_snapshots:
             self._total = self._make_recorders(self._order_free)
@@ -310,6 +311,7 @@ def observe(
     observed = observed or ObservedStatistics({})
     threads = max(1, threads)
     run_counts: Counter[str] = Counter() if runs is None else runs
+    # models that depend on the first samples are built from statistics of these, before the pass
     schedule = schedule_observations(observations, observed)
     feed = iter(samples)
     first_samples = list(islice(feed, schedule.preliminary_sample_count))
@@ -329,6 +331,7 @@ def observe(
         has_halves=halves is not None,
         has_snapshots=should_stop is not None,
     )
+    # the pass runs the first samples again, but none that a checkpoint has counted
     sample_count = 0
     pause = NO_PAUSE
     if checkpoint is not None:
@@ -372,13 +375,18 @@ def _run_until(
 ) -> int:
     """Run samples until the stop rule is met or all are run; return how many are observed.
 
-    `run_samples`: `run_in_order` of this pass. `sample_count`: how many are observed before.
+    Args:
+        should_stop: the stop rule, asked after 8, 16, 32 ... samples.
+        state: recorders of the pass.
+        run_samples: `run_in_order` of this pass; returns how many samples it ran.
+        samples: the remaining samples.
+        sample_count: how many are observed before.
     """
     while True:
         check_at = next_check(sample_count)
-        piece = islice(samples, check_at - sample_count)
-        sample_count += run_samples(piece, first_number=sample_count + 1)
-        if sample_count != check_at:  # all samples are run
+        next_samples = islice(samples, check_at - sample_count)
+        sample_count += run_samples(next_samples, first_number=sample_count + 1)
+        if sample_count != check_at:  # there were no more
             return sample_count
         if should_stop(sample_count, *state.take_snapshot()):
             return sample_count

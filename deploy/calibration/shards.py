@@ -235,9 +235,13 @@ def write_shard(calibration: CalibrationResult, path: Path) -> None:
 def make_shard(
     feed: Feed, identities: Mapping[str, str], peaks: Peaks, observed: ObservedStatistics
 ) -> bytes:
-    """Return the bytes of the shard file of a pass over a share.
+    """Return the bytes of the shard file: what a pass over a share of the samples observed.
 
-    `identities`: those of the model.
+    Args:
+        feed: the samples of a share.
+        identities: kind -> digest of the model (`Fingerprint.model`).
+        peaks: largest |x| of each tensor and sample.
+        observed: the statistics.
     """
     assert feed.share is not None
     return serialize_shard(

@@ -73,6 +73,7 @@ def _binary_origin(data: bytes) -> str:
 
 
 def _text_origin(data: bytes) -> str:
+    """Return a clause on the likely origin of a text that is no cache, with advice."""
     content = data.lstrip()
     if content.startswith((b"{", b"[")):
         return (
@@ -327,6 +328,7 @@ def _split_lines(data: bytes) -> list[tuple[str, str]]:
 
 
 def _parse_entry(text: str, end: str, *, line: int, origin: str) -> Entry:
+    """Return the entry of a line "name: hex"; `end` is its line break, "" if it has none."""
     name, _, digits = text.rpartition(": ")
     is_valid = bool(name and _HEX.fullmatch(digits))
     # A last line without a newline may have lost digits: "3d8" is still a number.
