@@ -294,6 +294,8 @@ def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, s
         elif path.is_file():
             baselines[row.label] = path
     runnable = path_in_build(part.runnable, build.path) if part.runnable else None
+
+    # files that are run must exist; others of the target must also be unchanged
     missing = [path.name for path in (engine, runnable) if path and not path.is_file()]
     if missing:
         return replace(result, error=f"{missing[0]} is missing; build again, or copy it back")
@@ -304,6 +306,7 @@ def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, s
         change = changes.get(path.relative_to(folder).as_posix())
         if change and path not in models_run and not path.name.endswith(_ADAPTABLE):
             return replace(result, error=f"{path.name} {change}; build again, or copy it back")
+
     if engine is None and runnable is None:
         return replace(result, error="the build wrote no file of it that can be run here")
     decisions = [Decision(row.name, row.op, row.precision, row.reason) for row in part.nodes]

@@ -328,6 +328,7 @@ def _explain_target(
     """
     target_plan = plan.targets.get(target.name, TargetPlan())
     if target.search is not None:
+        # the split into int8 and float nodes that was built, and those that could be
         settled, front = target.search.settled, target.search.front
     else:  # a plan without a search, such as one that the user gave
         settled, front = target_plan.settled, tuple(split_rows(target_plan))
@@ -348,6 +349,7 @@ def _explain_target(
     if engine is None:
         return explanation
 
+    # then ONNX Runtime is the target, and its int8 kernels show the errors
     is_native = bool(target.runnable) and engine.path == target.runnable
     explanation = replace(explanation, native=is_native)
     if engine.verdict is not None:

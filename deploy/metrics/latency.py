@@ -231,9 +231,10 @@ def _ratio(rival_ms: float, engine_ms: float) -> float:
 
 
 def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list[float]:
-    """Return the ratios of medians in ten stretches of the iterations, ascending.
+    """Return the rival's median over the engine's in ten stretches of the iterations, ascending.
 
-    The outermost two are left out. Fewer than ten iterations are a stretch each, and all count.
+    The lowest and the highest ratio are left out. Fewer than ten iterations are a stretch each, and
+    all count.
     """
     stretch_count = min(_STRETCHES, len(rival_ms), len(engine_ms))
     if stretch_count == 0:
@@ -297,13 +298,13 @@ def measure(
             f" got {warmup_ms} ms, {duration_s} s, {min_iterations}"
         )
 
+    # one timer for the warm-up, whose times do not count, and another for the measured runs
     warmup = _InterleavedTimer(sessions, feeds)
     warmup_s = len(sessions) * warmup_ms / 1000
     measured_s = len(sessions) * duration_s
     with timed_phase("latency", warmup_s + measured_s):
         warmup.run_rounds(seconds=warmup_s, rounds=1)
 
-    # times of the warm-up do not count, so another timer measures
     timer = _InterleavedTimer(sessions, feeds)
     earliest_end_s = math.inf
     if until_settled:
@@ -351,9 +352,12 @@ class _SessionTimes:
         return self.cpu_ms if in_calling_thread else self.host_ms
 
     def summarize(self, warmup_queries: int, *, in_calling_thread: bool) -> Latency:
-        """Return the figures.
+        """Return the session's latency figures.
 
-        `warmup_queries`: number of warm-up iterations; `in_calling_thread`: as for `samples_ms`.
+        Args:
+            warmup_queries: number of warm-up iterations.
+            in_calling_thread: whether a session without device times is timed in CPU time of the
+                calling thread, and not in wall time.
         """
         samples_ms = self.samples_ms(in_calling_thread=in_calling_thread)
         seconds = sum(self.host_ms) / 1e3
@@ -422,10 +426,13 @@ class _InterleavedTimer:
         self.times = {label: _SessionTimes() for label in sessions}
 
     def run_rounds(self, *, seconds: float, rounds: int, earliest_end_s: float = math.inf) -> None:
-        """Run rounds until `seconds` have passed and `rounds` were run.
+        """Run rounds, one inference of each session, until the time and the number are reached.
 
-        `earliest_end_s`: seconds after which the rounds end before that, as soon as longer
-        measuring would hardly change the speed-ups.
+        Args:
+            seconds: least duration of all rounds.
+            rounds: least number of rounds.
+            earliest_end_s: seconds after which the rounds may end before that, as soon as longer
+                measuring would hardly change the speed-ups.
         """
         labels = list(self._sessions)
         start, index = time.perf_counter(), 0
@@ -436,7 +443,7 @@ class _InterleavedTimer:
             if time.perf_counter() - start >= earliest_end_s and self._is_settled():
                 break
             index += 1
-            labels.reverse()
+            labels.reverse()  # no session always runs first
 
     def _is_settled(self) -> bool:
         """Whether enough rounds ran, and no session's speed-up over the first changes any more."""

@@ -58,10 +58,9 @@ def _without_padding(tensor: str) -> str:
 def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
     """Yield (name of a tensor, name of the tensor that layers read in its place).
 
-    A tensor in front of a Q/DQ pair is yielded under its own name and under that of the pair's
-    output. The outputs of the pair are not yielded again, unless an int8 kernel computed the
-    integers. Constants are left out: they are weights, which another writer of models stores as
-    initializers.
+    A Q/DQ pair is a QuantizeLinear and its DequantizeLinear. A tensor in front of one is yielded
+    under its own name and under that of the pair's output, which layers read. Constants are left
+    out: they are weights, which another writer of models stores as initializers.
     """
     dequantized_by_tensor = _find_dequantized(model)
     from_kernels = _dequantized_from_kernels(model)
@@ -69,7 +68,7 @@ def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
         if node.op_type in ("QuantizeLinear", "Constant"):
             continue
         if _is_dequantize(node) and node.output[0] not in from_kernels:
-            continue
+            continue  # yielded with the tensor in front of its pair
         for output in filter(None, node.output):  # an optional output without a name is unused
             tensor = dequantized_by_tensor.get(output, output)
             yield _without_padding(output), tensor

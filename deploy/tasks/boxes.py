@@ -194,16 +194,17 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
             self.count(threshold, len(expected.scores), len(detected.scores), len(pairs))
             if size is None:
                 continue
-            rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T
-            lost = np.setdiff1d(np.arange(len(expected.scores)), rows)
-            new = np.setdiff1d(np.arange(len(detected.scores)), columns)
+            # indices of boxes: matched ones of both models, FP32's and the candidate's alone
+            kept, found = np.array(pairs, np.int64).reshape(-1, 2).T
+            lost = np.setdiff1d(np.arange(len(expected.scores)), kept)
+            new = np.setdiff1d(np.arange(len(detected.scores)), found)
             expected, detected = scale_to_pixels(expected, size), scale_to_pixels(detected, size)
             example = BoxExample(
                 number=self.samples - 1,
                 size=size,
                 threshold=threshold,
-                kept=expected.at(rows),
-                found=detected.at(columns),
+                kept=expected.at(kept),
+                found=detected.at(found),
                 lost=expected.at(lost),
                 new=detected.at(new),
             )

@@ -230,19 +230,22 @@ def match_detections(
     Returns:
         For each threshold, pairs of indices among the boxes above it.
     """
-    iou = box_ious(reference.boxes, candidate.boxes)
-    iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
+    # [reference's boxes, candidate's boxes]; 0 for pairs that are not of one class or shape
+    ious = box_ious(reference.boxes, candidate.boxes)
+    ious[reference.classes[:, None] != candidate.classes[None, :]] = 0
     if reference.shapes is not None and candidate.shapes is not None:
-        for row, column in np.argwhere(iou > IOU):
-            shape, candidate_shape = reference.shapes.at([row]), candidate.shapes.at([column])
-            boxes = reference.boxes[row], candidate.boxes[column]
+        for index, candidate_index in np.argwhere(ious > IOU):
+            shape = reference.shapes.at([index])
+            candidate_shape = candidate.shapes.at([candidate_index])
+            boxes = reference.boxes[index], candidate.boxes[candidate_index]
             if not shape.is_like(candidate_shape, *boxes):
-                iou[row, column] = 0
-    pairs = []
+                ious[index, candidate_index] = 0
+
+    pairs_by_threshold = []
     for threshold in thresholds:
-        is_above = reference.scores > threshold, candidate.scores > threshold
-        pairs.append(_pair(iou[np.ix_(*is_above)]))
-    return pairs
+        is_above = np.ix_(reference.scores > threshold, candidate.scores > threshold)
+        pairs_by_threshold.append(_pair(ious[is_above]))
+    return pairs_by_threshold
 
 
 def _pair(iou: Floats) -> list[tuple[int, int]]:
