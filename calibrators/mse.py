@@ -244,10 +244,15 @@ class _Bins:
     ) -> _Bins:
         """Return the occupied bins, without the one around 0, which clipping does not affect.
 
-        `counts`: [BINS] of |x|, or [2 * BINS - 1] of x.
+        Args:
+            histogram: statistics of the tensor, for the width of a bin.
+            centres: centres of the bins, in real units.
+            counts: number of values in each: [BINS] of |x|, or [2 * BINS - 1] of x.
+            grid: grid that ranges are searched for.
+            power: power of the errors.
         """
         is_used = (counts > 0) & (np.abs(centres) > 0)
-        ramps = None
+        ramps = None  # tables for the fast squared error
         if power == 2 and _is_quick(grid):
             above, below = counts[-BINS:].copy(), np.zeros(BINS, np.int64)
             if counts.size > BINS:
@@ -390,7 +395,11 @@ def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
 
 
 def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, float]:
-    """Return the range (low, high) with the least error, each end searched with the other fixed."""
+    """Return the range (low, high) with the least error on an affine grid.
+
+    Candidates for an end are shares (`_RATIOS`) of the extreme of the data on its side of 0. Each
+    end is searched with the other one fixed.
+    """
     edges = histogram.edges()
     bins = _Bins.of(histogram, (edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)

@@ -285,7 +285,9 @@ class Callbacks:
         """Convert an array to the type that TensorRT calibrates with.
 
         It is float32 for every float input, also narrower ones, and the input's type for
-        integers. Source: Polygraphy's calibrator, which supplies float inputs as float32 only.
+        integers. An input whose type is unknown must have one of these two already.
+
+        Source: Polygraphy's calibrator, which supplies float inputs as float32 only.
         """
         default_type = "int32" if array.dtype == np.int32 else "float32"
         input_type = self._types.get(name, default_type)

@@ -314,8 +314,8 @@ class ClusterRun:
         return sum(self._threads_by_worker.values())
 
     def _collect_versions(self) -> Mapping[str, object]:
-        """Return the versions on each worker and on the scheduler, or the error of the call."""
-        kind = self._job.kind
+        """Return name of each machine -> its versions by program, or the error of asking."""
+        kind = self._job.kind  # of the images, since it decides which programs are used
         client = self._client
         versions: dict[str, object] = {}
         try:

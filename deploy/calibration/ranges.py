@@ -168,9 +168,11 @@ class Ranges:
     ) -> RangeSet:
         """Return the ranges of observed tensors, and why others have none.
 
-        `symmetric`: grid that the thresholds are for; None for int8.
+        Args:
+            observations: of the tensors.
+            symmetric: grid that the symmetric ranges are for; None for int8.
         """
-        if self.trusted is not None:
+        if self.trusted is not None:  # ranges of a user's cache, used as they are
             return self.trusted
         scales, unusable = {}, {}
         observations = list(observations)

@@ -157,6 +157,7 @@ def check_cache(
     observations = tuple(observations)
     decision = _decide(policy, make_fingerprint, observations, stop_rule)
     if decision.missing and policy.path is not None and not policy.refresh:
+        # a build that failed after its calibration saved it elsewhere
         saved_path = staging.find_saved_calibration(policy.path)
         if saved_path:
             saved = _decide(

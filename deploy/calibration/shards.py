@@ -171,7 +171,13 @@ def parse_shard(data: bytes, path: Path, *, what: str = _KIND) -> Shard:
 
 
 def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
-    """Return the shard of a JSON document; raise ValueError if its parts contradict each other."""
+    """Return the shard of a JSON document; raise ValueError if its parts contradict each other.
+
+    Args:
+        document: the document, whose digests were checked.
+        path: path of the file.
+        packed: bytes of its statistics, which are unpacked later.
+    """
     shard = Shard(
         share=msgspec.convert(document["share"], Share),
         made_from=Fingerprint.from_json(document["made_from"]),

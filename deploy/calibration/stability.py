@@ -51,18 +51,25 @@ def range_difference(first_scale: Scale | None, second_scale: Scale | None) -> f
 def compare_halves(
     first_half: ScaleByKey, second_half: ScaleByKey, *, samples: int, within: float
 ) -> HalvesAgreement:
-    """Return the agreement of the ranges of two halves; arguments as in `HalvesAgreement`."""
-    share_by_name = {}
+    """Return the agreement of the ranges of two halves of the samples.
+
+    Args:
+        first_half: (model variant, tensor, statistic) -> range in the first half.
+        second_half: the same of the second half.
+        samples: number of samples in both halves.
+        within: share of a range by which the two may differ.
+    """
+    difference_by_name = {}
     for key in {**first_half, **second_half}:
         variant, tensor, _ = key
         name = tensor if variant == FOLDED else f"{tensor} ({variant})"
-        share_by_name[name] = range_difference(first_half.get(key), second_half.get(key))
-    ranked = sorted(share_by_name.items(), key=lambda entry: (-entry[1], entry[0]))
+        difference_by_name[name] = range_difference(first_half.get(key), second_half.get(key))
+    ranked = sorted(difference_by_name.items(), key=lambda entry: (-entry[1], entry[0]))
     return HalvesAgreement(
         samples=samples,
         within=within,
-        tensors=len(share_by_name),
-        differences={name: share for name, share in ranked if share >= within},
+        tensors=len(difference_by_name),
+        differences={name: share for name, share in ranked if share >= within},  # largest first
     )
 
 

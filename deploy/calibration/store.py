@@ -289,7 +289,10 @@ def _sort_by_use(keys: Iterable[Key], calibration: Calibration) -> list[Key]:
 
 
 def load_calibration(path: Path) -> StoredCalibration:
-    """Read the three files of a calibration.
+    """Read the three files of a calibration: TensorRT's text, the statistics, the fingerprint.
+
+    Args:
+        path: path of the text; the other two files lie beside it (`sidecars`).
 
     Raises:
         CacheError: a file is missing, broken, or does not belong to the others.
@@ -298,7 +301,7 @@ def load_calibration(path: Path) -> StoredCalibration:
     document_bytes = read_cache_file(json_path)
     document = _parse_document(document_bytes, json_path)
     cache_text, fingerprint = _read_text(path, document)
-    if not document.sha256.statistics:
+    if not document.sha256.statistics:  # it was made elsewhere, such as by TensorRT
         raise CacheError(
             f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
             " uses it as it is)"
