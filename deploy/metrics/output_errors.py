@@ -304,7 +304,7 @@ def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
     return sqnr_db(signal, change)
 
 
-def subtract_input(value: Array, source: Array, resize: str = "") -> Array:
+def subtract_input(value: Array, source: Array, resize: str) -> Array:
     """Subtract the input from an output; an output of another shape is returned unchanged."""
     enlarged = enlarge_input(source, value.shape, resize)
     if enlarged is None:

@@ -98,7 +98,7 @@ def make_metric(
     return replace(user_metric, task=task or "", declared=declared or Declaration())
 
 
-def recognise_task(samples: FirstSamples, task: str = "") -> tuple[EvaluationTask | None, str]:
+def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | None, str]:
     """Return (task of the outputs, who set or declared it as text; "" if their values show it).
 
     The task is None if no recogniser is certain, or there are over 64 outputs.

@@ -33,7 +33,7 @@ ImageSize = tuple[int, int]  # height and width in pixels
 _MIN_INDEX_BYTES = 4
 
 
-def batch_length(feed: Outputs, batch_inputs: Collection[str] | None = None) -> int:
+def batch_length(feed: Outputs, batch_inputs: Collection[str] | None) -> int:
     """Return the number of samples in a feed: the rows of its first input that has some.
 
     `batch_inputs`: inputs each of whose rows is one sample; None takes the first input.
@@ -195,7 +195,7 @@ def correlate(x_values: Floats, y_values: Floats) -> float:
     return float(x_deviations @ y_deviations) / max(norms, 1e-30)
 
 
-def to_probabilities(scores: Array, *, raw: bool = True) -> Floats:
+def to_probabilities(scores: Array, *, raw: bool) -> Floats:
     """Return probabilities: of `raw` scores by the Sigmoid, of others unchanged."""
     if not raw:
         return scores
@@ -243,11 +243,13 @@ def is_index_type(numbers: Array) -> bool:
 
 
 def find_indices(outputs: Outputs, name: str, batch: int) -> str | None:
-    """Return which of two outputs holds TopK's indices; None if `name` is of no such pair.
+    """Return the output of TopK's indices, if an output is those or their values; else None.
+
+    TopK gives two outputs of one shape: the largest values, and their indices.
 
     Args:
         outputs: of a batch.
-        name: an output that is TopK's values, or its indices.
+        name: the output that may be TopK's values or its indices.
         batch: number of samples.
     """
     for pair_name, value in outputs.items():
