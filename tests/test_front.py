@@ -132,6 +132,14 @@ def test_equal_time_with_less_loss_wins():
     assert chooser.front_trials(chosen) == [chosen]
 
 
+@pytest.mark.parametrize(("weight", "index"), [(3.5, 0), (14.0, 1)])
+def test_time_is_not_spent_on_quiet_losses(weight, index):
+    """From 31 to 38 dB for 5 % of the time: where accuracy is preferred alone."""
+    trials = [make_trial(49, time=0.874, db=31), make_trial(57, time=0.917, db=38)]
+    chosen, _ = choose(FakeSearch(trials, weight=weight), good_from(15))
+    assert chosen is trials[index]
+
+
 @pytest.mark.parametrize("weight", [1.0, 2.5, 10.0])
 def test_no_trial_of_the_best_verdict_costs_less(weight):
     rng = np.random.default_rng(7)

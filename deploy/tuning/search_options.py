@@ -20,6 +20,7 @@ from deploy.targets.base import Target
 from deploy.tasks import Metric
 from deploy.tuning import CPU_NAMES, PREFERENCES, THIS_CPU
 from deploy.tuning.probe import Noise, choices_key
+from deploy.tuning.sensitivity import QUIET_LOSS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +162,17 @@ class Trial:
 
     def cost(self, weight: float) -> float:
         """Return the cost of the trial with a weight of loss."""
-        return trial_cost(self.time, self.worst_loss, weight)
+        return trial_cost(self.time, self.noise.worst, weight) + weight * self.clipping_loss
 
 
 def trial_cost(time: float, loss: float, weight: float) -> float:
-    """Return log(time) + weight * loss; `time` is a share of the float model's."""
-    return math.log(max(time, _MIN_TIME)) + weight * loss
+    """Return log(time) + weight * loss; `time` is a share of the float model's.
+
+    Losses below `QUIET_LOSS` are equal, so that no time is given for what nobody notices. Where
+    accuracy is preferred, this limit is lower as the weight is higher.
+    """
+    quiet_loss = QUIET_LOSS * min(1.0, COMMON_WEIGHT / weight)
+    return math.log(max(time, _MIN_TIME)) + weight * max(loss, quiet_loss)
 
 
 def clips(method: Method | None) -> bool:
