@@ -302,8 +302,9 @@ def _describe_slice(part: OutputSlice, values: Arrays) -> str:
     between samples.
     """
     slices = [part.of(value) for value in values]
+    shapes = [value.shape for value in slices]
     sides = []
-    for lengths in zip(*(value.shape for value in slices), strict=False):
+    for lengths in zip(*shapes, strict=False):
         sides.append(str(lengths[0]) if len(set(lengths)) == 1 else "?")
     if sides and sides[0] == "1":
         sides[0] = "N"

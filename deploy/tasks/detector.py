@@ -330,7 +330,8 @@ class RowDecoder:
         numbers = read_columns(self.box_columns, outputs)
         if len(numbers) != len(scores):
             raise OtherShapeError
-        coding, cells = CODINGS[self.coding], np.zeros((len(scores), 3))
+        coding = CODINGS[self.coding]
+        cells = np.zeros((len(scores), 3))  # column, row, stride; unused by other codings
         if coding.uses_cells:
             if size is None or sum(grid.count(size) for grid in self.grids) != len(scores):
                 raise OtherShapeError

@@ -81,7 +81,7 @@ class Points(PointTask):
             # a flat output of varying length may hold no whole points
             if (is_equal and not has_object) or reference[name].size % numbers:
                 continue
-            is_present = self._confidences(name, reference) > MIN_VISIBLE
+            is_present = self._confidences(name, reference) > MIN_VISIBLE  # [K] points
             is_match = np.zeros_like(is_present)
             if is_equal and are_comparable(reference[name], candidate[name]):
                 is_match = self._are_near(name, is_present, reference, candidate)
@@ -112,6 +112,7 @@ class Points(PointTask):
             positions = positions[is_present]
         max_distance = MAX_POINT_DISTANCE * np.ptp(positions, axis=0).max()
         is_near = np.linalg.norm(offsets, axis=1) <= max_distance
+        # half of the limit: a point at the limit itself may fall below it by int8's noise
         is_visible = self._confidences(name, candidate) > MIN_VISIBLE / 2
         return np.asarray(is_near & is_visible)
 
@@ -239,7 +240,10 @@ def _find_numbers(values: Arrays, size: ImageSize) -> int:
 
 
 def _find_ordered_numbers(values: Arrays, choices: Sequence[int]) -> int:
-    """Return the numbers per point at which each point is near the one before; 0 for none.
+    """Return how many numbers of a flat output are one point; 0 if they are no points in order.
+
+    Points of a contour or a face are near the ones before: so the numbers correlate with those one
+    point before them.
 
     Args:
         values: an output's arrays for the first few samples, of equal size.
@@ -252,12 +256,12 @@ def _find_ordered_numbers(values: Arrays, choices: Sequence[int]) -> int:
     best_numbers, best_order = 1, MIN_ORDER
     for numbers in (1, *choices):
         if length % numbers or length < numbers * MIN_ORDERED:
-            continue
+            continue  # no whole points, or too few to show an order
         correlations = [correlate(vector[numbers:], vector[:-numbers]) for vector in vectors]
         order = float(np.mean(correlations))
         if order > best_order:
             best_numbers, best_order = numbers, order
-    if best_numbers == 1:
+    if best_numbers == 1:  # a signal, or no order at all
         return 0
     return best_numbers
 

@@ -157,7 +157,7 @@ def _broadcast_shape(
 
 
 def find_cell_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice, OutputSlice]:
-    """Return slices of values that count in some cells -> the slice of these cells' scores.
+    """Return slice -> slice of the scores that say in which of its cells the values count.
 
     Such as a pitch -> its confidence, a landmark -> its visibility. Scores are probabilities, one a
     cell, low in some cells and high in others.
@@ -172,7 +172,7 @@ def find_cell_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice,
     scores_by_slice: dict[OutputSlice, OutputSlice] = {}
     for weighted, scores in itertools.permutations(values_by_slice, 2):
         if weighted in scores_by_slice:
-            continue
+            continue  # the first scores that fit are taken
         is_fitting = _may_weight(scores, values_by_slice[scores], values_by_slice[weighted])
         if is_fitting and _fit_cells(samples[scores], samples[weighted]):
             scores_by_slice[weighted] = scores
