@@ -407,7 +407,7 @@ class HistogramGroup:
         self._counted_arrays = ctypes.c_size_t()
 
     def observe(self, located: LocatedArrays) -> None:
-        """Count each array in its histogram, as `Histogram.observe`.
+        """Count each array in its histogram, as `Histogram.observe`, with one kernel call for all.
 
         Raises:
             ArrayRefused: `Histogram.observe` refuses an array.

@@ -106,7 +106,7 @@ def call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
     try:
         return result.result(seconds)
     except TIMEOUT_ERRORS as error:
-        if result.done():
+        if result.done():  # the call itself raised it
             raise
         raise TimeoutError(f"no answer within {seconds:.0f} s") from error
 
@@ -423,6 +423,7 @@ class ClusterRun:
             samples = self._feed.read_share(share)
         else:
             self._feed.hash_entry(share.number - 1)  # to detect that the worker sees another file
+        # a new key for each attempt: dask would return the earlier failure for an equal one
         future = self._client.submit(
             cluster_jobs.observe_piece,
             self._job_future,

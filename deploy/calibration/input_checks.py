@@ -473,6 +473,7 @@ def _normalize_by_presets(
     if source is None or not all(array.dtype.kind == "f" for array in values):
         return
     for preset in _PRESETS:
+        # a preset has one mean for all channels, or one for each
         if {len(preset.mean), len(preset.std)} <= {1, source.channels}:
             description = (
                 f"pixels / 255 with mean {_format_pixels(preset.mean, preset.scale)} and std"

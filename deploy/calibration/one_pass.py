@@ -453,10 +453,10 @@ def _observe_preliminary(
     with phase("what it is made from"):
         while remaining:
             ready = [o for o in remaining if not observed.missing(o.variant.needs)]
-            # each thread has recorders of its own for statistics in any order, to be merged at the
-            # end; those of the first samples, such as the largest |x|, have no merge
-            is_in_order = all(o.statistic.ordered for o in ready)
-            usable_threads = threads if is_in_order else 1
+            # Order-free statistics are recorded by each thread and merged at the end, but those of
+            # the first samples, such as the largest |x|, cannot be merged: one thread records them.
+            are_all_ordered = all(o.statistic.ordered for o in ready)
+            usable_threads = threads if are_all_ordered else 1
             new = observe(ready, samples, observed=observed, threads=usable_threads, runs=runs)
             observed = observed.merged_with(new)
             remaining = list(observed.missing(remaining))
