@@ -139,7 +139,7 @@ class BudgetSearch:
             request=self.request,
             options=Tuning(effort=_EFFORT, max_loss=self.max_loss),
             has_fixed_method=True,
-            trial=builder.trial,
+            build_trial=builder.trial,
             rounded=None,
             is_held_out=False,
         )

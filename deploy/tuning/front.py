@@ -95,13 +95,13 @@ class SplitChooser:
         """Return the trial to build."""
         choice = self._choose_tried()
         cheapest = min(self._candidates(), key=self.search.cost)
-        if self._level(cheapest) == GOOD:
+        if self._expected_level(cheapest) == GOOD:
             return choice
 
         for level in (GOOD, DOUBTFUL, FLOAT):
-            self._look_for(level)
+            self._try_splits_for(level)
             choice = self._choose_tried()
-            if _is_as_good(self._level(choice), level):
+            if _is_as_good(self._expected_level(choice), level):
                 break
         return choice
 
@@ -118,14 +118,14 @@ class SplitChooser:
                 points.append(trial)
                 least_loss = min(least_loss, trial.worst_loss)
 
-        # of too many, the ends stay, what is built, and those farthest apart
+        # of too many, both ends and what is built stay; the one of nearest neighbours goes first
         while len(points) > MAX_POINTS:
             gaps: dict[int, float] = {}
             for index in range(1, len(points) - 1):
-                before, after = points[index - 1], points[index + 1]
+                faster, slower = points[index - 1], points[index + 1]
                 if points[index].key != choice.key:
-                    time_gap = abs(after.time - before.time)
-                    gaps[index] = time_gap + before.worst_loss - after.worst_loss
+                    time_gap = slower.time - faster.time
+                    gaps[index] = time_gap + faster.worst_loss - slower.worst_loss
             del points[min(gaps, key=gaps.__getitem__)]
         return points
 
@@ -151,39 +151,54 @@ class SplitChooser:
         return tuple(splits)
 
     def _choose_tried(self) -> Trial:
-        """Return the trial of least cost among the tried ones with the best verdict."""
-        judged: list[Trial] = []
+        """Return the cheapest of the tried trials with the best expected verdict.
+
+        To judge a trial takes a run on the evaluation samples, so only trials that can win are
+        judged, the cheapest first.
+        """
+        judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
             if trial.key not in self._verdict_by_key:
                 # one that loses as much at more cost cannot have a better verdict
-                if any(cheaper.worst_loss <= trial.worst_loss for cheaper in judged):
+                if any(cheaper.worst_loss <= trial.worst_loss for cheaper in judged_trials):
                     continue
-                if judged and not self.can_judge():
+                if judged_trials and not self.can_judge():
                     break
-            judged.append(trial)
-            if self._level(trial) == GOOD:
+            judged_trials.append(trial)
+            if self._expected_level(trial) == GOOD:
                 break
-        return min(
-            judged, key=lambda trial: (_RANKS.index(self._level(trial)), self.search.cost(trial))
-        )
+
+        # of equal verdicts `min` returns the first trial, which is the cheapest
+        return min(judged_trials, key=lambda trial: _RANKS.index(self._expected_level(trial)))
 
     def _candidates(self) -> list[Trial]:
-        """Return the trials to choose among: where time is measured, those that were timed."""
-        if self.measure is not None:
-            untimed = {trial.key: trial for trial in self._likely_trials()}
-            for key in self._timed_by_key:
-                untimed.pop(key, None)
-            try:
-                timed = self.measure(list(untimed.values())) if untimed else []
-            except BackendError:
-                self.measure = None
-                self._timed_by_key.clear()
-            else:
-                self._timed_by_key |= {trial.key: trial for trial in timed}
+        """Return the trials to choose among, with their times.
+
+        Where time is measured these are the timed trials only: measured and predicted times do not
+        compare.
+        """
+        self._time_likely_trials()
         trials = self.search.eligible
         if self.measure is None:
             return trials
         return [self._with_time(trial) for trial in trials if trial.key in self._timed_by_key]
+
+    def _time_likely_trials(self) -> None:
+        """Measure and store the times of likely trials; from an error on, times are predicted."""
+        if self.measure is None:
+            return
+        untimed = {trial.key: trial for trial in self._likely_trials()}
+        for key in self._timed_by_key:
+            untimed.pop(key, None)
+        if not untimed:
+            return
+        try:
+            timed_trials = self.measure(list(untimed.values()))
+        except BackendError:
+            self.measure = None
+            self._timed_by_key.clear()
+        else:
+            self._timed_by_key |= {trial.key: trial for trial in timed_trials}
 
     def _likely_trials(self) -> list[Trial]:
         """Return the trials to time: of the cheapest splits, plain int8, and the judged ones."""
@@ -196,34 +211,45 @@ class SplitChooser:
             likely.append(trial_by_split[self.search.refused])
         return likely + [trial for trial in trials if trial.key in self._verdict_by_key]
 
-    def _look_for(self, level: str) -> None:
-        """Try splits of the predicted front, by halving, for the fastest with a verdict.
+    def _try_splits_for(self, level: str) -> None:
+        """Try splits by halving, to find the fastest one with this verdict or a better one.
 
-        That a slower split has a verdict at least as good is assumed.
+        What is found is among the trials of the search from then on. That a slower split has a
+        verdict at least as good is assumed.
+
+        Args:
+            level: the verdict. For FLOAT, time does not matter: ever more of the noisiest layers
+                are in float. For others, the splits are those of the predicted front.
         """
+        # the range methods of the splits are those of the trial of least loss
         base = min(self._candidates(), key=lambda trial: trial.worst_loss)
         losses = self.search.layer_losses(base)
-        if level == FLOAT:  # whatever its time: the noisiest layers in float
-            order = sorted(losses, key=lambda layer: -losses[layer])
+        if level == FLOAT:
+            noisiest_layers = sorted(losses, key=lambda layer: -losses[layer])
             pinned = self.search.pinned
-            splits = [pinned.union(order[:count]) for count in range(1, len(order))]
+            counts = range(1, len(noisiest_layers))
+            splits = [pinned.union(noisiest_layers[:count]) for count in counts]
         else:
-            too_fast, good = self._time_bounds(level)
+            lower_time, good_time = self._time_bounds(level)
             splits = []
             for split in self.search.predicted_front():
                 time = self.search.prices.time_share(split)
-                is_between = time > _TIME_STEP * too_fast and _TIME_STEP * time < good
+                is_between = time > _TIME_STEP * lower_time and _TIME_STEP * time < good_time
                 if is_between and self._is_worthwhile(split, time):
                     splits.append(split)
-                    too_fast = time
+                    lower_time = time  # the next one must be slower by a step
 
         def is_good_enough(trial: Trial) -> bool:
-            return _is_as_good(self._level(trial), level)
+            return _is_as_good(self._expected_level(trial), level)
 
         find_fastest(self.search, base, splits, is_good_enough, self.can_judge)
 
     def _time_bounds(self, level: str) -> tuple[float, float]:
-        """Return the times between which the fastest split with a verdict must be."""
+        """Return the times between which the fastest split with this verdict must be.
+
+        They are those of the slowest split with a worse verdict and of the fastest that is as good,
+        predicted, as shares of the float model's; 0 and infinity without one.
+        """
         too_fast, good = 0.0, math.inf
         for trial in self.search.eligible:
             verdict = self._verdict_by_key.get(trial.key)
@@ -236,7 +262,7 @@ class SplitChooser:
                 too_fast = max(too_fast, time)
         return too_fast, good
 
-    def _level(self, trial: Trial) -> str:
+    def _expected_level(self, trial: Trial) -> str:
         """Return the expected verdict of a trial; FLOAT where it would win nothing."""
         key = trial.key
         if key not in self._verdict_by_key:
@@ -256,7 +282,7 @@ class SplitChooser:
 
 
 def _is_as_good(level: str, required: str) -> bool:
-    """Whether a verdict is at least as good as another."""
+    """Whether the verdict `level` is at least as good as `required`."""
     return _RANKS.index(level) <= _RANKS.index(required)
 
 
@@ -267,9 +293,9 @@ def find_fastest(
     is_good_enough: Callable[[Trial], bool],
     can_go_on: Callable[[], bool] = lambda: True,
 ) -> Trial | None:
-    """Return the first good enough of some splits, tried by halving; None without one.
+    """Return the fastest split that is good enough, as a trial; None without one.
 
-    That all after it are good enough too is assumed.
+    The splits are tried by halving: that all slower ones are good enough too is assumed.
 
     Args:
         search: tries the splits.

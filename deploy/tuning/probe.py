@@ -160,7 +160,7 @@ class Prober:
     The noise of a trial that cannot be built or run is None, and its error is stored.
 
     Args:
-        trial: builds the trial model of a request.
+        build_trial: builds the trial model of a request.
         request: build request; its choices are replaced in each trial.
         samples: samples with the float model's outputs.
         form: slices and task of the outputs; None derives them from the samples.
@@ -180,7 +180,7 @@ class Prober:
 
     def __init__(
         self,
-        trial: Callable[[BuildRequest], onnx.ModelProto],
+        build_trial: Callable[[BuildRequest], onnx.ModelProto],
         request: BuildRequest,
         samples: Sequence[ReferenceSample],
         *,
@@ -193,7 +193,7 @@ class Prober:
         progress: Callable[[], None] = lambda: None,
         count_samples: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._trial = trial
+        self._build_trial = build_trial
         self._request = request
         self._runs_here = runs_here
         self._threads = threads
@@ -211,7 +211,7 @@ class Prober:
         self._temperatures = find_temperatures(self._form, outputs)
         slices = [self._to_slices(outputs, inputs, outputs) for inputs, outputs in samples]
         powers = slice_powers(self._form, slices)
-        self._usual_powers = mean_powers(powers)
+        self._mean_powers = mean_powers(powers)
         self._samples = _TrialSamples(samples, slices, powers)
         self.trial_count = 0
         self.errors: list[Calib8Error] = []
@@ -237,7 +237,11 @@ class Prober:
         return self._run(trials, self._isolated_samples)
 
     def _store_activations(self, int8_nodes: Sequence[Sequence[str]]) -> _TrialSamples:
-        """Return the samples of isolated trials, with stored values of the float model."""
+        """Return the samples of isolated trials, with inner tensors of the float model as inputs.
+
+        An isolated trial has a few layers in int8 and starts from these tensors. If the float model
+        cannot run, every isolated trial reports that error.
+        """
         self._count_samples(self._isolated_sample_count)
         indices = self._select_isolated()
         samples = [self._samples.samples[index] for index in indices]
@@ -270,9 +274,9 @@ class Prober:
         return sorted([*strongest, *noisiest[: count - len(strongest)]])
 
     def _run(self, trials: Sequence[Choices], samples: _TrialSamples) -> list[Noise | None]:
-        """Return the noise of trials, each run once."""
-        is_complete = samples.activations is None
-        keys = [(is_complete, choices_key(choices)) for choices in trials]
+        """Return the noise of trials, None for those that failed; equal trials run once."""
+        is_isolated = samples.activations is not None  # on other samples: other noise
+        keys = [(is_isolated, choices_key(choices)) for choices in trials]
         new_trials = dict(zip(keys, trials, strict=True))
         for key in new_trials.keys() & self._noise_by_key.keys():
             del new_trials[key]
@@ -303,15 +307,18 @@ class Prober:
             self._progress()
 
     def _open(self, choices: Choices, samples: _TrialSamples) -> OrtSession:
-        """Open a trial model, or its part downstream of stored activations.
+        """Build and open a trial model, or its part downstream of stored activations.
 
         protobuf's messages must not be used by several threads, so models are built one at a time.
+
+        Raises:
+            Calib8Error: the model cannot be built or opened, or the float model could not be run.
         """
         activations = samples.activations
         if isinstance(activations, Calib8Error):
             raise activations
         with PROTOBUF:
-            model = self._trial(self._request.with_added_choices(choices))
+            model = self._build_trial(self._request.with_added_choices(choices))
             if activations is not None:
                 model = activations.shorten(model)
             int8_kernels = self._runs_here and not holds_fp8(model)
@@ -321,32 +328,40 @@ class Prober:
             data, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
         )
 
-    def _measure(self, session: OrtSession, trial: _TrialSamples) -> Noise:
-        """Return the noise of a model on samples, which may hold more tensors than it reads."""
-        is_list = not self._form.parts and self._form.task is not None
+    def _measure(self, session: OrtSession, trial_samples: _TrialSamples) -> Noise:
+        """Run a trial model on the samples; return its noise against the float model's outputs.
+
+        A sample may hold more tensors than the model reads.
+        """
+        # a list of detections has no slices: its noise is the loss of the task alone
+        is_detection_list = not self._form.parts and self._form.task is not None
+        is_isolated = trial_samples.activations is not None  # too few samples for the task
         comparison = None
-        if is_list or (self._by_task and trial.activations is None):
-            reference = StoredOutputs(trial.samples[0][1])
+        if is_detection_list or (self._by_task and not is_isolated):
+            reference = StoredOutputs(trial_samples.samples[0][1])
             comparison = Comparison(reference, session, form=self._form, metric=self._metric)
         input_names = [spec.name for spec in session.inputs]
-        signal_powers = np.maximum(trial.powers, self._usual_powers)
+        # a sample with less signal than average is measured relative to the average
+        signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
         powers = []
-        for index, (inputs, outputs) in enumerate(trial.samples):
+        for index, (inputs, float_outputs) in enumerate(trial_samples.samples):
             if self._is_stopped:
                 break
-            trial_outputs = session.run({name: inputs[name] for name in input_names})
-            if comparison is not None and not self._add(comparison, inputs, outputs, trial_outputs):
-                comparison = None
-            trial_slices = self._to_slices(trial_outputs, inputs, outputs)
-            slices, signal = trial.slices[index], signal_powers[index]
-            powers.append(noise_powers(self._form, slices, trial_slices, signal))
+            outputs = session.run({name: inputs[name] for name in input_names})
+            if comparison is not None:
+                is_added = self._add_to_comparison(comparison, inputs, float_outputs, outputs)
+                comparison = comparison if is_added else None
+            float_slices = trial_samples.slices[index]
+            slices = self._to_slices(outputs, inputs, float_outputs)
+            powers.append(noise_powers(self._form, float_slices, slices, signal_powers[index]))
 
         accuracy = None if comparison is None else comparison.result()
-        if is_list:
+        if is_detection_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self._form.parts]
-        shares = signal_shares(trial.powers, self._usual_powers).tolist()
+        shares = signal_shares(trial_samples.powers, self._mean_powers).tolist()
         return Noise(
+            # [samples, slices] -> slice -> [samples]
             slice_powers=dict(zip(labels, np.array(powers).T, strict=True)),
             signal_shares=dict(zip(labels, shares, strict=True)),
             accuracy=accuracy,
@@ -355,7 +370,7 @@ class Prober:
     def _to_slices(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs in the form in which slices are measured.
 
-        `reference`: the float model's outputs.
+        `reference`: the float model's outputs on the same inputs.
         """
         slices = dict(self._form.prepare(outputs, inputs, reference))
         for name, (temperature, axis) in self._temperatures.items():
@@ -363,10 +378,13 @@ class Prober:
                 slices[name] = apply_temperature(slices[name], temperature, axis)
         return slices
 
-    def _add(
+    def _add_to_comparison(
         self, comparison: Comparison, inputs: Outputs, reference: Outputs, outputs: Outputs
     ) -> bool:
-        """Add one sample to the comparison; return False, a loss of all, if the metric fails."""
+        """Add one sample to the comparison; return False if the user's metric fails on it.
+
+        The first error is stored. A trial on which the metric fails counts as a loss of all.
+        """
         if self._metric is None or self._metric.function is None:
             comparison.add(inputs, reference, outputs)
             return True
@@ -432,17 +450,23 @@ def replace_by_scores(
 def add_score_outputs(
     model: onnx.ModelProto, scores_by_output: Mapping[str, str]
 ) -> onnx.ModelProto:
-    """Return a trial model with the scores as outputs too, under the float model's names.
+    """Return a copy of a trial model that also outputs the scores which its ArgMax or TopK ranks.
 
-    `scores_by_output`: those of the float model, as found by `find_ranked_scores`.
+    The scores have the names that they have in the float model, so that both can be compared.
+
+    Args:
+        model: the trial model.
+        scores_by_output: output of the float model -> its scores (see `find_ranked_scores`).
     """
     extended = copy_with_outputs(model, scores_by_output.values())
     graph = extended.graph
-    names = {name for node in graph.node for name in node.output}
+    tensors = {name for node in graph.node for name in node.output}
     for output, trial_scores in find_ranked_scores(model).items():
-        name = scores_by_output.get(output, trial_scores)
-        if name not in names:  # the trial has it under another name
-            node_name = f"{name}/told"
-            graph.node.append(helper.make_node("Identity", [trial_scores], [name], name=node_name))
-            names.add(name)
+        float_scores = scores_by_output.get(output, trial_scores)
+        if float_scores not in tensors:  # the trial has them under another name
+            rename = helper.make_node(
+                "Identity", [trial_scores], [float_scores], name=f"{float_scores}/scores"
+            )
+            graph.node.append(rename)
+            tensors.add(float_scores)
     return extended

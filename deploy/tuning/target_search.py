@@ -65,7 +65,7 @@ _MIN_COMPARED = 16  # samples that two methods are compared on, however large
 _SAMPLE_SHARE = 5  # at most a fifth of the samples, so that the search stays cheap
 _MIN_FLOAT_US = 250.0  # a float model that is faster takes mostly the runtime's own overhead
 _MAX_SHARE = 0.98  # of the float model's time: what saves less may be measurement noise
-_BELIEVED = 0.8  # share of the kernels' time: where float was disturbed, int8 seems faster than it
+_MIN_CREDIBLE_RATIO = 0.8  # of measured to predicted time: less comes of a disturbed float run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class SearchSetup:
         request: its build request, with evaluation samples.
         options: of the search, with an effort of at least 1.
         has_fixed_method: whether the range method must stay: the user chose it or trusts a cache.
-        trial: builds the trial model of a request.
+        build_trial: builds the trial model of a request.
         rounded: whether trials have rounded weights; None without that repair.
         is_held_out: whether ranges of trials come from other samples than their own, which are
             samples of the calibration.
@@ -88,7 +88,7 @@ class SearchSetup:
     request: BuildRequest
     options: Tuning
     has_fixed_method: bool
-    trial: Callable[[BuildRequest], onnx.ModelProto]
+    build_trial: Callable[[BuildRequest], onnx.ModelProto]
     rounded: bool | None
     is_held_out: bool = True
     observes_again: bool = True
@@ -197,13 +197,21 @@ def make_prober(
     step: Step,
     budget: SearchBudget,
 ) -> Prober:
-    """Return the prober of a search on some samples, of which the float model's outputs are known.
+    """Return the prober of a search, which runs trial models and measures their noise.
+
+    Args:
+        setup: of the search.
+        samples: inputs with the float model's outputs.
+        form: slices and task of these outputs; None derives them from the samples.
+        step: called after each trial.
+        budget: of the search; what runs here is spent from it.
 
     Raises:
-        BackendError: ONNX Runtime refused the float model with the scores that it ranks.
+        BackendError: ONNX Runtime refused the float model with its scores as outputs.
     """
     request, effort, model = setup.request, setup.effort, setup.request.model
-    trial = setup.trial
+    build_trial = setup.build_trial
+    # class numbers hardly change with noise, so the scores that ArgMax or TopK ranks are compared
     ranked_scores = find_ranked_scores(model)
     if ranked_scores:
         budget.spend(len(samples))
@@ -212,17 +220,18 @@ def make_prober(
         samples = replace_by_scores(
             model, samples, keep_outputs=keep_outputs, threads=request.threads
         )
-        form = None  # of the scores, that of the samples themselves
-        trial = partial(_trial_with_scores, setup.trial, ranked_scores)
+        form = None  # the given one is of the class numbers
+        build_trial = partial(_trial_with_scores, build_trial, ranked_scores)
     if setup.is_held_out:
+        # on samples that its ranges come from, a trial's clipping would seem to cost nothing
         inputs = [sample for sample, _ in samples]
         request = with_held_out_ranges(
             setup.target, request, inputs, budget.spend, observes_again=setup.observes_again
         )
-    # a share of the samples, as of the effort's; a few large samples are less than those
+    # the effort's share; large samples are fewer than the effort's number
     isolated_samples = len(samples) * effort.isolated_samples // effort.samples
     return Prober(
-        trial,
+        build_trial,
         request,
         samples,
         form=form,
@@ -237,12 +246,12 @@ def make_prober(
 
 
 def _trial_with_scores(
-    trial: Callable[[BuildRequest], onnx.ModelProto],
+    build_trial: Callable[[BuildRequest], onnx.ModelProto],
     scores_by_output: Mapping[str, str],
     request: BuildRequest,
 ) -> onnx.ModelProto:
     """Return the trial model of a request, with the scores that its outputs rank."""
-    return add_score_outputs(trial(request), scores_by_output)
+    return add_score_outputs(build_trial(request), scores_by_output)
 
 
 @phase("timing kernels")
@@ -306,9 +315,17 @@ def _split_chooser(
     samples: Sequence[Mapping[str, Array]],
     budget: SearchBudget,
 ) -> SplitChooser:
-    """Return the chooser among the trials of a search.
+    """Return the chooser of the trial to build, among those of a search.
 
-    `samples`: to time models with.
+    It predicts verdicts on the evaluation samples, and measures times where the target runs here or
+    on a connected device.
+
+    Args:
+        setup: of the search.
+        search: its trials are chosen from.
+        form: slices and task of the outputs.
+        samples: to time models with, all of one shape.
+        budget: judging a trial must fit in what is left of it.
     """
     predictor = VerdictPredictor(
         setup.evaluation_set,
@@ -326,11 +343,11 @@ def _split_chooser(
     elif not target.runs_here and setup.options.is_timed and has_device(target):
         float_choices = _float_choices(units, units.members)
         measure = DeviceTimer(target, setup.request, float_choices, samples).measure
-    # that one more judged trial runs
+    # samples that one more judged trial runs
     judged_samples = setup.effort.samples + len(setup.evaluation_set.subset)
 
     def judge(trial: Trial) -> ExpectedVerdict:
-        model = setup.trial(setup.request.with_added_choices(trial.choices))
+        model = setup.build_trial(setup.request.with_added_choices(trial.choices))
         return predictor.predict(model, noise=trial.noise.worst)
 
     return SplitChooser(
@@ -348,20 +365,21 @@ def _measure_times(
     samples: Sequence[Mapping[str, Array]],
     trials: Sequence[Trial],
 ) -> list[Trial]:
-    """Time trials beside the float model, as they would be deployed; return them with their times.
+    """Return the trials with measured times, as a share of the float model's.
 
-    On a busy machine float may never have run undisturbed, and int8 then seems to win more than its
-    kernels do: times below that are corrected.
+    All models are timed in turns, as they would be deployed. On a busy machine float may never have
+    run undisturbed, and int8 then seems to win more than its kernels do. So a share far below the
+    one that the kernels' times predict is raised.
     """
     request, target, units = setup.request, setup.target, search.units
     models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
     models.append(_model_with_float(setup, units, units.members))
     *times_ms, float_ms = time_models(models, samples, threads=request.threads)
-    lowest_share = _BELIEVED * search.prices.measured_share
+    lowest_ratio = _MIN_CREDIBLE_RATIO * search.prices.measured_share
     timed_trials = []
     for trial, split_ms in zip(trials, times_ms, strict=True):
         predicted_share = search.prices.time_share(trial.in_float)
-        share = max(split_ms / float_ms, lowest_share * predicted_share)
+        share = max(split_ms / float_ms, lowest_ratio * predicted_share)
         timed_trials.append(replace(trial, time=share))
     return timed_trials
 
@@ -369,10 +387,10 @@ def _measure_times(
 def _held_back_gain(
     setup: SearchSetup, count_samples: Callable[[int], None], trial: Trial, rival: Trial
 ) -> float | None:
-    """Return how many dB more a trial's worst slice has than its rival's, by held-back ranges.
+    """Return how many dB more a trial's worst slice has than its rival's, on unseen samples.
 
-    Half of the samples run with ranges of the other half, and the other way round. None where half
-    of the samples is too little for ranges.
+    Half of the samples run with ranges of the other half, and the other way round, so that no
+    sample runs with ranges that it gave. None where no ranges can be made from half of the samples.
     """
     halves = halved_requests(setup.target, setup.request, count_samples)
     if not halves:
@@ -381,7 +399,7 @@ def _held_back_gain(
     max_samples = max(_MIN_COMPARED, min(CANDIDATES // 2, max_sample_count(setup.evaluation_set)))
     sqnr_db = []
     for candidate in (trial, rival):
-        models = [setup.trial(half.with_added_choices(candidate.choices)) for half in halves]
+        models = [setup.build_trial(half.with_added_choices(candidate.choices)) for half in halves]
         comparison = GrowingComparison(
             models,
             setup.evaluation_set,

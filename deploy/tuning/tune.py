@@ -148,7 +148,7 @@ def _search(
         request=request,
         options=options,
         has_fixed_method=has_method or request.ranges.trusted is not None,
-        trial=trial_builder(target, request, repairs),
+        build_trial=trial_builder(target, request, repairs),
         rounded=True if ROUNDING in repairs else None,
     )
     with phase("trials", setup.effort.trials, about=True) as step:
