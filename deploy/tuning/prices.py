@@ -77,13 +77,17 @@ class Units:
 
 
 def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
-    """Group the nodes that run in int8 by default into units."""
+    """Group the nodes that run in int8 by default into units, which change sides together.
+
+    `decisions`: int8 or float for each node, as the target decides without a search.
+    """
     graph = Graph(model)
     int8_names = {decision.node for decision in decisions if decision.quantized}
     int8_nodes = [node for node in graph.nodes if node.name in int8_names]
     groups: Groups = {node.name: frozenset([node.name]) for node in int8_nodes}
     for node in int8_nodes:
-        tail, gate_steps = _find_tail(graph, node, groups), _find_gate_steps(graph, node, groups)
+        tail = _find_tail(graph, node, groups)
+        gate_steps = _find_gate_steps(graph, node, groups)
         _join(groups, [node.name, *tail, *gate_steps])
     for gate in find_gates(graph):
         if groups.keys() >= set(gate.nodes):
@@ -96,14 +100,14 @@ def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
         members_by_group.setdefault(group, []).append(node.name)
         if node.op_type in WEIGHTED:
             layer_groups.add(group)
+
+    # a unit has the name of its first node
+    unit_by_node = {name: members_by_group[group][0] for name, group in groups.items()}
+    layers = [names[0] for group, names in members_by_group.items() if group in layer_groups]
     return Units(
         members={names[0]: tuple(names) for names in members_by_group.values()},
-        borders=_find_borders(
-            graph, {name: members_by_group[group][0] for name, group in groups.items()}
-        ),
-        layers=tuple(
-            names[0] for group, names in members_by_group.items() if group in layer_groups
-        ),
+        borders=_find_borders(graph, unit_by_node),
+        layers=tuple(layers),
     )
 
 
@@ -162,7 +166,10 @@ def _find_gate_steps(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list
 
 
 def _find_borders(graph: Graph, unit_by_node: Mapping[str, str]) -> tuple[Border, ...]:
-    """Return the borders of the units, in the order of the nodes that read them."""
+    """Return the borders: tensors that pass from one unit, or the float nodes, into another.
+
+    They are in the order of the nodes that read them.
+    """
     unit_by_tensor: dict[str, str] = {}
     for node in graph.nodes:
         if node.name in unit_by_node:
@@ -292,7 +299,9 @@ class Prices:
         weight: float = 0.0,
         pinned: frozenset[str] = frozenset(),
     ) -> frozenset[str]:
-        """Return the units to run in float for the least price plus weighted loss.
+        """Return the units to run in float for the least total of prices and weighted losses.
+
+        The total counts conversions between int8 and float too.
 
         Args:
             losses: unit -> its loss in int8, 0 if missing.
@@ -307,7 +316,7 @@ class Prices:
         layers = {*self.units.layers, FLOAT_SIDE}
         for maker, reader, tensor in self.units.borders:
             between.append((maker, reader, self.conversions[tensor]))
-            # a unit without weights gains nothing in int8 behind a float unit
+            # a unit without weights gains nothing in int8 downstream of a float unit
             if reader not in layers and maker != FLOAT_SIDE:
                 follows.append((reader, maker))
         float_units = cheapest_split(pairs, between, follows, pinned.union([FLOAT_SIDE]))
@@ -317,9 +326,10 @@ class Prices:
 def count_prices(
     model: onnx.ModelProto, units: Units, sample: Mapping[str, Array], cpu: CpuKernels | None = None
 ) -> Prices:
-    """Return prices in products; one inference gives the size of each tensor.
+    """Return prices without measured times: the unit is the time of one float multiplication.
 
-    `cpu`: the CPU that is to run it, one of `CPUS`; None where it is not known.
+    `sample`: one inference on it gives the size of each tensor. `cpu`: the CPU that is to run the
+    model, one of `CPUS`; None where it is not known.
     """
     kernels = cpu or _OTHER_DEVICE
     graph = Graph(model)
@@ -331,9 +341,9 @@ def count_prices(
         int8_price = float_price = 0.0
         for name in members:
             value_count = sizes[nodes[name].output[0]]
-            node_prices = _price_node(graph, nodes[name], value_count, kernels)
-            int8_price += node_prices[0]
-            float_price += node_prices[1]
+            int8_node, float_node = _price_node(graph, nodes[name], value_count, kernels)
+            int8_price += int8_node
+            float_price += float_node
         pairs[unit] = int8_price, float_price
     conversions = {tensor: kernels.conversion * sizes[tensor] for tensor in units.tensors}
     return Prices(units=units, pairs=pairs, conversions=conversions)
@@ -342,67 +352,85 @@ def count_prices(
 def _price_node(
     graph: Graph, node: onnx.NodeProto, value_count: int, kernels: CpuKernels
 ) -> tuple[float, float]:
-    """Return (price in int8, price in float) of a node with so many output values."""
+    """Return (price in int8, price in float) of a node: its multiplications, or its weights' read.
+
+    `value_count`: number of its output values. `kernels`: price of int8 relative to float.
+    """
     weight = graph.initializers.get(node.input[1]) if node.op_type in WEIGHTED else None
     if weight is None:
         return kernels.other * value_count, float(value_count)
 
     dims, node_attributes = list(weight.dims), attributes(node)
-    weight_count, product_price = math.prod(dims), 1.0
-    products: float  # of an output value
+    weight_count = math.prod(dims)
+    product_price = 1.0
+    products_per_value: float
     if node.op_type in ("Gemm", "MatMul"):
         columns = dims[0] if node_attributes.get("transB", 0) else dims[-1]
-        products, int8_ratio = weight_count / max(columns, 1), kernels.matrix
+        products_per_value = weight_count / max(columns, 1)
+        int8_ratio = kernels.matrix
     else:
-        products = dims[0] if node.op_type == "ConvTranspose" else math.prod(dims[1:])
-        if node_attributes.get("group", 1) == dims[0] > 1 == dims[1]:
-            int8_ratio, product_price = kernels.depthwise, kernels.depthwise_product
+        is_transposed = node.op_type == "ConvTranspose"
+        products_per_value = dims[0] if is_transposed else math.prod(dims[1:])
+        groups = node_attributes.get("group", 1)
+        if groups > 1 and groups == dims[0] and dims[1] == 1:
+            int8_ratio = kernels.depthwise
+            product_price = kernels.depthwise_product
         elif math.prod(dims[2:]) == 1:
             int8_ratio = kernels.pointwise
         else:
             int8_ratio = kernels.dense
-    float_price = product_price * value_count * products
-    float_price = max(float_price, kernels.weight_read * weight_count)
+    compute_price = product_price * value_count * products_per_value
+    # a layer of few products a weight waits for its weights from memory
+    float_price = max(compute_price, kernels.weight_read * weight_count)
     return int8_ratio * float_price, float_price
 
 
 def measure_prices(
     model: onnx.ModelProto,
-    float32: onnx.ModelProto,
-    int8: onnx.ModelProto,
+    float_model: onnx.ModelProto,
+    int8_model: onnx.ModelProto,
     units: Units,
     feeds: Sequence[Mapping[str, Array]],
 ) -> Prices:
-    """Return prices in microseconds, from profiles of the float and of the int8 model."""
-    profile = partial(kernel_times, feeds=feeds, float_model=model, runs=_RUNS, seconds=_SECONDS)
-    first_floats, first_quantized = profile(float32), profile(int8)
-    # in turns: a disturbance hits one round of each
-    floats = least_kernel_times(first_floats, profile(float32))
-    quantized = least_kernel_times(first_quantized, profile(int8))
+    """Return prices in microseconds, from profiles of the float and of the int8 model.
 
-    unit_time = _sum_times(floats, units.node_names(units.members))
+    Args:
+        model: the model as it was loaded, to whose nodes the times are counted.
+        float_model: with all units in float, as it would be deployed.
+        int8_model: with all units in int8, as it would be deployed.
+        units: of the model.
+        feeds: input -> array, of one shape.
+    """
+    profile = partial(kernel_times, feeds=feeds, float_model=model, runs=_RUNS, seconds=_SECONDS)
+    # in turns: a disturbance hits one round of each
+    first_float_times, first_int8_times = profile(float_model), profile(int8_model)
+    float_times = least_kernel_times(first_float_times, profile(float_model))
+    int8_times = least_kernel_times(first_int8_times, profile(int8_model))
+
+    unit_time = _sum_times(float_times, units.node_names(units.members))
     # kernels that change the layout belong to no node: the units share them
-    layout_factor = 1 + floats.unattributed / unit_time if unit_time else 1.0
+    layout_factor = 1 + float_times.unattributed / unit_time if unit_time else 1.0
     pairs = {}
     for unit, members in units.members.items():
-        int8_time = _sum_times(quantized, members)
-        float_time = layout_factor * _sum_times(floats, members)
-        # less than the margin is no difference
-        if int8_time <= max(MARGIN * float_time, float_time + _MIN_GAIN * floats.total):
+        int8_time = _sum_times(int8_times, members)
+        float_time = layout_factor * _sum_times(float_times, members)
+        # int8 that is slower by less than the margin counts as equal
+        if int8_time <= max(MARGIN * float_time, float_time + _MIN_GAIN * float_times.total):
             int8_time = min(int8_time, float_time)
         pairs[unit] = int8_time, float_time
 
     sizes = _count_values(model, units.tensors, feeds[0])
-    value_us = _conversion_us(quantized, int8, sizes)
-    kernel_us = min((time for time in quantized.nodes.values() if time > 0), default=0.0)
+    value_us = _conversion_us(int8_times, int8_model, sizes)
+    # the fastest kernel stands for the fixed time of every kernel
+    kernel_us = min((time for time in int8_times.nodes.values() if time > 0), default=0.0)
     border_us = _CONVERSION_KERNELS * kernel_us
     return Prices(
         units=units,
         pairs=pairs,
         conversions={tensor: border_us + value_us * size for tensor, size in sizes.items()},
-        fixed_price=max(floats.total - floats.unattributed - unit_time, 0.0),
+        fixed_price=max(float_times.total - float_times.unattributed - unit_time, 0.0),
         measured=True,
-        int8_total=quantized.total,
+        int8_total=int8_times.total,
     )
 
 

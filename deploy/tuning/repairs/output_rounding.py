@@ -83,7 +83,9 @@ def round_weights(
     quantized = read_all_quantizations(int8_model, _find_exclusive_layers(request.model))
     for layer, quantization in quantized.values():
         rounded = rounded_by_weight.get(layer.weight)
-        if rounded is None or quantization.factors is not None or rounded.error_ratio == 1:
+        if rounded is None or rounded.error_ratio == 1:  # 1: every weight is at its nearest integer
+            continue
+        if quantization.factors is not None:  # AMCT's DMQ rounds another weight, times its factors
             continue
         arrays[layer.weight] = rounded.weight
         error_ratios.append(rounded.error_ratio)
@@ -91,7 +93,7 @@ def round_weights(
         return None
 
     text = f"{counted(len(arrays), 'layer')}, less error on the samples that round them"
-    if np.isfinite(error_ratios).all():
+    if np.isfinite(error_ratios).all():  # NaN without held-out samples
         ratio = float(np.exp(np.log(np.maximum(error_ratios, _MIN_ERROR_RATIO)).mean()))
         change = f"{100 * (ratio - 1):+.0f} %"
         text = f"{counted(len(arrays), 'layer')}, squared error on other samples {change}"
@@ -101,7 +103,10 @@ def round_weights(
 def rounded_trial_builder(
     request: BuildRequest, repair_input: RepairInput
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
-    """Return a builder of trial models with rounded weights, unless `choices.rounded` is False."""
+    """Return a builder of trial models in which int8 layers have rounded weights.
+
+    Float layers have their own weights, and so have all layers where `choices.rounded` is False.
+    """
     target = repair_input.target
     rounded_by_weight = _round_all_weights(request, repair_input)
     arrays = {name: rounded.weight for name, rounded in rounded_by_weight.items()}
@@ -131,19 +136,20 @@ def _restore_float_weights(
     A float weight may be a copy that was padded with channels for its layer; the weight of an int8
     layer is a constant of another name.
     """
-    sizes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    quantized = read_all_quantizations(model, layers)
+    dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    int8_layers = read_all_quantizations(model, layers)
     restored = {}
     for layer in layers:
-        if layer.name in quantized:
+        if layer.name in int8_layers:
             continue
-        tensor = originals[layer.weight]
-        padded = padded_name(layer.weight, layer.name)
-        if layer.weight in sizes:
-            restored[layer.weight] = tensor
-        elif padded in sizes:
-            values = pad_with_zeros(numpy_helper.to_array(tensor), sizes[padded])
-            restored[padded] = numpy_helper.from_array(values, padded)
+        original = originals[layer.weight]
+        padded_weight = padded_name(layer.weight, layer.name)
+        if layer.weight in dims_by_constant:
+            restored[layer.weight] = original
+        elif padded_weight in dims_by_constant:
+            dims = dims_by_constant[padded_weight]
+            values = pad_with_zeros(numpy_helper.to_array(original), dims)
+            restored[padded_weight] = numpy_helper.from_array(values, padded_weight)
     update_tensors(model.graph.initializer, restored)
 
 
@@ -180,8 +186,12 @@ class _TargetGrids:
 def _round_for_targets(
     request: BuildRequest, repair_input: RepairInput, companions: Sequence[Target]
 ) -> dict[str, RoundedWeights]:
-    """Return target -> its rounded weights; without companions that cannot be built."""
-    layers, target = _find_exclusive_layers(request.model), repair_input.target
+    """Return target -> its rounded weights, all computed in one pass over the layers.
+
+    `companions`: the other targets of the build; those that cannot be built are left out.
+    """
+    target = repair_input.target
+    layers = _find_exclusive_layers(request.model)
     grids_by_target = {target.name: _read_grids(request, layers, target)}
     for companion in companions:
         with suppress(Calib8Error):  # its own search reports it
@@ -190,18 +200,20 @@ def _round_for_targets(
     rounded_layers: set[str] = set()
     for grids in grids_by_target.values():
         rounded_layers |= grids.quantization_by_layer.keys()
-    count = len(repair_input.samples)
+    rounding_count = len(repair_input.samples)
     samples = [*repair_input.samples, *repair_input.held_out]
     weights: dict[str, RoundedWeights] = {name: {} for name in grids_by_target}
     for layer, patches in layer_patches(
         repair_input.reference,
         [layer for layer in layers if layer.name in rounded_layers],
         samples,
-        max_patches=_PATCHES * len(samples) // count,
+        max_patches=_PATCHES * len(samples) // rounding_count,
         threads=repair_input.threads,
     ):
-        held_out = np.concatenate(patches[count:], axis=2) if repair_input.held_out else None
-        inputs = LayerInputs(np.concatenate(patches[:count], axis=2), held_out)
+        held_out = None
+        if repair_input.held_out:
+            held_out = np.concatenate(patches[rounding_count:], axis=2)
+        inputs = LayerInputs(np.concatenate(patches[:rounding_count], axis=2), held_out)
         for name, rounded in _round_for_grids(layer, inputs, grids_by_target).items():
             weights[name][layer.weight] = rounded
         repair_input.progress()
@@ -211,30 +223,41 @@ def _round_for_targets(
 def _round_for_grids(
     layer: WeightedLayer, inputs: "LayerInputs", grids_by_target: Mapping[str, _TargetGrids]
 ) -> RoundedWeights:
-    """Return target -> the rounded weight of a layer; targets of equal grids share it."""
+    """Return target -> the weight of one layer, rounded for the target's grid.
+
+    Targets whose grids are equal share the result. A target that runs the layer in float, or that
+    does not round its weight to nearest, is left out.
+    """
     groups, out_channels, in_channels, _ = layer.channel_shape
-    has_pairs = not is_depthwise(groups, groups * out_channels, in_channels)
-    rounded_by_target, rounded_by_grid = {}, dict[object, RoundedWeight]()
-    for name, grids in grids_by_target.items():
+    # depthwise kernels add in 32 bits, not pairs of products in 16
+    adds_pairs = not is_depthwise(groups, groups * out_channels, in_channels)
+    rounded_by_grid: dict[object, RoundedWeight] = {}
+    rounded_by_target = {}
+    for target_name, grids in grids_by_target.items():
         quantization = grids.quantization_by_layer.get(layer.name)
         if quantization is None:
             continue
-        scale, fits_pairs = quantization.weight_scale, grids.fits_pairs and has_pairs
-        # one scale for the weight holds other extremes than equal scales of its channels
+        scale = quantization.weight_scale
+        fits_pairs = grids.fits_pairs and adds_pairs
         channel_scales = layer.to_rows(np.broadcast_to(scale, layer.array.shape))[..., 0]
-        key = quantization.grid, scale.size == 1, channel_scales.tobytes(), fits_pairs
-        if key not in rounded_by_grid:
-            rounded_by_grid[key] = round_weight(
+        # one scale for the entire weight keeps other extremes than equal scales of its channels
+        is_per_tensor = scale.size == 1
+        grid_key = quantization.grid, is_per_tensor, channel_scales.tobytes(), fits_pairs
+        if grid_key not in rounded_by_grid:
+            rounded_by_grid[grid_key] = round_weight(
                 layer, scale, inputs, quantization.grid, fits_pairs=fits_pairs
             )
-        rounded_by_target[name] = rounded_by_grid[key]
+        rounded_by_target[target_name] = rounded_by_grid[grid_key]
     return rounded_by_target
 
 
 def _read_grids(
     request: BuildRequest, layers: Sequence[WeightedLayer], target: Target
 ) -> _TargetGrids:
-    """Return the grids of a target's weights, without layers that keep their weights."""
+    """Return the grids of a target's weights, without layers that AMCT rounds in its own way.
+
+    These have weights of AdaRound, or weights that DMQ multiplies by factors first.
+    """
     quantization_by_layer = {}
     for layer, quantization in read_all_quantizations(target.trial(request), layers).values():
         if quantization.is_nearest and quantization.factors is None:
@@ -243,7 +266,7 @@ def _read_grids(
 
 
 def _find_exclusive_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
-    """Return the layers whose weight no other node reads."""
+    """Return the layers whose weight no other node reads, so that rounding changes no other."""
     return [layer for layer in find_weighted_layers(model) if layer.is_only_reader]
 
 
@@ -270,42 +293,62 @@ def round_weight(
     *,
     fits_pairs: bool = False,
 ) -> RoundedWeight:
-    """Round a layer's weight by its output error.
+    """Round every weight of a layer up or down, for the least error of the layer's output.
 
     Args:
         layer: in the float model.
         scales: weight scales, which broadcast over the weight.
-        inputs: of the layer; a channel with no less error on held-out ones keeps its weights.
+        inputs: of the layer; an output channel with no less error on the held-out ones is rounded
+            to nearest.
         grid: grid of the stored weight.
         fits_pairs: whether pairs of stored weights fit 16 bits and must stay so.
     """
+    # arrays named rows or steps are [groups, C_out per group, K], K values of an input patch
     weight = layer.array.astype(np.float64)
-    weight_rows, steps = layer.to_rows(weight), layer.to_rows(weight / scales)
+    weight_rows = layer.to_rows(weight)
     scale_rows = layer.to_rows(np.broadcast_to(scales, weight.shape))
-    sizes = np.abs(steps)
-    channel_axis = None if scales.size == 1 else 2
-    is_fixed = sizes >= sizes.max(axis=channel_axis, keepdims=True)  # they set the scale
-    if fits_pairs:
-        groups, out_channels, in_channels, taps = layer.channel_shape
-        channel_steps = steps.reshape(groups * out_channels, in_channels, taps)
-        is_fixed |= tight_pair_mask(channel_steps).reshape(steps.shape)
+    steps = layer.to_rows(weight / scales)
+    is_fixed = _find_fixed(layer, steps, is_per_tensor=scales.size == 1, fits_pairs=fits_pairs)
 
     nearest = round_to_grid(steps, grid)
     integers = nearest.copy()
-    for index, products in enumerate(inputs.grams):
-        part = slice(index * _MAX_GRAM_SIZE, (index + 1) * _MAX_GRAM_SIZE)
-        if np.isfinite(products).all():  # else the squares overflow float32: round to nearest
-            integers[:, :, part] = round_by_output(
-                steps[:, :, part], products, fixed=is_fixed[:, :, part], sweeps=_SWEEPS, grid=grid
+    for index, gram_matrix in enumerate(inputs.grams):
+        columns = slice(index * _MAX_GRAM_SIZE, (index + 1) * _MAX_GRAM_SIZE)
+        # where squares overflowed float32 the weights stay rounded to nearest
+        if np.isfinite(gram_matrix).all():
+            integers[:, :, columns] = round_by_output(
+                steps[:, :, columns],
+                gram_matrix,
+                fixed=is_fixed[:, :, columns],
+                sweeps=_SWEEPS,
+                grid=grid,
             )
 
     if inputs.held_out is not None:
         error_ratio = _undo_worse(steps, nearest, integers, scale_rows, inputs.held_out)
     else:
         error_ratio = math.nan if (integers != nearest).any() else 1.0
-    rounded = np.clip(integers * scale_rows, *_weight_limits(weight_rows))
-    rounded = np.where(integers != nearest, rounded, weight_rows)
-    return RoundedWeight(layer.from_rows(rounded), error_ratio)
+    changed_rows = np.clip(integers * scale_rows, *_weight_limits(weight_rows))
+    # a weight that the target rounds to its integer anyway keeps its float value
+    rounded_rows = np.where(integers != nearest, changed_rows, weight_rows)
+    return RoundedWeight(layer.from_rows(rounded_rows), error_ratio)
+
+
+def _find_fixed(
+    layer: WeightedLayer, steps: Float64Array, *, is_per_tensor: bool, fits_pairs: bool
+) -> NDArray[np.bool_]:
+    """Return a mask of the weights to round to nearest, so that the target's scales stay.
+
+    `steps` and the mask: [groups, C_out per group, K]. `is_per_tensor`: one scale for all channels.
+    """
+    magnitudes = np.abs(steps)
+    channel_axis = None if is_per_tensor else 2
+    is_fixed = magnitudes >= magnitudes.max(axis=channel_axis, keepdims=True)  # they set the scale
+    if fits_pairs:
+        groups, out_channels, in_channels, taps = layer.channel_shape
+        channel_steps = steps.reshape(groups * out_channels, in_channels, taps)
+        is_fixed |= tight_pair_mask(channel_steps).reshape(steps.shape)
+    return np.asarray(is_fixed)
 
 
 def _undo_worse(
@@ -315,13 +358,13 @@ def _undo_worse(
     scales: Float64Array,
     held_out: FloatArray,
 ) -> float:
-    """Round rows to nearest again, in place, where that has no more error.
+    """Round the rows of output channels to nearest again, in place, where that has no more error.
 
     Args:
         steps: weight / scale, [groups, C_out per group, K].
         nearest: `steps` rounded to nearest.
         integers: `steps` rounded by output error; changed in place.
-        scales: of the same shape.
+        scales: of the weight, of the shape of `steps`.
         held_out: patches, [groups, K, P].
 
     Returns:

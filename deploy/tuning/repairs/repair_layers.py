@@ -151,10 +151,10 @@ def find_weighted_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
 def _read_layer(
     graph: Graph, read_counts: Mapping[str, int], node: onnx.NodeProto
 ) -> WeightedLayer | None:
-    """Return a node as a layer.
+    """Return a node of an operator in `WEIGHTED` as a layer; None for a form without repairs.
 
-    None for a weight that is no float32 initializer, a Gemm that scales its terms or transposes its
-    input, a product with a weight of more dimensions, and a bias that is computed.
+    Without repairs are a weight that is no float32 initializer, a Gemm that scales its terms or
+    transposes its input, a matrix product with a weight of more dimensions, and a computed bias.
     """
     weight = graph.initializers.get(node.input[1])
     if weight is None or weight.data_type != TensorProto.FLOAT:
@@ -163,11 +163,12 @@ def _read_layer(
     is_scaled = any(node_attributes.get(name, 1.0) != 1.0 for name in ("alpha", "beta"))
     if is_scaled or node_attributes.get("transA", 0):
         return None
-    if (len(weight.dims) == 2) != (node.op_type in _MATRIX_PRODUCTS):
+    is_matrix = len(weight.dims) == 2
+    if is_matrix != (node.op_type in _MATRIX_PRODUCTS):
         return None
 
     output, bias, add_name = str(node.output[0]), "", ""
-    if node.op_type == "MatMul":
+    if node.op_type == "MatMul":  # its bias is added by an Add, which then belongs to the layer
         add = graph.bias_add(node, int(weight.dims[1]))
         if add is not None:
             bias = str(add.input[1] if add.input[0] == output else add.input[0])
@@ -311,7 +312,7 @@ class LayerQuantization:
 def read_all_quantizations(
     int8: onnx.ModelProto, layers: Iterable[WeightedLayer]
 ) -> dict[str, tuple[WeightedLayer, LayerQuantization]]:
-    """Return name -> (layer, its quantization) for those that an int8 model runs in integers."""
+    """Return name -> (layer, its quantization) of layers that an int8 model runs in integers."""
     graph = Graph(int8)
     node_by_name = {node.name: node for node in graph.nodes}
     quantizations = {}
@@ -342,9 +343,12 @@ def _read_pairs(
     input_dq: onnx.NodeProto,
     weight_dq: onnx.NodeProto,
 ) -> LayerQuantization | None:
-    """Read the quantization from the two DequantizeLinear that a layer reads."""
-    step, zero_point = (_to_array(graph, name) for name in input_dq.input[1:3])
-    if step.size != 1:
+    """Read a layer's quantization from the two DequantizeLinear (DQ) of its input and its weight.
+
+    None where the input has a scale per channel, which `LayerQuantization` does not describe.
+    """
+    input_scale, zero_point = (_to_array(graph, name) for name in input_dq.input[1:3])
+    if input_scale.size != 1:
         return None
 
     scales = _to_array(graph, weight_dq.input[1]).astype(np.float64)
@@ -352,21 +356,23 @@ def _read_pairs(
     if scales.size > 1:
         axis = int(attributes(weight_dq).get("axis", 1))
         if (node.op_type, layer.kind) == ("Conv", "ConvTranspose"):
-            axis = 1  # of a ConvTranspose in tiles; the scales repeat for each pixel of a tile
+            # the target writes it as a Conv to tiles, whose scales repeat for each pixel of a tile
+            axis = 1  # of the output channels in the float model's ConvTranspose
         scales = scales[: layer.out_channels]  # without padding channels
 
-    grid, limits = INT8, (FP8.qmin, FP8.qmax)
+    low: float
+    high: float
     if graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
-        grid = FP8
+        grid, low, high = FP8, FP8.qmin, FP8.qmax
     else:
         integers = np.iinfo(zero_point.dtype)
-        limits = integers.min, integers.max
+        grid, low, high = INT8, integers.min, integers.max
     return LayerQuantization(
         weight_scale=broadcast_parameter(scales, layer.array.ndim, axis),
-        input_scale=float(step.item()),
+        input_scale=float(input_scale.item()),
         zero_point=int(zero_point.item()),
-        low=float(limits[0]),
-        high=float(limits[1]),
+        low=float(low),
+        high=float(high),
         grid=grid,
     )
 
@@ -374,21 +380,27 @@ def _read_pairs(
 def _read_fake_quant(
     graph: Graph, node: onnx.NodeProto, layer: WeightedLayer
 ) -> LayerQuantization | None:
-    """Read the quantization from the constants that a fake-quant model has for a layer."""
-    prefix = node.input[0].removesuffix(".sub.output0")
-    names = [f"{prefix}.{key}.output0" for key in ("scale", "offset", "min_val", "max_val")]
-    weight_scale_name = f"{node.name}.fakedequant.dqscale.output0"
-    if not graph.constants.keys() >= {*names, weight_scale_name}:
-        return None
-    inverse_scale, zero_point, low, high = (float(_to_array(graph, name)) for name in names)
+    """Read a layer's quantization from Ascend's fake-quant model; None if the layer is float there.
 
-    # the constant is the product of both scales, one for each output channel or for all
-    weight_scales = _to_array(graph, weight_scale_name).astype(np.float64).reshape(-1)
+    A fake-quant model computes in float what the chip computes in integers. It multiplies by the
+    constants that are read here, which AMCT names after the layer.
+    """
+    input_prefix = node.input[0].removesuffix(".sub.output0")
+    keys = ("scale", "offset", "min_val", "max_val")
+    input_names = [f"{input_prefix}.{key}.output0" for key in keys]
+    output_scale_name = f"{node.name}.fakedequant.dqscale.output0"
+    if not graph.constants.keys() >= {*input_names, output_scale_name}:
+        return None
+    inverse_scale, zero_point, low, high = (float(_to_array(graph, name)) for name in input_names)
+
+    # input scale * weight scale: one value, or one for each output channel
+    output_scales = _to_array(graph, output_scale_name).astype(np.float64).reshape(-1)
     groups, _, _, taps = layer.channel_shape
-    channel_scales = np.broadcast_to(weight_scales * inverse_scale, layer.out_channels)
+    channel_scales = np.broadcast_to(output_scales * inverse_scale, layer.out_channels)
     channel_scales = channel_scales.reshape(groups, -1, 1, 1)
-    factors, balance_name = None, f"{node.name}.tensor_balance_factor.output0"
-    if balance_name in graph.constants:  # DMQ multiplies the input by it before
+    factors = None
+    balance_name = f"{node.name}.tensor_balance_factor.output0"
+    if balance_name in graph.constants:  # AMCT's DMQ: the input is multiplied by 1 / factors first
         inverse_factors = np.asarray(_to_array(graph, balance_name), np.float32).reshape(-1)
         channel_scales = channel_scales * inverse_factors.reshape(groups, 1, -1, 1)
         factors = (np.float32(1) / inverse_factors).repeat(taps).reshape(groups, -1, 1)
