@@ -54,6 +54,8 @@ _WORTH = 0.97  # share of the loss: another search must leave less
 class BudgetSearch:
     """A search for the fewest layers in float that hold a loss budget.
 
+    A "search" of a layer is the algorithm that finds its range in calibration.
+
     Attributes:
         target: the target.
         request: its build request; its evaluation samples are those that compute the repairs.
@@ -110,7 +112,10 @@ class BudgetSearch:
         return None if trial is None else self._builder.final(trial.choices)
 
     def _find(self, step: Step) -> Trial | None:
-        """Return the trial to build; None if only float holds the budget."""
+        """Return the trial to build; None if only float holds the budget.
+
+        The steps are in the order of their effort; the first trial that holds the budget is built.
+        """
         search = self._make_search(self._builder, step)
         base = self._try_searches_everywhere(search)
         if self._holds(base):
@@ -118,12 +123,13 @@ class BudgetSearch:
         if self.ranking:
             return self._with_fewest_float_layers(search, base)
 
-        repaired = self._repaired(base, step)
+        repaired = self._try_repairs(base, step)
         if repaired is not None:
             search, base = repaired
             if self._holds(base):
                 return base
         losses = search.layer_losses(base)
+        # a layer that cannot run alone in int8 has no measured loss
         loss_by_layer = {name: losses.get(name, 0.0) for name in self.layers}
         self.ranking = sorted(loss_by_layer.items(), key=lambda entry: -entry[1])
         swapped = self._with_swapped_searches(search, base)
@@ -133,7 +139,15 @@ class BudgetSearch:
         return None if trial is None else self._with_layers_back_in_int8(search, trial)
 
     def _make_search(self, builder: RepairedBuilder, step: Step) -> Search:
-        """Return a search on the evaluation samples whose units are the layers, at equal prices."""
+        """Return a search on the evaluation samples whose units are the layers.
+
+        Each layer has the price 0 in int8 and 1 in float, so the cheapest split is that with the
+        fewest layers in float.
+
+        Args:
+            builder: builds its trial models.
+            step: called after each trial.
+        """
         setup = SearchSetup(
             target=self.target,
             request=self.request,
@@ -146,10 +160,10 @@ class BudgetSearch:
         members = {name: (name,) for name in self.layers}
         units = Units(members=members, borders=(), layers=(*members,))
         pairs = dict.fromkeys(members, (0.0, 1.0))
-        budget = SearchBudget(math.inf)
+        unlimited = SearchBudget(math.inf)
         return Search(
             prices=Prices(units=units, pairs=pairs, conversions={}),
-            prober=make_prober(setup, self._samples, self._form, step, budget),
+            prober=make_prober(setup, self._samples, self._form, step, unlimited),
             methods=[None],
             effort=EFFORTS[_EFFORT],
         )
@@ -164,21 +178,24 @@ class BudgetSearch:
             )
         return min(trials, key=_loss)
 
-    def _repaired(self, base: Trial, step: Step) -> tuple[Search, Trial] | None:
-        """Return a search and its trial with each layer's nearest search, and with the repairs.
+    def _try_repairs(self, base: Trial, step: Step) -> tuple[Search, Trial] | None:
+        """Try the repairs, with the search for each layer that is nearest to float.
 
-        None if they lose no less. Where the target has one search alone, as the user configured,
-        only biases are repaired.
+        Later trials and the build have the repairs too, if these lose less than `base`.
+
+        Returns:
+            A search among repaired models and its first trial; None if it loses no less.
         """
-        names = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
-        chosen = self.request.with_choices(replace(base.choices, searches=self.nearest()))
-        assert chosen.evaluation_set is not None
-        count = len(chosen.evaluation_set.subset)
-        samples = list(chosen.evaluation_set.samples_with_outputs(count))
-        request, results = repair_request(self.target, chosen, names, samples)
-        builder = RepairedBuilder(self.target, self.request, request)
+        # where the user configured the one search of all layers, only biases are repaired
+        repairs = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
+        request = self.request.with_choices(replace(base.choices, searches=self.nearest()))
+        assert request.evaluation_set is not None
+        count = len(request.evaluation_set.subset)
+        samples = list(request.evaluation_set.samples_with_outputs(count))
+        repaired_request, results = repair_request(self.target, request, repairs, samples)
+        builder = RepairedBuilder(self.target, self.request, repaired_request)
         search = self._make_search(builder, step)
-        trials = search.try_choices([request.choices])
+        trials = search.try_choices([repaired_request.choices])
         if not trials or _loss(trials[0]) >= _loss(base):
             return None
         self._builder = builder
@@ -226,10 +243,13 @@ class BudgetSearch:
         return min(search.try_choices(choices, in_float), key=_loss, default=base)
 
     def _holds(self, trial: Trial) -> bool:
-        """Whether a trial holds the budget on all evaluation samples."""
+        """Whether a trial's loss on all evaluation samples is within the budget.
+
+        The result is reported to the user and added to `history`.
+        """
         int8_layers = set(self.layers).difference(trial.in_float, self.uncounted)
-        what = f"{len(int8_layers)} layers in int8"
-        with phase(what):
+        trial_text = f"{len(int8_layers)} layers in int8"
+        with phase(trial_text):
             comparison = GrowingComparison(
                 [self._builder.trial(self.request.with_choices(trial.choices))],
                 self._evaluation_set,
@@ -239,11 +259,12 @@ class BudgetSearch:
             accuracy = comparison.compare(
                 len(self._evaluation_set.subset), threads=self.request.threads
             )
-        loss = self._loss_by_split[trial.in_float] = loss_of(accuracy)
+        loss = loss_of(accuracy)
+        self._loss_by_split[trial.in_float] = loss
         is_held = bool(loss <= self.max_loss)
         unit = "cosine" if accuracy.top1_reference is None else "top-1"
-        self.say(f"{what}: loss {loss:.5f} of {unit}, {'held' if is_held else 'too much'}")
-        # the keys are those that AMCT writes
+        self.say(f"{trial_text}: loss {loss:.5f} of {unit}, {'held' if is_held else 'too much'}")
+        # the keys are those of AMCT's file on the layers that it rolled back to float
         float_by_layer = {name: name in trial.in_float for name in self.layers}
         entry = {"roll_back_config": float_by_layer, "metric_eval": [is_held, float(loss)]}
         self.history.append(entry)

@@ -117,13 +117,17 @@ def _shapes(sample: Sample) -> dict[str, tuple[int, ...]]:
 def _measure_candidates(
     candidates: Iterable[tuple[Sample, Outputs]], metric: Metric | None
 ) -> tuple[Floats, OutputForm]:
-    """Return the signal of every slice in every sample, [samples, slices], and their form."""
-    # the form is derived from the first candidates, which are then measured like the others
+    """Return the signal of every slice in every sample, and the form of the outputs.
+
+    The signal, [samples, slices], shows where the float model found something. The form says which
+    slices the outputs have, and what their task is.
+    """
+    # the first candidates are in memory, since their form must be known to measure them
     remaining = iter(candidates)
     first_candidates = [next(remaining)]
-    sample, outputs = first_candidates[0]
-    mean_samples = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(sample), 1))
-    form_count = max(form_samples(sample, outputs), mean_samples)
+    first_sample, first_outputs = first_candidates[0]
+    mean_samples = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first_sample), 1))
+    form_count = max(form_samples(first_sample, first_outputs), mean_samples)
     first_candidates += islice(remaining, form_count - 1)
     inputs, reference_outputs = zip(*first_candidates, strict=True)
     form = derive_form(reference_outputs, inputs=inputs, metric=metric)
@@ -190,12 +194,12 @@ class VerdictPredictor:
     count_samples: Callable[[int], None]
 
     def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
-        """Return the expected verdict on the engine of a model.
+        """Return the expected verdict on the engine of a model, from as few samples as will do.
 
         `noise`: loss of its worst slice in the search. It counts too where the float model finds
         so few boxes or labels that their count shows no loss.
         """
-        reasons: dict[str, str] = {}
+        reasons: dict[str, str] = {}  # level of a verdict -> why
         task_loss, hides_loss = None, False
         try:
             for accuracy in self._accuracies(model):
@@ -225,7 +229,7 @@ class VerdictPredictor:
         return expected > GOOD_LOSS
 
     def _accuracies(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
-        """Yield the accuracy on a few samples, then on all; each sample runs once."""
+        """Yield the accuracy on a few samples, then on more and on all; each sample runs once."""
         comparison = GrowingComparison(
             [model],
             self.evaluation_set,
@@ -234,11 +238,12 @@ class VerdictPredictor:
             int8_kernels=self.int8_kernels,
         )
         count = len(self.evaluation_set.subset)
-        for max_samples in dict.fromkeys(min(limit, count) for limit in (*_FIRST_SAMPLES, count)):
+        sample_counts = [*(limit for limit in _FIRST_SAMPLES if limit < count), count]
+        for max_samples in sample_counts:
             earlier_count = len(comparison.keys)
             try:
                 yield comparison.compare(max_samples, threads=self.threads)
-            finally:
+            finally:  # samples that ran before an error are spent too
                 self.count_samples(len(comparison.keys) - earlier_count)
 
 
@@ -276,6 +281,7 @@ class GrowingComparison:
         models: the model, or the two.
         evaluation_set: samples with the float model's outputs.
         metric: the user's metric or task.
+        form: slices and task of the outputs; None derives them from the samples.
         int8_kernels: whether ONNX Runtime's int8 kernels run the models.
         labels: class of each image, for top-1 accuracy on all samples.
 
@@ -311,7 +317,7 @@ class GrowingComparison:
 
     @phase("checking accuracy")
     def compare(self, max_samples: int, *, threads: int) -> Accuracy:
-        """Return the accuracy on at most `max_samples` samples; each runs once.
+        """Return the accuracy on `max_samples` samples, or on all; those that ran stay counted.
 
         Raises:
             BackendError: ONNX Runtime refused a sample.
@@ -319,7 +325,7 @@ class GrowingComparison:
         if self._evaluation_set.subset.states:
             threads = 1  # each step needs the states of the one before
         run_in_order(
-            self._new_samples(max_samples),
+            self._new_samples(max_samples),  # without those that ran in earlier calls
             self._run,
             self._add,
             threads=threads,
@@ -357,16 +363,19 @@ def second_half(subset: EvaluationSubset) -> frozenset[int]:
 def halved_requests(
     target: Target, request: BuildRequest, count_samples: Callable[[int], None]
 ) -> list[BuildRequest]:
-    """Return two requests: ranges of the second half of the evaluation samples, and of all others.
+    """Return the request with the ranges of one half of the samples, and with those of the other.
 
-    Empty where half of the samples is too little for ranges, or if the statistics cannot be
-    subtracted. `count_samples` as in `with_held_out_ranges`.
+    The first has the ranges of `second_half` of the evaluation samples, the second those of all
+    other calibration samples. Empty where half of the samples is too little for ranges, or if the
+    statistics cannot be subtracted. `count_samples` as in `with_held_out_ranges`.
     """
     assert request.evaluation_set is not None
     ranges = request.ranges
-    demand = target.demand(request.subject)
-    is_too_small = ranges.trusted is not None or len(request.feed) < _MIN_HALVED
-    if is_too_small or not all(_is_subtractable(ranges, observation) for observation in demand):
+    demand = target.demand(request.subject)  # the statistics of tensors that the target needs
+    has_only_ranges = ranges.trusted is not None  # read from the user's cache, without statistics
+    if has_only_ranges or len(request.feed) < _MIN_HALVED:
+        return []
+    if not all(_is_subtractable(ranges, observation) for observation in demand):
         return []
 
     second_keys = second_half(request.evaluation_set.subset)
@@ -392,17 +401,22 @@ def with_held_out_ranges(
     *,
     observes_again: bool = True,
 ) -> BuildRequest:
-    """Return the request with ranges of all samples but these; unchanged if it cannot be.
+    """Return the request with the ranges of all samples but these; unchanged if that fails.
+
+    It is unchanged too where the samples are so many that a few make no difference.
 
     Args:
-        target: its demand is observed.
+        target: the statistics that it needs are computed.
         request: its ranges are those of all samples.
         samples: to leave out.
         count_samples: called with the number of samples that are run for it.
         observes_again: whether to run all other samples for statistics that cannot be subtracted.
     """
-    ranges, other_count = request.ranges, len(request.feed) - len(samples)
-    if ranges.trusted is not None or not 0 < other_count < LARGE_FEED:
+    ranges = request.ranges
+    if ranges.trusted is not None:  # read from the user's cache, without statistics
+        return request
+    other_count = len(request.feed) - len(samples)
+    if not 0 < other_count < LARGE_FEED:
         return request
     subject = replace(request.subject, samples=other_count)
     statistics = ranges.compute_once("held out", ObservedStatistics)  # shared by the targets
@@ -428,7 +442,7 @@ def with_held_out_ranges(
                     threads=request.threads,
                     progress=step,
                 )
-    except SampleChangedError:
+    except SampleChangedError:  # a file of the user changed while it was read
         raise
     except Calib8Error:  # a target that needs all samples, a tensor that only these have
         return request

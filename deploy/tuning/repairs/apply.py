@@ -113,13 +113,17 @@ def _try_repair(
 def _repair_phase(
     target: Target, request: BuildRequest, samples: Sequence[EvaluationSample]
 ) -> Iterator[RepairInput]:
-    """Split the samples: every other one computes the repairs, the rest evaluate them."""
+    """Yield the input of repairs: every other sample computes them, the rest evaluate them.
+
+    Of few samples all do both. While it is open, the progress of the layers is shown.
+    """
     inputs = [sample for sample, _ in samples]
     computing, held_out, evaluation = inputs, inputs[:0], samples
     if len(samples) >= _MIN_SPLIT:
-        values = sum(value.size for value in inputs[0].values())
-        computing = inputs[0::2][: max(2, _MAX_VALUES // max(values, 1))]
-        held_out = inputs[1::2][: -(-len(computing) // 2)]
+        value_count = sum(value.size for value in inputs[0].values())
+        computing = inputs[0::2][: max(2, _MAX_VALUES // max(value_count, 1))]
+        held_out_count = (len(computing) + 1) // 2
+        held_out = inputs[1::2][:held_out_count]
         evaluation = samples[1::2]
     layers = len(find_weighted_layers(request.model))
     with phase("weights", layers, "layers", about=True) as step:

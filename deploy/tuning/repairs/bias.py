@@ -51,9 +51,10 @@ _MAX_LOSS_DB = 0.5  # of any output slice
 def correct_biases(
     request: BuildRequest, repair_input: RepairInput
 ) -> tuple[BuildRequest, str] | None:
-    """Return the request with other biases if they help, and a text for the report.
+    """Return the request, with corrected biases if they help, and a text for the report.
 
-    None without an int8 layer that can have a bias.
+    A corrected bias makes the mean output of an int8 layer that of the float layer. None without
+    an int8 layer that can have a bias.
     """
     original_model = repair_input.target.trial(request)
     layers = [layer for layer in find_weighted_layers(request.model) if layer.can_have_bias]
@@ -62,6 +63,7 @@ def correct_biases(
     biases = []
     for layer, patches in layer_patches(
         repair_input.reference,
+        # weights that AMCT rounded otherwise cannot be computed from the float weights
         [layer for layer, quantization in quantized.values() if quantization.is_nearest],
         repair_input.samples,
         max_patches=_PATCHES,
@@ -70,22 +72,22 @@ def correct_biases(
         _, quantization = quantized[layer.name]
         weight = np.asarray(quantization.quantize_weight(layer), np.float32)
         int8_patches = [quantization.quantize_inputs(values) for values in patches]
-        expected = _mean_outputs(float_layers[layer.name].rows, patches)
-        actual = _mean_outputs(layer.to_rows(weight), int8_patches)
-        biases.append((layer, layer.bias_values + shrunk_mean(expected - actual)))
+        float_means = _mean_outputs(float_layers[layer.name].rows, patches)
+        int8_means = _mean_outputs(layer.to_rows(weight), int8_patches)
+        biases.append((layer, layer.bias_values + shrunk_mean(float_means - int8_means)))
     if not biases:
         return None
 
-    candidate = with_model(request, with_biases(request.model, biases))
+    corrected_request = with_model(request, with_biases(request.model, biases))
     original_db = _measure_sqnr(original_model, request, repair_input)
-    corrected_model = repair_input.target.trial(candidate)
+    corrected_model = repair_input.target.trial(corrected_request)
     corrected_db = _measure_sqnr(corrected_model, request, repair_input)
     worst_db = min(original_db.values(), default=-math.inf)
     corrected_worst_db = min(corrected_db.values(), default=-math.inf)
     has_gain = corrected_worst_db >= worst_db + _MIN_GAIN_DB
     has_loss = any(corrected_db[name] < db - _MAX_LOSS_DB for name, db in original_db.items())
     text = f"worst part {worst_db:.1f} -> {corrected_worst_db:.1f} dB"
-    return (candidate if has_gain and not has_loss else request), text
+    return (corrected_request if has_gain and not has_loss else request), text
 
 
 def _mean_outputs(rows: NDArray[Any], patches: Sequence[FloatArray]) -> Float64Array:
@@ -98,7 +100,9 @@ def _mean_outputs(rows: NDArray[Any], patches: Sequence[FloatArray]) -> Float64A
 def _measure_sqnr(
     model: onnx.ModelProto, request: BuildRequest, repair_input: RepairInput
 ) -> dict[str, float]:
-    """Return output slice -> SQNR in dB on the evaluation samples; -inf where it is NaN.
+    """Return output slice -> SQNR of an int8 model in dB, on the samples that evaluate repairs.
+
+    An SQNR that is NaN is -inf here.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
@@ -119,8 +123,8 @@ def _measure_sqnr(
     def run(_: int, __: int, sample: Sample) -> Outputs:
         return session.run(sample)
 
-    def compare(number: int, candidate: Outputs) -> None:
-        comparison.add(inputs[number - 1], outputs[number - 1], candidate)
+    def compare(number: int, int8_outputs: Outputs) -> None:  # samples are numbered from 1
+        comparison.add(inputs[number - 1], outputs[number - 1], int8_outputs)
 
     run_in_order(inputs, run, compare, threads=repair_input.threads)
     sqnr_by_slice = {}

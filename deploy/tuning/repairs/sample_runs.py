@@ -30,16 +30,19 @@ def layer_patches(
     max_patches: int,
     threads: int,
 ) -> Iterator[tuple[WeightedLayer, list[FloatArray]]]:
-    """Yield each layer with its input patches, [groups, K, P] per sample, about `max_patches`.
+    """Yield each layer with its input patches from the float model, an array for each sample.
 
-    A layer of small patches gets fewer of them. A ConvTranspose whose pads follow from its output's
-    size is left out.
+    A patch holds the input values that one output value is made of. An array is [groups, K, P], of
+    P patches with K values each; all samples together give a layer about `max_patches`, and fewer
+    if they are small. A ConvTranspose whose pads follow from its output's size is left out.
     """
     supported_layers = [layer for layer in layers if not _has_derived_pads(layer)]
     for portion in _split_by_memory(supported_layers, max_patches):
-        runs = _run_with_patches(model, portion, samples, max_patches / len(samples), threads)
+        patches_by_sample = _run_with_patches(
+            model, portion, samples, max_patches / len(samples), threads
+        )
         for index, layer in enumerate(portion):
-            yield layer, [sample_patches[index] for sample_patches in runs]
+            yield layer, [sample_patches[index] for sample_patches in patches_by_sample]
 
 
 def _run_with_patches(
@@ -49,17 +52,24 @@ def _run_with_patches(
     max_patches: float,
     threads: int,
 ) -> list[list[FloatArray]]:
-    """Run the model; return, for each sample, the patches of each layer, at most `max_patches`."""
+    """Run the model; return, for each sample, the input patches of each layer.
+
+    A patch holds the input values that one output value of a layer is made of. A layer has
+    [groups, K, P] patches in a sample, with K values each and P at most about `max_patches`.
+    """
     graph_inputs = {value.name for value in model.graph.input}
-    tensors = dict.fromkeys(layer.input for layer in layers if layer.input not in graph_inputs)
+    inner_tensors = dict.fromkeys(
+        layer.input for layer in layers if layer.input not in graph_inputs
+    )
     session = OrtSession.open(
-        copy_with_outputs(model, tensors),
+        copy_with_outputs(model, inner_tensors),
         threads=1,
         spin=False,
         reuse_memory=True,
         int8_kernels=False,  # a Q/DQ model is computed as written, in float between its pairs
     )
 
+    # `number` of the sample decides which of its patches are taken
     def run(_: int, number: int, sample: Sample) -> list[FloatArray]:
         values = {**sample, **session.run(sample)}
         sample_patches = []
@@ -68,9 +78,13 @@ def _run_with_patches(
             sample_patches.append(patches(layer, values[layer.input], number, count))
         return sample_patches
 
-    runs: list[list[FloatArray]] = []
-    run_in_order(samples, run, lambda _, result: runs.append(result), threads=threads)
-    return runs
+    patches_by_sample: list[list[FloatArray]] = []
+
+    def store(_: int, sample_patches: list[FloatArray]) -> None:
+        patches_by_sample.append(sample_patches)
+
+    run_in_order(samples, run, store, threads=threads)
+    return patches_by_sample
 
 
 def _patch_share(layer: WeightedLayer) -> float:
