@@ -379,7 +379,7 @@ def test_build_shows_all_its_phases(model_and_images, tmp_path, started_phases, 
         "weights",
         "trials",
         "ranges",
-        "observing without the judges",
+        "observing the other samples",
         "timing kernels",
         "loading the engines",
     } <= set(started_phases)

@@ -39,12 +39,12 @@ class FloatActivations:
         changed: Iterable[Collection[str]],
         samples: Sequence[Values],
     ) -> None:
-        """Run the float model once per sample and store the tensors that enter changed parts.
+        """Run the float model once per sample and store the tensors from which trials can start.
 
         Args:
             reference: the float model.
-            changed: sets of its nodes, by name; for each, the tensors that enter these nodes and
-                all downstream are stored.
+            changed: for each trial, the names of the nodes that it has in int8. The tensors that
+                enter these nodes and all nodes downstream are stored, as far as memory allows.
             samples: input -> array.
 
         Raises:
@@ -63,12 +63,15 @@ class FloatActivations:
         )
         for sample in samples:
             values = session.run(sample)
-            if not self.values:
+            if not self.values:  # the first sample shows the size of each tensor
                 names = _limit_memory(names, values, len(samples))
             self.values.append({name: values[name] for name in names})
 
     def unchanged_tensors(self, model: onnx.ModelProto) -> set[str]:
-        """Return the tensors with the same values as in the float model, inputs included."""
+        """Return the tensors of a trial model with the same values as in the float model.
+
+        They are its inputs, and the outputs of nodes that are the same and read only such tensors.
+        """
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         compared_constants: set[str] = set()
         unchanged = {value.name for value in model.graph.input}
@@ -77,7 +80,8 @@ class FloatActivations:
                 continue
             reads = set(iter_reads(node))
             read_constants = reads & constants.keys()
-            if not unchanged.issuperset(reads - read_constants):
+            read_activations = reads - read_constants
+            if not unchanged.issuperset(read_activations):
                 continue
             # a comparison reads all values of a constant, so only now, and once
             for name in read_constants - compared_constants:
@@ -89,23 +93,25 @@ class FloatActivations:
         return unchanged
 
     def shorten(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Return a trial model that starts from the stored tensors, without the nodes upstream.
+        """Return a trial model that has stored tensors as inputs, without the nodes upstream.
 
-        A dimension that varies over the samples, such as the length of a text line, is left open.
+        Only tensors that the trial does not change become inputs. A dimension that varies over the
+        samples, such as the length of a text line, is left open.
         """
         graph = model.graph
         needed = {value.name for value in graph.output}
         stored = self.unchanged_tensors(model).intersection(self.values[0]) - needed
-        nodes, replaced = [], []
+        nodes, new_inputs = [], []
+        # from the outputs upstream: a node without an output that is needed is left out
         for node in reversed(graph.node):
-            outputs = [name for name in node.output if name in needed]
-            if outputs and stored.issuperset(outputs):
-                replaced += outputs
-            elif outputs:
+            needed_outputs = [name for name in node.output if name in needed]
+            if needed_outputs and stored.issuperset(needed_outputs):
+                new_inputs += needed_outputs
+            elif needed_outputs:
                 needed.update(iter_reads(node))
                 nodes.append(node)
         inputs = [value for value in graph.input if value.name in needed]
-        inputs += map(self._make_input, replaced)
+        inputs += map(self._make_input, new_inputs)
         return extract_nodes(model, reversed(nodes), needed, inputs=inputs, outputs=graph.output)
 
     def _make_input(self, name: str) -> onnx.ValueInfoProto:

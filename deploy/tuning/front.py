@@ -130,7 +130,10 @@ class SplitChooser:
         return points
 
     def front(self, choice: Trial) -> tuple[PlannedSplit, ...]:
-        """Return the front as the plan stores it."""
+        """Return the rows of the report's table of splits, with the choices that build each.
+
+        They are the `front_trials`. `choice`: what is built.
+        """
         splits = []
         for number, trial in enumerate(self.front_trials(choice), start=1):
             verdict = self._verdict_by_key.get(trial.key)

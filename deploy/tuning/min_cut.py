@@ -35,13 +35,14 @@ def cheapest_split(
         follows: (unit, other): the unit must be float where the other is float.
         pinned: units that must be float.
     """
-    index_by_unit = {unit: index for index, unit in enumerate(prices, start=2)}
+    index_by_unit = {unit: index for index, unit in enumerate(prices, start=2)}  # 0, 1: the ends
     network = _FlowNetwork(len(index_by_unit) + 2)
-    unlimited = 1.0
+    unlimited = 1.0  # in the end more than all prices together, so that no cut pays it
     for unit, (int8, float32) in prices.items():
-        shared = min(int8, float32)  # paid on either side
-        network.add_pipe(_INT8_END, index_by_unit[unit], float32 - shared)
-        network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - shared)
+        # a cut of the pipe from the int8 end runs the unit in float, so it has float's price
+        least_price = min(int8, float32)  # paid on either side, so it decides nothing
+        network.add_pipe(_INT8_END, index_by_unit[unit], float32 - least_price)
+        network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - least_price)
         unlimited += max(int8, float32)
     for unit, other, price in between:
         network.add_pipe(index_by_unit[unit], index_by_unit[other], price)
@@ -95,7 +96,10 @@ class _FlowNetwork:
     def _find_path(self, distances: Mapping[int, int], untried_ends: list[list[int]]) -> list[int]:
         """Return one path of fewest pipes from the int8 end to the float end; empty without one.
 
-        Ends from which no path leads on are removed from `untried_ends`.
+        Args:
+            distances: node -> number of pipes from it to the float end.
+            untried_ends: for each node, the ends of its pipes that may still lead on; those that
+                do not are removed.
         """
         path = [_INT8_END]
         while path and path[-1] != _FLOAT_END:

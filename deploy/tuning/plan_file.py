@@ -125,7 +125,7 @@ class TargetPlan:
             raise ConfigError(f"a split must be one of the plan's, {numbers}, got {number}")
 
         row, choices = split_by_number[number].row, split_by_number[number].choices
-        # a node that is float in the built split too keeps its reason
+        # a node that is float in the plan's own split too keeps its reason
         reason = f"split {number} of the plan keeps it in float"
         float_nodes = dict.fromkeys(choices.float_nodes, reason)
         for name in float_nodes.keys() & self.choices.float_nodes.keys():
@@ -305,10 +305,12 @@ class _RowsTable(msgspec.Struct):
 def _read_target(path: Path, name: str, table: object) -> TargetPlan:
     """Return the plan in the table of a target."""
     known_keys = _TargetTable.__struct_encode_fields__
+    # a key that is not known is a slip of the user's; a table that is none is refused below
     for key in table if isinstance(table, dict) else ():
         if key not in known_keys:
             remedy = did_you_mean(key, known_keys, f"it has {', '.join(known_keys)}")
             raise ConfigError(f"[{name}] of a plan has no {key!r}, got one in {path}; {remedy}")
+    # a table of the front holds the choices and the figures of a split, read one after the other
     rule = f"[{name}] of {path} must be the plan of a target"
     target = convert(table, _TargetTable, rule=rule, error=ConfigError, way_out=_AGAIN)
     rows = convert(table, _RowsTable, rule=rule, error=ConfigError, way_out=_AGAIN).front

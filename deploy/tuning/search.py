@@ -109,7 +109,7 @@ class Search:
     float_adds: Mapping[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Try methods and splits.
+        """Try range methods, then splits; the results are in `trial_by_key`.
 
         Raises:
             BackendError: the model cannot run in int8 with any method, and no single layer is the
@@ -117,6 +117,7 @@ class Search:
         """
         self._try_all_in_int8()
         best = min(self.trial_by_key.values(), key=lambda trial: trial.mean_loss)
+        # so much noise hides which method is best: the noisiest layers must be float first
         if best.noise.worst > _DROWNED_LOSS:
             self._refine(best)
             best = self.best
@@ -237,13 +238,13 @@ class Search:
         return frozenset[str]().union(*refused_groups)
 
     def _with_float_adds(self, base: Trial) -> Trial:
-        """Return a trial with the Adds in float if that alone saves much; they then stay float.
+        """Return a trial with all Adds in float if that alone saves much, else `base`.
 
-        The noise is in the residual stream that they add up, where a few tokens or channels are
-        many times larger than all others; measured layer by layer, every layer next to it would be
-        blamed.
+        If so, the Adds are in float in all later trials. The noise is then in the residual stream
+        that they add up, where a few tokens or channels are many times larger than all others;
+        measured layer by layer, every layer next to it would be blamed.
         """
-        # with measured times the conversions are known to be dear
+        # measured prices show that the conversions around float Adds take too much time
         if self.prices.measured or not self.add_units:
             return base
         trial = self.try_split(base, base.in_float | self.add_units)
@@ -263,10 +264,11 @@ class Search:
         self._try_splits(base)
 
     def layer_losses(self, base: Trial) -> dict[str, float]:
-        """Return layer -> the loss that it adds with a trial's method.
+        """Return layer -> the loss that it adds with the range method of a trial.
 
-        The noise of the layers is measured once a method. What another target's search measured
-        with the same method says where to begin, and halves the trials.
+        The noise of the layers alone (`sensitivity`) is measured once a method, then stored. What
+        another target's search measured with the same method says where to begin, and halves the
+        trials.
         """
         method = self._method_label(base)
         if self.sensitivity is None or self.sensitivity.method != method:
@@ -282,7 +284,9 @@ class Search:
                 max_trials=max_trials,
                 prior=prior,
             )
-            self.sensitivity = replace(measured.fitted(base.in_float, base.noise), method=method)
+            # scaled to the loss that was measured with all of them together
+            fitted = measured.fitted(base.in_float, base.noise)
+            self.sensitivity = replace(fitted, method=method)
         return self.sensitivity.loss_by_layer()
 
     def _measure_isolated(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
@@ -328,7 +332,7 @@ class Search:
         if not splits:
             return
         predicted_costs = [self._predicted_cost(split) for split in splits]
-        index = predicted_costs.index(min(predicted_costs))
+        index = predicted_costs.index(min(predicted_costs))  # the center of each round
         step = max(1, len(splits) // _FIRST_STEP_SHARE)
 
         cost_by_index = {index: self._cost_of_split(base, splits[index])}
@@ -362,23 +366,24 @@ class Search:
     # ------------------------------------------------------------ methods
 
     def _settle_method(self, base: Trial) -> Trial:
-        """Return the trial of a split with the method that is built; others are out from now on.
+        """Choose the range method that is built; return the trial of a split with it.
 
-        What a range clips is rare, so the few samples of a trial may not show it: held-back samples
-        decide whether the best method that clips is better than the best that does not.
+        Trials of other methods are not `eligible` from then on. What a range clips is rare, so the
+        few samples of a trial may not show it: held-back samples decide whether the best method
+        that clips is better than the best that does not.
         """
         if len(self.methods) == 1:
             return base
         trials = self._try_methods(base.in_float, base.choices) or [base]
         trials.sort(key=lambda trial: trial.noise.mean)
-        clipping = [trial for trial in trials if clips(trial.choices.method)]
-        unclipping = [trial for trial in trials if not clips(trial.choices.method)]
-        settled = trials[0]
-        if clipping and unclipping:
-            settled = self._better_kind(clipping[0], unclipping[0])
-            self.shared.is_clipping = clips(settled.choices.method)
-        self.settled_method = self._method_label(settled)
-        return settled
+        clipping_trials = [trial for trial in trials if clips(trial.choices.method)]
+        unclipping_trials = [trial for trial in trials if not clips(trial.choices.method)]
+        best = trials[0]
+        if clipping_trials and unclipping_trials:
+            best = self._better_kind(clipping_trials[0], unclipping_trials[0])
+            self.shared.is_clipping = clips(best.choices.method)
+        self.settled_method = self._method_label(best)
+        return best
 
     def _better_kind(self, clipping: Trial, unclipping: Trial) -> Trial:
         """Return the better of two trials, of which one has ranges that clip."""

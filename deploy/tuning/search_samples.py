@@ -434,7 +434,7 @@ def with_held_out_ranges(
             statistics |= _subtract(ranges, subtractable, held_out)
         if len(subtractable) < len(missing):
             count_samples(other_count)
-            with phase("observing without the judges", other_count, "samples") as step:
+            with phase("observing the other samples", other_count, "samples") as step:
                 statistics |= observe(
                     missing,
                     _other_samples(request, samples),

@@ -81,15 +81,15 @@ def measure_sensitivity(
     max_trials: int,
     prior: Sensitivity | None = None,
 ) -> Sensitivity:
-    """Find the noisy layers by halving groups.
+    """Return the noise of groups of layers; the noisiest groups are halved until they are layers.
 
     Args:
         layers: units with weights, in the model's order.
         measure: groups -> noise of each with all else in float; None where it cannot run.
         first_groups: groups to begin with.
         max_trials: groups to measure at most.
-        prior: what another target or split measured with the same method; its noisiest groups are
-            the first ones, and the quiet ones are taken as they are.
+        prior: what another target's search measured with the same method; its noisiest groups are
+            measured first, and the noise of its other groups is taken over. None without one.
     """
     noise_by_group: dict[Group, Noise] = {}
     groups = split_into_groups(layers, first_groups)
@@ -101,16 +101,16 @@ def measure_sensitivity(
         groups = [*noisiest[:first_groups], *split_into_groups(unknown_layers, first_groups)]
 
     noise_by_group |= _measure_runnable(groups, measure)
-    trials = len(groups)
+    trial_count = len(groups)
     unsplittable: set[Group] = set()
-    while trials + 2 <= max_trials:
+    while trial_count + 2 <= max_trials:
         group = _noisiest(noise_by_group, unsplittable)
         if group is None:
             break
         middle = (len(group) + 1) // 2
         halves = [group[:middle], group[middle:]]
         noise_by_half = _measure_runnable(halves, measure)
-        trials += 2
+        trial_count += 2
         if len(noise_by_half) < len(halves):
             unsplittable.add(group)  # a half cannot run: the noise of the group is all there is
         else:

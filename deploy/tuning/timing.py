@@ -70,9 +70,9 @@ def kernel_times(
     runs: int,
     seconds: float = 0.0,
 ) -> KernelTimes:
-    """Run a model a few times under ONNX Runtime's profiler, with one thread.
+    """Return the least time of each node in a few runs under ONNX Runtime's profiler.
 
-    With several threads the times would depend on other processes.
+    The runs have one thread; with several the times would depend on other processes.
 
     Args:
         model: as it would be deployed.
@@ -91,7 +91,7 @@ def kernel_times(
             layer_kernels.add(kernel)
     least_times = {}
     for kernel, times in times_by_kernel.items():
-        least_times[kernel] = min(times[_WARM_PROFILES:] or times)
+        least_times[kernel] = min(times[_WARM_PROFILES:] or times)  # all, if it ran so rarely
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
     return attribute_kernels(least_times, float_model, pairs, layers=layer_kernels)
 
@@ -103,13 +103,16 @@ def attribute_kernels(
     *,
     layers: Collection[str] = (),
 ) -> KernelTimes:
-    """Count kernel times to nodes of a model, or to other names, by the longest name prefix.
+    """Return the time of each node of a model: that of the kernels whose names start with its name.
+
+    A kernel counts to the node of the longest such name, be it the node's own or an output's. A
+    kernel that multiplies with weights counts to its layer, even if a fused node gave it the name.
 
     Args:
         kernels: name of a kernel -> its time.
         model: its nodes are counted to.
-        extra_names: further names that count for themselves.
-        layers: kernels that multiply with weights, whatever else they compute.
+        extra_names: names of other nodes, such as Q/DQ nodes that the model has not.
+        layers: the kernels that multiply with weights, whatever else they compute.
     """
     # name that a kernel's name may start with -> name of the node
     node_by_prefix = {name: name for name in extra_names}
@@ -120,7 +123,7 @@ def attribute_kernels(
         maker_by_tensor |= dict.fromkeys(node.output, node)
         if node.op_type not in WEIGHTED:
             unweighted[node.name] = node
-    node_by_prefix.pop("", None)
+    node_by_prefix.pop("", None)  # an optional output without a name
 
     owner_by_kernel = {kernel: _find_owner(kernel, node_by_prefix) for kernel in kernels}
     owners = set(owner_by_kernel.values())

@@ -80,10 +80,9 @@ def plan_target(
         ConfigError: a plan with nodes that the model does not have, or made for another grid; a
             split that the plan does not have.
     """
-    # nodes that the plan file has in float for every target
-    pinned = dict.fromkeys(
-        match_nodes(request.model, earlier_plans.float_nodes), "the plan keeps it in float"
-    )
+    # nodes that the plan file has in float for every target -> the reason
+    pinned_nodes = match_nodes(request.model, earlier_plans.float_nodes)
+    pinned = dict.fromkeys(pinned_nodes, "the plan keeps it in float")
     earlier = earlier_plans.targets.get(target.name)
     if options.split is not None:
         if earlier is None or not earlier.front:
@@ -93,16 +92,18 @@ def plan_target(
             )
         earlier = earlier.with_split(options.split)
 
+    # an existing plan is followed if the user asks for it, or if its search had the same input
     digest = _digest_of_input(target, request, options, has_method, repairs)
     obsolete_note = ""
     if earlier is not None:
-        is_obeyed = options.plan is not None or options.split is not None
-        obsolete_note = "" if is_obeyed else _find_obsolete(target, earlier, digest)
+        is_users_choice = options.plan is not None or options.split is not None
+        obsolete_note = "" if is_users_choice else _find_obsolete(target, earlier, digest)
         if not obsolete_note:
             _check_names(request, earlier)
             _check_precision(target, request, earlier)
             return PlannedTarget(plan=_with_pinned(earlier, pinned), reused=True)
 
+    # no search without effort, nor where the user's plan has nothing for this target
     if options.level == 0 or options.plan is not None:
         note = "" if options.plan is None else _NO_TARGET.format(options.plan, target.name)
         plan = TargetPlan(choices=Choices(float_nodes=pinned))
@@ -116,8 +117,8 @@ def plan_target(
     elif earlier is not None and earlier.made_from and not options.fresh:
         note = obsolete_note
     elif target.configured:
-        count = len(set(plan.choices.float_nodes).difference(pinned))
-        note = _OVERRULED.format(target.name, count)
+        float_count = len(set(plan.choices.float_nodes).difference(pinned))
+        note = _OVERRULED.format(target.name, float_count)
     plan = _with_pinned(replace(plan, made_from=digest), pinned)
     return PlannedTarget(plan=plan, probes=probes, note=note)
 
@@ -226,7 +227,11 @@ def _digest_of_input(
     has_method: bool,
     repairs: Sequence[str],
 ) -> str:
-    """Return a digest of all that a search depends on, except measured times."""
+    """Return a digest of all that a search depends on, except measured times.
+
+    A stored plan has the digest of its search: if that of a build differs, the plan is obsolete. So
+    neither the keys nor the form of their values may change.
+    """
     cpu = [options.is_timed, options.cpu_kind] if target.runs_here else None
     parts: dict[str, Any] = {
         "version": _VERSION,
