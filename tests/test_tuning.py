@@ -374,7 +374,7 @@ def test_layer_removed_from_plan_is_int8(default, model, build, tmp_path):
         ('"/bad/Conv" =', '"/nowhere/Conv" =', "got '/nowhere/Conv'"),
         ('"/bad/Conv" =', '"/bad\\nConv" =', "a plan must name nodes of the model"),
         ("[onnxruntime.methods]", '[onnxruntime.methods]\nr9 = "mse"', "name tensors of the model"),
-        ("settled =", "setled =", "[onnxruntime] of a plan has no 'setled'"),
+        ("settled =", "setled =", "unknown field `setled`"),
         ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
     ],
 )

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.errors import ConfigError, did_you_mean
+from deploy.errors import ConfigError
 from deploy.files import atomic, toml
 from deploy.files.reading import convert
 from deploy.method import NO_CHOICES, Choices, Method
@@ -280,8 +280,8 @@ class _SplitTable(_ChoicesTable):
     float_nodes: tuple[str, ...] = msgspec.field(name="float", default=())
 
 
-class _TargetTable(_ChoicesTable):
-    """The table of a target."""
+class _TargetTable(_ChoicesTable, forbid_unknown_fields=True):
+    """The table of a target; an unknown key is a slip of the user's."""
 
     made_from: str = ""
     precision: str = ""
@@ -304,12 +304,6 @@ class _RowsTable(msgspec.Struct):
 
 def _read_target(path: Path, name: str, table: object) -> TargetPlan:
     """Return the plan in the table of a target."""
-    known_keys = _TargetTable.__struct_encode_fields__
-    # a key that is not known is a slip of the user's; a table that is none is refused below
-    for key in table if isinstance(table, dict) else ():
-        if key not in known_keys:
-            remedy = did_you_mean(key, known_keys, f"it has {', '.join(known_keys)}")
-            raise ConfigError(f"[{name}] of a plan has no {key!r}, got one in {path}; {remedy}")
     # a table of the front holds the choices and the figures of a split, read one after the other
     rule = f"[{name}] of {path} must be the plan of a target"
     target = convert(table, _TargetTable, rule=rule, error=ConfigError, way_out=_AGAIN)

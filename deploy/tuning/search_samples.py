@@ -422,23 +422,23 @@ def with_held_out_ranges(
     statistics = ranges.compute_once("held out", ObservedStatistics)  # shared by the targets
     try:
         missing = statistics.missing(target.demand(subject))
-        subtractable = []
-        for observation in missing:
-            if _is_subtractable(ranges, observation):
-                subtractable.append(observation)
-        if len(subtractable) < len(missing) and not observes_again:
+        subtractable = [
+            observation for observation in missing if _is_subtractable(ranges, observation)
+        ]
+        has_others = len(subtractable) < len(missing)
+        if has_others and not observes_again:
             return request
         if subtractable:
             count_samples(len(samples))
             held_out = observe(subtractable, samples, threads=request.threads)
             statistics |= _subtract(ranges, subtractable, held_out)
-        if len(subtractable) < len(missing):
+        if has_others:
             count_samples(other_count)
             with phase("observing the other samples", other_count, "samples") as step:
                 statistics |= observe(
                     missing,
                     _other_samples(request, samples),
-                    observed=statistics,
+                    observed=statistics,  # those that were subtracted are not observed again
                     threads=request.threads,
                     progress=step,
                 )

@@ -108,12 +108,15 @@ class SearchSetup:
 def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Run a search; return its plan and the number of trial models that ran.
 
+    `step`: called after each trial.
+
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
         BackendError: no trial with all units in int8 could run.
         ConfigError: the user's metric fails on the best trial.
     """
     model = setup.request.model
+    # without a search the target decides by its rules alone which nodes are int8
     decisions = setup.target.plan(model, tuple(setup.request.float_nodes)).decisions
     units = group_units(model, decisions)
     if not units.layers:
@@ -127,7 +130,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     )
     # what the search of the first target finds out, for those after it
     shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
-    if shared.is_clipping is not None:  # ranges without the samples matter less from then on
+    # the first search decided by held-out ranges whether to clip: from then on they matter less
+    if shared.is_clipping is not None:
         setup = replace(setup, observes_again=False)
     prober = make_prober(setup, samples, form, step, budget)
     timed_samples = same_shape_samples([sample for sample, _ in samples])
@@ -144,30 +148,36 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         add_units=find_add_units(model, units),
     )
     chooser = _split_chooser(setup, search, form, timed_samples, budget)
-    is_interrupted = False
-    try:
-        search.run()
-        if prober.metric_error is not None and search.best.noise.accuracy is None:
-            raise prober.metric_error  # a metric that fails on noisy trials only is a loss of all
-        choice = chooser.choose()
-    except KeyboardInterrupt:
-        if not search.trial_by_key:
-            raise
-        continue_runs()
-        choice, is_interrupted = search.best, True
+    built_trial, is_interrupted = _run_and_choose(search, chooser)
     search.share_findings()
 
-    float_nodes = float_reasons(search, choice)
+    float_nodes = float_reasons(search, built_trial)
     plan = TargetPlan(
-        choices=replace(choice.choices, float_nodes=float_nodes),
+        choices=replace(built_trial.choices, float_nodes=float_nodes),
         precision=search.precision,
-        settled=_describe(search, choice),
-        front=chooser.front(choice),
+        settled=_describe(search, built_trial),
+        front=chooser.front(built_trial),
         timed_on=cpu_name() if search.prices.measured else "",
         failed=_describe_failures(prober),
         interrupted=is_interrupted,
     )
     return plan, prober.trial_count
+
+
+def _run_and_choose(search: Search, chooser: SplitChooser) -> tuple[Trial, bool]:
+    """Run a search; return the trial to build, and whether Ctrl-C ended the search early."""
+    try:
+        search.run()
+        metric_error = search.prober.metric_error
+        # a metric that fails on noisy trials alone counts as a loss of all there
+        if metric_error is not None and search.best.noise.accuracy is None:
+            raise metric_error
+        return chooser.choose(), False
+    except KeyboardInterrupt:
+        if not search.trial_by_key:
+            raise
+        continue_runs()
+        return search.best, True
 
 
 def _count_products(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> float:

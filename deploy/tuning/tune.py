@@ -83,15 +83,7 @@ def plan_target(
     # nodes that the plan file has in float for every target -> the reason
     pinned_nodes = match_nodes(request.model, earlier_plans.float_nodes)
     pinned = dict.fromkeys(pinned_nodes, "the plan keeps it in float")
-    earlier = earlier_plans.targets.get(target.name)
-    if options.split is not None:
-        if earlier is None or not earlier.front:
-            raise ConfigError(
-                f"--split takes a split of an earlier build's plan, got none for {target.name};"
-                " build without --split first"
-            )
-        earlier = earlier.with_split(options.split)
-
+    earlier = _find_earlier_plan(target, options, earlier_plans)
     # an existing plan is followed if the user asks for it, or if its search had the same input
     digest = _digest_of_input(target, request, options, has_method, repairs)
     obsolete_note = ""
@@ -121,6 +113,21 @@ def plan_target(
         note = _OVERRULED.format(target.name, float_count)
     plan = _with_pinned(replace(plan, made_from=digest), pinned)
     return PlannedTarget(plan=plan, probes=probes, note=note)
+
+
+def _find_earlier_plan(
+    target: Target, options: Tuning, earlier_plans: PlanFile
+) -> TargetPlan | None:
+    """Return the target's plan in the plan file, with the split that the user chose, if any."""
+    earlier = earlier_plans.targets.get(target.name)
+    if options.split is None:
+        return earlier
+    if earlier is None or not earlier.front:
+        raise ConfigError(
+            f"--split takes a split of an earlier build's plan, got none for {target.name};"
+            " build without --split first"
+        )
+    return earlier.with_split(options.split)
 
 
 def _find_obsolete(target: Target, plan: TargetPlan, digest: str) -> str:
