@@ -114,7 +114,8 @@ class BudgetSearch:
     def _find(self, step: Step) -> Trial | None:
         """Return the trial to build; None if only float holds the budget.
 
-        The steps are in the order of their effort; the first trial that holds the budget is built.
+        A trial is a model with some layers in float, and with a search for the ranges of each
+        layer. The first that holds the budget is built; steps that cost more come later.
         """
         search = self._make_search(self._builder, step)
         base = self._try_searches_everywhere(search)

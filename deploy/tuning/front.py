@@ -108,7 +108,7 @@ class SplitChooser:
     def front_trials(self, choice: Trial) -> list[Trial]:
         """Return the trials that no other beats in both time and loss, the fastest first.
 
-        `choice`: what is built; it is always among them.
+        They are at most `MAX_POINTS`. `choice`: the trial that is built; it is always among them.
         """
         points: list[Trial] = []
         least_loss = math.inf
@@ -154,10 +154,11 @@ class SplitChooser:
         return tuple(splits)
 
     def _choose_tried(self) -> Trial:
-        """Return the cheapest of the tried trials with the best expected verdict.
+        """Return the cheapest of the trials with the best expected verdict.
 
-        To judge a trial takes a run on the evaluation samples, so only trials that can win are
-        judged, the cheapest first.
+        A trial is a model with some layers in float that was run on a few samples; its cost is that
+        of its time and loss. To judge it takes a run on the evaluation samples, so only trials that
+        can win are judged, the cheapest first.
         """
         judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
@@ -217,14 +218,15 @@ class SplitChooser:
     def _try_splits_for(self, level: str) -> None:
         """Try splits by halving, to find the fastest one with this verdict or a better one.
 
-        What is found is among the trials of the search from then on. That a slower split has a
-        verdict at least as good is assumed.
+        A split says which layers are in float. Those that are tried become trials of the search;
+        nothing is returned. That a slower split has a verdict at least as good is assumed.
 
         Args:
-            level: the verdict. For FLOAT, time does not matter: ever more of the noisiest layers
-                are in float. For others, the splits are those of the predicted front.
+            level: the verdict. For GOOD and DOUBTFUL the splits are predicted from the price and
+                the loss of each layer. FLOAT is a split that may be as slow as the float model:
+                for it, ever more of the noisiest layers are in float.
         """
-        # the range methods of the splits are those of the trial of least loss
+        # all have the range methods of the trial of least loss
         base = min(self._candidates(), key=lambda trial: trial.worst_loss)
         losses = self.search.layer_losses(base)
         if level == FLOAT:
@@ -298,7 +300,8 @@ def find_fastest(
 ) -> Trial | None:
     """Return the fastest split that is good enough, as a trial; None without one.
 
-    The splits are tried by halving: that all slower ones are good enough too is assumed.
+    A split says which layers are in float. The splits are tried by halving: that all slower ones
+    are good enough too is assumed.
 
     Args:
         search: tries the splits.

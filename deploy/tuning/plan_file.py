@@ -114,7 +114,10 @@ class TargetPlan:
     front: tuple[PlannedSplit, ...] = ()
 
     def with_split(self, number: int) -> "TargetPlan":
-        """Return the plan that builds another split of the front.
+        """Return the plan that builds another split of its front.
+
+        A split says which layers are in float. The front holds those that the search found best
+        between "fastest" and "most accurate", each with a number.
 
         Raises:
             ConfigError: the front has no such split.
@@ -124,7 +127,8 @@ class TargetPlan:
             numbers = ", ".join(map(str, split_by_number)) or "none"
             raise ConfigError(f"a split must be one of the plan's, {numbers}, got {number}")
 
-        row, choices = split_by_number[number].row, split_by_number[number].choices
+        built_split = split_by_number[number]
+        row, choices = built_split.row, built_split.choices
         # a node that is float in the plan's own split too keeps its reason
         reason = f"split {number} of the plan keeps it in float"
         float_nodes = dict.fromkeys(choices.float_nodes, reason)
@@ -174,7 +178,7 @@ def _plan_lines(plan: PlanFile) -> Iterator[str]:
 
 
 def _target_lines(table: str, target: TargetPlan) -> Iterator[str]:
-    """Yield the lines of a target's tables; `table` is their quoted name."""
+    """Yield the TOML lines of a target's plan; `table` is the name of its table, quoted."""
     choices = target.choices
     yield from ("", f"[{table}]")
     yield from _key_lines({"made_from": target.made_from})
@@ -303,7 +307,10 @@ class _RowsTable(msgspec.Struct):
 
 
 def _read_target(path: Path, name: str, table: object) -> TargetPlan:
-    """Return the plan in the table of a target."""
+    """Return the plan of a target from its TOML table.
+
+    `path`, `name`: file and name of the table, for messages.
+    """
     # a table of the front holds the choices and the figures of a split, read one after the other
     rule = f"[{name}] of {path} must be the plan of a target"
     target = convert(table, _TargetTable, rule=rule, error=ConfigError, way_out=_AGAIN)

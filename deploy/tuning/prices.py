@@ -77,9 +77,10 @@ class Units:
 
 
 def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
-    """Group the nodes that run in int8 by default into units, which change sides together.
+    """Group the nodes that run in int8 by default into units.
 
-    `decisions`: int8 or float for each node, as the target decides without a search.
+    The nodes of a unit run in int8 or in float together, such as a Conv and the Relu that is fused
+    into it. `decisions`: int8 or float for each node, as the target decides without a search.
     """
     graph = Graph(model)
     int8_names = {decision.node for decision in decisions if decision.quantized}
@@ -166,9 +167,12 @@ def _find_gate_steps(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list
 
 
 def _find_borders(graph: Graph, unit_by_node: Mapping[str, str]) -> tuple[Border, ...]:
-    """Return the borders: tensors that pass from one unit, or the float nodes, into another.
+    """Return the tensors between units, which are converted where one is int8 and one float.
 
-    They are in the order of the nodes that read them.
+    Each is (unit that makes it, unit that reads it, tensor), in the order of the nodes that read
+    it. `FLOAT_SIDE` stands for nodes in no unit, and for the model's inputs and outputs.
+
+    `unit_by_node`: int8 node -> its unit.
     """
     unit_by_tensor: dict[str, str] = {}
     for node in graph.nodes:
@@ -352,7 +356,7 @@ def count_prices(
 def _price_node(
     graph: Graph, node: onnx.NodeProto, value_count: int, kernels: CpuKernels
 ) -> tuple[float, float]:
-    """Return (price in int8, price in float) of a node: its multiplications, or its weights' read.
+    """Return (price in int8, price in float) of a node, in float multiplications of a dense Conv.
 
     `value_count`: number of its output values. `kernels`: price of int8 relative to float.
     """
@@ -360,7 +364,10 @@ def _price_node(
     if weight is None:
         return kernels.other * value_count, float(value_count)
 
-    dims, node_attributes = list(weight.dims), attributes(node)
+    # [C_out, C_in of a group, ...] of a Conv, [C_in, C_out of a group, ...] of a ConvTranspose,
+    # [C_in, C_out] of a matrix product, the other way round with transB
+    dims = list(weight.dims)
+    node_attributes = attributes(node)
     weight_count = math.prod(dims)
     product_price = 1.0
     products_per_value: float

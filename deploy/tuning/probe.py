@@ -331,7 +331,8 @@ class Prober:
     def _measure(self, session: OrtSession, trial_samples: _TrialSamples) -> Noise:
         """Run a trial model on the samples; return its noise against the float model's outputs.
 
-        A sample may hold more tensors than the model reads.
+        Noise is the relative power of the error of each output slice in each sample. A sample may
+        hold more tensors than the model reads.
         """
         # a list of detections has no slices: its noise is the loss of the task alone
         is_detection_list = not self._form.parts and self._form.task is not None
@@ -340,6 +341,7 @@ class Prober:
         if is_detection_list or (self._by_task and not is_isolated):
             reference = StoredOutputs(trial_samples.samples[0][1])
             comparison = Comparison(reference, session, form=self._form, metric=self._metric)
+
         input_names = [spec.name for spec in session.inputs]
         # a sample with less signal than average is measured relative to the average
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)

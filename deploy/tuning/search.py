@@ -264,7 +264,7 @@ class Search:
         self._try_splits(base)
 
     def layer_losses(self, base: Trial) -> dict[str, float]:
-        """Return layer -> the loss that it adds with the range method of a trial.
+        """Return layer -> the loss that it adds in int8, with the range method of a trial.
 
         The noise of the layers alone (`sensitivity`) is measured once a method, then stored. What
         another target's search measured with the same method says where to begin, and halves the
@@ -272,11 +272,12 @@ class Search:
         """
         method = self._method_label(base)
         if self.sensitivity is None or self.sensitivity.method != method:
-            prior, max_trials = self.shared.sensitivity, self.effort.isolated_trials
-            if prior is not None and prior.method == method:
+            max_trials = self.effort.isolated_trials
+            prior = self.shared.sensitivity
+            if prior is not None and prior.method != method:
+                prior = None  # each method has its own noisy layers
+            if prior is not None:
                 max_trials //= 2
-            else:
-                prior = None
             measured = measure_sensitivity(
                 [layer for layer in self.units.layers if layer not in self.refused],
                 partial(self._measure_isolated, base.choices),
@@ -317,7 +318,9 @@ class Search:
         return sorted(splits, key=self.prices.time_share)
 
     def _try_splits(self, base: Trial) -> None:
-        """Try splits of the predicted front, from the most promising one on.
+        """Try splits, which say what is in float, near the one of least predicted cost.
+
+        They are those of the predicted front: the best by the price and loss of each layer.
 
         ::
 

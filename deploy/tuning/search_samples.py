@@ -209,7 +209,7 @@ class VerdictPredictor:
                 task_loss = measure_loss(accuracy, self.max_loss)
                 hides_loss = task_loss is not None and self._hides_loss(task_loss, noise)
                 if not hides_loss and _is_certain(reasons, accuracy, task_loss):
-                    break
+                    break  # more samples would hardly change the verdict
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
 
@@ -403,7 +403,8 @@ def with_held_out_ranges(
 ) -> BuildRequest:
     """Return the request with the ranges of all samples but these; unchanged if that fails.
 
-    It is unchanged too where the samples are so many that a few make no difference.
+    Ranges come of statistics of tensors, such as histograms, that were observed on the samples. The
+    request is unchanged too where the samples are so many that a few make no difference.
 
     Args:
         target: the statistics that it needs are computed.
@@ -425,14 +426,14 @@ def with_held_out_ranges(
         subtractable = [
             observation for observation in missing if _is_subtractable(ranges, observation)
         ]
-        has_others = len(subtractable) < len(missing)
-        if has_others and not observes_again:
+        must_observe = len(subtractable) < len(missing)
+        if must_observe and not observes_again:
             return request
         if subtractable:
             count_samples(len(samples))
             held_out = observe(subtractable, samples, threads=request.threads)
             statistics |= _subtract(ranges, subtractable, held_out)
-        if has_others:
+        if must_observe:
             count_samples(other_count)
             with phase("observing the other samples", other_count, "samples") as step:
                 statistics |= observe(

@@ -83,6 +83,8 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Return the noise of groups of layers; the noisiest groups are halved until they are layers.
 
+    Noise is the error of the model's outputs where this group alone is in int8.
+
     Args:
         layers: units with weights, in the model's order.
         measure: groups -> noise of each with all else in float; None where it cannot run.

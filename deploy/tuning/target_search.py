@@ -106,9 +106,10 @@ class SearchSetup:
 
 
 def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
-    """Run a search; return its plan and the number of trial models that ran.
+    """Search which layers stay float; return the plan and the number of trial models that ran.
 
-    `step`: called after each trial.
+    The search tries models with different layers in float and different range methods on a few
+    samples. Without a layer that can be int8 the plan is empty. `step`: called after each trial.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -407,8 +408,9 @@ def _held_back_gain(
         return None
     metric = setup.options.metric
     max_samples = max(_MIN_COMPARED, min(CANDIDATES // 2, max_sample_count(setup.evaluation_set)))
-    sqnr_db = []
+    worst_sqnr_db = []
     for candidate in (trial, rival):
+        # of the two models, each runs the half that gave no range to it
         models = [setup.build_trial(half.with_added_choices(candidate.choices)) for half in halves]
         comparison = GrowingComparison(
             models,
@@ -418,8 +420,8 @@ def _held_back_gain(
         )
         worst = comparison.compare(max_samples, threads=setup.request.threads).worst
         count_samples(len(comparison.keys))
-        sqnr_db.append(math.inf if worst is None else worst.sqnr_db)
-    return sqnr_db[0] - sqnr_db[1]
+        worst_sqnr_db.append(math.inf if worst is None else worst.sqnr_db)
+    return worst_sqnr_db[0] - worst_sqnr_db[1]
 
 
 def _describe_failures(prober: Prober) -> str:

@@ -68,11 +68,13 @@ def plan_target(
 ) -> PlannedTarget:
     """Return the plan of a target: an existing one that fits, else the result of a search.
 
+    A plan says which nodes stay float and how ranges are found.
+
     Args:
         target: the target.
         request: its build request.
         options: of the search.
-        earlier_plans: the plan file to follow.
+        earlier_plans: content of the plan file, with plans for any number of targets.
         has_method: whether the user chose the range method, which then stays.
         repairs: names of the repairs to try.
 
@@ -105,7 +107,8 @@ def plan_target(
     plan, probes = _search(target, request, options, has_method=has_method, repairs=repairs)
     note = ""
     if plan.interrupted:
-        note, digest = _INTERRUPTED, ""  # without a digest the next build searches again
+        note = _INTERRUPTED
+        digest = ""  # so that the next build searches again
     elif earlier is not None and earlier.made_from and not options.fresh:
         note = obsolete_note
     elif target.configured:

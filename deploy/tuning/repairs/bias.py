@@ -102,7 +102,7 @@ def _measure_sqnr(
 ) -> dict[str, float]:
     """Return output slice -> SQNR of an int8 model in dB, on the samples that evaluate repairs.
 
-    An SQNR that is NaN is -inf here.
+    One that is NaN is -inf here, so that it counts as the worst.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.

@@ -186,8 +186,9 @@ class _TargetGrids:
 def _round_for_targets(
     request: BuildRequest, repair_input: RepairInput, companions: Sequence[Target]
 ) -> dict[str, RoundedWeights]:
-    """Return target -> its rounded weights, all computed in one pass over the layers.
+    """Return target -> its rounded weights by name, all computed in one pass over the layers.
 
+    The pass goes over input patches of each layer: those of the held-out samples come last.
     `companions`: the other targets of the build; those that cannot be built are left out.
     """
     target = repair_input.target
@@ -202,7 +203,7 @@ def _round_for_targets(
         rounded_layers |= grids.quantization_by_layer.keys()
     rounding_count = len(repair_input.samples)
     samples = [*repair_input.samples, *repair_input.held_out]
-    weights: dict[str, RoundedWeights] = {name: {} for name in grids_by_target}
+    weights_by_target: dict[str, RoundedWeights] = {name: {} for name in grids_by_target}
     for layer, patches in layer_patches(
         repair_input.reference,
         [layer for layer in layers if layer.name in rounded_layers],
@@ -215,14 +216,14 @@ def _round_for_targets(
             held_out = np.concatenate(patches[rounding_count:], axis=2)
         inputs = LayerInputs(np.concatenate(patches[:rounding_count], axis=2), held_out)
         for name, rounded in _round_for_grids(layer, inputs, grids_by_target).items():
-            weights[name][layer.weight] = rounded
+            weights_by_target[name][layer.weight] = rounded
         repair_input.progress()
-    return weights
+    return weights_by_target
 
 
 def _round_for_grids(
     layer: WeightedLayer, inputs: "LayerInputs", grids_by_target: Mapping[str, _TargetGrids]
-) -> RoundedWeights:
+) -> dict[str, RoundedWeight]:
     """Return target -> the weight of one layer, rounded for the target's grid.
 
     Targets whose grids are equal share the result. A target that runs the layer in float, or that

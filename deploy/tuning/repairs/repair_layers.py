@@ -210,7 +210,10 @@ def _to_tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, onnx.TensorProt
 def with_biases(
     model: onnx.ModelProto, biases: Iterable[tuple[WeightedLayer, Float64Array]]
 ) -> onnx.ModelProto:
-    """Return a copy with these biases [C_out], each in an initializer that no other layer reads."""
+    """Return a copy of the model with these biases, each in an initializer of its layer alone.
+
+    `biases`: (layer, its new bias [C_out]) for each layer to change.
+    """
     read_counts = count_reads(model.graph)
     used_names = {*read_counts, *(tensor.name for tensor in model.graph.initializer)}
     arrays: dict[str, Float64Array] = {}
@@ -393,7 +396,8 @@ def _read_fake_quant(
         return None
     inverse_scale, zero_point, low, high = (float(_to_array(graph, name)) for name in input_names)
 
-    # input scale * weight scale: one value, or one for each output channel
+    # input scale * weight scale: one value, or one for each output channel; `inverse_scale` is
+    # 1 / input scale
     output_scales = _to_array(graph, output_scale_name).astype(np.float64).reshape(-1)
     groups, _, _, taps = layer.channel_shape
     channel_scales = np.broadcast_to(output_scales * inverse_scale, layer.out_channels)
