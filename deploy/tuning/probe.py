@@ -203,9 +203,11 @@ class Prober:
         self._metric_lock = Lock()  # a user's metric need not be thread-safe
         self._progress = progress
         self._count_samples = count_samples
-        self._noise_by_key: dict[object, Noise | None] = {}
+        self._noise_by_key: dict[object, Noise | None] = {}  # None: it could not run
         self._is_stopped = False
-        self._isolated_samples: _TrialSamples | None = None
+        self._isolated_samples: _TrialSamples | None = None  # made for the first isolated trial
+
+        # the float model's outputs on the samples, in the form in which noise is measured
         inputs, outputs = zip(*samples, strict=True)
         self._form = form or derive_form(outputs, inputs=inputs, metric=metric)
         self._temperatures = find_temperatures(self._form, outputs)
@@ -213,6 +215,7 @@ class Prober:
         powers = slice_powers(self._form, slices)
         self._mean_powers = mean_powers(powers)
         self._samples = _TrialSamples(samples, slices, powers)
+
         self.trial_count = 0
         self.errors: list[Calib8Error] = []
         self.metric_error: ConfigError | None = None

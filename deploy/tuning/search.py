@@ -335,7 +335,7 @@ class Search:
         if not splits:
             return
         predicted_costs = [self._predicted_cost(split) for split in splits]
-        index = predicted_costs.index(min(predicted_costs))  # the center of each round
+        index = predicted_costs.index(min(predicted_costs))  # the center, moves to the cheapest
         step = max(1, len(splits) // _FIRST_STEP_SHARE)
 
         cost_by_index = {index: self._cost_of_split(base, splits[index])}
@@ -378,6 +378,7 @@ class Search:
         if len(self.methods) == 1:
             return base
         trials = self._try_methods(base.in_float, base.choices) or [base]
+        # a method that clips leaves rare large values out of the range
         trials.sort(key=lambda trial: trial.noise.mean)
         clipping_trials = [trial for trial in trials if clips(trial.choices.method)]
         unclipping_trials = [trial for trial in trials if not clips(trial.choices.method)]

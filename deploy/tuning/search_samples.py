@@ -305,6 +305,7 @@ class GrowingComparison:
                 model, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
             )
             self._sessions.append(session)
+        # keys of the samples that the second of two models runs
         self._second_keys = frozenset[int]()
         if len(models) > 1:
             self._second_keys = second_half(evaluation_set.subset)
@@ -312,6 +313,7 @@ class GrowingComparison:
         self._comparison = Comparison(
             evaluation_set.outputs, self._sessions[0], labels=labels, form=form, metric=metric
         )
+        # a model with states gets those of its own last step, not of the float model's
         self._own_states = OwnStates(evaluation_set.subset.states)
         self.keys: list[int] = []
 

@@ -125,6 +125,7 @@ def attribute_kernels(
             unweighted[node.name] = node
     node_by_prefix.pop("", None)  # an optional output without a name
 
+    # a kernel without an owner was inserted by the optimizer, such as a change of layout
     owner_by_kernel = {kernel: _find_owner(kernel, node_by_prefix) for kernel in kernels}
     owners = set(owner_by_kernel.values())
     times = dict.fromkeys(node_by_prefix.values(), 0.0)

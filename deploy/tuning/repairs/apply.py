@@ -115,7 +115,8 @@ def _repair_phase(
 ) -> Iterator[RepairInput]:
     """Yield the input of repairs: every other sample computes them, the rest evaluate them.
 
-    Of few samples all do both. While it is open, the progress of the layers is shown.
+    Some of the rest are held out too: they accept or reject the change of a single layer. Of few
+    samples all compute and evaluate. While it is open, the progress of the layers is shown.
     """
     inputs = [sample for sample, _ in samples]
     computing, held_out, evaluation = inputs, inputs[:0], samples
