@@ -36,15 +36,16 @@ class FloatActivations:
     def __init__(
         self,
         reference: onnx.ModelProto,
-        changed: Iterable[Collection[str]],
+        int8_nodes_by_trial: Iterable[Collection[str]],
         samples: Sequence[Values],
     ) -> None:
         """Run the float model once per sample and store the tensors from which trials can start.
 
         Args:
             reference: the float model.
-            changed: for each trial, the names of the nodes that it has in int8. The tensors that
-                enter these nodes and all nodes downstream are stored, as far as memory allows.
+            int8_nodes_by_trial: for each trial, the names of the nodes that it has in int8. The
+                tensors that enter these nodes and all nodes downstream are stored, as far as memory
+                allows.
             samples: input -> array.
 
         Raises:
@@ -55,17 +56,17 @@ class FloatActivations:
             self._node_by_output |= dict.fromkeys(node.output, node)
         self._constants = {tensor.name: tensor for tensor in reference.graph.initializer}
         self.values: list[Values] = []
-        names: dict[str, None] = {}
-        for node_names in changed:
-            names |= dict.fromkeys(border_tensors(reference, node_names))
+        stored_tensors: dict[str, None] = {}
+        for int8_nodes in int8_nodes_by_trial:
+            stored_tensors |= dict.fromkeys(border_tensors(reference, int8_nodes))
         session = OrtSession.open(
-            copy_with_outputs(reference, names), threads=1, spin=False, reuse_memory=True
+            copy_with_outputs(reference, stored_tensors), threads=1, spin=False, reuse_memory=True
         )
         for sample in samples:
             values = session.run(sample)
             if not self.values:  # the first sample shows the size of each tensor
-                names = _limit_memory(names, values, len(samples))
-            self.values.append({name: values[name] for name in names})
+                stored_tensors = _limit_memory(stored_tensors, values, len(samples))
+            self.values.append({name: values[name] for name in stored_tensors})
 
     def unchanged_tensors(self, model: onnx.ModelProto) -> set[str]:
         """Return the tensors of a trial model with the same values as in the float model.
@@ -142,12 +143,12 @@ def border_tensors(model: onnx.ModelProto, nodes: Collection[str]) -> list[str]:
     return list(tensors)
 
 
-def _limit_memory(names: Iterable[str], values: Values, samples: int) -> dict[str, None]:
+def _limit_memory(tensors: Iterable[str], values: Values, sample_count: int) -> dict[str, None]:
     """Return the first tensors that fit into the memory limit, in order."""
     fitting: dict[str, None] = {}
     total = 0
-    for name in names:
-        total += values[name].nbytes * samples
+    for name in tensors:
+        total += values[name].nbytes * sample_count
         if total > _MAX_BYTES:
             break
         fitting[name] = None

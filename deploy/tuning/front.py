@@ -255,17 +255,17 @@ class SplitChooser:
         They are those of the slowest split with a worse verdict and of the fastest that is as good,
         predicted, as shares of the float model's; 0 and infinity without one.
         """
-        too_fast, good = 0.0, math.inf
+        slowest_worse, fastest_good = 0.0, math.inf
         for trial in self.search.eligible:
             verdict = self._verdict_by_key.get(trial.key)
             if verdict is None:
                 continue
             time = self.search.prices.time_share(trial.in_float)
             if _is_as_good(verdict.level, level):
-                good = min(good, time)
+                fastest_good = min(fastest_good, time)
             else:
-                too_fast = max(too_fast, time)
-        return too_fast, good
+                slowest_worse = max(slowest_worse, time)
+        return slowest_worse, fastest_good
 
     def _expected_level(self, trial: Trial) -> str:
         """Return the expected verdict of a trial; FLOAT where it would win nothing."""
@@ -298,7 +298,7 @@ def find_fastest(
     is_good_enough: Callable[[Trial], bool],
     can_go_on: Callable[[], bool] = lambda: True,
 ) -> Trial | None:
-    """Return the fastest split that is good enough, as a trial; None without one.
+    """Return the first of some splits that is good enough, as a trial; None without one.
 
     A split says which layers are in float. The splits are tried by halving: that all slower ones
     are good enough too is assumed.

@@ -312,7 +312,7 @@ class Prices:
             weight: price of a loss of 1.
             pinned: units that must be float.
         """
-        pairs = {FLOAT_SIDE: (0.0, 0.0)}
+        pairs = {FLOAT_SIDE: (0.0, 0.0)}  # the nodes in no unit, pinned to float below
         for unit, (int8, float32) in self.pairs.items():
             pairs[unit] = int8 + weight * losses.get(unit, 0.0), float32
 
