@@ -437,13 +437,13 @@ def test_layers_are_rounded_in_order(all_kinds, built, monkeypatch):
     """The inputs of a layer are those behind the rounded layers before it, as in AMCT."""
     from deploy.targets.ascend import weight_rounding
 
-    problem_by_layer, make_problem = {}, weight_rounding._problem
+    problem_by_layer, make_problem = {}, weight_rounding._make_problem
 
     def spy(step, *arguments):
         problem_by_layer[step.layer.name] = (problem := make_problem(step, *arguments))
         return problem
 
-    monkeypatch.setattr(weight_rounding, "_problem", spy)
+    monkeypatch.setattr(weight_rounding, "_make_problem", spy)
     _, out = built(ada(100), out="ada")
     assert list(problem_by_layer) == list(LAYERS)
     x = np.load(all_kinds.with_suffix(".npy"))

@@ -180,7 +180,11 @@ def test_folder_feeds_several_inputs(form, tmp_path, wording):
     assert_samples_equal(samples)
     assert np.array_equal(np.concatenate([sample["state"] for sample in samples]), STATES)
     if form != "npz":
+        (folder / "state" / "5.bin").write_bytes(STATES[5].tobytes())
+        with pytest.raises(FeedError, match=r"5\.bin and 5\.npy in state"):
+            collect_feed(folder, X, STATE)
         (folder / "state" / "5.npy").unlink()
+        (folder / "state" / "5.bin").unlink()
         with pytest.raises(FeedError) as raised:
             collect_feed(folder, X, STATE)
         wording.check(raised.value)

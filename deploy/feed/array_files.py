@@ -162,14 +162,23 @@ def _open_subfolders(files: FileList, specs: Specs, title: str, *, skip_bad: boo
     """Return the samples in one folder per input; files of one name, suffix aside, form an item.
 
     Raises:
-        FeedError: an input has no file of a name that another one has.
+        FeedError: an input has no file of a name that another one has, or two of them.
     """
+    # a.npy of input x and a.bin of input y: {"a": {"x": x/a.npy, "y": y/a.bin}}
     path_by_input_of_stem: dict[str, dict[str, Path]] = {}
     for file in files:
         input_name, _, name = file.name.partition("/")
         if name:  # else it lies beside the folders
             stem = os.path.splitext(name)[0]
-            path_by_input_of_stem.setdefault(stem, {})[input_name] = file.path
+            path_by_input = path_by_input_of_stem.setdefault(stem, {})
+            if input_name in path_by_input:
+                earlier_name = printable_name(path_by_input[input_name].name)
+                raise FeedError(
+                    f"every input's folder in {title} must have one file of a name, suffix aside,"
+                    f" got {earlier_name} and {printable_name(file.path.name)} in"
+                    f" {printable_name(input_name)}; remove one"
+                )
+            path_by_input[input_name] = file.path
     stems = sorted(path_by_input_of_stem, key=os.fsencode)
 
     for spec in specs:

@@ -15,7 +15,7 @@ output is compared there, as with all activations that AMCT does not know.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from threading import Event
@@ -347,12 +347,17 @@ def _search_blocks(
             raise InterruptedError("the run has ended")
         progress()
 
-    def search(block: AdaProblem) -> NDArray[np.int8]:
-        return round_block(block, params, step=count_step)
-
     with ThreadPoolExecutor(worker_threads()) as pool:
         try:
-            return list(pool.map(search, problem.blocks()))
+            jobs = [
+                pool.submit(round_block, block, params, step=count_step)
+                for block in problem.blocks()
+            ]
+            # not in the order of the blocks, in which the error of a late one would wait for others
+            done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            for job in done:
+                job.result()  # raises the error of a block
+            return [job.result() for job in jobs]
         except BaseException:
             is_stopped.set()
             raise
