@@ -470,6 +470,22 @@ def test_layer_of_few_products_costs_its_weights():
     assert prices.pairs == {"/y": (0.5 * 8 * 64 * 32, 8 * 64 * 32)}
 
 
+@pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("groups", "outputs"), [(1, 8), (2, 3), (4, 1)])
+def test_transposed_convolutions_cost_their_products(groups, outputs, kernel, stride):
+    """Each of the 4 * 6 * 6 input values meets the kernel of each output channel of its group."""
+    weight = np.ones((4, outputs, kernel, kernel), np.float32)
+    node = make_node(
+        "ConvTranspose", "x w", "/y", group=groups, strides=[stride] * 2, auto_pad="SAME_UPPER"
+    )
+    shape = [1, groups * outputs, 6 * stride, 6 * stride]
+    model = make_model([node], {"x": [1, 4, 6, 6]}, {"/y": shape}, {"w": weight})
+    units = group_units(model, [Decision(node.name, "ConvTranspose", "int8")])
+    prices = count_prices(model, units, {"x": np.ones((1, 4, 6, 6), np.float32)})
+    ((_, float_price),) = prices.pairs.values()
+    assert float_price == pytest.approx(4 * 6 * 6 * outputs * kernel**2)
+
+
 def test_each_priced_cpu_has_a_name():
     assert {*CPUS} < {*CPU_NAMES}
 

@@ -376,9 +376,13 @@ def _price_node(
         products_per_value = weight_count / max(columns, 1)
         int8_ratio = kernels.matrix
     else:
-        is_transposed = node.op_type == "ConvTranspose"
-        products_per_value = dims[0] if is_transposed else math.prod(dims[1:])
         groups = node_attributes.get("group", 1)
+        if node.op_type == "ConvTranspose":
+            # each value of the input meets the kernel once, and has a stride of values as output
+            stride_size = math.prod(node_attributes.get("strides", [1]))
+            products_per_value = dims[0] / groups * math.prod(dims[2:]) / stride_size
+        else:
+            products_per_value = math.prod(dims[1:])
         if groups > 1 and groups == dims[0] and dims[1] == 1:
             int8_ratio = kernels.depthwise
             product_price = kernels.depthwise_product
