@@ -57,7 +57,7 @@ class Stage:
             ExportError: it cannot be created.
         """
         if self._temporary_folder is None:
-            self._temporary_folder = self._create()
+            self._temporary_folder = self._create_temporary_folder()
         return self._temporary_folder
 
     @property
@@ -146,11 +146,15 @@ class Stage:
             with suppress(OSError):
                 folder.rmdir()
 
-    def _create(self) -> Path:
-        """Create the temporary folder, and finish what killed runs left first."""
+    def _create_temporary_folder(self) -> Path:
+        """Finish what killed runs left in the folder; return a new temporary folder in it.
+
+        Until its handle is closed, other processes take the temporary folder for one in use.
+        """
         try:
+            # removed again if nothing is published
             self._created_folders = [
-                p for p in (self.folder, *self.folder.parents) if not p.exists()
+                folder for folder in (self.folder, *self.folder.parents) if not folder.exists()
             ]
             self.folder.mkdir(parents=True, exist_ok=True)
             recover(self.folder)

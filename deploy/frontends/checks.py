@@ -36,6 +36,8 @@ _MAX_NAME = 1 << 17  # characters; names are copied into tables, files and messa
 def check_fields(message: Message) -> None:
     """Refuse constants of negative size, and names that are too long or not UTF-8.
 
+    Documentation and the values of metadata are free text, of any length.
+
     ONNX's shape inference ends the process at a negative size. protobuf gives a name that is not
     UTF-8 as bytes.
 
@@ -49,7 +51,7 @@ def check_fields(message: Message) -> None:
             f" '{getattr(message, 'name', '')}'; export the model again"
         )
     for field, value in message.ListFields():
-        parts = value if isinstance(value, MutableSequence) else [value]
+        parts = value if isinstance(value, MutableSequence) else [value]  # repeated, or single
         if field.message_type:
             for part in parts:
                 check_fields(part)
@@ -59,7 +61,8 @@ def check_fields(message: Message) -> None:
                     raise ModelError(
                         f"names in the model must be UTF-8, got {part[:40]!r}; export it again"
                     )
-                if len(part) > _MAX_NAME and not isinstance(message, onnx.StringStringEntryProto):
+                is_metadata = isinstance(message, onnx.StringStringEntryProto)
+                if len(part) > _MAX_NAME and not is_metadata:
                     raise ModelError(
                         f"names in the model must have at most {_MAX_NAME:,} characters, got"
                         f" {part[:40]!r}... with {len(part):,}; export it again"

@@ -354,16 +354,17 @@ def lower_to_runtime(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     Raises:
         ModelError: a node has no form in that opset.
     """
-    opset = newest_opset = opset_of(model)
-    while newest_opset > OLDEST and not runs_pairs(newest_opset):
-        newest_opset -= 1
-    if newest_opset == opset:
+    opset = opset_of(model)
+    runnable_opset = opset
+    while runnable_opset > OLDEST and not runs_pairs(runnable_opset):
+        runnable_opset -= 1
+    if runnable_opset == opset:
         return model, ""
     try:
-        lowered = lower_opset(model, opset=newest_opset).model
+        lowered = lower_opset(model, opset=runnable_opset).model
     except ExportError as error:
         raise ModelError(str(error)) from error
-    note = f"Written in opset {newest_opset}, got {opset}, whose pairs {runtime_version()} lacks."
+    note = f"Written in opset {runnable_opset}, got {opset}, whose pairs {runtime_version()} lacks."
     return infer_shapes(lowered), note
 
 

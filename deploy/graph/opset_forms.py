@@ -219,25 +219,25 @@ def _inputs_to_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
 
 def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Give a Split the sizes of its slices as an input, in place of their number.
+    """Rewrite a Split of opset 18, with `num_outputs`, for opset 17: give the sizes of its slices.
 
-    Equal slices need neither: before opset 18 they are what a Split makes without sizes.
+    Equal slices need no sizes: there they are the default.
     """
     attrs = attributes(node)
-    count = attrs.get("num_outputs")
-    drop_attribute(node, "num_outputs")
-    if count is None:  # it has sizes already
+    slice_count = attrs.get("num_outputs")
+    if slice_count is None:  # it has sizes already
         return [node]
+    drop_attribute(node, "num_outputs")
     size = scope.shape(node.input[0])[attrs.get("axis", 0)]
     if not isinstance(size, int):
         raise CannotRewrite(f"the size of {node.input[0]} along its axis is not known")
-    if size % count == 0:
+    if size % slice_count == 0:
         return [node]
-    step = -(-size // count)  # all slices but the last have the size rounded up
-    sizes = [step] * (count - 1) + [size - step * (count - 1)]
-    name = f"{node.output[0]}/split"
-    node.input.append(name)
-    return [make_constant_node(name, np.array(sizes, np.int64)), node]
+    step = -(-size // slice_count)  # all slices but the last have the size rounded up
+    sizes = [step] * (slice_count - 1) + [size - step * (slice_count - 1)]
+    sizes_name = f"{node.output[0]}/split"
+    node.input.append(sizes_name)
+    return [make_constant_node(sizes_name, np.array(sizes, np.int64)), node]
 
 
 def _complete_pad(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:

@@ -480,34 +480,33 @@ def _is_clamped(
 def _sample_notes(
     accuracy: Mapping[str, Accuracy],
     evaluation: Feed | None,
-    calibration: EvaluationSubset,
-    layer_samples: int,
+    calibration_subset: EvaluationSubset,
+    inner_tensor_samples: int,
 ) -> Iterator[str]:
     """Yield notes on the samples on which accuracy was measured, if it was.
 
     Args:
         accuracy: engine -> its accuracy.
         evaluation: evaluation samples; None if engines ran calibration samples.
-        calibration: calibration samples.
-        layer_samples: number of samples on which inner tensors were compared.
+        calibration_subset: calibration samples.
+        inner_tensor_samples: number of samples on which inner tensors were compared.
     """
     if not accuracy:
         return
     sample_count = next(iter(accuracy.values())).samples  # the same for every engine
-    layer_text = ""
-    if layer_samples:
-        layer_text = f", that of inner tensors on {layer_samples} of these"
+    inner_tensor_text = ""
+    if inner_tensor_samples:
+        inner_tensor_text = f", that of inner tensors on {inner_tensor_samples} of these"
     if evaluation is None:
         yield (
-            f"accuracy was measured on {sample_count} of the calibration images{layer_text};"
+            f"accuracy was measured on {sample_count} of the calibration images{inner_tensor_text};"
             " --eval-images gives others, which tell more"
         )
-        if calibration.has_labels:
+        if calibration_subset.has_labels:
             yield "labels of images that calibrate are not used; --eval-images takes both"
-    elif layer_text:
-        yield f"accuracy was measured on {sample_count} evaluation images{layer_text}"
-    has_carried_states = bool(calibration.states)  # each engine then got the states it computed
-    if not has_carried_states:
+    elif inner_tensor_text:
+        yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
+    if not calibration_subset.states:  # else each engine got the states that it computed itself
         yield from state_notes(accuracy.values())
 
 

@@ -29,6 +29,9 @@ def cheapest_split(
 ) -> frozenset[Unit]:
     """Return the units to run in float for the least total price; on a tie a unit runs in int8.
 
+    It is a minimum cut of a network: a pipe is paid where its start is on the int8 end's side and
+    its end on the float end's side.
+
     Args:
         prices: unit -> (price in int8, price in float), each 0 or more.
         between: (unit, unit, price if one is int8 and the other float).
@@ -39,8 +42,8 @@ def cheapest_split(
     network = _FlowNetwork(len(index_by_unit) + 2)
     unlimited = 1.0  # in the end more than all prices together, so that no cut pays it
     for unit, (int8, float32) in prices.items():
-        # a cut of the pipe from the int8 end runs the unit in float, so it has float's price
         least_price = min(int8, float32)  # paid on either side, so it decides nothing
+        # cut where the unit is on the float end's side, so it has float's price; then the reverse
         network.add_pipe(_INT8_END, index_by_unit[unit], float32 - least_price)
         network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - least_price)
         unlimited += max(int8, float32)

@@ -463,10 +463,11 @@ def _create_profile(
 def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> str:
     """Give TensorRT the timings of earlier builds, so that it need not measure its kernels again.
 
-    Return a note if it refuses the file that the new timings would replace, else "".
+    Return a note if it refuses the user's file, to which the new timings would be written; else "".
     """
     import tensorrt as trt
 
+    # the timings of an earlier build are read from its file, and written to a new one
     path = settings.earlier_timing_cache or settings.timing_cache
     if path is None:
         return ""
@@ -478,8 +479,8 @@ def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> 
     cache = config.create_timing_cache(stored_timings)
     if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
         return ""
-    config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
-    if path != settings.timing_cache:  # the file that is refused is not replaced
+    config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)  # an empty one
+    if path != settings.timing_cache:  # an earlier build's: a new file is written, so all is well
         return ""
     return (
         f"{path} is not a timing cache of TensorRT {trt.__version__} on this GPU: it was neither"

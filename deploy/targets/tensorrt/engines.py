@@ -254,11 +254,12 @@ def _calibration_batch(
     shapes: dict[str, Shape] = {name: array.shape for name, array in sample.items()}
     for name, profile in settings.profiles.items():
         shapes[name] = profile.opt_shape
-    # 1 for an input without a batch, which has as many rows as one sample
-    samples_by_rows = [
-        shapes[name][0] // len(array) for name, array in sample.items() if array.ndim
-    ]
-    return shapes, max(samples_by_rows)
+    # rows of a batch over those of one sample; an input without a batch has as many, and gives 1
+    sample_counts = [1]
+    for name, array in sample.items():
+        if array.ndim:  # a single number has no rows
+            sample_counts.append(shapes[name][0] // len(array))
+    return shapes, max(sample_counts)
 
 
 def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:

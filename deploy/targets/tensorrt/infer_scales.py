@@ -193,9 +193,12 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     """Return the largest range that any reader of a tensor needs; None if none is known.
 
-    It is (largest |x|, level), where the level says how certain that is: EQUAL, BOUND or GUESS.
+    It is (largest |x|, level), where the level says how certain that is, from EQUAL to BOUND to
+    GUESS, the highest number. A reader needs no more of a tensor than its own range holds: a Clip
+    no more than its limits.
     """
-    if name in tensor_ranges.gates:  # a Hard-Swish or SiLU alone reads it, by several nodes
+    # its only reader is a Hard-Swish or SiLU, which the graph spells in several nodes
+    if name in tensor_ranges.gates:
         return _range_for_gate(tensor_ranges, tensor_ranges.gates[name])
     readers = tensor_ranges.graph.readers.get(name, [])
     ranges = [_range_for_reader(tensor_ranges, name, node) for node in readers]
@@ -209,7 +212,7 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     is_read_outside = name in graph.outputs or name in graph.captured  # by the user or a subgraph
     if len(needed_ranges) < len(readers) or is_read_outside:
         level = GUESS  # some reader may need a larger range
-    elif len(amaxes) > 1:  # the largest is more than the other readers need
+    elif len(amaxes) > 1:  # one scale serves all: for the other readers it is only a bound
         level = max(level, BOUND)
     return max(amaxes), level
 
