@@ -62,16 +62,18 @@ def host_type(dtype: str) -> str:
 def to_device(array: Array, dtype: str) -> Array:
     """Convert an array of any shape to the device format of `dtype`, C-contiguous.
 
-    Numbers are narrowed if all fit; float8 saturates.
+    Numbers are narrowed if all fit, whatever digits that costs. float8, which saturates, and
+    bfloat16 take numbers of any kind.
 
     Raises:
-        ValueError: a number does not fit, or the kind differs; the message completes a sentence.
+        ValueError: a number does not fit, or its kind is another. The message goes after "must
+            be", as in "int8 from -128 to 127, got 300".
     """
     if dtype == "bfloat16":
         return _to_bfloat16(np.asarray(array, np.float32, order="C"))
     if dtype == "float8":
-        steps = round_to_grid(np.asarray(array, np.float32, order="C"), FP8)
-        return fp8_codes(np.clip(steps, FP8.qmin, FP8.qmax))
+        grid_values = round_to_grid(np.asarray(array, np.float32, order="C"), FP8)
+        return fp8_codes(np.clip(grid_values, FP8.qmin, FP8.qmax))
     target_type = np.dtype(dtype)
     if array.dtype == target_type:
         return np.asarray(array, order="C")

@@ -447,16 +447,17 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
     if histogram.total == 0:
         raise CalibrationError("the activation to be quantized must not be empty, got no batch")
     stored_values = histogram.stored_values
-    if stored_values is not None:
+    if stored_values is not None:  # as long as they are few
         return ifmr(stored_values, params)
 
+    # AMCT's range is one of float32 numbers, and holds 0
     density = _Density.from_histogram(histogram)
     lo = min(0.0, density.kth_value(params.min_percentile, histogram.minimum, smallest=True))
     hi = max(0.0, density.kth_value(params.max_percentile, histogram.maximum, smallest=False))
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
-    total = float(density.sums[-1])
+    value_sum = float(density.sums[-1])
     losses = staircase_losses(
-        density.count_below, float(histogram.total), total, density.squares, candidates
+        density.count_below, float(histogram.total), value_sum, density.squares, candidates
     )
     return best_scale(candidates, losses, float(np.float32(lo)), params)
 

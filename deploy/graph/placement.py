@@ -94,7 +94,7 @@ class Placement:
     fits_pairs: bool = False
 
     @property
-    def heavy_or_glue(self) -> frozenset[str]:
+    def runnable_op_types(self) -> frozenset[str]:
         """Op types that can run on the grid."""
         return self.heavy | self.glue
 

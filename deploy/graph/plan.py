@@ -404,7 +404,7 @@ def _decide(
     """
     fused_into = {}  # output of a fused node -> name of the node that it is fused into
     for node in graph.nodes:
-        if node.op_type in placement.heavy_or_glue:
+        if node.op_type in placement.runnable_op_types:
             fused_into[graph.tail(node)] = node.name
     for matmul, add in gemm_biases.items():
         fused_into |= {add.output[0]: matmul, graph.tail(add): matmul}

@@ -78,7 +78,7 @@ def find_refusal(
     requested_reasons: Mapping[str, str],
     float_tensors: Mapping[str, str],
 ) -> str:
-    """Return why a node itself cannot run in int8; "" if it can.
+    """Return why a node cannot run in int8, whatever its neighbours do; "" if it can.
 
     Args:
         graph: the index.
@@ -89,11 +89,13 @@ def find_refusal(
     """
     if node.domain not in ONNX_DOMAINS:
         return f"custom domain {node.domain}"
-    if node.op_type not in placement.heavy_or_glue:
+    if node.op_type not in placement.runnable_op_types:
         return f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
     if node.name in requested_reasons:
         return requested_reasons[node.name]
-    if any(graph.is_float(name) for name in graph.computed_constants.intersection(node.input)):
+    # neither a stored weight nor an activation that is observed, so they have no scale
+    computed_operands = graph.computed_constants.intersection(node.input)
+    if any(map(graph.is_float, computed_operands)):
         return "one of its operands is computed from constants"
     return (
         _find_layer_refusal(graph, node, placement)
@@ -308,7 +310,7 @@ def _is_pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool
         for reader in graph.readers.get(tensor, []):
             if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
                 pool_readers = graph.readers.get(reader.output[0], [])
-                return any(user.op_type in placement.heavy_or_glue for user in pool_readers)
+                return any(user.op_type in placement.runnable_op_types for user in pool_readers)
             if reader.op_type in _ACTIVATIONS and reader.output[0] not in activations:
                 activations.append(graph.tail(reader))
     return False

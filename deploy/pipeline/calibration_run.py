@@ -379,7 +379,8 @@ def calibrate_run(
 
     Args:
         run: the calibration.
-        targets: the targets, one of which may write the cache in a form of its own.
+        targets: the targets, one of which may write the cache in a format of its own
+            (TensorRT).
         stage: where the files of a build wait until it is complete; None for a calibration alone.
     """
     subject, feed = run.subject, run.feed
@@ -401,7 +402,7 @@ def calibrate_run(
     notes = list(pass_result.notes)
     if decision.missing:
         halves_agreement = run.stability_monitor.end(len(feed))
-        if run.stability_rule and halves_agreement is None:
+        if run.stability_rule is not None and halves_agreement is None:
             notes.append(f"whether samples are enough is told from 16 on: there were {len(feed)}")
 
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
@@ -424,7 +425,7 @@ def calibrate_run(
         stage=stage,
     )
     checkpoint = pass_result.checkpoint
-    if checkpoint is not None and run.policy.path is not None:
+    if checkpoint is not None and run.policy.path is not None:  # the cache holds all of it now
         checkpoint.path.unlink(missing_ok=True)
     return _make_result(
         run,

@@ -59,7 +59,7 @@ def _float_reason(
     """Return why a node of the Q/DQ model runs in float, or ""."""
     if node.name in trained.float_reasons:
         return trained.float_reasons[node.name]
-    if node.op_type not in placement.heavy_or_glue | {"Relu", "Clip"}:
+    if node.op_type not in placement.runnable_op_types | {"Relu", "Clip"}:
         return f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
     refusal = find_shape_refusal(graph, node, placement) if node.op_type in placement.heavy else ""
     if refusal:

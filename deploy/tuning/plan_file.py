@@ -38,7 +38,7 @@ from deploy.files.reading import convert
 from deploy.method import NO_CHOICES, Choices, Method
 
 SCHEMA = "calib8-plan/1"
-_AGAIN = "build again without it"
+_BUILD_AGAIN = "build again without it"
 # keys of a target's table, and of a split's; figures are always written, the others if not empty
 _TEXTS = ("precision", "timed_on", "settled", "failed")
 _FIGURES = ("number", "float_layers", "layers", "time", "size", "sqnr_db")
@@ -232,23 +232,26 @@ def _method_labels(choices: Choices) -> dict[str, str]:
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Read a plan.
+    """Read a plan: keys of the model, then a table for each target.
 
     Raises:
         ConfigError: it cannot be read, or is not a plan.
     """
     what = "a TOML file that calib8 wrote as a plan"
-    data = toml.read_toml(path, what=what, way_out=_AGAIN)
+    data = toml.read_toml(path, what=what, way_out=_BUILD_AGAIN)
     schema = data.get("schema")
     if schema != SCHEMA:
         raise ConfigError(
             f"a plan must begin with schema = {toml.toml_value(SCHEMA)}, got {path} with"
-            f" {schema!r}; {_AGAIN} to have one made"
+            f" {schema!r}; {_BUILD_AGAIN} to have one made"
         )
-    head = convert(data, _Head, rule=f"{path} must be {what}", error=ConfigError, way_out=_AGAIN)
+    head = convert(
+        data, _Head, rule=f"{path} must be {what}", error=ConfigError, way_out=_BUILD_AGAIN
+    )
+    head_keys = {"schema", *_Head.__struct_encode_fields__}
     targets = {}
     for name, table in data.items():
-        if name not in ("schema", *_Head.__struct_encode_fields__):
+        if name not in head_keys:
             targets[name] = _read_target(path, name, table)
     return PlanFile(model=head.model, float_nodes=head.float_nodes, targets=targets)
 
@@ -313,8 +316,8 @@ def _read_target(path: Path, name: str, table: object) -> TargetPlan:
     """
     # a table of the front holds the choices and the figures of a split, read one after the other
     rule = f"[{name}] of {path} must be the plan of a target"
-    target = convert(table, _TargetTable, rule=rule, error=ConfigError, way_out=_AGAIN)
-    rows = convert(table, _RowsTable, rule=rule, error=ConfigError, way_out=_AGAIN).front
+    target = convert(table, _TargetTable, rule=rule, error=ConfigError, way_out=_BUILD_AGAIN)
+    rows = convert(table, _RowsTable, rule=rule, error=ConfigError, way_out=_BUILD_AGAIN).front
 
     front = []
     for row, split in zip(rows, target.front, strict=True):
