@@ -120,7 +120,8 @@ class _PassState:
             # every other slice belongs to one half, so their number is even; it is larger than the
             # number of threads, since `alternate_halves` moves a sample to its neighbor's slice
             self._slice_count += 2 - threads % 2
-        # the slices are added to it, so that those returned as halves or snapshots do not change
+        # the slices are added to it, so that those returned as halves or snapshots do not change;
+        # None if nothing of these is asked for, and the slices are added up at the end alone
         self._total: _Recorders | None = None
         if has_halves or has_snapshots:
             self._total = self._make_recorders(self._order_free)
@@ -144,6 +145,7 @@ class _PassState:
         return recorders
 
     def _make_slices(self) -> None:
+        """Start empty slices, and each variant's recorders of them."""
         self._slices: list[_Recorders] = []
         self._variant_recorders: list[list[VariantRecorders]] = []
         for _ in range(self._slice_count):
@@ -234,6 +236,19 @@ def alternate_halves(number: int) -> int:
     classes of a feed alternate, both halves get both classes.
     """
     return number ^ ((number >> 1).bit_count() & 1)
+
+
+def _resume(
+    checkpoint: Checkpoint, state: _PassState, observations: Sequence[Observation]
+) -> tuple[Pause, int]:
+    """Give a pass what a checkpoint has stored of an earlier one.
+
+    Returns:
+        (pause that stores the state from now on, number of samples that the earlier pass counted).
+    """
+    if checkpoint.counted:
+        state.resume(checkpoint.load_observed(observations))
+    return _checkpoint_pause(checkpoint, state), checkpoint.counted
 
 
 def _checkpoint_pause(checkpoint: Checkpoint, state: _PassState) -> Pause:
@@ -331,18 +346,14 @@ def observe(
         has_halves=halves is not None,
         has_snapshots=should_stop is not None,
     )
-    # the pass runs the first samples again, but none that a checkpoint has counted
-    sample_count = 0
-    pause = NO_PAUSE
+    pause, resumed_count = NO_PAUSE, 0
     if checkpoint is not None:
-        pause = _checkpoint_pause(checkpoint, state)
-        sample_count = checkpoint.counted
-        if sample_count:
-            state.resume(checkpoint.load_observed(schedule.main))
-    remaining_samples: Iterator[Sample] = chain(first_samples[sample_count:], feed)
+        pause, resumed_count = _resume(checkpoint, state, schedule.main)
+    # the pass runs the first samples again, but none that a checkpoint has counted
+    remaining_samples: Iterator[Sample] = chain(first_samples[resumed_count:], feed)
     limit = sample_limit(schedule.main)
     if limit is not None:
-        remaining_samples = islice(remaining_samples, max(limit - sample_count, 0))
+        remaining_samples = islice(remaining_samples, max(limit - resumed_count, 0))
 
     def consume(number: int, waiting: list[Waiting]) -> None:
         state.record_waiting(number, waiting)
@@ -355,9 +366,10 @@ def observe(
         run_in_order, work=state.work, consume=consume, threads=threads, pause=pause
     )
     if should_stop is None:
-        sample_count += run_samples(remaining_samples, first_number=sample_count + 1)
+        run_count = run_samples(remaining_samples, first_number=resumed_count + 1)
+        sample_count = resumed_count + run_count
     else:
-        sample_count = _run_until(should_stop, state, run_samples, remaining_samples, sample_count)
+        sample_count = _run_until(should_stop, state, run_samples, remaining_samples, resumed_count)
     if sample_count == 0:
         raise FeedError("a calibration needs at least one sample, got none")
     state.finish()

@@ -104,7 +104,7 @@ def observation_model(
             integers = integers_by_layer[name].reshape(rows.shape)
             rows = integers * by_row(weight_scales[name], rows.ndim)
         elif layer.kind == "ConvTranspose" or uses_adaround(config, name):
-            pass  # as in AMCT, these weights stay float
+            pass  # as in AMCT, these are not rounded, only multiplied by the factors
         else:
             bits = config.layers[name].weight.num_bits
             rows = np.asarray(arq_fake_quantize(rows, weight_scales[name], bits=bits), np.float32)

@@ -226,6 +226,7 @@ def _merge_sections(sections: Sequence[Any], layer: Layer, common_section: Any) 
     if activation_section is not None:
         activation = _read_activation(activation_section)
         if not layer.symmetric_only:
+            # `asymmetric` alone comes from common_config where the section leaves it open
             activation = _inherit_asymmetric(activation, common_section)
         elif activation_section is common_section:  # it may ask for an offset
             activation = replace(activation, asymmetric=False)
