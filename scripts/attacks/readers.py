@@ -460,9 +460,9 @@ def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
     from deploy.frontends import load
     from deploy.targets.ascend.existing_files import check_file
-    from deploy.targets.ascend.layers import find_layers, name_nodes
+    from deploy.targets.ascend.layers import find_layers
 
-    graph = find_layers(name_nodes(load(made(folder / "own").model).model))
+    graph = find_layers(load(made(folder / "own").model).model)
     return lambda path: lambda: click.echo(check_file(path, graph))
 
 
