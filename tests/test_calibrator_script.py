@@ -442,11 +442,32 @@ def two_inputs(tmp_path_factory):
     return save_net(path, nodes, inputs, {"y": ["n", 3]}, {"w": weight})
 
 
+SPECS_OF_TWO = [TensorSpec("x", "float32", ("n", 4)), TensorSpec("ids", "int64", ("n", 6))]
+
+
 def of_two(imports, put, folder):
     """The samples of a script of two inputs."""
-    specs = [TensorSpec("ids", "int64", ("n", 6)), TensorSpec("x", "float32", ("n", 4))]
     script = CalibratorScript(written(TWO.format(imports=imports, put=put), folder))
-    return samples_of(script, *specs)[0]
+    return samples_of(script, *SPECS_OF_TWO[::-1])[0]
+
+
+def of_two_sizes(sizes, put, folder):
+    """Samples and notes of a script of two inputs, whose batches have these sizes, last first."""
+    text = TWO.format(imports=PUTS["pinned"][0], put=put)
+    text = text.replace("(2, ", "(size, ").replace("_ in range(3)", f"size in {sizes}")
+    return samples_of(CalibratorScript(written(text, folder)), *SPECS_OF_TWO)
+
+
+def test_short_batch_of_two_inputs_counts_once(tmp_path):
+    samples, notes = of_two_sizes((1, 2, 2), PUTS["bindings"][1], tmp_path)
+    assert len(samples) == 5
+    assert any("1 of its 3 batches" in note for note in notes)
+
+
+def test_short_untyped_input_ends_the_batches(tmp_path):
+    put = f"if name == 'x': {PUTS['pinned'][1]}\n            {PUTS['bindings'][1]}"
+    with pytest.raises(FeedError, match="only the last batch"):
+        of_two_sizes((2, 1, 2), put, tmp_path)
 
 
 def expected_of_two():

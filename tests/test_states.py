@@ -9,6 +9,7 @@ import pytest
 
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import Dataset
 from deploy.feed.sampling import Choice
 from deploy.feed.states import find_states, spread_steps
@@ -115,6 +116,32 @@ def test_given_values_start_named_states():
     first, second, _ = load(tracker()).open_samples(dataset).samples()
     np.testing.assert_array_equal(first["c"], start["c"][:1])
     assert not np.array_equal(second["c"], start["c"][1:2])
+
+
+SCRIPT = """
+import numpy as np, pycuda.autoinit, pycuda.driver as cuda
+
+class Calibrator:
+    steps = [1, 2]
+
+    def get_batch_size(self):
+        return 1
+
+    def get_batch(self, names):
+        if not self.steps:
+            return None
+        self.steps = self.steps[1:]
+        shapes = [(1, 3 if name == "x" else 8, 6, 6) for name in names]
+        self.arrays = [cuda.to_device(np.ones(shape, np.float32)) for shape in shapes]
+        return list(map(int, self.arrays))
+"""
+
+
+def test_named_states_of_a_script_are_followed(tmp_path):
+    (tmp_path / "old.py").write_text(SCRIPT)
+    dataset = Dataset(source=CalibratorScript(f"{tmp_path}/old.py:Calibrator"), states=STATES)
+    first, second = load(tracker()).open_samples(dataset).samples()
+    assert (first["c"] == 1).all() and (second["c"] != 1).any()
 
 
 def sqnr_of_sequences(model, candidate, arrays, names=STATES):

@@ -140,7 +140,9 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     from deploy.targets.ascend.simple_config import write_simple_config
 
     if source is not None:
-        base.refuse_without("the default configuration", base.given_flags("batch_num", "symmetric"))
+        base.refuse_flags(
+            base.given_flags("batch_num", "symmetric"), without="the default configuration"
+        )
     graph = _layer_graph(model)
     if source is None:
         quant_config = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)

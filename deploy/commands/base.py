@@ -295,21 +295,24 @@ task_option = measuring_option(
 
 
 def given_flags(*names: str) -> list[str]:
-    """Flags of these options that the user gave; without names, of all options."""
+    """Return the flags of these options that the user gave; without names, of all options."""
     return [_flag(option) for option in _given_options() if option.name in names or not names]
 
 
 def given_flags_in(section: str) -> list[str]:
-    """Flags of a section that the user gave."""
+    """Return the flags of a section that the user gave."""
     return [_flag(option) for option in _given_options() if section_of(option) == section]
 
 
-def refuse_without(flag: str, flags: list[str]) -> None:
-    """Refuse `flags`, if there are any, since they have no effect without `flag`."""
+def refuse_flags(flags: list[str], *, without: str) -> None:
+    """Refuse the given `flags`, if there are any: they have no effect without another option.
+
+    `without`: the option that was not given, or what was not given instead of one.
+    """
     if flags:
         verb, pronoun = ("goes", "it") if len(flags) == 1 else ("go", "them")
         raise ConfigError(
-            f"{' and '.join(flags)} {verb} with {flag}, which was not given;"
+            f"{' and '.join(flags)} {verb} with {without}, which was not given;"
             f" give it too, or leave {pronoun} out"
         )
 
@@ -372,7 +375,7 @@ def quietable(*files: str) -> Decorator:
             if quiet and arguments.get("verbose"):
                 raise click.UsageError("--quiet and --verbose exclude each other")
             if quiet and files and not set(files) & set(given_flags()):
-                refuse_without(" or ".join(files), ["--quiet"])
+                refuse_flags(["--quiet"], without=" or ".join(files))
             prints_json = arguments.get("json_path") == _SCREEN
             with without_text(quiet or prints_json), show_progress(not quiet):
                 command(**arguments)

@@ -108,7 +108,7 @@ def build(
     gates: Gates,
     repairs: tuple[str, ...],
     targets: list[Target],
-    shapes: tuple[str, ...],
+    input_texts: tuple[str, ...],
     weights: Path | None,
     images: ImageArguments,
     calibration: CalibrationArguments,
@@ -157,7 +157,7 @@ def build(
         repairs=repairs or None,
         settings=settings_text(),
     )
-    resolved_model = resolve_model(model, shapes, weights)
+    resolved_model = resolve_model(model, input_texts, weights)
     report = build_with(resolved_model, dataset if dataset.source else None, options)
     if calibration.verbose:
         say_lines(to_markdown(report))

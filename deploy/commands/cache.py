@@ -184,7 +184,7 @@ def check(
     from deploy.targets.tensorrt import cache_tools
 
     if model is None:
-        base.refuse_without("--model", base.given_flags("parser", "verbose"))
+        base.refuse_flags(base.given_flags("parser", "verbose"), without="--model")
     read = cache_tools.read_cache(path)
     match = None
     if model is not None:
@@ -305,7 +305,7 @@ def from_qdq(
     from deploy.targets.tensorrt.cache_contents import trt_tensors
 
     if not dla:
-        base.refuse_without("--dla", base.given_flags("no_guesses"))
+        base.refuse_flags(base.given_flags("no_guesses"), without="--dla")
     version = trt_version or sdk.cache_reader() or DEFAULT_TRT_VERSION
     float_model, cache = cache_tools.qdq_to_cache(model, version=version)
     inferred_scales = None

@@ -51,7 +51,7 @@ def calibrate(
     out: Path | None,
     shard: str | None,
     targets: list[Target],
-    shapes: tuple[str, ...],
+    input_texts: tuple[str, ...],
     weights: Path | None,
     images: ImageArguments,
     calibration: CalibrationArguments,
@@ -101,7 +101,7 @@ def calibrate(
         resume=resume,
         checkpoint=checkpoint_path(path),
     )
-    resolved_model = resolve_model(model, shapes, weights)
+    resolved_model = resolve_model(model, input_texts, weights)
     calibrated = calibrate_with(resolved_model, dataset, options, targets=targets)
     if shard is not None:
         write_shard(calibrated, path)
@@ -153,7 +153,7 @@ def merge(
     shards: tuple[Path, ...],
     out: Path | None,
     targets: list[Target],
-    shapes: tuple[str, ...],
+    input_texts: tuple[str, ...],
     weights: Path | None,
     calibration: CalibrationArguments,
     json_path: Path | None,
@@ -179,6 +179,6 @@ def merge(
         )
     path = out or Path(f"{model.stem}.cache")
     options = calibration.options(path, calibration.method)
-    resolved_model = resolve_model(model, shapes, weights)
+    resolved_model = resolve_model(model, input_texts, weights)
     calibrated = merge_with(resolved_model, shards, options, targets=targets)
     print_calibration(calibrated, path, verbose=calibration.verbose, json_path=json_path)

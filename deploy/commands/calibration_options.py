@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 def method_options(command: CommandFunction) -> CommandFunction:
     """Add `--method` and the parameters of all searches.
 
-    The command gets a `Method` as `method`, or None if none of these flags was typed.
+    The command gets a `Method` as `method`, or None if none of these flags is given.
     """
     parameter_by_name = parameters()
 
     @wraps(command)
     def run(method: str, **arguments: Any) -> None:
         values = {name: arguments.pop(name) for name in parameter_by_name}
-        typed_method = Method.of(method, values)  # checks the values
-        command(method=typed_method if given_method_flags() else None, **arguments)
+        checked_method = Method.of(method, values)
+        command(method=checked_method if given_method_flags() else None, **arguments)
 
     help_texts = (f"{name} {search.help}" for name, search in SEARCHES.items())
     method_option = base.calibration_option(
@@ -52,11 +52,11 @@ def method_options(command: CommandFunction) -> CommandFunction:
         help=f"How clip ranges are searched: {'; '.join(help_texts)}.",
     )
     parameter_options = [_option(name, field) for name, field in parameter_by_name.items()]
-    return base.add_options(run, (method_option, *reversed(parameter_options)))
+    return base.add_options(run, (method_option, *parameter_options))
 
 
 def given_method_flags() -> list[str]:
-    """The typed flags of `method_options`."""
+    """Return the given flags of `method_options`."""
     return base.given_flags("method", *parameters())
 
 
@@ -79,7 +79,7 @@ class CalibrationArguments:
     """How ranges are searched and stored, as a command line says it.
 
     Attributes:
-        method: calibration method; None if none was typed.
+        method: calibration method; None if none is given.
         keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
         cache: when the cache is used, and whether it is overwritten.
         verbose: whether everything is printed.
@@ -100,7 +100,7 @@ class CalibrationArguments:
         """Return the options of a calibration with these arguments.
 
         Args:
-            path: the cache; None for the default one, or for none.
+            path: of the cache; None leaves it to the command, which may write none.
             method: how ranges are searched, which the images may decide (`choose_samples`); None
                 for the default one.
             images: the images, for their options; None for a command that takes none.
@@ -256,7 +256,7 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
         values = {name: arguments.pop(name) for name in ("send", "pieces", "retries")}
         cluster = None
         if scheduler is None:
-            base.refuse_without("--scheduler", base.given_flags(*values))
+            base.refuse_flags(base.given_flags(*values), without="--scheduler")
         else:
             cluster = _cluster(scheduler, values)
         command(scheduler=cluster, **arguments)
@@ -286,16 +286,17 @@ def choose_samples(
     *,
     is_tuned: bool = False,
 ) -> tuple[Dataset, Method | None]:
-    """Return the calibration samples, and the method for ranges that belongs to them.
+    """Return (the calibration samples, the calibration method; None for the default one).
 
-    The method is the typed one. The script of a TensorRT calibrator feeds its own batches, and if
-    no method was typed, its base class names one. None is the default method.
+    Without --method, the base class of a TensorRT calibrator names the method: for example,
+    IInt8EntropyCalibrator2 searches the ranges by entropy.
 
     Args:
-        images: the images or the script.
+        images: the images, or the script that returns the calibrator.
         calibration: options of the calibration.
         targets: the targets; some search ranges in their own way, whatever the method is.
-        is_tuned: whether a search compares methods, which one from the script would end.
+        is_tuned: whether methods are to be compared; then the calibrator's is not taken, since a
+            given method is not compared with others.
     """
     if not images.script:
         return images.dataset, calibration.method
@@ -306,10 +307,11 @@ def choose_samples(
     script = CalibratorScript(images.script)
     dataset = replace(images.dataset, source=script)
     method_and_reason = method_of_calibrator(script)
-    follows_method = any(not target.own_method for target in targets)
-    is_searched = follows_method and not calibration.cache.trust
-    if calibration.method is not None or not is_searched or method_and_reason is None:
+    if calibration.method is not None or method_and_reason is None:
         return dataset, calibration.method
+    # a trusted cache has the ranges already
+    if calibration.cache.trust or all(target.own_method for target in targets):
+        return dataset, None
 
     method, reason = method_and_reason
     if is_tuned:

@@ -41,7 +41,7 @@ def inspect(
     path: Path,
     targets: list[Target],
     everything: bool,
-    shapes: tuple[str, ...],
+    input_texts: tuple[str, ...],
     weights: Path | None,
     keep_float: tuple[str, ...],
     json_path: Path | None,
@@ -55,17 +55,15 @@ def inspect(
       calib8 inspect model.onnx --json - | jq '.[0].tensors'
       calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
-    model = resolve_model(path, shapes, weights)
-    is_cache = path.suffix not in {".onnx", ".py"} and not _looks_like_onnx(path)
-    if model is path and is_cache:
-        base.refuse_without("a model", base.given_flags())
+    if _is_cache(path):
+        base.refuse_flags(base.given_flags(), without="a model")
         _inspect_cache(path)
         return
 
     from deploy.analysis.inspection import inspect as inspect_model
     from deploy.frontends import load
 
-    loaded = load(model)
+    loaded = load(resolve_model(path, input_texts, weights))
     inspection = inspect_model(loaded, targets=targets, float_nodes=keep_float)
     say_lines(inspection.to_screen(everything=everything))
     put_json(json_path, inspection.to_json)
@@ -86,16 +84,19 @@ def _inspect_cache(path: Path) -> None:
     print_cache(trt_cache.parse(store.read_cache_file(path), origin=str(path)))
 
 
-def _looks_like_onnx(path: Path) -> bool:
-    """Anything that does not start as text is taken for a model, which then says what it is."""
+def _is_cache(path: Path) -> bool:
+    """Return whether a file begins as text, as a cache does; else it is read as a model."""
+    if path.suffix in {".onnx", ".py"}:
+        return False
     try:
         with open_regular_file(
             path, what="a model or a cache", error=ConfigError, rewritable=True
         ) as file:
             head = file.read(64)
     except ConfigError:
-        return path.suffix != ".cache"
-    return b"\0" in head or head[:1] == b"\x08"
+        return path.suffix == ".cache"  # reading it as a cache will report the error
+    starts_as_onnx = head[:1] == b"\x08"  # protobuf's tag of the first field, `ir_version`
+    return b"\0" not in head and not starts_as_onnx
 
 
 _DEFAULT_IMAGES = 8  # without --limit; a few images are enough to find the tensor
@@ -149,7 +150,7 @@ def compare(
     from deploy.analysis.comparison import compare as compare_models
 
     if runtime == "onnxruntime":
-        base.refuse_without("--runtime openvino", base.given_flags("every"))
+        base.refuse_flags(base.given_flags("every"), without="--runtime openvino")
     dataset = replace(images.dataset, limit=images.dataset.limit or _DEFAULT_IMAGES)
     comparison = compare_models(
         first,
@@ -211,7 +212,7 @@ def explain(
     from deploy.analysis.explanation import to_json, to_screen
 
     if json_path == Path("-"):
-        base.refuse_without("the text", base.given_flags("everything"))
+        base.refuse_flags(base.given_flags("everything"), without="the text")
     explanation = explain_build(
         folder, targets=target, images=dataset, model=model, threads=threads
     )
@@ -238,9 +239,9 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
     from deploy.analysis import build_comparison
     from deploy.report import Report, to_screen
 
-    comparison = build_comparison.report(*folders)
+    comparison = build_comparison.report(*folders)  # the build's own report for a single folder
     if isinstance(comparison, Report):
-        base.refuse_without("a second folder", base.given_flags("html_path", "json_path"))
+        base.refuse_flags(base.given_flags("html_path", "json_path"), without="a second folder")
         say_screen(to_screen(comparison))
         return
 

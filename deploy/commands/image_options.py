@@ -428,7 +428,7 @@ def input_options(purpose: str) -> Decorator:
         def run(**arguments: Any) -> None:
             source = arguments.pop("images")
             if source is None:
-                base.refuse_without("--images", base.given_flags_in(base.IMAGES))
+                base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
             dataset = _dataset(arguments, source or "")
             command(dataset=dataset if source else None, **arguments)
 

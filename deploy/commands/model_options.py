@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def model_options(command: Command) -> Command:
-    """Add the options of a PyTorch model; the command gets them as `shapes` and `weights`."""
+    """Add the options of a PyTorch model; the command gets them as `input_texts` and `weights`."""
     options = (
         _input_option(
             "Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
@@ -47,11 +47,13 @@ def model_options(command: Command) -> Command:
 
 def _input_option(text: str) -> Callable[[Command], Command]:
     return base.model_option(
-        "--input", "shapes", multiple=True, metavar="[NAME=]SHAPE[:DTYPE]", help=text
+        "--input", "input_texts", multiple=True, metavar="[NAME=]SHAPE[:DTYPE]", help=text
     )
 
 
-def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Path | LoadedModel:
+def resolve_model(
+    model: Path, input_texts: tuple[str, ...], weights: Path | None
+) -> Path | LoadedModel:
     """Return an ONNX file as it is, or loaded with other shapes; a PyTorch model exported.
 
     Raises:
@@ -60,7 +62,7 @@ def resolve_model(model: Path, shapes: tuple[str, ...], weights: Path | None) ->
     """
     from deploy.frontends.input_shapes import is_torch_spec, open_with_shapes, parse_input
 
-    inputs = [parse_input(text) for text in shapes]
+    inputs = [parse_input(text) for text in input_texts]
 
     if is_torch_spec(model):
         from deploy.fx.open_model import open_torch
@@ -95,14 +97,14 @@ class TorchArguments:
 
     Attributes:
         model: `file.py:factory` or `timm:NAME`.
-        shapes: texts of --input.
-        sample: file with the inputs, in place of random ones of `shapes`.
+        input_texts: values of --input, such as "ids=1x128:int64".
+        sample: file with the inputs, in place of random ones of `input_texts`.
         weights: state dict to load.
         device: such as "cuda:1".
     """
 
     model: str
-    shapes: tuple[str, ...]
+    input_texts: tuple[str, ...]
     sample: Path | None
     weights: Path | None
     device: str
@@ -110,14 +112,14 @@ class TorchArguments:
     @property
     def has_inputs(self) -> bool:
         """Whether --input or --sample is given."""
-        return bool(self.shapes or self.sample)
+        return bool(self.input_texts or self.sample)
 
     def refuse_without_inputs(self, what: str) -> None:
         """Raise `ConfigError` if there are no inputs; `what` needs them: a command or a flag."""
         if not self.has_inputs:
             raise ConfigError(f"{what} runs the model and needs its --input shape, or a --sample")
 
-    def refuse_meta(self, what: str) -> None:
+    def refuse_meta_device(self, what: str) -> None:
         """Raise `ConfigError` for the meta device, which computes nothing for `what`."""
         from deploy.fx.device import find_device, refuse_meta
 
@@ -137,8 +139,8 @@ class TorchArguments:
     def inputs(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
         """Return the inputs of one run, on the model's device: random ones, or those of a file.
 
-        `module` is changed: from then on it takes them by position, even if its forward takes
-        keywords or a dict.
+        The class of `module` is changed if its forward takes keywords or a dict: from then on it
+        takes the inputs by position.
 
         Raises:
             ConfigError, FeedError: --input and --sample, or inputs that do not fit the model.
@@ -153,21 +155,22 @@ class TorchArguments:
             read_sample,
         )
 
-        if self.shapes and self.sample:
+        if self.input_texts and self.sample:
             raise ConfigError(
                 "inputs are made up by --input or read by --sample, got both; give one"
             )
         if self.sample:
             tensors = read_sample(self.sample, module)
         else:
-            specs = [parse_input(text) for text in self.shapes]
+            specs = [parse_input(text) for text in self.input_texts]
             examples = example_inputs(
                 [spec.shape for spec in specs],
                 [spec.dtype for spec in specs],
                 floating=floating_dtype(module),
             )
-            positions = accept_named_inputs(module, [spec.name for spec in specs])
-            tensors = tuple(examples[position] for position in positions)
+            # for each input of the changed module, its index among the examples
+            order = accept_named_inputs(module, [spec.name for spec in specs])
+            tensors = tuple(examples[index] for index in order)
         if note := dict_input_note(module):
             say(note)
         moved_tensors: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))

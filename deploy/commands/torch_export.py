@@ -100,7 +100,7 @@ def export(
 
     source.refuse_without_inputs("export")
     _refuse_unused_flags(qdq, images, mode)
-    source.refuse_meta("an exported model")
+    source.refuse_meta_device("an exported model")
 
     module = source.load()
     if note := convert_to_float32(module):
@@ -141,11 +141,11 @@ def _refuse_unused_flags(qdq: bool, images: str | None, mode: str) -> None:
         qdq_flags = []
         for section in (QDQ, base.IMAGES, base.CALIBRATION, *target_sections):
             qdq_flags += base.given_flags_in(section)
-        base.refuse_without("--qdq", qdq_flags)
+        base.refuse_flags(qdq_flags, without="--qdq")
     elif not images:
-        base.refuse_without("--images", base.given_flags_in(base.IMAGES))
+        base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
     if mode != "static":
-        base.refuse_without("--mode static", given_method_flags())
+        base.refuse_flags(given_method_flags(), without="--mode static")
 
 
 @click.command(cls=base.SectionedCommand)
@@ -213,7 +213,7 @@ def qat(
     from deploy.fx.task import Task
 
     if teacher is None:
-        base.refuse_without("--teacher", base.given_flags("teacher_weights"))
+        base.refuse_flags(base.given_flags("teacher_weights"), without="--teacher")
     torch_device = find_device(device)
     refuse_meta(torch_device, "a training")
     task = call_factory(script)

@@ -65,7 +65,7 @@ def trace(
     from deploy.fx.trace import trace as trace_module
 
     if not source.has_inputs:  # then nothing is run on a device
-        base.refuse_without("--input or --sample", base.given_flags("device"))
+        base.refuse_flags(base.given_flags("device"), without="--input or --sample")
     module = source.load()
     if only:
         module = submodule(module, only)
@@ -114,12 +114,13 @@ def fuse(
     from deploy.fx.source import wrap_user_errors
     from deploy.fx.trace import trace
 
-    is_run = bench or out is not None
-    if is_run:
+    # a fused model is compared with the original one before it is timed or written
+    runs_both = bench or out is not None
+    if runs_both:
         source.refuse_without_inputs("--bench" if bench else "--out")
-        source.refuse_meta("a run")
+        source.refuse_meta_device("a run")
     elif not source.has_inputs:  # then nothing is run on a device
-        base.refuse_without("--input or --sample", base.given_flags("device"))
+        base.refuse_flags(base.given_flags("device"), without="--input or --sample")
     if out is not None:
         check_suffix(out)
 
@@ -129,7 +130,7 @@ def fuse(
         traced = trace(module, leaves=leaves) if leaves else module
         fused, report = fuse_module(traced, inputs)
     say_lines(report.to_screen())
-    if inputs is not None and is_run:
+    if inputs is not None and runs_both:
         with wrap_user_errors(source.model):
             _run_fused(module, fused, inputs, bench=bench, out=out)
 

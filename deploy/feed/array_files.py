@@ -100,6 +100,7 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
     """
     name = printable_name(path.name)
+    add_input_file(path)
     contents = read_arrays(path, specs)
     counter = SampleCounter(specs)  # the file is the only item, of any number of samples
     counter.add(contents.item, name)
@@ -107,7 +108,12 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
         raise FeedError(f"{name} must hold samples, got none")
     notes = tuple(conversion_notes(contents.item, specs))
     return ArraySource(
-        counter.specs, [contents.item], counter.item_ends, name, contents.labels, notes
+        specs=counter.specs,
+        items=[contents.item],
+        item_ends=counter.item_ends,
+        name=name,
+        labels=contents.labels,
+        notes=notes,
     )
 
 
@@ -227,7 +233,7 @@ def _open_items(
         item_names: names of the items in messages.
         specs: the model's inputs, or what raw files hold.
         name: of the source in messages.
-        skip_bad: leave an error in an item to its reading.
+        skip_bad: count an item with an error as one sample; its reading will raise the error.
 
     Raises:
         FeedError: a file does not fit the inputs, unless `skip_bad`; or there are no samples.
@@ -243,7 +249,7 @@ def _open_items(
         except FeedError:
             if not skip_bad:
                 raise
-            counter.row_counts.append(1)  # one sample, whose reading will report the error
+            counter.add_unread()
         else:
             labels += contents.labels or ()
             notes.update(conversion_notes(contents.item, specs))
@@ -252,12 +258,12 @@ def _open_items(
     if not total:
         raise FeedError(f"{name} must hold samples, got none")
     return ArraySource(
-        counter.specs,
-        FileItems(tuple(paths), counter.specs),
-        counter.item_ends,
-        name,
-        tuple(labels) if len(labels) == total else None,  # only if every sample has one
-        tuple(sorted(notes)),
+        specs=counter.specs,
+        items=FileItems(tuple(paths), counter.specs),
+        item_ends=counter.item_ends,
+        name=name,
+        labels=tuple(labels) if len(labels) == total else None,  # only if every sample has one
+        notes=tuple(sorted(notes)),
         item_names=tuple(map(printable_name, item_names)),
     )
 
@@ -303,10 +309,10 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
         ) from error
 
     name = printable_name(path.name)
-    labels = _take_labels(arrays, specs)
+    labels = _take_labels(arrays, specs)  # removed from the arrays: the others are inputs
     item = arrays_by_input(arrays, specs, name)
     for spec in specs:
-        if spec.first_axis is FirstAxis.ROWS:  # a single sample may lack its batch dimension
+        if spec.first_axis is FirstAxis.ROWS:  # each row is a sample: a single one may lack it
             item[spec.name] = with_batch(item[spec.name], spec)
     if labels is not None:
         count = count_samples(item, specs, name)
@@ -349,9 +355,10 @@ def _load_raw(path: Path, specs: Specs) -> Array:
             " per input, named as the input, into the folder"
         )
     (spec,) = specs
-    shape_without_rows = spec.shape[1:] if has_rows(spec) else spec.shape
-    sample_shape = tuple(size for size in shape_without_rows if isinstance(size, int))
-    if len(sample_shape) != len(shape_without_rows):
+    # without the first dimension, if it counts samples: a file holds any number of them
+    expected_shape = spec.shape[1:] if has_rows(spec) else spec.shape
+    sample_shape = tuple(size for size in expected_shape if isinstance(size, int))
+    if len(sample_shape) != len(expected_shape):
         raise FeedError(
             f"{name} has no header, so the input must state its shape, got {describe(spec)}; give"
             " it (--raw-shape), or write .npy files, which store theirs"
@@ -367,7 +374,8 @@ def _load_raw(path: Path, specs: Specs) -> Array:
             f" {sample_bytes:,} bytes each, got {file_bytes:,} bytes; check its shape and dtype"
             " (--raw-shape, --raw-dtype)"
         )
-    return np.memmap(path, dtype, "r", 0, (file_bytes // sample_bytes, *sample_shape))
+    shape = (file_bytes // sample_bytes, *sample_shape)
+    return np.memmap(path, dtype, mode="r", shape=shape)
 
 
 def _load_npy(path: Path) -> Array:

@@ -13,7 +13,7 @@ What a first dimension is, `deploy.feed.batch_axis` says.
 import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -185,10 +185,17 @@ def count_samples(item: Item, specs: Specs, item_name: str) -> int:
 
 @dataclass(slots=True)
 class SampleCounter:
-    """The number of samples in each item, and whether every item is one complete sample.
+    """Counts the samples of items, and finds whether each item is one sample.
 
-    Items are complete if the inputs of one differ in their number of rows, as a map [1, 8, H, W]
-    and its 6 regions [6, 4] do; or if each item holds just the rows that make one sample.
+    The rows of an item, along the first dimension of its arrays, are as a rule one sample each.
+    All rows of an item together are one sample
+
+    * if the inputs of an item differ in their number of rows: a map [1, 8, H, W] has 6 regions
+      [6, 4];
+    * if the model takes several rows as one sample, such as the images of 6 cameras, and each item
+      holds just as many.
+
+    This holds for all items or for none, and may show only after several of them.
 
     Attributes:
         inputs: the inputs as the model alone shows them.
@@ -197,13 +204,11 @@ class SampleCounter:
 
     inputs: Specs
     row_counts: list[int] = field(default_factory=list)
-    _has_unequal_rows: bool = False  # whether the inputs of an item differ in their rows
-    _has_other_size: bool = False  # whether an item has other rows than the model fixes
+    _has_unequal_rows: bool = False  # whether the inputs of some item differ in their rows
+    _has_other_count: bool = False  # whether some item has other rows than a run of the model
 
     def add(self, item: Item, item_name: str) -> int:
-        """Record the rows of an item; return how many samples it holds, by what is known so far.
-
-        A row is an element of the first dimension of the arrays: a sample, or a part of one.
+        """Record the rows of an item; return its number of samples, as the items so far show it.
 
         Args:
             item: arrays by input.
@@ -222,10 +227,10 @@ class SampleCounter:
                 rows_by_input[spec.name] = array.shape[0]
 
         distinct_counts = set(rows_by_input.values())
-        if len(distinct_counts) > 1:  # then the item must be one sample as the model takes it
-            is_one_sample = all(_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+        if len(distinct_counts) > 1:
             # stacked samples are equally many, and so are dimensions of one name, such as "batch"
             must_be_equal = is_stacked or self._have_one_batch(rows_by_input)
+            is_one_sample = all(_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
             if must_be_equal or not is_one_sample:
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
@@ -234,9 +239,13 @@ class SampleCounter:
             self._has_unequal_rows = True
 
         row_count = max(distinct_counts, default=1)
-        self._has_other_size |= is_stacked or row_count != rows_of_run(self.inputs)
+        self._has_other_count |= is_stacked or row_count != rows_of_run(self.inputs)
         self.row_counts.append(row_count)
-        return 1 if self.is_complete else row_count
+        return 1 if self.items_are_samples else row_count
+
+    def add_unread(self) -> None:
+        """Count an item that could not be read as one sample."""
+        self.row_counts.append(1)
 
     def _have_one_batch(self, input_names: Collection[str]) -> bool:
         """Whether the first dimensions of these inputs have the same name, such as "batch"."""
@@ -244,30 +253,31 @@ class SampleCounter:
         return len(first_dimensions) == 1 and None not in first_dimensions
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every item is one complete sample."""
+    def items_are_samples(self) -> bool:
+        """Whether each item is one sample, by the items so far."""
         has_parts = any(spec.first_axis is FirstAxis.PARTS for spec in self.inputs)
-        return self._has_unequal_rows or (has_parts and not self._has_other_size)
+        return self._has_unequal_rows or (has_parts and not self._has_other_count)
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The inputs, as model and items show them."""
-        return without_batch(self.inputs) if self.is_complete else tuple(self.inputs)
+        return without_batch(self.inputs) if self.items_are_samples else tuple(self.inputs)
 
     @property
     def total(self) -> int:
         """The number of samples."""
-        return len(self.row_counts) if self.is_complete else sum(self.row_counts)
+        return len(self.row_counts) if self.items_are_samples else sum(self.row_counts)
 
     @property
     def item_ends(self) -> tuple[int, ...]:
         """For each item, the number of samples up to its end."""
-        counts = repeat(1, len(self.row_counts)) if self.is_complete else self.row_counts
-        return tuple(accumulate(counts))
+        if self.items_are_samples:
+            return tuple(range(1, len(self.row_counts) + 1))
+        return tuple(accumulate(self.row_counts))
 
 
 def has_rows(spec: TensorSpec) -> bool:
-    """Return whether the first dimension of the input counts rows, of any number in an array."""
+    """Return whether the first dimension of an input counts rows: samples, or parts of one."""
     return spec.first_axis in (FirstAxis.ROWS, FirstAxis.PARTS)
 
 
@@ -292,12 +302,13 @@ def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
             message += "; pixels of 0..255 must be preprocessed first"
         raise FeedError(message)
 
+    # for an input [1, 3, 8, 8]: stacked samples [N, 1, 3, 8, 8], or samples [N, 3, 8, 8]
     expected_shape = list(spec.shape)
     sizes = array.shape
-    if array.ndim == len(spec.shape) + 1:  # stacked samples with their batch dimension
+    if array.ndim == len(spec.shape) + 1:
         sizes = sizes[1:]
     elif has_rows(spec):
-        expected_shape[0] = None  # any number of samples
+        expected_shape[0] = None  # any number N
     # an image in the other order, channels first or last, is transposed later
     if not _fits(sizes, expected_shape) and _find_axis_order(sizes, spec) is None:
         raise FeedError(
@@ -365,15 +376,16 @@ def conversion_notes(item: Item, specs: Specs) -> list[str]:
     return notes
 
 
-# axis of the channels in the input -> the axes of an array in the other order, as transpose takes
-_AXIS_ORDERS = {1: (0, 3, 1, 2), 3: (0, 2, 3, 1)}
+# axis of the channels in the input -> what transposes an array in the other order to it
+_AXIS_ORDER_BY_CHANNEL_AXIS = {1: (0, 3, 1, 2), 3: (0, 2, 3, 1)}
 
 
 def _find_axis_order(sizes: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...] | None:
-    """Return the axes that transpose an array of images to the input's order; None if it fits.
+    """Return the axes that transpose images, [N, H, W, C] or [N, C, H, W], to the input's order.
 
-    The orders are [N, H, W, C] and [N, C, H, W]. They are told apart only if the input fixes the
-    number of channels, and it is below both sides: [1, 3, 3, 3] is never transposed.
+    None if the array has that order, or fits in neither. The orders are told apart only if the
+    input fixes the number of channels, and it is below both sides: [1, 3, 3, 3] is never
+    transposed.
 
     Args:
         sizes: the shape of the array.
@@ -381,11 +393,12 @@ def _find_axis_order(sizes: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...
     """
     if len(sizes) != 4 or len(spec.shape) != 4:
         return None
-    for channel_axis, axis_order in _AXIS_ORDERS.items():
+    for channel_axis, axis_order in _AXIS_ORDER_BY_CHANNEL_AXIS.items():
         channels = spec.shape[channel_axis]
         transposed_sizes = [sizes[axis] for axis in axis_order]
-        fits_already = sizes[channel_axis] == channels
-        if fits_already or not _fits(transposed_sizes[1:], spec.shape[1:]):
+        has_input_order = sizes[channel_axis] == channels
+        # the first axis is left out: an array may hold any number of images
+        if has_input_order or not _fits(transposed_sizes[1:], spec.shape[1:]):
             continue
         sides = transposed_sizes[2:] if channel_axis == 1 else transposed_sizes[1:3]
         if isinstance(channels, int) and channels < min(sides):

@@ -39,7 +39,7 @@ class CalibratorBatches:
     """Converts the batches of a script from addresses to arrays."""
 
     def __init__(
-        self, script: str, memory: Memory, specs: tuple[TensorSpec, ...], batch: int
+        self, script: str, memory: Memory, specs: tuple[TensorSpec, ...], batch_size: int
     ) -> None:
         """Start before the first batch.
 
@@ -47,21 +47,22 @@ class CalibratorBatches:
             script: its name in messages.
             memory: what the script allocated and copied.
             specs: the model's inputs.
-            batch: samples per batch that `get_batch_size` of the script says.
+            batch_size: samples per batch that `get_batch_size` of the script declares.
         """
         self._script = script
         self._memory = memory
         self._specs = specs
-        self._batch = batch
-        # samples expected in a batch; many scripts say 1 and copy as many as the model takes
-        self._rows = rows_of_run(specs) if batch == 1 else batch
+        self._declared_size = batch_size
+        # many scripts declare 1 sample, and copy as many as the model takes
+        self._expected_size = rows_of_run(specs) if batch_size == 1 else batch_size
         self._number = 0  # of the current batch
-        self._must_have_ended = False  # the last batch is accepted only as the end of the data
-        self._short_batches: list[int] = []  # samples of each batch with fewer than `_rows`
-        self._largest_batch = 0  # samples of the largest one with more than `_rows`
+        self._is_last = False  # whether no batch may follow the current one
+        # samples in batches of another size than expected
+        self._size_by_short_batch: dict[int, int] = {}  # number of the batch -> its samples
+        self._largest_size = 0
 
     @property
-    def title(self) -> str:
+    def batch_title(self) -> str:
         """Name of the current batch in messages."""
         return f"batch {self._number}"
 
@@ -69,16 +70,17 @@ class CalibratorBatches:
     def notes(self) -> list[str]:
         """Notes on batches whose size differs from `get_batch_size`."""
         notes = []
-        if self._short_batches:
+        if self._size_by_short_batch:
+            first_size, *_ = self._size_by_short_batch.values()
             notes.append(
-                f"{self._script} copied fewer than {self._rows} samples for"
-                f" {len(self._short_batches)} of its {self._number} batches"
-                f" ({self._short_batches[0]} for the first of them): only those are used, whereas"
+                f"{self._script} copied fewer than {self._expected_size} samples for"
+                f" {len(self._size_by_short_batch)} of its {self._number} batches"
+                f" ({first_size} for the first of them): only those are used, whereas"
                 " TensorRT would read old samples after them again"
             )
-        if self._largest_batch:
+        if self._largest_size:
             notes.append(
-                f"get_batch_size of {self._script} says 1, and up to {self._largest_batch} samples"
+                f"get_batch_size of {self._script} says 1, and up to {self._largest_size} samples"
                 " were copied for a batch: all of them are used"
             )
         return notes
@@ -86,17 +88,19 @@ class CalibratorBatches:
     def item(self, pointers: Sequence[object]) -> Item:
         """Return the current batch as arrays by input, and go on to the next batch.
 
+        A batch is refused if the one before it was accepted only as the last one.
+
         Args:
             pointers: what get_batch returned: for each input, an address or a pointer object.
 
         Raises:
             FeedError: an address is not the script's, or holds too few or too many bytes.
         """
-        if self._must_have_ended:
+        if self._is_last:
             raise FeedError(
                 f"only the last batch of {self._script} may hold fewer samples than"
-                f" get_batch_size gives, {self._rows}, got {self.title} after such a batch; copy"
-                f" complete batches, of the dtype of {describe(self._specs[0])}"
+                f" get_batch_size gives, {self._expected_size}, got {self.batch_title} after such a"
+                f" batch; copy complete batches, of the dtype of {describe(self._specs[0])}"
             )
         pairs = zip(self._specs, pointers, strict=True)
         item = {spec.name: self._array(spec, pointer) for spec, pointer in pairs}
@@ -111,25 +115,26 @@ class CalibratorBatches:
             pointer: an address or a pointer object.
 
         Returns:
-            An array [samples, ...]; of the input's rank if it has no batch dimension.
+            An array [samples, ...]; or [...], one sample, if the input has no batch dimension.
 
         Raises:
             FeedError: see `item`.
         """
-        # the allocated memory from the address on, with what was copied there
         address = _address(pointer)
+        # the window: size of the allocated memory from the address on, and what was copied there
         window = None if address is None else self._memory.find_window(address)
         if address is None or window is None:
             got = type(pointer).__name__ if address is None else f"address {address:#x}"
             raise FeedError(
                 f"get_batch of {self._script} must give addresses of memory that was allocated by"
                 f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
-                f" {spec.name!r} in {self.title}"
+                f" {spec.name!r} in {self.batch_title}"
             )
 
-        # shape, dtype and number of samples follow from the input and from what was copied there
+        # in this order: the number of values in a batch shows the dtype of the copied bytes, and
+        # the size of a sample how many samples they are
         has_batch = has_rows(spec)
-        expected_count = self._rows if has_batch else 1
+        expected_count = self._expected_size if has_batch else 1
         sample_shape = self._sample_shape(spec, window, has_batch=has_batch)
         sample_size = prod(sample_shape)
         dtype = np.dtype(self._dtype(spec, window, expected_count * sample_size))
@@ -182,7 +187,8 @@ class CalibratorBatches:
         if window.dtype != spec.dtype and not (is_int64 and window.dtype == "int32"):
             raise FeedError(
                 f"get_batch of {self._script} must copy the dtype of the input {describe(spec)},"
-                f" got {window.dtype} in {self.title}; convert it with .astype('{spec.dtype}')"
+                f" got {window.dtype} in {self.batch_title}; convert it with"
+                f" .astype('{spec.dtype}')"
             )
         return window.dtype
 
@@ -195,10 +201,10 @@ class CalibratorBatches:
         *,
         has_batch: bool,
     ) -> int:
-        """Return the number of samples at an address.
+        """Return the number of samples at an address: `expected_count`, with few exceptions.
 
-        It is `expected_count`, but for two kinds of batches of which complete samples were copied:
-        larger ones where get_batch_size says 1, and smaller ones, as at the end of the data.
+        The number of bytes that were copied there may show another one, which
+        `_accept_other_count` decides about.
 
         Args:
             spec: the input.
@@ -220,22 +226,40 @@ class CalibratorBatches:
 
         copied_count, remaining_bytes = divmod(used_bytes, sample_bytes)
         if is_copied and has_batch and not remaining_bytes:
-            is_typed = window.dtype is not None  # else the bytes may be of another dtype
-            if copied_count > expected_count and is_typed and self._batch == 1:
-                self._largest_batch = max(self._largest_batch, copied_count)
-                return copied_count
-            # of another dtype, all batches would be short, also the first
-            may_be_short = is_typed or self._number > 0
-            if copied_count < expected_count and may_be_short:
-                self._must_have_ended = not is_typed
-                self._short_batches.append(copied_count)
+            is_larger = copied_count > expected_count
+            if self._accept_other_count(copied_count, is_larger, window.dtype is not None):
                 return copied_count
         kind = "copied" if is_copied else "an allocation of"
         raise FeedError(
-            f"{self.title} of {self._script} must hold {expected_count} samples (get_batch_size) of"
-            f" the input {describe(spec)}, {expected_bytes} bytes, got {kind} {used_bytes} bytes;"
+            f"{self.batch_title} of {self._script} must hold {expected_count} samples"
+            f" (get_batch_size) of the input {describe(spec)}, {expected_bytes} bytes, got {kind}"
+            f" {used_bytes} bytes;"
             " make get_batch_size, the allocation, the dtype and the copied bytes agree"
         )
+
+    def _accept_other_count(self, count: int, is_larger: bool, is_typed: bool) -> bool:
+        """Return whether a batch may hold more or fewer samples than expected; note it if so.
+
+        A larger one may if get_batch_size says 1, a smaller one as at the end of the data. If the
+        dtype of the copied bytes is not known, it may be smaller than the input's. Then each batch
+        would look small: so the first one may not be, and only the last one may.
+
+        Args:
+            count: samples that the copied bytes are, in the input's dtype.
+            is_larger: whether they are more than expected.
+            is_typed: whether the dtype of the copied bytes is known.
+        """
+        if is_larger:
+            if not is_typed or self._declared_size > 1:
+                return False
+            self._largest_size = max(self._largest_size, count)
+            return True
+        if not is_typed:
+            if self._number == 0:
+                return False
+            self._is_last = True
+        self._size_by_short_batch[self._number] = count
+        return True
 
 
 def _address(pointer: object) -> int | None:
@@ -262,7 +286,7 @@ class CalibratorScript:
         algorithm: of its base class: "entropy2", "entropy", "minmax" or "legacy"; else None.
         quantile: a legacy calibrator's `get_quantile`; else None.
         cache: the bytes that its `read_calibration_cache` returns; None without.
-        batch: samples per batch, its `get_batch_size`.
+        batch_size: samples per batch, its `get_batch_size`.
         notes: for the user, besides those from reading the batches.
     """
 
@@ -277,25 +301,26 @@ class CalibratorScript:
         """
         self.spec = spec
         self.notes: tuple[str, ...] = ()
-        self._stand_ins = StandIns()
+        self._stand_ins = StandIns()  # of tensorrt and CUDA's packages, which are not needed
         with self._stand_ins.installed():
             self._create = usercode.load_function(
                 spec, what="a calibrator", form="file.py:function", error=FeedError
             )
         _refuse_arguments(self._create, spec)
         self._calibrator = self._call(self._create)
-        self._was_read = False  # whether its batches were: a second reading needs a new calibrator
+        self._was_read = False  # then another reading needs a new calibrator
         for method in ("get_batch_size", "get_batch"):
             if not callable(self._attribute(method)):
                 raise FeedError(
                     f"{self} must have get_batch_size and get_batch, got a"
                     f" {type(self._calibrator).__name__} without {method}; return the calibrator"
                 )
-        self.batch = self._batch_size()
+        self.batch_size = self._read_batch_size()
         algorithm = self._call_method("get_algorithm")
         is_algorithm = isinstance(algorithm, CalibrationAlgoType)
         self.algorithm = _ALGORITHM_NAMES.get(algorithm) if is_algorithm else None
-        self.quantile = self._quantile() if self.algorithm == "legacy" else None
+        # TensorRT calls get_quantile of legacy calibrators only
+        self.quantile = self._read_quantile() if self.algorithm == "legacy" else None
         self.cache = self._read_cache()
 
     def __str__(self) -> str:
@@ -311,7 +336,7 @@ class CalibratorScript:
         if self._was_read:
             self._calibrator = self._call(self._create)
         self._was_read = True
-        batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch)
+        batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch_size)
         items = iter(lambda: self._next_item(batches, specs), None)
         source = open_iterable(items, specs, name=str(self), has_end=False, limit=limit)
         return replace(source, notes=(*self.notes, *batches.notes, *source.notes))
@@ -335,7 +360,7 @@ class CalibratorScript:
             return None
         return self._call(method)
 
-    def _batch_size(self) -> int:
+    def _read_batch_size(self) -> int:
         """Return what get_batch_size gives."""
         size = self._call(self._calibrator.get_batch_size)
         try:
@@ -346,7 +371,7 @@ class CalibratorScript:
             raise FeedError(f"get_batch_size of {self} must give 1 or more, got {size!r:.60}")
         return count
 
-    def _quantile(self) -> float | None:
+    def _read_quantile(self) -> float | None:
         """Return what a legacy calibrator's get_quantile gives; None without that method."""
         if self._attribute("get_quantile") is None:
             return None
@@ -380,7 +405,7 @@ class CalibratorScript:
         if got != len(specs):
             raise FeedError(
                 f"get_batch of {self} must give one address for each of {input_names},"
-                f" got {got} in {batches.title}"
+                f" got {got} in {batches.batch_title}"
             )
         return batches.item(list(pointers))
 

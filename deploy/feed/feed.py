@@ -35,7 +35,7 @@ from deploy.feed.loaders import (
     is_loader_spec,
     iterate_items,
     open_iterable,
-    peek_names,
+    peek_input_names,
     preprocess_items,
 )
 from deploy.feed.model_preprocess import MetadataPreprocess, ResolvedPreprocess, resolve_preprocess
@@ -140,23 +140,20 @@ class Dataset:
                 raise ConfigError("labels by folder are of files in folders, got no path; give one")
             files = label_by_folder(files)
 
-        missing_states: Recurrence | None = None  # those that the samples lack
         recurrence = self._find_recurrence(specs, recurrence)
-        if recurrence is not None and not isinstance(source, CalibratorScript):
-            given_names: Collection[str] = ()  # images give the only input that is no state
-            if files is None:
-                given_names, source = peek_names(source, specs)
-            elif files.are_arrays:
-                given_names = names_in_file(files.files[0], recurrence.inputs)
+        if recurrence is not None:
+            given_names, source = _peek_given_inputs(source, files, recurrence.inputs)
             sample_inputs = recurrence.required_inputs(given_names)
-            if sample_inputs is not None:
-                specs, missing_states = sample_inputs, recurrence
+            if sample_inputs is None:  # the samples hold the states of each step
+                recurrence = None
+            else:
+                specs = sample_inputs
         opener = _SourceOpener(
             dataset=self,
             choice=to_choice(self.limit),
             specs=tuple(specs),
             metadata_preprocess=metadata_preprocess,
-            recurrence=missing_states,
+            recurrence=recurrence,
         )
         return opener.open(source, files)
 
@@ -199,7 +196,8 @@ class _SourceOpener:
         """Return the feed of a source, opened by its kind.
 
         Args:
-            source: a path, raw files, a calibrator's script, or a Python object with samples.
+            source: a path, files without a header (`RawFiles`), a calibrator's script, or a Python
+                object with samples.
             files: the files that a path or a list of paths resolves to; None for other sources.
 
         Raises:
@@ -212,7 +210,9 @@ class _SourceOpener:
             return self._open_images(files)
         if isinstance(source, CalibratorScript):
             return self._open_calibrator(source)
-        if self.dataset.preprocess is None:  # then they are arrays, ready to be fed
+
+        # files of arrays, or a Python object, whose items are images if there is preprocessing
+        if self.dataset.preprocess is None:
             return self._create_feed(self._open_arrays(source, files, self.specs))
         if files is None:
             return self._open_images_in_memory(source)
@@ -234,12 +234,12 @@ class _SourceOpener:
         (spec,) = self.specs
         # their shape and dtype may differ from the input's: they are converted below
         arrays = self._open_arrays(raw.path, files, (raw.file_spec(spec),))
-        # pixels, if the user gave their dtype or preprocessing
-        if raw.are_images(spec, has_preprocess=self.dataset.preprocess is not None):
+        has_preprocess = self.dataset.preprocess is not None
+        if raw.are_images(spec, has_preprocess=has_preprocess):
             resolved = self._resolve_preprocess()
             images = convert_images(arrays, spec, resolved.preprocess)
             return self._create_feed(images, resolved, kind="raw pictures")
-        if self.dataset.preprocess is not None:
+        if has_preprocess:
             raise ConfigError(_NO_PREPROCESSING)
         return self._create_feed(convert_arrays(arrays, spec))
 
@@ -301,8 +301,8 @@ class _SourceOpener:
             return open_iterable(items, specs, has_end=has_end, limit=self.choice.required_samples)
         if files.folder is not None:
             return open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
+        # one file may hold all samples; a label in a list of files applies to a file's samples
         if len(files.files) == 1 and files.files[0].label is None:
-            add_input_file(files.files[0].path)
             return open_array_file(files.files[0].path, specs)
         return open_array_files(files.files, specs, files.name, skip_bad=skip_bad)
 
@@ -338,27 +338,32 @@ class _SourceOpener:
             notes: on the source.
             default_every: default step N of "every N-th sample".
         """
-        specs, batch = self.specs, rows_of_run(self.specs)
+        specs = self.specs
+        batch = rows_of_run(specs)  # images or rows of each run; 1 unless the model fixes more
         if isinstance(source, ArraySource):
-            batch, notes = source.batch, source.notes
-            if source.convert is None:  # else they are those of raw files, before conversion
-                specs = source.specs
+            batch = source.batch
+            notes += source.notes
+            if source.convert is None:  # else they describe raw files, not the inputs
+                specs = source.specs  # with what the samples show of their first dimension
         if resolved is not None:
             notes += resolved.notes
+
         if self.recurrence is None:
             chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
-        else:  # the samples lack the states, which the source then adds
-            specs = self.recurrence.inputs
+        else:
             refuse_batches(batch, "states are of one sequence at a time")
+            specs = self.recurrence.inputs  # the samples' and the states, which are added to them
             source = SequenceSource(source, self.recurrence)
             chosen, choice_notes = choose_steps(self.choice, source)
+        notes += tuple(choice_notes)
+
         share = None
         if self.choice.shard is not None:
-            refuse_batches(batch)
+            refuse_batches(batch)  # a batch would mix samples of several shards
             names_digest = digest_names(map(source.sample_name, chosen))
             share = create_share(self.choice.shard, len(chosen), names_digest)
             chosen = [chosen[position] for position in share.positions]
-            choice_notes.append(f"shard {share}: {len(chosen)} of {share.count} samples")
+            notes += (f"shard {share}: {len(chosen)} of {share.count} samples",)
         return Feed(
             source,
             chosen,
@@ -367,10 +372,29 @@ class _SourceOpener:
             batch=batch,
             preprocess=None if resolved is None else resolved.preprocess,
             skip_bad=self.dataset.skip_bad,
-            notes=(*notes, *choice_notes),
+            notes=notes,
             origin="" if resolved is None else resolved.origin,
             share=share,
         )
+
+
+def _peek_given_inputs(
+    source: FeedSource, files: SourceFiles | None, inputs: tuple[TensorSpec, ...]
+) -> tuple[Collection[str], FeedSource]:
+    """Return (names of the inputs that the first sample holds, the source of all samples).
+
+    Args:
+        source: the source; a Python object that is read only once is replaced.
+        files: the files of the source; None for a Python object.
+        inputs: all inputs of the model.
+    """
+    if isinstance(source, CalibratorScript):  # it gets the names of all inputs, and gives all
+        return [spec.name for spec in inputs], source
+    if files is None:
+        return peek_input_names(source, inputs)
+    if files.are_arrays:
+        return names_in_file(files.files[0], inputs), source
+    return (), source  # images belong to the only input that is no state, whatever its name
 
 
 def _open_video(files: SourceFiles, spec: TensorSpec, preprocess: Preprocess) -> VideoSource | None:

@@ -42,13 +42,13 @@ _MAX_SCRIPT_BYTES = 1 << 24
 _MAX_IGNORED_NAMES = 5  # values of an item that a note names
 
 
-def peek_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str], Any]:
-    """Return which inputs the first item of a source holds, and all its items, that one included.
+def peek_input_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str], Any]:
+    """Return (names of the inputs in the first item of a source, an iterable of all its items).
 
-    The names are the keys of a mapping. A tuple holds the first inputs, as far as its elements have
-    their rank, with or without batch: labels have a lower one. A single array names no input.
+    A mapping names its inputs; a tuple holds the first inputs in order, and perhaps labels. A
+    single array names none.
     """
-    items = iterate_items(source)[0]
+    items, _ = iterate_items(source)
     first_items = list(islice(items, 1))
     if not isinstance(items, list | tuple):  # it is read once: put the first item back
         items = chain(first_items, items)
@@ -62,7 +62,7 @@ def peek_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str
     names = []
     for spec, value in zip(specs, first_item, strict=False):
         sample_rank = len(spec.shape) - 1  # without batch
-        if 0 < sample_rank <= np.ndim(value):
+        if 0 < sample_rank <= np.ndim(value):  # labels have fewer dimensions
             names.append(spec.name)
     return names, items
 
@@ -214,7 +214,6 @@ def open_iterable(
     counter = SampleCounter(specs)
     unused_values = _UnusedValues()
     notes: dict[str, None] = {}  # each note once, in order
-    max_samples = None if has_end else limit
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
@@ -223,31 +222,44 @@ def open_iterable(
         unused_values.add(matched, sample_count)  # which may be labels
         items.append(item)
         notes |= dict.fromkeys(conversion_notes(item, specs))
-        if max_samples is not None and counter.total >= max_samples:
+        # a source that ends is read completely: the samples are chosen among all of them
+        if not has_end and _is_enough(counter.total, limit, name):
             break
-        if max_samples is None and not has_end and counter.total > MAX_SAMPLES:
-            raise FeedError(
-                f"{name} must end, got {counter.total:,} samples and no end; set a maximum number"
-                " of samples (--limit), and the first ones are used"
-            )
 
-    total = counter.total if max_samples is None else min(counter.total, max_samples)
+    total = counter.total
+    if limit is not None and not has_end:
+        total = min(total, limit)  # the last item may hold more samples
     if not total:
         raise FeedError(f"{name} must give samples, got none")
-    item_ends = (*counter.item_ends[:-1], total)  # the last item may hold more samples
     labels = unused_values.labels(counter.total)
     all_notes = [*notes, *unused_values.notes()]
     if not is_in_memory:
-        first = "the first " if total == max_samples else ""
+        first = "the first " if total == limit and not has_end else ""
         all_notes.append(f"{name} was read once into a temporary file ({first}{total} samples)")
     return ArraySource(
-        counter.specs,
-        items,
-        item_ends,
-        name,
+        specs=counter.specs,
+        items=items,
+        item_ends=(*counter.item_ends[:-1], total),
+        name=name,
         labels=None if labels is None else labels[:total],
         notes=tuple(all_notes),
     )
+
+
+def _is_enough(sample_count: int, limit: int | None, name: str) -> bool:
+    """Return whether so many samples of a source that may not end reach the limit.
+
+    Raises:
+        FeedError: there is no limit, and they are more than `MAX_SAMPLES`.
+    """
+    if limit is not None:
+        return sample_count >= limit
+    if sample_count > MAX_SAMPLES:
+        raise FeedError(
+            f"{name} must end, got {sample_count:,} samples and no end; set a maximum number of"
+            " samples (--limit), and the first ones are used"
+        )
+    return False
 
 
 @dataclass(frozen=True, slots=True)

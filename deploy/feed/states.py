@@ -83,9 +83,10 @@ class Recurrence:
         return replace(self, states=dict(states), is_set=True)
 
     def required_inputs(self, given_names: Collection[str]) -> tuple[TensorSpec, ...] | None:
-        """Return the inputs that samples with these names give; None if they give the states.
+        """Return the inputs to read from samples that hold the inputs of these names.
 
-        Samples that give states which the user named give those of a sequence's start.
+        None if the samples hold the states of each step, so that none is computed. If the user
+        named the states, those in the samples are only the states at a sequence's start.
         """
         has_states = set(self.states) <= set(given_names)
         if has_states:
