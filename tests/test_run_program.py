@@ -135,7 +135,7 @@ def test_program_finds_the_boxes_that_are_judged(coding, layout, extra, rng, tmp
         classes=3,
         gate_activation="sigmoid",
         background=1 if extra == "background" else None,
-        point_numbers=2 if extra == "points" else 0,
+        point_width=2 if extra == "points" else 0,
         mask_maps="maps" if extra == "masks" else "",
     )
     program = load_program(BoxDetection(decoder), outputs, tmp_path)

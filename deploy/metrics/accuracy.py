@@ -42,7 +42,7 @@ class Accuracy:
             than classification.
         problems: sentences on NaN, Inf and differing shapes; empty if there are none.
         classes: number of classes of the classification output. An output of class numbers without
-            scores counts the distinct ones seen, labels included.
+            scores counts up to the highest one seen, labels included.
         favourite: share of the samples that the reference gives to its most frequent class.
         label_shift: share of samples whose label is the class above the reference's; if more are
             the class below, minus their share.

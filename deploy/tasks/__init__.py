@@ -110,34 +110,51 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
+    if task:
+        return _fit_user_task(samples, task), "as set by --task"
     declared = samples.declared
-    source = "as set by --task" if task else f"by {declared.source}"
-    has_too_many = not task and len(samples.names) > _MAX_OUTPUTS
-    if not samples.outputs or task in NO_TASK or has_too_many:
-        return None, source if task else ""
+    if not samples.outputs or len(samples.names) > _MAX_OUTPUTS:
+        return None, ""
+    if declared.task in NO_TASK:
+        return None, f"by {declared.source}"
+
     # probabilities are used without their raw scores, which say the same
     distinct = first_samples.drop_outputs(samples, declared.probabilities)
-    named_task = task or declared.task
-    if named_task in TASKS:
-        row = TASKS[named_task]
-        fitting = _recognise(distinct, [row]) or row.fit(distinct)
+    if declared.task:
+        fitting = _fit_task(distinct, TASKS[declared.task])
         if fitting is not None:
-            return fitting, source
-        if task:
-            got = []
-            for name in samples.all_output_names[:4]:
-                got.append(f"{name} {[*samples.outputs[0][name].shape]}")
-            shapes = ", or ".join(form.shape for form in row.forms)
-            raise ConfigError(
-                f"the task {task} needs {shapes}, got {', '.join(got)}; set another, or none to"
-                " compare values"
-            )
-    if named_task in NO_TASK:
-        return None, source
-
+            return fitting, f"by {declared.source}"
     # indices may be an output of any task, so they are tried last
     rows = [row for name, row in TASKS.items() if name != "indices"]
     return _recognise(distinct, rows) or indices.find_integers(distinct), ""
+
+
+def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask | None:
+    """Return the task that the user set, on these outputs; None for a name of `NO_TASK`.
+
+    Raises:
+        ConfigError: the outputs do not fit it.
+    """
+    if task in NO_TASK or not samples.outputs:
+        return None
+    row = TASKS[task]
+    distinct = first_samples.drop_outputs(samples, samples.declared.probabilities)
+    fitting = _fit_task(distinct, row)
+    if fitting is not None:
+        return fitting
+    got = []
+    for name in samples.all_output_names[:4]:
+        got.append(f"{name} {[*samples.outputs[0][name].shape]}")
+    shapes = ", or ".join(form.shape for form in row.forms)
+    raise ConfigError(
+        f"the task {task} needs {shapes}, got {', '.join(got)}; set another, or none to compare"
+        " values"
+    )
+
+
+def _fit_task(samples: FirstSamples, row: TaskRow) -> EvaluationTask | None:
+    """Return a task that is set or declared: recognised if possible, else in a layout that fits."""
+    return _recognise(samples, [row]) or row.fit(samples)
 
 
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:

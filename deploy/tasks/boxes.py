@@ -10,13 +10,14 @@ rows of two models are different boxes: only the column of scores is compared by
 if the length of the list varies. Other detectors: `detector_forms`.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
 import numpy as np
 
 from deploy.tasks.detections import (
+    Detections,
     match_detections,
     scale_to_pixels,
     suppress_overlaps,
@@ -32,7 +33,7 @@ from deploy.tasks.evaluation_task import (
     ThresholdTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Outputs, image_size
+from deploy.tasks.rows import ImageSize, Outputs, image_size
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import BOX_THRESHOLDS, MIN_CODED_SHARE, MIN_LIST_ROWS, UNIT_TOLERANCE
 
@@ -140,15 +141,16 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
             return False
     if not np.isfinite(rows).all():
         return False
-    rows = rows[rows[:, 4] > 0]  # lists of fixed length are padded
+    rows = rows[rows[:, 4] > 0]  # lists of fixed length end in rows without a box, of score 0
     if len(rows) < MIN_LIST_ROWS:
         return False
+
     scores, class_numbers = rows[:, 4], rows[:, 5]
-    has_whole_scores = (scores == scores.round()).all()  # then they are class numbers
-    has_scores = scores.max() <= 1 + UNIT_TOLERANCE and not has_whole_scores
+    are_whole = (scores == scores.round()).all()  # whole numbers are classes, not scores
+    has_scores = scores.max() <= 1 + UNIT_TOLERANCE and not are_whole
     has_classes = class_numbers.min() >= 0 and (class_numbers == class_numbers.round()).all()
-    has_ordered_corners = np.all(rows[:, 2:4] >= rows[:, :2], axis=1)
-    return bool(has_scores and has_classes and has_ordered_corners.mean() >= MIN_CODED_SHARE)
+    are_ordered = np.all(rows[:, 2:4] >= rows[:, :2], axis=1)  # second corner after the first
+    return bool(has_scores and has_classes and are_ordered.mean() >= MIN_CODED_SHARE)
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
@@ -163,7 +165,7 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
         return slices
     if scores.layout == LIST_NUMBERS:
         slices[scores.output] = (OutputSlice(output=scores.output),)
-    elif len(shapes.pop()) > 2:
+    elif len(shapes.pop()) > 2:  # [K, 6] would be read as a batch of K samples
         stop = scores.start + 1
         column = OutputSlice(output=scores.output, axis=-1, start=scores.start, stop=stop)
         slices[scores.output] = (column,)
@@ -183,34 +185,52 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
     )
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Match the boxes of one sample at each threshold, count them, and offer them to show."""
         decoder = self.task.decoder
         reference_boxes = suppress_overlaps(decoder.boxes(inputs, reference))
         candidate_boxes = suppress_overlaps(decoder.boxes(inputs, candidate))
-        pairs_above = match_detections(reference_boxes, candidate_boxes, self.thresholds)
+        pairs_by_threshold = match_detections(reference_boxes, candidate_boxes, self.thresholds)
         # boxes of no coding are squares without a place in the picture: nothing to show
         size = image_size(inputs) if decoder.coding else None
-        for threshold, pairs in zip(self.thresholds, pairs_above, strict=True):
-            expected, detected = reference_boxes.above(threshold), candidate_boxes.above(threshold)
-            self.count(threshold, len(expected.scores), len(detected.scores), len(pairs))
-            if size is None:
-                continue
-            # indices of boxes: matched ones of both models, FP32's and the candidate's alone
-            kept, found = np.array(pairs, np.int64).reshape(-1, 2).T
-            lost = np.setdiff1d(np.arange(len(expected.scores)), kept)
-            new = np.setdiff1d(np.arange(len(detected.scores)), found)
-            expected, detected = scale_to_pixels(expected, size), scale_to_pixels(detected, size)
-            example = BoxExample(
-                number=self.samples - 1,
-                size=size,
-                threshold=threshold,
-                kept=expected.at(kept),
-                found=detected.at(found),
-                lost=expected.at(lost),
-                new=detected.at(new),
-            )
-            self.examples[threshold].offer(
-                example, difference=len(lost) + len(new), predictions=len(pairs)
-            )
+        for threshold, pairs in zip(self.thresholds, pairs_by_threshold, strict=True):
+            fp32, int8 = reference_boxes.above(threshold), candidate_boxes.above(threshold)
+            self.count(threshold, len(fp32.scores), len(int8.scores), len(pairs))
+            if size is not None:
+                self._offer_example(threshold, pairs, fp32, int8, size)
+
+    def _offer_example(
+        self,
+        threshold: float,
+        pairs: Sequence[tuple[int, int]],
+        reference: Detections,
+        candidate: Detections,
+        size: ImageSize,
+    ) -> None:
+        """Offer the boxes of the sample that was counted last, to be shown over its picture.
+
+        Args:
+            threshold: score above which the boxes lie.
+            pairs: indices of the boxes that match, of the reference and of the candidate.
+            reference: FP32's boxes.
+            candidate: the candidate's boxes.
+            size: (height, width) of the picture in pixels.
+        """
+        kept, found = np.array(pairs, np.int64).reshape(-1, 2).T
+        lost = np.setdiff1d(np.arange(len(reference.scores)), kept)
+        new = np.setdiff1d(np.arange(len(candidate.scores)), found)
+        reference = scale_to_pixels(reference, size)
+        candidate = scale_to_pixels(candidate, size)
+        example = BoxExample(
+            number=self.samples - 1,
+            size=size,
+            threshold=threshold,
+            kept=reference.at(kept),
+            found=candidate.at(found),
+            lost=reference.at(lost),
+            new=candidate.at(new),
+        )
+        difference = len(lost) + len(new)
+        self.examples[threshold].offer(example, difference=difference, predictions=len(pairs))
 
     @property
     def watched(self) -> frozenset[int]:

@@ -143,13 +143,21 @@ def declare(
 def _declared_tasks(
     properties: Mapping[str, str], config: Mapping[str, Any], outputs: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (task, who declares it), the most certain first."""
+    """Yield (task, who declares it), the most certain first.
+
+    Args:
+        properties: the model's metadata.
+        config: the `config.json` beside it, whose architectures are such as "Wav2Vec2ForCTC".
+        outputs: names of the outputs.
+    """
     task = ULTRALYTICS_TASKS.get(properties.get("task", ""))
     if task is not None and properties.get("author") == "Ultralytics":
         yield task, "Ultralytics' metadata"
 
     architectures = config.get("architectures")
-    for architecture in architectures if isinstance(architectures, list) else ():
+    if not isinstance(architectures, list):  # a user's file may hold anything
+        architectures = []
+    for architecture in architectures:
         for ending, task in ARCHITECTURES.items():
             if not str(architecture).endswith(ending):
                 continue
@@ -157,6 +165,7 @@ def _declared_tasks(
                 task = "labels"
             yield task, "config.json beside the model"
 
+    # the least certain: a user may give any name to an output
     for row in OUTPUT_NAMES:
         if all(name in outputs for name in row.names):
             yield row.task, f"{row.exporter}'s output names"
@@ -178,9 +187,14 @@ def _find_ends(outputs: Collection[str], makers: Makers) -> dict[str, str]:
 def _find_repeats(
     outputs: Collection[str], makers: Makers, ends: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the fields `probabilities` and `best_classes` of `Declaration`.
+    """Find the outputs that repeat another output: as its Softmax or Sigmoid, or as its ArgMax.
 
-    Classifiers often give raw scores, their Softmax (or Sigmoid) and their ArgMax as outputs.
+    Classifiers often give raw scores, their probabilities and their best class as three outputs.
+
+    Args:
+        outputs: names of the outputs.
+        makers: tensor -> the node that computes it.
+        ends: output -> what its values are, as in `ENDS`.
 
     Returns:
         (output of raw scores -> output of their probabilities, output of an ArgMax -> output of its
@@ -190,14 +204,18 @@ def _find_repeats(
     for output in outputs:
         outputs_by_origin.setdefault(_find_origin(output, makers), []).append(output)
     probabilities, best_classes = {}, {}
-    for group in outputs_by_origin.values():
-        scores = [output for output in group if ends.get(output) != "classes"]
-        activated = [output for output in scores if ends.get(output) in ("softmax", "sigmoid")]
+    for group in outputs_by_origin.values():  # outputs that are computed from the same scores
+        score_outputs = [output for output in group if ends.get(output) != "classes"]
+        activated_outputs = []
+        for output in score_outputs:
+            if ends.get(output) in ("softmax", "sigmoid"):
+                activated_outputs.append(output)
         for output in group:
-            if scores and output not in scores:
-                best_classes[output] = (activated or scores)[0]
-            elif activated and output not in activated:
-                probabilities[output] = activated[0]
+            if output not in score_outputs:
+                if score_outputs:
+                    best_classes[output] = (activated_outputs or score_outputs)[0]
+            elif activated_outputs and output not in activated_outputs:
+                probabilities[output] = activated_outputs[0]
     return probabilities, best_classes
 
 
@@ -209,7 +227,11 @@ def _find_origin(tensor: str, makers: Makers) -> str:
 
 
 def _last_operators(tensor: str, makers: Makers) -> set[str]:
-    """Return the operators that compute a tensor's values, upstream of those that move them."""
+    """Return the operators that compute a tensor's values.
+
+    They are searched for upstream of operators that move values or add a bias to them (`_MOVING`),
+    such as a Reshape.
+    """
     operators = set()
     tensors, visited = [tensor], set[str]()
     while tensors:

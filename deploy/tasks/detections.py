@@ -91,7 +91,7 @@ def make_masks(weights: Array, maps: Array | None, size: ImageSize | None) -> In
     """Return the masks of boxes in pixels; None if the maps do not match the picture's size.
 
     Args:
-        weights: of each prototype map, [n, m].
+        weights: [n, m], of n boxes, a weight for each of m prototype maps.
         maps: prototypes [1, m, h, w]; None without.
         size: (height, width) of the picture in pixels: 2, 4 or 8 times that of the maps.
     """
@@ -230,11 +230,11 @@ def match_detections(
     Returns:
         For each threshold, pairs of indices among the boxes above it.
     """
-    # [reference's boxes, candidate's boxes]; 0 for pairs that are not of one class or shape
+    # [reference's boxes, candidate's boxes]; 0 for pairs that differ in class, key points or mask
     ious = box_ious(reference.boxes, candidate.boxes)
     ious[reference.classes[:, None] != candidate.classes[None, :]] = 0
     if reference.shapes is not None and candidate.shapes is not None:
-        for index, candidate_index in np.argwhere(ious > IOU):
+        for index, candidate_index in np.argwhere(ious > IOU):  # the others match in no case
             shape = reference.shapes.at([index])
             candidate_shape = candidate.shapes.at([candidate_index])
             boxes = reference.boxes[index], candidate.boxes[candidate_index]
@@ -244,11 +244,11 @@ def match_detections(
     pairs_by_threshold = []
     for threshold in thresholds:
         is_above = np.ix_(reference.scores > threshold, candidate.scores > threshold)
-        pairs_by_threshold.append(_pair(ious[is_above]))
+        pairs_by_threshold.append(_pair_by_iou(ious[is_above]))
     return pairs_by_threshold
 
 
-def _pair(iou: Floats) -> list[tuple[int, int]]:
+def _pair_by_iou(iou: Floats) -> list[tuple[int, int]]:
     """Return (row, column) of each match in IoUs [n, m] above `IOU`.
 
     The rows choose in order, each the column of the highest IoU that no row has chosen. Chosen

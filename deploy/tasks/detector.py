@@ -73,7 +73,7 @@ def to_table(value: Array | None, layout: Layout) -> Array:
 
     Args:
         value: the output of one sample; None if the model does not give it.
-        layout: which dimensions are rows and columns, as in the list of layouts above.
+        layout: which dimensions are anchors and columns; the shapes stand at `ROWS` and the others.
 
     Raises:
         OtherShapeError: the output does not have the layout.
@@ -84,25 +84,24 @@ def to_table(value: Array | None, layout: Layout) -> Array:
         return value.reshape(-1, 1)
     if layout == LIST and value.ndim > 1:
         return value.reshape(-1, value.shape[-1])
-    if value.ndim not in LAYOUT_DIMENSIONS.get(layout, ()) or not value.size:
+
+    has_dimensions = value.ndim in LAYOUT_DIMENSIONS.get(layout, ())
+    if not has_dimensions or not value.size or value.dtype.kind != "f":
         raise OtherShapeError
-    if value.dtype.kind != "f":
-        raise OtherShapeError
-    if layout == ROWS and value.ndim == 2:
+    if layout == ROWS and value.ndim == 2:  # without a dimension of samples
         return value
-    if len(value) != 1:
+    if len(value) != 1:  # several samples
         raise OtherShapeError
+    if layout == COLUMNS:
+        return value.reshape(-1, value.shape[-1]).T
+    if layout == MAP:
+        return value.reshape(value.shape[1], -1).T
     if layout == ANCHOR_MAP and value.ndim == 4:
         if value.shape[1] % ANCHORS_PER_CELL:
             raise OtherShapeError
         # [1, 3 R, H, W] -> [3, H, W, R]
         value = np.moveaxis(value.reshape(ANCHORS_PER_CELL, -1, *value.shape[2:]), 1, 3)
-    if layout == MAP:
-        value = value.reshape(value.shape[1], -1)
-    table = value.reshape(-1, value.shape[-1])
-    if layout not in (COLUMNS, MAP):
-        return table
-    return table.T
+    return value.reshape(-1, value.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +138,9 @@ class AnchorGrid:
 def find_grid(count: int, size: ImageSize | None) -> AnchorGrid | None:
     """Return the grid of cells over a picture that has as many cells as a detector has rows.
 
-    A detector has levels of adjacent strides, such as 8, 16, 32. Of several grids that fit, that of
-    most levels is returned; None if none fits.
+    The cells are those of levels with adjacent strides, such as 8, 16 and 32 pixels; an incomplete
+    cell at the picture's edge counts in all levels or in none. Of several grids that fit, the one
+    with most levels is returned; None if none fits.
 
     Args:
         count: number of rows.
@@ -216,7 +216,7 @@ class RowDecoder:
         activation: missing activation of the scores: "", "sigmoid" or "softmax".
         gate_activation: the same of the gates.
         background: class of the background, which is left out; None without.
-        point_numbers: numbers per key point of the extra columns, 2 or 3; 0 without.
+        point_width: numbers per key point of the extra columns, 2 or 3; 0 without.
         mask_maps: output of the masks' prototypes; "" without.
         has_angle: whether the extra column is an angle.
     """
@@ -233,7 +233,7 @@ class RowDecoder:
     activation: str = ""
     gate_activation: str = ""
     background: int | None = None
-    point_numbers: int = 0
+    point_width: int = 0
     mask_maps: str = ""
     has_angle: bool = False
 
@@ -253,7 +253,7 @@ class RowDecoder:
         scores = self.activation or "scores"
         boxes = f"boxes by {self.coding}" if self.coding else "boxes matched by anchor"
         extras = ", an angle" * self.has_angle + ", a mask" * bool(self.mask_maps)
-        extras += ", key points" * bool(self.point_numbers)
+        extras += ", key points" * bool(self.point_width)
         text = f"{', '.join(names)}: {objectness}{scores} of {self.classes} classes, {boxes}"
         return text + extras
 
@@ -267,12 +267,13 @@ class RowDecoder:
         try:
             if self.is_list:
                 rows = self.read_list(outputs)
+                # int8 may give NaN or Inf, which no class number is
                 classes = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
                 return Detections.of(rows[:, :4], rows[:, 4], classes.round().astype(np.int64))
             scores = self.read_scores(outputs)
             # few rows are likely objects: only these are decoded
             likely = np.flatnonzero(scores.max(axis=1) > MIN_SCORE)
-            if not self.coding:
+            if not self.coding:  # a square for each row, which only that of the same row overlaps
                 return detections_by_score(anchor_squares(likely), scores[likely])
             return self._decode(scores, likely, image_size(inputs), outputs)
         except OtherShapeError:
@@ -293,9 +294,9 @@ class RowDecoder:
         return np.concatenate([boxes, scores, classes], axis=1)
 
     def read_scores(self, outputs: Outputs) -> Floats:
-        """Return the probabilities [A, classes] of all levels of a sample, times their gates.
+        """Return the probabilities [A, classes] of all levels of a sample, without the background.
 
-        The background is left out.
+        Gates are multiplied in: columns such as an objectness, the probability of any object.
 
         Raises:
             OtherShapeError: an output has another shape.
@@ -316,7 +317,7 @@ class RowDecoder:
     def _decode(
         self, scores: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
     ) -> Detections:
-        """Return the boxes of some rows.
+        """Return the boxes of some rows, with their masks or key points; a row is one box.
 
         Args:
             scores: probabilities of all rows, [A, classes].
@@ -327,23 +328,32 @@ class RowDecoder:
         Raises:
             OtherShapeError: an output has another shape.
         """
-        numbers = read_columns(self.box_columns, outputs)
-        if len(numbers) != len(scores):
+        box_numbers = read_columns(self.box_columns, outputs)
+        if len(box_numbers) != len(scores):
             raise OtherShapeError
+        box_numbers = box_numbers[rows]
         coding = CODINGS[self.coding]
-        cells = np.zeros((len(scores), 3))  # column, row, stride; unused by other codings
+        # column, row and stride of each row's cell; codings without cells do not read them
+        cells = np.zeros((len(scores), 3))
         if coding.uses_cells:
-            if size is None or sum(grid.count(size) for grid in self.grids) != len(scores):
+            if size is None:
                 raise OtherShapeError
             cells = np.concatenate([grid.cells(size) for grid in self.grids])
-        shapes = self._read_shapes(numbers[rows], rows, size, outputs) if self.extra else None
-        corners = coding.decode(numbers[rows], cells[rows])
+            if len(cells) != len(scores):
+                raise OtherShapeError
+
+        shapes = None
+        if self.extra:
+            shapes = self._read_shapes(box_numbers, rows, size, outputs)
+        corners = coding.decode(box_numbers, cells[rows])
         return detections_by_score(corners, scores[rows], shapes)
 
     def _read_shapes(
         self, boxes: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
     ) -> BoxShapes | None:
-        """Return the masks, turned corners or key points of some rows; None without.
+        """Return the masks, the corners of rotated boxes, or the key points of some rows.
+
+        None if the further columns have no known meaning.
 
         Args:
             boxes: numbers of these rows' boxes, [n, 4].
@@ -362,12 +372,12 @@ class RowDecoder:
             return masks
         if self.has_angle:
             return BoxPoints(rotate_boxes(boxes, extra[:, 0]))
-        if not self.point_numbers:
+        if not self.point_width:
             return None
-        if extra.shape[1] % self.point_numbers:
+        if extra.shape[1] % self.point_width:
             raise OtherShapeError
-        point_count = extra.shape[1] // self.point_numbers
-        return BoxPoints(extra.reshape(len(extra), point_count, self.point_numbers))
+        point_count = extra.shape[1] // self.point_width
+        return BoxPoints(extra.reshape(len(extra), point_count, self.point_width))
 
 
 # --- codings of boxes ---

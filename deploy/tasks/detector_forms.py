@@ -9,7 +9,7 @@ all over the picture. So no form needs strides.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,13 +63,14 @@ _BOX = 4  # numbers of a box
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RowTable:
-    """An output as a table of rows.
+    """An output as a table: a row for each candidate of a box, a column for each of its numbers.
 
     Attributes:
         columns: all its columns.
         rows: their values in all samples, [A, n].
         row_count: number of rows of the first sample.
-        grids: the grid whose cells the rows may be; empty without.
+        grids: the grid whose cells the rows may be; empty without. A tuple, as `RowDecoder` has one
+            grid for each level.
     """
 
     columns: Columns
@@ -92,8 +93,8 @@ class _RowTable:
 def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder | None:
     """Return the decoder of a detector's outputs; None if no form of `PROPOSALS` is certain.
 
-    A form proposes which columns are boxes and scores. If several outputs by themselves fit one
-    form, they may be levels of one detector that belong together, so none of them is taken.
+    A form proposes which columns are boxes and scores, and `_confirm` decides. Several decoders of
+    one form may be levels of one detector, which belong together: then the next form is tried.
 
     Args:
         samples: the first samples.
@@ -118,12 +119,12 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
 def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
     """Yield each output as a table of rows, once for every layout that its shape allows.
 
-    Outputs with NaN or Inf are left out, and maps whose sides are not the picture's over a stride.
+    Outputs with NaN or Inf are left out. Of maps, only those are read that have the sides of a
+    detector's levels: the picture's sides divided by a stride.
     """
     picture_size = samples.picture_size
     for name, layout in itertools.product(samples.names, LAYOUT_DIMENSIONS):
         map_sides = samples.outputs[0][name].shape[2:4]
-        # large maps, such as of the picture's size, are not read
         if layout in (MAP, ANCHOR_MAP) and not fits_stride(map_sides, picture_size):
             continue
         columns = Columns(name, layout)
@@ -174,8 +175,9 @@ def _are_classes(values: Arrays, axis: int) -> bool:
 def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Iterator[RowDecoder]:
     """Propose which columns of a table are boxes, objectness and classes, by their ranges.
 
-    Two orders are proposed: classes and then distributions of distances (NanoDet); or boxes,
-    perhaps an objectness, classes, and further columns, such as key points (YOLO).
+    Two orders are proposed: classes, and then distributions of a box's distances from its cell
+    (NanoDet); or boxes, perhaps an objectness (whether there is any object), classes, and further
+    columns, such as key points (YOLO).
 
     Args:
         table: a single output.
@@ -183,11 +185,11 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
         is_set: whether columns after the boxes may be raw scores, too.
     """
     # classes, then distributions
-    first_scores = _count_probabilities(table, 0)
-    if _have_wide_coding(table, first_scores):
+    classes_end = _count_probabilities(table, 0)
+    if _have_wide_coding(table, classes_end):
         yield RowDecoder(
-            scores=table.part(0, first_scores),
-            box_columns=table.part(first_scores, table.width),
+            scores=table.part(0, classes_end),
+            box_columns=table.part(classes_end, table.width),
             grids=table.grids,
         )
 
@@ -197,13 +199,14 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
         score_count = table.width - _BOX
     if not score_count:
         return
+    scores_end = _BOX + score_count
     if class_count and score_count >= class_count:
         has_objectness = table.columns.layout == ROWS and score_count > class_count
-        score_count = class_count + has_objectness
+        scores_end = _BOX + int(has_objectness) + class_count
     else:
-        scores = _to_probabilities(table.rows[:, _BOX : _BOX + score_count])
+        scores = _to_probabilities(table.rows[:, _BOX:scores_end])
         has_objectness = _has_objectness(scores, table.columns.layout)
-    first_class, scores_end = _BOX + has_objectness, _BOX + score_count
+    first_class = _BOX + int(has_objectness)
     yield RowDecoder(
         scores=table.part(first_class, scores_end),
         box_columns=table.part(0, _BOX),
@@ -234,9 +237,8 @@ def _missing_sigmoid(rows: Array) -> str:
 def _has_objectness(scores: Array, layout: Layout) -> bool:
     """Whether the first column of scores is an objectness, and not a class.
 
-    Where there is no object, an objectness is near 0 and the classes are arbitrary. If the values
-    do not show that, rows in front (YOLO v5 and v7) have an objectness. Queries and transposed
-    outputs (YOLO v8) have none.
+    An objectness says whether a row holds any object. Where it holds none, the objectness is near 0
+    and the classes are arbitrary.
 
     Args:
         scores: probabilities [rows, n].
@@ -244,12 +246,16 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     """
     if scores.shape[1] < 2:
         return False
-    objectness = float(scores[:, 0].mean())
-    best_class = float(scores[:, 1:].max(axis=1).mean())
-    if best_class > MAX_EMPTY_SCORE and objectness < best_class:
+    first_mean = float(scores[:, 0].mean())
+    best_other_mean = float(scores[:, 1:].max(axis=1).mean())
+    if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
+        # the other columns do not say that most rows hold no object: does the first one?
         return _are_mostly_empty(scores[:, 0])
-    is_loud = max(best_class, objectness) > MIN_QUIET_SCORE
-    return layout == ROWS and is_loud and objectness >= best_class
+
+    # the classes are low as well: only YOLO v5 and v7 then have an objectness, which is the highest
+    # column; transposed outputs (YOLO v8) have none
+    detects_anything = max(first_mean, best_other_mean) > MIN_QUIET_SCORE
+    return layout == ROWS and detects_anything and first_mean >= best_other_mean
 
 
 def _are_mostly_empty(best_scores: Array) -> bool:
@@ -265,20 +271,22 @@ def _propose_separate(
     A detector of several levels has a pair of outputs for each level, which differ in their number
     of rows. All levels are proposed as one decoder.
     """
+    # number of rows -> output -> its table
     tables_by_row_count: dict[int, dict[str, _RowTable]] = {}
     for table in tables:
+        # anchor maps hold boxes and scores in one output; a single row is no list of candidates
         if table.row_count > 1 and table.columns.layout != ANCHOR_MAP:
-            level_tables = tables_by_row_count.setdefault(table.row_count, {})
-            level_tables.setdefault(table.columns.output, table)
+            table_by_output = tables_by_row_count.setdefault(table.row_count, {})
+            table_by_output.setdefault(table.columns.output, table)
 
     levels: list[RowDecoder] = []
     paired_outputs: set[str] = set()
     # an output [1, a, b] is a table of a rows and one of b rows: the larger number counts anchors
-    for _, level_tables in sorted(tables_by_row_count.items(), reverse=True):
-        level = _pair_tables([*level_tables.values()], is_set=is_set)
-        if level is not None and paired_outputs.isdisjoint(level_tables):
+    for _, table_by_output in sorted(tables_by_row_count.items(), reverse=True):
+        level = _pair_tables([*table_by_output.values()], is_set=is_set)
+        if level is not None and paired_outputs.isdisjoint(table_by_output):
             levels.append(level)
-            paired_outputs |= {*level_tables}
+            paired_outputs |= {*table_by_output}
     levels.sort(key=lambda level: samples.names.index(level.scores[0].output))
     yield from _join_levels(levels)
 
@@ -317,25 +325,39 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
     boxes = min(box_tables, key=_box_order)
 
     other_tables = [table for table in tables if table is not boxes]
-    score_tables = [table for table in other_tables if are_in_unit_range(table.rows)]
-    if not score_tables:  # raw scores, perhaps of an object and the background
-        score_tables = [table for table in other_tables if table.width == 2] or other_tables
-    gate_tables: list[_RowTable] = []
-    if len(score_tables) == 2:
-        gate_tables = [table for table in score_tables if table.width == 1][-1:]
-    class_tables = [table for table in score_tables if table not in gate_tables]
-    if len(class_tables) != 1:
+    score_tables = _find_score_tables(other_tables)
+    gates: list[Columns] = []
+    if len(score_tables) == 2 and score_tables[1].width == 1:
+        gates = [score_tables.pop().columns]
+    elif len(score_tables) == 2 and score_tables[0].width == 1:
+        gates = [score_tables.pop(0).columns]
+    if len(score_tables) != 1:
         return None
 
-    (scores,) = class_tables
-    point_tables = [table for table in other_tables if table not in (scores, *gate_tables)]
+    scores = score_tables[0].columns
+    point_columns = []
+    for table in other_tables:
+        if table.columns not in (scores, *gates):
+            point_columns.append(table.columns)
     return RowDecoder(
-        scores=(scores.columns,),
+        scores=(scores,),
         box_columns=boxes.part(0, boxes.width),
-        gates=tuple(table.columns for table in gate_tables),
-        extra=tuple(table.columns for table in point_tables[:1]),
+        gates=tuple(gates),
+        extra=tuple(point_columns[:1]),
         grids=boxes.grids,
     )
+
+
+def _find_score_tables(tables: Sequence[_RowTable]) -> list[_RowTable]:
+    """Return the tables of one level that may be scores, by the range of their values.
+
+    `tables`: of all outputs but the boxes.
+    """
+    probability_tables = [table for table in tables if are_in_unit_range(table.rows)]
+    if probability_tables:
+        return probability_tables
+    # raw scores, first those of two columns: an object and the background
+    return [table for table in tables if table.width == 2] or [*tables]
 
 
 def _box_order(table: _RowTable) -> tuple[bool, bool, int]:
@@ -372,12 +394,15 @@ def _are_scores(rows: Array) -> bool:
 def _propose_anchor_maps(
     tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
 ) -> Iterator[RowDecoder]:
-    """Propose raw maps of YOLO v3 to v7, with several anchors per cell, if all outputs are such."""
+    """Propose raw maps of YOLO v3 to v7, with several anchors per cell, if all outputs are such.
+
+    Their columns are x y w h, an objectness (whether there is any object), and the classes.
+    """
     levels = []
     for table in tables:
         if table.columns.layout != ANCHOR_MAP or table.width <= _BOX + 1:
             continue
-        # of rows x y w h objectness classes, only an objectness is near 0 nearly everywhere
+        # in contrast to the numbers of boxes, an objectness is near 0 nearly everywhere
         probabilities = _to_probabilities(table.rows)
         objectness = probabilities[:, _BOX].mean()
         box_median = np.median(probabilities[:, :_BOX])
@@ -433,38 +458,53 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
     Raises:
         OtherShapeError: levels differ in their number of columns.
     """
+    decoder = _with_activations(proposed, samples, is_set=is_set)
+    if decoder is None:
+        return None
+    if not is_set and not _detects_little(decoder, samples):
+        return None
+    if not decoder.box_columns:
+        return decoder
+
+    decoder = replace(decoder, coding=_find_coding(decoder, samples))
+    # boxes in an output with scores may be any numbers, unless a coding fits them
+    has_boxes = is_set or bool(decoder.coding) or _are_separate(decoder)
+    return _read_extra(decoder, samples) if has_boxes else None
+
+
+def _with_activations(
+    proposed: RowDecoder, samples: FirstSamples, *, is_set: bool
+) -> RowDecoder | None:
+    """Return a proposed decoder with its activations and classes; None if no activation fits.
+
+    The arguments are those of `_confirm`.
+    """
     score_rows = _read_rows(proposed.scores, samples)
-    is_separate = _are_separate(proposed)
-    activation, background = _missing_sigmoid(score_rows), None
-    if is_separate:  # these may also lack a Softmax, or have a class for the background
-        activation_and_background = _find_activation(
-            score_rows, samples.declared.classes, is_set=is_set
-        )
-        if activation_and_background is None:
-            return None
-        activation, background = activation_and_background
+    activation: _Activation | None
+    if _are_separate(proposed):
+        activation = _find_activation(score_rows, samples.declared.classes, is_set=is_set)
+    else:  # beside boxes there are neither a Softmax nor a class for the background
+        activation = _Activation(_missing_sigmoid(score_rows))
+    if activation is None:
+        return None
+
     gate_activation = ""
     if proposed.gates:
         gate_activation = _missing_sigmoid(_read_rows(proposed.gates, samples))
-    decoder = replace(
+    return replace(
         proposed,
-        classes=score_rows.shape[1] - (background is not None),
-        activation=activation,
+        classes=score_rows.shape[1] - (activation.background is not None),
+        activation=activation.missing,
         gate_activation=gate_activation,
-        background=background,
+        background=activation.background,
     )
+
+
+def _detects_little(decoder: RowDecoder, samples: FirstSamples) -> bool:
+    """Whether there are many rows, most of which detect nothing."""
     best_scores = [decoder.read_scores(outputs).max(axis=1) for outputs in samples.outputs]
     has_anchors = len(best_scores[0]) >= MIN_ANCHORS
-    if not is_set and not (has_anchors and _are_mostly_empty(np.concatenate(best_scores))):
-        return None
-
-    if not decoder.box_columns:
-        return decoder
-    decoder = replace(decoder, coding=_find_coding(decoder, samples))
-    # boxes in an output with scores may be any numbers, unless a coding fits them
-    if not is_separate and not decoder.coding and not is_set:
-        return None
-    return _read_extra(decoder, samples)
+    return has_anchors and _are_mostly_empty(np.concatenate(best_scores))
 
 
 def _are_separate(decoder: RowDecoder) -> bool:
@@ -473,52 +513,60 @@ def _are_separate(decoder: RowDecoder) -> bool:
     return any(columns.output not in score_outputs for columns in decoder.box_columns)
 
 
-def _find_activation(
-    rows: Floats, class_count: int, *, is_set: bool
-) -> tuple[str, int | None] | None:
-    """Return (activation to apply to scores, class of the background); None if neither fits.
+class _Activation(NamedTuple):
+    """How scores become probabilities.
 
-    The background is a class for rows that detect nothing, which a Softmax needs.
+    Attributes:
+        missing: activation to apply: "sigmoid" or "softmax"; "" for probabilities.
+        background: column of the background, a class for rows that detect nothing, which a Softmax
+            needs; None without.
+    """
+
+    missing: str
+    background: int | None = None
+
+
+def _find_activation(rows: Floats, class_count: int, *, is_set: bool) -> _Activation | None:
+    """Return how scores in an output of their own become probabilities; None if that is unknown.
 
     Args:
         rows: scores [rows, n] of outputs without boxes.
         class_count: number of classes that the file declares; 0 if unknown.
         is_set: whether the user or the file says that they are scores.
-
-    Returns:
-        The activation is "", "sigmoid" or "softmax"; the background is None if no class is such.
     """
-    last_class = rows.shape[1] - 1
+    column_count = rows.shape[1]
     background = _find_background(rows)
     if background is None and is_set:
-        background = last_class
-    if are_in_unit_range(rows):  # they are activated already
-        if last_class == 0 or not sums_to_one(rows).all():
-            return "", None
-        return None if background is None else ("", background)
+        background = column_count - 1
+    if are_in_unit_range(rows):  # they are probabilities already
+        if column_count == 1 or not sums_to_one(rows).all():
+            return _Activation("")
+        return None if background is None else _Activation("", background)
 
-    # a Softmax has one more class, the background, and a Sigmoid none
-    if class_count == last_class + 1:
-        return "sigmoid", None
-    if last_class and class_count == last_class:
-        return "softmax", last_class if background is None else background
-    raw_activation = _find_raw_activation(rows)
-    if raw_activation is not None or not is_set:
-        return raw_activation
-    is_sigmoid = last_class == 0 or np.median(rows.max(axis=1)) < 0
-    return ("sigmoid", None) if is_sigmoid else ("softmax", background)
+    # in front of a Softmax there is one column more than classes: the background
+    if class_count == column_count:
+        return _Activation("sigmoid")
+    if column_count > 1 and class_count == column_count - 1:
+        return _Activation("softmax", column_count - 1 if background is None else background)
+    activation = _find_raw_activation(rows)
+    if activation is not None or not is_set:
+        return activation
+    # scores that are all below 0 let a row have no class, which a Softmax does not
+    if column_count == 1 or np.median(rows.max(axis=1)) < 0:
+        return _Activation("sigmoid")
+    return _Activation("softmax", background)
 
 
-def _find_raw_activation(rows: Array) -> tuple[str, int | None] | None:
-    """Return (activation of raw scores, class of the background) if most rows detect nothing.
+def _find_raw_activation(rows: Array) -> _Activation | None:
+    """Return the activation that raw scores lack if most rows detect nothing; else None.
 
     Then all scores of a row are below 0 in front of a Sigmoid; in front of a Softmax the background
-    has the highest. None for other scores.
+    has the highest.
     """
     if np.mean(rows.max(axis=1) < 0) >= MIN_EMPTY_SHARE:
-        return "sigmoid", None
+        return _Activation("sigmoid")
     background = _find_background(rows)
-    return None if background is None else ("softmax", background)
+    return None if background is None else _Activation("softmax", background)
 
 
 def _find_background(rows: Array) -> int | None:
@@ -582,9 +630,9 @@ def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
         return replace(decoder, has_angle=has_angle)
     if not decoder.coding:
         return decoder
-    for numbers in (3, 2):  # of a key point: x, y and perhaps a visibility
-        if width % numbers == 0 and _are_points(extra, boxes, numbers):
-            return replace(decoder, point_numbers=numbers)
+    for point_width in (3, 2):  # a key point is x, y and perhaps a visibility
+        if width % point_width == 0 and _are_points(extra, boxes, point_width):
+            return replace(decoder, point_width=point_width)
     return decoder
 
 
@@ -597,16 +645,16 @@ def _are_prototypes(name: str, count: int, samples: FirstSamples) -> bool:
     return True
 
 
-def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
+def _are_points(extra: Floats, boxes: Floats, point_width: int) -> bool:
     """Whether columns are key points: each moves with its box, and a third number is a visibility.
 
     Args:
-        extra: the columns [rows, K numbers].
+        extra: the columns of K points, [rows, K point_width].
         boxes: numbers of the boxes [rows, k], x and y first.
-        numbers: numbers per key point, 2 or 3.
+        point_width: numbers per key point, 2 or 3.
     """
-    points = extra.reshape(len(extra), -1, numbers)
-    if numbers == 3 and not are_in_unit_range(points[:, :, 2]):
+    points = extra.reshape(len(extra), -1, point_width)
+    if point_width == 3 and not are_in_unit_range(points[:, :, 2]):
         return False
     for axis, point in itertools.product((0, 1), range(points.shape[1])):
         if correlate(points[:, point, axis], boxes[:, axis]) <= MIN_POINT_CORRELATION:
@@ -620,7 +668,8 @@ def _are_points(extra: Floats, boxes: Floats, numbers: int) -> bool:
 def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """Return output -> the slices whose errors are measured; empty if boxes are not decoded.
 
-    An output of boxes and scores has a slice for each. Outputs of boxes alone are weighted by the
+    An output that holds both boxes and scores has a slice for its boxes, one for its scores, and
+    one for the columns after them, such as key points. Outputs of boxes alone are weighted by the
     scores of the same rows, since boxes where nothing is are arbitrary.
     """
     if not decoder.box_columns:
@@ -628,15 +677,16 @@ def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput
     if _are_separate(decoder):
         return _slice_separate_outputs(decoder, samples)
 
+    # a single output: only outputs of boxes alone come in several levels
     boxes = decoder.box_columns[0]
     # an objectness (the gate) and the classes are one slice, and begin at the objectness
     scores = (decoder.gates or decoder.scores)[0]
     axis = -1 if scores.layout == ROWS else 1
     starts = {boxes.start, scores.start}
     starts.update(columns.start for columns in decoder.extra)
-    width = samples.outputs[0][scores.output].shape[axis]
+    column_count = samples.outputs[0][scores.output].shape[axis]
     slices = []
-    for start, stop in itertools.pairwise(sorted([*starts, width])):
+    for start, stop in itertools.pairwise(sorted([*starts, column_count])):
         slices.append(OutputSlice(output=scores.output, axis=axis, start=start, stop=stop))
     return {scores.output: tuple(slices)}
 
@@ -657,12 +707,13 @@ def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> list[OutputSlic
     """Return, for each level, the slice of scores that says which rows hold an object.
 
     That is the scores of the classes, without the background; or the gates that multiply them, such
-    as an objectness, if these have the lower mean. The others are arbitrary where nothing is.
+    as an objectness. Whichever has the lower mean is taken: it is near 0 where no object is, and
+    the other may have any value there.
     """
     scores = []
     for columns in decoder.scores:
         weight = _weight_slice(columns, decoder.activation, samples)
-        if decoder.background == 0:
+        if decoder.background == 0:  # the classes are the columns behind it
             weight = replace(weight, start=1, stop=1 + (decoder.classes or 0))
         elif decoder.background is not None:
             weight = replace(weight, stop=decoder.background)

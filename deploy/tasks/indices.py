@@ -76,6 +76,7 @@ class PlaceCounts:
         """
         if candidate.shape != reference.shape:
             candidate = np.full_like(reference, NO_CLASS)
+        # elsewhere the candidate's class is not counted either, so that both have as many places
         has_class = reference != NO_CLASS
         is_equal = has_class & (reference == candidate)
         self.reference += _count_values(reference[has_class])
@@ -279,7 +280,7 @@ def find_integers(samples: FirstSamples) -> Indices | None:
 
     Lists of varying length, and selections of NonMaxSuppression, are compared in any order of rows.
     """
-    arrays_by_name = {}  # outputs that may be such
+    arrays_by_name = {}  # outputs whose integers may be class numbers or indices
     for name in samples.all_output_names:
         if all(map(_are_class_numbers, samples.arrays(name))):
             arrays_by_name[name] = samples.arrays(name)
@@ -290,12 +291,13 @@ def find_integers(samples: FirstSamples) -> Indices | None:
         is_constant = len({value.tobytes() for value in arrays}) == 1
         if is_constant and len(arrays_by_name) < len(samples.all_output_names):
             continue
-        is_selection = samples.declared.ends.get(name) == "selected"
-        is_selection |= all(map(_is_selection, arrays))
+        ends_in_selection = samples.declared.ends.get(name) == "selected"
+        is_selection = ends_in_selection or all(map(_is_selection, arrays))
         varies_in_shape = len({value.shape for value in arrays}) > 1
         is_list_by_name[name] = is_selection or varies_in_shape
     if not is_list_by_name:
         return None
+    # no slices: integers are not compared by how far they are apart
     return Indices(is_list_by_name, parts=dict.fromkeys(is_list_by_name, ()))
 
 

@@ -47,8 +47,8 @@ from deploy.tasks.thresholds import (
 )
 from deploy.tensors import Array
 
-_NUMBERS = (2, 3)  # numbers per point that are recognised
-_ANY_NUMBERS = (2, 3, 4, 5)  # numbers per point of outputs that a user sets
+_POINT_WIDTHS = (2, 3)  # numbers per point that are recognised
+_ANY_POINT_WIDTHS = (2, 3, 4, 5)  # numbers per point of outputs that a user sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,18 @@ class Points(PointTask):
         does, the sample has no points.
         """
         has_object = self._has_object(reference)
-        is_equal = has_object == self._has_object(candidate)
+        agree_on_object = has_object == self._has_object(candidate)
+        # flags of the points of each output, [K]; none without an object
         present, matching = [np.zeros(0, np.bool_)], [np.zeros(0, np.bool_)]
-        for name, numbers in self.outputs.items():
-            # a flat output of varying length may hold no whole points
-            if (is_equal and not has_object) or reference[name].size % numbers:
+        for name, point_width in self.outputs.items():
+            if agree_on_object and not has_object:
                 continue
-            is_present = self._confidences(name, reference) > MIN_VISIBLE  # [K] points
+            if reference[name].size % point_width:
+                continue  # a flat output of varying length may hold no whole points
+            is_present = self._confidences(name, reference) > MIN_VISIBLE
             is_match = np.zeros_like(is_present)
-            if is_equal and are_comparable(reference[name], candidate[name]):
-                is_match = self._are_near(name, is_present, reference, candidate)
+            if agree_on_object and are_comparable(reference[name], candidate[name]):
+                is_match = self._are_near_and_visible(name, is_present, reference, candidate)
             present.append(is_present)
             matching.append(is_match)
         return np.concatenate(present), np.concatenate(matching)
@@ -93,7 +95,7 @@ class Points(PointTask):
         """Whether a model sees an object in a sample, and so whether its points mean anything."""
         return not self.presence or bool(np.all(outputs[self.presence] > 0.5))
 
-    def _are_near(
+    def _are_near_and_visible(
         self, name: str, is_present: Flags, reference: Outputs, candidate: Outputs
     ) -> Flags:
         """Return which of the candidate's points [K] are near FP32's, and visible.
@@ -104,14 +106,16 @@ class Points(PointTask):
             reference: FP32's outputs of the sample.
             candidate: the candidate's, of the same shapes.
         """
-        numbers = self.outputs[name]
-        positions = _to_rows(reference[name], numbers)[:, :2]
-        offsets = positions - _to_rows(candidate[name], numbers)[:, :2]
-        # a few points do not show how large the object is
+        point_width = self.outputs[name]
+        positions = _to_rows(reference[name], point_width)[:, :2]
+        distances = np.linalg.norm(
+            positions - _to_rows(candidate[name], point_width)[:, :2], axis=1
+        )
+        # the extent of the object, which a few points do not show
         if is_present.sum() >= MIN_COUNT:
             positions = positions[is_present]
-        max_distance = MAX_POINT_DISTANCE * np.ptp(positions, axis=0).max()
-        is_near = np.linalg.norm(offsets, axis=1) <= max_distance
+        extent = np.ptp(positions, axis=0).max()
+        is_near = distances <= MAX_POINT_DISTANCE * extent
         # half of the limit: a point at the limit itself may fall below it by int8's noise
         is_visible = self._confidences(name, candidate) > MIN_VISIBLE / 2
         return np.asarray(is_near & is_visible)
@@ -144,47 +148,50 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
     points are nearest to the ones before, or 2.
     """
     values = samples.arrays(name)
-    numbers = values[0].shape[-1] if values[0].ndim in (2, 3, 4) else 0
-    if numbers not in _ANY_NUMBERS:
+    point_width = values[0].shape[-1] if values[0].ndim in (2, 3, 4) else 0
+    if point_width not in _ANY_POINT_WIDTHS:
         if not is_vector(values[0]):
             return None
-        numbers = _find_ordered_numbers(values[:1], _ANY_NUMBERS) or 2
-    if any(value.size % numbers for value in values):
+        point_width = _find_width_by_order(values[:1], _ANY_POINT_WIDTHS) or 2
+    if any(value.size % point_width for value in values):
         return None
-    return Points({name: numbers}, "", values[0].size // numbers)
+    return Points({name: point_width}, "", values[0].size // point_width)
 
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Return the key points of outputs that are coordinates in the picture; None without such.
 
-    A point is visible by its third number, by the scores in another output, or by the only output
-    of a single probability: whether there is an object (`presence`).
+    What says whether a point is visible is its third number, or the scores in another output, or
+    the only output of a single probability: whether there is an object (`presence`).
     """
     size = samples.picture_size
     if size is None:
         return None
     presence = _find_presence(samples)
-    arrays_by_output = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
-    scores_by_output = find_cell_scores(arrays_by_output)
+    arrays_by_slice = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
+    scores_by_slice = find_cell_scores(arrays_by_slice)  # of the points of complete outputs
 
-    numbers_by_name: dict[str, int] = {}  # output -> numbers per point
-    slices: SlicesByOutput = {presence: ()} if presence else {}
-    for output, arrays in arrays_by_output.items():
-        if output in scores_by_output.values():
-            continue  # scores of points are no points
-        numbers = _find_numbers(arrays, size)
-        if numbers:
-            numbers_by_name[output.output] = numbers
-            scores = scores_by_output.get(output)
-            if scores is None and presence:
-                scores = OutputSlice(output=presence)
-            slices |= _slice_points(output.output, arrays, scores)
-    if not numbers_by_name:
-        return None
+    widths: dict[str, int] = {}  # output -> numbers per point
+    slices: SlicesByOutput = {}
+    if presence:
+        slices[presence] = ()  # it counts by its side of 0.5, and not by its value
     point_count = 0
-    for name, numbers in numbers_by_name.items():
-        point_count += samples.outputs[0][name].size // numbers
-    return Points(numbers_by_name, presence, point_count, parts=slices)
+    for output_slice, arrays in arrays_by_slice.items():
+        if output_slice in scores_by_slice.values():
+            continue  # scores of points are no points
+        point_width = _find_point_width(arrays, size)
+        if not point_width:
+            continue
+        name = output_slice.output
+        widths[name] = point_width
+        point_count += arrays[0].size // point_width
+        scores = scores_by_slice.get(output_slice)
+        if scores is None and presence:
+            scores = OutputSlice(output=presence)
+        slices |= _slice_points(name, arrays, scores)
+    if not widths:
+        return None
+    return Points(widths, presence, point_count, parts=slices)
 
 
 def _find_presence(samples: FirstSamples) -> str:
@@ -207,7 +214,7 @@ def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> Slic
     return {name: (OutputSlice(output=name, at=scores),)}
 
 
-def _find_numbers(values: Arrays, size: ImageSize) -> int:
+def _find_point_width(values: Arrays, size: ImageSize) -> int:
     """Return how many numbers a key point has, 2 (x, y) or 3; 0 if an output holds no key points.
 
     The numbers of a point are the last dimension. A flat output, [1, K p], does not show them:
@@ -217,29 +224,29 @@ def _find_numbers(values: Arrays, size: ImageSize) -> int:
         values: the output's arrays for the first few samples.
         size: (height, width) of the picture in pixels.
     """
+    # [1, K, p] or [1, K p], perhaps with dimensions of 1 in between
     shape = values[0].shape
     if len(shape) < 2 or shape[0] != 1 or sum(side > 1 for side in shape) > 2:
         return 0
     if not all(value.shape == shape and is_floating(value) for value in values):
         return 0
     if is_vector(values[0]):
-        numbers = ordered_numbers = _find_ordered_numbers(values, _NUMBERS)
-        min_points = MIN_ORDERED
+        point_width = _find_width_by_order(values, _POINT_WIDTHS)
+        is_ordered, min_points = True, MIN_ORDERED
     else:
-        numbers = shape[-1]
-        ordered_numbers = _find_ordered_numbers(values, (numbers,))
-        min_points = MIN_COUNT
-    if numbers not in _NUMBERS:
+        point_width = shape[-1]
+        is_ordered, min_points = _find_width_by_order(values, (point_width,)) > 0, MIN_COUNT
+    if point_width not in _POINT_WIDTHS:
         return 0
 
-    points = np.stack(values).reshape(len(values), -1, numbers).astype(np.float64)
+    points = np.stack(values).reshape(len(values), -1, point_width).astype(np.float64)
     has_count = min_points <= points.shape[1] <= MAX_POINTS
-    if has_count and _lie_inside(points, size, in_order=ordered_numbers > 0):
-        return numbers
+    if has_count and _lie_inside(points, size, in_order=is_ordered):
+        return point_width
     return 0
 
 
-def _find_ordered_numbers(values: Arrays, choices: Sequence[int]) -> int:
+def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     """Return how many numbers of a flat output are one point; 0 if they are no points in order.
 
     Points of a contour or a face are near the ones before: so the numbers correlate with those one
@@ -247,28 +254,28 @@ def _find_ordered_numbers(values: Arrays, choices: Sequence[int]) -> int:
 
     Args:
         values: an output's arrays for the first few samples, of equal size.
-        choices: numbers per point that are tried.
+        widths: numbers per point that are tried.
     """
     vectors = np.stack(values).reshape(len(values), -1).astype(np.float64)
     length = vectors.shape[1]
     if (vectors[:, 1:] <= vectors[:, :-1]).all():  # sorted scores
         return 0
-    best_numbers, best_order = 1, MIN_ORDER
-    for numbers in (1, *choices):
-        if length % numbers or length < numbers * MIN_ORDERED:
+    best_width, best_order = 1, MIN_ORDER
+    for width in (1, *widths):  # 1: a signal, each of whose numbers is near the one before
+        if length % width or length < width * MIN_ORDERED:
             continue  # no whole points, or too few to show an order
-        correlations = [correlate(vector[numbers:], vector[:-numbers]) for vector in vectors]
+        correlations = [correlate(vector[width:], vector[:-width]) for vector in vectors]
         order = float(np.mean(correlations))
         if order > best_order:
-            best_numbers, best_order = numbers, order
-    if best_numbers == 1:  # a signal, or no order at all
+            best_width, best_order = width, order
+    if best_width == 1:  # a signal, or no order at all
         return 0
-    return best_numbers
+    return best_width
 
 
-def _to_rows(value: Array, numbers: int) -> Floats:
-    """Return points as [K, numbers]."""
-    return value.reshape(-1, numbers).astype(np.float64)
+def _to_rows(value: Array, point_width: int) -> Floats:
+    """Return points as [K, point_width]."""
+    return value.reshape(-1, point_width).astype(np.float64)
 
 
 def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
@@ -284,15 +291,16 @@ def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
     positions = rows[:, :, :2]
     if np.abs(positions).max() > MAX_RELATIVE_COORDINATE:
         return _are_central(positions / max(size))
-    end = MAX_END_DISTANCE
-    if np.ptp(rows.sum(axis=2)) < end:
-        return False  # class probabilities
+    if np.ptp(rows.sum(axis=2)) < MAX_END_DISTANCE:
+        return False  # numbers with the same sum everywhere are probabilities of classes
     candidates = [positions]
     if in_order:
         candidates.append((positions + 1) / 2)  # from -1 to 1
     for relative_positions in candidates:
-        is_end = (relative_positions < end) | (relative_positions > 1 - end)
-        if is_end.mean() <= MAX_END_SHARE and _are_central(relative_positions):
+        # many values near 0 or 1 are probabilities
+        end_distances = np.minimum(relative_positions, 1 - relative_positions)
+        end_share = np.mean(end_distances < MAX_END_DISTANCE)
+        if end_share <= MAX_END_SHARE and _are_central(relative_positions):
             return True
     return False
 
@@ -315,7 +323,7 @@ def _are_between(values: Floats, limits: tuple[float, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SimccPoints(PointTask):
-    """Key points as distributions over columns and rows.
+    """Key points as likelihoods of each column and of each row of the picture (SimCC).
 
     Attributes:
         outputs: of the columns, and of the rows.
@@ -333,17 +341,20 @@ class SimccPoints(PointTask):
     def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
         """Match points whose most likely column and row are near FP32's.
 
-        FP32 sees a point whose distributions have a high peak, relative to the other points'.
+        FP32 sees a point whose likelihoods have a high peak, relative to the other points'.
+
+        Returns:
+            (which points [K] FP32 sees, which points [K] the candidate has at the same place).
         """
         columns, rows = self.outputs
         peaks = _peak_heights(reference[columns]) + _peak_heights(reference[rows])
         is_present = peaks > MIN_VISIBLE * peaks.max()
         is_match = np.ones_like(is_present)
         for name in self.outputs:
-            likelihoods, scores = reference[name], candidate[name]
-            if are_comparable(likelihoods, scores):
-                steps = np.abs(likelihoods[0].argmax(axis=1) - scores[0].argmax(axis=1))
-                is_match &= steps <= MAX_SIMCC_PIXELS * self.steps_per_pixel
+            fp32, int8 = reference[name], candidate[name]  # likelihoods [1, K, steps]
+            if are_comparable(fp32, int8):
+                distances = np.abs(fp32[0].argmax(axis=1) - int8[0].argmax(axis=1))
+                is_match &= distances <= MAX_SIMCC_PIXELS * self.steps_per_pixel
             else:
                 is_match[:] = False
         return is_present, is_match

@@ -109,8 +109,11 @@ class _PixelTally(PlaceTally["Pixels"]):
 
         None if FP32 sees fewer than two: agreement on background alone means nothing.
         """
-        total = self.places.reference.total()
-        classes = self._frequent_classes(int(MAX_RARE_SHARE * total) + 1)
+        pixels = self.places
+        pixel_count = pixels.reference.total()
+        # a few pixels would weigh as much in the mean as a large class; beside the background alone
+        # they are all that there is
+        classes = self._frequent_classes(int(MAX_RARE_SHARE * pixel_count) + 1)
         if len(classes) < 2:
             classes = self._frequent_classes(MIN_CLASS_PIXELS)
         if len(classes) < 2:
@@ -118,13 +121,16 @@ class _PixelTally(PlaceTally["Pixels"]):
 
         ious = []
         for number in classes:
-            equal = self.places.equal[number]
-            either = self.places.reference[number] + self.places.candidate[number] - equal
-            ious.append(equal / either)
+            both = pixels.equal[number]
+            either = pixels.reference[number] + pixels.candidate[number] - both
+            ious.append(both / either)
         mean = float(np.mean(ious))
-        equal_percent = 100 * self.places.equal.total() / total
-        text = f"mIoU {mean:.3f} of {len(ious)} classes, {equal_percent:.1f} % of pixels of"
-        return self.figure("mIoU with FP32", mean, f"{mean:.3f}", f"{text} FP32's class")
+        equal_percent = 100 * pixels.equal.total() / pixel_count
+        text = (
+            f"mIoU {mean:.3f} of {len(ious)} classes, {equal_percent:.1f} % of pixels of FP32's"
+            " class"
+        )
+        return self.figure("mIoU with FP32", mean, f"{mean:.3f}", text)
 
     def _frequent_classes(self, min_pixels: int) -> list[int]:
         counts = self.places.reference

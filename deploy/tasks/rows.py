@@ -243,7 +243,7 @@ def is_index_type(numbers: Array) -> bool:
 
 
 def find_indices(outputs: Outputs, name: str, batch: int) -> str | None:
-    """Return the output of TopK's indices, if an output is those or their values; else None.
+    """Return the output of TopK's indices if an output is one of TopK's two; else None.
 
     TopK gives two outputs of one shape: the largest values, and their indices.
 

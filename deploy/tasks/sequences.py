@@ -175,22 +175,22 @@ def find_steps(samples: FirstSamples) -> Steps | None:
         # one probability a step: its two classes are the sides of 0.5
         return Steps(decisions[0], classes=2, axis=None)
 
-    class_axes = {}
+    axis_by_output = {}  # output of probabilities -> dimension of the classes
     for name, values in float_outputs.items():
         axis = _find_class_axis(values)
         if axis is not None:
-            class_axes[name] = axis
-    if not class_axes:
+            axis_by_output[name] = axis
+    if not axis_by_output:
         return None
 
-    step_name, axis = next(iter(class_axes.items()))
-    first_sample, *_ = _read_step_samples(float_outputs[step_name], axis)
-    step_count, class_count = first_sample.shape
+    step_output, axis = next(iter(axis_by_output.items()))
+    step_count, class_count = _read_step_samples(float_outputs[step_output], axis)[0].shape
     for name, values in float_outputs.items():
         shape = values[0].shape
-        if name not in class_axes and len(shape) <= 3 and step_count in shape:
-            return None  # numbers of the same steps
-    return Steps(step_name, class_count, axis)
+        # further numbers of the same steps; a map (4-D) may have such a side by chance
+        if name not in axis_by_output and len(shape) <= 3 and step_count in shape:
+            return None
+    return Steps(step_output, class_count, axis)
 
 
 def _are_decisions(name: str, samples: FirstSamples) -> bool:
@@ -200,18 +200,20 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
     Sigmoid.
     """
     values = samples.arrays(name)
-    if samples.declared.ends.get(name, "sigmoid") != "sigmoid" or not values[0].ndim:
+    has_other_end = samples.declared.ends.get(name, "sigmoid") != "sigmoid"
+    if has_other_end or values[0].ndim == 0 or not all(map(is_vector, values)):
         return False
     probabilities = np.concatenate([value.reshape(-1) for value in values])
-    if not all(map(is_vector, values)) or not are_in_unit_range(probabilities):
+    if not are_in_unit_range(probabilities):
         return False
 
-    max_undecided_share = 0.5  # of single probabilities, one a sample
-    sizes = {value.size for value in values}
-    if sizes != {1}:
+    step_counts = {value.size for value in values}
+    if step_counts == {1}:
+        max_undecided_share = 0.5
+    else:
         max_undecided_share = MAX_BETWEEN_SHARE
         # an output in the shape of an input may be an autoencoder's
-        if min(sizes) < MIN_ORDERED or _is_input_shape(values[0], samples):
+        if min(step_counts) < MIN_ORDERED or _is_input_shape(values[0], samples):
             return False
         # scores that sum to 1 are those of classes
         if all(sums_to_one(value.reshape(-1)).all() for value in values):
@@ -325,6 +327,7 @@ def find_text(samples: FirstSamples) -> Text | None:
     if len(samples.names) != 1:
         return None
     (name,) = samples.names
+    # only networks of pictures give symbols before steps, [N, C, T]
     symbol_axes = (2, 1) if samples.has_pictures else (2,)
     for axis in symbol_axes:
         tables = _read_step_samples(samples.arrays(name), axis)
@@ -334,6 +337,7 @@ def find_text(samples: FirstSamples) -> Text | None:
             continue
         blank = _find_blank(tables)
         if blank is not None:
+            # CTC alone repeats a symbol over several steps, which are then merged
             is_ctc = any(_has_symbol_after_blank(steps, blank) for steps in tables)
             return Text(name, tables[0].shape[1], blank, axis, merged=is_ctc)
     return None
@@ -360,14 +364,15 @@ def _find_blank(samples: Arrays) -> int | None:
     counts = np.bincount(np.concatenate(best_symbols), minlength=symbol_count)
     blank = int(counts.argmax())
     is_frequent = MIN_BLANK_SHARE * counts.sum() <= counts[blank] < counts.sum()
-    if not is_frequent or blank not in (0, symbol_count - 1):
+    if not is_frequent or blank not in (0, symbol_count - 1):  # by convention the first or last
         return None
 
-    # each sample begins as if after a blank
+    # all samples in a row, a blank before each
     symbols = np.concatenate([np.insert(sample, 0, blank) for sample in best_symbols])
-    is_symbol, is_change = symbols[1:] != blank, symbols[1:] != symbols[:-1]
-    run_count = int((is_symbol & is_change).sum())  # runs of one symbol
-    word_count = int((is_symbol & (symbols[:-1] == blank)).sum())  # runs between blanks
+    previous, current = symbols[:-1], symbols[1:]
+    is_symbol = current != blank
+    run_count = int((is_symbol & (current != previous)).sum())  # runs of one symbol
+    word_count = int((is_symbol & (previous == blank)).sum())  # runs between blanks
     max_step_count = min(MAX_SYMBOL_STEPS * run_count, MAX_WORD_STEPS * word_count)
     if is_symbol.sum() > max_step_count:
         return None

@@ -138,9 +138,12 @@ def _broadcast_shape(
 ) -> tuple[int, ...] | None:
     """Return the shape in which scores broadcast to values of the same cells; None if none fits.
 
-    Sides of 1 do not matter, and the values may have one more axis, their channels: [N, T] with
-    [N, 1, T], [N, A, 4] with [N, A] or [N, A, 1], [N, C, H, W] with [N, 1, H, W] or [N, H, W].
-    One score a sample fits all.
+    Sides of 1 do not matter, and the values may have one axis that the scores lack, their channels.
+    One score a sample fits all values. Such as::
+
+        values [N, 1, T]      scores [N, T]
+        values [N, A, 4]      scores [N, A] or [N, A, 1]
+        values [N, C, H, W]   scores [N, H, W] or [N, 1, H, W]
     """
     if score_shape[:1] != value_shape[:1]:
         return None
@@ -148,7 +151,7 @@ def _broadcast_shape(
     if not score_sides:
         return (score_shape[0], *[1] * (len(value_shape) - 1))
     candidates = [value_shape]  # without channels
-    for axis in reversed(range(1, len(value_shape))):
+    for axis in reversed(range(1, len(value_shape))):  # with channels along this axis
         candidates.append((*value_shape[:axis], 1, *value_shape[axis + 1 :]))
     for shape in candidates:
         if [side for side in shape[1:] if side != 1] == score_sides:
@@ -159,8 +162,8 @@ def _broadcast_shape(
 def find_cell_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice, OutputSlice]:
     """Return slice -> slice of the scores that say in which of its cells the values count.
 
-    Such as a pitch -> its confidence, a landmark -> its visibility. Scores are probabilities, one a
-    cell, low in some cells and high in others.
+    Such as a pitch -> its confidence, or a landmark -> its visibility. Scores are probabilities,
+    one a cell, low in some cells and high in others. Each slice is tried as scores of each other.
 
     `samples`: slice -> its arrays for the first few samples.
     """
@@ -170,12 +173,13 @@ def find_cell_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice,
             values_by_slice[part] = np.concatenate([value.reshape(-1) for value in arrays])
 
     scores_by_slice: dict[OutputSlice, OutputSlice] = {}
-    for weighted, scores in itertools.permutations(values_by_slice, 2):
-        if weighted in scores_by_slice:
+    for value_slice, score_slice in itertools.permutations(values_by_slice, 2):
+        if value_slice in scores_by_slice:
             continue  # the first scores that fit are taken
-        is_fitting = _may_weight(scores, values_by_slice[scores], values_by_slice[weighted])
-        if is_fitting and _fit_cells(samples[scores], samples[weighted]):
-            scores_by_slice[weighted] = scores
+        scores, values = values_by_slice[score_slice], values_by_slice[value_slice]
+        may_weight = _may_weight(score_slice, scores, values)
+        if may_weight and _fit_cells(samples[score_slice], samples[value_slice]):
+            scores_by_slice[value_slice] = score_slice
     return scores_by_slice
 
 
@@ -244,17 +248,18 @@ class _Rows:
 
     Attributes:
         peak: largest magnitude.
-        in_unit: whether all are in [0, 1].
+        in_unit_range: whether all are in [0, 1].
     """
 
     peak: Floats
-    in_unit: Flags
+    in_unit_range: Flags
 
 
 def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
     """Return the peak of each row along an axis, and whether the row lies in [0, 1].
 
-    None if the samples differ in their number of rows, or the rows have too few values.
+    A row is everything at one index of that axis, such as a channel. None if the samples differ in
+    their number of rows, or the rows have too few values.
 
     `samples`: an output's arrays for the first few samples. `axis`: 1 or -1.
     """
@@ -269,8 +274,8 @@ def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
     if values.shape[1] < MIN_ROW_VALUES:
         return None
     tolerance = UNIT_TOLERANCE
-    in_unit = np.all((values >= -tolerance) & (values <= 1 + tolerance), axis=1)
-    return _Rows(np.abs(values).max(axis=1).astype(np.float64), in_unit)
+    in_unit_range = np.all((values >= -tolerance) & (values <= 1 + tolerance), axis=1)
+    return _Rows(np.abs(values).max(axis=1).astype(np.float64), in_unit_range)
 
 
 def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -286,10 +291,11 @@ def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]
 
 
 def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
-    """Return by how much the unit changes between the rows [start, cut) and the rows [cut, stop).
+    """Return how many times as large the values on one side of a cut are as those on the other.
 
-    That is the least peak of the side with the larger values, over the largest peak of the other
-    side; 0 if both sides may have one unit.
+    The sides are the rows [start, cut) and [cut, stop), such as boxes in pixels and scores of 0 to
+    1. The least peak on the side with the larger values is divided by the largest peak on the
+    other. 0 if both sides may have one unit.
     """
     large, small = slice(start, cut), slice(cut, stop)
     if rows.peak[large].min() <= rows.peak[small].max():
@@ -297,9 +303,9 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     small_peak = float(rows.peak[small].max())
     if small_peak < MAX_SILENT_PEAK:
         return 0.0  # rows near 0 show no unit
-    if rows.in_unit[large].any():
+    if rows.in_unit_range[large].any():
         return 0.0  # both sides may be probabilities
     has_single_row = min(cut - start, stop - cut) < 2
-    if has_single_row and not rows.in_unit[small].all():
+    if has_single_row and not rows.in_unit_range[small].all():
         return 0.0  # a single channel of a feature map may well stand out
     return float(rows.peak[large].min()) / small_peak

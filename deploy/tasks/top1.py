@@ -21,7 +21,7 @@ _MAX_CLASS = np.iinfo(np.int64).max
 
 @dataclass(slots=True)
 class Top1Figures:
-    """Top-1 figures; see `deploy.metrics.accuracy.Accuracy`."""
+    """Top-1 figures; the fields are those of `deploy.metrics.accuracy.Accuracy`."""
 
     top1_reference: float | None = None
     top1_candidate: float | None = None
@@ -47,15 +47,15 @@ def check_label_count(labels: Sequence[int], samples: int) -> None:
 class Top1:
     """Counts top-1 hits of both models and where both agree."""
 
-    def __init__(self, labels: Sequence[int] | None, name: str | None = None) -> None:
+    def __init__(self, labels: Sequence[int] | None, output_name: str | None = None) -> None:
         """Start at 0 samples.
 
-        `name`: output to read the class from; None derives it from the first batch.
+        `output_name`: output to read the class from; None derives it from the first batch.
         """
         self.labels = labels
         self.samples = self.reference_hits = self.candidate_hits = 0
         self.shifts = Counter[int]()  # 1, -1 -> labels above and below the reference's class
-        self.name = name
+        self.output_name = output_name
         self.has_classes = True  # until the output turns out to hold no classes
         self.score_count: int | None = None  # scores of a sample; None for class numbers
         self.classes = PlaceCounts()  # classes of the samples
@@ -66,23 +66,26 @@ class Top1:
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
-        start, self.samples = self.samples, self.samples + batch
-        if self.name is None:
-            self.name = self._choose(reference, batch)
-        scores = reference[self.name]
+        first_sample = self.samples
+        self.samples += batch
+        if self.output_name is None:
+            self.output_name = self._choose(reference, batch)
+        scores, candidate_scores = reference[self.output_name], candidate[self.output_name]
         reference_classes = _read_classes(scores, batch)
-        classes = _read_classes(candidate[self.name], batch)
-        has_equal_shape = scores.shape == candidate[self.name].shape
+        classes = _read_classes(candidate_scores, batch)
+        has_equal_shape = scores.shape == candidate_scores.shape
         if reference_classes is None or classes is None or not has_equal_shape:
-            self.has_classes = False
+            self.has_classes = False  # from now on there are no figures
             return
-        # the output may hold the numbers of the best classes in place of scores
+
+        # in place of scores the output may hold class numbers: ArgMax's one, or TopK's best ones
         holds_numbers = scores.size == batch or are_indices(scores, batch)
         self.score_count = None if holds_numbers else scores.size // batch
         self.classes.add(reference_classes, classes)
         if self.labels is None:
             return
-        labels = self._batch_labels(self.labels, start, batch)
+
+        labels = self._batch_labels(self.labels, first_sample, batch)
         self.reference_hits += int((reference_classes == labels).sum())
         self.candidate_hits += int((classes == labels).sum())
         # labels may be numbered from 1, or with a background that the model lacks
@@ -143,19 +146,22 @@ class Top1:
         if is_counted or (self.has_classes and task_name == "embeddings"):
             figures.classes = self.score_count
             figures.favourite = max(self.classes.reference.values(), default=0) / self.samples
-        if self.labels is None:
-            return figures
+        if self.labels is not None:
+            self._check_labels(self.labels)
+            self._add_label_figures(figures, self.labels)
+        return figures
 
-        self._check_labels(self.labels)
+    def _add_label_figures(self, figures: Top1Figures, labels: Sequence[int]) -> None:
+        """Fill in the figures that compare with the labels of all samples."""
         figures.top1_reference = self.reference_hits / self.samples
         figures.top1_candidate = self.candidate_hits / self.samples
-        # the direction in which more labels are the next class; its sign and their share
+        # share of labels that are one above the float model's class, or below it if that is more
+        # frequent: then it is negative
         shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
         figures.label_shift = shift * self.shifts[shift] / self.samples
         if figures.classes is None:
-            # an output of class numbers does not show their count: the highest one seen or labelled
-            figures.classes = 1 + max(*self.classes.reference, *self.labels, 1)
-        return figures
+            # class numbers do not show how many classes there are: up to the highest one
+            figures.classes = 1 + max(*self.classes.reference, *labels, 1)
 
     def _check_labels(self, labels: Sequence[int]) -> None:
         """Check that each sample has a label, and that an output holds classes."""
@@ -167,8 +173,8 @@ class Top1:
         if not self.has_classes:
             raise FeedError(
                 "labels need an output of one score a class, [N, classes], or of the number of the"
-                f" class, [N] or TopK's places; got {self.name!r} of another shape, so leave the"
-                " labels out, or give a metric of your own"
+                f" class, [N] or TopK's places; got {self.output_name!r} of another shape, so leave"
+                " the labels out, or give a metric of your own"
             )
 
 

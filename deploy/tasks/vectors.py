@@ -142,18 +142,18 @@ class _ClassTally(TaskTally["Classes"]):
         """
         reference_class = int(reference_scores.argmax())
         best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
-        changed_class = best_classes[0]
+        candidate_class = best_classes[0]
         self.top5_matches += reference_class in best_classes
-        self.top1_matches += reference_class == changed_class
-        if reference_class == changed_class:
+        self.top1_matches += reference_class == candidate_class
+        if reference_class == candidate_class:
             return
         example = ClassExample(
-            number=self.samples - 1,
+            number=self.samples - 1,  # `add` has counted this sample already
             output=name,
             reference=(reference_class, float(reference_scores[reference_class])),
-            candidate=(changed_class, float(scores[changed_class])),
+            candidate=(candidate_class, float(scores[candidate_class])),
         )
-        margin = float(reference_scores[reference_class] - reference_scores[changed_class])
+        margin = float(reference_scores[reference_class] - reference_scores[candidate_class])
         self.examples.offer(example, difference=max(margin, _MIN_DIFFERENCE), predictions=0)
 
     @property
@@ -205,8 +205,8 @@ CLASSES = Form(
 def find_classes(samples: FirstSamples) -> Classes | None:
     """Return the classes of outputs that are a vector of scores per sample; None without such.
 
-    The scores are probabilities, or raw scores in front of a Softmax. A model of pictures may have
-    vectors of other numbers beside probabilities; otherwise every output must be scores.
+    The scores are probabilities, or raw scores in front of a Softmax, in every output. Only a model
+    of pictures may have other vectors beside its probabilities, such as an age or features.
     """
     vectors = _read_vectors(samples)
     candidates = {}  # output -> rows [samples, C] that may be scores
@@ -215,14 +215,18 @@ def find_classes(samples: FirstSamples) -> Classes | None:
         # TopK's values are sorted: their places are not the numbers of classes
         if rows is None or rows.shape[1] < 2 or are_sorted(rows):
             continue
-        if not samples.has_pictures or not are_features(rows):
-            candidates[name] = rows
+        if samples.has_pictures and are_features(rows):
+            continue
+        candidates[name] = rows
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
-    may_have_numbers = bool(names) and samples.has_pictures and len(vectors) == len(samples.names)
-    if not names:
+    if names:
+        all_are_vectors = len(vectors) == len(samples.names)
+        allows_others = samples.has_pictures and all_are_vectors
+    else:
         names = _find_raw_scores(candidates, samples)
-    if not names or (len(names) < len(samples.names) and not may_have_numbers):
+        allows_others = False
+    if not names or (len(names) < len(samples.names) and not allows_others):
         return None
     return Classes(tuple(names), tuple(candidates[name].shape[1] for name in names))
 
@@ -344,6 +348,8 @@ def find_labels(samples: FirstSamples) -> Labels | None:
 def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
     """Whether vectors [samples, C] are independent probabilities of labels, most of them near 0.
 
+    Of labels, in contrast to classes, a sample may have several or none.
+
     Args:
         rows: probabilities, or raw scores.
         raw: whether they are raw scores, in front of a Sigmoid.
@@ -360,8 +366,9 @@ def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
     else:
         # probabilities that sum to 1 are those of classes
         has_labels = label_counts.max() >= min_labels and not sums_to_one(rows).all()
-    is_decided = are_undecided(probabilities).mean() < MAX_BETWEEN_SHARE
-    return bool(has_labels and is_decided and np.mean(probabilities < LOW) >= 0.5)
+    are_decided = are_undecided(probabilities).mean() < MAX_BETWEEN_SHARE
+    are_mostly_low = np.mean(probabilities < LOW) >= 0.5
+    return bool(has_labels and are_decided and are_mostly_low)
 
 
 def _are_label_logits(rows: Floats) -> bool:

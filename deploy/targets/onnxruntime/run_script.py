@@ -388,8 +388,8 @@ class _BoxExtras:
 
 def _box_extras(decoder: RowDecoder, *, is_relative: bool) -> _BoxExtras:
     """Return the code for key points, masks or angles; `is_relative`: places are shares."""
-    if decoder.point_numbers:
-        numbers = decoder.point_numbers
+    if decoder.point_width:
+        numbers = decoder.point_width
         extra = f'columns(outputs, "extra").reshape(len(boxes), -1, {numbers})[kept, :, :2]'
         extra += " * [WIDTH, HEIGHT]" if is_relative else ""
         return _BoxExtras(extra, _RECTANGLE + _POINT_MARKS)
