@@ -463,6 +463,11 @@ def small():
     return model_of([make_node("Conv", "x w b", "y")], [floats("w", 4, 3, 3, 3), floats("b", 4)])
 
 
+def test_graph_is_refused_as_no_model():
+    with pytest.raises(ModelError, match="GraphProto"):
+        load(small().graph)
+
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -29,7 +29,7 @@ import onnx
 from calibrators.statistics import HistogramOf, Recorder, Statistic
 from deploy.errors import ConfigError
 from deploy.frontends import LoadedModel, load
-from deploy.frontends.base import read_graph, refuse_changed_model
+from deploy.frontends.base import read_uncleaned_model, refuse_changed_model
 from deploy.frontends.shapes import without_values
 from deploy.graph.bounds import RangeLimits, find_range_limits
 from deploy.method import Method
@@ -256,7 +256,7 @@ class CalibrationSubject:
                 " was traced or cleaned in memory; write it with calib8 export first"
             )
         unfolded = load(self.user_model, fold_batchnorm=False)
-        refuse_changed_model(self.loaded, unfolded.stamp == self.loaded.stamp)
+        refuse_changed_model(self.loaded, has_changed=unfolded.stamp != self.loaded.stamp)
         return unfolded
 
     @cached_property
@@ -273,7 +273,7 @@ class CalibrationSubject:
         Raises:
             ModelError: the file changed since it was loaded.
         """
-        return read_graph(self.user_model, self.loaded)
+        return read_uncleaned_model(self.user_model, self.loaded)
 
     @property
     def statistic(self) -> HistogramOf:

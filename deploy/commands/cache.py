@@ -370,11 +370,11 @@ def _read_with_note(path: Path) -> CalibrationCache:
 
 def _match_model(read: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:
     from deploy.frontends import load
-    from deploy.frontends.base import read_graph
+    from deploy.frontends.base import read_uncleaned_model
     from deploy.targets.tensorrt.cache_match import match_cache
 
     loaded = load(model)
-    return match_cache(read, loaded.model, original=read_graph(model, loaded), parser=parser)
+    return match_cache(read, loaded.model, original=read_uncleaned_model(model, loaded), parser=parser)
 
 
 def _header_text(read: CalibrationCache) -> str:

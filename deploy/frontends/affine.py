@@ -67,12 +67,12 @@ class MovedLayer:
         Raises:
             CannotRewrite: the axis is unknown.
         """
-        axes: list[int | None] = list(range(rank))
+        layer_axes: list[int | None] = list(range(rank))
         for node in self.moves:
-            axes = _axes_after(node, axes, constants)
-        if 1 not in axes:
+            layer_axes = _follow_axes(node, layer_axes, constants)
+        if 1 not in layer_axes:
             raise CannotRewrite("a Squeeze removes the axis of the channels")
-        return axes.index(1), len(axes)
+        return layer_axes.index(1), len(layer_axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,50 +117,52 @@ class JoinedLayers:
             constants: hold the axes of Squeeze and Unsqueeze.
 
         Raises:
-            CannotRewrite: it is unknown, or the Concat is along another axis.
+            CannotRewrite: the axis of a part is unknown, or the Concat is along another axis.
         """
-        axes = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
-        axis, rank = axes.pop()
+        layouts = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
+        axis, rank = next(iter(layouts))
         concat_axis = axis if self.concat is None else attributes(self.concat).get("axis", axis)
-        if axes or concat_axis not in (axis, axis - rank):
+        if len(layouts) > 1 or concat_axis not in (axis, axis - rank):
             raise CannotRewrite("the Concat is not along the channels")
         return axis, rank
 
 
-def _axes_after(
-    node: onnx.NodeProto, axes: list[int | None], constants: Mapping[str, onnx.TensorProto]
+def _follow_axes(
+    node: onnx.NodeProto, layer_axes: list[int | None], constants: Mapping[str, onnx.TensorProto]
 ) -> list[int | None]:
-    """Follow a layer's axes through a Transpose, Squeeze or Unsqueeze.
+    """Follow the axes of a layer's output through a Transpose, Squeeze or Unsqueeze.
 
     Args:
         node: one of these.
-        axes: which axis of the layer's output each axis of the node's input is; None for an axis
-            that was inserted.
+        layer_axes: an entry for each axis of the node's input: the axis of the layer's output that
+            it comes from; None if it was inserted.
         constants: hold the axes of Squeeze and Unsqueeze.
 
     Returns:
-        The same of the node's output.
+        An entry for each axis of the node's output, likewise.
     """
+    rank = len(layer_axes)
     if node.op_type == "Transpose":
-        order = attributes(node).get("perm", range(len(axes))[::-1])  # reversed without a perm
-        if sorted(order) != list(range(len(axes))):
+        order = attributes(node).get("perm", range(rank)[::-1])  # reversed without a perm
+        if sorted(order) != list(range(rank)):
             raise CannotRewrite("its permutation does not fit")
-        return [axes[index] for index in order]
+        return [layer_axes[position] for position in order]
 
     changed_axes = _read_axes(node, constants)
-    rank = len(axes)
-    if node.op_type == "Unsqueeze":
+    if node.op_type == "Unsqueeze":  # they count among the axes of its output
         rank += len(changed_axes)
     if not all(-rank <= axis < rank for axis in changed_axes):
         raise CannotRewrite("its axes do not fit")
-    indices = {axis % rank for axis in changed_axes}
+    changed_positions = {axis % rank for axis in changed_axes}
 
+    output_axes = list(layer_axes)
     if node.op_type == "Squeeze":
-        return [axis for index, axis in enumerate(axes) if index not in indices]
-    new_axes = list(axes)
-    for index in sorted(indices):
-        new_axes.insert(index, None)
-    return new_axes
+        for position in sorted(changed_positions, reverse=True):
+            del output_axes[position]
+    else:
+        for position in sorted(changed_positions):
+            output_axes.insert(position, None)
+    return output_axes
 
 
 def _read_axes(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> Sequence[int]:
@@ -182,7 +184,7 @@ NORM = "BatchNormalization"
 
 
 def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Counter[str]:
-    """Fold all nodes that can be folded exactly, in place; return their numbers by type.
+    """Fold all nodes that can be folded exactly, in place; return type -> number of such nodes.
 
     A node stays if its input is not the output of a layer (or several joined layers) with constant
     weights, or if that input has other readers.
@@ -191,35 +193,35 @@ def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Co
         graph: with unique node names if `excluded` is given.
         excluded: names of nodes that are not folded.
     """
-    rule: RewriteRule[_AffineFolder] = RewriteRule(
+    rule: RewriteRule[_AffineFold] = RewriteRule(
         pattern=lambda node: node.name not in excluded,
-        rewrite=lambda node, folder: folder.fold(node),
+        rewrite=lambda node, affine_fold: affine_fold.fold(node),
     )
-    folder = _AffineFolder(graph)
-    apply_rule(graph, rule, folder)
-    return folder.folded
+    affine_fold = _AffineFold(graph)
+    apply_rule(graph, rule, affine_fold)
+    return affine_fold.fold_counts
 
 
-class _AffineFolder:
+class _AffineFold:
     """Folds nodes into the layers of one graph, which change in place.
 
     Attributes:
-        weights: name -> initializer.
+        initializers: name -> initializer.
         read_counts: tensor -> number of reads.
         producers: tensor -> the node that makes it.
         names: names of all tensors.
         new_names: names given here to tensors whose values changed.
-        folded: type -> number of nodes that were folded.
+        fold_counts: type -> number of nodes that were folded.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.graph = graph
-        self.weights: dict[str, onnx.TensorProto] = by_name(graph.initializer)
+        self.initializers: dict[str, onnx.TensorProto] = by_name(graph.initializer)
         self.read_counts = count_reads(graph)
         self.producers = map_producers(graph.node)
-        self.names = {*self.weights, *self.read_counts, *self.producers}
+        self.names = {*self.initializers, *self.read_counts, *self.producers}
         self.new_names: set[str] = set()
-        self.folded: Counter[str] = Counter()
+        self.fold_counts: Counter[str] = Counter()
 
     def fold(self, node: onnx.NodeProto) -> Nodes:
         """Fold a node into one or several layers; no node stands in its place.
@@ -234,10 +236,10 @@ class _AffineFolder:
 
         for part, (weight, bias) in zip(joined.parts, weights_and_biases, strict=True):
             self._store(part.layer, weight, bias, f"{node.output[0]}_bias")
-        self._rename(joined, node.output[0])
+        self._rename_tensors(joined, node.output[0])
         for renamed_node in joined.nodes:  # the next node to fold may read the new names
             self.producers |= dict.fromkeys(renamed_node.output, renamed_node)
-        self.folded[node.op_type] += 1
+        self.fold_counts[node.op_type] += 1
         return []
 
     def _varying_input(self, node: onnx.NodeProto) -> str:
@@ -249,10 +251,10 @@ class _AffineFolder:
         if node.op_type not in _ARITHMETIC or len(node.input) != 2:
             return ""
         left, right = node.input
-        if right in self.weights:
+        if right in self.initializers:
             return str(left)
         is_commutative = node.op_type in ("Mul", "Add")
-        return str(right) if is_commutative and left in self.weights else ""
+        return str(right) if is_commutative and left in self.initializers else ""
 
     def _find_layers(self, tensor: str) -> JoinedLayers:
         """Return the layers that produce a tensor: one, or all inputs of a Concat."""
@@ -279,7 +281,11 @@ class _AffineFolder:
     def _fold_layers(
         self, joined: JoinedLayers, node: onnx.NodeProto
     ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return (new weight, new bias) of each layer, into which `node` is folded.
+        """Return (new weight, new bias) of each layer, into which an affine node is folded.
+
+        Args:
+            joined: the layers.
+            node: the BatchNormalization, Mul, Div, Add or Sub.
 
         Raises:
             CannotRewrite: that is not exact.
@@ -287,15 +293,16 @@ class _AffineFolder:
         layers = [part.layer for part in joined.parts]
         weights, biases, channel_counts = [], [], []
         for layer in layers:
-            weight = _float_constant(self.weights, layer.input[1])
+            weight = _float_constant(self.initializers, layer.input[1])
             bias_name = optional_input(layer, 2)
             weights.append(weight)
-            biases.append(_float_constant(self.weights, bias_name) if bias_name else None)
+            biases.append(_float_constant(self.initializers, bias_name) if bias_name else None)
             channel_counts.append(_count_channels(layer, weight))
 
-        # a layer's output has the rank of its weight; each layer gets its channels' scales, shifts
-        axis, rank = joined.axis([weight.ndim for weight in weights], self.weights)
-        scale, shift = _read_affine(node, self.weights, sum(channel_counts), axis, rank)
+        ranks = [weight.ndim for weight in weights]  # a layer's output has the rank of its weight
+        axis, rank = joined.axis(ranks, self.initializers)
+        scale, shift = _read_affine(node, self.initializers, sum(channel_counts), axis, rank)
+        # each layer gets the scales and shifts of its own channels
         boundaries = np.cumsum(channel_counts)[:-1]
         scales, shifts = np.split(scale, boundaries), np.split(shift, boundaries)
         return list(map(_fold_layer, layers, weights, biases, scales, shifts))
@@ -305,7 +312,7 @@ class _AffineFolder:
     ) -> None:
         """Give a layer its weight and bias; `new_bias` is the bias's name if it had none."""
         self._set_constant(layer, 1, weight, layer.input[1])
-        bias_name = optional_input(layer, 2) or unique_name(new_bias, self.weights)
+        bias_name = optional_input(layer, 2) or unique_name(new_bias, self.initializers)
         self._set_constant(layer, 2, bias, bias_name)
         for attribute in layer.attribute:
             if attribute.name == "beta":  # of a Gemm: the new bias includes it
@@ -315,14 +322,14 @@ class _AffineFolder:
         self, layer: onnx.NodeProto, index: int, array: NDArray[Any], name: str
     ) -> None:
         """Set an input of a layer to `array`; a tensor with other readers keeps its values."""
-        if self.read_counts[name] != 1 or name not in self.weights:
-            name = unique_name(name, {*self.weights, *self.read_counts})
-            self.weights[name] = self.graph.initializer.add()
-        self.weights[name].CopyFrom(numpy_helper.from_array(array, name))
+        if self.read_counts[name] != 1 or name not in self.initializers:
+            name = unique_name(name, {*self.initializers, *self.read_counts})
+            self.initializers[name] = self.graph.initializer.add()
+        self.initializers[name].CopyFrom(numpy_helper.from_array(array, name))
         self.read_counts[name] = 1
         set_input(layer, index, name)
 
-    def _rename(self, joined: JoinedLayers, last_output: str) -> None:
+    def _rename_tensors(self, joined: JoinedLayers, last_output: str) -> None:
         """Give the last node's output the folded node's name, and tensors before it new names.
 
         These hold other values than the tensors of the same name in the user's model.

@@ -9,8 +9,8 @@
 The ranges restore every 8-bit grid exactly (`calibrators.grids`). A target with other grids uses
 the range that both have in common.
 
-A model's file may be read again (`read_model_file`, `read_graph`); a run ends if it changed
-meanwhile.
+A model's file may be read again (`read_model_file`, `read_uncleaned_model`); a run ends if it
+changed meanwhile.
 
 `model_digest` identifies a model: one sha256 over what it computes, however the file stores it.
 """
@@ -245,24 +245,26 @@ def read_model_file(loaded: LoadedModel) -> bytes:
         return bytes(loaded.model.SerializeToString())
     if loaded.stamp.weights:
         model, stamp = read_model_and_stamp(loaded.source)
-        refuse_changed_model(loaded, stamp == loaded.stamp)
+        refuse_changed_model(loaded, has_changed=stamp != loaded.stamp)
         return bytes(model.SerializeToString())
     data = model_bytes(loaded.source)
-    refuse_changed_model(loaded, ModelStamp(sha256(data)) == loaded.stamp)
+    refuse_changed_model(loaded, has_changed=ModelStamp(sha256(data)) != loaded.stamp)
     return data
 
 
-def read_graph(
+def read_uncleaned_model(
     model: str | Path | onnx.ModelProto | None, loaded: LoadedModel
 ) -> onnx.ModelProto | None:
-    """Return the user's model as in its ONNX file, neither cleaned nor with its external data.
+    """Return the user's model before it is cleaned; one in memory is returned as it is.
+
+    A file is parsed without its external data, for readers of the graph alone.
 
     Args:
-        model: the model from the user: a path, or a model in memory, which is returned as it is.
+        model: the model from the user: a path, or a model in memory.
         loaded: the same model, cleaned.
 
     Returns:
-        The model; None if it has no ONNX file.
+        The model; None for a path of another kind of file, such as a PyTorch model.
 
     Raises:
         ModelError: the file changed since it was loaded.
@@ -273,18 +275,18 @@ def read_graph(
     if path.suffix.lower() != ".onnx":
         return None
     data = model_bytes(path)
-    is_same_file = loaded.stamp is None or sha256(data) == loaded.stamp.file
-    refuse_changed_model(loaded, is_same_file)
+    has_changed = loaded.stamp is not None and sha256(data) != loaded.stamp.file
+    refuse_changed_model(loaded, has_changed=has_changed)
     return parse_model(data, str(path))
 
 
-def refuse_changed_model(loaded: LoadedModel, is_unchanged: bool) -> None:
-    """End the run unless the model is the one that was loaded.
+def refuse_changed_model(loaded: LoadedModel, *, has_changed: bool) -> None:
+    """End the run if the model's file is not the one that was loaded any more.
 
     Raises:
         ModelError: it has changed.
     """
-    if not is_unchanged:
+    if has_changed:
         raise ModelError(
             f"{loaded.source} changed while calib8 ran, so not all of the run used the same model;"
             " do not change the file during a run, and run again"
@@ -294,13 +296,15 @@ def refuse_changed_model(loaded: LoadedModel, is_unchanged: bool) -> None:
 def model_digest(model: onnx.ModelProto) -> str:
     """Return the sha256 (hex) of operator sets, graph, functions and weights.
 
-    External data must have been read. Names of nodes, documentation, metadata, producer,
-    inferred shapes, the order of initializers and raw or typed tensor fields do not count.
+    External data must have been read. These do not count: names of nodes, documentation, metadata,
+    producer, inferred shapes, the order of initializers, and whether a tensor is stored as raw
+    bytes or as numbers.
 
     Raises:
         ModelError: a tensor's bytes do not fit its shape and type.
     """
     opsets = [f"{entry.domain}={entry.version}".encode() for entry in model.opset_import]
+    # what counts, as nested lists of text and bytes
     tree: list[object] = [sorted(opsets), _graph_tree(model.graph)]
     for function in model.functions:
         tree.append([function.domain, function.name, list(function.input), list(function.output)])

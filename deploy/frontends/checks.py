@@ -36,15 +36,11 @@ _MAX_NAME = 1 << 17  # characters; names are copied into tables, files and messa
 def check_fields(message: Message) -> None:
     """Refuse constants of negative size, and names that are too long or not UTF-8.
 
-    Documentation and the values of metadata are free text, of any length.
-
-    ONNX's shape inference ends the process at a negative size. protobuf gives a name that is not
-    UTF-8 as bytes.
-
     Args:
         message: a model, or any part of one, whose parts are checked too.
     """
-    sizes = list(getattr(message, "dims", ()))  # of a tensor, dense or sparse
+    # of a tensor, dense or sparse; ONNX's shape inference ends the process at a negative size
+    sizes = list(getattr(message, "dims", ()))
     if min(sizes, default=0) < 0:
         raise ModelError(
             f"sizes of a constant must be 0 or more, got {sizes} for"
@@ -56,16 +52,17 @@ def check_fields(message: Message) -> None:
             for part in parts:
                 check_fields(part)
         elif field.type == field.TYPE_STRING and field.name != "doc_string":
-            for part in parts:
-                if isinstance(part, bytes):
+            # documentation and metadata are free text, of any length
+            is_metadata = isinstance(message, onnx.StringStringEntryProto)
+            for name in parts:
+                if isinstance(name, bytes):  # protobuf gives text that is not UTF-8 as bytes
                     raise ModelError(
-                        f"names in the model must be UTF-8, got {part[:40]!r}; export it again"
+                        f"names in the model must be UTF-8, got {name[:40]!r}; export it again"
                     )
-                is_metadata = isinstance(message, onnx.StringStringEntryProto)
-                if len(part) > _MAX_NAME and not is_metadata:
+                if len(name) > _MAX_NAME and not is_metadata:
                     raise ModelError(
                         f"names in the model must have at most {_MAX_NAME:,} characters, got"
-                        f" {part[:40]!r}... with {len(part):,}; export it again"
+                        f" {name[:40]!r}... with {len(name):,}; export it again"
                     )
 
 

@@ -61,19 +61,19 @@ class _FoldingScope:
         constants: name -> tensor, also of folded nodes.
         shapes: of the tensors whose shape is completely known.
         outputs: names of the graph's outputs.
-        folded: output -> the node that was folded.
+        folded_by_output: tensor -> the folded node that made it.
     """
 
     model: onnx.ModelProto
     constants: dict[str, onnx.TensorProto]
     shapes: Mapping[str, tuple[int, ...]]
     outputs: set[str]
-    folded: dict[str, onnx.NodeProto]
+    folded_by_output: dict[str, onnx.NodeProto]
 
 
 def fold_constants(
     model: onnx.ModelProto,
-    folded: dict[str, onnx.NodeProto],
+    folded_by_output: dict[str, onnx.NodeProto] | None = None,
     *,
     chosen: Callable[[onnx.NodeProto], bool] = lambda node: True,
 ) -> int:
@@ -84,7 +84,7 @@ def fold_constants(
 
     Args:
         model: changes.
-        folded: gets the nodes that became initializers, by their outputs.
+        folded_by_output: gets the nodes that became initializers, by their outputs; may be None.
         chosen: node -> whether it may become an initializer.
     """
     graph = model.graph
@@ -93,7 +93,7 @@ def fold_constants(
         constants=by_name(graph.initializer),
         shapes=static_shapes(graph),
         outputs=names_of(graph.output),
-        folded=folded,
+        folded_by_output={} if folded_by_output is None else folded_by_output,
     )
     rule = RewriteRule(
         pattern=lambda node: chosen(node) and _can_be_constant(node),
@@ -134,7 +134,7 @@ def _fold_node(node: onnx.NodeProto, scope: _FoldingScope) -> Nodes:
         tensors = _evaluate(scope.model, node, inputs)
     scope.constants.update(by_name(tensors))
     scope.model.graph.initializer.extend(tensors)
-    scope.folded.update(dict.fromkeys(node.output, copy_message(node)))
+    scope.folded_by_output.update(dict.fromkeys(node.output, copy_message(node)))
     return []
 
 
@@ -200,7 +200,7 @@ def _has_small_results(
     return all(name in shapes and math.prod(shapes[name]) <= max_size for name in names)
 
 
-def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -> int:
+def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.NodeProto]) -> int:
     """Put folded nodes back whose result makes the file larger; return their number.
 
     The size of a result is compared with that of its recipe: the nodes that compute it, and the
@@ -210,65 +210,68 @@ def unfold_large(graph: onnx.GraphProto, folded: Mapping[str, onnx.NodeProto]) -
 
     Args:
         graph: changes; it still has the constants that folded nodes read.
-        folded: output -> the node that was folded.
+        folded_by_output: tensor -> the folded node that made it.
     """
     sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}
     reads = count_reads(graph)
     weight_reads = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
-    large_results = [name for name in folded if name in reads and sizes[name] > _MAX_GROWTH]
+    large_results = []
+    for name in folded_by_output:
+        if name in reads and sizes[name] > _MAX_GROWTH:
+            large_results.append(name)
 
-    # tensors that a recipe may use at no cost, as the file needs them anyway; a result that is put
-    # back is none of them, and counts again in every recipe
-    available = set(reads)
+    available = set(reads)  # tensors that the file needs anyway, and a recipe may read at no cost
     restored: set[str] = set()
     for name in large_results:
-        if weight_reads[name] == reads[name]:  # all that read it are layers
+        if weight_reads[name] == reads[name]:  # only layers read it, as their weight
             result_size = sizes[name] // _INT8_RATIO
-            recomputed, stored = _find_recipe(name, folded, available=())
+            recomputed, stored = _find_recipe(name, folded_by_output, available=())
         else:
             result_size = sizes[name]
-            recomputed, stored = _find_recipe(name, folded, available=available - {name})
-        recipe_size = sum(folded[output].ByteSize() for output in recomputed)
+            recomputed, stored = _find_recipe(name, folded_by_output, available=available - {name})
+        recipe_size = sum(folded_by_output[output].ByteSize() for output in recomputed)
         recipe_size += sum(sizes[constant] for constant in stored)
         if recomputed and result_size > recipe_size + _MAX_GROWTH:
             restored |= recomputed
             available |= recomputed | stored
-            available.remove(name)
+            available.remove(name)  # its value is not stored: in every recipe it counts again
 
     if restored:
-        restored_nodes = [node for name, node in folded.items() if name in restored]
+        restored_nodes = [node for name, node in folded_by_output.items() if name in restored]
         replace_nodes(graph, [*restored_nodes, *graph.node])
         drop_initializers(graph, restored)
     return len(restored)
 
 
 def _find_recipe(
-    name: str, folded: Mapping[str, onnx.NodeProto], *, available: Collection[str]
+    name: str, folded_by_output: Mapping[str, onnx.NodeProto], *, available: Collection[str]
 ) -> tuple[set[str], set[str]]:
-    """Find the folded nodes that would compute a constant again, and what they would read.
+    """Find the recipe of a constant: folded nodes that would compute it, and what they would read.
+
+    With these nodes put back, the file need not store the constant.
 
     Args:
         name: of the constant.
-        folded: output -> the node that was folded.
+        folded_by_output: tensor -> the folded node that made it.
         available: tensors that the file has anyway; they are not part of the recipe.
 
     Returns:
-        (outputs of the nodes to put back, stored constants that these nodes read).
+        (outputs of the nodes to put back, constants that these nodes read and the file must store).
     """
-    recomputed, stored = set[str](), set[str]()
-    pending = [name]
-    for tensor in pending:  # grows during the loop
-        if tensor in available or tensor in recomputed:
+    recomputed_tensors, stored_tensors = set[str](), set[str]()
+    pending_tensors = [name]
+    for tensor in pending_tensors:  # grows during the loop
+        if tensor in available or tensor in recomputed_tensors:
             continue
-        node = folded.get(tensor)
-        # a Constant is no smaller than its value, a Shape reads what varies; a node with several
-        # outputs would have to put all of them back
+        node = folded_by_output.get(tensor)
+        # not worth it: a Constant is as large as its value, a Shape would read an activation, and
+        # of a node with several outputs all would have to be put back
         if node is None or node.op_type in ("Constant", "Shape") or len(node.output) > 1:
-            stored.add(tensor)
+            stored_tensors.add(tensor)
         else:
-            recomputed.add(tensor)
-            pending += iter_reads(node)
-    return recomputed, stored
+            recomputed_tensors.add(tensor)
+            pending_tensors += iter_reads(node)
+    return recomputed_tensors, stored_tensors
 
 
 def write_dense(graph: onnx.GraphProto) -> int:
@@ -300,12 +303,13 @@ def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     shape = tuple(sparse.dims)  # not negative: `check_fields` has seen to that
     values, indices = to_array(sparse.values), to_array(sparse.indices)
     size = math.prod(shape)
+    # a file of a few bytes may declare a tensor that no memory holds
     max_size = max(_MAX_DENSE, _MAX_ELEMENTS_PER_VALUE * values.size)
     try:
         if indices.ndim == 2:
             indices = np.ravel_multi_index(tuple(indices.T), shape)
         is_inside = indices.shape == values.shape and np.all((indices >= 0) & (indices < size))
-        if not is_inside or size > max_size:
+        if not is_inside or size > max_size:  # numpy raises the same below for other faults
             raise IndexError(f"{indices.size} indices in {shape}")
         zero = b"" if values.dtype.hasobject else 0  # of text, or of numbers
         dense = np.full(size, zero, values.dtype)

@@ -124,33 +124,34 @@ def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
 
     Raises:
         ConfigError: an input that the model does not have, or one of another rank or dtype.
-        ModelError: see `load_onnx`; or a node has the file's size inside, which is named.
+        ModelError: see `load_onnx`; or it cannot run at these shapes, such as because of a Reshape
+            to the size of the file.
     """
-    _, model, _ = read_source(path)
-    resized = copy_message(model)
-    changed_inputs = _set_shapes(resized, inputs)
-    if list(resized.graph.input) == list(model.graph.input):
+    _, file_model, _ = read_source(path)
+    resized_model = copy_message(file_model)
+    shape_texts = _set_shapes(resized_model, inputs)
+    if list(resized_model.graph.input) == list(file_model.graph.input):
         return load_onnx(path, True)
-    note = f"Took {' and '.join(changed_inputs)} in place of the file's shapes."
+    shapes_text = " and ".join(shape_texts)
     try:
-        _refuse_fixed_sizes(model, resized)
-        loaded = load_onnx(resized, True)
+        _refuse_fixed_sizes(file_model, resized_model)
+        loaded = load_onnx(resized_model, True)
         _refuse_failing_run(loaded)
     except ModelError as error:
-        reason, _, _ = str(error).partition("; ")
+        reason, _, _ = str(error).partition("; ")  # without its advice, for another one stands here
         raise type(error)(
-            f"{path} must take inputs of other sizes to be given {' and '.join(changed_inputs)}"
+            f"{path} must take inputs of other sizes to be given {shapes_text}"
             f" (--input): {reason}; export the model at this size"
         ) from error
     return replace(
         loaded,
         name=path.stem,
-        exported=resized,
+        exported=resized_model,
         resized_file=path,
-        given_shapes=tuple(changed_inputs),
-        notes=(note, *loaded.notes),
-        metadata_preprocess=read_metadata_preprocess(resized, path),
-        declaration=read_declaration(resized, path),
+        given_shapes=tuple(shape_texts),
+        notes=(f"Took {shapes_text} in place of the file's shapes.", *loaded.notes),
+        metadata_preprocess=read_metadata_preprocess(resized_model, path),
+        declaration=read_declaration(resized_model, path),
     )
 
 
@@ -196,31 +197,32 @@ def _set_shape(value: onnx.ValueInfoProto, request: InputRequest) -> None:
             dimension.dim_value = size
 
 
-def _refuse_fixed_sizes(file_model: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Refuse a model in which a node of `_SIZED` has a size of the file inside.
+def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelProto) -> None:
+    """Refuse a model if a Reshape, Resize or the like still makes a size of the file.
 
     Args:
         file_model: with the shapes of the file.
-        model: the same nodes with the user's input shapes.
+        resized_model: the same nodes with the user's input shapes.
 
     Raises:
         ModelError: a node's input has another shape than in the file, and its output has not, or a
             Reshape makes several samples of one.
     """
-    file_shapes, shapes = _shapes_of_a_sample(file_model), _shapes_of_a_sample(model)
-    for node in model.graph.node:
+    file_shapes, shapes = _shapes_of_a_sample(file_model), _shapes_of_a_sample(resized_model)
+    for node in resized_model.graph.node:
         if node.op_type not in _SIZED or not node.input or not node.output:
             continue
         tensors = (node.input[0], node.output[0])
         if not all(name in file_shapes and name in shapes for name in tensors):
             continue
-        file_input, file_output = (file_shapes[name] for name in tensors)
+        file_input_shape, file_output_shape = (file_shapes[name] for name in tensors)
         input_shape, output_shape = (shapes[name] for name in tensors)
-        is_fixed = input_shape != file_input and output_shape == file_output
+        is_fixed = input_shape != file_input_shape and output_shape == file_output_shape
         # Reshape to [-1, 1024] puts the larger size into the batch
-        keeps_batch = input_shape[:1] == file_input[:1]
-        changes_batch = keeps_batch and output_shape[:1] != file_output[:1]
-        if is_fixed or (changes_batch and node.op_type == "Reshape"):
+        input_keeps_batch = input_shape[:1] == file_input_shape[:1]
+        output_keeps_batch = output_shape[:1] == file_output_shape[:1]
+        makes_samples = node.op_type == "Reshape" and input_keeps_batch and not output_keeps_batch
+        if is_fixed or makes_samples:
             raise ModelError(
                 f"the {node.op_type} {node.name or node.output[0]!r} makes {list(output_shape)} of"
                 f" {list(input_shape)}, by a size of the file inside"

@@ -24,7 +24,7 @@ quantizes activations carries its own ranges (`deploy.frontends.qdq_model`).
 
 Source: ONNX operator DequantizeLinear-21.
 
-`leave_training`: a BatchNormalization in training mode, which TensorRT refuses, uses its stored
+`end_training_mode`: a BatchNormalization in training mode, which TensorRT refuses, uses its stored
 statistics. If it stores none, it normalizes each sample by its own, as training does in a batch of
 one::
 
@@ -88,7 +88,7 @@ from deploy.graph.rewrite import CannotRewrite
 
 TARGET_OPSET = 13
 
-# errors of a form: it has none, or attributes of the node that do not fit
+# errors of changing a node's form: it has none there, or is no valid node
 _FORM_ERRORS = (CannotRewrite, ArithmeticError, LookupError, TypeError, ValueError)
 
 
@@ -141,7 +141,7 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
 
 
 def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str]) -> Nodes:
-    """Return the nodes that compute a node in the newer opset: itself if its operator is unchanged.
+    """Return a node in the form of the newer opset, with nodes for what it reads as inputs there.
 
     `read_tensors`: all tensors that any node reads.
     """
@@ -150,7 +150,7 @@ def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str
         return [node]
     lifted = copy_message(node)
     if node.op_type == "Dropout" and read_tensors.isdisjoint(node.output[1:]):
-        del lifted.output[1:]  # a mask of another type, which no one reads
+        del lifted.output[1:]  # its mask, which is bool from opset 10 on, is not read
     try:
         return change_form(lifted, changes, scope)
     except _FORM_ERRORS as error:
@@ -165,8 +165,9 @@ def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str
 def complete_axes(model: onnx.ModelProto) -> Counter[str]:
     """Write each Resize, Pad and CenterCropPad that names some axes so that it names all, in place.
 
-    ONNX Runtime 1.32 transposes the input of such a node beside int8 layers, and not its sizes or
-    pads (onnxruntime#28788, #17760). A node whose axes or sizes are not constant stays.
+    Beside int8 layers, ONNX Runtime 1.32 transposes the input of such a node without reordering its
+    sizes or pads, which makes wrong results (onnxruntime#28788, #17760). A node whose axes or sizes
+    are not constant stays.
 
     Returns:
         Operator -> number of the nodes that were written over all axes.
@@ -174,9 +175,8 @@ def complete_axes(model: onnx.ModelProto) -> Counter[str]:
     completed: Counter[str] = Counter()
     if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
         return completed
-    opset = opset_of(model)
-    names = tensor_names(*all_graphs(model.graph))
-    scope = OpsetScope(opset, opset, names)  # the opset stays
+    opset, names = opset_of(model), tensor_names(*all_graphs(model.graph))
+    scope = OpsetScope(source_opset=opset, target_opset=opset, tensor_names=names)
     rewrite_nodes(model.graph, scope, partial(_complete_node, completed=completed))
     return completed
 
@@ -205,7 +205,7 @@ TRAINING_NOTES = {
         "Wrote {} without stored statistics as InstanceNormalization, which training mode is for a"
         " batch of one."
     ),
-    # their statistics are read, or the batch is not of one sample
+    # they stay: their statistics are read, or the batch is not of one sample
     "training": (
         "Left {} in training mode, which TensorRT does not read; export the model for inference"
         " (model.eval())."
@@ -213,7 +213,7 @@ TRAINING_NOTES = {
 }
 
 
-def leave_training(model: onnx.ModelProto) -> Counter[str]:
+def end_training_mode(model: onnx.ModelProto) -> Counter[str]:
     """Write BatchNormalization nodes in training mode for inference, in place.
 
     One with stored statistics uses these; one without becomes an InstanceNormalization if each
@@ -223,30 +223,32 @@ def leave_training(model: onnx.ModelProto) -> Counter[str]:
         model: opset 13 or newer, with folded constants and inferred shapes.
 
     Returns:
-        Key of `TRAINING_NOTES` -> number of nodes.
+        Outcome, "inference", "instances" or "training" (`TRAINING_NOTES`) -> number of nodes.
     """
-    outcomes: Counter[str] = Counter()
+    node_counts: Counter[str] = Counter()
     opset = opset_of(model)
     if not any(_is_training(node, opset) for node in all_nodes(model.graph)):
-        return outcomes
+        return node_counts
     read_tensors = set[str]().union(*map(count_reads, all_graphs(model.graph)))
 
-    def leave_node(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    def write_for_inference(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         """Return the node in place of a BatchNormalization in training mode; others stay."""
         if not _is_training(node, opset):
             return [node]
         outcome = _training_outcome(node, scope, read_tensors)
-        outcomes[outcome] += 1
+        node_counts[outcome] += 1
         if outcome == "training":
             return [node]
+        if outcome == "instances":
+            op_type, inputs = "InstanceNormalization", node.input[:3]  # no mean and variance
+        else:
+            op_type, inputs = NORM, node.input
         epsilon = attributes(node).get("epsilon", 1e-5)
-        op_type, inputs = NORM, node.input
-        if outcome == "instances":  # reads no statistics
-            op_type, inputs = "InstanceNormalization", node.input[:3]
         return [make_node(op_type, inputs, node.output[0], node.name, epsilon=epsilon)]
 
-    rewrite_nodes(model.graph, OpsetScope(opset, opset), leave_node)
-    return outcomes
+    same_opset = OpsetScope(source_opset=opset, target_opset=opset)
+    rewrite_nodes(model.graph, same_opset, write_for_inference)
+    return node_counts
 
 
 def _training_outcome(norm: onnx.NodeProto, scope: OpsetScope, read_tensors: Set[str]) -> str:
@@ -420,11 +422,12 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
 
 
 def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
-    """Return the values of a DequantizeLinear on constant integers; None for any other node.
+    """Return the values that a DequantizeLinear makes of constant integers, as ONNX defines them.
 
-    They are computed as ONNX defines them: (codes - zero point) * scale, in float32.
+    That is (codes - zero point) * scale, in float32. None if a tensor that it reads is computed, of
+    another type, or of a shape that does not fit.
     """
-    names = list(filter(None, node.input))
+    names = list(filter(None, node.input))  # codes, scales and, if it has any, zero points
     if not 2 <= len(names) <= 3 or not graph.constants.keys() >= set(names):
         return None
     codes, scales, *zero_points = (to_array(graph.constants[name]) for name in names)
@@ -434,8 +437,8 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
     attrs = attributes(node)
     axis, block_size = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
     steps = codes.astype(np.int64)  # differences to the zero point
-    for stored_zero_points in zero_points:  # one tensor or none
-        zero_point = _broadcast(stored_zero_points, codes.shape, axis, block_size)
+    if zero_points:
+        zero_point = _broadcast(zero_points[0], codes.shape, axis, block_size)
         if zero_point is None:
             return None
         steps -= zero_point.astype(np.int64)

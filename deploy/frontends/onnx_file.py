@@ -31,7 +31,7 @@ from deploy.frontends.lift import (
     TRAINING_NOTES,
     complete_axes,
     drop_casts,
-    leave_training,
+    end_training_mode,
     lift_opset,
     restore_float_weights,
     widen_to_float32,
@@ -104,8 +104,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         cleaned = _clean(model, fold_batchnorm)
         renamed = rename_added(cleaned.model.graph)
         _check_cleaned(cleaned.model)
-        model, kernel_note = _with_kernels(cleaned.model)
-    except ModelError as error:  # names in a broken model may hold line breaks and worse
+        model, kernel_note = _decompose_without_kernel(cleaned.model)
+    except ModelError as error:  # escape control characters, which names in a broken model may hold
         raise type(error)(visible(str(error))) from error.__cause__
 
     notes = [
@@ -157,7 +157,7 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
     Then a second row changes the outputs of the first one. In a batch it does not, and a model with
     hard-coded sizes refuses a second row, or ignores it.
     """
-    # shapes of two rows where the first dimension is open
+    # shapes of two rows for the inputs whose first dimension is open
     shapes = {}
     open_names = []
     for spec in inputs:
@@ -168,45 +168,47 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
         shapes[spec.name] = tuple(sizes)
     try:
         two_rows, other_rows = random_feeds(inputs, shapes=shapes, count=2)
-        one_row, other_second_row = dict(two_rows), dict(two_rows)
+        first_row, other_second_row = dict(two_rows), dict(two_rows)
         for name in open_names:
-            one_row[name] = two_rows[name][:1]
+            first_row[name] = two_rows[name][:1]
             other_second_row[name] = np.concatenate([two_rows[name][:1], other_rows[name][1:]])
         session = OrtSession.open(model, threads=1)
-        single = session.run(one_row)
-        both = session.run(two_rows)
-        changed = session.run(other_second_row)
-        repeated = session.run(two_rows)
+        first_row_outputs = session.run(first_row)
+        outputs = session.run(two_rows)
+        repeated_outputs = session.run(two_rows)
+        changed_outputs = session.run(other_second_row)
     except Calib8Error:  # a row too many, or an input that cannot be made up
         return False
 
-    affected_outputs = []
-    for name, value in both.items():
-        if value.dtype.kind not in "biuf":  # no numbers
+    has_affected_output = False
+    for name, values in outputs.items():
+        if values.dtype.kind not in "biuf":  # no numbers
             continue
-        if not np.array_equal(value, repeated[name]):
+        if not np.array_equal(values, repeated_outputs[name]):
             return False  # the model draws random numbers
-        if not np.array_equal(value, changed[name]):
-            affected_outputs.append(name)
-    return bool(affected_outputs) and all(
-        _first_row_differs(single[name], both[name], changed[name]) for name in affected_outputs
-    )
+        changed_values = changed_outputs[name]
+        if np.array_equal(values, changed_values):
+            continue
+        has_affected_output = True
+        if not _first_row_differs(first_row_outputs[name].shape, values, changed_values):
+            return False  # the second row changes its own part only, as in a batch
+    return has_affected_output
 
 
-def _first_row_differs(single: Array, both: Array, changed: Array) -> bool:
+def _first_row_differs(first_row_shape: Sequence[int], values: Array, changed: Array) -> bool:
     """Whether the part of an output that belongs to the first row depends on the second row.
 
     Args:
-        single: output for the first row alone, whose shape is that part's.
-        both: output for two rows.
+        first_row_shape: shape of the output for the first row alone, and so of that part.
+        values: output for two rows.
         changed: output for the same first row, and another second one.
     """
-    if both.shape != changed.shape or both.ndim != single.ndim:
+    if values.shape != changed.shape or values.ndim != len(first_row_shape):
         return False
-    part = tuple(slice(size) for size in single.shape)
-    values, changed_values = both[part].astype(np.float64), changed[part].astype(np.float64)
-    difference = np.abs(values - changed_values).max(initial=0)
-    return bool(difference > _MAX_ROUNDING * np.abs(values).max(initial=0))
+    part = tuple(map(slice, first_row_shape))
+    first_row, changed_row = values[part].astype(np.float64), changed[part].astype(np.float64)
+    difference = np.abs(first_row - changed_row).max(initial=0)
+    return bool(difference > _MAX_ROUNDING * np.abs(first_row).max(initial=0))
 
 
 def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -234,12 +236,17 @@ def _count_shared_names(graph: onnx.GraphProto) -> int:
 def read_source(
     source: str | Path | onnx.ModelProto,
 ) -> tuple[Path | None, onnx.ModelProto, ModelStamp | None]:
-    """Return (file, model, stamp of its bytes); (None, a copy, None) for a model in memory."""
+    """Read a model's file, or copy a model in memory.
+
+    Returns:
+        (path, model, stamp of the bytes that were read); path and stamp are None for a model in
+        memory.
+    """
     if isinstance(source, str | Path):
         model, stamp = read_model_and_stamp(Path(source))
         empty_default_domain(model)
         return Path(source), model, stamp
-    if not hasattr(source, "SerializeToString"):
+    if not isinstance(source, onnx.ModelProto):
         raise ModelError(
             "a model must be a path or an onnx.ModelProto, got an object of class"
             f" {type(source).__name__}; calib8.torch.export(module, [example_input]) makes one of a"
@@ -322,7 +329,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     # constants first: norms are folded only if their parameters are constant
     model, folding_notes = _fold(model)
     notes += folding_notes
-    training_norms = leave_training(model)
+    training_norms = end_training_mode(model)
     training_notes = []
     for outcome, sentence in TRAINING_NOTES.items():
         training_notes.append(_note(sentence, training_norms[outcome], f"{NORM} node"))
@@ -368,7 +375,7 @@ def lower_to_runtime(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     return infer_shapes(lowered), note
 
 
-def _with_kernels(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+def _decompose_without_kernel(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """Return a cleaned model that ONNX Runtime loads, and a note, "" if the model is unchanged.
 
     An operator without a kernel is decomposed: written as the operators by which ONNX defines it.
@@ -377,26 +384,26 @@ def _with_kernels(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     Raises:
         ModelError: an operator without a kernel cannot be written with others.
     """
-    refusal = _find_refusal(model)
-    if refusal is None:
+    load_error = _find_load_error(model)
+    if load_error is None:
         return model, ""
-    missing = _find_missing_kernels(model)
+    op_types = _find_missing_kernels(model)
     try:
-        decomposed = lower_opset(model, opset=opset_of(model), decomposed=missing)
+        decomposed = lower_opset(model, opset=opset_of(model), decomposed=op_types)
     except ExportError:
-        raise _explain(refusal) from refusal
-    folded, _ = _fold(infer_shapes(decomposed.model))
-    refusal = _find_refusal(folded)
-    if refusal is not None:
-        raise _explain(refusal) from refusal
+        raise _refusal_of(load_error) from load_error
+    folded, _ = _fold(infer_shapes(decomposed.model))  # a definition has Constants and Casts
+    load_error = _find_load_error(folded)
+    if load_error is not None:
+        raise _refusal_of(load_error) from load_error
     operators = checks.list_counts(decomposed.rewritten)
     return folded, f"Wrote {operators} with other operators: {runtime_version()} has no kernel."
 
 
-def _explain(refusal: BackendError) -> ModelError:
-    """Return the error for a model that ONNX Runtime refuses to load."""
+def _refusal_of(load_error: BackendError) -> ModelError:
+    """Return the error for the user, from that with which ONNX Runtime refuses to load a model."""
     # onnxruntime's message without its error code and file names
-    text = first_line(refusal.__cause__ or refusal).removeprefix("[ONNXRuntimeError] : ")
+    text = first_line(load_error.__cause__ or load_error).removeprefix("[ONNXRuntimeError] : ")
     reason = text.split(" : ", 2)[-1]
     return ModelError(
         f"onnxruntime must load the model, got: {reason}; export it again "
@@ -404,7 +411,7 @@ def _explain(refusal: BackendError) -> ModelError:
     )
 
 
-def _find_refusal(model: onnx.ModelProto) -> BackendError | None:
+def _find_load_error(model: onnx.ModelProto) -> BackendError | None:
     """Return the error with which ONNX Runtime refuses to load a model, or None."""
     try:
         OrtSession.open(model, threads=1, optimize=False)
@@ -414,28 +421,40 @@ def _find_refusal(model: onnx.ModelProto) -> BackendError | None:
 
 
 def _find_missing_kernels(model: onnx.ModelProto) -> set[str]:
-    """Return the operators of the main graph that ONNX Runtime has no kernel for.
+    """Return the standard operators of the main graph that ONNX Runtime has no kernel for.
 
-    To find them, the first node of each operator is loaded as a separate model.
+    To find them, the first node of each operator, which stands for all, is loaded as a model.
     """
     graph = Graph(model)
+    first_node_by_type: dict[str, onnx.NodeProto] = {}
+    for node in graph.nodes:
+        if not node.domain:  # only for the standard operators does ONNX have definitions
+            first_node_by_type.setdefault(node.op_type, node)
     missing: set[str] = set()
-    # in reverse order, so that the first node of an operator replaces the later ones
-    first_nodes = {node.op_type: node for node in reversed(graph.nodes) if not node.domain}
-    for op_type, node in first_nodes.items():
-        reads = list(dict.fromkeys(iter_reads(node)))
-        constants = [graph.constants[name] for name in reads if name in graph.constants]
-        inputs = []
-        for name in reads:
-            if name not in graph.constants:
-                dtype, shape = graph.dtypes.get(name, FLOAT), graph.shapes.get(name)
-                inputs.append(helper.make_tensor_value_info(name, dtype, shape))
-        outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
-        single_node_model = extract_nodes(model, [node], (), inputs=inputs, outputs=outputs)
-        single_node_model.graph.initializer.extend(constants)
-        if _find_refusal(single_node_model) is not None:
+    for op_type, node in first_node_by_type.items():
+        if _find_load_error(_make_single_node_model(model, graph, node)) is not None:
             missing.add(op_type)
     return missing
+
+
+def _make_single_node_model(
+    model: onnx.ModelProto, graph: Graph, node: onnx.NodeProto
+) -> onnx.ModelProto:
+    """Return a model of one node of `model`, whose index is `graph`, with the constants it reads.
+
+    An input of unknown type is float32.
+    """
+    inputs, constants = [], []
+    for name in dict.fromkeys(iter_reads(node)):
+        if name in graph.constants:
+            constants.append(graph.constants[name])
+        else:
+            dtype, shape = graph.dtypes.get(name, FLOAT), graph.shapes.get(name)
+            inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+    outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+    single_node_model = extract_nodes(model, [node], needed=(), inputs=inputs, outputs=outputs)
+    single_node_model.graph.initializer.extend(constants)
+    return single_node_model
 
 
 def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:

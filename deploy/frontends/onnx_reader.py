@@ -142,18 +142,16 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
         ModelError: model and data are over 2 GB (no data is read then), or a file cannot be read.
     """
     tensors = list(_external_tensors(model))
-    total = model.ByteSize()
-    for tensor in tensors:
-        _, _, length = _find_slice(path, tensor)
-        total += length
+    slices = [_find_slice(path, tensor) for tensor in tensors]
+    total = model.ByteSize() + sum(length for _, _, length in slices)
     if total > MESSAGE_LIMIT:
         raise ModelError(
             f"{path} with its external data must be below 2 GB, got {total / 2**30:.1f} GB; calib8"
             " writes a model as one protobuf message, which holds no more: build parts of the model"
         )
-    digest_by_slice: dict[tuple[bytes, int, int], bytes] = {}  # location, offset, length
-    for tensor in tensors:
-        file, offset, length = _find_slice(path, tensor)  # may have changed meanwhile
+    # (location, offset, length) -> sha256; several tensors may share a slice, which counts once
+    digest_by_slice: dict[tuple[bytes, int, int], bytes] = {}
+    for tensor, (file, offset, length) in zip(tensors, slices, strict=True):
         with _open_external(file, tensor.name) as stream:
             stream.seek(offset)
             data = stream.read(length)
@@ -200,7 +198,7 @@ def _find_external_file(path: Path, name: str, location: str) -> Path:
 
 
 def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
-    """Return (file, offset, length) of one tensor's external data.
+    """Return (file, offset, length) of one tensor's external data, in bytes.
 
     Args:
         path: of the model.
@@ -211,14 +209,13 @@ def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
     """
     entries = _external_entries(tensor)
     file = _find_external_file(path, tensor.name, entries.get("location", ""))
-    try:
-        offset, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
-    except ValueError:
-        offset, length = -1, -1  # refused below
     with _open_external(file, tensor.name) as stream:
         size = os.fstat(stream.fileno()).st_size
-    if length < 0:  # up to the end
-        length = size - offset
+    try:
+        offset = int(entries.get("offset", 0))
+        length = int(entries.get("length", size - offset))  # without a length, up to the end
+    except ValueError:
+        offset, length = -1, 0  # not numbers: refused below as a negative offset
     if offset < 0 or length < 0 or offset + length > size:
         raise ModelError(
             f"external data of '{tensor.name}' must lie within its file, got bytes {offset} to "

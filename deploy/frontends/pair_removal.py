@@ -77,12 +77,15 @@ class StrippedModel:
 
 
 def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a Q/DQ model with inlined functions and a name for each node.
+    """Return a copy of a Q/DQ model in the form that `remove_pairs` reads.
+
+    It has no functions and a name for each node, and each DequantizeLinear of an activation stands
+    directly behind its QuantizeLinear.
 
     Raises:
         ModelError: not a valid model, an opset before 11, or no pairs.
     """
-    checks.check_fields(quantized)
+    checks.check_fields(quantized)  # first: some faults would end the process in ONNX
     opset = opset_of(quantized)
     if opset < _OLDEST_OPSET:
         raise ModelError(
@@ -103,14 +106,14 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
             " build quantizes a float model"
         )
 
-    # bring the pairs into the form that `remove_pairs` reads: Q, and DQ directly behind it
     remove_identity(model.graph)
     name_nodes(model.graph)
     _remove_clips_of_codes(model)
     _move_quantizers(model)
     if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
         return model
-    # a node's rank must be known to complete its axes; else the model stays without inferred shapes
+    # `complete_axes` needs inferred shapes; if it changes nothing, the model is returned without
+    # them, so that the files written from it declare no more types than the user's file
     typed_model = infer_shapes(copy_message(model))
     return typed_model if complete_axes(typed_model) else model
 
@@ -122,8 +125,8 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
 
         x --> Q --> Clip(-127, 127) --> DQ     becomes     x --> Q --> DQ
 
-    Weights become the clipped integers. A Clip that leaves out other codes than -128, as the lowest
-    of int8, stays: its pair has fewer bits, and is refused.
+    Weights become the clipped integers. On an activation, only a Clip goes that leaves out no code,
+    or -128 alone; any other stays: its pair has fewer bits, and is refused later.
     """
     index = Graph(model)
     clips = [node for node in index.nodes if node.op_type == "Clip" and _clips_codes(node, index)]
@@ -132,13 +135,13 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
     clip_names = names_of(clips)
     clipped_tensors = {clip.input[0] for clip in clips}
 
-    def makes_codes(node: onnx.NodeProto) -> bool:
-        """Whether a node makes the codes of a weight, if all that it reads is constant."""
-        is_quantizer = not clipped_tensors.isdisjoint(node.output)
-        return node.name in clip_names or is_quantizer or node.op_type == "Constant"
+    def is_clip_or_input(node: onnx.NodeProto) -> bool:
+        """Whether a node is one of the Clips, or makes the codes or the limits that one reads."""
+        makes_codes = not clipped_tensors.isdisjoint(node.output)
+        return node.name in clip_names or makes_codes or node.op_type == "Constant"
 
-    # Clips of weights go here, as do the Constant nodes that hold the limits of the others
-    fold_constants(model, {}, chosen=makes_codes)
+    # fold the Clips of weights, and the limits of the others, so that `_is_implied` can read them
+    fold_constants(model, chosen=is_clip_or_input)
     folded_index = Graph(model)
     bypass(model.graph, lambda node: node.name in clip_names and _is_implied(node, folded_index))
     drop_unread(model.graph)  # the limits
@@ -168,8 +171,9 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
 
         x --> Q --> Transpose --> DQ     becomes     x --> Transpose --> Q --> DQ
 
-    "Codes" are the integers that a QuantizeLinear makes. One with a scale per channel stays, since
-    its channels might be cut or reordered.
+    Then a DequantizeLinear stands directly behind it, where `remove_pairs` looks for it. "Codes"
+    are the integers that a QuantizeLinear makes. One with a scale per channel stays, since its
+    channels might be cut or reordered.
     """
     index = Graph(model)
     names = tensor_names(model.graph)
@@ -184,18 +188,11 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         grid = find_pair_grid(quantizer, index)
         if grid is None or not grid.is_per_tensor:
             continue
-        if node.op_type == "Pad" and not _pad_with_zeros(node, grid, index):
+        if node.op_type == "Pad" and not _make_pad_float(node, grid, index):
             continue
-
-        # the node reads and makes floats now; a copy of the quantizer makes the codes it made
-        float_source, codes = quantizer.input[0], node.output[0]
-        float_output = claim_name(f"{float_source}/{node.op_type.lower()}", names)
         replaced_codes.add(quantizer.output[0])
-        node.input[0], node.output[0] = float_source, float_output
-        moved_quantizer = copy_message(quantizer)
-        moved_quantizer.input[0], moved_quantizer.output[0] = float_output, codes
-        moved_quantizer.name = f"{node.name}/{Q}"
-        quantizer_by_codes[codes] = moved_quantizer
+        moved_quantizer = _move_behind(node, quantizer, names)
+        quantizer_by_codes[moved_quantizer.output[0]] = moved_quantizer
         nodes.append(moved_quantizer)
 
     if not replaced_codes:
@@ -205,8 +202,27 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
     rebuild(model.graph, [node for node in nodes if unread.isdisjoint(node.output)])
 
 
-def _pad_with_zeros(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
-    """Let a Pad of codes pad float values with 0; return False if it pads with another value.
+def _move_behind(
+    node: onnx.NodeProto, quantizer: onnx.NodeProto, names: set[str]
+) -> onnx.NodeProto:
+    """Let a node that reads codes work on floats; return the QuantizeLinear of its output.
+
+    Args:
+        node: changes: it reads what the quantizer reads, and makes a float tensor.
+        quantizer: makes the codes that the node reads; unchanged.
+        names: of all tensors; gets that of the float tensor.
+    """
+    float_source, codes = quantizer.input[0], node.output[0]
+    float_output = claim_name(f"{float_source}/{node.op_type.lower()}", names)
+    node.input[0], node.output[0] = float_source, float_output
+    moved_quantizer = copy_message(quantizer)
+    moved_quantizer.input[0], moved_quantizer.output[0] = float_output, codes
+    moved_quantizer.name = f"{node.name}/{Q}"
+    return moved_quantizer
+
+
+def _make_pad_float(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
+    """Let a Pad of codes pad floats with 0, in place; return False if it pads with another value.
 
     The code that stands for 0 is the zero point. A Pad in a mode that repeats values is unchanged.
     """
@@ -229,7 +245,8 @@ def remove_pairs(
     Args:
         model: with unique node names.
         int8_layers: names of the layers that round and saturate their input themselves.
-        keep_rounding: whether Div, Round, Clip and Mul do for all other readers what the pair did.
+        keep_rounding: whether the readers of a pair that are no such layers read Div, Round, Clip
+            and Mul instead, which do what the pair did; else they read the float source.
 
     Raises:
         ModelError: integer operators, or pairs that cannot be removed.
@@ -237,7 +254,7 @@ def remove_pairs(
     float_model = copy_message(model)
     stripper = _Stripper(float_model, int8_layers, keep_rounding=keep_rounding)
     stripper.run()
-    fold_constants(float_model, {})
+    fold_constants(float_model)  # also the pairs of weights, which become float weights
     for node in all_nodes(float_model.graph):
         if node.op_type in (Q, DQ):
             raise ModelError(
@@ -290,12 +307,12 @@ class _Stripper:
         nodes: Nodes = []
         removed_codes: set[str] = set()
         for node in self.graph.node:
-            if self.constants.issuperset(iter_reads(node)):  # also the pairs of weights
+            if self.constants.issuperset(iter_reads(node)):  # as a pair of a weight, folded later
                 self.constants.update(node.output)
                 nodes.append(node)
             elif node.op_type == Q:
                 removed_codes.add(node.output[0])
-                self._refuse_integers(node)
+                self._refuse_readers_of_codes(node)
             elif node.op_type == DQ and node.input[0] in removed_codes:
                 nodes += self._replace_pair(node)
             else:
@@ -303,11 +320,11 @@ class _Stripper:
                     self.non_negative.update(node.output)
                 nodes.append(node)
         rename_reads(nodes, self.float_by_pair_output)
-        self._name_weights()
+        self._name_weights_by_layer()
         rename_tensors(nodes, self.new_names)
         rebuild(self.graph, nodes)
 
-    def _name_weights(self) -> None:
+    def _name_weights_by_layer(self) -> None:
         """Name dequantized weights and biases after their layer, not after their Q/DQ pair."""
         computed = self.constants.difference(self.index.constants)
         for node in self.index.nodes:
@@ -318,9 +335,11 @@ class _Stripper:
                     self.new_names[name] = claim_name(f"{node.name}.{role}", self.names)
 
     def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:
-        """Return the nodes in place of a Q/DQ pair; usually none, as its readers read its source.
+        """Return the nodes in place of a Q/DQ pair: usually none, and its readers read its source.
 
-        A chain of nodes rounds or clips as the pair does if a float operator or the user reads it.
+        If a float operator, a subgraph or the user reads the pair, these may need a chain of nodes
+        that rounds or clips as the pair does (`_find_chain`). Int8 layers never do: they round
+        their input themselves.
         """
         index = self.index
         output = dequantizer.output[0]
@@ -333,29 +352,31 @@ class _Stripper:
             if reader.name in self.int8_names and reader.input[0] == output:
                 int8_readers.append(reader)
 
-        is_read_outside = output in index.outputs or output in index.captured
-        if is_read_outside or len(int8_readers) < len(readers):
+        is_read_by_user_or_subgraph = output in index.outputs or output in index.captured
+        if is_read_by_user_or_subgraph or len(int8_readers) < len(readers):
             self.float_read_pairs += 1
             chain = self._find_chain(dequantizer, source)
             if chain:
-                for reader in int8_readers:  # they round by themselves
+                for reader in int8_readers:  # the others are redirected to the end of the chain
                     reader.input[0] = source
                 return self._write_chain(dequantizer, source, chain)
         return self._bypass_pair(dequantizer, source)
 
     def _bypass_pair(self, dequantizer: onnx.NodeProto, source: str) -> Nodes:
-        """Let all readers of a pair read its source; return an Identity if an output needs one.
+        """Let all readers of a pair read its source.
 
-        The source takes the name of an output of the model, or the name that it had before the tool
-        that wrote the pair gave that name to the pair and called the source "NAME/float".
+        Returns:
+            []; or, if the pair makes an output of the model and the source cannot take its name,
+            an Identity that makes this output.
         """
         output = dequantizer.output[0]
         self._add_grid(source, dequantizer)
         is_output = output in self.index.outputs
         if not is_output:
             self.float_by_pair_output[output] = source
-        takes_name = is_output or source == f"{output}/float"
-        if takes_name and self._can_be_renamed(source):
+        # calib8 gives the name of a tensor to the pair behind it, and calls the tensor NAME/float
+        pair_has_its_name = source == f"{output}/float"
+        if (is_output or pair_has_its_name) and self._can_be_renamed(source):
             self.new_names[source] = output
         elif is_output:
             name = f"{dequantizer.name}/float"
@@ -370,24 +391,25 @@ class _Stripper:
         Args:
             dequantizer: of the pair.
             source: the tensor that the first node reads.
-            chain: operator -> its constants, in order.
+            chain: operator -> its constants, in the order of the nodes.
         """
         output = dequantizer.output[0]
-        result = output
+        result = output  # an output of the model keeps its name; else the name says what it is
         if output not in self.index.outputs:
             result = claim_name(f"{source}/{'-'.join(chain).lower()}", self.names)
         self.float_by_pair_output[output] = result
         self._add_grid(result, dequantizer)
 
         nodes: Nodes = []
-        tensor = source  # the output of the last node so far
+        node_input = source
         for number, (op_type, values) in enumerate(chain.items(), 1):
             constants = [self._add_constant(f"{result}/{op_type}", value) for value in values]
-            inputs = [tensor, *constants]
-            tensor = result
-            if number < len(chain):
-                tensor = claim_name(f"{result}/{op_type}", self.names)
-            nodes.append(make_node(op_type, inputs, tensor, f"{dequantizer.name}/{op_type}"))
+            node_output = result
+            if number < len(chain):  # not the last node
+                node_output = claim_name(f"{result}/{op_type}", self.names)
+            name = f"{dequantizer.name}/{op_type}"
+            nodes.append(make_node(op_type, [node_input, *constants], node_output, name))
+            node_input = node_output
         return nodes
 
     def _add_grid(self, tensor: str, node: onnx.NodeProto) -> None:
@@ -401,10 +423,12 @@ class _Stripper:
 
         With `keep_rounding` these do what the pair does. Without it, only a Clip at 0 is needed, if
         the pair did what a Relu would do: its lowest code stands for 0, and its source may be
-        negative. The tool that wrote the pair has left out the Relu then.
+        negative. The tool that wrote the pair has left out the Relu then. A pair whose lowest code
+        stands for 0 is also added to `non_negative`.
 
         Returns:
-            Operator -> its constants; {} if the readers can read the source.
+            Operator -> its constants, in the order in which they run; {} if the readers can read
+            the source.
         """
         grid = find_pair_grid(dequantizer, self.index)
         if grid is None or not grid.is_per_tensor:
@@ -413,13 +437,14 @@ class _Stripper:
                 f" got another on {source!r}; export the model in that form"
             )
         scale, zero = grid.scale.item(), grid.zero.item()
-        low, high = grid.min_code - zero, grid.max_code - zero  # of value / scale
-        if low == 0:
+        lowest_step, highest_step = grid.min_code - zero, grid.max_code - zero  # in steps of scale
+        if lowest_step == 0:
             self.non_negative.add(dequantizer.output[0])
         if self.keep_rounding:
-            return {"Div": (scale,), "Round": (), "Clip": (low, high), "Mul": (scale,)}
-        if low == 0 and source not in self.non_negative:
-            return {"Clip": (0.0, scale * high)}
+            limits = (lowest_step, highest_step)
+            return {"Div": (scale,), "Round": (), "Clip": limits, "Mul": (scale,)}
+        if lowest_step == 0 and source not in self.non_negative:
+            return {"Clip": (0.0, scale * highest_step)}
         return {}
 
     def _can_be_renamed(self, source: str) -> bool:
@@ -441,9 +466,9 @@ class _Stripper:
             return self.non_negative.issuperset(self.index.data_inputs(node))
         return cannot_be_negative(self.index, node, self.non_negative)
 
-    def _refuse_integers(self, node: onnx.NodeProto) -> None:
-        """Refuse quantized tensors that anything but a DequantizeLinear reads."""
-        output = node.output[0]
+    def _refuse_readers_of_codes(self, quantizer: onnx.NodeProto) -> None:
+        """Refuse a QuantizeLinear whose integers anything but a DequantizeLinear reads."""
+        output = quantizer.output[0]
         readers = [reader.op_type for reader in self.index.readers.get(output, [])]
         if output in self.index.outputs:
             readers.append("the user, as an output")

@@ -153,10 +153,11 @@ def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> Pair
 
 
 def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[np.float32]]:
-    """Return the integer grid of a layer's weight, and its scales, float32 [C_out] or [1].
+    """Return the integer grid of a layer's weight, and the scales of the layer's output channels.
 
-    The DequantizeLinear names an axis of the stored weight; it must be the axis of the output
-    channels after the Transpose that may follow.
+    Returns:
+        (grid, scales), the scales float32 [C_out], or [1] for one scale of all channels. They are
+        those of the grid, which a ConvTranspose repeats for each of its groups.
 
     Raises:
         UnfitError: the weight is not quantized, or not in a supported form.
@@ -164,30 +165,30 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     dequantizer, permutation = _find_dequantizer(node.input[1], index, {"Cast", "Transpose"})
     if dequantizer is None:
         raise UnfitError("its weight is not quantized")
-    source = dequantizer.input[0]
-    quantizer = index.find_producer(source, Q)
+    # integers are stored, or float values, of which a QuantizeLinear makes the integers
+    stored_name = dequantizer.input[0]
+    quantizer = index.find_producer(stored_name, Q)
     if quantizer is not None:
-        source = quantizer.input[0]
-    if source not in index.constants:
+        stored_name = quantizer.input[0]
+    if stored_name not in index.constants:
         raise UnfitError("its weight is computed")
     grid = read_pair_grid(dequantizer, index)
     if grid.scale.size == 1:
         return grid, grid.scale.reshape(1)
 
-    dims = list(index.constants[source].dims)
-    rank = len(dims)
-    axis = int(attributes(dequantizer).get("axis", 1)) % max(rank, 1)
-    if grid.scale.ndim != 1 or axis >= rank or dims[axis] != grid.scale.size:
+    sizes = list(index.constants[stored_name].dims)
+    rank = len(sizes)
+    axis = int(attributes(dequantizer).get("axis", 1))  # of the stored weight
+    if not -rank <= axis < rank or grid.scale.shape != (sizes[axis],):
         raise UnfitError("its weight has several scales a channel")
-    permutation = permutation or list(range(rank))
-    if sorted(permutation) != list(range(rank)):
+    weight_axes = permutation or list(range(rank))  # of the layer: the stored axis that each one is
+    if sorted(weight_axes) != list(range(rank)):
         raise UnfitError("its weight is turned in a way that does not fit it")
-    if permutation.index(axis) != channel_axis(node, rank):
+    if weight_axes[channel_axis(node, rank)] != axis % rank:
         raise UnfitError("its weight has no scale by output channel")
-    if node.op_type != "ConvTranspose":
-        return grid, grid.scale.copy()
-    # its weight is [C_in, C_out / groups, ...]: each group has the same scales
-    return grid, np.tile(grid.scale, max(group_count(node), 1))
+    if node.op_type == "ConvTranspose":  # whose weight is [C_in, C_out / groups, ...]
+        return grid, np.tile(grid.scale, group_count(node))
+    return grid, grid.scale.copy()
 
 
 def _find_dequantizer(

@@ -10,7 +10,7 @@ are put back into the files for the runtimes that know them::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx
@@ -106,12 +106,12 @@ class CutOffNodes:
             ExportError: a cut-off node has no form in the opset of `model`.
         """
         opset = opset_of(model)
-        if opset < opset_of(self.model):  # bring the cut-off nodes to the older opset first
+        if opset < opset_of(self.model):  # append the cut-off nodes in the older opset
             lowered = lower_opset(self.model, opset=opset).model
             # the outputs as in the file: lowering declares the types that it infers
             replace_field(lowered.graph.output, self.model.graph.output)
             return CutOffNodes(lowered).append_to(model)
-        self._refuse_opset(opset)
+        self._refuse_newer_forms(opset)
         complete = copy_message(model)
         graph, file_graph = complete.graph, self.model.graph
         nodes = list(map(copy_message, self.nodes))
@@ -119,9 +119,9 @@ class CutOffNodes:
         replace_nodes(graph, [*graph.node, *nodes])
 
         # the inputs and outputs of the complete model, with their types in `model` if it has them
-        declared = by_name(map(copy_message, (*graph.input, *graph.output)))
-        inputs = [declared.get(value.name, value) for value in file_graph.input]
-        outputs = [declared.get(value.name, value) for value in file_graph.output]
+        value_by_name = by_name(map(copy_message, (*graph.input, *graph.output)))
+        inputs = [value_by_name.get(value.name, value) for value in file_graph.input]
+        outputs = [value_by_name.get(value.name, value) for value in file_graph.output]
         replace_field(graph.input, inputs)
         replace_field(graph.output, outputs)
 
@@ -144,8 +144,8 @@ class CutOffNodes:
                 rename_reads(nodes, {tensor.name: constant.name})
             graph.initializer.append(constant)
 
-    def _refuse_opset(self, opset: int) -> None:
-        """Refuse an opset that changed the operator of a cut-off node."""
+    def _refuse_newer_forms(self, opset: int) -> None:
+        """Refuse a newer opset in which the operator of a cut-off node has another form."""
         source_opset = opset_of(self.model)
         changed_types: set[str] = set()
         for node in self.nodes:
@@ -161,7 +161,7 @@ class CutOffNodes:
 
 
 def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
-    """Cut a model before the nodes that ONNX Runtime does not know, in place; return what is cut.
+    """Cut a model before the nodes that ONNX Runtime does not know, in place.
 
     The unknown nodes and all nodes downstream are cut off, and the nodes that compute constants for
     these alone. What they read of the remaining nodes becomes an output of the model.
@@ -170,7 +170,8 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
         model: without functions.
 
     Returns:
-        The nodes that were cut off; None if there are no unknown nodes.
+        The nodes that were cut off; None if there are no unknown nodes, and the model stays as it
+        is.
 
     Raises:
         ModelError: no node is left before them.
@@ -181,7 +182,7 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
     _import_domains(model, unknown_nodes)
     sort_nodes(model.graph)
     graph = Graph(infer_shapes(model))
-    cut_indices = _find_downstream(model.graph.node)
+    cut_indices = _find_unknown_and_downstream(model.graph.node)
     _add_constant_nodes(graph, cut_indices)
     cut_nodes: Nodes = []
     remaining_nodes: Nodes = []
@@ -189,22 +190,8 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
         part_nodes = cut_nodes if index in cut_indices else remaining_nodes
         part_nodes.append(node)
 
-    # the cut-off nodes take the constants that they read with them
-    constants, varying_names = [], []
-    for name in dict.fromkeys(all_reads(cut_nodes)):
-        if name in graph.constants:
-            constants.append(copy_tensor(graph.constants[name], name))
-        else:
-            varying_names.append(name)
-
-    cut_model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=model.opset_import)
-    cut_model.graph.node.extend(cut_nodes)
-    cut_model.graph.initializer.extend(constants)
-    cut_model.graph.input.extend(model.graph.input)
-    cut_model.graph.output.extend(model.graph.output)
-
-    _reduce_to(model, remaining_nodes, varying_names, graph)
-    cut_off = CutOffNodes(cut_model)
+    cut_off = CutOffNodes(_extract_cut_model(model, graph, cut_nodes))
+    _reduce_to(model, remaining_nodes, cut_nodes, graph)
     if not model.graph.output:
         raise ModelError(
             "calib8 calibrates the part of a model before nodes that onnxruntime does not know,"
@@ -212,6 +199,26 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
             " standard ONNX operators"
         )
     return cut_off
+
+
+def _extract_cut_model(model: onnx.ModelProto, graph: Graph, cut_nodes: Nodes) -> onnx.ModelProto:
+    """Return a model of the nodes to cut off, with the constants that they read.
+
+    Its inputs and outputs are those of the entire model, which `CutOffNodes.append_to` restores.
+
+    Args:
+        model: the entire model.
+        graph: its index.
+        cut_nodes: the nodes, in their order.
+    """
+    cut_model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=model.opset_import)
+    cut_model.graph.node.extend(cut_nodes)
+    for name in dict.fromkeys(all_reads(cut_nodes)):
+        if name in graph.constants:
+            cut_model.graph.initializer.append(copy_tensor(graph.constants[name], name))
+    cut_model.graph.input.extend(model.graph.input)
+    cut_model.graph.output.extend(model.graph.output)
+    return cut_model
 
 
 def _import_domains(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
@@ -223,7 +230,7 @@ def _import_domains(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> 
             domains.add(node.domain)
 
 
-def _find_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
+def _find_unknown_and_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
     """Return the indices of the unknown nodes and of all nodes downstream, given sorted nodes."""
     indices: set[int] = set()
     unknown_results: set[str] = set()
@@ -235,13 +242,13 @@ def _find_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
 
 
 def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
-    """Cut off too the nodes that compute constants for the cut-off nodes alone.
+    """Add to `cut_indices` the nodes that compute constants which only cut-off nodes read.
 
     Else these constants would become outputs of the model that is calibrated.
 
     Args:
         graph: of the model; its nodes are sorted.
-        cut_indices: indices of the nodes to cut off; changes: those of more nodes are added.
+        cut_indices: indices of the nodes to cut off.
     """
     constant_tensors = set(graph.constants)
     for node in graph.nodes:
@@ -249,7 +256,7 @@ def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
             constant_tensors.update(node.output)
 
     # from the last node to the first, so that the readers of a node are known
-    cut_reads: set[str] = set()  # tensors that the cut-off nodes read, without stored constants
+    cut_reads: set[str] = set()  # tensors that the cut-off nodes read, but for stored constants
     remaining_reads = set(graph.outputs)
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
@@ -259,32 +266,32 @@ def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
         if is_constant and is_read_by_cut and not is_read_by_remaining:
             cut_indices.add(index)
         if index in cut_indices:
+            # the cut-off part copies stored constants, so a Constant node need not follow it
             cut_reads.update(set(iter_reads(node)).difference(graph.constants))
         else:
             remaining_reads.update(iter_reads(node))
 
 
 def _reduce_to(
-    model: onnx.ModelProto,
-    remaining_nodes: Sequence[onnx.NodeProto],
-    cut_reads: Iterable[str],
-    inferred: Graph,
+    model: onnx.ModelProto, remaining_nodes: Nodes, cut_nodes: Nodes, complete_graph: Graph
 ) -> None:
-    """Reduce a model to the nodes that remain, in place; what others read becomes an output.
+    """Reduce a model to the nodes that remain, in place; what others read of them is an output.
 
     Args:
         model: changes.
         remaining_nodes: the nodes that stay.
-        cut_reads: tensors that the cut-off nodes read.
-        inferred: index of the complete model, with inferred types and shapes.
+        cut_nodes: the nodes that are cut off.
+        complete_graph: index of the complete model, with inferred types and shapes.
     """
     graph = model.graph
     produced = all_outputs(remaining_nodes)
     retain_named(graph.output, produced)
     outputs = names_of(graph.output)
-    for name in cut_reads:
-        if name in produced and name not in outputs:  # it may also be an input of the model
-            dtype, shape = inferred.dtypes.get(name, 0), inferred.shapes.get(name)
+    for name in dict.fromkeys(all_reads(cut_nodes)):
+        # neither a constant nor an input of the model becomes an output
+        if name in produced and name not in outputs and name not in complete_graph.constants:
+            dtype = complete_graph.dtypes.get(name, onnx.TensorProto.UNDEFINED)
+            shape = complete_graph.shapes.get(name)
             graph.output.append(helper.make_tensor_value_info(name, dtype, shape))
     replace_nodes(graph, remaining_nodes)
     drop_dead(graph)

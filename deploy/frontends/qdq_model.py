@@ -54,11 +54,12 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     """
     path, original, stamp = read_source(source)
     name = path.stem if path else original.graph.name or "model"
-    model = prepare_qdq_model(_with_onnx_pairs(original))
+    model = prepare_qdq_model(_with_standard_pairs(original))
     index = Graph(model)
     constant_grids = tuple(_check_pairs(model, index))
     stripped = remove_pairs(model, (), keep_rounding=False)
-    loaded = load_onnx(stripped.model, False)  # folding norms would change weights
+    # a folded norm would change weights, which their scales would then not fit
+    loaded = load_onnx(stripped.model, fold_batchnorm=False)
     if loaded.cut_off is not None:
         raise ModelError(
             "ONNX Runtime must know every operator of a Q/DQ model, got"
@@ -67,7 +68,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         )
     grids = _find_cleaned_grids(stripped, loaded.model)
     qdq = _read_pairs(model, str(path or name), index, loaded.model, grids, constant_grids)
-    model_with_pairs = replace(  # what the copy without pairs cannot tell is the original's
+    # file, digest, metadata and classes are those of the original, not of the copy without pairs
+    loaded_original = replace(
         loaded,
         source=path,
         name=name,
@@ -79,7 +81,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         notes=(*_make_notes(qdq, _count_ambiguous(grids)), *loaded.notes),
         qdq=qdq,
     )
-    return model_with_pairs.with_inputs(loaded.inputs)
+    return loaded_original.with_inputs(loaded.inputs)  # also into the original's declaration
 
 
 def _find_cleaned_grids(stripped: StrippedModel, cleaned: onnx.ModelProto) -> PairGrids:
@@ -111,7 +113,7 @@ def _count_ambiguous(grids: PairGrids) -> int:
     return count
 
 
-def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
+def _with_standard_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy whose Q/DQ nodes of ONNX Runtime's domain are ONNX's, which mean the same."""
     refuse_integer_operators(original)
     model = copy_message(original)
@@ -153,16 +155,19 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
 
 
 def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:
-    """Refuse a Q or DQ of an activation without an equal partner, or without one 8-bit scale."""
+    """Refuse a Q or DQ of an activation unless it has one 8-bit scale and a partner.
+
+    A DequantizeLinear must read a Q with an equal scale and zero point; so a Q only needs a DQ.
+    """
     if not grid.is_per_tensor:
         raise UnfitError("it has a scale a channel")
     if not grid.is_8_bit:
         raise UnfitError(f"it is quantized to {grid.dtype}")
     if node.op_type == Q:
-        readers = [reader.op_type for reader in index.readers.get(node.output[0], [])]
-        if "Clip" in readers:
+        reader_types = [reader.op_type for reader in index.readers.get(node.output[0], [])]
+        if "Clip" in reader_types:  # of the integers, as `prepare_qdq_model` has left it
             raise UnfitError("a Clip leaves fewer than 8 bits of it")
-        if DQ not in readers:
+        if DQ not in reader_types:
             raise UnfitError("no DequantizeLinear reads it")
         return
     quantizer = index.find_producer(node.input[0], Q)
@@ -180,7 +185,9 @@ def _read_pairs(
     grids: PairGrids,
     constant_grids: tuple[PairGrid, ...],
 ) -> QdqCalibration:
-    """Return the data of a model's Q/DQ pairs.
+    """Return what a calibration of the float model would find, read from the Q/DQ pairs.
+
+    A tensor with several pairs gets the widest of their ranges.
 
     Args:
         model: with its pairs.
@@ -192,15 +199,15 @@ def _read_pairs(
     """
     float_index = Graph(float_model)
     non_negative_tensors = never_negative(float_model)
-    scales = {}
+    range_by_tensor = {}
     for tensor, tensor_grids in grids.items():
         ranges = [_make_range(grid, tensor in non_negative_tensors) for grid in tensor_grids]
-        scales[tensor] = max(ranges, key=lambda scale: scale.hi - scale.lo)  # the widest
+        range_by_tensor[tensor] = max(ranges, key=lambda pair_range: pair_range.hi - pair_range.lo)
     weight_scales, float_reasons, nodes_with_output_pair = _read_layers(index, float_index)
     return QdqCalibration(
         model=model,
         name=name,
-        scales=spread_ranges(float_index, scales),
+        scales=spread_ranges(float_index, range_by_tensor),
         weight_scales=weight_scales,
         float_reasons=float_reasons,
         nodes_with_output_pair=nodes_with_output_pair,
@@ -233,23 +240,25 @@ def _read_layers(
         float_index: of the cleaned model without them.
 
     Returns:
-        (layer -> scales of its weight, node -> why it is float, nodes with a pair on their output).
+        (name of a layer -> scales of its weight, name of a node -> why it is float, names of the
+        nodes with a pair on their output).
     """
     weight_scales: dict[str, NDArray[np.float32]] = {}
     float_reasons: dict[str, str] = {}
     nodes_with_output_pair = frozenset(
         node.name for node in index.nodes if _has_output_pair(node, index)
     )
-    qdq_nodes = by_name(index.nodes)
+    qdq_node_by_name = by_name(index.nodes)
     for node in float_index.nodes:
         if _is_tail(node, float_index):
             head = float_index.producer[node.input[0]]
-            if head.name not in float_reasons:
+            if head.name not in float_reasons:  # runs in int8, and its tail with it
                 continue
-        qdq_node = qdq_nodes.get(node.name)
+        qdq_node = qdq_node_by_name.get(node.name)
+        if qdq_node is None:  # a Clip that was inserted in place of a pair
+            float_reasons[node.name] = "it stands for the limits of a pair"
+            continue
         try:
-            if qdq_node is None:  # a Clip that was inserted in place of a pair
-                raise UnfitError("it stands for the limits of a pair")
             if node.op_type in WEIGHTED:
                 scales = _read_weight_scales(qdq_node, index)
                 if scales is not None:

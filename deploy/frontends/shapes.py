@@ -48,18 +48,19 @@ def clear_negative_sizes(graph: onnx.GraphProto) -> None:
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with all shapes and types inferred anew; `model` changes.
+    """Return the model with all shapes and types inferred anew; use it in place of `model`.
 
-    Those of the file stay where inference gives none.
+    Those of the file stay where inference gives none. `model` changes, and may be what is returned.
 
     Raises:
         ModelError: the shapes contradict each other.
     """
     file_values = list(map(copy_message, model.graph.value_info))
     del model.graph.value_info[:]
-    light_model = without_values(model)  # large weights are not copied
+    light_model = without_values(model)  # None if there are no large weights to leave out
+    # inference passes on the values of constants, which Concats of Concats may double each time
+    propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
     with checks.refuse_errors("shapes of the model must fit together"):
-        propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
         inferred = infer_types(light_model or model, data_prop=propagates_values)
     if light_model is not None:
         replace_field(model.graph.output, inferred.graph.output)
@@ -67,8 +68,8 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         inferred = model
 
     graph = inferred.graph
-    untyped = all_outputs(graph.node) - names_of((*graph.output, *graph.value_info))
-    graph.value_info.extend(value for value in file_values if value.name in untyped)
+    untyped_names = all_outputs(graph.node) - names_of((*graph.output, *graph.value_info))
+    graph.value_info.extend(value for value in file_values if value.name in untyped_names)
     return inferred
 
 

@@ -23,8 +23,8 @@ from deploy.frontends.metadata.values import (
 from deploy.tasks.declarations import Declaration, declare
 
 _OWN = "the model's metadata"
-_NAMES = "names"  # key of Ultralytics and YOLOv5: the text of a Python dict or list
-_LONGEST_NAMES = 1 << 16  # characters
+_NAMES_KEY = "names"  # of Ultralytics and YOLOv5: the text of a Python dict or list
+_LONGEST_NAMES = 1 << 16  # characters; Python parses longer texts slowly, with much memory
 
 # (location, writer, reader); the first reader that finds its own data is used.
 READERS: tuple[tuple[str, str, Callable[[ModelMetadata], StoredPreprocess | None]], ...] = (
@@ -59,13 +59,16 @@ def read_metadata_preprocess(
 
 
 def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
-    """Return class -> name from the model's metadata; empty if it has no such names."""
-    text = next((entry.value for entry in model.metadata_props if entry.key == _NAMES), "")
+    """Return class -> name from the model's metadata; empty if it has no such names.
+
+    Ultralytics writes the names as Python prints them: "{0: 'person', 1: 'bicycle'}".
+    """
+    text = next((entry.value for entry in model.metadata_props if entry.key == _NAMES_KEY), "")
     if len(text) > _LONGEST_NAMES:
         return {}
     try:
         names = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the file may come from anybody
         return {}
     if isinstance(names, list):
         names = dict(enumerate(names))

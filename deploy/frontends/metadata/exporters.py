@@ -36,37 +36,32 @@ from deploy.frontends.metadata.values import (
 )
 
 _BOXES = ("detect", "segment", "pose", "obb")
-_YOLOV5 = frozenset(("stride", "names"))
+_YOLOV5_KEYS = frozenset(("stride", "names"))  # YOLOv5's export.py writes no others
 
 
 def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Return letterbox for boxes, or a center crop for classes; None for other exporters' files.
 
     Raises:
-        ConfigError: another task, or invalid values.
+        ConfigError: the model is for another task, or has invalid values.
     """
     if metadata.text("author") != "Ultralytics":
-        # YOLOv5 writes nothing else; ONNX Runtime adds keys of its own
-        keys = {key for key in metadata.properties if not key.startswith("onnx.")}
-        if keys != _YOLOV5:
-            return None
-        return StoredPreprocess(find_preset("yolo"), " YOLOv5")
+        keys = {key for key in metadata.properties if not key.startswith("onnx.")}  # ONNX Runtime's
+        return StoredPreprocess(find_preset("yolo"), " YOLOv5") if keys == _YOLOV5_KEYS else None
 
     size = _parse_size(metadata.text("imgsz"))
     height, width = size
     preprocess = _task_preprocess(metadata, size)
     color = _parse_color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
-    detail = f", imgsz {height}"
-    if width != height:
-        detail += f"x{width}"
-    if version:
-        detail = f" {version}{detail}"
+    size_text = f"{height}" if width == height else f"{height}x{width}"
+    detail = f" {version}" if version else ""
+    detail += f", imgsz {size_text}"
     return StoredPreprocess(replace(preprocess, default_size=size, color=color), detail)
 
 
 def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
-    """Return the preprocessing of a model's task, without size and color."""
+    """Return the preprocessing of a model's task, without size and color; refuse other tasks."""
     task = metadata.text("task")
     if task in _BOXES:
         letterbox = find_preset("yolo")

@@ -79,7 +79,7 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     picture to the input ("squash").
 
     Raises:
-        ConfigError: see `read_timm`.
+        ConfigError: unsupported preprocessing, or invalid values.
     """
     mean = parse_numbers(data.get("mean"), "mean")
     std = parse_numbers(data.get("std"), "std")
@@ -89,10 +89,9 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     share = parse_number(data.get("crop_pct"), "crop_pct", default=_DEFAULT_SHARE)
     crop_mode = data.get("crop_mode") or "center"
     interpolation = plain_word(data.get("interpolation") or "bicubic")
-    is_squashed = crop_mode == "squash" and share == 1  # a smaller share would be cropped after it
-    is_known_mode = crop_mode == "center" or is_squashed
-    is_known_crop = is_known_mode and 0 < share <= 1
-    if interpolation not in INTERPOLATIONS or not is_known_crop:
+    is_stretched = crop_mode == "squash" and share == 1  # of a smaller share, timm crops it too
+    is_cropped = crop_mode == "center" and 0 < share <= 1
+    if interpolation not in INTERPOLATIONS or not (is_stretched or is_cropped):
         raise ConfigError(
             f"its crop must be of the centre, by a share up to 1, and its interpolation one of"
             f" {', '.join(INTERPOLATIONS)}, got {short_text(crop_mode)}, {share:g} and"
@@ -102,19 +101,17 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
         raise ConfigError(f"its crop_pct is a share of an input_size, got {share:g} and no size")
 
     preprocess = Preprocess(
-        resize="short-side",
+        resize="stretch" if is_stretched else "short-side",
         interpolation=INTERPOLATIONS[interpolation],
         color="grey" if channels == 1 else "rgb",
         mean=mean,
         std=std,
     )
-    if is_squashed:
-        preprocess = replace(preprocess, resize="stretch")
-    elif side is not None:
+    if side is None:
+        return preprocess
+    if is_cropped:
         preprocess = replace(preprocess, short_side=math.floor(side / share))
-    if side is not None:
-        preprocess = replace(preprocess, default_size=(side, side))
-    return preprocess
+    return replace(preprocess, default_size=(side, side))
 
 
 def _channels_and_side(value: object) -> tuple[int, int | None]:
@@ -128,8 +125,9 @@ def _channels_and_side(value: object) -> tuple[int, int | None]:
 
 
 FILE = "preprocessor_config.json"
-# By Pillow's numbers: nearest, lanczos, bilinear, bicubic, box, hamming
-_RESAMPLE = ("nearest", "lanczos", "area", "area", "area", "area")
+# of Pillow's numbers 0 to 5: nearest, lanczos, bilinear, bicubic, box, hamming
+_INTERPOLATION_BY_RESAMPLE = ("nearest", "lanczos", "area", "area", "area", "area")
+_BILINEAR = 2  # the default
 # Keys that are read here, or that change no value of an image of the input's size.
 _KNOWN_KEYS = frozenset(
     (
@@ -188,21 +186,25 @@ def _add_arithmetic(preprocess: Preprocess, data: Mapping[str, Any]) -> Preproce
 def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     """Return preprocessing with the size, crop and interpolation of a Hugging Face processor.
 
+    It stretches the picture to a height and a width, or resizes the short side and crops the
+    centre. ConvNext's processor does one or the other by the size.
+
     Args:
         data: its configuration, `preprocessor_config.json`.
         kind: its class, such as "ViTImageProcessor".
 
     Raises:
-        ConfigError: it resizes in another way than the three that are known.
+        ConfigError: it resizes in another way.
     """
-    resample = parse_number(data.get("resample", 2), "resample")
-    size = data.get("size")
-    is_cropped = _read_flag(data, "do_center_crop", False)
-    if not _read_flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
+    resample = parse_number(data.get("resample", _BILINEAR), "resample")
+    is_known_resample = resample in range(len(_INTERPOLATION_BY_RESAMPLE))
+    if not _read_flag(data, "do_resize", True) or not is_known_resample:
         raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
-    preprocess = Preprocess(interpolation=_RESAMPLE[int(resample)])
+    preprocess = Preprocess(interpolation=_INTERPOLATION_BY_RESAMPLE[int(resample)])
 
+    size = data.get("size")
     sides = _as_sides(size)
+    is_cropped = _read_flag(data, "do_center_crop", False)
     if sides.keys() == {"height", "width"} and not is_cropped:
         return replace(preprocess, default_size=_parse_height_width(size, "size"))
     if sides.keys() == {"shortest_edge"}:
@@ -212,7 +214,7 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
             return replace(
                 preprocess, resize="short-side", short_side=short_side, default_size=crop
             )
-        if kind.startswith("ConvNext"):  # crops without saying so
+        if kind.startswith("ConvNext"):  # it may crop although do_center_crop is not set
             return _convnext_resize(preprocess, short_side, data.get("crop_pct"))
     crop_text = " and a crop" if is_cropped else ""
     raise ConfigError(

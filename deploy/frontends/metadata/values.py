@@ -73,7 +73,7 @@ class StoredPreprocess(NamedTuple):
 
     Attributes:
         preprocess: the steps.
-        detail: text for messages, such as a version.
+        detail: text that messages append to the writer's name, such as " 8.3" or ", imgsz 640".
     """
 
     preprocess: Preprocess

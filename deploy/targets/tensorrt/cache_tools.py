@@ -24,7 +24,7 @@ from deploy.files import atomic
 from deploy.files.manifest import SETTINGS, sha256
 from deploy.files.reading import MAX_TEXT_BYTES, read_bytes
 from deploy.frontends import load
-from deploy.frontends.base import model_digest, read_graph
+from deploy.frontends.base import model_digest, read_uncleaned_model
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.placement import TENSORRT_BY_GRID
 from deploy.method import Method
@@ -328,7 +328,7 @@ def cache_to_qdq(
     match = match_cache(
         cache,
         loaded.model,
-        original=read_graph(model, loaded),
+        original=read_uncleaned_model(model, loaded),
         parser=parser,
         placement=TENSORRT_BY_GRID[precision],
     )
