@@ -310,6 +310,15 @@ def test_gemm_bias_has_values_per_channel(shape, accepted):
     assert accepted or "one a channel" in graph.float_reasons["g"]
 
 
+@pytest.mark.parametrize("operator", ["Conv", "ConvTranspose"])
+@pytest.mark.parametrize("length", [3, 4])
+def test_convolution_bias_has_values_per_channel(operator, length):
+    weights = {"w": np.ones((4, 4, 1, 1)), "b": np.ones(length)}
+    graph = find_layers(model_of([(operator, "x w b", "y", "layer")], weights))
+    assert ("layer" in graph.layers) is (length == 4)
+    assert length == 4 or "one a channel" in graph.float_reasons["layer"]
+
+
 RECORD = (CASES / "small_default" / "record.txt").read_text()
 
 DVPP = """# from a camera, through DVPP

@@ -13,7 +13,7 @@ from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.config import read_config
 from deploy.targets.ascend.config_keys import QuantConfig
-from deploy.targets.ascend.layers import SHARED, find_layers
+from deploy.targets.ascend.layers import SHARED_WEIGHT, find_layers
 from deploy.targets.ascend.preparation import make_default_plan, prepare_model, unfuse_batchnorms
 from deploy.targets.ascend.record import read_record
 from deploy.tuning.search_options import Tuning
@@ -149,7 +149,7 @@ def test_shared_weights_avoid_large_copies(monkeypatch):
     monkeypatch.setattr("deploy.targets.ascend.preparation._MAX_COPY_BYTES", 4 * 2 * 8 * 6)
     _, graph = prepare_model(two_pictures())
     assert graph.layers.keys() == {"left/gemm", "right/gemm"}
-    assert {graph.float_reasons[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
+    assert {graph.float_reasons[f"{word}/conv"] for word in ("left", "right")} == {SHARED_WEIGHT}
 
 
 def test_model_without_shared_weights_is_not_copied(small_cnn):

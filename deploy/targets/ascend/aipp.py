@@ -228,29 +228,33 @@ def _make_dynamic(parameters: Any) -> Any:
 
 
 def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
-    """Return how the host or DVPP makes AIPP's picture from a frame of the source.
+    """Return how a frame becomes AIPP's picture, if it must be resized; else None.
 
-    None if AIPP does it, by a crop of the center, or if the frame has the size of the input.
+    A frame is what the camera gives, a picture what AIPP (the input stage of the .om) takes. AIPP
+    only crops. So the host resizes, or DVPP, the chip's image unit, whose pictures are YUV.
     """
     input_size = preprocess.box  # (height, width) of the model's input
-    frame = source.size or input_size
-    if frame == input_size or source.dynamic:  # the host sets the crop of dynamic AIPP itself
+    frame_size = source.size or input_size
+    # with dynamic AIPP the program on the device sets the crop itself
+    if frame_size == input_size or source.dynamic:
         return None
-    is_larger = frame[0] >= input_size[0] and frame[1] >= input_size[1]
+    is_larger = frame_size[0] >= input_size[0] and frame_size[1] >= input_size[1]
     # the calibration resized no such frame either, it only cropped the center
-    is_cropped_only = preprocess.resize == "short-side" and min(frame) <= preprocess.short
+    is_cropped_only = preprocess.resize == "short-side" and min(frame_size) <= preprocess.short
     if is_larger and is_cropped_only:
         return None
 
     # top and left are negative where the resized frame is cropped
-    (height, width), (top, left) = resized_geometry(frame, preprocess)
+    (height, width), (top, left) = resized_geometry(frame_size, preprocess)
     if not source.is_yuv:
-        return FramePlan(frame, (height, width), (top, left), input_size)
+        return FramePlan(
+            frame=frame_size, resized=(height, width), corner=(top, left), stored=input_size
+        )
     # DVPP pastes at columns of a multiple of 16, and crops at even ones; int() rounds towards 0, so
     # that a crop stays inside the frame
     dvpp_column = left // 16 * 16 if left > 0 else int(left / 2) * 2
     return FramePlan(
-        frame=frame,
+        frame=frame_size,
         resized=(_round_up(height, 2), _round_up(width, 2)),
         corner=(int(top / 2) * 2, dvpp_column),
         stored=(_round_up(input_size[0], 2), _round_up(input_size[1], 16)),
@@ -275,10 +279,13 @@ def _map_back(axis: str, offset: int, size_ratio: float) -> str:
 
 
 def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSource) -> str:
-    """Describe how the host or DVPP makes AIPP's picture from a frame, with all sizes."""
-    row, column = plan.corner
-    calibrated_size, (top, left) = resized_geometry(plan.frame, preprocess)
-    is_cropped = top < 0 or left < 0
+    """Describe how the host or DVPP makes AIPP's picture from a frame, with all sizes.
+
+    Where DVPP cannot do as the calibration did, the difference is described too.
+    """
+    row, column = plan.corner  # of the resized frame in the picture, negative where it is cropped
+    calibrated_size, calibrated_corner = resized_geometry(plan.frame, preprocess)
+    is_cropped = min(calibrated_corner) < 0
     height, width = preprocess.box
     input_size = format_size((height, width))
     if source.is_yuv:  # DVPP writes even sides
@@ -300,11 +307,12 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
             f" It is {format_size(plan.stored)} in memory; AIPP crops the upper left"
             f" {format_size(preprocess.box)}."
         )
-    if (calibrated_size, (top, left)) != (plan.resized, plan.corner):
+    if (calibrated_size, calibrated_corner) != (plan.resized, plan.corner):
         action = "cropped" if is_cropped else "pasted"
+        top, left = map(abs, calibrated_corner)
         text += (
             f" The calibration resized to {format_size(calibrated_size)} and {action} at row"
-            f" {abs(top)}, column {abs(left)}: DVPP needs even sides and rows, and columns of a"
+            f" {top}, column {left}: DVPP needs even sides and rows, and columns of a"
             " multiple of 16 for pasting. Map boxes back to the frame by"
             f" {_map_back('x', column, plan.frame[1] / plan.resized[1])},"
             f" {_map_back('y', row, plan.frame[0] / plan.resized[0])}."
@@ -329,7 +337,7 @@ def _set_sizes(
 ) -> None:
     """Set the picture's size and AIPP's crop in `parameters`.
 
-    `plan`: how a frame becomes AIPP's picture; None if the picture is the frame.
+    `plan`: how a frame of the camera becomes AIPP's picture; None if the picture is the frame.
     """
     input_size = preprocess.box
     height, width = plan.stored if plan else source.size or input_size
@@ -343,9 +351,8 @@ def _set_sizes(
 
     if (height, width) == input_size:
         return
-    # a planned picture has the model's input in its upper left corner, a frame in its center
-    top, left = 0, 0
-    if plan is None:
+    top, left = 0, 0  # a planned picture has the model's input in its upper left corner
+    if plan is None:  # a frame is cropped to its center
         top, left = (height - input_size[0]) // 2, (width - input_size[1]) // 2
     if top < 0 or left < 0:  # only with dynamic AIPP, for which no frame is planned
         raise ExportError(

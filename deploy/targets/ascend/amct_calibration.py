@@ -55,8 +55,6 @@ from deploy.targets.ascend.record import (
     InputRecorder,
     LayerRecord,
     clip_range,
-    input_recorder,
-    is_rounded_to_zero,
     search_activation_scale,
     search_params,
 )
@@ -111,7 +109,7 @@ def observation_model(
         weight = from_rows(rows, layer)
         fake_quant_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
     inverse_factors = {name: np.float32(1) / factors[name] for name in factors if name in layers}
-    return rewrite_inputs(model, layers, fake_quant_weights, inverse_factors)
+    return rewrite_inputs(model, fake_quant_weights, layers, inverse_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,42 +278,66 @@ class RecordPlan:
         factors, roundings = self.dmq_factors(observed), self.round_weights(observed)
         # AMCT searches the layers that DMQ balances first; the record file has this order too
         names = sorted(self.first_inputs, key=lambda name: name not in factors)
-        ordered_inputs = {name: self.first_inputs[name] for name in names}
-        first_scales = self._search_scales(ordered_inputs, observed)
+        first_inputs = {name: self.first_inputs[name] for name in names}
+        first_scales = self._search_scales(first_inputs, observed)
         second_scales = self._search_scales(self.second_inputs, observed)
         weight_scales = self.weight_scales(factors, roundings)
-
         records = {}
-        searched_inputs = []  # (layer name, record whose scale_d is this input's, observation)
-        for name, observation in ordered_inputs.items():
-            record = self._record(name, first_scales[name], weight_scales[name], factors, roundings)
-            records[name] = record
-            searched_inputs.append((name, record, observation))
-        for name, observation in self.second_inputs.items():
-            scale = second_scales[name].scale
-            searched_inputs.append((name, replace(records[name], scale_d=scale), observation))
+        for name, input_scale in first_scales.items():
+            records[name] = self._record(name, input_scale, weight_scales[name], factors, roundings)
+        for name, second_scale in second_scales.items():  # of a MatMul of two activations
             # AMCT stores the scale of the second input where other layers have their weight's
-            records[name] = replace(records[name], scale_w=np.array([scale]), has_weight=True)
+            scale_w = np.array([second_scale.scale])
+            records[name] = replace(records[name], scale_w=scale_w, has_weight=True)
 
-        # for the report: clip ranges, and layers whose input a scale of AMCT's cannot represent
+        searched_inputs = []  # (layer name, observation, scale)
+        for observations, scales in (
+            (first_inputs, first_scales),
+            (self.second_inputs, second_scales),
+        ):
+            for name, observation in observations.items():
+                searched_inputs.append((name, observation, scales[name]))
+        return self._make_result(records, searched_inputs, roundings.values(), observed)
+
+    def _make_result(
+        self,
+        records: dict[str, LayerRecord],
+        searched_inputs: Iterable[tuple[str, Observation, AscendScale]],
+        roundings: Iterable[RoundedWeights],
+        observed: ObservedStatistics,
+    ) -> CalibrationRecord:
+        """Return the records with what the report shows of the searches.
+
+        That is the clip range of each input, and the layers whose input AMCT's scale cannot
+        represent.
+
+        Args:
+            records: layer -> its record.
+            searched_inputs: (layer, observation of one of its inputs, scale of that input).
+            roundings: AdaRound's results.
+            observed: the statistics.
+        """
         ranges, recorders = {}, {}
-        zero_layers, underflow_layers = [], []
-        for name, record, observation in searched_inputs:
-            recorder = input_recorder(observed.recorder(observation))
+        zero_layers: dict[str, None] = {}  # a layer with two such inputs counts once
+        underflow_layers: dict[str, None] = {}
+        for name, observation, input_scale in searched_inputs:
+            recorder = observed.recorder(observation)
+            assert isinstance(recorder, InputRecorder)
             recorders[observation.key] = recorder
-            ranges[observation.tensor] = clip_range(record, recorder, self._entries[name])
-            if not any(recorder.extremes):  # all values are 0
-                zero_layers.append(name)
-            elif is_rounded_to_zero(record, recorder):
-                underflow_layers.append(name)
+            ranges[observation.tensor] = clip_range(input_scale, recorder, self._entries[name])
+            largest = max(map(abs, recorder.extremes))
+            if largest == 0:
+                zero_layers[name] = None
+            elif largest < 0.5 * float(input_scale.scale):  # all values round to 0
+                underflow_layers[name] = None
 
         return CalibrationRecord(
             records=records,
             ranges=ranges,
             activation_bytes=_count_stored_bytes(recorders.values()),
-            adaround_ratios=error_ratio_range(roundings.values()),
-            zero_layers=tuple(dict.fromkeys(zero_layers)),
-            underflow_layers=tuple(dict.fromkeys(underflow_layers)),
+            adaround_ratios=error_ratio_range(roundings),
+            zero_layers=tuple(zero_layers),
+            underflow_layers=tuple(underflow_layers),
         )
 
     def _search_scales(
@@ -342,21 +364,24 @@ class RecordPlan:
         name: str,
         input_scale: AscendScale,
         weight_scale: NDArray[np.float32],
-        factors: Factors,
+        dmq_factors: Factors,
         roundings: Mapping[str, RoundedWeights],
     ) -> LayerRecord:
-        """Return the record of a layer: the scales and bit widths of its first input and weight."""
-        layer, entry = self.layers[name], self._entries[name]
+        """Return the record of a layer: the scales and bit widths of its first input and weight.
+
+        A layer without a weight has 8 bits there, as in AMCT.
+        """
+        layer, settings = self.layers[name], self._entries[name]
         return LayerRecord(
             scale_d=input_scale.scale,
             offset_d=input_scale.offset,
             scale_w=weight_scale,
-            factors=factors.get(name, NO_FACTORS),
+            factors=dmq_factors.get(name, NO_FACTORS),
             has_weight=bool(layer.weight),
             rounded_weight=roundings[name].integers if name in roundings else None,
             is_node_input=layer.input_index is not None,
-            act_bits=entry.activation.num_bits,
-            weight_bits=entry.weight.num_bits if layer.weight else 8,
+            act_bits=settings.activation.num_bits,
+            weight_bits=settings.weight.num_bits if layer.weight else 8,
             force_fp16=self.config.fakequant_precision_mode is not None,
         )
 
@@ -438,22 +463,27 @@ class RecordPlan:
         """Return the fake-quantized model whose activations are observed.
 
         Args:
-            observed: statistics that DMQ's factors and AdaRound's weights follow from.
+            observed: statistics from which DMQ's factors and AdaRound's weights are computed.
             rounded_names: layers that get AdaRound's weights; None for all that AdaRound rounds.
             last_tensor: tensor that ends the model; "" for the entire model.
         """
         factors = self.dmq_factors(observed)
         roundings = self.round_weights(observed, rounded_names)
-        scales = self.weight_scales(factors, roundings)
-        integers = {
-            name: rounding.integers
-            for name, rounding in roundings.items()
-            if rounding.integers is not None
-        }
+        integers_by_layer = {}
+        for name, rounding in roundings.items():
+            assert rounding.integers is not None  # `round_weights` has computed them
+            integers_by_layer[name] = rounding.integers
         model = extract_output(self.model, last_tensor) if last_tensor else self.model
         node_names = {node.name for node in model.graph.node}
         layers = {name: layer for name, layer in self.layers.items() if layer.node in node_names}
-        return observation_model(model, layers, self.config, scales, factors, integers)
+        return observation_model(
+            model,
+            layers,
+            self.config,
+            weight_scales=self.weight_scales(factors, roundings),
+            factors=factors,
+            integers_by_layer=integers_by_layer,
+        )
 
     def _key(self) -> str:
         """Return the variant's key: all that its weights and inputs depend on."""

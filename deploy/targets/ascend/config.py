@@ -13,11 +13,11 @@ from deploy.files.reading import from_json
 from deploy.targets.ascend.config_keys import (
     ACTIVATION,
     ADA,
-    GLOBAL,
     HFMG,
     IFMR,
     INT16_LAYERS,
     LAYER,
+    MODEL_SETTINGS,
     TENSOR,
     WEIGHT,
     ActivationParams,
@@ -65,7 +65,7 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     """
     if config.enabled() and not graph.layer_by_name:
         raise ConfigError(_no_layers_message(graph))
-    clashes = sorted(set(config.layers) & set(GLOBAL))
+    clashes = sorted(set(config.layers) & set(MODEL_SETTINGS))
     if clashes:
         raise ConfigError(
             f"a layer must not be named like a key of the quant config, got {clashes};"
@@ -93,9 +93,10 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
 def _resolve_layer(
     name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph
 ) -> LayerConfig:
-    """Return the entry of a layer with its unset values: by activation_offset and the layer's type.
+    """Return the settings of a layer (`entry`) with a value in place of each unset one.
 
-    A weight width that the layer cannot have becomes 8 bits; `weight_width_notes` tells the user.
+    The value is that of activation_offset, or follows from the layer's type. A weight width that
+    the layer cannot have becomes 8 bits; `weight_width_notes` tells the user.
     """
     if name not in graph.configurable_names:
         raise ConfigError(_unknown_layer_message(name, graph))
@@ -193,28 +194,29 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
 
     Raises:
         ConfigError: not JSON, an unknown key (the message suggests the nearest one), a wrong type,
-            a value out of range, keys of IFMR and HFMG in one layer, or a repeated key.
+            a value out of range, a repeated key, or keys of both searches of an activation's range
+            (IFMR and HFMG) in one layer.
     """
     json_object = _parse_json(text, file_name)
-    layers = {}
+    layers, settings = {}, {}
     for key, value in json_object.items():
-        if key in GLOBAL:  # a setting of the entire model; all other keys are names of layers
-            continue
-        if not isinstance(value, dict):
+        if key in MODEL_SETTINGS:  # a setting of the entire model
+            settings[key] = value
+        elif isinstance(value, dict):  # any other key is the name of a layer
+            layers[key] = _read_layer(key, value)
+        else:
             raise ConfigError(
                 f"{key!r} is neither a key of the quant config nor a layer;"
-                f" {suggest_name(key, list(GLOBAL))}"
+                f" {suggest_name(key, list(MODEL_SETTINGS))}"
             )
-        layers[key] = _read_layer(key, value)
-    if "version" not in json_object:
+    if "version" not in settings:
         raise ConfigError(f'{file_name} must hold "version": 1, got none')
-    settings = {key: value for key, value in json_object.items() if key in GLOBAL}
-    settings = check_values(settings, GLOBAL, "the quant config")
+    settings = check_values(settings, MODEL_SETTINGS, "the quant config")
     refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
     if settings.get("fakequant_precision_mode") == "DEFAULT":
         del settings["fakequant_precision_mode"]  # as if it were unset
     tensors = tuple(map(_read_tensor, settings.get("tensor_quantize", ())))
-    # the other settings, such as weight_offset, have one value that is allowed
+    # weight_offset and joint_quant are left out: they have only one allowed value, checked above
     fields = {key: settings[key] for key in _CONFIG_KEYS if key in settings}
     return QuantConfig(**fields, tensors=tensors, layers=layers)
 

@@ -145,7 +145,7 @@ _ANY_BOOL = _Rule(bool)
 _ANY_OBJECT = _Rule(dict)
 _PERCENTILE = _Rule(float, "(0.5, 1]", lambda v: 0.5 < v <= 1)
 _SHARE = _Rule(float, "(0, 1)", lambda v: 0 < v < 1)
-GLOBAL = {
+MODEL_SETTINGS = {
     "version": _Rule(int, "1", lambda v: v == 1),
     "batch_num": _Rule(int, "> 0 and below 2^31", lambda v: 0 < v < 2**31),
     "activation_offset": _ANY_BOOL,

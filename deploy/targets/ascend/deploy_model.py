@@ -26,6 +26,7 @@ Source: hicann/ge quant_host_cpu_op_common.h; measured on AMCT's own outputs.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -95,13 +96,15 @@ def rewrite_layers(
     rewriter = _LayerRewriter(out, replacement)
     # the Add of a MatMul's bias belongs to the layer: its output is dequantized
     layer_by_last_node = {
-        q.layer.bias_add or name: q for name, q in layers.items() if q.layer.input_index is None
+        quant_layer.layer.bias_add or name: quant_layer
+        for name, quant_layer in layers.items()
+        if quant_layer.layer.input_index is None
     }
     inputs_by_node = group_tensor_inputs(layers)
     nodes: Nodes = []
     for node in out.graph.node:
-        for q in inputs_by_node.get(node.name, ()):
-            nodes += rewriter.round_input(node, q)
+        for quant_layer in inputs_by_node.get(node.name, ()):
+            nodes += rewriter.round_input(node, quant_layer)
         if node.name in layers:
             nodes += rewriter.enter(node, layers[node.name])
         nodes.append(node)
@@ -115,7 +118,7 @@ def copy_without_weights(
     model: onnx.ModelProto, layers: Mapping[str, QuantLayer]
 ) -> onnx.ModelProto:
     """Return a copy with empty tensors in place of the weights that `rewrite_layers` replaces."""
-    quantized = {name for name, q in layers.items() if q.weight is not None}
+    quantized = {name for name, quant_layer in layers.items() if quant_layer.weight is not None}
     weights = {node.input[1] for node in model.graph.node if node.name in quantized}
     return copy_without_initializers(model, weights, placeholders=True)
 
@@ -123,9 +126,9 @@ def copy_without_weights(
 def group_tensor_inputs(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:
     """Return node -> its tensor_quantize inputs in `layers`."""
     inputs: dict[str, list[QuantLayer]] = {}
-    for q in layers.values():
-        if q.layer.input_index is not None:
-            inputs.setdefault(q.layer.node, []).append(q)
+    for quant_layer in layers.values():
+        if quant_layer.layer.input_index is not None:
+            inputs.setdefault(quant_layer.layer.node, []).append(quant_layer)
     return inputs
 
 
@@ -144,63 +147,74 @@ class _LayerRewriter:
         self.quantized_by_input: dict[tuple[str, float, int, int], str] = {}
         self.bias_by_add: dict[str, str] = {}
 
-    def enter(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
+    def enter(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Give a layer quantized inputs, integer weight and bias; return the new nodes before it.
 
         Args:
             node: the layer's node; changed in place.
-            q: the layer's integers.
+            quant_layer: the layer's integers.
         """
         nodes: Nodes = []
-        if q.inverse_factors is not None:
-            nodes += multiply_input(node, q.inverse_factors)
-        nodes += self.quantize(node, 0, q)
-        if q.second_factor is not None:
-            nodes += self.quantize(node, 1, q.second_factor)
-        if q.weight is not None:
-            weight = self.replacement.store_weight(q, q.weight)
+        if quant_layer.inverse_factors is not None:
+            nodes += multiply_input(node, quant_layer.inverse_factors)
+        nodes += self.quantize(node, 0, quant_layer)
+        if quant_layer.second_factor is not None:
+            nodes += self.quantize(node, 1, quant_layer.second_factor)
+        if quant_layer.weight is not None:
+            weight = self.replacement.store_weight(quant_layer, quant_layer.weight)
             self.tensors[node.input[1]] = numpy_helper.from_array(weight, node.input[1])
-        if q.bias is not None:
-            bias_nodes, bias = self.replacement.convert_bias(q, self.store_bias(q, q.bias))
+        if quant_layer.bias is not None:
+            bias_nodes, bias = self.replacement.convert_bias(
+                quant_layer, self.store_bias(quant_layer, quant_layer.bias)
+            )
             nodes += bias_nodes
-            if q.layer.bias_add:  # a MatMul's bias is read by an Add, which comes later
-                self.bias_by_add[q.layer.bias_add] = bias
+            if quant_layer.layer.bias_add:  # a MatMul's bias is read by an Add, which comes later
+                self.bias_by_add[quant_layer.layer.bias_add] = bias
             else:
                 node.input[2] = bias
         clear_transposition(node)
         return nodes
 
-    def quantize(self, node: onnx.NodeProto, index: int, q: QuantLayer) -> Nodes:
+    def quantize(self, node: onnx.NodeProto, index: int, quant_layer: QuantLayer) -> Nodes:
         """Quantize a node's input; inputs with equal tensor, scale and width share the nodes."""
         nodes: Nodes = []
         tensor = node.input[index]
-        key = (tensor, float(q.scale), q.record.offset_d, q.record.act_bits)
+        key = (
+            tensor,
+            float(quant_layer.scale),
+            quant_layer.record.offset_d,
+            quant_layer.record.act_bits,
+        )
         if key not in self.quantized_by_input:
-            nodes, self.quantized_by_input[key] = self.replacement.quantize_input(q, tensor)
+            nodes, self.quantized_by_input[key] = self.replacement.quantize_input(
+                quant_layer, tensor
+            )
         node.input[index] = self.quantized_by_input[key]
         return nodes
 
-    def round_input(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
+    def round_input(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Quantize and dequantize a tensor_quantize input."""
-        index = q.layer.input_index
+        index = quant_layer.layer.input_index
         assert index is not None
-        nodes = self.quantize(node, index, q)
-        float_nodes, node.input[index] = self.replacement.dequantize_input(q, node.input[index])
+        nodes = self.quantize(node, index, quant_layer)
+        float_nodes, node.input[index] = self.replacement.dequantize_input(
+            quant_layer, node.input[index]
+        )
         return [*nodes, *float_nodes]
 
-    def leave(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
+    def leave(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Return the nodes after the layer, or after the Add of a MatMul's bias."""
         if node.name in self.bias_by_add:
-            node.input[list(node.input).index(q.layer.bias)] = self.bias_by_add[node.name]
-        float_output, integer_output = node.output[0], f"{q.layer.name}_output0"
+            node.input[list(node.input).index(quant_layer.layer.bias)] = self.bias_by_add[node.name]
+        float_output, integer_output = node.output[0], f"{quant_layer.layer.name}_output0"
         node.output[0] = integer_output
-        return self.replacement.dequantize_output(q, integer_output, float_output)
+        return self.replacement.dequantize_output(quant_layer, integer_output, float_output)
 
-    def store_bias(self, q: QuantLayer, bias: NDArray[np.int32]) -> str:
+    def store_bias(self, quant_layer: QuantLayer, bias: NDArray[np.int32]) -> str:
         """Store the integer bias and return its name, a new one if other nodes read the float."""
-        name = q.layer.bias
+        name = quant_layer.layer.bias
         if len(self.index.readers[name]) > 1:
-            name = f"{q.layer.name}.quant_bias"
+            name = f"{quant_layer.layer.name}.quant_bias"
         self.tensors[name] = numpy_helper.from_array(bias.astype(self.replacement.bias_type), name)
         return name
 
@@ -239,16 +253,16 @@ def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto
 
 def rewrite_inputs(
     model: onnx.ModelProto,
-    layers: Mapping[str, Layer],
     weights: Mapping[str, onnx.TensorProto],
-    inverse_factors: Mapping[str, Float32Array],
+    layers: Mapping[str, Layer] = MappingProxyType({}),
+    inverse_factors: Mapping[str, Float32Array] = MappingProxyType({}),
 ) -> onnx.ModelProto:
     """Return a float copy with other weights, and with inputs multiplied by channel.
 
     Args:
         model: the float model.
-        layers: name -> layer, at least for those in `inverse_factors`.
         weights: weight name -> tensor that replaces it.
+        layers: name -> layer, at least for those in `inverse_factors`.
         inverse_factors: layer name -> 1 / DMQ factors, float32 [C_in]; a Mul before the layer
             multiplies its input by them.
     """
@@ -275,7 +289,7 @@ PACKED = "wts_type"
 def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
     """Return the model for atc: layers on integers, between AscendQuant and AscendDequant nodes.
 
-    The activation offset is not folded into the bias: GE does that when it compiles.
+    The activation offset is not folded into the bias: atc does that when it compiles.
 
     Args:
         model: the float model.
@@ -290,11 +304,12 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
         convert_bias=_cast_bias,
     )
     deploy = rewrite_layers(model, layers, replacement)
-    for q in layers.values():
-        if q.layer.input_index is None:  # a tensor_quantize input has AscendAntiQuant instead
-            values = pack_dequant_scales(q.dequant)
+    for quant_layer in layers.values():
+        # a tensor_quantize input has an AscendAntiQuant instead, without packed scales
+        if quant_layer.layer.input_index is None:
+            values = pack_dequant_scales(quant_layer.dequant)
             parameter = helper.make_tensor(
-                f"{q.layer.name}.dequant.param",
+                f"{quant_layer.layer.name}.dequant.param",
                 onnx.TensorProto.UINT64,
                 values.shape,
                 values.tolist(),
@@ -339,45 +354,52 @@ def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(unpacked, -1, axis), np.int8)
 
 
-def _make_quant(q: QuantLayer, tensor: str) -> tuple[Nodes, str]:
-    dst_type = f"INT{q.record.act_bits}"
-    return _scaling_node("AscendQuant", "quant", q, tensor, scale=float(q.scale), dst_type=dst_type)
+def _make_quant(quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+    dst_type = f"INT{quant_layer.record.act_bits}"
+    return _scaling_node(
+        "AscendQuant",
+        "quant",
+        quant_layer,
+        tensor,
+        scale=float(quant_layer.scale),
+        dst_type=dst_type,
+    )
 
 
-def _make_dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
-    name = f"{q.layer.name}.dequant"
+def _make_dequant(quant_layer: QuantLayer, integers: str, output: str) -> Nodes:
+    name = f"{quant_layer.layer.name}.dequant"
     inputs = [integers, f"{name}.param"]
     node = helper.make_node("AscendDequant", inputs, [output], name=name, dtype=0)
-    if q.record.weight_bits == 4:
+    if quant_layer.record.weight_bits == 4:
         node.attribute.append(helper.make_attribute(PACKED, "INT4"))
     return [node]
 
 
-def _make_anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
-    options = {"scale": float(q.record.input_scale), "dst_type": "INT8", "dtype": 0}
-    return _scaling_node("AscendAntiQuant", "anti_quant", q, integers, **options)
+def _make_anti_quant(quant_layer: QuantLayer, integers: str) -> tuple[Nodes, str]:
+    options = {"scale": float(quant_layer.record.input_scale), "dst_type": "INT8", "dtype": 0}
+    return _scaling_node("AscendAntiQuant", "anti_quant", quant_layer, integers, **options)
 
 
 def _scaling_node(
-    op: str, suffix: str, q: QuantLayer, tensor: str, **options: Any
+    op: str, suffix: str, quant_layer: QuantLayer, tensor: str, **options: Any
 ) -> tuple[Nodes, str]:
-    name, offset = f"{q.layer.stem}.{suffix}", float(q.record.offset_d)
+    name, offset = f"{quant_layer.layer.stem}.{suffix}", float(quant_layer.record.offset_d)
     output = f"{name}.output0"
     return [helper.make_node(op, [tensor], [output], name=name, offset=offset, **options)], output
 
 
-def _pack_weight(q: QuantLayer, weight: NDArray[np.int8]) -> NDArray[np.int8]:
+def _pack_weight(quant_layer: QuantLayer, weight: NDArray[np.int8]) -> NDArray[np.int8]:
     """Return a weight of 4 bits with two integers per byte, any other one as it is."""
-    if q.record.weight_bits == 4:
-        return pack_int4(weight, packed_axis(q.layer.kind))
+    if quant_layer.record.weight_bits == 4:
+        return pack_int4(weight, packed_axis(quant_layer.layer.kind))
     return weight
 
 
-def _cast_bias(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
+def _cast_bias(quant_layer: QuantLayer, bias: str) -> tuple[Nodes, str]:
     """Cast the int32 bias to float for 4-bit activations, as AMCT does."""
-    if q.record.act_bits != 4:
+    if quant_layer.record.act_bits != 4:
         return [], bias
-    name = f"{q.layer.name}.bias_quant"
+    name = f"{quant_layer.layer.name}.bias_quant"
     output = f"{name}.output0"
     cast = helper.make_node("Cast", [bias], [output], name=name, to=onnx.TensorProto.FLOAT)
     return [cast], output
@@ -387,22 +409,25 @@ _MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer ti
 
 
 def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Return the float model with AdaRound's weights: its integers times scale, less DMQ's factors.
+    """Return the float model whose weights AMCT rounds to the nearest as AdaRound rounded them.
 
-    AMCT rounds these weights to the same integers, which a record does not have.
+    They are AdaRound's integers times their scale, divided by DMQ's factors. AMCT's record has the
+    scales, but no integers.
     """
     index = Graph(model)
     new_weights = {}
-    for q in layers.values():
-        if q.record.rounded_weight is None:
+    for quant_layer in layers.values():
+        if quant_layer.record.rounded_weight is None:
             continue
-        weight_name, layer = q.layer.weight, q.layer
+        weight_name, layer = quant_layer.layer.weight, quant_layer.layer
         shape = read_weight_rows(index, layer).shape
-        rows = q.record.rounded_weight.reshape(shape) * by_row(q.record.scale_w, len(shape))
-        inverse_factors = np.asarray(1 / q.record.factors, np.float32)
+        rows = quant_layer.record.rounded_weight.reshape(shape) * by_row(
+            quant_layer.record.scale_w, len(shape)
+        )
+        inverse_factors = np.asarray(1 / quant_layer.record.factors, np.float32)
         weight = balanced_weight(from_rows(rows, layer), layer, inverse_factors)
         new_weights[weight_name] = numpy_helper.from_array(weight, weight_name)
-    return rewrite_inputs(model, {}, new_weights, {})
+    return rewrite_inputs(model, new_weights)
 
 
 def find_unrounded_layers(
@@ -413,7 +438,8 @@ def find_unrounded_layers(
 ) -> list[str]:
     """Return the AdaRound layers whose float weights are not integers times the record's scale.
 
-    They show that the model is not the modified one, which AdaRound's record belongs to.
+    A record of AdaRound belongs to the model that was saved with its rounded weights (see
+    `modified_model`). Such a layer shows that another model was given.
 
     `adaround_names`: layers that AdaRound rounded; those without record or layer are left out.
     """

@@ -290,11 +290,19 @@ class _IntegerWriter:
             self.write_weighted_layer(node, parts)
 
     def write_weighted_layer(self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...]) -> None:
-        """Write a layer with a weight: the products of each part, times its factor, plus bias."""
+        """Write a layer with a weight: the products of each part, times its factor, plus bias.
+
+        Args:
+            node: the layer.
+            parts: uint8 tensors; the input is the sum of (tensor - zero) * factor.
+        """
         weight = self.read_weight(node)
-        sum_type = np.int64 if len(parts) > 1 else np.int32  # two parts are of 16-bit activations
+        # 16-bit activations are two parts, whose sums may exceed int32
+        sum_type = np.int64 if len(parts) > 1 else np.int32
         onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(sum_type))
-        multiply = self.multiply_exact if node.op_type == "ConvTranspose" else self.multiply_uint8
+        multiply = self.multiply_uint8
+        if node.op_type == "ConvTranspose":  # of which ONNX has no integer operator
+            multiply = self.multiply_exact
         summands = []
         for products, factor in multiply(node, parts, weight):
             summand = self.emit("Cast", products, to=onnx_type)
@@ -331,8 +339,8 @@ class _IntegerWriter:
     ) -> Iterator[tuple[str, int]]:
         """Yield (sums of products, exact in float32; their factor) of the weight's two halves.
 
-        ONNX has no integer ConvTranspose. A weight is 16 high + low, with 0 <= low < 16, so that
-        the sums of either half stay below 2^24, up to which float32 holds every integer.
+        A weight is 16 high + low, with 0 <= low < 16, so that the sums of either half stay below
+        2^24, up to which float32 holds every integer.
         """
         weight = weight.astype(np.int32)
         max_product = 255 * 15  # of an input less its zero, and half a weight
@@ -399,29 +407,30 @@ class DeployComparison:
 
     Attributes:
         samples: number of samples that were run.
-        same_rounding: largest difference from the model that rounds as AscendQuant, relative to the
-            largest value of that output.
-        amct_cosine: lowest cosine of an output with that of AMCT's fake-quant model.
-        sums: layer with 16-bit activations -> its largest sum, relative to 2^31.
+        max_npu_difference: largest difference from the model that rounds as AscendQuant, relative
+            to the largest value of that output.
+        min_amct_cosine: lowest cosine of an output with that of AMCT's fake-quant model.
+        sum_share_by_layer: layer with 16-bit activations -> its largest sum, relative to 2^31.
     """
 
     samples: int
-    same_rounding: float
-    amct_cosine: float
-    sums: Mapping[str, float] = field(default_factory=dict)
+    max_npu_difference: float
+    min_amct_cosine: float
+    sum_share_by_layer: Mapping[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """Return the note for the report."""
         text = (
             f"The deploy model was run in integers on {self.samples} samples: within"
-            f" {self.same_rounding:.1g} of the fake-quant model with AscendQuant's rounding,"
-            f" cosine {self.amct_cosine:.5f} with AMCT's rounding"
+            f" {self.max_npu_difference:.1g} of the fake-quant model with AscendQuant's rounding,"
+            f" cosine {self.min_amct_cosine:.5f} with AMCT's rounding"
         )
-        if self.same_rounding > _MAX_DIFFERENCE:
+        if self.max_npu_difference > _MAX_DIFFERENCE:
             text += "; look into this before deploying"
-        if self.sums:  # AMCT does not check whether those of 16-bit activations fit int32
-            layer = max(self.sums, key=self.sums.__getitem__)
-            sum_share = self.sums[layer]
+        # layers with 16-bit activations: AMCT does not check whether their sums fit int32
+        if self.sum_share_by_layer:
+            layer = max(self.sum_share_by_layer, key=self.sum_share_by_layer.__getitem__)
+            sum_share = self.sum_share_by_layer[layer]
             text += (
                 f". Sums of 16-bit activations reached {sum_share:.3g} of int32's end, in {layer}"
             )
@@ -487,9 +496,9 @@ def compare_deploy_model(
                 min_amct_cosine = min(min_amct_cosine, cosine(value, amct_value))
     return DeployComparison(
         samples=len(samples),
-        same_rounding=max_npu_difference,
-        amct_cosine=min_amct_cosine,
-        sums=max_sum_shares,
+        max_npu_difference=max_npu_difference,
+        min_amct_cosine=min_amct_cosine,
+        sum_share_by_layer=max_sum_shares,
     )
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -201,17 +202,18 @@ def recipe_from_record(
             f"a record to deploy must have a layer with its scales, got only {', '.join(ignored)}"
             f" in {path}; give the record of a calibration"
         )
-    model, graph, quant_config, unfolded = _match_form(subject, records, config)
+    recorded = _model_as_recorded(subject, records, config)
+    model, graph, quant_config = recorded.model, recorded.graph, recorded.config
     _refuse_other_types(records, graph, subject)
     layers = quantize_layers(model, graph, records)
-    unrecorded = [name for name in graph.layers if name not in records]
     if quant_config is not None:
         enabled_names = quant_config.entries()
         _refuse_disabled(records, enabled_names)
-        unrecorded_entries = [name for name in enabled_names if name not in records]
-        quant_config = disable_layers(quant_config, (*unrecorded, *unrecorded_entries))
+        unrecorded_names = [name for name in enabled_names if name not in records]
+        quant_config = disable_layers(quant_config, unrecorded_names)
 
-    # scales from a modified model give the wrong integers with the user's own weights
+    # AdaRound and repairs change the weights before a record is made, and save the modified model;
+    # with the user's own weights the record's scales give wrong integers
     adaround_layers = read_adaround_layers(text)
     if adaround_layers:
         layers_with_other_weights = find_unrounded_layers(model, graph, records, adaround_layers)
@@ -224,8 +226,10 @@ def recipe_from_record(
         layers=layers,
         config=quant_config,
         method="a record",
-        float_reasons=dict.fromkeys(unrecorded, "the record has no scales for it"),
-        notes=tuple(_record_notes(path, unfolded, ignored)),
+        float_reasons={
+            name: "the record has no scales for it" for name in graph.layers if name not in records
+        },
+        notes=tuple(_record_notes(path, recorded.unfolded, ignored)),
         alerts=_other_weights_alert(layers_with_other_weights),
     )
 
@@ -314,10 +318,11 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     cache = read_cache(path)
     model, graph = prepare_model(subject.model)
     match = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
+    # only for the scales of ARQ, which reads the weights alone: no sample runs through this plan
     config = default_config(graph, activation_offset=False)
-    # a plan without samples, for ARQ only
     plan = RecordPlan(model=model, graph=graph, config=config, model_key="", samples=1)
-    weight_scales = plan.weight_scales({}, {})  # neither DMQ nor AdaRound by default
+    # the default config uses neither DMQ (factors) nor AdaRound (roundings)
+    weight_scales = plan.weight_scales(factors={}, roundings={})
     records = {}
     for name, layer in graph.layers.items():
         if layer.input in match.scales:
@@ -326,7 +331,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
                 scale_w=weight_scales[name],
                 has_weight=bool(layer.weight),
             )
-    layers, refusals = quantize_fitting(model, graph, records)
+    layers, reason_by_refused_layer = quantize_fitting(model, graph, records)
     if not layers:
         tensors = list(dict.fromkeys(layer.input for layer in graph.layers.values()))
         raise CacheError(
@@ -347,7 +352,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
         records={name: records[name] for name in layers},
         layers=layers,
         method="ARQ, and a TensorRT cache",
-        float_reasons=float_reasons | refusals,
+        float_reasons=float_reasons | reason_by_refused_layer,
         notes=(
             f"Scales: {path} for {len(layers)} of {len(graph.layers)} layers, symmetric, without"
             " offset; weights by ARQ; nothing was calibrated.",
@@ -355,21 +360,33 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     )
 
 
-def _match_form(
-    subject: CalibrationSubject, records: Mapping[str, LayerRecord], config_path: Path | None
-) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, list[str]]:
-    """Return the model with those BatchNormalizations folded that a record was made with.
+class _RecordedModel(NamedTuple):
+    """The model in the form that a record was made with.
 
-    The configuration, the record's entries or its scales show where none was folded.
+    Attributes:
+        model: the prepared float model.
+        graph: its layers.
+        config: the configuration of the calibration; None without one.
+        unfolded: layers into which, by the record's scales, nothing was folded.
+    """
+
+    model: onnx.ModelProto
+    graph: LayerGraph
+    config: QuantConfig | None
+    unfolded: list[str]
+
+
+def _model_as_recorded(
+    subject: CalibrationSubject, records: Mapping[str, LayerRecord], config_path: Path | None
+) -> _RecordedModel:
+    """Return the model in which the same BatchNormalizations are folded as when it was recorded.
+
+    All are, but where the configuration, the record's entries or its scales show otherwise.
 
     Args:
         subject: the model.
         records: layer name -> its entry in the record.
         config_path: the configuration of the calibration, or None.
-
-    Returns:
-        The model; its layers; the configuration in `config_path`; the layers that the scales show
-        to be unfolded.
     """
     model, graph = prepare_model(subject.model)
     config = None if config_path is None else read_any_config(config_path, graph)
@@ -384,7 +401,7 @@ def _match_form(
         model, graph = unfuse_batchnorms(subject, fusion_config, unfolded=unfolded)
         if config_path is not None:  # its checks depend on the form of the model
             config = read_any_config(config_path, graph)
-    return model, graph, config, unfolded
+    return _RecordedModel(model, graph, config, unfolded)
 
 
 def _find_unfolded_layers(

@@ -61,20 +61,25 @@ def fake_quant_model(
     return rewrite_layers(model, layers, replacement)
 
 
-def _make_quant(q: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
+def _make_quant(quant_layer: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
     """Return the nodes that compute a layer's rounded input, integers less the offset.
 
     Args:
-        q: the layer's integers and scales.
+        quant_layer: the layer's integers and scales.
         tensor: the float input.
         npu_rounding: add the offset before rounding instead of after it.
 
     Returns:
         The nodes, and the tensor that the last one makes.
     """
-    name = f"{q.layer.stem}.quant.fakequant"
-    low, high = ascend_range(q.record.act_bits)
-    values = {"scale": float(q.scale), "offset": q.record.offset_d, "min_val": low, "max_val": high}
+    name = f"{quant_layer.layer.stem}.quant.fakequant"
+    low, high = ascend_range(quant_layer.record.act_bits)
+    values = {
+        "scale": float(quant_layer.scale),
+        "offset": quant_layer.record.offset_d,
+        "min_val": low,
+        "max_val": high,
+    }
     nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
     scale, offset, minimum, maximum = (node.output[0] for node in nodes)
     round_codes: list[tuple[str, list[str]]] = [("Round", []), ("Add", [offset])]
@@ -94,19 +99,19 @@ def _make_quant(q: QuantLayer, tensor: str, *, npu_rounding: bool) -> tuple[Node
     return nodes, tensor
 
 
-def _make_dequant(q: QuantLayer, integers: str, output: str) -> Nodes:
+def _make_dequant(quant_layer: QuantLayer, integers: str, output: str) -> Nodes:
     """Return the nodes that multiply a layer's sums by scale_w * scale_d."""
-    name = f"{q.layer.name}.fakedequant"
-    rank = q.layer.rank if q.layer.weight else 0  # a pool has one scale
-    scale = make_constant(f"{name}.dqscale", q.dequant.reshape(1, -1, *[1] * rank))
+    name = f"{quant_layer.layer.name}.fakedequant"
+    rank = quant_layer.layer.rank if quant_layer.layer.weight else 0  # a pool has one scale
+    scale = make_constant(f"{name}.dqscale", quant_layer.dequant.reshape(1, -1, *[1] * rank))
     mul = helper.make_node("Mul", [integers, scale.output[0]], [output], name=f"{name}.mul")
     return [scale, mul]
 
 
-def _make_anti_quant(q: QuantLayer, integers: str) -> tuple[Nodes, str]:
+def _make_anti_quant(quant_layer: QuantLayer, integers: str) -> tuple[Nodes, str]:
     """Return the nodes that restore an input of an Add or MaxPool; and their output."""
-    name = f"{q.layer.stem}.anti_quant.fake_antiquant"
-    scale = make_constant(f"{name}.scale", np.float32(q.record.scale_d))
+    name = f"{quant_layer.layer.stem}.anti_quant.fake_antiquant"
+    scale = make_constant(f"{name}.scale", np.float32(quant_layer.record.scale_d))
     output = f"{name}.mul.output0"
     mul = helper.make_node("Mul", [integers, scale.output[0]], [output], name=f"{name}.mul")
     return [scale, mul], output
@@ -122,7 +127,9 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
         layers: layer name -> its integers and scales.
     """
     out = copy_message(model)
-    writer = _AmctQdqWriter({name: q for name, q in layers.items() if can_be_pairs(q)})
+    writer = _AmctQdqWriter(
+        {name: quant_layer for name, quant_layer in layers.items() if can_be_pairs(quant_layer)}
+    )
     nodes: Nodes = []
     for node in out.graph.node:
         nodes += writer.rewrite(node)
@@ -133,12 +140,16 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     return out
 
 
-def can_be_pairs(q: QuantLayer) -> bool:
+def can_be_pairs(quant_layer: QuantLayer) -> bool:
     """Whether the Q/DQ model can express a layer, and AMCT's `convert` takes it."""
-    if q.layer.two_activations or q.layer.kind == "MaxPool" or q.record.act_bits != 8:
+    if (
+        quant_layer.layer.two_activations
+        or quant_layer.layer.kind == "MaxPool"
+        or quant_layer.record.act_bits != 8
+    ):
         return False
-    is_grouped_deconv = q.layer.kind == "ConvTranspose" and q.layer.group > 1
-    return not is_grouped_deconv or q.record.scale_w.size == 1
+    is_grouped_deconv = quant_layer.layer.kind == "ConvTranspose" and quant_layer.layer.group > 1
+    return not is_grouped_deconv or quant_layer.record.scale_w.size == 1
 
 
 class _AmctQdqWriter:
@@ -151,7 +162,11 @@ class _AmctQdqWriter:
 
     def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
         self.layers, self.inputs_by_node = layers, group_tensor_inputs(layers)
-        self.layer_by_add = {q.layer.bias_add: q for q in layers.values() if q.layer.bias_add}
+        self.layer_by_add = {
+            quant_layer.layer.bias_add: quant_layer
+            for quant_layer in layers.values()
+            if quant_layer.layer.bias_add
+        }
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.dequantized_by_input: dict[tuple[str, float, int], str] = {}
 
@@ -163,34 +178,36 @@ class _AmctQdqWriter:
         """
         nodes: Nodes = []
         if node.name in self.layer_by_add:
-            q = self.layer_by_add[node.name]
-            node.input[list(node.input).index(q.layer.bias)] = self.store_bias(q)
-        for q in self.inputs_by_node.get(node.name, ()):
-            nodes += self.add_pair(q, node, q.layer.input_index or 0)
+            quant_layer = self.layer_by_add[node.name]
+            node.input[list(node.input).index(quant_layer.layer.bias)] = self.store_bias(
+                quant_layer
+            )
+        for quant_layer in self.inputs_by_node.get(node.name, ()):
+            nodes += self.add_pair(quant_layer, node, quant_layer.layer.input_index or 0)
         if node.name not in self.layers:
             return nodes
 
-        q = self.layers[node.name]
-        if q.inverse_factors is not None:
-            nodes += multiply_input(node, q.inverse_factors)
-        nodes += self.add_pair(q, node, 0)
-        if q.weight is not None:
-            nodes.append(self.dequantize_weight(q, node))
-        if q.bias is not None and not q.layer.bias_add:
-            node.input[2] = self.store_bias(q)
+        quant_layer = self.layers[node.name]
+        if quant_layer.inverse_factors is not None:
+            nodes += multiply_input(node, quant_layer.inverse_factors)
+        nodes += self.add_pair(quant_layer, node, 0)
+        if quant_layer.weight is not None:
+            nodes.append(self.dequantize_weight(quant_layer, node))
+        if quant_layer.bias is not None and not quant_layer.layer.bias_add:
+            node.input[2] = self.store_bias(quant_layer)
         return nodes
 
-    def add_pair(self, q: QuantLayer, node: onnx.NodeProto, index: int) -> Nodes:
+    def add_pair(self, quant_layer: QuantLayer, node: onnx.NodeProto, index: int) -> Nodes:
         """Let a node's input read the output of its pair; return the pair's nodes.
 
         Inputs with equal tensor and scale share a pair, which only the first call returns.
         """
-        tensor, record = node.input[index], q.record
+        tensor, record = node.input[index], quant_layer.record
         key = (tensor, float(record.input_scale), record.offset_d)
         if key in self.dequantized_by_input:
             node.input[index] = self.dequantized_by_input[key]
             return []
-        name = q.layer.stem
+        name = quant_layer.layer.stem
         quantized, dequantized = f"{name}.input.quantized", f"{name}.input.dequantized"
         parameters = [
             self.store(f"{name}.scale_d", np.asarray(record.scale_d)),
@@ -209,16 +226,16 @@ class _AmctQdqWriter:
             ),
         ]
 
-    def dequantize_weight(self, q: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
+    def dequantize_weight(self, quant_layer: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
         """Return the DequantizeLinear of the int8 weight, which a Gemm reads untransposed."""
-        assert q.weight is not None
-        name, scales = q.layer.name, q.record.scale_w
+        assert quant_layer.weight is not None
+        name, scales = quant_layer.layer.name, quant_layer.record.scale_w
         if scales.size == 1:  # one for the tensor, as a scalar
             scales, axis = scales.reshape(()), None
         else:  # one for each output channel
-            axis = 1 if q.layer.kind == "ConvTranspose" else 0
+            axis = 1 if quant_layer.layer.kind == "ConvTranspose" else 0
         inputs = [
-            self.store(f"{name}.weight.int8", q.weight),
+            self.store(f"{name}.weight.int8", quant_layer.weight),
             self.store(f"{name}.scale_w", scales),
             self.store(f"{name}.offset_w", np.zeros(scales.shape, np.int8)),
         ]
@@ -232,11 +249,11 @@ class _AmctQdqWriter:
             axis=axis,
         )
 
-    def store_bias(self, q: QuantLayer) -> str:
+    def store_bias(self, quant_layer: QuantLayer) -> str:
         """Add a layer's bias in float, a multiple of scale_w * scale_d; return its name."""
-        assert q.bias is not None
-        rounded = (q.bias * q.dequant.astype(np.float64)).astype(np.float32)
-        return self.store(f"{q.layer.name}.bias.rounded", rounded)
+        assert quant_layer.bias is not None
+        rounded = (quant_layer.bias * quant_layer.dequant.astype(np.float64)).astype(np.float32)
+        return self.store(f"{quant_layer.layer.name}.bias.rounded", rounded)
 
     def store(self, name: str, value: np.ndarray) -> str:
         """Add an initializer; return its name."""

@@ -81,10 +81,10 @@ class _Float16Writer:
     """Writer of a model's types.
 
     Attributes:
-        wanted_float16: tensors that shall be float16.
+        tensors_to_be_float16: tensors that are float16 in the user's file.
         float32_nodes: nodes that compute in float32.
-        float16_so_far: float16 inputs, and float16 tensors that the nodes so far make.
-        cast_by_tensor: (tensor, type) -> its cast to that type.
+        tensors_in_float16: float16 inputs, and float16 tensors that the nodes so far make.
+        cast_by_tensor_and_type: (tensor, type) -> the tensor with its values in that type.
         new_constants: name -> new initializer.
         tensor_names, node_names: names in use.
     """
@@ -92,17 +92,19 @@ class _Float16Writer:
     def __init__(
         self,
         model: onnx.ModelProto,
-        wanted_float16: Collection[str],
+        tensors_to_be_float16: Collection[str],
         float32_nodes: Collection[str],
     ) -> None:
         self.graph, self.index, self.opset = model.graph, Graph(model), opset_of(model)
-        self.wanted_float16, self.float32_nodes = wanted_float16, float32_nodes
-        self.float16_so_far = {
+        self.tensors_to_be_float16, self.float32_nodes = tensors_to_be_float16, float32_nodes
+        # inputs of the model; `rewrite` adds the float16 tensors that each node makes
+        self.tensors_in_float16 = {
             value.name
             for value in model.graph.input
             if value.type.tensor_type.elem_type == _FLOAT16
         }
-        self.cast_by_tensor: dict[tuple[str, int], str] = {}
+        # (tensor, type) -> the tensor with its values in that type, made by a Cast or a constant
+        self.cast_by_tensor_and_type: dict[tuple[str, int], str] = {}
         self.new_constants: dict[str, onnx.TensorProto] = {}
         self.tensor_names = {*self.index.producer, *self.index.constants, *self.index.inputs}
         self.node_names = {node.name for node in model.graph.node}
@@ -121,7 +123,7 @@ class _Float16Writer:
         """Drop unused Casts, and those of float16 to itself, whose inputs are renamed."""
         renamed = {}
         for node in nodes:
-            is_no_change = _is_cast(node, _FLOAT16) and node.input[0] in self.float16_so_far
+            is_no_change = _is_cast(node, _FLOAT16) and node.input[0] in self.tensors_in_float16
             # an input of the model, which no node makes, keeps its name
             if is_no_change and node.input[0] in self.index.producer:
                 renamed[node.input[0]] = node.output[0]
@@ -135,7 +137,7 @@ class _Float16Writer:
         read_tensors = _read_tensors(nodes)
         name_by_cast = {
             cast: name
-            for (name, _), cast in self.cast_by_tensor.items()
+            for (name, _), cast in self.cast_by_tensor_and_type.items()
             if cast in self.new_constants
             and name in self.index.initializers
             and name not in read_tensors
@@ -152,24 +154,24 @@ class _Float16Writer:
             yield from self.rewrite_standard(node)
             return
         if node.op_type == "AscendDequant":
-            if node.output[0] in self.wanted_float16:
+            if node.output[0] in self.tensors_to_be_float16:
                 self.set_float16_output(node)
         elif node.op_type == "AscendAntiQuant":
             # the input of an Add or MaxPool keeps the type that it had before its AscendQuant
             quant = self.index.producer[node.input[0]]
-            if quant.input[0] in self.float16_so_far:
+            if quant.input[0] in self.tensors_in_float16:
                 self.set_float16_output(node)
         elif node.op_type == "AscendQuant":
             # it reads both types: float16 directly, without the Cast to float32 before it
             tensor = node.input[0]
-            node.input[0] = self.cast_by_tensor.get((tensor, _FLOAT16), tensor)
+            node.input[0] = self.cast_by_tensor_and_type.get((tensor, _FLOAT16), tensor)
         elif node.op_type == "Cast":
             tensor, output, dtype = node.input[0], node.output[0], attributes(node)["to"]
             if dtype == _FLOAT16:
-                self.float16_so_far.add(output)
-            elif dtype == _FLOAT32 and tensor in self.float16_so_far:
+                self.tensors_in_float16.add(output)
+            elif dtype == _FLOAT32 and tensor in self.tensors_in_float16:
                 # a reader that wants float16 takes the tensor before this Cast
-                self.cast_by_tensor[output, _FLOAT16] = tensor
+                self.cast_by_tensor_and_type[output, _FLOAT16] = tensor
         yield node
 
     def set_float16_output(self, node: onnx.NodeProto) -> None:
@@ -177,13 +179,13 @@ class _Float16Writer:
         for attribute in node.attribute:
             if attribute.name == "dtype":
                 attribute.i = 1
-        self.float16_so_far.update(node.output)
+        self.tensors_in_float16.update(node.output)
 
     def rewrite_standard(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        """Yield a standard node with Casts where its types and those of its tensors differ.
+        """Yield a node of a standard operator, with a Cast for each tensor of another type.
 
-        A schema of ONNX gives each input and output a type variable, such as "T". Tensors of the
-        same variable have the same type.
+        The node computes in float16 if its outputs are to be float16. A schema of ONNX gives each
+        input and output a type variable, such as "T": tensors of one variable have one type.
         """
         schema = find_schema(node.op_type, self.opset)
         assert schema is not None
@@ -195,10 +197,12 @@ class _Float16Writer:
         common_variables = {*input_variables} & {*output_variables}
         if node.name in self.float32_nodes:
             float16_variables = set[str]()
-        elif common_variables:  # the outputs decide the type that the node computes in
-            wanted = {variable for variable, name in outputs if name in self.wanted_float16}
-            float16_variables = wanted & common_variables
-        else:  # such as a comparison or a shape: the inputs decide
+        elif common_variables:
+            variables_of_outputs = {
+                variable for variable, name in outputs if name in self.tensors_to_be_float16
+            }
+            float16_variables = variables_of_outputs & common_variables
+        else:  # such as a comparison, whose outputs have another type: the inputs decide
             float16_variables = {variable for variable, name in inputs if self.is_float16(name)}
 
         for position, (variable, name) in enumerate(inputs):
@@ -208,28 +212,36 @@ class _Float16Writer:
                 yield from self.cast_input(node, position, name, _FLOAT32)
         yield node
         for position, (variable, name) in enumerate(outputs):
-            if name not in self.wanted_float16:
+            if name not in self.tensors_to_be_float16:
                 continue
-            self.float16_so_far.add(name)
-            if variable not in float16_variables:  # the node makes float32, a Cast the output
+            self.tensors_in_float16.add(name)
+            if variable not in float16_variables:
+                # the node makes a float32 tensor of another name, from which a Cast makes this one
                 node.output[position] = claim_name(f"{name}.float32", self.tensor_names)
                 yield self.make_cast(node.output[position], name, _FLOAT16)
 
     def is_float16(self, name: str) -> bool:
         """Whether a tensor is float16 now, or a constant is float16 in the file."""
-        is_float16_constant = name in self.index.constants and name in self.wanted_float16
-        return name in self.float16_so_far or is_float16_constant
+        is_float16_constant = name in self.index.constants and name in self.tensors_to_be_float16
+        return name in self.tensors_in_float16 or is_float16_constant
 
     def cast_input(
         self, node: onnx.NodeProto, position: int, name: str, wanted_type: int
     ) -> Iterator[onnx.NodeProto]:
-        """Let a node's input read the tensor `name` in a type; yield the Cast if it is new.
+        """Let a node's input read a tensor in the wanted type; yield the Cast if it is new.
 
-        A constant is not cast: its float16 form becomes a new initializer.
+        A tensor that is float16 already is read as it is. A constant is not cast: its float16 form
+        becomes a new initializer.
+
+        Args:
+            node: the node, whose input is changed in place.
+            position: index of the input.
+            name: the tensor; a float16 one if the wanted type is float32.
+            wanted_type: float16 or float32.
         """
         if not name:  # an optional input that the node does not have
             return
-        if wanted_type == _FLOAT16 and name in self.float16_so_far:
+        if wanted_type == _FLOAT16 and name in self.tensors_in_float16:
             return
         constant = self.index.constants.get(name)
         if constant is not None:
@@ -238,15 +250,15 @@ class _Float16Writer:
                 return
 
         key = (name, wanted_type)
-        if key not in self.cast_by_tensor:
+        if key not in self.cast_by_tensor_and_type:
             suffix = "float16" if wanted_type == _FLOAT16 else "float32"
             cast = claim_name(f"{name}.{suffix}", self.tensor_names)
-            self.cast_by_tensor[key] = cast
+            self.cast_by_tensor_and_type[key] = cast
             if constant is None:
                 yield self.make_cast(name, cast, wanted_type)
             else:
                 self.new_constants[cast] = _constant_to_float16(constant, cast)
-        node.input[position] = self.cast_by_tensor[key]
+        node.input[position] = self.cast_by_tensor_and_type[key]
 
     def make_cast(self, tensor: str, output: str, dtype: int) -> onnx.NodeProto:
         """Return a Cast, named after its output; a Cast of the file may already have that name."""

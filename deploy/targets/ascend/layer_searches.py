@@ -69,8 +69,11 @@ _MAX_DMQ_ERROR = 0.5  # of the error without it: DMQ is one operator more on the
 def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
     """Return layer name -> the search that a build plan chooses for it in place of the default.
 
-    The plan names a search in `choices.searches`. Or it has a method, for all layers or by input
-    tensor: the only one that Ascend takes means IFMR without clipping.
+    The plan (`choices`) can say so in two ways:
+
+    - a range method, by the layer's input tensor or for all layers. Ascend has only "minmax", which
+      is IFMR (AMCT's search) without clipping
+    - the name of a search for a layer, which comes first
     """
     for method in (choices.method, *choices.methods.values()):
         if method is not None and method.name != UNCLIPPED_METHOD:
@@ -78,14 +81,17 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
                 f"a plan for ascend takes the method {UNCLIPPED_METHOD} or none, got"
                 f" {method.label!r}; delete the line, or delete the file to have it rebuilt"
             )
-    entries = plan.config.entries()
+    settings_by_layer = plan.config.entries()
     search_by_layer = {}
     for name, layer in plan.layers.items():
         method = choices.methods.get(layer.input) or choices.method
-        if method is not None and entries[name].activation.act_algo == "ifmr":  # HFMG clips anyway
+        uses_ifmr = settings_by_layer[name].activation.act_algo == "ifmr"  # HFMG always clips
+        if method is not None and uses_ifmr:
             search_by_layer[name] = _UNCLIPPED
-    named = {name: search for name, search in choices.searches.items() if search != CONFIGURED}
-    return {**search_by_layer, **named}
+    for name, search in choices.searches.items():
+        if search != CONFIGURED:  # the default
+            search_by_layer[name] = search
+    return search_by_layer
 
 
 def merge_records(
@@ -127,28 +133,31 @@ def count_dmq_samples(plan: RecordPlan) -> int:
 
 
 def apply_searches(config: QuantConfig, search_by_layer: Mapping[str, str]) -> QuantConfig:
-    """Return the config in which these layers have their searches, and the others are disabled.
+    """Return the config that makes AMCT quantize these layers by these searches, and no others.
+
+    A search is the name of a way to a layer's scales, one of `SEARCHES`, such as "dmq 0.5".
 
     `search_by_layer`: layer name, or '<node>:<index>' of a tensor_quantize input -> its search.
     """
     layers = {}
-    for name, entry in config.layers.items():
+    for name, settings in config.layers.items():
         search = search_by_layer.get(name)
         if search is None:
-            layers[name] = replace(entry, quant_enable=False)
+            layers[name] = replace(settings, quant_enable=False)
         elif is_balanced(search):
-            layers[name] = replace(entry, dmq_balancer_param=_DMQ_STRENGTHS[search])
+            layers[name] = replace(settings, dmq_balancer_param=_DMQ_STRENGTHS[search])
         else:
-            layers[name] = replace(entry, activation=_change_range(entry.activation, search))
-    tensors = [
-        replace(tensor, activation=_change_range(tensor.activation, search_by_layer[tensor.key]))
-        for tensor in config.tensors
-        if tensor.key in search_by_layer
-    ]
+            activation = _with_search(settings.activation, search)
+            layers[name] = replace(settings, activation=activation)
+    tensors = []
+    for tensor in config.tensors:
+        if tensor.key in search_by_layer:
+            activation = _with_search(tensor.activation, search_by_layer[tensor.key])
+            tensors.append(replace(tensor, activation=activation))
     return replace(config, layers=layers, tensors=tuple(tensors))
 
 
-def _change_range(params: ActivationParams, search: str) -> ActivationParams:
+def _with_search(params: ActivationParams, search: str) -> ActivationParams:
     if search == _HFMG:
         return ActivationParams(act_algo="hfmg", asymmetric=params.asymmetric)
     return replace(params, **_IFMR_CHANGES[search])
@@ -248,9 +257,9 @@ def measure_layer_errors(
     """
     moments_by_layer = _compare_outputs(model, layers, samples, _difference_moments, threads)
     errors = {}
-    for name, q in layers.items():
+    for name, quant_layer in layers.items():
         mean, square = moments_by_layer[name]  # each is [C]
-        channel_errors = square - mean**2 if q.layer.holds_bias else square
+        channel_errors = square - mean**2 if quant_layer.layer.holds_bias else square
         errors[name] = float(channel_errors.sum())
     return errors
 
@@ -281,10 +290,10 @@ def _compare_outputs(
         Layer name -> the mean of the samples' results.
     """
     index = Graph(model)
-    twins = {name: _open_twin(model, index, q) for name, q in layers.items()}
+    twins = {name: _open_twin(model, index, quant_layer) for name, quant_layer in layers.items()}
     tapped_tensors: set[str] = set()
-    for q in layers.values():
-        tapped_tensors.update((q.layer.output, *q.layer.activations))
+    for quant_layer in layers.values():
+        tapped_tensors.update((quant_layer.layer.output, *quant_layer.layer.activations))
     graph_inputs = {value.name for value in model.graph.input}
     tap = Tap(model, sorted(tapped_tensors - graph_inputs))
     results: dict[str, list[Array]] = {name: [] for name in layers}
@@ -292,8 +301,8 @@ def _compare_outputs(
     def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, Array]:
         values = {**sample, **tap.run(sample)}
         sample_results = {}
-        for name, q in layers.items():
-            layer = q.layer
+        for name, quant_layer in layers.items():
+            layer = quant_layer.layer
             outputs = twins[name].run({tensor: values[tensor] for tensor in layer.activations})
             sample_results[name] = compare(layer, values[layer.output], outputs[layer.output])
         return sample_results
@@ -306,9 +315,9 @@ def _compare_outputs(
     return {name: np.mean(results[name], axis=0) for name in layers}
 
 
-def _open_twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:
+def _open_twin(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) -> OrtSession:
     """Return the int8 form of a layer by itself, with the Add of a MatMul's bias."""
-    layer = q.layer
+    layer = quant_layer.layer
     nodes = [node for node in model.graph.node if node.name in (layer.node, layer.bias_add)]
     inputs = [
         helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None)
@@ -319,4 +328,6 @@ def _open_twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSessio
     read = {name for node in nodes for name in node.input}
     for name in sorted(read & set(index.constants)):
         float_layer.graph.initializer.append(copy_tensor(index.constants[name], name))
-    return OrtSession.open(fake_quant_model(float_layer, {layer.name: q}), threads=1, spin=False)
+    return OrtSession.open(
+        fake_quant_model(float_layer, {layer.name: quant_layer}), threads=1, spin=False
+    )

@@ -47,7 +47,7 @@ _WEIGHT_RANKS = {  # op type -> dimensions of its weight, as numbers and as text
     "Gemm": ((2,), "2-D"),
     "MatMul": ((2, 3), "2-D or 3-D"),
 }
-SHARED = "its weight is shared with another node"
+SHARED_WEIGHT = "its weight is shared with another node"
 _TWO_ACTIVATIONS = "neither factor is a constant: int8 only where a configuration names it"
 
 
@@ -201,26 +201,26 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
             " start from the float model"
         )
     index = Graph(model)
-    graph = LayerGraph({}, ops=ops)
+    layer_graph = LayerGraph({}, ops=ops)
     for node in model.graph.node:
         if node.op_type in TENSOR_QUANTIZE_OPS:
-            _add_optional_inputs(node, index, graph)
+            _add_optional_inputs(node, index, layer_graph)
         if node.op_type not in TYPES or node.domain not in ("", "ai.onnx"):
             continue
-        layer = _layer_or_float_reason(node, index)
-        if isinstance(layer, Layer):
-            graph.layers[layer.name] = layer
-        else:
-            graph.float_reasons[node.name] = layer
-        if layer == _TWO_ACTIVATIONS:  # float by default, int8 if a configuration names it
-            graph.optional_layers[node.name] = Layer(
+        layer_or_reason = _layer_or_float_reason(node, index)
+        if isinstance(layer_or_reason, Layer):
+            layer_graph.layers[node.name] = layer_or_reason
+            continue
+        layer_graph.float_reasons[node.name] = layer_or_reason
+        if layer_or_reason == _TWO_ACTIVATIONS:  # int8 if a configuration names it
+            layer_graph.optional_layers[node.name] = Layer(
                 name=node.name,
                 kind=node.op_type,
                 input=node.input[0],
                 output=node.output[0],
                 other_inputs=(node.input[1],),
             )
-    return graph
+    return layer_graph
 
 
 def _multiplies_activations(node: onnx.NodeProto, index: Graph) -> bool:
@@ -231,39 +231,43 @@ def _multiplies_activations(node: onnx.NodeProto, index: Graph) -> bool:
     return all(shape is None or len(shape) > 1 for shape in shapes)
 
 
-def _add_optional_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None:
-    """Add the inputs of an Add or MaxPool to `graph`, since tensor_quantize may name them.
+def _add_optional_inputs(node: onnx.NodeProto, index: Graph, layer_graph: LayerGraph) -> None:
+    """Add the inputs of an Add or MaxPool to `layer_graph`, each as a layer of its own.
 
-    An input goes to `optional_layers`, or to `unfit_inputs` with the reason why it cannot be int8.
+    They are quantized if the setting tensor_quantize names them. An input goes to
+    `optional_layers`, or to `unfit_inputs` with the reason why it cannot be int8.
     """
-    layer_by_add = {layer.bias_add: name for name, layer in graph.layers.items() if layer.bias_add}
+    matmul_by_bias_add = {
+        layer.bias_add: name for name, layer in layer_graph.layers.items() if layer.bias_add
+    }
     for position, tensor in enumerate(node.input):
         input_name = f"{node.name}:{position}"
         if tensor in index.constants:
-            graph.unfit_inputs[input_name] = "it is a constant"
+            layer_graph.unfit_inputs[input_name] = "it is a constant"
         elif not index.is_float(tensor):
-            graph.unfit_inputs[input_name] = "it is not float32"
-        elif node.name in layer_by_add:
-            graph.unfit_inputs[input_name] = f"this Add is the bias of {layer_by_add[node.name]!r}"
+            layer_graph.unfit_inputs[input_name] = "it is not float32"
+        elif node.name in matmul_by_bias_add:
+            matmul = matmul_by_bias_add[node.name]
+            layer_graph.unfit_inputs[input_name] = f"this Add is the bias of {matmul!r}"
         else:
             other_inputs = [*node.input[:position], *node.input[position + 1 :]]
-            activations = [other for other in other_inputs if other not in index.constants]
-            graph.optional_layers[input_name] = Layer(
+            other_activations = [name for name in other_inputs if name not in index.constants]
+            layer_graph.optional_layers[input_name] = Layer(
                 name=input_name,
                 kind=node.op_type,
                 input=tensor,
                 output=node.output[0],
-                other_inputs=tuple(activations),
+                other_inputs=tuple(other_activations),
                 input_index=position,
             )
 
 
 def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     """Return the layer of a node, or the reason why the node stays in float."""
-    node_attributes = attributes(node)
-    layer = Layer(name=node.name, kind=node.op_type, input=node.input[0], output=node.output[0])
     if node.input[0] in index.constants:
         return "its input is a constant"
+    node_attributes = attributes(node)
+    layer = Layer(name=node.name, kind=node.op_type, input=node.input[0], output=node.output[0])
     if node.op_type == "AveragePool":
         rank = len(node_attributes.get("kernel_shape", ()))
         if rank != 2:
@@ -275,10 +279,10 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
             return _TWO_ACTIVATIONS
         return "its weight must be a constant"
     bias = node.input[2] if len(node.input) > 2 else ""
-    reason = _refuse_weight(node, weight, node_attributes, index)
-    reason = reason or _refuse_bias(bias, weight, node_attributes, node, index)
-    if reason:
-        return reason
+    float_reason = _float_reason_of_weight(node, weight, node_attributes, index)
+    float_reason = float_reason or _float_reason_of_bias(bias, weight, node_attributes, node, index)
+    if float_reason:
+        return float_reason
 
     layer = replace(layer, weight=node.input[1], bias=bias)
     if node.op_type == "MatMul":
@@ -289,9 +293,8 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
         channels_in = weight.dims[1] * group
     else:
         channels_in = weight.dims[1 if trans_b else 0]
-    return replace(
-        layer, group=group, rank=len(weight.dims) - 2, trans_b=trans_b, channels_in=channels_in
-    )
+    spatial_rank = len(weight.dims) - 2  # 0 for a Gemm
+    return replace(layer, group=group, rank=spatial_rank, trans_b=trans_b, channels_in=channels_in)
 
 
 def _with_bias_add(
@@ -306,7 +309,7 @@ def _with_bias_add(
     return replace(layer, output=add.output[0], bias=bias, bias_add=add.name)
 
 
-def _refuse_weight(
+def _float_reason_of_weight(
     node: onnx.NodeProto, weight: onnx.TensorProto, node_attributes: dict[str, Any], index: Graph
 ) -> str:
     """Return why a node with this constant weight stays in float; '' if AMCT quantizes it.
@@ -318,7 +321,7 @@ def _refuse_weight(
     weight_name, op, rank = node.input[1], node.op_type, len(weight.dims)
     has_readers_elsewhere = weight_name in index.captured or weight_name in index.outputs
     if len(index.readers[weight_name]) > 1 or has_readers_elsewhere:
-        return SHARED
+        return SHARED_WEIGHT  # its integers have the scales of one layer alone
     supported_ranks, ranks_text = _WEIGHT_RANKS[op]
     if rank not in supported_ranks:
         return f"a {op} weight must be {ranks_text}, got {rank}-D"
@@ -337,7 +340,7 @@ def _refuse_weight(
     return ""
 
 
-def _refuse_bias(
+def _float_reason_of_bias(
     bias: str,
     weight: onnx.TensorProto,
     node_attributes: dict[str, Any],
@@ -352,10 +355,11 @@ def _refuse_bias(
         return ""
     if bias not in index.constants:
         return "its bias must be a constant"
-    if node.op_type != "Gemm":  # ONNX itself wants one value per channel for a convolution
-        return ""
-    columns = weight.dims[0 if node_attributes.get("transB", 0) else 1]
+    if node.op_type == "Conv" or node_attributes.get("transB", 0):
+        channels = weight.dims[0]
+    else:  # the weight of a ConvTranspose or a Gemm has the output channels in its second axis
+        channels = weight.dims[1] * node_attributes.get("group", 1)
     bias_shape = list(index.constants[bias].dims)
-    if bias_shape in ([columns], [1, columns]):
+    if bias_shape in ([channels], [1, channels]):
         return ""
-    return f"its bias must have {columns} values, one a channel, got shape {bias_shape}"
+    return f"its bias must have {channels} values, one a channel, got shape {bias_shape}"

@@ -50,12 +50,12 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
     """
     inputs = [value.name for value in runtime_inputs(deploy.graph)]
     port_by_tensor = {tensor: f"{tensor}:0" for tensor in inputs}  # "<node>:<output index>"
-    dequantized_by_integer = {}  # integer output of a layer -> AscendDequant's float output
+    float_by_integer_tensor = {}  # integer output of a layer -> its AscendDequant's float output
     for node in deploy.graph.node:
         for index, tensor in enumerate(node.output):
             port_by_tensor[tensor] = f"{node.name}:{index}"
         if node.op_type == "AscendDequant":
-            dequantized_by_integer[node.input[0]] = node.output[0]
+            float_by_integer_tensor[node.input[0]] = node.output[0]
 
     tracer = _OriginalNodes(original, port_by_tensor)
     mapping_nodes = [
@@ -67,8 +67,9 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
         input_ports = [port_by_tensor[tensor] for tensor in node.input if tensor in port_by_tensor]
         float_outputs, original_outputs = [], []
         for tensor in node.output:
-            if tensor in dequantized_by_integer:  # the original has only the float tensor
-                float_outputs.append(dequantized_by_integer[tensor])
+            if tensor in float_by_integer_tensor:
+                # no output of the original: that is the float tensor, which AscendDequant makes
+                float_outputs.append(float_by_integer_tensor[tensor])
             else:
                 float_outputs.append(tensor)
                 original_outputs.append(tracer.find_output(tensor))
@@ -142,14 +143,16 @@ def _make_mapping_node(
     original_nodes: list[str],
     original_outputs: Iterable[tuple[str, int] | None],
 ) -> dict[str, Any]:
-    """Return a node of the mapping as a JSON object.
+    """Return one node of the deploy model as a JSON object of the fusion mapping.
+
+    The object names the nodes of the original model that the deploy node stands for.
 
     Args:
         name: name of the deploy node.
         kind: its type; "Data" for a graph input.
         input_ports: "<node>:<output index>" of each input.
-        original_nodes: names of the nodes that it stands for.
-        original_outputs: (original node, output index) of each float output; None for an output
+        original_nodes: names of the original nodes.
+        original_outputs: (original node, output index) that makes each output; None for an output
             that the original does not have.
     """
     names = {"s": original_nodes} if original_nodes else {}
@@ -185,8 +188,8 @@ def write_models(
 
     Args:
         recipe: the model and its scales.
-        request: its model gives the files' stem, and the nodes that ONNX Runtime does not know
-            (`cut_off`), which are put back into the models for atc and AMCT.
+        request: its model gives the files' stem. Nodes that ONNX Runtime does not know are cut off
+            the recipe's model; they are put back into the models for atc and AMCT.
         cann: CANN version whose atc reads the models.
         float16_tensors: tensors that are float16 in the model's file.
         weight_sharers: layers that share their weight in the original model.
@@ -211,19 +214,17 @@ def write_models(
     write("record", "record.txt", write_record(records).encode())
 
     trim_memory()  # what quantizing the weights took
-    fake_quant = fake_quant_model(model, layers)
-    if float16_tensors:
-        # the scales of dequantization may exceed float16
-        scaling_nodes = [f"{name}.fakedequant.mul" for name in layers]
-        fake_quant = to_float16(fake_quant, float16_tensors, float32_nodes=scaling_nodes)
+    fake_quant = _make_fake_quant(recipe, float16_tensors)
     write("fake-quant model", "fake_quant_model.onnx", _take_bytes(fake_quant))
     del fake_quant
     trim_memory()
 
-    # both models that follow have integers for the weights of these layers, so that the float ones
-    # need not be copied
-    paired_layers = {name: q for name, q in layers.items() if can_be_pairs(q)}
-    lowered = lower_for_cann(copy_without_weights(model, paired_layers), cann)
+    # layers of which both the deploy model and the Q/DQ model store integers: their float weights
+    # are not copied
+    integer_layers = {
+        name: quant_layer for name, quant_layer in layers.items() if can_be_pairs(quant_layer)
+    }
+    lowered = lower_for_cann(copy_without_weights(model, integer_layers), cann)
     deploy = deploy_model(lowered, layers)
     if float16_tensors:
         deploy = to_float16(deploy, float16_tensors)
@@ -237,10 +238,20 @@ def write_models(
     write("Q/DQ model", "amct_qdq.onnx", _take_bytes(qdq))
     del qdq
 
-    # the float model that the scales belong to, where it is not the user's own
+    # the float model that the scales belong to, where its weights are not the user's own
     has_rounding = any(record.rounded_weight is not None for record in records.values())
     if weight_sharers or has_rounding or request.is_repaired:
         modified = loaded.with_cut_off(modified_model(model, layers))
         write("modified model", "modified_model.onnx", _take_bytes(modified))
     write("fusion mapping", "quant.json", mapping.encode())
     return files
+
+
+def _make_fake_quant(recipe: Recipe, float16_tensors: Collection[str]) -> onnx.ModelProto:
+    """Return the model that computes in float what the chip computes in integers."""
+    fake_quant = fake_quant_model(recipe.model, recipe.layers)
+    if not float16_tensors:
+        return fake_quant
+    # the scales of dequantization may exceed float16
+    scaling_nodes = [f"{name}.fakedequant.mul" for name in recipe.layers]
+    return to_float16(fake_quant, float16_tensors, float32_nodes=scaling_nodes)

@@ -50,25 +50,25 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
 
     `model`: float model with unique node names, as `deploy.frontends.load` returns it.
     """
-    from deploy.targets.ascend.layers import SHARED, find_layers
+    from deploy.targets.ascend.layers import SHARED_WEIGHT, find_layers
 
     graph = find_layers(model)
-    if SHARED not in graph.float_reasons.values():
+    if SHARED_WEIGHT not in graph.float_reasons.values():
         return model, graph
 
     model = copy_message(model)
-    sharing_nodes = [n for n in model.graph.node if graph.float_reasons.get(n.name) == SHARED]
-    # copy a shared weight for each node, or for none if the copies would be too large, as for a
-    # cell unrolled over hundreds of steps
+    sharing_nodes = [
+        node for node in model.graph.node if graph.float_reasons.get(node.name) == SHARED_WEIGHT
+    ]
     index, read_counts = Graph(model), count_reads(model.graph)
     copy_count_by_weight = Counter(node.input[1] for node in sharing_nodes)
-    copied_weights = _choose_copied(copy_count_by_weight, index.constants)
+    weights_to_copy = _choose_weights_to_copy(copy_count_by_weight, index.constants)
     used_names = {*read_counts, *index.constants, *index.producer}
     weight_by_copy: dict[str, str] = {}
     for node in sharing_nodes:
         weight = node.input[1]
-        is_last_reader = read_counts[weight] < 2  # which keeps the weight itself
-        if is_last_reader or weight not in copied_weights:
+        # the last node that still reads the weight keeps it
+        if weight not in weights_to_copy or read_counts[weight] < 2:
             continue
         copy_name = claim_name(f"{node.name}.weight", used_names)
         model.graph.initializer.append(copy_tensor(index.constants[weight], copy_name))
@@ -78,10 +78,13 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     return model, replace(find_layers(model), shared_weights=weight_by_copy)
 
 
-def _choose_copied(
+def _choose_weights_to_copy(
     copy_count_by_weight: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]
 ) -> set[str]:
-    """Return the weights whose copies fit into `_MAX_COPY_BYTES`, smallest first."""
+    """Return the weights, smallest first, whose copies for all their nodes fit the limit of bytes.
+
+    Those of a cell unrolled over hundreds of steps may not.
+    """
     copy_bytes = {
         name: 4 * math.prod(constants[name].dims) * count
         for name, count in copy_count_by_weight.items()
@@ -102,7 +105,8 @@ def unfuse_batchnorms(
     Args:
         subject: the model.
         config: its do_fusion and skip_fusion_layers are used.
-        unfolded: layers into which nothing downstream is folded, such as a Mul.
+        unfolded: layers that stay as they are: no node downstream, not even a Mul, is folded into
+            them.
 
     Returns:
         As `prepare_model`.
@@ -199,7 +203,7 @@ def decide_precisions(
         graph: its layers.
         int8_names: names of the int8 layers, and '<node>:<index>' of each tensor_quantize input,
             whose node computes in float.
-        float_reasons: layer -> why it is float, if the user did not ask for it.
+        float_reasons: layer that could be int8 -> why it is float, if the user did not ask for it.
     """
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import FLOAT32, FLOAT_BY_USER, Decision
@@ -213,12 +217,12 @@ def decide_precisions(
         name, precision, reason = node.name, FLOAT32, ""
         if name in int8_names:
             precision = ASCEND.grid.name  # int8
-        elif graph.float_reasons.get(name):
+        elif name in graph.float_reasons:  # AMCT quantizes its type, but not this node
             reason = graph.float_reasons[name]
-        elif name in nodes_with_int8_inputs:
-            reason = _INPUT_IN_INT8
         elif name in graph.layers:
             reason = float_reasons.get(name, FLOAT_BY_USER)
+        elif name in nodes_with_int8_inputs:
+            reason = _INPUT_IN_INT8
         else:
             reason = "no int8 on Ascend for this type"
         decisions.append(Decision(name, node.op_type, precision, reason))

@@ -97,10 +97,12 @@ def quantize_fitting(
 def deployed_weights(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
     """Return the layers' weights as the deploy model stores them."""
     weights = []
-    for name, q in layers.items():
-        if q.weight is not None:
-            rows = to_rows(q.weight, _with_deployed_layout(q.layer))
-            weights.append(make_stored_weight(name, q.layer.kind, rows, q.record.scale_w))
+    for name, quant_layer in layers.items():
+        if quant_layer.weight is not None:
+            rows = to_rows(quant_layer.weight, _with_deployed_layout(quant_layer.layer))
+            weights.append(
+                make_stored_weight(name, quant_layer.layer.kind, rows, quant_layer.record.scale_w)
+            )
     return tuple(weights)
 
 

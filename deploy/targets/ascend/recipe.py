@@ -23,6 +23,7 @@ The last functions write notes on layers that are not entirely int8, and the chi
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -78,7 +79,7 @@ class Recipe:
     alerts: tuple[str, ...] = ()
 
 
-_MAX_BIAS = 2**30  # half of int32: the rest is left to the sums of products
+_HALF_OF_INT32 = 2**30  # largest integer bias: the other half is left to the sums of products
 _SHOWN_NAMES = 3  # in a sentence
 _ONE_MATRIX_SCALE = (
     "Ascend has one scale per matrix; layers whose weight had one scale per channel and was rounded"
@@ -108,21 +109,21 @@ def recipe_from_qdq(
     preprocess = read_metadata_preprocess(quantized, path)
     model = prepare_qdq_model(quantized)
     params_by_layer, float_reasons = _read_qdq_layers(Graph(model))
-    while True:
+    has_refused_layers = True
+    while has_refused_layers:
         unpaired = remove_pairs(model, params_by_layer, keep_rounding=keep_rounding)
         loaded = load(unpaired.model, fold_batchnorm=False)
         float_model, graph = prepare_model(loaded.model)
-        layers, reasons_for_new_rounding, refusals = _quantize_layers(
-            float_model, graph, params_by_layer
-        )
-        float_reasons |= refusals
-        if not layers or len(layers) == len(params_by_layer):
-            break
-        # refused layers become float operators: their pairs are removed from the start again, since
-        # the rounding of their inputs may be kept
+        quantized_layers = _quantize_layers(float_model, graph, params_by_layer)
+        layers = quantized_layers.layers
+        float_reasons |= quantized_layers.refusal_by_layer
+        has_refused_layers = bool(layers) and len(layers) < len(params_by_layer)
+        # a refused layer is a float operator, whose input may keep its rounding: so the pairs are
+        # removed once more, without its parameters
         params_by_layer = {name: params_by_layer[name] for name in layers}
 
     if not layers:
+        float_reasons |= graph.float_reasons
         reasons = [f"{name}: {reason}" for name, reason in float_reasons.items()]
         examples = "; ".join(reasons[:_SHOWN_NAMES]) or "no layer of a type that Ascend has"
         raise ExportError(
@@ -132,14 +133,14 @@ def recipe_from_qdq(
     recipe = Recipe(
         model=float_model,
         graph=graph,
-        records={name: q.record for name, q in layers.items()},
+        records={name: quant_layer.record for name, quant_layer in layers.items()},
         layers=layers,
         method="the Q/DQ model's own scales",
         float_reasons={
             name: float_reasons.get(name, "its pairs are gone") for name in graph.layers
         },
         notes=(
-            *_conversion_notes(path, graph, reasons_for_new_rounding),
+            *_conversion_notes(path, graph, quantized_layers.rounding_reason_by_layer),
             *_float_pair_notes(unpaired.float_read_pairs, keep_rounding=keep_rounding),
         ),
     )
@@ -202,27 +203,36 @@ def _refuse_other_bits(grid: PairGrid) -> None:
         raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
 
 
+class _QuantizedLayers(NamedTuple):
+    """Layers of a Q/DQ model in integers.
+
+    Attributes:
+        layers: layer name -> its integers and scales.
+        rounding_reason_by_layer: the same name -> why its weight was rounded again, a constant such
+            as `_ONE_MATRIX_SCALE`; "" if its integers are the model's own.
+        refusal_by_layer: name of a refused layer -> why it does not fit the hardware.
+    """
+
+    layers: dict[str, QuantLayer]
+    rounding_reason_by_layer: dict[str, str]
+    refusal_by_layer: dict[str, str]
+
+
 def _quantize_layers(
     model: onnx.ModelProto, graph: LayerGraph, params_by_layer: Mapping[str, _QdqLayerParams]
-) -> tuple[dict[str, QuantLayer], dict[str, str], dict[str, str]]:
-    """Quantize the layers that have parameters.
-
-    Returns:
-        Layer name -> its integers and scales; the same name -> why its weight was rounded again, a
-        constant such as `_ONE_MATRIX_SCALE`, or "" if its integers are the model's own; name of
-        each refused layer -> why it does not fit the hardware.
-    """
+) -> _QuantizedLayers:
+    """Quantize the layers that have parameters, as far as they fit the hardware."""
     index = Graph(model)
-    records, reasons_for_new_rounding, refusals = {}, {}, {}
+    records, rounding_reason_by_layer, refusal_by_layer = {}, {}, {}
     for name, layer in graph.layers.items():
         params = params_by_layer.get(name)
         if params is None:
             continue
         if layer.symmetric_only and params.offset_d:
             reason = f"a 3-D convolution takes no activation offset, got {params.offset_d}"
-            refusals[name] = reason
+            refusal_by_layer[name] = reason
             continue
-        weight_scales, reasons_for_new_rounding[name] = _fit_weight_scales(layer, params, index)
+        weight_scales, rounding_reason_by_layer[name] = _fit_weight_scales(layer, params, index)
         records[name] = LayerRecord(
             scale_d=params.scale_d,
             offset_d=params.offset_d,
@@ -230,8 +240,9 @@ def _quantize_layers(
             has_weight=bool(layer.weight),
         )
     layers, hardware_refusals = quantize_fitting(model, graph, records)
-    reasons_of_layers = {name: reasons_for_new_rounding[name] for name in layers}
-    return layers, reasons_of_layers, refusals | hardware_refusals
+    for name in hardware_refusals:
+        del rounding_reason_by_layer[name]
+    return _QuantizedLayers(layers, rounding_reason_by_layer, refusal_by_layer | hardware_refusals)
 
 
 def _fit_weight_scales(
@@ -239,16 +250,18 @@ def _fit_weight_scales(
 ) -> tuple[Float32Array, str]:
     """Return the weight scales of a Q/DQ layer in a form that Ascend takes.
 
+    They are the model's own if Ascend takes them. With others the weight is rounded again.
+
     Returns:
-        The scales; "" if they are the model's own, else the reason for other ones (with which the
-        weight is rounded again), `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`.
+        (scales, reason for other ones): `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if they are
+        the model's own.
     """
     channel_scales = params.scale_w
     if not layer.channel_wise:  # such as a MatMul
         if np.all(channel_scales == channel_scales[0]):
             return channel_scales[:1], ""
         rows = read_weight_rows(index, layer)
-        return arq(rows, channel_wise=False), _ONE_MATRIX_SCALE
+        return arq(rows, channel_wise=False), _ONE_MATRIX_SCALE  # AMCT's search on the weights
     if not layer.bias or channel_scales.size == 1:
         return channel_scales, ""
 
@@ -256,9 +269,7 @@ def _fit_weight_scales(
     # int32. Ascend adds the products to it, which would then overflow: the scale is enlarged
     # until the bias takes at most half of int32.
     bias = read_constant(index, layer.bias).reshape(-1)
-    if bias.size != channel_scales.size:
-        return channel_scales, ""
-    min_scales = np.abs(bias.astype(np.float64)) / (float(params.scale_d) * _MAX_BIAS)
+    min_scales = np.abs(bias.astype(np.float64)) / (float(params.scale_d) * _HALF_OF_INT32)
     enlarged_scales = np.maximum(channel_scales, min_scales.astype(np.float32))
     if (enlarged_scales == channel_scales).all():
         return channel_scales, ""
@@ -266,19 +277,19 @@ def _fit_weight_scales(
 
 
 def _conversion_notes(
-    path: Path, graph: LayerGraph, reasons_for_new_rounding: Mapping[str, str]
+    path: Path, graph: LayerGraph, rounding_reason_by_layer: Mapping[str, str]
 ) -> list[str]:
     """Return notes on the converted layers.
 
-    `reasons_for_new_rounding`: name of each int8 layer -> why its weight was rounded again, or "".
+    `rounding_reason_by_layer`: name of each int8 layer -> why its weight was rounded again, or "".
     """
-    converted, total = len(reasons_for_new_rounding), len(graph.layers) + len(graph.float_reasons)
+    converted, total = len(rounding_reason_by_layer), len(graph.layers) + len(graph.float_reasons)
     notes = [
         f"Scales: those of {path}, for {converted} of {total} layers that Ascend could run in int8;"
         " nothing was calibrated."
     ]
     for reason in (_ONE_MATRIX_SCALE, _NO_ROOM_FOR_SUMS):
-        names = [name for name, text in reasons_for_new_rounding.items() if text == reason]
+        names = [name for name, text in rounding_reason_by_layer.items() if text == reason]
         if names:
             notes.append(f"{reason} {len(names)}: {', '.join(names[:_SHOWN_NAMES])}.")
     if len(notes) > 1:
@@ -344,7 +355,7 @@ def precision_notes(
         atc_flags: flags of atc; with one that sets the precision there is no note on nodes that
             overflow float16.
     """
-    count = sum(q.layer.two_activations for q in recipe.layers.values())
+    count = sum(quant_layer.layer.two_activations for quant_layer in recipe.layers.values())
     if count:
         yield (
             f"MatMuls of two activations in int8: {count}. Huawei says that this gains on Atlas A2,"
@@ -352,7 +363,9 @@ def precision_notes(
         )
     yield from bit_width_notes(recipe.records)
     float16_layers = [
-        name for name, q in recipe.layers.items() if q.layer.output in float16_tensors
+        name
+        for name, quant_layer in recipe.layers.items()
+        if quant_layer.layer.output in float16_tensors
     ]
     if float16_layers:
         yield (

@@ -31,7 +31,7 @@ from deploy.targets.ascend.config_keys import (
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, parse_text, print_text
 
-_MIN_SCALE = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
+_MIN_SCALE = 2.0**-52  # 2.22e-16; AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
 _ADAROUND_COMMENT = "# weights rounded by AdaRound, in the modified model: "
 _COMMENT_RULE = "a record's comment on AdaRound must end in a layer's name as JSON"
 # field of a bit width -> the widths that AMCT reads there; a missing or "UNSET" field is 8
@@ -216,13 +216,13 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
 
 
 def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
-    """Refuse a number of weight scales that does not fit the layer's type."""
+    """Refuse weight scales, or an input's offset, that a layer of this type cannot have."""
     scale_count = record.scale_w.size
     if layer.input_index is not None:
         if scale_count or not record.is_node_input:
             raise ConfigError(
-                f"the record of an input must hold is_tensor_quantize: true and no scale_w, got"
-                f" {'a scale_w' if scale_count else 'neither'} in {name!r}"
+                "the record of an input must hold is_tensor_quantize: true and no scale_w, got"
+                f" is_tensor_quantize: {record.is_node_input} and {scale_count} scale_w in {name!r}"
             )
     elif layer.two_activations and record.offset_d:
         raise ConfigError(
@@ -239,79 +239,88 @@ def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
         raise ConfigError(f"a {layer.kind} takes one scale_w, got {scale_count} in layer {name!r}")
 
 
-def _read_layer(value: Any) -> LayerRecord:
+def _read_layer(message: Any) -> LayerRecord:
     """Return a layer's entry of AMCT's record file, its scales and offsets, after AMCT's checks.
 
     The suffix _d is that of the layer's input (data), _w that of its weight.
 
-    `value`: the `value` message of the entry.
+    `message`: the entry's protobuf message.
     """
-    _check_scales_and_offsets(value)
-    bits_by_field = {field: _read_bits(value, field) for field in _WIDTHS_BY_FIELD}
-    # 0 if a type is unset; dst_type is that of both activations and weights
+    _check_scales_and_offsets(message)
+    # 0 for a type that is unset
+    bits_by_field = {field: _read_bits(message, field) for field in _WIDTHS_BY_FIELD}
+    # where dst_type is set, it is the type of the activations and of the weights
     act_bits = bits_by_field["dst_type"] or bits_by_field["act_type"] or 8
     weight_bits = bits_by_field["dst_type"] or bits_by_field["wts_type"] or 8
     low, high = ascend_range(act_bits)
-    if not low <= value.offset_d <= high:
+    if not low <= message.offset_d <= high:
         raise ConfigError(
-            f"offset_d must be in [{low}, {high}] with {act_bits} bits, got {value.offset_d}"
+            f"offset_d must be in [{low}, {high}] with {act_bits} bits, got {message.offset_d}"
         )
-    mode = value.fakequant_precision_mode
-    if mode not in ("", "DEFAULT", "UNSET", _FORCE_FP16):
+    mode = message.fakequant_precision_mode
+    if mode not in ("", "DEFAULT", "UNSET", _FORCE_FP16):  # the first three mean the default
         raise ConfigError(
             f"fakequant_precision_mode must be {_FORCE_FP16} or DEFAULT, got {mode!r}"
         )
-    if value.op_data_type not in _IS_FLOAT16_BY_TYPE:
-        raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
-    scale_w = np.array(value.scale_w, np.float32)
+    if message.op_data_type not in _IS_FLOAT16_BY_TYPE:
+        raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {message.op_data_type!r}")
+    scale_w = np.array(message.scale_w, np.float32)
     # AMCT writes scale 1 without a type for a pool, which has no weight
-    is_pool = value.wts_type == "" and scale_w.tolist() == [1.0]
+    is_pool = message.wts_type == "" and scale_w.tolist() == [1.0]
     return LayerRecord(
-        scale_d=np.float32(value.scale_d) if value.HasField("scale_d") else None,
-        offset_d=value.offset_d,
+        scale_d=np.float32(message.scale_d) if message.HasField("scale_d") else None,
+        offset_d=message.offset_d,
         scale_w=scale_w,
-        factors=_read_factors(value),
+        factors=_read_dmq_factors(message),
         has_weight=not is_pool,
-        skip_fusion=value.skip_fusion,
-        is_node_input=value.is_tensor_quantize,
+        skip_fusion=message.skip_fusion,
+        is_node_input=message.is_tensor_quantize,
         act_bits=act_bits,
         weight_bits=weight_bits,
         force_fp16=mode == _FORCE_FP16,
-        is_float16=_IS_FLOAT16_BY_TYPE[value.op_data_type],
+        is_float16=_IS_FLOAT16_BY_TYPE[message.op_data_type],
     )
 
 
-def _check_scales_and_offsets(value: Any) -> None:
-    """Refuse scales or offsets of a layer that are missing, too many, or out of range."""
-    if len(value.offset_w) != len(value.scale_w):
+def _check_scales_and_offsets(message: Any) -> None:
+    """Refuse scales or offsets of a layer that are missing, too many, or out of range.
+
+    The suffix _d is that of the layer's input (data), _w that of its weight.
+
+    `message`: the layer's entry in AMCT's record file, as a protobuf message.
+    """
+    if len(message.offset_w) != len(message.scale_w):
         raise ConfigError(
-            f"scale_w and offset_w must be as many, got {len(value.scale_w)} and"
-            f" {len(value.offset_w)}"
+            f"scale_w and offset_w must be as many, got {len(message.scale_w)} and"
+            f" {len(message.offset_w)}"
         )
-    for offset in value.offset_w:
+    for offset in message.offset_w:
         if offset:  # int8 weights are symmetric on Ascend
             raise ConfigError(f"offset_w must be 0, got {offset}")
-    has_scale = value.HasField("scale_d")
-    if has_scale != value.HasField("offset_d"):
+    scales = [*message.scale_w]
+    has_input_scale = message.HasField("scale_d")  # not in a record before its calibration ends
+    if has_input_scale != message.HasField("offset_d"):
         raise ConfigError("scale_d and offset_d must come together, got one of them")
-    for scale in (*value.scale_w, *([value.scale_d] if has_scale else [])):
+    if has_input_scale:
+        scales.append(message.scale_d)
+    for scale in scales:
         if not _MIN_SCALE <= scale <= 1 / _MIN_SCALE:
             raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
-    if value.shift_bit:
+    if message.shift_bit:
         raise ConfigError("shift_bit is not supported, got one; delete it")
 
 
-def _read_factors(value: Any) -> Float32Array:
+def _read_dmq_factors(message: Any) -> Float32Array:
     """Return the DMQ factors of a layer, [C_in], or [] without DMQ."""
-    factors = np.array(value.tensor_balance_factor, np.float32)
+    factors = np.array(message.tensor_balance_factor, np.float32)
     if not ((factors > FLT_EPSILON) & (factors < 1 / FLT_EPSILON)).all():
         raise ConfigError("a tensor_balance_factor must be in (1.2e-7, 8.4e6), got one outside")
     return factors
 
 
-def _read_bits(value: Any, field: str) -> int:
+def _read_bits(message: Any, field: str) -> int:
     """Return the bits of a type such as INT8; 0 if the type is unset."""
-    kind = getattr(value, field)
+    kind = getattr(message, field)
     if kind in ("", "UNSET"):
         return 0
     bits_by_kind = {f"INT{bits}": bits for bits in _WIDTHS_BY_FIELD[field]}
@@ -339,20 +348,9 @@ def search_activation_scale(recorder: Recorder, params: IfmrParams | HfmgParams)
     return ifmr_streaming(recorder, params)
 
 
-def input_recorder(recorder: Recorder) -> InputRecorder:
-    """Return the recorder of a layer's input with its type."""
-    assert isinstance(recorder, InputRecorder)
-    return recorder
-
-
-def is_rounded_to_zero(record: LayerRecord, recorder: InputRecorder) -> bool:
-    """Whether all observed values round to zero."""
-    return max(map(abs, recorder.extremes)) < 0.5 * float(record.input_scale)
-
-
-def clip_range(record: LayerRecord, recorder: InputRecorder, entry: LayerConfig) -> Scale:
-    """Return the clip range of a record's activation scale."""
-    lo, hi = ascend_clip_range(record.input_scale, record.offset_d, record.act_bits)
+def clip_range(input_scale: AscendScale, recorder: InputRecorder, entry: LayerConfig) -> Scale:
+    """Return the clip range of a layer's activation scale, with the range that was observed."""
+    lo, hi = ascend_clip_range(input_scale.scale, input_scale.offset, entry.activation.num_bits)
     observed_min, observed_max = recorder.extremes
     return Scale(
         lo=lo,

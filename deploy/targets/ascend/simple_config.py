@@ -13,8 +13,8 @@ from deploy.errors import ConfigError
 from deploy.targets.ascend.config import no_layer_reason, resolve_config
 from deploy.targets.ascend.config_keys import (
     ACTIVATION,
-    GLOBAL,
     LAYER,
+    MODEL_SETTINGS,
     WEIGHT,
     ActivationParams,
     LayerConfig,
@@ -54,40 +54,17 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
             f"{file_name} must not set joint_quant to true, which only AMCT's binary packages have;"
             " remove the line"
         )
-    skipped = _read_skipped(message, graph)
-    section_by_type = _read_type_overrides(message)
-    section_by_name = _read_layer_overrides(message, graph)
-    common = message.common_config if message.HasField("common_config") else None
-
-    # a layer that is float by default, such as a MatMul of two activations, must be named
-    names = {*graph.layers, *(graph.optional_layers.keys() & section_by_name.keys())}
-    layer_by_name = graph.layer_by_name
-    layers, lowered_to_8_bits = {}, []
-    for name in sorted(names):
-        layer = layer_by_name[name]
-        candidates = (section_by_name.get(name), section_by_type.get(layer.kind), common)
-        sections = [section for section in candidates if section is not None]
-        try:
-            entry = _merge_sections(sections, layer, common)
-        except ConfigError as error:
-            raise ConfigError(f"{error} (in layer {name!r})") from None
-        # 16 bits from the layer's own section are refused later, from the common one lowered
-        is_common = _first_with(sections, "activations") is common
-        if is_common and not takes_activations(layer, entry.activation.num_bits):
-            entry = replace(entry, activation=replace(entry.activation, num_bits=8))
-            if name not in skipped:
-                lowered_to_8_bits.append(name)
-        layers[name] = replace(entry, quant_enable=name not in skipped)
-
+    common_section = message.common_config if message.HasField("common_config") else None
+    layers, lowered_to_8_bits = _read_layers(message, graph, common_section)
     batch_num = message.batch_num if message.HasField("batch_num") else 1
     forces_fp16 = message.HasField("fakequant_precision_mode")
     config = QuantConfig(
-        batch_num=check_value("batch_num", batch_num, GLOBAL["batch_num"]),
+        batch_num=check_value("batch_num", batch_num, MODEL_SETTINGS["batch_num"]),
         activation_offset=_is_true_or_unset(message, "activation_offset"),
         do_fusion=_is_true_or_unset(message, "do_fusion"),
         skip_fusion_layers=tuple(refuse_repeats(message.skip_fusion_layers, "skip_fusion_layers")),
         fakequant_precision_mode="FORCE_FP16_QUANT" if forces_fp16 else None,
-        tensors=tuple(_read_tensor(entry, common) for entry in message.tensor_quantize),
+        tensors=tuple(_read_tensor(entry, common_section) for entry in message.tensor_quantize),
         layers=layers,
         notes=tuple(activation_width_notes(lowered_to_8_bits)),
     )
@@ -121,6 +98,44 @@ def write_simple_config(config: QuantConfig) -> str:
         if layer.dmq_balancer_param is not None:
             entry.dmq_balancer.migration_strength = layer.dmq_balancer_param
     return print_text(message)
+
+
+def _read_layers(
+    message: Any, graph: LayerGraph, common_section: Any
+) -> tuple[dict[str, LayerConfig], list[str]]:
+    """Return the settings of each layer, and the layers that get 8 bits in place of 16.
+
+    Those are layers whose activations common_config has in 16 bits, which their type cannot have.
+
+    Args:
+        message: the configuration.
+        graph: the layers of the model.
+        common_section: the section common_config, or None.
+    """
+    skipped = _read_skipped(message, graph)
+    section_by_type = _read_type_overrides(message)
+    section_by_name = _read_layer_overrides(message, graph)
+    # a layer that is float by default, such as a MatMul of two activations, must be named
+    names = {*graph.layers, *(graph.optional_layers.keys() & section_by_name.keys())}
+    layer_by_name = graph.layer_by_name
+    layers, lowered_to_8_bits = {}, []
+    for name in sorted(names):
+        layer = layer_by_name[name]
+        # the strongest first
+        candidates = (section_by_name.get(name), section_by_type.get(layer.kind), common_section)
+        sections = [section for section in candidates if section is not None]
+        try:
+            entry = _merge_sections(sections, layer, common_section)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (in layer {name!r})") from None
+        # where another section asks for 16 bits, `resolve_config` refuses them
+        is_common = _first_with(sections, "activations") is common_section
+        if is_common and not takes_activations(layer, entry.activation.num_bits):
+            entry = replace(entry, activation=replace(entry.activation, num_bits=8))
+            if name not in skipped:
+                lowered_to_8_bits.append(name)
+        layers[name] = replace(entry, quant_enable=name not in skipped)
+    return layers, lowered_to_8_bits
 
 
 def _is_true_or_unset(message: Any, field: str) -> bool:
@@ -210,42 +225,67 @@ def _first_with(sections: Sequence[Any], group: str) -> Any:
 
 
 def _merge_sections(sections: Sequence[Any], layer: Layer, common_section: Any) -> LayerConfig:
-    """Return the entry of a layer from all sections that apply to it.
+    """Return the settings of a layer from all sections that apply to it.
 
     The first section that names an algorithm of a group (activations, weights, balancer) decides
-    that group. What only common_config asks for, and this type of layer cannot have, is left out;
-    a section for the layer or its type is obeyed, and refused later.
+    that group. common_config applies to every layer, so what a layer of this type cannot have is
+    left out. Any other section names the layer or its type: it is taken as it is, and
+    `resolve_config` refuses what the layer cannot have.
 
     Args:
         sections: the sections, the strongest first; the last one may be `common_section`.
         layer: the layer.
         common_section: the section common_config, or None.
     """
-    activation_section = _first_with(sections, "activations")
-    activation = ActivationParams()
-    if activation_section is not None:
-        activation = _read_activation(activation_section)
-        if not layer.symmetric_only:
-            # `asymmetric` alone comes from common_config where the section leaves it open
-            activation = _inherit_asymmetric(activation, common_section)
-        elif activation_section is common_section:  # it may ask for an offset
-            activation = replace(activation, asymmetric=False)
+    return LayerConfig(
+        activation=_merge_activation(sections, layer, common_section),
+        dmq_balancer_param=_merge_balancer(sections, layer, common_section),
+        weight=_merge_weight(sections, layer, common_section),
+    )
 
-    balancer_section = _first_with(sections, "balancer")
-    strength = None
-    if balancer_section is not None and (layer.weight or balancer_section is not common_section):
-        balancer = balancer_section.dmq_balancer
-        strength = 0.5  # AMCT's default
-        if balancer.HasField("migration_strength"):
-            strength = _decimal(balancer.migration_strength)
-        check_value("dmq_balancer_param", strength, LAYER["dmq_balancer_param"])
 
-    weight_section = _first_with(sections, "weights")
-    weight = WeightParams() if weight_section is None else _read_weight(weight_section)
+def _merge_activation(
+    sections: Sequence[Any], layer: Layer, common_section: Any
+) -> ActivationParams:
+    """Return the activation settings of a layer; the arguments are those of `_merge_sections`."""
+    section = _first_with(sections, "activations")
+    if section is None:
+        return ActivationParams()
+    activation = _read_activation(section)
+    if not layer.symmetric_only:
+        # `asymmetric` alone comes from common_config where the section leaves it open
+        return _inherit_asymmetric(activation, common_section)
+    if section is common_section:  # it may ask for an offset, which this layer cannot have
+        return replace(activation, asymmetric=False)
+    return activation
+
+
+def _merge_balancer(sections: Sequence[Any], layer: Layer, common_section: Any) -> float | None:
+    """Return how much DMQ moves from a layer's input into its weight, 0.2 to 0.8; None without DMQ.
+
+    The arguments are those of `_merge_sections`.
+    """
+    section = _first_with(sections, "balancer")
+    if section is None or (section is common_section and not layer.weight):
+        return None
+    balancer = section.dmq_balancer
+    strength = 0.5  # AMCT's default
+    if balancer.HasField("migration_strength"):
+        strength = _decimal(balancer.migration_strength)
+    check_value("dmq_balancer_param", strength, LAYER["dmq_balancer_param"])
+    return strength
+
+
+def _merge_weight(sections: Sequence[Any], layer: Layer, common_section: Any) -> WeightParams:
+    """Return the weight settings of a layer; the arguments are those of `_merge_sections`."""
+    section = _first_with(sections, "weights")
+    if section is None:
+        return WeightParams()
+    weight = _read_weight(section)
     is_adaround = weight.wts_algo == "ada_quantize"
-    if weight_section is common_section and is_adaround and not layer.can_use_adaround:
-        weight = WeightParams()
-    return LayerConfig(activation=activation, weight=weight, dmq_balancer_param=strength)
+    if section is common_section and is_adaround and not layer.can_use_adaround:
+        return WeightParams()
+    return weight
 
 
 def _read_tensor(entry: Any, common_section: Any) -> TensorConfig:

@@ -177,8 +177,8 @@ class Ascend:
         """Return the format of the .om's input images."""
         has_aipp = self.aipp or self.first_layer_int8
         for name in ("source_color", "source_size", "csc", "dynamic_aipp"):
-            value = getattr(self, name)
-            if not has_aipp and value not in ("rgb", None, False):
+            value, default = getattr(self, name), getattr(Ascend, name)
+            if value != default and not has_aipp:
                 raise ConfigError(
                     f"{name} is for an .om with AIPP, got {value!r} without aipp; give --aipp too"
                 )
@@ -188,7 +188,7 @@ class Ascend:
             standard=self.csc or "bt601-narrow",
             dynamic=self.dynamic_aipp,
         )
-        if self.csc is not None and not source.is_yuv:
+        if self.csc is not None and not source.is_yuv:  # csc: the standard of YUV colors
             raise ConfigError(
                 f"csc is for YUV images, got {self.csc} with source color"
                 f" {self.source_color}; give --source-color nv12 or nv21, or leave --csc out"
@@ -372,8 +372,8 @@ class Ascend:
         from deploy.targets.ascend.recipe import precision_notes, shared_weight_notes
 
         float16_tensors = find_float16_tensors(request.subject)
-        layers = [q.layer for q in recipe.layers.values()]
-        weight_sharers = find_weight_sharers(layers, recipe.graph)
+        layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
+        weight_sharers = find_weight_sharers(layers, recipe.graph)  # names of layers
         files = write_models(
             recipe,
             request,
@@ -387,7 +387,7 @@ class Ascend:
             *shared_weight_notes(weight_sharers, request.name),
             deploy_model_note(recipe.model, recipe.layers, request),
         ]
-        host_notes: list[str] = []
+        host_notes: list[str] = []  # on the steps before AIPP, which the device's program has to do
         if self.aipp or self.first_layer_int8:
             host_notes = write_aipp_files(
                 request, files, self._source(), first_layer_int8=self.first_layer_int8
@@ -399,7 +399,7 @@ class Ascend:
         )
         runnable, shipped = None, []
         if not atc_error:
-            runnable = files["fake-quant model"]
+            runnable = files["fake-quant model"]  # on a CPU, in place of the .om
             shipped = [files[role] for role in _ATC_INPUTS if role in files]
         return BuildResult(
             target=self.name,
@@ -437,21 +437,22 @@ class Ascend:
     def record_plan(self, subject: CalibrationSubject) -> RecordPlan:
         """Return the plan of the calibration: which layers are quantized, what is observed.
 
-        The configuration and --keep-float choose the layers. The model has the
-        BatchNormalizations that AMCT would leave unfolded.
+        The configuration and --keep-float choose the layers. The plan's model keeps the
+        BatchNormalizations that AMCT would not fold, while `subject.model` has none.
         """
         from deploy.calibration.observation import FOLDED
         from deploy.targets.ascend.amct_calibration import RecordPlan
 
         model, graph = prepare_model(subject.model)
-        config, model_key = self._config(graph, subject), FOLDED
+        config = self._resolve_config(graph, subject)
+        model_key = FOLDED  # statistics of models with one key may be used for one another
         unfolded_deconvs = []
         if self.configured:  # then as AMCT, which folds none into a ConvTranspose
             unfolded_deconvs = find_unfolded_deconvs(subject.unfolded.model)
         if not config.do_fusion or config.skip_fusion_layers or unfolded_deconvs:
             model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded_deconvs)
-            # the default entries and the checks of a configuration depend on the layers
-            config = self._config(graph, subject)
+            # again for the new layers, on which the defaults and the checks depend
+            config = self._resolve_config(graph, subject)
             unfused_names = ["all"]
             if config.do_fusion:
                 unfused_names = [*config.skip_fusion_layers, *unfolded_deconvs]
@@ -477,7 +478,7 @@ class Ascend:
             )
         return images // subject.batch
 
-    def _config(self, graph: LayerGraph, subject: CalibrationSubject) -> QuantConfig:
+    def _resolve_config(self, graph: LayerGraph, subject: CalibrationSubject) -> QuantConfig:
         """Return the user's or the default config, with the --keep-float layers disabled."""
         from deploy.targets.ascend.config import default_config
         from deploy.targets.ascend.existing_files import read_any_config

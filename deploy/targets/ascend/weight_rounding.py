@@ -157,18 +157,19 @@ class AdaRoundSteps:
             earlier_steps: name -> step of the layers before it in the model, which are rounded
                 first.
         """
-        rows = read_weight_rows(self.index, layer)
-        channels = len(rows)
-        group_channels, products = channels // layer.group, prod(rows.shape[1:])
+        weight_rows = read_weight_rows(self.index, layer)  # output channels first
+        channels = len(weight_rows)
+        group_channels = channels // layer.group
+        patch_size = prod(weight_rows.shape[1:])  # input values that one output value is made of
         weight_config = self.config.layers[layer.name].weight
         params = AdaParams(**{key: getattr(weight_config, key) for key in ADA})
         is_matrix = layer.kind in ("Gemm", "MatMul")
         window = None
         if not is_matrix:
             is_transposed = layer.kind == "ConvTranspose"
-            window = make_window(attributes(node), rows.shape[2:], transposed=is_transposed)
+            window = make_window(attributes(node), weight_rows.shape[2:], transposed=is_transposed)
 
-        max_positions = self._count_positions(layer.group * products)
+        max_positions = self._count_positions(layer.group * patch_size)
         target_statistic = TargetsOf(
             samples=self.samples, max_positions=max_positions, channels_last=is_matrix
         )
@@ -176,20 +177,14 @@ class AdaRoundSteps:
             samples=self.samples,
             max_positions=max_positions,
             window=window,
-            shape=(layer.group, group_channels, products),
+            shape=(layer.group, group_channels, patch_size),
             scales=channels if weight_config.channel_wise else 1,
             params=params,
         )
-
-        # targets do not depend on the earlier inputs, nor inputs on the targets: as needs, they
-        # bring the passes into a sequence that holds the values of one layer at a time
-        name, output = layer.name, str(node.output[0])
-        needs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
-        float_variant = self._variant("float", name, output, (), needs)
-        targets = Observation(float_variant, output, target_statistic, name)
-        needs = (*needs, targets)
-        rounded_variant = self._variant("rounded", name, output, tuple(earlier_steps), needs)
-        inputs = Observation(rounded_variant, self._input_of(layer), input_statistic, name)
+        output = str(node.output[0])
+        targets, inputs = self._make_observations(
+            layer, output, target_statistic, input_statistic, earlier_steps
+        )
         return AdaStep(
             layer=layer,
             params=params,
@@ -199,15 +194,53 @@ class AdaRoundSteps:
             inputs=inputs,
         )
 
+    def _make_observations(
+        self,
+        layer: Layer,
+        output: str,
+        target_statistic: TargetsOf,
+        input_statistic: RoundedWeightsOf,
+        earlier_steps: Mapping[str, AdaStep],
+    ) -> tuple[Observation, Observation]:
+        """Return the observations of a layer's targets and of its inputs.
+
+        The targets are its outputs in the float model. The inputs are those of the model in which
+        the layers before it have AdaRound's weights.
+
+        An observation is made after those in its `needs`. So one layer's values are in memory at a
+        time: the targets come after the inputs of the layer before, and the inputs after them.
+
+        Args:
+            layer: the layer.
+            output: the output of its node.
+            target_statistic: what is recorded of the targets.
+            input_statistic: what is recorded of the inputs.
+            earlier_steps: name -> step of the layers before it.
+        """
+        earlier_inputs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
+        float_variant = self._variant(
+            "float", layer.name, output, rounded_names=(), needs=earlier_inputs
+        )
+        targets = Observation(float_variant, output, target_statistic, layer.name)
+        rounded_variant = self._variant(
+            "rounded",
+            layer.name,
+            output,
+            rounded_names=tuple(earlier_steps),
+            needs=(*earlier_inputs, targets),
+        )
+        input_tensor = self._input_of(layer)
+        return targets, Observation(rounded_variant, input_tensor, input_statistic, layer.name)
+
     def _input_of(self, layer: Layer) -> str:
         """Return the tensor that a layer reads in the observed model."""
         is_balanced = any(maxima.layer == layer.name for maxima in self.channel_maxima)
         # a Mul by the inverse DMQ factors precedes a balanced layer
         return f"{layer.name}.mul.output0" if is_balanced else layer.input
 
-    def _count_positions(self, values: int) -> int:
-        """Return the sampled positions of a sample, for a layer with `values` inputs at each."""
-        positions = max(_MAX_INPUT_BYTES // (4 * values), _MIN_POSITIONS)  # 4 bytes: float32
+    def _count_positions(self, input_count: int) -> int:
+        """Return the sampled positions of a sample, for a layer with so many inputs at each."""
+        positions = max(_MAX_INPUT_BYTES // (4 * input_count), _MIN_POSITIONS)  # 4 bytes: float32
         return -(-min(positions, MAX_POSITIONS) // self.samples)
 
     def _read_bias(self, layer: Layer, channels: int) -> Float32Array:
@@ -231,7 +264,8 @@ class AdaRoundSteps:
             layer_name: name of the layer.
             last_tensor: the layer's output.
             rounded_names: names of the layers with AdaRound's weights.
-            needs: observations that come before it; these weights follow from them.
+            needs: observations that are made before the model is built; AdaRound's weights and
+                DMQ's factors are computed from them.
         """
 
         def make(observed: ObservedStatistics) -> onnx.ModelProto:
@@ -271,9 +305,10 @@ def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> Ad
 def round_layer(
     step: AdaStep, weight: Float32Array, observed: ObservedStatistics, *, progress: str
 ) -> RoundedWeights:
-    """Return the recorder of a layer's inputs, with the integers of its weight set by AdaRound.
+    """Round a layer's weight by AdaRound; return the recorder of its inputs with the integers.
 
-    A recorder whose integers came from a store is returned as it is, without a search.
+    The recorder stores them, so that they are computed once: one that has them already, such as
+    from a store, is returned as it is.
 
     Args:
         step: the layer's step.
@@ -310,7 +345,9 @@ def _make_problem(
     input_recorder: RoundedWeights,
     target_recorder: Targets,
 ) -> AdaProblem:
-    """Return AdaRound's problem for a layer; take the sampled values out of both recorders.
+    """Return the problem that AdaRound solves for a layer: which weights are rounded up.
+
+    The sampled values are moved out of both recorders, which are empty then.
 
     Args:
         step: the layer's step.
@@ -329,7 +366,7 @@ def _make_problem(
         targets=outputs.reshape(len(outputs), groups, group_channels),
         bias=step.bias,
         activation=step.activation,
-        share=target_recorder.share,
+        share=target_recorder.share,  # of each squared error, as AMCT averages them
     )
 
 
