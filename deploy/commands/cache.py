@@ -374,7 +374,8 @@ def _match_model(read: CalibrationCache, model: Path, parser: str | None) -> Cac
     from deploy.targets.tensorrt.cache_match import match_cache
 
     loaded = load(model)
-    return match_cache(read, loaded.model, original=read_uncleaned_model(model, loaded), parser=parser)
+    original = read_uncleaned_model(model, loaded)
+    return match_cache(read, loaded.model, original=original, parser=parser)
 
 
 def _header_text(read: CalibrationCache) -> str:

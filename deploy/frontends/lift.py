@@ -289,7 +289,7 @@ def _is_single_sample(shape: Shape | None) -> bool:
 
 _HALF = 10  # onnx.TensorProto.FLOAT16
 _TYPE_ATTRIBUTES = {"to", "dtype"}  # they hold an element type
-_END = "float16 end"  # doc_string of the casts to float16 outputs, also in the written files
+_END = "float16 end"  # doc_string of the casts to float16 outputs, for readers of the written files
 
 
 def widen_to_float32(model: onnx.ModelProto) -> str | None:
@@ -366,19 +366,22 @@ def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
 
 
 def _insert_casts(graph: onnx.GraphProto) -> None:
-    """Cast float16 inputs to float32, and the float32 results of float16 outputs back."""
+    """Cast float16 inputs to float32, and the float32 results of float16 outputs back, in place."""
     produced = all_outputs(graph.node)
     names = tensor_names(graph)
     float32_names: dict[str, str] = {}  # input or output -> the tensor that the nodes use instead
     input_casts, output_casts = [], []
     for value in filter(_is_half, graph.input):
-        inner = float32_names[value.name] = claim_name(f"{value.name}_float32", names)
-        input_casts.append(make_node("Cast", [value.name], inner, inner, to=FLOAT))
+        float32_name = claim_name(f"{value.name}_float32", names)
+        float32_names[value.name] = float32_name
+        input_casts.append(make_node("Cast", [value.name], float32_name, float32_name, to=FLOAT))
     for value in filter(_is_half, graph.output):
-        if value.name in produced:  # else it is an input of the graph
-            inner = float32_names[value.name] = claim_name(f"{value.name}_float32", names)
-            cast = make_node("Cast", [inner], value.name, value.name, doc_string=_END, to=_HALF)
-            output_casts.append(cast)
+        if value.name not in produced:  # an input of the graph that is an output, too
+            continue
+        float32_name = claim_name(f"{value.name}_float32", names)
+        float32_names[value.name] = float32_name
+        cast = make_node("Cast", [float32_name], value.name, value.name, doc_string=_END, to=_HALF)
+        output_casts.append(cast)
     nodes = list(graph.node)
     rename_tensors(nodes, float32_names)
     replace_nodes(graph, [*input_casts, *nodes, *output_casts])
@@ -451,10 +454,10 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
 def _broadcast(
     values: NDArray[Any], shape: tuple[int, ...], axis: int, block_size: int
 ) -> NDArray[Any] | None:
-    """Return scales or zero points in a shape that fits the weights; None if there is none.
+    """Return scales or zero points in a form that broadcasts to weights of `shape`.
 
     They are one value, one for each index of `axis`, or, with a block size, one for each block of
-    values along `axis`, of which the last block may be shorter.
+    values along `axis`, of which the last block may be shorter. None if they are none of these.
     """
     if values.size == 1:
         return values.reshape(())
@@ -462,7 +465,7 @@ def _broadcast(
         return None
     if block_size and values.ndim == len(shape):
         repeated = np.repeat(values, block_size, axis=axis)
-        size = min(shape[axis], repeated.shape[axis])
+        size = min(shape[axis], repeated.shape[axis])  # cut what the last block has beyond the end
         repeated = np.take(repeated, range(size), axis=axis)
         return repeated if repeated.shape == shape else None
     if values.ndim != 1 or values.size != shape[axis]:

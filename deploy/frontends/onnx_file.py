@@ -301,7 +301,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     if model.functions:
         model, inlining_note = inline_functions(model)
         notes.append(inlining_note)
-        checks.check_float(model)
+        checks.check_float(model)  # again: a function may hold quantized nodes
     drop_unused_domains(model)
     dense_count = write_dense(model.graph)
     notes.append(_note("Wrote {} densely.", dense_count, "sparse constant"))

@@ -55,7 +55,7 @@ PADDED_SUFFIX = "/wide"  # suffix of a tensor's copy with zero channels appended
 Nodes = list["onnx.NodeProto"]
 Shape = tuple[int | str | None, ...]  # sizes, names of symbolic ones, None for unknown ones
 NamedNodes = Sequence[tuple[str, str]]  # (name, type) of every node or module
-TYPE, FILE = "op:", "@"
+_TYPE_PREFIX, _FILE_PREFIX = "op:", "@"
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
@@ -263,12 +263,10 @@ class Graph:
 
     @cached_property
     def captured_through_moves(self) -> frozenset[str]:
-        """Tensors that data movement, such as a Reshape, carries into the subgraph of a node.
+        """Tensors that may reach a subgraph through data movement, such as a Reshape.
 
-        If y = Reshape(x) is read in the branch of an If, this has x. ONNX Runtime replaces an If of
-        a constant condition by the nodes of its branch, which may be data movement too: so this
-        also has all that an If captures, if its output is read in a subgraph or if a subgraph lies
-        in its own.
+        If y = Reshape(x) is read in the branch of an If, this has x. In int8, x would end ONNX
+        Runtime's process (`deploy.graph.refusal`).
         """
         if not self.captured:
             return frozenset()
@@ -278,11 +276,8 @@ class Graph:
             is_read_in_subgraph = not subgraph_reads.isdisjoint(node.output)
             if node.op_type in _MOVING and is_read_in_subgraph:
                 moved_tensors.add(node.input[0])
-            elif has_subgraph(node):
-                _, *branch_nodes = nested_nodes(node)
-                has_nested_subgraph = any(map(has_subgraph, branch_nodes))
-                if has_nested_subgraph or (branch_nodes and is_read_in_subgraph):
-                    moved_tensors |= _captured_by(node)
+            elif has_subgraph(node) and _may_move_into_subgraph(node, is_read_in_subgraph):
+                moved_tensors |= _captured_by(node)
             subgraph_reads |= moved_tensors
         return frozenset(moved_tensors)
 
@@ -439,6 +434,20 @@ def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProt
     return tensor_by_output
 
 
+def _may_move_into_subgraph(node: onnx.NodeProto, is_read_in_subgraph: bool) -> bool:
+    """Whether nodes inside an If may move what the If captures into another subgraph.
+
+    ONNX Runtime puts the nodes of a branch in place of an If whose condition is constant. There
+    they stand before the subgraphs inside the branch, and before those that read the If's output.
+
+    Args:
+        node: an If, or another node with subgraphs.
+        is_read_in_subgraph: whether a subgraph of another node reads the node's output.
+    """
+    _, *inner_nodes = nested_nodes(node)
+    return any(map(has_subgraph, inner_nodes)) or (bool(inner_nodes) and is_read_in_subgraph)
+
+
 def _captured_by(node: onnx.NodeProto) -> set[str]:
     """Return the tensors that a node reads only inside its subgraphs."""
     return set(iter_reads(node)).difference(node.input) if has_subgraph(node) else set()
@@ -533,24 +542,25 @@ def match_patterns(
 
     Args:
         nodes: (name, type) of each node.
-        patterns: names, modules or types as in a shell ("*"), or "@FILE" with one of these a line.
-        scopes: node -> paths of the modules around it.
+        patterns: each is a node's name, the path of a PyTorch module, "op:TYPE" (all three may have
+            wildcards as in a shell), or "@FILE", a file with one of these a line.
+        scopes: name of a node -> paths of the PyTorch modules around it.
 
     Raises:
         ConfigError: a pattern matches nothing, or its file cannot be read.
     """
-    type_by_name = dict(nodes)
+    names = dict.fromkeys(name for name, _ in nodes)  # each once and in order
     matching_names: set[str] = set()
     for pattern in patterns:
         single_patterns = [pattern]
-        if pattern.startswith(FILE) and pattern not in type_by_name:
-            single_patterns = _read_patterns(Path(pattern.removeprefix(FILE)))
+        if pattern.startswith(_FILE_PREFIX) and pattern not in names:  # a name may begin with "@"
+            single_patterns = _read_patterns(Path(pattern.removeprefix(_FILE_PREFIX)))
         for single_pattern in single_patterns:
-            if single_pattern in type_by_name:  # a name with "*" or "[" is no pattern
+            if single_pattern in names:  # a name with "*" or "[" is no pattern
                 matching_names.add(single_pattern)
             else:
                 matching_names |= _match_pattern(nodes, single_pattern, scopes)
-    return tuple(name for name in type_by_name if name in matching_names)
+    return tuple(name for name in names if name in matching_names)
 
 
 def _match_pattern(
@@ -558,13 +568,13 @@ def _match_pattern(
 ) -> set[str]:
     """Return the names of the nodes that match one pattern for names, modules or types.
 
-    `scopes`: node -> paths of the modules around it.
+    `scopes`: name of a node -> paths of the PyTorch modules around it.
     """
-    is_for_types = pattern.startswith(TYPE)
+    is_for_types = pattern.startswith(_TYPE_PREFIX)
     matching_names = set()
     all_labels: dict[str, None] = {}  # what could have matched, each once and in order
     for name, op_type in nodes:
-        labels = [TYPE + op_type] if is_for_types else [name, *scopes.get(name, ())]
+        labels = [_TYPE_PREFIX + op_type] if is_for_types else [name, *scopes.get(name, ())]
         all_labels.update(dict.fromkeys(labels))
         if any(fnmatchcase(label, pattern) for label in labels):
             matching_names.add(name)
