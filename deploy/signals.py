@@ -80,8 +80,13 @@ def _stop_inferences() -> Iterator[None]:
     )
     watcher.start()
     previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # a process that a user's loader forks shares the pipe: its signals must not get into it
-    os.register_at_fork(after_in_child=lambda: command_ended.is_set() or signal.set_wakeup_fd(-1))
+
+    def leave_pipe() -> None:
+        """Keep the signals of a process that a user's loader forks out of the shared pipe."""
+        if not command_ended.is_set():
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=leave_pipe)
 
     is_signalled = False
     try:
@@ -98,11 +103,11 @@ def _stop_inferences() -> Iterator[None]:
         os.close(writer)
         os.close(reader)
         if (ort := sys.modules.get(_ORT)) is not None:
-            if is_signalled:  # or threads with an inference would keep the process from ending
+            if is_signalled:  # a thread in an inference would keep the process from ending
                 ort.abandon_runs()
             else:
                 ort.continue_runs()
-        # Python's handler again, which stays for every SIGINT
+        # Python's handler is there for the first SIGINT only: install it for all of them again
         if (handler := signal.getsignal(signal.SIGINT)) is not None:
             signal.signal(signal.SIGINT, handler)
 
@@ -119,17 +124,22 @@ def _watch_signals(
     """
     while not command_ended.is_set():
         signal_numbers = os.read(reader, 64)  # waits for a signal, or the command's end
-        # `stop_runs` stops nothing, and returns False, if an earlier signal did not end the command
-        # and its inferences were allowed again after this time
-        signalled_at = time.monotonic() - GRACE_S
+        # it may lie in the pipe since this thread began to wait after an earlier signal
+        earliest_arrival = time.monotonic() - GRACE_S
         if _END_SIGNALS.isdisjoint(signal_numbers) or command_ended.wait(GRACE_S):
             continue
-        if _ORT in sys.modules and not sys.modules[_ORT].stop_runs(signalled_at):
+        ort = sys.modules.get(_ORT)
+        if ort is not None and not ort.stop_runs(since=earliest_arrival):
+            # nothing was stopped: the command went on after a signal and allowed inferences again
             renew_interrupt()
 
 
 def _end_at_second_interrupt() -> Callable[[], object]:
-    """Let the system end the process at the second SIGINT; return what renews this (Linux only)."""
+    """Let the system end the process at the second SIGINT (Linux only).
+
+    Returns:
+        A function by which the next SIGINT is a first one again.
+    """
     import ctypes
 
     install = getattr(ctypes.CDLL(None), "sysv_signal", None)

@@ -78,7 +78,7 @@ class StabilityMonitor:
 
     Attributes:
         halves: statistics of both halves, filled by `observe`; None if they are not needed.
-        decides: whether `is_enough` is to be called, and may end the pass.
+        can_end_pass: whether `is_enough` is to be called, and may end the pass.
         samples: number of samples at the last point.
         stopped: whether the samples are enough.
     """
@@ -102,9 +102,9 @@ class StabilityMonitor:
         self._observations = tuple(observations)
         self._make_ranges = make_ranges
         self._within = STABLE_SHARE if stop_rule is None else stop_rule.within
-        self.decides = stop_rule is not None
+        self.can_end_pass = stop_rule is not None
         self.halves: list[ObservedStatistics] | None = None
-        if self._observations and not self.decides:
+        if self._observations and not self.can_end_pass:
             self.halves = []
         self.samples = 0
         self.stopped = False

@@ -74,7 +74,10 @@ class AscendAutoTarget(Ascend):
         return tuple(observations.values())
 
     def records(self, request: BuildRequest) -> dict[str, dict[str, LayerRecord]]:
-        """Return search -> records of all layers, the default first; DMQ's of those it changes."""
+        """Return search -> layer -> its record: scale, offset and factors that the search finds.
+
+        The default search is the first. A search with DMQ has the layers alone that DMQ changes.
+        """
         records_by_search = {}
         for search in self._searches:
             records = self.search(request, search)[1].records
@@ -126,7 +129,8 @@ def auto_calibrate(
 ) -> AutoCalibration:
     """Choose the layers in int8 and the search of each layer's range, and write the files.
 
-    As few layers as possible go to float, so that the loss of accuracy holds a budget.
+    A search is an algorithm that finds a layer's range, such as IFMR. As few layers as possible go
+    to float, so that the loss of accuracy holds a budget.
 
     Args:
         target: the target.
@@ -149,54 +153,58 @@ def auto_calibrate(
             evaluation_set=make_evaluation_set(feed, subject.model, _REPAIR_SAMPLES),
             threads=threads,
         )
-        plan, _, quantized_layers, _ = target.quantize(request)
+        record_plan, _, quantized_layers, _ = target.quantize(request)  # with the default search
         records_by_search = target.records(request)
 
         ranking: list[tuple[str, float]] = []  # (layer, loss); AMCT's strategy alone needs it
         if strategy == BINARY:
             with phase("ranking the layers"):
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
-                ranking = rank_layers(plan.model, quantized_layers, samples, threads=threads)
-        # a layer with an index stands for an input of a node, not for a node
-        node_inputs = [name for name, layer in plan.layers.items() if layer.input_index is not None]
-        # DMQ costs a multiplication more in front of a layer, and not every layer can have it
+                ranking = rank_layers(record_plan.model, quantized_layers, samples, threads=threads)
+        # an input of a node (an entry with an index) can be float too, but is no layer to count
+        node_inputs = [
+            name for name, layer in record_plan.layers.items() if layer.input_index is not None
+        ]
+        # DMQ, which balances the channels of a layer's input, costs a multiplication more in front
+        # of the layer, and not every layer can have it
         general_searches = [name for name in records_by_search if not is_balanced(name)]
-        find_searches = partial(_find_nearest_searches, plan, records_by_search, feed, threads)
         budget_search = BudgetSearch(
             target=target,
             request=request,
             evaluation=evaluation,
             max_loss=max_loss,
-            layers=tuple(plan.layers),
+            layers=tuple(record_plan.layers),
             uncounted=node_inputs,
             searches=records_by_search,
             everywhere=general_searches,
-            nearest=find_searches,
+            nearest=partial(_find_nearest_searches, record_plan, records_by_search, feed, threads),
             say=say,
             ranking=ranking,
         )
         final_request = budget_search.run()
-        result = _write_files(target, budget_search, final_request, plan)
+        result = _write_files(target, budget_search, final_request, record_plan)
         publish_build(build_origin(calibration, [target], None), stage, replaceable=())
     return replace(result, paths=tuple(map(stage.published_path, result.paths)))
 
 
 def _find_nearest_searches(
-    plan: RecordPlan,
+    record_plan: RecordPlan,
     records_by_search: Mapping[str, Mapping[str, LayerRecord]],
     feed: Feed,
     threads: int,
 ) -> dict[str, str]:
     """Return the search of each layer whose outputs are nearest to float on a few samples."""
     samples = list(feed.spread_samples(_SEARCH_SAMPLES))
-    return find_best_searches(plan.model, plan.graph, records_by_search, samples, threads=threads)
+    return find_best_searches(
+        record_plan.model, record_plan.graph, records_by_search, samples, threads=threads
+    )
 
 
 def _write_files(
     target: AscendAutoTarget,
-    search: BudgetSearch,
+    budget_search: BudgetSearch,
     final_request: BuildRequest | None,
-    plan: RecordPlan,
+    record_plan: RecordPlan,
 ) -> AutoCalibration:
     """Write ranking, history and config; models and record if a layer stays in int8.
 
@@ -204,24 +212,23 @@ def _write_files(
 
     Args:
         target: the target.
-        search: the search, with its ranking, history and repairs.
+        budget_search: the search, with its ranking, history and repairs.
         final_request: what the search chose to build; None if no layer stays in int8.
-        plan: layers and configuration before the search.
+        record_plan: layers and configuration before the search.
     """
+    folder = budget_search.request.folder
+    ranking_text = json.dumps([list(entry) for entry in budget_search.ranking], indent=4)
+    paths = [
+        atomic.write_text(folder / RANKING, ranking_text),
+        atomic.write_text(folder / HISTORY, json.dumps(budget_search.history, indent=4)),
+    ]
     if final_request is None:
-        config = apply_searches(plan.config, {})  # all layers in float
-    else:
-        final_plan, calibrated, quantized_layers, config = target.quantize(final_request)
-    text_by_name = {
-        RANKING: json.dumps([list(entry) for entry in search.ranking], indent=4),
-        HISTORY: json.dumps(search.history, indent=4),
-        FINAL: write_config(config),
-    }
-    folder = search.request.folder
-    paths = [atomic.write_text(folder / name, text) for name, text in text_by_name.items()]
-    if final_request is None:
+        config = apply_searches(record_plan.config, {})  # all layers in float
+        paths.append(atomic.write_text(folder / FINAL, write_config(config)))
         return AutoCalibration(config=config, int8_layers=None, notes=(), paths=tuple(paths))
 
+    final_plan, calibrated, quantized_layers, config = target.quantize(final_request)
+    paths.append(atomic.write_text(folder / FINAL, write_config(config)))
     recipe = Recipe(
         model=final_plan.model,
         graph=final_plan.graph,
@@ -233,40 +240,44 @@ def _write_files(
         recipe,
         final_request,
         float16_tensors=find_float16_tensors(final_request.subject),
-        weight_sharers=find_weight_sharers(plan.graph.layers.values(), plan.graph),
+        weight_sharers=find_weight_sharers(record_plan.graph.layers.values(), record_plan.graph),
     )
+    int8_inputs_and_layers = calibrated.records.values()
     return AutoCalibration(
         config=config,
-        int8_layers=sum(not record.is_node_input for record in calibrated.records.values()),
-        notes=tuple(_repair_notes(search, final_request, plan)),
+        int8_layers=sum(not record.is_node_input for record in int8_inputs_and_layers),
+        notes=tuple(_change_notes(budget_search, final_request, record_plan)),
         paths=(*paths, *model_paths.values()),
     )
 
 
-def _repair_notes(
-    search: BudgetSearch, final_request: BuildRequest, plan: RecordPlan
+def _change_notes(
+    budget_search: BudgetSearch, final_request: BuildRequest, record_plan: RecordPlan
 ) -> Iterator[str]:
-    """Yield sentences on what was done to the layers in int8 beside searching their ranges.
+    """Yield sentences on what was changed in the layers in int8 beside searching their ranges.
+
+    DMQ scales the channels of a layer's input and, the other way, those of its weight, so that both
+    fit int8 better. Repairs are changes of the float model's constants.
 
     Args:
-        search: the search, with its repairs: changes of the float model's constants.
+        budget_search: the search, with its repairs.
         final_request: what the search chose to build, with the search of each layer's range.
-        plan: layers and configuration before the search.
+        record_plan: layers and configuration before the search.
     """
     choices = final_request.choices
-    balanced_count = 0
+    dmq_layers = []
     for layer, range_search in choices.searches.items():
         if layer not in choices.float_nodes and is_balanced(range_search):
-            balanced_count += 1
-    if balanced_count:
-        image_count = count_dmq_samples(plan) * plan.images_per_sample
+            dmq_layers.append(layer)
+    if dmq_layers:
+        image_count = count_dmq_samples(record_plan) * record_plan.images_per_sample
         yield (
-            f"DMQ balances {balanced_count} layers, with a multiplication more in front of each, by"
-            f" the largest values of {image_count} images."
+            f"DMQ balances {len(dmq_layers)} layers, with a multiplication more in front of each,"
+            f" by the largest values of {image_count} images."
         )
-    for repair in search.repairs:
+    for repair in budget_search.repairs:
         yield f"{repair.sentence}."
-    if search.repairs:
+    if budget_search.repairs:
         yield (
             f"{final_request.name}_modified_model.onnx is the float model with these repairs, and"
             " goes with the configuration and the record."

@@ -206,11 +206,15 @@ def build_with(
     dataset: Dataset | None,
     options: BuildOptions,
 ) -> Report:
-    """`build` with its options as one value."""
+    """`build` with its options as one value.
+
+    Calibrate, search, build, measure and report in a temporary folder, then publish all files.
+    """
     build = prepare_build(model, dataset, options)
     options = build.options
     with number_phases(*build.steps), stage_files(options.out) as stage:
         calibration = _calibrate(build, stage)
+        # how outputs are counted: calibration finds the score from which a box or label counts
         metric = replace(
             build.metric,
             threshold=calibration.score_threshold,
@@ -234,15 +238,15 @@ def build_with(
         figures = _measure(build, calibration, results, stage)
         results = discard_failed(results, figures.failures, stage)
 
-        calibration = _doubt_preprocessing(build, calibration, figures)
+        saved_model = _save_model(build, stage)
         report = write_report(
-            calibration,
+            _doubt_preprocessing(build, calibration, figures),
             results,
             figures,
             stage,
             plans=plans,
             plan_path=plan_path,
-            saved_model=_save_model(build, stage),
+            saved_model=saved_model,
             gates=options.gates,
             has_settings=options.settings is not None,
             request=_request_part(build),
@@ -281,13 +285,13 @@ def _save_model(build: PreparedBuild, stage: Stage) -> Path | None:
 
 
 def _request_part(build: PreparedBuild) -> RequestPart:
-    """Return what the user asked for, as far as the steps that a report suggests depend on it."""
+    """Return what the user asked for, as far as a report derives its advice from it."""
     options = build.options
     tuning = options.tuning
     effort_by_target = {}
     for target in options.targets:
         effort_by_target[target.name] = tuning.for_target(target).level
-    # `exported` is also set for a file whose inputs get other shapes here
+    # an exported model that is no file with other input shapes was made from a PyTorch module
     is_module = build.loaded.exported is not None and build.loaded.resized_file is None
     return RequestPart(
         effort=effort_by_target,
@@ -309,7 +313,9 @@ def _is_mostly_wrong(engine: EngineRow) -> bool:
 
 
 def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
-    """Return the calibration, observed or from the cache; for a Q/DQ model that of its pairs.
+    """Return the calibration, observed or from the cache.
+
+    The pairs of a Q/DQ model are its calibration: they give the scale of every tensor.
 
     `stage`: where the files of the build wait until it is complete.
     """
@@ -322,9 +328,9 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
             targets=options.targets,
             trt_version=options.calibration.cache.trt_version,
         )
-    assert build.dataset is not None
-    # calibration samples on which the search tries what it may leave in float; without evaluation
-    # images the engines are evaluated on them too
+    assert build.dataset is not None, "only a Q/DQ model is built without images"
+    # the float model's outputs of some calibration samples are stored: for the search, which
+    # chooses its samples from them, and without evaluation images for all engines
     evaluation_count = CANDIDATES
     if build.evaluation is None:
         evaluation_count = CALIBRATION_SAMPLES
@@ -424,16 +430,16 @@ def _measure_on_images(
 ) -> Figures:
     """Measure all engines on the evaluation images.
 
-    After an unexpected exception, which is a fault of calib8, each target is measured by itself.
-    Those that raise it again have failed, and the others are measured together.
+    After an unexpected exception, which is a fault of calib8, the targets that cause it have
+    failed, and the others are measured without them.
     """
-    is_float_model = build.loaded.qdq is None
-    observed_outputs = None
-    if is_float_model:
+    float_model, observed_outputs = build.reference, None
+    if build.loaded.qdq is None:
+        float_model = calibration.loaded
         observed_outputs = calibration.evaluation_set.outputs
     measure = partial(
         measure_engines,
-        calibration.loaded if is_float_model else build.reference,
+        float_model,
         calibration=calibration.evaluation_set.subset,
         evaluation=build.evaluation,
         objects=build.annotated_objects,
@@ -446,7 +452,7 @@ def _measure_on_images(
         return measure(targets, results, duration_s=build.duration_s)
     except (Calib8Error, MemoryError, OSError):
         raise
-    except Exception:  # a fault of calib8: each target by itself, to find those that raise it
+    except Exception:
         failures: dict[str, str] = {}
         for target, result in zip(targets, results, strict=True):
             try:
@@ -456,12 +462,13 @@ def _measure_on_images(
         if not failures or len(failures) == len(targets):
             raise
 
-    measurable_results = []
+    # a target that failed has no files to measure
+    results_without_failed = []
     for result in results:
         if result.target in failures:
             result = BuildResult(target=result.target, error=failures[result.target])
-        measurable_results.append(result)
-    figures = measure(targets, measurable_results, duration_s=build.duration_s)
+        results_without_failed.append(result)
+    figures = measure(targets, results_without_failed, duration_s=build.duration_s)
     return replace(figures, failures={**figures.failures, **failures})
 
 
@@ -484,8 +491,8 @@ def _evaluation_notes(
     metric = build.metric
     if metric.function is not None and build.has_labels and is_searched:
         yield (
-            f"the search went by the outputs' form, not by {metric.name}: its images are some that"
-            " calibrate, of which no labels are used"
+            f"the search went by the outputs' form, not by {metric.name}: it runs calibration"
+            " images, whose labels are not used"
         )
 
     if evaluation is None:
@@ -495,6 +502,6 @@ def _evaluation_notes(
             yield f"of the evaluation images: {note}"
     if shared_count:
         yield (
-            f"{shared_count} of the {evaluation.count} evaluation images calibrated too; what clips"
-            " looks better on these than on others"
+            f"{shared_count} of the {evaluation.count} evaluation images calibrated too; ranges"
+            " that clip rare values look better on these than on new images"
         )

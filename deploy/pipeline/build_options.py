@@ -127,7 +127,7 @@ class PreparedBuild:
     Attributes:
         options: the user's options, completed: the cache has a path, a Q/DQ model no search.
         loaded: the model.
-        user_model: the model as it can be read again with nothing folded.
+        user_model: the user's file or model, from which the graph before folding can be read.
         reference: the float model that engines are compared with.
         notes: sentences on the reference and on the labels.
         dataset: the calibration images, or those a Q/DQ model is measured on; None without images.
@@ -234,7 +234,8 @@ def prepare_build(
     if dataset is None:
         _refuse_evaluation_options(options)
     evaluation = options.evaluation
-    if loaded.qdq is not None:  # its pairs are the calibration: all images are for the evaluation
+    if loaded.qdq is not None:
+        # its pairs are the calibration: nothing is searched, and all images are for the evaluation
         refuse_calibration_options(loaded.qdq, _calibration_flags(image_source, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
@@ -243,16 +244,17 @@ def prepare_build(
     # the files of an earlier build are refused before the evaluation images are opened
     options = _with_cache_path(options, loaded.name)
     _refuse_foreign(options, loaded)
-    _refuse_less_effort(options, loaded)
+    _refuse_less_effort_than_before(options, loaded)
 
     # a wrong path is reported before anything is run
-    dataset, evaluation = _drop_idle_preprocess(dataset, evaluation, loaded)
+    dataset, evaluation = _drop_preprocess_of_arrays(dataset, evaluation, loaded)
     evaluation_feed = None
     if evaluation is not None:
         evaluation_feed = loaded.open_samples(
             evaluation, labels_by_folder=options.labels == BY_FOLDER
         )
-    annotated_objects = apply_labels(options.labels, evaluation_feed)  # sets classes on the feed
+    # labels that are class numbers are set on the feed; those that are objects are returned
+    annotated_objects = apply_labels(options.labels, evaluation_feed)
     if annotated_objects is not None:
         notes = (*notes, *annotated_objects.notes)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
@@ -322,7 +324,10 @@ def open_torch_module(
 def find_user_model(
     model: ModelSource,
 ) -> UserModel | None:
-    """Return the model as it can be read again with nothing folded."""
+    """Return the user's file or model, from which the graph before folding can be read.
+
+    None for a file of another framework.
+    """
     if not isinstance(model, LoadedModel):
         return model
     is_onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
@@ -335,7 +340,7 @@ def list_output_names(targets: Iterable[Target], name: str) -> list[str]:
     return [manifest.MANIFEST_NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
 
 
-def _drop_idle_preprocess(
+def _drop_preprocess_of_arrays(
     dataset: Dataset | None, evaluation: Dataset | None, loaded: LoadedModel
 ) -> tuple[Dataset | None, Dataset | None]:
     """Return (calibration data, evaluation data); arrays beside pictures lose their preprocessing.
@@ -383,7 +388,7 @@ def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
     manifest.refuse_foreign(options.out, names, force=cache.force)
 
 
-def _refuse_less_effort(options: BuildOptions, loaded: LoadedModel) -> None:
+def _refuse_less_effort_than_before(options: BuildOptions, loaded: LoadedModel) -> None:
     """Refuse to replace the files of a search by those of one with less effort.
 
     A build by a given plan or split is no new search. A target that failed before may be searched
@@ -425,9 +430,9 @@ def _refuse_evaluation_options(options: BuildOptions) -> None:
 
 
 def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
-    """Return the flags that the user gave and that only the calibration of a float model reads.
+    """Return the flags that the user gave although a Q/DQ model, which is not calibrated, has none.
 
-    `images`: source of the calibration data.
+    `images`: source of the images.
     """
     calibration, tuning = options.calibration, options.tuning
     is_given_by_flag = {
@@ -438,6 +443,7 @@ def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
         "--trust-cache": calibration.cache.trust,
         "--refresh": calibration.cache.refresh,
         "--keep-float": bool(calibration.float_nodes),
+        # 0 is what a Q/DQ model gets anyway, and the default need not come from the user
         "--effort": tuning.level not in (0, DEFAULT_EFFORT),
         "--plan": tuning.plan is not None,
         "--until-stable": calibration.until_stable is not None,

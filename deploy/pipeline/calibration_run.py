@@ -166,17 +166,19 @@ class CalibrationRun:
 def open_dataset(
     loaded: LoadedModel, dataset: Dataset, cluster: Cluster | None
 ) -> CalibrationImages:
-    """Open the images of a calibration, and choose who observes the model on them.
+    """Open the images of a calibration, and choose what observes the model on them.
 
-    `cluster`: the scheduler whose workers observe; None observes here.
+    The images may be one shard: the part that one of several machines observes.
+
+    `cluster`: the scheduler whose workers observe; None observes on this machine.
     """
     feed = loaded.open_samples(dataset)
     observe_images = observe_here
     if cluster is not None:
         observe_images = partial(observe_on_workers, cluster, dataset)
-    shard_text = None  # as the subject of an error message
+    shard_text = None
     if feed.share is not None:
-        shard_text = f"a shard (got {feed.share})"
+        shard_text = f"a shard (got {feed.share})"  # an error message begins with it
     return CalibrationImages(
         feed=feed,
         name=describe_source(dataset.source),
@@ -309,7 +311,9 @@ def _observe_missing(
 ) -> ObservedStatistics:
     """Run the pass over the samples that the checkpoint does not have; return its statistics.
 
-    The float model's outputs are stored meanwhile, for the evaluation of the engines.
+    The float model's outputs are stored meanwhile, for the evaluation of the engines. The stability
+    monitor gets the statistics of each half of the samples, to compare their ranges afterwards; or,
+    with a rule that ends the pass, it is asked after 8, 16, 32 ... samples whether they are enough.
 
     Args:
         run: the calibration.
@@ -321,7 +325,10 @@ def _observe_missing(
     """
     feed, monitor = run.feed, run.stability_monitor
     counted_samples = 0 if checkpoint is None else checkpoint.counted
-    already_read = range(preliminary_sample_count, counted_samples)
+    skipped_samples = range(preliminary_sample_count, counted_samples)
+    halves = monitor.halves
+    if counted_samples:  # a checkpoint does not hold the statistics of each half
+        halves = None
 
     def store_outputs(sample_number: int, float_outputs: Mapping[str, Array]) -> None:
         run.evaluation_set.outputs.add(feed.sample_key(sample_number), float_outputs)
@@ -329,7 +336,7 @@ def _observe_missing(
     with (
         phase("observing", len(feed) - counted_samples, "samples") as show_progress,
         nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
-        feed.samples(without=already_read) as samples,
+        feed.samples(without=skipped_samples) as samples,
     ):
         return observe(
             decision.missing,
@@ -341,13 +348,16 @@ def _observe_missing(
             peaks=run.peaks,
             checkpoint=checkpoint,
             on_outputs=store_outputs,
-            halves=None if counted_samples else monitor.halves,  # a checkpoint holds no halves
-            should_stop=monitor.is_enough if monitor.decides else None,
+            halves=halves,
+            should_stop=monitor.is_enough if monitor.can_end_pass else None,
         )
 
 
 def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     """Return a calibration with the ranges of a cache that another program wrote, unchecked.
+
+    Such a cache holds one symmetric range for each tensor, and no fingerprint: nothing tells of
+    which model and images it is.
 
     Raises:
         ConfigError: no path, or a target that cannot use symmetric ranges.
@@ -357,7 +367,8 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     if path is None:
         raise ConfigError("a cache to be trusted must be named, got none; give --cache")
     for target, observations in run.observations_by_target.items():
-        # such a target needs more of a tensor than a range, of other forms of the model
+        # a target that observes another form of the model than the folded one needs statistics,
+        # not ranges
         if any(observation.variant.key != FOLDED for observation in observations):
             raise ConfigError(
                 f"a trusted cache holds one symmetric range a tensor, of which the target {target}"
@@ -397,21 +408,23 @@ def calibrate_run(
 
     evaluation_set = run.evaluation_set
     if run.stability_rule is not None:  # fewer images than the feed has may have been enough
-        evaluation_set = _end_feed(run, decision)
+        evaluation_set = _end_feed_at_last_observed(run, decision)
     halves_agreement = None
     notes = list(pass_result.notes)
     if decision.missing:
         halves_agreement = run.stability_monitor.end(len(feed))
         if run.stability_rule is not None and halves_agreement is None:
+            # the monitor compares halves at 16 samples for the first time
             notes.append(f"whether samples are enough is told from 16 on: there were {len(feed)}")
 
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
-    cache_text = _make_cache_text(run, ranges, targets)
-    if cache_text is not None:
-        notes += cache_text.notes
+    target_cache = _make_target_cache(run, ranges, targets)
+    if target_cache is not None:
+        notes += target_cache.notes
     warning, has_random_outputs = _check_float_model(run, evaluation_set)
     threshold = _find_score_threshold(run, evaluation_set, is_observed=bool(decision.missing))
-    evaluation_set.outputs.close_session()  # the targets rarely run the float model
+    # the checks above ran the float model, which the targets rarely do: its memory is free now
+    evaluation_set.outputs.close_session()
     trim_memory()
 
     calibration = _make_calibration(run, decision, pass_result, threshold)
@@ -421,7 +434,7 @@ def calibrate_run(
         decision,
         calibration,
         ranges,
-        cache_text=None if cache_text is None else cache_text.text,
+        cache_text=None if target_cache is None else target_cache.text,
         stage=stage,
     )
     checkpoint = pass_result.checkpoint
@@ -482,7 +495,7 @@ def _find_score_threshold(
     return None
 
 
-def _end_feed(run: CalibrationRun, decision: CacheDecision) -> EvaluationSet:
+def _end_feed_at_last_observed(run: CalibrationRun, decision: CacheDecision) -> EvaluationSet:
     """Let the feed end with the last image that was observed; return its evaluation samples."""
     feed, monitor = run.feed, run.stability_monitor
     if not decision.missing:
@@ -505,33 +518,32 @@ def _make_calibration(
 ) -> Calibration:
     """Return the statistics of the cache and of this run, as the cache stores them.
 
-    If nothing was observed, it keeps the rule by which the earlier run took enough images.
-
     Args:
         run: the calibration.
         decision: the statistics of the cache, and the observations that it lacked.
         pass_result: all statistics.
         score_threshold: score above which boxes or labels count; None for other tasks.
     """
-    fingerprint = make_fingerprint(run.subject, run.feed.manifest())
+    run_fingerprint = make_fingerprint(run.subject, run.feed.manifest())
     stability_rule = run.stability_rule
     if decision.stored is not None and not decision.missing:
+        # nothing was observed: the rule of the earlier run decided how many images were enough
         stability_rule = decision.stored.stop_rule
     return Calibration(
         observed=pass_result.observed,
-        fingerprint=decision.combined_fingerprint(fingerprint),
+        fingerprint=decision.combined_fingerprint(run_fingerprint),
         outliers=(*decision.outliers, *identify_outliers(run.peaks, run.feed.sample_digests)),
         stop_rule=stability_rule,
         score_threshold=score_threshold,
     )
 
 
-def _make_cache_text(
+def _make_target_cache(
     run: CalibrationRun, ranges: Ranges, targets: Sequence[Target]
 ) -> CacheText | None:
-    """Return the cache in the form of the first target that has a form of its own.
+    """Return the cache in the format of the first target that has a format of its own (TensorRT).
 
-    A shard has no text: merging writes it.
+    None without such a target, and for a shard, whose ranges are found when shards are merged.
     """
     if run.feed.share is not None:
         return None

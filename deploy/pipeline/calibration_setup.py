@@ -92,11 +92,13 @@ def calibrate(
     checkpoint: Path | str | None = None,
     progress: bool = False,
 ) -> CalibrationResult:
-    """Observe what the targets declare, or take it from a fitting cache.
+    """Find the range of each tensor that a target quantizes, by running the model on images.
+
+    Statistics of a cache of the same model and images are used again.
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module,
-            which the first item of `images` exports.
+            which is exported with the first item of `images` as its example input.
         images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
             iterable of arrays or {input: array} dicts, such as a DataLoader, whose labels are not
             used. For a PyTorch module, arrays only.
@@ -109,9 +111,9 @@ def calibrate(
         limit: the largest number of images to use, or a `Choice` of them.
         batch_axis: what the first dimension of the inputs is, as for `Dataset`.
         states: inputs that take outputs of the step before, as for `Dataset`.
-        until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
+        until_stable: look at 16, 32, 64 ... images, spread evenly over all, until the ranges of
             two halves differ by less than this share (`deploy.calibration.stability`); None looks
-            at all.
+            at all images.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
         float_nodes: nodes to keep in float, as `deploy.graph.index.match_nodes` reads them.
         scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
@@ -219,7 +221,7 @@ def calibrate_loaded(
 
     Args:
         loaded: the model.
-        user_model: the model as it can be read again with nothing folded.
+        user_model: the user's file or model, from which the graph before folding can be read.
         dataset: the images.
         options: how it is calibrated.
         targets: the targets, whose observations are made.
@@ -272,7 +274,8 @@ def _calibrate_images(
     """Check the options against the model and its targets, then calibrate.
 
     The arguments are those of `calibrate_loaded`, but for `images`: the opened samples, or merged
-    shards, with what observes them.
+    shards, with what observes them. An observation is a tensor of the model with the statistic to
+    record of its values.
 
     Raises:
         ConfigError: options that exclude each other, or that do nothing here.
@@ -283,23 +286,9 @@ def _calibrate_images(
     feed.cache_samples(evaluation_count, PREVIEW_COUNT)
     checkpoint = _choose_checkpoint(options)
     _refuse_foreign_cache(policy)
-    method = options.method or DEFAULT_METHOD
-    if not isinstance(method, Method):
-        method = Method.of(method)
-    trt_version = policy.trt_version or _find_trt_version(targets) or cached_trt_version(policy)
-    subject = CalibrationSubject(
-        loaded=loaded,
-        user_model=user_model,
-        samples=len(feed),
-        batch=feed.batch,
-        filled=feed.padded_sample_count,
-        method=method,
-        task=task,
-        float_nodes=match_nodes(loaded.model, options.float_nodes),
-        trt_version=trt_version,
-    )
+    subject = _make_subject(loaded, user_model, feed, options, targets, task)
 
-    observations_by_target, failures = _collect_observations(targets, subject)
+    observations_by_target, target_failures = _collect_observations(targets, subject)
     observations = unique_observations(observations_by_target)
     if not observations:
         raise ModelError(
@@ -308,7 +297,7 @@ def _calibrate_images(
             " `calib8 inspect` says why"
         )
     if options.method is not None:
-        _refuse_idle_method(observations_by_target, subject)
+        _refuse_unused_method(observations_by_target, subject)
     if images.shard is not None:
         refuse_ordered(observations, images.shard)
 
@@ -318,11 +307,13 @@ def _calibrate_images(
     stability_monitor = _make_monitor(
         subject, observations, feed, stability_rule, is_trusted=policy.trust
     )
+    if stability_rule is not None:
+        feed.use_sampling_order()  # the first n images are then spread evenly over all
     run = CalibrationRun(
         subject=subject,
         images=images,
         observations_by_target=observations_by_target,
-        failures=failures,
+        failures=target_failures,
         policy=policy,
         stability_rule=stability_rule,
         stability_monitor=stability_monitor,
@@ -335,6 +326,38 @@ def _calibrate_images(
     if policy.trust:
         return use_trusted_cache(run)
     return calibrate_run(run, targets=targets, stage=stage)
+
+
+def _make_subject(
+    loaded: LoadedModel,
+    user_model: UserModel | None,
+    feed: Feed,
+    options: CalibrationOptions,
+    targets: Sequence[Target],
+    task: str,
+) -> CalibrationSubject:
+    """Return what is calibrated, and how; the arguments are those of `calibrate_loaded`.
+
+    A cache for TensorRT is written for the version that the user names, else for the one that
+    builds on this machine, else for that of the earlier cache.
+    """
+    policy = options.cache
+    method = options.method or DEFAULT_METHOD
+    if not isinstance(method, Method):
+        method = Method.of(method)
+    return CalibrationSubject(
+        loaded=loaded,
+        user_model=user_model,
+        samples=len(feed),
+        batch=feed.batch,
+        filled=feed.padded_sample_count,
+        method=method,
+        task=task,
+        float_nodes=match_nodes(loaded.model, options.float_nodes),
+        trt_version=(
+            policy.trt_version or _find_trt_version(targets) or cached_trt_version(policy)
+        ),
+    )
 
 
 def use_qdq_calibration(
@@ -410,10 +433,10 @@ def _collect_observations(
     return observations, {name: str(error) for name, error in failures.items()}
 
 
-def _refuse_idle_method(
+def _refuse_unused_method(
     observations_by_target: Mapping[str, Sequence[Observation]], subject: CalibrationSubject
 ) -> None:
-    """Refuse a method that no target searches by."""
+    """Refuse a method if every target searches ranges in a way of its own."""
     for observations in observations_by_target.values():
         if any(observation.statistic == subject.statistic for observation in observations):
             return
@@ -445,11 +468,13 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    rival_flag = "--until-stable" if options.until_stable is not None else policy.reuse_flag
-    if options.resume and rival_flag:
+    conflicting_flag = policy.reuse_flag  # "" if nothing has to be taken from the cache
+    if options.until_stable is not None:
+        conflicting_flag = "--until-stable"
+    if options.resume and conflicting_flag:
         raise ConfigError(
-            f"--resume goes on with a run over all images, got {rival_flag}, with which there is no"
-            " such run; leave one of them out"
+            f"--resume goes on with a run over all images, got {conflicting_flag}, with which there"
+            " is no such run; leave one of them out"
         )
     if options.until_stable is not None:
         return None
@@ -475,23 +500,23 @@ def _make_monitor(
 ) -> StabilityMonitor:
     """Return what compares the ranges of two halves of the samples.
 
-    With a rule, which ends the run once both halves agree, the samples come in sampling order:
-    spread evenly over all from the first ones on.
-
     Args:
         subject: the model, and how it is calibrated.
         observations: everything that the targets need.
         feed: the calibration data.
-        stability_rule: when there are enough images; None uses all.
+        stability_rule: when there are enough images, which ends the run; None uses all.
         is_trusted: whether the ranges of a foreign cache are used, so that nothing is observed.
+
+    Raises:
+        ConfigError: a rule with which halves of these observations or samples cannot be compared.
     """
     compared_observations = []
     for observation in observations:
+        # the method searches a range in this statistic, and half of the samples have one too
         if observation.statistic == subject.statistic and not observation.is_order_dependent:
             compared_observations.append(observation)
     if stability_rule is not None:
         refuse_until_stable(feed, observations, compared_observations, trusted=is_trusted)
-        feed.use_sampling_order()
     if feed.share is not None:
         compared_observations = []  # half of a shard tells nothing of all images
 

@@ -47,7 +47,7 @@ from deploy.tensors import Array, Session
 from deploy.terminal import phase
 
 EvaluationFeed = Feed | EvaluationSubset
-# engine that can be opened here -> its session; None if another one has to be opened to evaluate it
+# engine that was opened here -> its session; None if its file has to be opened again in one thread
 EngineSessions = Mapping[str, Session | None]
 Pictures = Mapping[int, tuple[str, Array]]  # sample number -> name, image uint8 [h, w, 3] RGB
 
@@ -63,7 +63,7 @@ def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool 
     computed as they are written, without int8 kernels.
     """
     if stand_in and not isinstance(model, bytes) and _truncates_float16():
-        model = _quantize_in_float32(model)
+        model = _quantize_float16_in_float32(model)
     return OrtSession.open(
         model, threads=1, spin=False, reuse_memory=True, int8_kernels=not stand_in
     )
@@ -77,10 +77,11 @@ def _truncates_float16() -> bool:
     return (major, minor) < (1, 30)
 
 
-def _quantize_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
-    """Return a model whose float16 values are cast to float32 before they are quantized.
+def _quantize_float16_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
+    """Return a model in which each QuantizeLinear of float16 values reads them cast to float32.
 
-    A model without such values is returned as it is, so that its weights are not read for nothing.
+    The integers that it makes are then rounded to the nearest. A model without such nodes is
+    returned as it is, so that its weights are not read for nothing.
     """
     if isinstance(model, Path):
         without_weights = onnx.load(model, load_external_data=False)
@@ -90,13 +91,13 @@ def _quantize_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProt
     for tensor in without_weights.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT16:
             float16_names.add(tensor.name)
-    if not any(_has_scale_in(node, float16_names) for node in without_weights.graph.node):
+    if not any(_quantizes_float16(node, float16_names) for node in without_weights.graph.node):
         return model
 
     copy = onnx.load(model) if isinstance(model, Path) else copy_message(model)
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
-        if _has_scale_in(node, float16_names):
+        if _quantizes_float16(node, float16_names):
             for index, name in enumerate(node.input[:2]):  # the value and its scale
                 cast_name = f"{node.output[0]}/{name}/float32"
                 node.input[index] = cast_name
@@ -107,9 +108,9 @@ def _quantize_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProt
     return copy
 
 
-def _has_scale_in(node: onnx.NodeProto, names: Collection[str]) -> bool:
-    """Whether a node is a QuantizeLinear whose scale is one of these tensors."""
-    return node.op_type == "QuantizeLinear" and node.input[1] in names
+def _quantizes_float16(node: onnx.NodeProto, float16_names: Collection[str]) -> bool:
+    """Whether a node is a QuantizeLinear whose scale, and so its input, is float16."""
+    return node.op_type == "QuantizeLinear" and node.input[1] in float16_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,31 +194,31 @@ def _open_with_inner_tensors(
 
 
 def find_candidates(
-    results: Sequence[BuildResult], engine_sessions: EngineSessions, failures: dict[str, str]
-) -> dict[str, Session]:
-    """Return name -> session to evaluate: of each target, and of its baselines on a device.
+    results: Sequence[BuildResult], engine_sessions: EngineSessions
+) -> tuple[dict[str, Session], dict[str, str]]:
+    """Return (name -> session to evaluate, target -> the error of a file that cannot be opened).
 
-    For a target it is that of its engine. If that cannot be opened here, it is that of its runnable
-    file, a model for ONNX Runtime that computes the same numbers; targets without one are left out.
-    A baseline is a float engine that was built for the target.
+    A target is evaluated by its engine. If that was not opened here, its runnable file stands in, a
+    model for ONNX Runtime that computes the same numbers; targets without one are left out.
+    Baselines, float engines that were built for a target, are evaluated on a device alone.
 
     Args:
         results: files of each target.
-        engine_sessions: the engines that can be opened here.
-        failures: gets target -> the error of a file that cannot be opened.
+        engine_sessions: the engines that were opened here.
     """
-    candidates = {}
+    candidates: dict[str, Session] = {}
+    failures: dict[str, str] = {}
     for result in results:
         session = engine_sessions.get(result.target)
-        if session is None:
-            can_open_engine = result.target in engine_sessions
+        if session is None:  # not opened here, or opened in several threads
+            has_opened_engine = result.target in engine_sessions
             path = result.runnable
-            if path is None and can_open_engine:
+            if path is None and has_opened_engine:
                 path = result.engine
             if path is None:
                 continue
             try:
-                session = open_single_thread(path, stand_in=not can_open_engine)
+                session = open_single_thread(path, stand_in=not has_opened_engine)
             except BackendError as error:
                 failures[result.target] = str(error)
                 continue
@@ -228,7 +229,7 @@ def find_candidates(
             session = engine_sessions.get(name)
             if session is not None:
                 candidates[name] = session
-    return candidates
+    return candidates, failures
 
 
 def compare_sessions(
@@ -390,7 +391,7 @@ class _EvaluationPass:
         self._candidates = candidates
         self._evaluation = evaluation
         self._result = EvaluationResult()
-        # a candidate gets the states that it computed itself on the sample before
+        # a recurrent model hands states on from sample to sample: each candidate gets its own
         states = evaluation.feed.states
         self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
         labels, metric = evaluation.labels, evaluation.metric
@@ -413,9 +414,10 @@ class _EvaluationPass:
         return outputs
 
     def compare(self, outputs: _SampleOutputs) -> None:
-        """Run the candidates on devices, one sample at a time, and add all outputs to the figures.
+        """Compare a sample's outputs of all candidates with the float model's.
 
-        Called by one thread, in the order of the samples. Images that a report may show are stored.
+        Called by one thread, in the order of the samples, so that one inference at a time runs on a
+        device; `run` ran the candidates in ONNX Runtime. Images that a report may show are stored.
         """
         self._run_candidates(outputs, on_device=True)
         for name, comparison in self._comparisons.items():
@@ -428,10 +430,10 @@ class _EvaluationPass:
                     count=self._evaluation.feed.unpadded_count,
                 )
 
-        example_numbers: set[int] = set()
+        possible_examples: set[int] = set()  # numbers of samples that are worth showing so far
         for comparison in self._comparisons.values():
-            example_numbers.update(comparison.watched)
-        self._images.add(outputs.sample, example_numbers)
+            possible_examples.update(comparison.watched)
+        self._images.add(outputs.sample, possible_examples)
 
     def _run_candidates(self, outputs: _SampleOutputs, *, on_device: bool) -> None:
         """Run the candidates on devices, or those in ONNX Runtime, unless they have failed."""

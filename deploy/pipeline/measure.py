@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from deploy.pipeline.evaluate import (
     LAYER_SAMPLES,
     EngineSessions,
     Evaluation,
+    EvaluationResult,
     InnerTensors,
     Pictures,
     choose_evaluation,
@@ -91,7 +92,7 @@ def measure_engines(
     duration_s: float,
     threads: int,
 ) -> Figures:
-    """Compare every engine with the float model, in outputs and in latency.
+    """Measure every engine's speed, and how far its outputs are from the float model's.
 
     Each engine runs every evaluation sample once, the float model only those whose outputs were
     not stored; inner tensors are compared on a few of these samples.
@@ -119,32 +120,26 @@ def measure_engines(
     float_engine, float_outputs, float_size = _open_float_model(
         loaded, samples, threads=threads, is_timed=is_timed
     )
-    engines = {_FLOAT_ENGINE: float_engine}
-    failures, absent = _open_engines(engines, targets, results, threads=threads, is_timed=is_timed)
+    target_engines, failures, absent = _open_engines(
+        targets, results, threads=threads, is_timed=is_timed
+    )
 
-    # what engines are compared with: a Q/DQ model itself, else the float model
+    # engines are compared with the float model; those of a Q/DQ model with that model itself
     qdq_outputs = _open_qdq_model(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, samples)
-    runs_for_choice = float_outputs.runs
+    choice_runs = float_outputs.runs  # inferences by which the stored outputs were checked
     float_outputs.close_session()  # its weights may not be needed any more
 
-    # accuracy, first of inner tensors, then of outputs
     opened_results = [result for result in results if result.target not in failures]
-    engine_sessions = _find_engine_sessions(engines)
-    if loaded.cut_off is not None:  # the engines have other outputs than the float model
-        engine_sessions = {}
     if evaluation is not None:
         evaluation.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
-    with phase("layers"):
-        layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
-        inner_tensors = compare_inner_tensors(
-            loaded, opened_results, engine_sessions, layer_samples
-        )
-    candidates = find_candidates(opened_results, engine_sessions, failures)
-    evaluated = evaluate(reference, candidates, samples, threads=threads)
+    inner_tensors, evaluated = _measure_accuracy(
+        loaded, opened_results, target_engines, reference, samples, threads=threads
+    )
     failures |= evaluated.failures
 
     # latency, when nothing else runs
+    engines = {_FLOAT_ENGINE: float_engine, **target_engines}
     timed_sessions = _find_timed_sessions(engines, failures)
     latency = _measure_latency(timed_sessions, calibration, duration_s)
     devices = find_devices(timed_sessions)
@@ -175,7 +170,7 @@ def measure_engines(
         notes=notes,
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
-        reference_runs=runs_for_choice + inner_tensors.sample_count + evaluated.reference_runs,
+        reference_runs=choice_runs + inner_tensors.sample_count + evaluated.reference_runs,
         engine_runs=evaluated.engine_runs,
         examples=evaluated.examples,
         pictures=evaluated.pictures,
@@ -205,17 +200,48 @@ class _OpenedEngine:
     is_for_accuracy: bool = False
 
 
-def _find_engine_sessions(engines: Mapping[str, _OpenedEngine]) -> EngineSessions:
-    """Return the sessions of the engines that can be opened here, without the float model's.
+def _measure_accuracy(
+    loaded: LoadedModel,
+    results: Sequence[BuildResult],
+    target_engines: Mapping[str, _OpenedEngine],
+    reference: ReferenceOutputs,
+    samples: Evaluation,
+    *,
+    threads: int,
+) -> tuple[InnerTensors, EvaluationResult]:
+    """Compare the engines with the float model: inner tensors, then the outputs.
 
-    None stands for a session of ONNX Runtime in several threads: the evaluation runs samples in
-    parallel, each in one thread.
+    Args:
+        loaded: the float model.
+        results: files of the targets whose engines could be opened, or are not for this machine.
+        target_engines: the engines that were opened.
+        reference: outputs that those of the engines are compared with.
+        samples: the evaluation samples.
+        threads: samples that run in parallel.
+    """
+    engine_sessions = _find_engine_sessions(target_engines)
+    if loaded.cut_off is not None:
+        # engines end with the operators that ONNX Runtime does not know, the float model before
+        # them: runnable files, which end there too, stand in
+        engine_sessions = {}
+    with phase("layers"):
+        layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
+        inner_tensors = compare_inner_tensors(loaded, results, engine_sessions, layer_samples)
+    candidates, open_failures = find_candidates(results, engine_sessions)
+    evaluated = evaluate(reference, candidates, samples, threads=threads)
+    evaluated.failures |= open_failures
+    return inner_tensors, evaluated
+
+
+def _find_engine_sessions(target_engines: Mapping[str, _OpenedEngine]) -> EngineSessions:
+    """Return engine -> its session; None for a session of ONNX Runtime in several threads.
+
+    The evaluation runs samples in parallel, each in one thread, and opens sessions for that.
     """
     sessions = {}
-    for name, engine in engines.items():
-        if name != _FLOAT_ENGINE:
-            is_reusable = engine.is_on_device or engine.is_for_accuracy
-            sessions[name] = engine.session if is_reusable else None
+    for name, engine in target_engines.items():
+        is_reusable = engine.is_on_device or engine.is_for_accuracy
+        sessions[name] = engine.session if is_reusable else None
     return sessions
 
 
@@ -292,20 +318,15 @@ def _open_float_model(
 
 
 def _open_engines(
-    engines: dict[str, _OpenedEngine],
-    targets: Sequence[Target],
-    results: Sequence[BuildResult],
-    *,
-    threads: int,
-    is_timed: bool,
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Open the engines of all targets, and add them to `engines`.
-
-    They are the target's own engine and its baselines, float engines that were built for it.
+    targets: Sequence[Target], results: Sequence[BuildResult], *, threads: int, is_timed: bool
+) -> tuple[dict[str, _OpenedEngine], dict[str, str], dict[str, str]]:
+    """Open each target's own engine, and its baselines: float engines that were built for it.
 
     Returns:
-        (engine -> why its runtime refused it, engine -> the runtime or device that is not here).
+        (engine -> its session and load time, engine -> why its runtime refused it, engine -> the
+        runtime or device that is not here).
     """
+    engines: dict[str, _OpenedEngine] = {}
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
     for target, result in zip(targets, results, strict=True):
@@ -313,27 +334,45 @@ def _open_engines(
         if result.engine is not None:
             path_by_engine[result.target] = result.engine
         for name, path in path_by_engine.items():
+            # without latency runs, ONNX Runtime opens its own engine as the evaluation needs it
             is_for_accuracy = not is_timed and target.runs_here and path == result.runnable
-            if is_for_accuracy:
-                open_session = partial(open_single_thread, path)
-            else:
-                open_session = partial(target.open, path, threads=threads)
             try:
-                session, load_ms = _time_loading(open_session)
+                engines[name] = _open_engine(
+                    target, path, threads, is_timed=is_timed, is_for_accuracy=is_for_accuracy
+                )
             except SdkMissingError as error:  # built for another machine
                 absent[name] = str(error)
-                continue
             except BackendError as error:
                 failures[name] = str(error)
-                continue
+    return engines, failures, absent
 
-            is_on_device = not isinstance(session, OrtSession)
-            # a session of ONNX Runtime in several threads is opened for its load time alone
-            is_needed = is_timed or is_for_accuracy or is_on_device
-            engines[name] = _OpenedEngine(
-                session if is_needed else None, load_ms, is_on_device, is_for_accuracy
-            )
-    return failures, absent
+
+def _open_engine(
+    target: Target, path: Path, threads: int, *, is_timed: bool, is_for_accuracy: bool
+) -> _OpenedEngine:
+    """Open an engine, and measure how long that takes.
+
+    Args:
+        target: the target that it was built for.
+        path: file of the engine.
+        threads: threads inside one inference.
+        is_timed: whether there are latency runs.
+        is_for_accuracy: whether to open it in one thread, as the evaluation does.
+
+    Raises:
+        SdkMissingError: the runtime or device is not here.
+        BackendError: its runtime refused the engine.
+    """
+    if is_for_accuracy:
+        open_session = partial(open_single_thread, path)
+    else:
+        open_session = partial(target.open, path, threads=threads)
+    session, load_ms = _time_loading(open_session)
+    is_on_device = not isinstance(session, OrtSession)
+    if is_timed or is_for_accuracy or is_on_device:
+        return _OpenedEngine(session, load_ms, is_on_device, is_for_accuracy)
+    # a session of ONNX Runtime in several threads, which was opened for its load time alone
+    return _OpenedEngine(None, load_ms, is_on_device)
 
 
 def _first_key(samples: Evaluation) -> tuple[int, ...]:
@@ -418,25 +457,28 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
             label = name
             if not is_baseline and len(results) == 1:
                 label = result.precision  # such as int8, beside FP32
+            size = None
+            if result.target in failures:  # then `discard_failed` removes the target's files
+                path = None
+            if path is not None:
+                size = path.stat().st_size
+            opened_engine = measurements.engines.get(name)
+            # the types in which the layers of the engine ran, beside the planned ones
             engine_layers = read_engine_layers(measurements.timed_sessions.get(name))
             planned_types = () if is_baseline else result.decisions
-            row = EngineRow(
+            yield EngineRow(
                 label=label,
                 baseline=is_baseline,
                 target=result.target,
+                path=None if path is None else str(path),
+                size_bytes=size,
+                load_ms=None if opened_engine is None else opened_engine.load_ms,
                 threads=measurements.threads,
                 latency=measurements.latency.get(name),
                 accuracy=measurements.accuracy.get(name),
                 ran=compare_with_plan(engine_layers, planned_types),
+                notes=(failures[name],) if is_baseline and name in failures else (),
             )
-            # `discard_failed` removes the files of a target that failed
-            if path is not None and result.target not in failures:
-                row = replace(row, path=str(path), size_bytes=path.stat().st_size)
-            if name in measurements.engines:
-                row = replace(row, load_ms=measurements.engines[name].load_ms)
-            if is_baseline and name in failures:
-                row = replace(row, notes=(failures[name],))
-            yield row
 
 
 def _find_lossy_layers(
@@ -480,7 +522,7 @@ def _is_clamped(
 def _sample_notes(
     accuracy: Mapping[str, Accuracy],
     evaluation: Feed | None,
-    calibration_subset: EvaluationSubset,
+    calibration: EvaluationSubset,
     inner_tensor_samples: int,
 ) -> Iterator[str]:
     """Yield notes on the samples on which accuracy was measured, if it was.
@@ -488,7 +530,7 @@ def _sample_notes(
     Args:
         accuracy: engine -> its accuracy.
         evaluation: evaluation samples; None if engines ran calibration samples.
-        calibration_subset: calibration samples.
+        calibration: some of the calibration samples.
         inner_tensor_samples: number of samples on which inner tensors were compared.
     """
     if not accuracy:
@@ -502,11 +544,14 @@ def _sample_notes(
             f"accuracy was measured on {sample_count} of the calibration images{inner_tensor_text};"
             " --eval-images gives others, which tell more"
         )
-        if calibration_subset.has_labels:
+        if calibration.has_labels:
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif inner_tensor_text:
         yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
-    if not calibration_subset.states:  # else each engine got the states that it computed itself
+    # states are what a recurrent model hands on to its next call; if the samples are sequences,
+    # each engine got the states that it computed itself, so their errors are in the figures
+    has_sequences = bool(calibration.states)
+    if not has_sequences:
         yield from state_notes(accuracy.values())
 
 

@@ -55,10 +55,11 @@ Outputs = Mapping[str, Array]
 
 
 class Reading(NamedTuple):
-    """Preprocessing of the values.
+    """A color order and scale of pixel values that the model may have learned from.
 
     Attributes:
-        text, used_text: the ends of "FP32 finds 14 boxes as RGB, 10 as BGR".
+        text, used_text: this reading and the one in use, as in the sentence "FP32 finds 14 boxes as
+            `text`, 10 as `used_text`", such as RGB and BGR.
         remedy: what the user should check.
         preprocess: the preprocessing; its size and resize are not used.
     """
@@ -77,7 +78,8 @@ def list_readings(
     Args:
         calibration: the model and its calibration data.
         used: the reading in use.
-        with_scales: whether scales are tried; one that the first layer contradicts is left out.
+        with_scales: whether other scales are tried. A scale is left out if the model's first layer
+            shows that it learned from another one.
     """
     loaded, subject = calibration.loaded, calibration.subject
     spec, metadata = loaded.inputs[0], loaded.metadata_preprocess
@@ -133,8 +135,9 @@ def find_better_reading(
         The sentence; "" if no other reading is clearly better.
     """
     used, loaded = calibration.feed.preprocess, calibration.loaded
-    # only a picture that is the one input can be changed here from one reading to another
-    if used is None or len(loaded.inputs) > 1 or calibration.feed.batch > 1 or loaded.qdq:
+    # a sample is changed from one reading to another, so it must be a single picture
+    has_single_picture = len(loaded.inputs) == 1 and calibration.feed.batch == 1
+    if used is None or not has_single_picture or loaded.qdq is not None:
         return ""
     evaluation_set = calibration.evaluation_set
     task, samples_with_outputs = recognise_first(
@@ -146,28 +149,30 @@ def find_better_reading(
     def score(inputs: Outputs, label: int | None) -> Floats:
         return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
-    # the reading in use; with labels a score is whether the class is right
+    # scores in the reading in use; a scale is doubtful if labels are missed or no box is found
     labelled_samples = read_labelled(evaluation) if isinstance(task, Classes) else []
-    counted_text = ""  # what the sentence counts; "" for a mean probability
+    count_template = ""  # what the sentence says of the number of clear scores; "" if nothing
     is_scale_doubtful = False
     if labelled_samples:
-        used_scores = [score(sample, label) for sample, label in labelled_samples]
-        counted_text = f"is right on {{}} of {len(labelled_samples)} images"
+        used_scores = [score(inputs, label) for inputs, label in labelled_samples]
+        count_template = f"is right on {{}} of {len(labelled_samples)} images"
         is_scale_doubtful = True
     else:
-        used_scores = [sample_scores(task, *pair) for pair in samples_with_outputs]
+        used_scores = [
+            sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
+        ]
         if isinstance(task, BoxDetection):
-            counted_text = "finds {} boxes"
+            count_template = "finds {} boxes"
             is_scale_doubtful = count_clear(used_scores) <= MAX_SILENT_BOXES
 
-    # the other readings of the same samples
+    # scores of the same samples in other readings
     for reading in list_readings(calibration, used, with_scales=is_scale_doubtful):
         samples: Iterable[tuple[Outputs, int | None]] = labelled_samples
         if not labelled_samples:
-            samples = ((sample, None) for sample in evaluation_set.subset.spread_samples(SAMPLES))
+            samples = ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES))
         scores = score_reading(samples, used_scores, score, used, reading.preprocess)
         if scores is not None and is_better(scores, used_scores):
-            return describe_reading(reading, scores, used_scores, counted_text)
+            return describe_reading(reading, scores, used_scores, count_template)
     return ""
 
 
@@ -178,7 +183,10 @@ def score_reading(
     used: Preprocess,
     other: Preprocess,
 ) -> list[Floats] | None:
-    """Return the scores of each sample in another reading; None once it has lost too often.
+    """Return the scores of each sample in another reading.
+
+    None once the float model was less sure of more than `MAX_LOSSES` samples than in the reading in
+    use: the other samples are not run then.
 
     Args:
         samples: (inputs in the reading in use, label or None) of each.
@@ -249,15 +257,15 @@ def describe_reading(
     reading: Reading,
     scores: Sequence[Floats],
     used_scores: Sequence[Floats],
-    counted_text: str,
+    count_template: str,
 ) -> str:
     """Return a sentence on a reading that is better than the one in use.
 
-    `counted_text`: what is counted, such as "finds {} boxes"; "" for the mean probability.
+    `count_template`: what is counted, such as "finds {} boxes"; "" for the mean probability.
     """
-    if counted_text:
+    if count_template:
         count, used_count = count_clear(scores), count_clear(used_scores)
-        better_text = f"{counted_text.format(count)} as {reading.text}"
+        better_text = f"{count_template.format(count)} as {reading.text}"
         text = f"{better_text}, {used_count} as {reading.used_text}"
     else:
         percent, used_percent = 100 * np.mean(scores), 100 * np.mean(used_scores)

@@ -73,7 +73,9 @@ def write_report(
     has_settings: bool,
     request: RequestPart,
 ) -> Report:
-    """Gather the report and write it as report.json, report.md and report.html.
+    """Gather the report, write it as report.json, report.md and report.html, and return it.
+
+    Its alerts need an action of the user's; its notes only inform.
 
     Args:
         calibration: the calibration.
@@ -82,7 +84,8 @@ def write_report(
         stage: folder of the build.
         plans: target -> its plan.
         plan_path: the plan file; None without one.
-        saved_model: file of a model that was given in memory; None if it is a file of the user's.
+        saved_model: file in which the build saved a model that was given in memory; None if the
+            user gave a file.
         gates: demands on the engines.
         has_settings: whether the command's options are written too, as calib8.toml.
         request: what the user asked for.
@@ -94,10 +97,12 @@ def write_report(
     for result in results:
         planned = plans.get(result.target)
         targets.append(_target_part(calibration, figures, result, planned, stage))
-    model_path = None if saved_model is None else stage.published_path(saved_model)
+    saved_path = None
+    if saved_model is not None:
+        saved_path = stage.published_path(saved_model)
     report = Report(
         title=f"calib8: {loaded.name} in {' and '.join(precisions)} for {target_names}",
-        model=model_part(loaded, path=model_path),
+        model=model_part(loaded, path=saved_path),
         feed=feed_part(feed, calibration.images),
         calibration=_calibration_part(calibration, results),
         targets=tuple(targets),
@@ -241,15 +246,16 @@ def _earlier_flags(
     """
     if earlier_split and target.search:
         for split in target.search.front:
-            # both searches may number it differently
-            is_same = replace(split, number=earlier_split.number, taken=True) == earlier_split
-            if is_same and not split.taken:
+            # the same split, which this search may have numbered differently and not built
+            renumbered_split = replace(split, number=earlier_split.number, taken=True)
+            if renumbered_split == earlier_split and not split.taken:
                 return f"--split {split.number}"
 
     request, earlier_request = report.request or earlier.request, earlier.request
     if request is None or earlier_request is None:
         return ""
-    comparable_request = replace(  # but for what does not change the engines
+    # advice that was followed, and limits, do not change the engines
+    comparable_request = replace(
         request,
         followed=earlier_request.followed,
         max_loss=earlier_request.max_loss,
@@ -261,7 +267,7 @@ def _earlier_flags(
     repairs = ",".join(earlier_request.repairs) or "none"
     flags = f"--effort {effort} --prefer {earlier_request.prefer} --repair {repairs}"
     if effort < request.effort.get(target.name, 0):
-        flags += " --force"  # else the plan of the longer search would be used again
+        flags += " --force"  # a plan that a longer search found is used again without this
     return flags
 
 
@@ -329,12 +335,15 @@ def sample_shapes(feed: Feed) -> dict[str, tuple[int, ...]]:
 def publish_build(
     origin: Mapping[str, Any], stage: Stage, *, replaceable: Collection[str] | None
 ) -> None:
-    """Move a build into its folder, with its manifest.
+    """Move a build into its folder, with its manifest: the list of its files.
+
+    A file in the folder that the manifest there does not list is not of an earlier build, and is
+    not replaced.
 
     Args:
-        origin: what it was made from, see `build_origin`.
+        origin: what the build was made from, see `build_origin`; the manifest stores it.
         stage: the temporary folder with its files.
-        replaceable: names that may be replaced although no manifest lists them; None for all.
+        replaceable: names of files that are replaced nevertheless; None replaces every file.
 
     Raises:
         ExportError: another file would be replaced, or the disk refuses.
@@ -391,7 +400,7 @@ def engine_rows(
     doubts: Sequence[str] = (),
     has_random_outputs: bool = False,
 ) -> tuple[EngineRow, ...]:
-    """Return the engines' rows, each with its verdict; float and failed engines have none.
+    """Return the engines' rows, each with its verdict; float and failed engines have no verdict.
 
     Args:
         figures: speed and accuracy of the engines, the float model first.
@@ -402,13 +411,6 @@ def engine_rows(
         doubts: signs that the images differ from the model's training data.
         has_random_outputs: whether the float model itself gives other outputs at each run.
     """
-    judge = partial(
-        verdict,
-        gates=gates,
-        doubts=doubts,
-        draws=has_random_outputs,
-        on_calibration=figures.on_calibration,
-    )
     result_by_target = {result.target: result for result in results if not result.error}
     float_row, *other_rows = figures.engines
     rows = [float_row]
@@ -424,9 +426,15 @@ def engine_rows(
         result = result_by_target.get(row.target)
         if result is not None and row.target not in figures.failures:
             row = model.with_speed(figures.engines, row)
-            is_quantized = any(decision.quantized for decision in result.decisions)
-            judge_row = partial(judge, int8=is_quantized)
-            row = replace(row, verdict=_judge_engine(row, figures.engines, judge_row))
+            judge = partial(
+                verdict,
+                int8=any(decision.quantized for decision in result.decisions),
+                gates=gates,
+                doubts=doubts,
+                has_random_outputs=has_random_outputs,
+                on_calibration=figures.on_calibration,
+            )
+            row = replace(row, verdict=_judge_engine(row, figures.engines, judge))
         rows.append(row)
     return tuple(rows)
 
@@ -441,7 +449,7 @@ def _judge_engine(
     Args:
         row: the engine.
         engines: all engines, among them the rivals.
-        judge: `verdict` with the arguments that are not of one row: demands, doubts, kind of model.
+        judge: `verdict` with the arguments that are not in the row.
     """
     rivals = model.find_rivals(engines, row)
     if not rivals:
@@ -465,14 +473,14 @@ def _calibration_part(
 ) -> CalibrationPart:
     """Return how the scales were determined: the method, and what was observed for it.
 
-    The method is "" if every target searches ranges in its own way. The ranges of a Q/DQ model are
-    those of its pairs, so nothing was observed for it. A group counts the tensors of which the same
-    statistic was recorded in the same variant, a form of the model that was run.
+    The ranges of a Q/DQ model are those of its pairs, so nothing was observed for it. A group
+    counts the tensors of which the same statistic was recorded in the same variant, a form of the
+    model that was run.
     """
     method = calibration.ranges.chosen_by
-    methods_of_files = {result.method for result in results if result.method}
-    if methods_of_files and method not in methods_of_files:
-        method = ""
+    used_methods = {result.method for result in results if result.method}
+    if used_methods and method not in used_methods:
+        method = ""  # every target that was built searches ranges in its own way
     is_qdq_model = calibration.loaded.qdq is not None
     observed_now = set(calibration.observed_now)
     tensor_counts = Counter[tuple[str, str, bool]]()  # by (variant, statistic, is reused)
@@ -508,16 +516,19 @@ def _target_part(
         calibration: the calibration.
         figures: speed and accuracy of the engines.
         result: files of the target, or the error that it failed with.
-        planned: its plan, and how the search came to it; None without. The front of the plan are
-            the splits into int8 and float layers that are the best for their time.
+        planned: its plan, and how the search came to it; None without. A split says which layers
+            are int8 and which float; the front of the plan has those that are the best for their
+            time.
         stage: folder of the files until the build is complete.
     """
     error = result.error or figures.failures.get(result.target, "")
     layers = figures.layers.get(result.target, ())
     observations = calibration.observations_by_target.get(result.target, ())
-    is_observed_now = bool(set(calibration.observed_now).intersection(observations))
+    # statistics of a cache, or of no run at all, were enough for this target
+    has_reused_statistics = set(calibration.observed_now).isdisjoint(observations)
     search = None
-    if planned is not None and planned.plan.settled:  # describes the trial that was built
+    # `settled` is the text on the trial that was built; "" without a search
+    if planned is not None and planned.plan.settled:
         search = SearchPart(
             reused=planned.reused,
             probes=planned.probes,
@@ -529,7 +540,7 @@ def _target_part(
         name=result.target,
         method=result.method,
         options=result.options,
-        reused=not error and not is_observed_now,
+        reused=has_reused_statistics and not error,
         nodes=node_rows(result.decisions, calibration.loaded.model),
         tensors=clip_rows(calibration, result, layers),
         weights=weight_rows(result.weights),

@@ -61,6 +61,7 @@ def search_targets(
         ConfigError: a plan that does not fit the model.
     """
     plan_path = stage.folder / plan_name(calibration.loaded)
+    # the user's plan, else that of the build before, which is followed where its input is the same
     earlier_plan = find_plan(plan_path, tuning, calibration.loaded.digest)
     request = _make_request(targets, calibration, stage, threads, tuning.cpu)
     plans = {}
@@ -77,7 +78,7 @@ def search_targets(
                     has_method=has_method,
                     repairs=repairs(target),
                 )
-        except (MemoryError, OSError):
+        except (MemoryError, OSError):  # they end the run, not the search of one target
             raise
         except Exception as error:
             known_error = with_log(error, calibration.loaded.name, stage)
@@ -89,8 +90,10 @@ def search_targets(
                 note=f"nothing was searched for {target.name}: {known_error}",
             )
 
+    # the plan file has what was searched, and what the user's or the earlier plan says of the rest
     is_searched = any(planned.searched for planned in plans.values())
-    if not is_searched and tuning.plan is None and not earlier_plan.targets:
+    has_plan = is_searched or tuning.plan is not None or bool(earlier_plan.targets)
+    if not has_plan:
         return plans, None
     return plans, store_plan(stage.records / plan_path.name, earlier_plan, plans)
 
@@ -115,8 +118,9 @@ def build_targets(
         stage: folder of the files until the build is complete.
         threads: worker threads.
         plans: target -> its plan: which layers stay float, and how each range is searched.
-        repairs: target -> names of the repairs to try.
-        unrepaired_model: the model without repairs, if speed is measured.
+        repairs: target -> names of the repairs to try, changes of the float model's constants.
+        unrepaired_model: the model without repairs, if speed is measured: the float engines of the
+            comparison are made from it.
         cpu: one of `deploy.tuning.CPU_NAMES`, the CPU that will run ONNX Runtime's engine.
 
     Returns:
@@ -125,8 +129,9 @@ def build_targets(
     Raises:
         Calib8Error: every target failed, and none left a file.
     """
-    request = _make_request(targets, calibration, stage, threads, cpu)
-    request = replace(request, unrepaired_model=unrepaired_model)
+    request = replace(
+        _make_request(targets, calibration, stage, threads, cpu), unrepaired_model=unrepaired_model
+    )
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
     for target in targets:
@@ -149,8 +154,9 @@ def build_targets(
             result = BuildResult(target=target.name, error=str(known_error))
         results.append(result)
 
-    # a target may have an error and files: those to build its engine from, on another machine
-    if errors and all(result.error and not result.files for result in results):
+    # a target whose engine alone failed has files: another machine builds the engine from them
+    has_built_any = any(result.files or not result.error for result in results)
+    if errors and not has_built_any:
         raise errors[0]
     return results
 
@@ -168,7 +174,10 @@ def _build_target(target: Target, request: BuildRequest, repairs: Sequence[str])
 
 
 def with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
-    """Return an unexpected exception as a BackendError, with its traceback in a log file."""
+    """Return an unexpected exception as a BackendError, with its traceback in a log file.
+
+    An error of calib8's own classes is returned as it is.
+    """
     if isinstance(error, Calib8Error):
         return error
     if os.environ.get("CALIB8_TRACEBACK"):
@@ -195,14 +204,14 @@ def discard_failed(
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
     """Remove the engines of a target, and its other files unless they are for another machine.
 
-    If the engine was built from the other files, another machine can build it from them too. If the
-    engine is itself the file that ONNX Runtime runs, nothing else of the target is of use.
+    An engine such as TensorRT's was built from an ONNX file, from which another machine can build
+    it too. If the engine is itself the file that ONNX Runtime runs, nothing else is of use.
     """
     engine_paths = {path for path in (result.engine, *result.baselines.values()) if path}
-    is_built_from_files = result.engine not in (None, result.runnable)
+    is_built_from_onnx = result.engine is not None and result.engine != result.runnable
     remaining_files, discarded_paths = {}, set(engine_paths)
     for role, path in result.files.items():
-        if is_built_from_files and path not in engine_paths:
+        if is_built_from_onnx and path not in engine_paths:
             remaining_files[role] = path
         else:
             discarded_paths.add(path)
@@ -219,7 +228,10 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
 def _make_request(
     targets: Sequence[Target], calibration: CalibrationResult, stage: Stage, threads: int, cpu: str
 ) -> BuildRequest:
-    """Return what every target is built from, without the choices of its plan."""
+    """Return what all targets are built from; the choices of each one's plan are added later.
+
+    Each target sees all that are built (`companions`), since a repair is computed for all at once.
+    """
     buildable_targets = tuple(t for t in targets if t.name not in calibration.failures)
     return BuildRequest(
         subject=calibration.subject,

@@ -141,26 +141,30 @@ def range_bar(row: TensorRow) -> str:
 _STRIP_WIDTH, _STRIP_HEIGHT = 120, 26  # in px
 _DECADES = 4  # range of a strip's logarithmic scale, below the largest
 _MIN_BAR_SHARE = 0.02  # of a strip's height, so that every bar is seen
+_BAR_GAP, _MIN_BAR_WIDTH = 0.4, 0.6  # in px; between bars, and of a bar among many
 
 
 def weight_strip(row: WeightRow) -> str:
     """Draw a weight's channels as bars on a logarithmic scale.
 
-    "" without `row.strip`, which only the worst weights have, and for a weight of zeros.
+    A bar is the largest |w| of a channel, or the least of these in a run of several channels. ""
+    without `row.strip`, the bars' values, which only the worst weights have; and for a weight of
+    zeros.
     """
     if not row.strip or not row.largest > 0:
         return ""
 
     step = _STRIP_WIDTH / len(row.strip)
+    bar_width = max(step - _BAR_GAP, _MIN_BAR_WIDTH)
     path = ""
     for index, value in enumerate(row.strip):
         height = 0.0
         if value > 0:
-            share = 1 + math.log10(value / row.largest) / _DECADES
+            decades_below_largest = math.log10(row.largest / value)
+            share = 1 - decades_below_largest / _DECADES
             height = _STRIP_HEIGHT * max(share, _MIN_BAR_SHARE)
         path += (
-            f"M{index * step:.1f},{_STRIP_HEIGHT}v-{height:.1f}"
-            f"h{max(step - 0.4, 0.6):.1f}V{_STRIP_HEIGHT}z"
+            f"M{index * step:.1f},{_STRIP_HEIGHT}v-{height:.1f}h{bar_width:.1f}V{_STRIP_HEIGHT}z"
         )
     label = (
         f"{row.node}: largest |w| of {row.channels} channels,"
@@ -182,11 +186,12 @@ _HEIGHT, _TOP, _BOTTOM = 230, 34, 34  # in px
 _FLOOR = _HEIGHT - _BOTTOM
 _CURVE_WIDTH, _CURVE_HEIGHT = 1000, _FLOOR - _TOP  # of the inner drawing, in its own units
 _BINS = 90  # steps of a curve
-_MIN_CURVE = 20  # iterations; a curve of fewer would look like a distribution
+_MIN_CURVE = 20  # iterations that a curve needs
 _MAX_P50S = 2.5  # times the p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
 _MAX_NARROW_TICKS = 5  # number of tick labels that fit on a narrow screen
-_LETTER_ROWS = 2  # heights of the letters, for lines near each other
+_LETTER_ROWS = 2  # heights in turn, so that the letters of lines near each other stay apart
+_FIRST_LETTER_Y, _LETTER_ROW_HEIGHT = 12, 14  # in px
 
 
 class _MeasuredEngine(NamedTuple):
@@ -201,7 +206,9 @@ class _MeasuredEngine(NamedTuple):
 def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> str:
     """Draw the distribution of all measured iterations, one curve per engine, with its p50.
 
-    "" without measured iterations. Iterations beyond the end of the axis are only counted.
+    "" without measured iterations. Iterations beyond the end of the axis are only counted; an
+    engine with few iterations has no curve, which would look like a distribution. The curves are a
+    drawing inside the drawing, which is stretched to the width of the page; letters are not.
 
     Args:
         engines: all engines of the report.
@@ -222,7 +229,7 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
         # a line at the p50, with the letter of the engine on its top
         letter = ascii_uppercase[index % len(ascii_uppercase)]
         p50_x = axis.percent(engine.p50_ms)
-        letter_y = 12 + 14 * (index % _LETTER_ROWS)
+        letter_y = _FIRST_LETTER_Y + _LETTER_ROW_HEIGHT * (index % _LETTER_ROWS)
         marks += _vertical_line(f"median {engine.colour}", p50_x, letter_y + 3, _FLOOR)
         marks += _text(f"tick name {engine.colour}", p50_x, str(letter_y), letter)
         legend += (
@@ -284,11 +291,10 @@ def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
     """
     min_step = (hi - lo) / 8
     power_of_ten = 10.0 ** math.floor(math.log10(min_step))  # at most `min_step`
-    step = power_of_ten
-    for factor in (2, 5, 10):
-        if step < min_step:
-            step = factor * power_of_ten
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))  # log10 may be rounded down
+    round_steps = (power_of_ten, 2 * power_of_ten, 5 * power_of_ten)
+    step = next((step for step in round_steps if step >= min_step), 10 * power_of_ten)
+    exponent = math.floor(math.log10(step) + 1e-9)  # the log of 0.001 may be a little below -3
+    decimals = max(0, -exponent)
 
     margin = 0.03 * (hi - lo)  # a label nearer to an end would be cut off
     first_index = math.ceil((lo + margin) / step)
@@ -457,34 +463,28 @@ _TIME_MARGIN = 0.05  # of FP32's time, beside the fastest and the slowest split
 def front_figure(front: Sequence[SplitRow]) -> str:
     """Draw the splits of a search: time across, SQNR of the worst slice up, the built one larger.
 
-    The float model is drawn at time 1. "" for fewer than two splits with finite figures.
+    A split says which layers are int8 and which float; a slice is the part of an output that is
+    compared by itself. The float model is drawn at time 1. "" for fewer than two splits with
+    finite figures.
     """
     splits = [s for s in front if math.isfinite(s.time) and not math.isnan(s.sqnr_db)]
     if len(splits) < 2:
         return ""
 
-    # the axis of time, at the bottom
-    times = [1.0, *(split.time for split in splits)]
-    time_axis = _Axis(min(times) - _TIME_MARGIN, max(times) + _TIME_MARGIN)
+    time_axis, sqnr_axis = _time_axis(splits), _sqnr_axis(splits)
     body = _floor_line("100%", _FRONT_FLOOR_Y)
     for value, label in _ticks(time_axis.lo, time_axis.hi):
         body += _text("tick", time_axis.percent(value), str(_FRONT_FLOOR_Y + 15), label)
-
-    # the axis of SQNR, whose length is negative, since y grows downwards
-    finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
-    worst_db = min(finite_db)
-    best_db = max(*finite_db, worst_db + 1)  # an axis needs a length
-    db_axis = _Axis(worst_db, best_db, start=_WORST_SQNR_Y, length=_BEST_SQNR_Y - _WORST_SQNR_Y)
-    for value, label in _ticks(worst_db, best_db):
-        y = f"{db_axis.position(value):.1f}"
+    for value, label in _ticks(sqnr_axis.lo, sqnr_axis.hi):
+        y = f"{sqnr_axis.position(value):.1f}"
         body += f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
         body += _text("", "0", y, f"{label} dB")
 
     body += _front_point("time", time_axis.percent(1.0), _EXACT_Y, "FP32", is_left=True)
     for split in splits:
-        split_y: float = _EXACT_Y
+        split_y: float = _EXACT_Y  # of an infinite SQNR: the outputs equal the float model's
         if math.isfinite(split.sqnr_db):
-            split_y = db_axis.position(split.sqnr_db)
+            split_y = sqnr_axis.position(split.sqnr_db)
         kind = "kept" if split.taken else "tried"
         # names are left and right in turn, so that points above each other do not hide them
         is_left = split.number % 2 == 1
@@ -495,6 +495,20 @@ def front_figure(front: Sequence[SplitRow]) -> str:
         f'<svg class="wide" width="100%" height="{_FRONT_HEIGHT}" role="img">'
         f"<title>Time and SQNR of the splits</title>{body}</svg>"
     )
+
+
+def _time_axis(splits: Sequence[SplitRow]) -> _Axis:
+    """Return the axis of time, which holds FP32's time, 1, and those of the splits."""
+    times = [1.0, *(split.time for split in splits)]
+    return _Axis(min(times) - _TIME_MARGIN, max(times) + _TIME_MARGIN)
+
+
+def _sqnr_axis(splits: Sequence[SplitRow]) -> _Axis:
+    """Return the axis of finite SQNR; its length is negative, since y grows downwards."""
+    finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
+    worst_db = min(finite_db)
+    best_db = max(*finite_db, worst_db + 1)  # an axis needs a length
+    return _Axis(worst_db, best_db, start=_WORST_SQNR_Y, length=_BEST_SQNR_Y - _WORST_SQNR_Y)
 
 
 def _front_point(kind: str, x: str, y: float, name: str, *, is_left: bool) -> str:
@@ -511,7 +525,8 @@ def _front_point(kind: str, x: str, y: float, name: str, *, is_left: bool) -> st
 def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
     """Return (heads, rows): p50 and items per second of every engine by batch.
 
-    The batch with the most items per second is marked; no rows without a sweep.
+    All engines are measured at the same batches. The batch with the most items per second is
+    marked; no rows without a sweep.
     """
     heads, cells_by_batch = ["batch"], defaultdict[int, list[str]](list)
     for engine in engines:
@@ -521,7 +536,8 @@ def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]
         best_row = max(engine.sweep, key=lambda row: row.items_qps)
         for row in engine.sweep:
             mark = "best: " if row is best_row else ""
-            p50 = figures.milliseconds(row.latency.latency.p50)
+            host_timing = row.latency.latency
+            p50 = figures.milliseconds(host_timing.p50)
             cells_by_batch[row.batch].append(f"{mark}{p50}, {figures.rate(row.items_qps)}")
     rows = [[str(batch), *cells] for batch, cells in cells_by_batch.items()]
     return heads, rows

@@ -11,7 +11,7 @@ Missing numbers are "-", those of a failed target "failed".
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.errors import counted
@@ -180,7 +180,7 @@ def compare_with_plan(
     if not layers:
         return None
 
-    computing = [layer for layer in layers if not layer.reformat]
+    computing = [layer for layer in layers if not layer.reformat]  # others change the layout only
     blocks = [layer for layer in computing if layer.block]
     decisions = list(plan)
     type_by_node = _type_by_node(computing)
@@ -190,37 +190,45 @@ def compare_with_plan(
         nodes_in_blocks.update(_block_nodes(block, unreported))
 
     quantized = [decision for decision in decisions if decision.quantized]
-    inside, unnamed = [], []
+    quantized_in_blocks, unnamed = [], []
     for decision in quantized:
         if decision.node in nodes_in_blocks:
-            inside.append(decision.node)
+            quantized_in_blocks.append(decision.node)
         elif decision.node not in type_by_node:
             unnamed.append(decision.node)
 
-    lost: list[NodeDeviation] = []
-    gained: list[NodeDeviation] = []
-    for decision in decisions:
-        engine_type = type_by_node.get(decision.node)
-        if engine_type is None or decision.quantized == (engine_type in _GRIDS):
-            continue  # its type is unknown, or as planned
-        deviations = lost if decision.quantized else gained
-        deviation = NodeDeviation(
-            node=decision.node, op=decision.op_type, planned=decision.precision, ran=engine_type
-        )
-        deviations.append(deviation)
-
+    planned_types = sorted({decision.precision for decision in quantized})
+    deviations = list(_find_deviations(decisions, type_by_node))
     return EngineLayersPart(
         layers=len(computing) - len(blocks),
         precisions=dict(Counter(layer.precision for layer in computing if layer.precision)),
         reformats=len(layers) - len(computing),
         planned=len(quantized) if decisions else None,
-        grid=" or ".join(sorted({decision.precision for decision in quantized})) or None,
+        grid=" or ".join(planned_types) or None,
         unnamed=tuple(unnamed),
-        inside=tuple(inside),
+        inside=tuple(quantized_in_blocks),
         blocks=_count_blocks(blocks),
-        lost=tuple(lost),
-        gained=tuple(gained),
+        lost=tuple(deviation for deviation in deviations if deviation.ran not in _GRIDS),
+        gained=tuple(deviation for deviation in deviations if deviation.ran in _GRIDS),
     )
+
+
+def _find_deviations(
+    decisions: Iterable[Decision], type_by_node: Mapping[str, str]
+) -> Iterator[NodeDeviation]:
+    """Yield the nodes that were planned as quantized and run in float, or the other way round.
+
+    `type_by_node`: node -> its type in the engine; a node whose type is unknown is left out.
+    """
+    for decision in decisions:
+        engine_type = type_by_node.get(decision.node)
+        if engine_type is None:
+            continue
+        runs_quantized = engine_type in _GRIDS
+        if decision.quantized != runs_quantized:
+            yield NodeDeviation(
+                node=decision.node, op=decision.op_type, planned=decision.precision, ran=engine_type
+            )
 
 
 def _type_by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
@@ -276,18 +284,20 @@ def quantized_layers(part: EngineLayersPart) -> str:
 def engine_layers_text(part: EngineLayersPart) -> str:
     """Return the comparison with the plan in one line; "" if nothing was planned or is reported.
 
-    For example "14 of 16 planned nodes in int8, 2 that no layer names; 3 reformats".
+    For example "14 of 16 planned nodes in int8, 2 that no layer names; 3 reformats". A block is a
+    part of the engine that does not report the types of its nodes, such as a DLA's loadable.
     """
     if not part.planned or not (part.precisions or part.blocks):
         return ""
 
-    block_count = len(part.inside)
-    layer_count = part.planned - block_count  # planned nodes outside blocks
+    inside_count = len(part.inside)  # planned nodes in blocks
+    outside_count = part.planned - inside_count
     texts = []
-    if layer_count:
-        texts.append(f"{part.as_planned} of {counted(layer_count, 'planned node')} in {part.grid}")
-    if block_count:
-        nodes = counted(block_count, "planned node")
+    if outside_count:
+        nodes = counted(outside_count, "planned node")
+        texts.append(f"{part.as_planned} of {nodes} in {part.grid}")
+    if inside_count:
+        nodes = counted(inside_count, "planned node")
         texts.append(f"{nodes} inside {part.blocks}, whose types the engine does not tell")
     if part.unnamed:
         texts.append(f"{len(part.unnamed)} that no layer names")

@@ -137,7 +137,7 @@ class Findings:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on the run, the targets, their engines and latency, each once.
+        """All alerts and notes: on the run, the targets, their engines and latency, each once.
 
         A sentence on an engine or target begins with its label; one on several, with all labels.
         """

@@ -123,7 +123,8 @@ _MAX_KERNELS = 10
 def to_screen(report: Findings) -> str:
     """Return plain text without colours, at most `WIDTH` columns if names allow.
 
-    A build, which has verdicts, gets what a user decides by; other results all they have.
+    The report of a build, the only one with verdicts, is cut to what a user decides by; any other
+    is printed in full.
     """
     if any(engine.verdict for engine in report.engines):
         lines = (report.title, *_verdicts(report), *_short_table(report), *_decisions(report))
@@ -181,7 +182,7 @@ def _short_table(report: Findings) -> Iterator[str]:
 
 
 def _decisions(report: Findings) -> Iterator[str]:
-    """Yield what the images were taken for, what to ship, warnings, and what to do next."""
+    """Yield the lines below the short table, down to the files to ship and what to do next."""
     yield from entries("Speed", speed_texts(report))
     yield from entries("Device", report.device_texts)
     if report.feed:
@@ -195,14 +196,14 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _failures(report)
 
     yield from entries("Ship", dict.fromkeys(_shipped_files(report)))
-    # what a verdict says is on the screen already
-    verdicts = "\n".join(engine.verdict.text for engine in report.engines if engine.verdict)
-    alerts = [alert for alert in report.all_alerts if alert not in verdicts]
-    warnings = (*earlier_texts(report), *_lost_layers(report), *alerts)
-    yield from entries("Warning", warnings[:_MAX_ALERTS])
-    notes = counted(len(report.warnings), "note")
+    # an alert that a verdict quotes is on the screen already
+    verdict_text = "\n".join(engine.verdict.text for engine in report.engines if engine.verdict)
+    alerts = [alert for alert in report.all_alerts if alert not in verdict_text]
+    urgent_texts = (*earlier_texts(report), *_lost_layers(report), *alerts)
+    yield from entries("Warning", urgent_texts[:_MAX_ALERTS])
+    note_count = counted(len(report.warnings), "note")  # alerts and all other notes
     if page := path_of(report.files, REPORT):
-        yield from entry("Report", f"{page}  (all figures and {notes}; -v prints it)")
+        yield from entry("Report", f"{page}  (all figures and {note_count}; -v prints it)")
     yield from entries("Next", dict.fromkeys(next_steps(report)))
 
 
@@ -261,7 +262,8 @@ def find_alternative(front: Sequence[SplitRow], built: SplitRow) -> SplitRow | N
 
     A split says which layers are int8 and which float; the front has those that no other split
     beats in both time and error. In this order: a split of a better level that still wins time; a
-    clearly faster one of the same level or the next; one with clearly more SQNR for little time.
+    clearly faster one of the same level or the next; one with clearly more SQNR for little time. A
+    level is the verdict that the search expects, such as "good".
 
     Args:
         front: the splits, whose times are multiples of the float model's.
@@ -271,8 +273,9 @@ def find_alternative(front: Sequence[SplitRow], built: SplitRow) -> SplitRow | N
     max_rank = min(built_rank + 1, _RANKS[DOUBTFUL])
     better, faster, more_exact = [], [], []
     for split in front:
-        if not 0 < split.time * MIN_GAIN <= 1:
-            continue  # hardly faster than the float model
+        is_faster_than_float = 0 < split.time <= 1 / MIN_GAIN
+        if not is_faster_than_float:
+            continue
         if rank_of(split.level) < built_rank:
             better.append(split)
         if split.time * _MIN_FASTER <= built.time and rank_of(split.level) <= max_rank:
@@ -300,37 +303,40 @@ def speed_texts(report: Findings) -> Iterator[str]:
     another split (which layers are int8, which float) that may be the better choice.
     """
     for target in report.targets:
-        built, engine = target.built_split, report.engine_by_target.get(target.name)
+        built = target.built_split
         if built is None or target.search is None:
             continue
+        speed, text, is_news = _built_speed(report, target, built)
         alternative = find_alternative(target.search.front, built)
-        if engine is not None and engine.speed is not None:
-            if alternative is None:
-                continue  # the table shows its speed
-            ratio = engine.speed.ratio
-            rivals = find_rivals(report.engines, engine)
-            text = f"{figures.ratio(ratio)} {rivals[0].label if rivals else 'FP32'}"
-        else:
-            is_assumed = _has_device_script(target)
-            if is_assumed and alternative is None and not built.float_layers:
-                continue  # one assumed speed for every int8 layer tells nothing where all are int8
-            ratio = 1 / built.time
-            text = f"about {figures.ratio(ratio)} FP32 ({_estimate_source(is_assumed)})"
-
         if alternative is not None:
-            alternative_speed = figures.ratio(ratio * built.time / alternative.time)
+            alternative_speed = figures.ratio(speed * built.time / alternative.time)
             accuracy = _accuracy_text(alternative, built)
             text += f"; {alternative_speed} with {accuracy}: --split {alternative.number}"
         if len(report.targets) > 1:
             text = f"{target.name}: {text}"
-        yield text
+        if is_news or alternative is not None:
+            yield text
 
 
-def _estimate_source(is_assumed: bool) -> str:
-    """Return where an estimated speed comes from: an assumption for an absent device, or times."""
-    if is_assumed:
-        return f"if int8 takes {ASSUMED_INT8_TIME} of the time"
-    return "estimated"
+def _built_speed(report: Findings, target: TargetPart, built: SplitRow) -> tuple[float, str, bool]:
+    """Return (speed of a target's engine over the float model's, its text, whether it is news).
+
+    A measured speed is no news: the table of engines shows it.
+    """
+    engine = report.engine_by_target.get(target.name)
+    if engine is not None and engine.speed is not None:
+        rivals = find_rivals(report.engines, engine)
+        rival_label = rivals[0].label if rivals else "FP32"
+        return engine.speed.ratio, f"{figures.ratio(engine.speed.ratio)} {rival_label}", False
+
+    speed = 1 / built.time
+    source, is_news = "estimated", True
+    if _has_device_script(target):
+        # the device is not here: the search assumed the same gain for every int8 layer, which is
+        # all that this speed says if every layer is int8
+        source = f"if int8 takes {ASSUMED_INT8_TIME} of the time"
+        is_news = built.float_layers > 0
+    return speed, f"about {figures.ratio(speed)} FP32 ({source})", is_news
 
 
 def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
@@ -343,13 +349,13 @@ def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
     return text
 
 
-# role of a script -> where it is to be run, and its argument
-_DEVICE_SCRIPTS = {
-    "script of trtexec": ("on the GPU machine", ""),
-    "script of trtexec, with typed as argument": ("on the GPU machine", " typed"),
-    "script of TensorRT for RTX": ("on the GPU machine", ""),
-    "atc command": ("where atc is", ""),
-    "atc command, with the chip as argument": ("where atc is, for its chip", " Ascend310P3"),
+# role of a script -> where it is to be run, and with which arguments
+_DEVICE_SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "script of trtexec": ("on the GPU machine", ()),
+    "script of trtexec, with typed as argument": ("on the GPU machine", ("typed",)),
+    "script of TensorRT for RTX": ("on the GPU machine", ()),
+    "atc command": ("where atc is", ()),
+    "atc command, with the chip as argument": ("where atc is, for its chip", ("Ascend310P3",)),
 }
 _PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
 IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
@@ -358,7 +364,8 @@ IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 def next_steps(report: Findings) -> Iterator[str]:
     """Yield what to do next: one step for each engine, then the scripts to run on the devices.
 
-    The script of an unusable engine is left out: it is to be built again first.
+    Of an engine's steps the first, the most promising, is yielded. The script of an unusable engine
+    is left out: it is to be built again first.
     """
     unusable_targets = set()
     for engine in report.engines:
@@ -369,22 +376,23 @@ def next_steps(report: Findings) -> Iterator[str]:
             unusable_targets.add(target.name)
         steps = list(_rebuild_steps(report, target, verdict))
         # an engine is not used while the float model or the number of samples is in question
-        if not steps and not verdict.blames_float and not verdict.has_few:
+        is_in_question = verdict.blames_float or verdict.has_few
+        if not steps and not is_in_question:
             steps += _use_steps(report, engine, target)
         yield from steps[:1]
     for target in report.targets:
         for file in target.files:
             if file.role in _DEVICE_SCRIPTS and target.name not in unusable_targets:
-                machine, argument = _DEVICE_SCRIPTS[file.role]
-                yield f"{machine}: sh {shlex.quote(file.path)}{argument}"
+                machine, arguments = _DEVICE_SCRIPTS[file.role]
+                yield f"{machine}: {shlex.join(('sh', file.path, *arguments))}"
 
 
 def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> Iterator[str]:
     """Yield the steps that may give a better engine of a target, the most promising first.
 
-    None for a good engine, unless the build before it was better. The caller shows the first step.
-    A step is a command, with words on when or why to use it. A build of a model in memory has no
-    file of options, so no command can repeat it.
+    None for a good engine, unless the build before it was better. A step is a command, with words
+    on when or why to use it. A build of a model in memory has no file of options, so that no
+    command repeats it.
 
     Args:
         report: the results of the build.
@@ -410,11 +418,11 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         return  # another build of the same data would be no better
     if options and (split := _better_split(target, verdict, request)):
         speed = figures.ratio(1 / split.time)
-        price = split.figure or figures.decibels(split.sqnr_db)
-        yield f"for {price} at about {speed}: {build_target} --split {split.number}"
+        accuracy = split.figure or figures.decibels(split.sqnr_db)
+        yield f"for {accuracy} at about {speed}: {build_target} --split {split.number}"
     if request.is_quantized:
         yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
-    elif options and not verdict.gated:
+    elif options and not verdict.gated:  # no limit that the user set is missed
         yield from _effort_steps(request, request.effort.get(target.name, 0), options)
         if report.model:
             yield f"use the float model: {report.model.path}"

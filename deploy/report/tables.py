@@ -41,8 +41,8 @@ Part = TypeVar("Part")
 
 ACCURACY_HEADS = ("SQNR", "cosine", "worst cosine", "max abs error")
 LAYER_HEADS = ("tensor", "SQNR", "cosine")
-# figure of the runs -> runs that it needs: with fewer, it is the slowest one
-_MIN_RUNS = {"p50": 0, "p90": 0, "p95": MIN_RUNS_FOR_P95, "p99": 100, "mean": 0}
+# figure of the runs -> fewest runs that show it: with fewer, it is the slowest run
+_MIN_RUNS_BY_FIGURE = {"p50": 0, "p90": 0, "p95": MIN_RUNS_FOR_P95, "p99": 100, "mean": 0}
 _DEVICE_CLOCKS = {"Enqueue": "enqueue", "H2D": "h2d", "GPU compute": "gpu_compute", "D2H": "d2h"}
 
 
@@ -218,7 +218,10 @@ def _line(
 
 
 def _size(report: Findings) -> Iterator[ComparisonLine]:
-    """Yield the line of file sizes, with how many times as small the only engine is; load times."""
+    """Yield the line of file sizes, and the line of load times.
+
+    For a single int8 engine the first says too how many times as small as the float model it is.
+    """
     cells, ratios = [], []
     for engine in report.engines:
         target = report.target_of(engine)
@@ -231,7 +234,8 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
             ratios.append(ratio)
     change = ""
     if len(ratios) == 1:
-        change = " ".join(figures.size_change(ratios[0])).strip()
+        factor, direction = figures.size_change(ratios[0])  # such as "2.00x" and "smaller"
+        change = f"{factor} {direction}".strip()
     yield ComparisonLine("Size", tuple(cells), change)
     yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
 
@@ -246,18 +250,20 @@ def time_name(engines: Iterable[EngineRow]) -> str:
 def _latency(report: Findings) -> Iterator[ComparisonLine]:
     """Yield lines with latency, its spread, and throughput.
 
-    After a sweep over batch sizes, a line comes first with the batch that was measured, the
-    smallest.
+    After a sweep, which measures several batch sizes, all lines are of the smallest batch, and a
+    line with its size comes first.
     """
     name = time_name(report.engines)
     latencies = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
-        sweeps = [engine.sweep or None for engine in report.engines]
-        yield _line("Batch", sweeps, lambda sweep: str(sweep[0].batch))
+        smallest_batches = []
+        for engine in report.engines:
+            smallest_batches.append(engine.sweep[0].batch if engine.sweep else None)
+        yield _line("Batch", smallest_batches, str)
     run_count = min((latency.queries for latency in latencies if latency), default=0)
-    for figure, min_runs in _MIN_RUNS.items():
-        if run_count >= min_runs:  # fewer runs do not show a percentile
-            change = _speed_text(report) if figure == "p50" else ""
+    for figure, min_runs in _MIN_RUNS_BY_FIGURE.items():
+        if run_count >= min_runs:
+            change = _speed_text(report) if figure == "p50" else ""  # speeds are compared by p50
             yield _line(f"{name} {figure}", latencies, partial(_time, "latency", figure), change)
     yield _line("Spread (std / mean)", latencies, lambda x: f"{x.latency.cv_percent:.3g} %")
     for label, clock in _DEVICE_CLOCKS.items():
@@ -355,6 +361,7 @@ def _task_line(report: Findings, label: str) -> ComparisonLine:
     has a value for the float model too. `label`: name of the figure.
     """
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
+    # the accuracy of every engine has the float model's value too
     float_model_values = _distinct(map(own_metric_value, accuracies))
     cells = []
     for engine in report.engines:
@@ -375,20 +382,23 @@ def _precision(report: Findings, label: str, suffix: str) -> Iterator[Comparison
         label: of the line.
         suffix: of the fields of `MeanPrecision`: "" over all IoUs, "_50" at IoU .50.
     """
-    # each engine's precision holds its own value, and that of the float model on the same samples
-    float_model_share: float | None = None
-    shares: list[float | None] = []
+    # each engine's `MeanPrecision` holds its own value, and the float model's on the same samples
+    float_model_value: float | None = None
+    values: list[float | None] = []
     for engine in report.engines:
-        precision = engine.accuracy.precision if engine.accuracy else None
-        float_model_share = getattr(precision, f"reference{suffix}", float_model_share)
-        shares.append(getattr(precision, f"candidate{suffix}", None))
-    if float_model_share is None:
+        if engine.accuracy and engine.accuracy.precision:
+            precision = engine.accuracy.precision
+            float_model_value = getattr(precision, f"reference{suffix}")
+            values.append(getattr(precision, f"candidate{suffix}"))
+        else:
+            values.append(None)
+    if float_model_value is None:
         return
-    changes = [share - float_model_share for share in shares if share is not None]
+    changes = [value - float_model_value for value in values if value is not None]
     for index, engine in enumerate(report.engines):
         if engine.reference:
-            shares[index] = float_model_share
-    cells = tuple(map(figures.percent, shares))
+            values[index] = float_model_value
+    cells = tuple(map(figures.percent, values))
     yield ComparisonLine(label, cells, figures.points(min(changes)))
 
 

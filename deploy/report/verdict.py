@@ -8,7 +8,7 @@ here. The user's limits (`Gates`) override both.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError
@@ -123,7 +123,7 @@ def verdict(
     rival: str = "FP32",
     device_kind: str = "CPU",
     doubts: Sequence[str] = (),
-    draws: bool = False,
+    has_random_outputs: bool = False,
     on_calibration: bool = False,
 ) -> Verdict:
     """Return the verdict on one engine: the level of its worst finding, and the reasons.
@@ -140,12 +140,12 @@ def verdict(
         device_kind: "CPU" or "device".
         doubts: sentences on calibration data that is no good or not what the model learned from;
             ignored if labels show that the float model is mostly right.
-        draws: whether the float model itself gives other outputs at each run, which no figure but
-            those of labels can tell from int8's loss. Good figures are so without them too.
+        has_random_outputs: whether the float model itself gives other outputs at each run, which no
+            figure but those of labels can tell from int8's loss.
         on_calibration: whether the accuracy is that on the calibration images.
     """
-    causes, findings = _judge_accuracy(accuracy, gates.max_loss, doubts, draws)
-    loss_reasons = {reason for _, reason in findings if not reason.startswith(FLOAT_MODEL)}
+    causes, losses = _judge_accuracy(accuracy, gates.max_loss, doubts, has_random_outputs)
+    findings = [*causes, *losses]
     if gates.min_speedup is not None:
         findings.append(_judge_speed_limit(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
@@ -158,21 +158,26 @@ def verdict(
 
     # what puts the float model in question comes before any loss of int8, whatever its level
     reasons, too_few = _order_reasons([*causes, *_worst_first(findings)], level)
-    position = 0  # of a sentence on too few samples: behind the first figure on the loss of int8
-    first_loss_reason = next((reason for reason in reasons if reason in loss_reasons), None)
-    if first_loss_reason is not None:
-        position = reasons.index(first_loss_reason) + 1
+    loss_index = _find_loss_reason(reasons, losses)
+    if loss_index is not None:
         calibrates_with_few = any("calibration" in sentence for sentence in too_few)
         if accuracy is not None and not calibrates_with_few:
             too_few = [*_describe_too_few(accuracy), *too_few]
         if on_calibration:
-            reasons[position - 1] += " (on calibration images)"
+            reasons[loss_index] += " (on calibration images)"
     if too_few:
-        reasons.insert(position, too_few[0])  # one sentence says enough
+        # one sentence says enough; it follows the figure that it puts in question
+        reasons.insert(0 if loss_index is None else loss_index + 1, too_few[0])
         if level == GOOD:
             level = DOUBTFUL
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
     return Verdict(level, tuple(reasons), gated=has_limits and level == UNUSABLE)
+
+
+def _find_loss_reason(reasons: Sequence[str], losses: Iterable[_Finding]) -> int | None:
+    """Return the index of the first reason that is a figure on the loss of int8; None without."""
+    loss_reasons = {reason for _, reason in losses if not reason.startswith(FLOAT_MODEL)}
+    return next((index for index, reason in enumerate(reasons) if reason in loss_reasons), None)
 
 
 def _worst_first(findings: Sequence[_Finding]) -> list[_Finding]:
@@ -181,7 +186,7 @@ def _worst_first(findings: Sequence[_Finding]) -> list[_Finding]:
 
 
 def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[list[str], list[str]]:
-    """Return (reasons, sentences on too few samples), each reason once.
+    """Return (reasons, sentences on too few samples), in the order of the findings, each once.
 
     A good figure is no reason of a doubtful or unusable engine, so it is left out there.
     """
@@ -198,35 +203,35 @@ def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[li
 
 
 def _judge_accuracy(
-    accuracy: Accuracy | None, max_loss: float | None, doubts: Sequence[str], draws: bool
+    accuracy: Accuracy | None,
+    max_loss: float | None,
+    doubts: Sequence[str],
+    has_random_outputs: bool,
 ) -> tuple[list[_Finding], list[_Finding]]:
-    """Return (causes, findings): what the accuracy and the doubts on the samples show.
+    """Return (causes, losses): what puts the float model in question, and what int8 loses.
 
-    A finding is a level and its reason. Causes are those that put the float model or its inputs in
-    question; they are among the findings, beside what int8 loses. The arguments are those of
-    `verdict`.
+    Each is a list of (level, reason); causes are doubts on the model's inputs, and on its outputs.
+    The arguments are those of `verdict`.
     """
     causes: list[_Finding] = []
-    findings: list[_Finding] = []
+    losses: list[_Finding] = []
     if accuracy is not None:
         causes += question_reference(accuracy)
-        findings += [*causes, *judge_accuracy(accuracy, max_loss)]
+        losses += judge_accuracy(accuracy, max_loss)
 
-    if draws:
-        # no two runs of the float model agree, so it cannot be blamed for its outputs; figures that
-        # are good in spite of the random numbers are good without them
-        causes = []
-        is_good = findings and all(level == GOOD for level, _ in findings)
+    if has_random_outputs:
+        # a model whose runs differ cannot be blamed for its outputs: causes count as losses
+        losses, causes = [*causes, *losses], []
+        # random numbers only make figures worse, so good ones stand; so do those of labels
+        is_good = bool(losses) and all(level == GOOD for level, _ in losses)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
             reason = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
-            findings = [(DOUBTFUL, reason)]
+            losses = [(DOUBTFUL, reason)]
 
     if not _is_mostly_right(accuracy):  # a model that is right has the right inputs
-        input_findings = list(map(_judge_doubt, doubts))
-        causes = [*input_findings, *causes]
-        findings = [*causes, *findings]
-    return causes, findings
+        causes = [*map(_judge_doubt, doubts), *causes]
+    return causes, losses
 
 
 def _judge_doubt(doubt: str) -> _Finding:
@@ -240,29 +245,30 @@ def _judge_doubt(doubt: str) -> _Finding:
 def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
     """Yield how many more samples are needed, if the accuracy counts too few of them or of objects.
 
-    New samples are assumed to hold as many objects each as the present ones.
+    Such as "12 boxes are too few; about 70 more photos with objects would do". New samples are
+    assumed to hold as many objects each as the present ones.
     """
-    things, count = _find_counted(accuracy)
+    counted_things, count = _find_counted(accuracy)
     if count == 0:
         return
-    if things == "samples":
-        missing, kind = MIN_SAMPLES - count, ""
+    if counted_things == "samples":
+        missing, sample_text = MIN_SAMPLES - count, ""
     else:
         missing = math.ceil((MIN_OBJECTS - count) * accuracy.samples / count)
-        kind = " photos with objects"
-        if things not in ("boxes", "objects"):
-            kind = f" samples with {things}"
-    number = str(missing)
+        sample_text = " photos with objects"
+        if counted_things not in ("boxes", "objects"):
+            sample_text = f" samples with {counted_things}"
+    missing_text = str(missing)
     if missing > 20:
-        number = f"about {math.ceil(missing / 10) * 10}"
+        missing_text = f"about {math.ceil(missing / 10) * 10}"
     if missing > 0:
-        yield f"{count} {things} are too few; {number} more{kind} would do"
+        yield f"{count} {counted_things} are too few; {missing_text} more{sample_text} would do"
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
-    """Return (things, their number) that the accuracy is a share of; 0 for means and values.
+    """Return (things that the accuracy is a share of, their number); 0 for means and values.
 
-    Things are "samples", "objects", or what the task counts, such as "boxes".
+    Things are "samples", "objects", or what the task counts, such as "boxes" or "labels".
     """
     task = accuracy.task
     if accuracy.top1_reference is not None:
