@@ -73,49 +73,50 @@ def divergence(counts: NDArray[np.float64], kept_bins: int) -> float:
 def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the KL divergence for every number i of kept bins, 128 to 2048: [1921] float64.
 
-    p are the counts of the first i bins, the last of them with all counts beyond (outliers); q are
-    the same bins without outliers, merged to 128 levels. With h the count of a kept bin, s the sum
-    and n the occupied bins of a level, S the kept counts and A all counts::
+    P has the count p of each kept bin, the last of which also has the outliers: all counts beyond.
+    Q has in each occupied bin of a level the mean s / n: s the sum of the level's counts without
+    outliers, n the number of its occupied bins. With A all counts and S the kept ones::
 
-        A * KL = sum h ln h - sum s ln(s / n) + last-bin correction + A ln(S / A)
+        A * KL = sum p ln p  -  sum p ln(s / n)  +  A ln(S / A)
 
-    The last-bin correction puts the outliers into the last bin of p. All sums over bins are
-    differences of prefix sums, `x[i]` the sum of the bins before bin i.
+        sum p ln(s / n) = sum over levels of s ln(s / n)  +  outliers * ln(mean of the last level)
+
+    Sums over bins are differences of prefix sums: entry i is the sum of the bins before bin i.
     """
     kept_bins = np.arange(LEVELS, BINS + 1)
     sums, occupied = _prefix_sums(counts), _prefix_sums(counts > 0)
-    level_terms = np.take(_level_terms(sums, occupied), _level_term_index()).sum(axis=1)
-    counts_inside, total = sums[kept_bins], counts.sum()
-    last_count, outliers = counts[kept_bins - 1], total - counts_inside
+    kept_counts, total = sums[kept_bins], counts.sum()
+    last_count, outliers = counts[kept_bins - 1], total - kept_counts
 
-    # q of the last bin is the mean of the last level's occupied bins
-    last_level_start = _level_starts()[:, -2]
+    kept_bin_terms = _prefix_sums(_xlogx(counts))[kept_bins]
+    p_terms = kept_bin_terms - _xlogx(last_count) + _xlogx(last_count + outliers)
+    run_terms = _run_terms(sums, occupied)
+    level_terms = np.take(run_terms, _run_of_level()).sum(axis=1)
+
+    last_level_start = _level_starts()[:, LEVELS - 1]
     last_level_bins = np.maximum(occupied[kept_bins] - occupied[last_level_start], 1)
-    last_mean = (counts_inside - sums[last_level_start]) / last_level_bins
+    last_mean = (kept_counts - sums[last_level_start]) / last_level_bins
+    outlier_terms = outliers * np.log(np.where(last_mean > 0, last_mean, 1.0))
+
     with np.errstate(divide="ignore", invalid="ignore"):
-        kl = (
-            _prefix_sums(_xlogx(counts))[kept_bins]
-            - _xlogx(last_count)
-            + _xlogx(last_count + outliers)
-            - level_terms
-            - outliers * np.log(np.where(last_mean > 0, last_mean, 1.0))
-            + total * np.log(counts_inside / total)
-        ) / total
+        kept_terms = total * np.log(kept_counts / total)
+        kl = (p_terms - level_terms - outlier_terms + kept_terms) / total
     # where q is 0 and p is not: no kept count at all, or outliers in an empty last bin
-    is_infinite = (counts_inside == 0) | ((last_count == 0) & (outliers > 0))
+    is_infinite = (kept_counts == 0) | ((last_count == 0) & (outliers > 0))
     return np.where(is_infinite, np.inf, kl)
 
 
-def _level_terms(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return s ln(s / n) of the 1 to 16 bins from each bin on, from prefix sums: [16 * 2049].
+def _run_terms(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return s ln(s / n) of the runs of 1 to 16 bins from each bin on: [16 * 2049], shortest first.
 
-    Every level of every i is one of these, and most are shared by many i.
+    Every level of every i is one of these runs, and most runs are levels of many i. `sums` and
+    `occupied` are prefix sums over the bins.
     """
     widths = np.arange(1, BINS // LEVELS + 1)[:, None]
     ends = np.minimum(np.arange(BINS + 1) + widths, BINS)
-    level_sums = sums[ends] - sums
-    mean = level_sums / np.maximum(occupied[ends] - occupied, 1)
-    return np.asarray(level_sums * np.log(np.where(mean > 0, mean, 1.0))).ravel()
+    run_sums = sums[ends] - sums
+    mean = run_sums / np.maximum(occupied[ends] - occupied, 1)
+    return np.asarray(run_sums * np.log(np.where(mean > 0, mean, 1.0))).ravel()
 
 
 @cache
@@ -127,8 +128,8 @@ def _level_starts() -> NDArray[np.intp]:
 
 
 @cache
-def _level_term_index() -> NDArray[np.intp]:
-    """Return the index into `_level_terms` of each level of each i: [1921, 128]."""
+def _run_of_level() -> NDArray[np.intp]:
+    """Return the index in `_run_terms` of each level of each i: [1921, 128]."""
     return np.asarray((np.diff(_level_starts(), axis=1) - 1) * (BINS + 1) + _level_starts()[:, :-1])
 
 

@@ -101,30 +101,36 @@ class Ramps:
             lowest = np.zeros_like(lowest)
         sums = []
         for block in _blocks(steps.size, _RANGES_PER_BLOCK):
-            sums.append(self._sums(steps[block], lowest[block], highest[block]))
+            sums.append(self._midpoint_sums(steps[block], lowest[block], highest[block]))
         return np.asarray(self.squares - 2 * steps * np.concatenate(sums), np.float64)
 
-    def _sums(self, steps: FloatArray, lowest: FloatArray, highest: FloatArray) -> FloatArray:
-        """Return the sums of G over all midpoints between the levels of each of k ranges, [k].
+    def _midpoint_sums(
+        self, steps: FloatArray, lowest: FloatArray, highest: FloatArray
+    ) -> FloatArray:
+        """Return the sum of G over the midpoints between neighbouring levels of each range, [K].
 
-        G(b) is the sum of counts * (c - b) over the bin centres c beyond b, on b's side of 0. It is
-        in `heights` at every bin centre, first for b > 0, then for b < 0; between them it falls by
-        `slopes` a bin. Arguments as in `errors`.
+        The squared error of a range follows from this sum. G(b) is the sum of counts * (c - b)
+        over the bin centres c that are further from 0 than b, on the same side. On each side,
+        entry j of `heights` is G at j - 1/2 bins; from one entry to the next, G falls linearly.
+
+        Arguments as in `errors`.
         """
         midpoint_counts = (highest - lowest)[:, None]
-        index = np.arange(int(midpoint_counts.max(initial=0)))
-        midpoints = (index + (lowest + 0.5)[:, None]) * steps[:, None]
+        midpoint_numbers = np.arange(int(midpoint_counts.max(initial=0)))
+        midpoints = (midpoint_numbers + (lowest + 0.5)[:, None]) * steps[:, None]  # in bins
 
-        side_size = self.heights.size // 2
-        positions = np.abs(midpoints) + 0.5  # in heights, whose first G is at -1/2
-        np.minimum(positions, side_size - 1, out=positions)  # beyond the last bin G is 0
-        nodes = positions.astype(np.int64)  # entries of heights before the midpoints
-        distances = positions - nodes
-        nodes[midpoints < 0] += side_size
+        # the entry of G below each midpoint, and the distance from it
+        entries_per_side = self.heights.size // 2
+        positions = np.abs(midpoints) + 0.5  # entry j is at j - 1/2 bins
+        np.minimum(positions, entries_per_side - 1, out=positions)  # beyond the last bin G is 0
+        entries = positions.astype(np.int64)
+        distances = positions - entries
+        entries[midpoints < 0] += entries_per_side  # the side below 0 comes second
 
-        values = self.heights[nodes] - self.slopes[nodes] * distances
-        values *= index < midpoint_counts  # 0 beyond a range's last level: rows have one length
-        return np.asarray(values.sum(axis=1), np.float64)
+        heights = self.heights[entries] - self.slopes[entries] * distances
+        # all rows are as long as the one of the range with the most levels
+        heights *= midpoint_numbers < midpoint_counts
+        return np.asarray(heights.sum(axis=1), np.float64)
 
 
 def _blocks(count: int, size: int) -> Iterator[slice]:
@@ -180,9 +186,18 @@ def range_errors(
     grid: Grid,
     power: float = 2.0,
 ) -> FloatArray:
-    """Return the sums of |error|^power, [K], of [B] bin centres on `grid` for each of [K] ranges.
+    """Return the sum of |error|^power over a histogram's values for each of K ranges, [K].
 
-    0 is assumed to be a stored value, as on every grid.
+    The error of a value is what clipping it to the range and rounding it to the grid changes.
+    Stored values are multiples of the range's step, since 0 is one on every grid.
+
+    Args:
+        centres: [B] centres of the bins, in real units.
+        counts: [B] number of values in each.
+        lows: [K] lower end of each range.
+        highs: [K] upper end of each range.
+        grid: values that are stored.
+        power: 2 for the squared error.
     """
     block_size = max(_BINS_PER_BLOCK // max(centres.size, 1), 1)
     errors = []
@@ -199,21 +214,21 @@ def _block_errors(
     grid: Grid,
     power: float,
 ) -> FloatArray:
-    """Return `range_errors` of a few ranges, computed at once: [K, B] values."""
-    scale = _steps(lows, highs, grid)[:, None]
-    error = np.clip(centres[None, :], lows[:, None], highs[:, None])
-    error = round_to_grid(error / scale, grid) * scale
-    error -= centres
-    weight = error * error if power == 2 else np.abs(error) ** power
-    weight *= counts
+    """Return `range_errors` of a few ranges, [K], from all their [K, B] errors at once."""
+    steps = _steps(lows, highs, grid)[:, None]
+    clipped_centres = np.clip(centres[None, :], lows[:, None], highs[:, None])
+    errors = round_to_grid(clipped_centres / steps, grid) * steps
+    errors -= centres
+    costs = errors * errors if power == 2 else np.abs(errors) ** power
+    costs *= counts
     # numpy's pairwise sum has the same order everywhere, unlike a matrix product
-    return np.asarray(weight.sum(axis=1), np.float64)
+    return np.asarray(costs.sum(axis=1), np.float64)
 
 
 def _steps(lows: FloatArray, highs: FloatArray, grid: Grid) -> FloatArray:
     """Return the step width of each range, in real units; 1 for an empty range."""
-    scale = (highs - lows) / grid.steps
-    return np.where(scale > 0, scale, 1.0)
+    steps = (highs - lows) / grid.steps
+    return np.where(steps > 0, steps, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,13 +267,13 @@ class _Bins:
             power: power of the errors.
         """
         is_used = (counts > 0) & (np.abs(centres) > 0)
-        ramps = None  # tables for the fast squared error
+        ramps = None
         if power == 2 and _is_quick(grid):
-            above, below = counts[-BINS:].copy(), np.zeros(BINS, np.int64)
-            if counts.size > BINS:
-                # counts of x: bins below 0, which are mirrored; the bin around 0; bins above 0
-                below[1:] = counts[BINS - 2 :: -1]
-                above[0] = 0
+            if counts.size == BINS:  # bins of |x|
+                above, below = counts, np.zeros(BINS, np.int64)
+            else:  # bins of x: those below 0, the one around 0, those above 0
+                above = np.append(0, counts[BINS:])
+                below = np.append(0, counts[: BINS - 1][::-1])
             ramps = Ramps.of(above, below)
         return cls(
             centres=centres[is_used],
@@ -293,10 +308,11 @@ class _Bins:
         """Return the indices of the ranges whose error in float32 is nearly the least.
 
         Only among these are errors computed in float64. All indices are returned where float32 is
-        too coarse: for float grids, wide integer grids, and errors near 0.
+        too coarse: for float grids, wide integer grids, and errors near 0. Each range must lie
+        within the one before: once the values that a range clips cost too much, the search ends.
 
         Args:
-            lows: [K] lower ends; ranges must shrink with their index.
+            lows: [K] lower ends.
             highs: [K] upper ends.
         """
         if not _is_quick(self.grid):
@@ -308,9 +324,9 @@ class _Bins:
         counts = (self.counts / self.counts.sum()).astype(np.float32)
 
         steps = _steps(lows, highs, self.grid)
-        widths = (steps / unit).astype(np.float32)
-        lowest = np.rint(lows / steps).astype(np.float32)
-        highest = np.rint(highs / steps).astype(np.float32)
+        step_widths = (steps / unit).astype(np.float32)
+        lowest_integers = np.rint(lows / steps).astype(np.float32)
+        highest_integers = np.rint(highs / steps).astype(np.float32)
         # a value outside these bounds is clipped, by more than the half step that rounding costs
         lower_bounds, upper_bounds = (lows - steps / 2) / unit, (highs + steps / 2) / unit
 
@@ -318,11 +334,18 @@ class _Bins:
         block_errors: list[FloatArray] = []
         min_error = np.inf
         for block in _blocks(lows.size, block_size):
-            low, high = lower_bounds[block.start], upper_bounds[block.start]
-            if _clipping_error(centres, counts, low, high, self.power) > tolerance * min_error:
-                break  # clipping alone costs too much, and the ranges that follow clip even more
+            clipping_error = _clipping_error(
+                centres, counts, lower_bounds[block.start], upper_bounds[block.start], self.power
+            )
+            if clipping_error > tolerance * min_error:
+                break  # the ranges that follow clip even more
             errors = _quick_errors(
-                centres, counts, widths[block], lowest[block], highest[block], self.power
+                centres,
+                counts,
+                step_widths[block],
+                lowest_integers[block],
+                highest_integers[block],
+                self.power,
             )
             block_errors.append(errors)
             min_error = min(min_error, float(errors.min()))
@@ -378,9 +401,9 @@ def _clipping_error(
     """Return the error of the values beyond two bounds; `centres` ascend."""
     below, above = np.searchsorted(centres, (low, high))
     distances = np.concatenate([low - centres[:below], centres[above:] - high])
-    weight = np.power(distances, power)
-    weight *= np.concatenate([counts[:below], counts[above:]])
-    return float(weight.sum(dtype=np.float64))
+    costs = np.power(distances, power)
+    costs *= np.concatenate([counts[:below], counts[above:]])
+    return float(costs.sum(dtype=np.float64))
 
 
 def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:

@@ -96,29 +96,27 @@ def pair_stride(shape: Sequence[int]) -> int:
     return 1 if shape[1] % 2 and len(shape) > 2 else 2
 
 
-def tight_pair_mask(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
-    """Return a mask of weights in pairs that may not fit, or change the scale, if rounded up.
+def tight_pair_mask(weight_steps: NDArray[np.floating]) -> NDArray[np.bool_]:
+    """Return a mask of the weights that must be rounded to nearest, so that the scales stay.
 
-    A pair are two weights whose products an older x86 CPU adds in 16 bits: neighbours in a row of
-    `_flatten`. Pairs start at every second weight, with an odd number of channels at every one.
+    A pair are two weights whose products an older x86 CPU adds in 16 bits: neighbours where a
+    channel's weights are ordered position by position, and at each position channel by channel.
+    Pairs start at every second weight, with an odd number of channels at every one. The largest
+    pair of a channel, up to 126 steps, may set its scale. Rounded up, another pair gains less than
+    2 steps: if it could become the largest, both its weights are in the mask.
 
-    `steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...].
-
-    Returns:
-        bool of the shape of `steps`. If these weights are rounded to nearest, the largest pair of
-        a channel stays the largest.
+    `weight_steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...], as the mask.
     """
-    is_tight = pair_sums(steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING
-    width, stride = _flatten(steps).shape[1], pair_stride(steps.shape)
-    # a column more than weights, for the partner of the last one
-    is_in_tight_pair = np.zeros((len(steps), width + 1), np.bool_)
-    is_in_tight_pair[:, 0:width:stride] = is_tight  # first weight of each pair
-    is_in_tight_pair[:, 1 : width + 1 : stride] |= is_tight  # second weight
+    largest_sum = PAIR_LIMIT - PAIR_ROUNDING
+    is_tight = pair_sums(weight_steps) > largest_sum - PAIR_ROUNDING
+    out_channels, in_channels, *kernel = weight_steps.shape
+    weight_count, stride = _flatten(weight_steps).shape[1], pair_stride(weight_steps.shape)
+    # one column more than weights: the last weight may be the first of a pair
+    is_in_tight_pair = np.zeros((out_channels, weight_count + 1), np.bool_)
+    is_in_tight_pair[:, 0:weight_count:stride] = is_tight  # first weight of each pair
+    is_in_tight_pair[:, 1 : weight_count + 1 : stride] |= is_tight  # second weight
 
-    # back to the order of `steps`, from that of `_flatten`
-    channels_last = is_in_tight_pair[:, :width].reshape(
-        len(steps), *steps.shape[2:], steps.shape[1]
-    )
+    channels_last = is_in_tight_pair[:, :weight_count].reshape(out_channels, *kernel, in_channels)
     return np.ascontiguousarray(np.moveaxis(channels_last, -1, 1))
 
 

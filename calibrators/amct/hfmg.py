@@ -31,6 +31,7 @@ from calibrators.statistics import Arrays
 
 NBINS = (1024, 2048, 4096, 8192)
 _MARGIN = 1e-3  # bound of the float32 rounding error of AMCT's loss
+_MAX_CUBES = 1e36  # far below float32's maximum of 3e38
 
 Float64Array = NDArray[np.float64]
 
@@ -179,16 +180,17 @@ def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     of the values, at the end where these take more bins: there the values are sparse.
     """
     bin_count = counts.size
-    cumulative = [0, *np.cumsum(counts, dtype=np.int64).tolist()]  # [b]: values below bin b
-    cut_values = max(math.ceil(cumulative[-1] / 100000), 1)
+    counts_below = [0, *np.cumsum(counts, dtype=np.int64).tolist()]  # values below each bin
+    values_per_cut = max(math.ceil(counts_below[-1] / 100000), 1)
     left, right = 0, bin_count - 1
     min_distance = math.ceil(bin_count / 4)  # between the ends of a run
     runs = []
     while right - left > min_distance:
-        # the first bin with `cut_values` between `left` and it; the last bin, likewise from `right`
-        next_left = min(bisect_left(cumulative, cumulative[left] + cut_values), right)
-        next_right = bisect_right(cumulative, cumulative[right + 1] - cut_values) - 2
-        next_right = max(next_right, next_left)
+        # at each end, the fewest bins that hold the values of a cut
+        next_left = min(bisect_left(counts_below, counts_below[left] + values_per_cut), right)
+        values_left_of_cut = counts_below[right + 1] - values_per_cut
+        first_cut_bin = bisect_right(counts_below, values_left_of_cut) - 1
+        next_right = max(first_cut_bin - 1, next_left)
         if right - next_right >= next_left - left:
             right = next_right
         else:
@@ -198,9 +200,10 @@ def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendScale:
-    """Return scale and offset from the histogram of all batches.
+    """Return scale and offset of AMCT's HFMG: for the run of bins with the least L2 loss.
 
-    Samples that fill no batch yet are counted first, as a smaller last batch.
+    The histogram is that of all batches. Samples that fill no batch yet are counted first, as a
+    smaller last batch.
 
     Raises:
         CalibrationError: no batch was observed, or a scale is not finite.
@@ -228,8 +231,8 @@ def _losses(
 ) -> Float64Array:
     """Return the L2 loss of each run, [K]: AMCT's float32 value if it may be best, else float64.
 
-    AMCT's rounding decides between runs of nearly the same loss, but its loss takes long, so only
-    runs near the least float64 loss get it.
+    AMCT's rounding decides between runs of nearly the same loss, but its loss takes long to
+    compute, so only runs near the least float64 loss get it.
 
     Args:
         counts: the histogram.
@@ -237,16 +240,17 @@ def _losses(
         width: width of a bin, in real units.
         bits: width of the grid.
     """
-    # All are computed as in AMCT with 16 bits, which have more codes than bins, and where float32
-    # overflows: losses that are inf in AMCT are equal there, unlike in float64.
+    has_more_codes_than_bins = bits > 8  # 16 bits: then the float64 loss is no faster
+    # an overflow makes losses infinite, and so equal, in AMCT, unlike in float64
     span = float(width) * counts.size
-    may_overflow = span**3 * float(counts.sum()) > 1e36 * max(float(width), 1e-30)
-    if bits > 8 or may_overflow:
+    largest_cubes = span**3 * float(counts.sum()) / max(float(width), 1e-30)  # as in `_cubes`
+    if has_more_codes_than_bins or largest_cubes > _MAX_CUBES:
         return np.array([_loss32(counts, left, right, width, bits) for left, right in runs])
 
-    losses: Float64Array = _fast_losses(counts, runs, bits) * float(width) ** 2
+    losses_in_bins = _fast_losses(counts, runs, bits)
+    losses: Float64Array = losses_in_bins * float(width) ** 2
     steps = width * (runs[:, 1] - runs[:, 0] + 1).astype(np.float32) / np.float32(2**bits)
-    losses[steps < FLT_EPSILON] = 0.0  # as in AMCT
+    losses[steps < FLT_EPSILON] = 0.0  # AMCT's loss of such a step, see `_loss32`
     for index in np.flatnonzero(losses <= losses.min() * (1 + _MARGIN)):
         left, right = runs[index]
         losses[index] = _loss32(counts, left, right, width, bits)
@@ -256,16 +260,19 @@ def _losses(
 def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) -> Float64Array:
     """Return the L2 losses, [K] float64, in units of the squared bin width.
 
-    With c the centre of the last code, t_k the boundaries between codes and d their spacing, the
-    loss is ``integral (x - c)^2 - 2 d sum_k G(t_k)``, where G is the integral of the cumulative
-    count. G is quadratic within a bin, so a table and one look-up per boundary give it. Positions
-    are in bins, from the lower end of the histogram.
+    First every value x counts with the centre c of the last code. Each boundary t between codes
+    above x then moves it one code down, by their spacing d, which takes 2 d (t - x) from its
+    squared error. G(t) is the sum of t - x over the values below t::
+
+        loss = sum (x - c)^2  -  2 d * sum of G over the boundaries
+
+    Positions are in bins, from the lower end of the histogram.
     """
     counts_below = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
-    integral_below = np.concatenate(([0.0], np.cumsum(counts_below[:-1] + counts / 2)))  # G at bins
+    g_at_edges = np.concatenate(([0.0], np.cumsum(counts_below[:-1] + counts / 2)))
     half_counts = counts / 2.0
 
-    # moments of the histogram, each bin spread evenly
+    # moments of the histogram, each bin spread evenly over its width, with a variance of 1/12
     bin_centres = np.arange(counts.size) + 0.5
     total = counts_below[-1]
     first_moment = float(np.dot(counts, bin_centres))
@@ -275,16 +282,17 @@ def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) 
     run_starts = runs[:, 0].astype(np.float64)
     spacing = (runs[:, 1] - runs[:, 0] + 1) / code_count
     last_centre = runs[:, 1] + 1 - spacing / 2
-    boundary_sums = np.empty(len(runs))  # sum_k G(t_k)
+    g_sums = np.empty(len(runs))  # over the boundaries of each run
     for block in np.array_split(np.arange(len(runs)), max(1, len(runs) // 64)):  # bounds memory
-        positions = run_starts[block, None] + spacing[block, None] * np.arange(1, code_count)
-        bins = positions.astype(np.int32)
-        positions -= bins  # within their bin
-        integrals = half_counts[bins] * positions + counts_below[bins]
-        integrals = integrals * positions + integral_below[bins]
-        boundary_sums[block] = integrals.sum(axis=1)
+        boundaries = run_starts[block, None] + spacing[block, None] * np.arange(1, code_count)
+        bins = boundaries.astype(np.int32)
+        fractions = boundaries - bins  # of the bin that each boundary is in
+        # from the edge below, G grows by the count below a point, which grows evenly in a bin
+        mean_slopes = half_counts[bins] * fractions + counts_below[bins]
+        g_at_boundaries = mean_slopes * fractions + g_at_edges[bins]
+        g_sums[block] = g_at_boundaries.sum(axis=1)
     losses: Float64Array = second_moment - 2 * last_centre * first_moment + last_centre**2 * total
-    losses -= 2 * spacing * boundary_sums
+    losses -= 2 * spacing * g_sums
     return losses
 
 
@@ -316,13 +324,13 @@ def _loss32(
         end_code = np.clip(np.floor(end / step), 0, 2**bits - 1).astype(np.float32)
         has_one_code = begin_code == end_code
 
+        # the parts of each bin, by their ends relative to the centre of their code
         half_step = step * np.float32(0.5)
-        centre = begin_code * step + half_step
-        begin_code_end = np.where(has_one_code, end - centre, half_step)
-        loss = _cubes(begin - centre, begin_code_end, density)
-        later_loss = (end_code - begin_code - np.float32(1)) * _cubes(
-            -half_step, half_step, density
-        )
+        first_centre = begin_code * step + half_step
+        first_part_end = np.where(has_one_code, end - first_centre, half_step)
+        loss = _cubes(begin - first_centre, first_part_end, density)
+        loss_of_code = _cubes(-half_step, half_step, density)
+        later_loss = (end_code - begin_code - np.float32(1)) * loss_of_code
         later_loss += _cubes(-half_step, end - end_code * step - half_step, density)
         later_loss = np.where(has_one_code, np.float32(0), later_loss)
         return np.float32(np.sum(loss + later_loss, dtype=np.float32))
@@ -331,7 +339,7 @@ def _loss32(
 def _cubes(
     low: Float32Array | np.float32, high: Float32Array | np.float32, density: Float32Array
 ) -> Float32Array:
-    """Return the integral of x^2 * density from low to high."""
+    """Return the integral of x^2 * density from low to high: of the cubes of both ends."""
     cubes = (high * high * high - low * low * low) / np.float32(3) * density
     return np.asarray(cubes, np.float32)
 

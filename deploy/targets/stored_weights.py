@@ -29,7 +29,7 @@ Float64Array = NDArray[np.float64]
 
 
 def compute_weight_scales(
-    tensor: onnx.TensorProto, axis: int | None, grid: Grid, *, fits: onnx.NodeProto | None
+    tensor: onnx.TensorProto, axis: int | None, grid: Grid, *, fits_pairs_of: onnx.NodeProto | None
 ) -> NDArray[np.float32]:
     """Return the scales of a weight, float32 [C] along `axis` or [1].
 
@@ -37,17 +37,17 @@ def compute_weight_scales(
         tensor: the weight in real units.
         axis: axis of the output channels; None for one scale.
         grid: integer or fp8 grid that stores it.
-        fits: the node that reads the weight, to choose scales at which no x86 CPU saturates sums
-            of two products; None allows saturation.
+        fits_pairs_of: the node that reads the weight, to choose scales at which no x86 CPU
+            saturates its sums of two products; None allows saturation.
 
     Raises:
         CalibrationError: the weight is empty, or holds NaN or Inf.
     """
     weight = numpy_helper.to_array(tensor)
     scales = weight_scales(weight, axis, grid=grid)
-    if fits is None or _is_depthwise(weight, fits):  # kernels of a depthwise Conv add no pairs
+    if fits_pairs_of is None or _is_depthwise(weight, fits_pairs_of):  # which adds no pairs
         return scales
-    return pair_scales(channel_rows(weight, fits), scales)
+    return pair_scales(channel_rows(weight, fits_pairs_of), scales)
 
 
 def fit_trained_scales(

@@ -162,9 +162,9 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
 def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) -> list[str] | None:
     """Add to the region a Conv that reads or makes one of its tensors.
 
-    Return the other tensors that get more channels with the Conv: both of a depthwise one, none of
-    any other. None if the Conv cannot have more channels: its constants are computed or shared, or
-    it has groups or channels of another number.
+    Return the tensors that get more channels with the Conv: input and output if it is depthwise, []
+    of any other, since the region ends there. None if the Conv cannot have more channels: its
+    constants are computed or shared, or it has groups or channels of another number.
     """
     constants = [_find_constant(graph, node, position) for position in constant_positions(node)]
     weight = constants[0] if constants else None
@@ -180,14 +180,15 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     is_input, is_output = tensor == node.input[0], tensor == node.output[0]
     if group_count(node) != 1 or not (is_input or is_output):
         return None
-    # a tensor of other channels, such as [N, 1, H, W], meets the region's by broadcasting
-    if is_input and in_channels != region.channels:
-        return None
-    if is_output and out_channels != region.channels:
-        return None
+    # the region may hold tensors of another number of channels, such as [N, 1, H, W], which an
+    # operator broadcasts
     if is_input:
+        if in_channels != region.channels:
+            return None
         conv.axes.add(1)
     if is_output:
+        if out_channels != region.channels:
+            return None
         conv.axes.add(0)
     return []
 
@@ -225,14 +226,18 @@ def _reduces_pixels(graph: Graph, node: onnx.NodeProto) -> bool:
 
 
 def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bool:
-    """Whether the depthwise Convs gain enough time by more channels.
+    """Whether a region's depthwise Convs gain enough time by a multiple of 16 channels.
 
-    The unit of time is that of one product in a depthwise int8 Conv of a multiple of 16 channels;
-    `context.kernels` has the times of other products, measured for the CPU.
+    Gain: the products of their channels so far, times what each takes longer today. Cost: the
+    products with the added channels, in all Convs, times what each takes. The unit of time is that
+    of one product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the
+    times of other products, measured for the CPU.
     """
     kernels, float_graph = context.kernels, context.float_graph
-    is_eight_beyond = region.channels % CHANNELS_AT_ONCE == 8
-    extra_time = kernels.eight_extra if is_eight_beyond else kernels.uneven_extra  # of a product
+    if region.channels % CHANNELS_AT_ONCE == 8:  # half a block costs less than another rest
+        extra_time = kernels.eight_extra
+    else:
+        extra_time = kernels.uneven_extra
     output_by_name = {node.name: node.output[0] for node in float_graph.nodes}
     gain = cost = 0.0
     for name, conv in region.convs.items():
@@ -243,11 +248,12 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
         channel_products = math.prod(weight.dims) / region.channels * pixels
         added_products = channel_products * region.added_channels
         if conv.is_depthwise:
-            cost += added_products
+            cost += added_products  # times 1, the unit; near enough for float32 too
             if is_int8:
                 gain += channel_products * region.channels * extra_time
         else:
             product_time = kernels.int8 if is_int8 else kernels.float32
+            # inputs, outputs or both may be added
             cost += len(conv.axes) * added_products * product_time
     return gain > _MIN_GAIN * cost
 

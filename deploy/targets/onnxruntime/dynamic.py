@@ -76,8 +76,8 @@ def write_dynamic(
             continue
         source, weight = node.input
         if weight not in quantized_tensors:
-            fitted_node = node if fits_pairs else None
-            integers_and_scales = _store_weight(initializers[weight], grid, fitted_node)
+            fits_pairs_of = node if fits_pairs else None
+            integers_and_scales = _store_weight(initializers[weight], grid, fits_pairs_of)
             quantized.graph.initializer.extend(integers_and_scales)
         if source not in quantized_tensors:
             nodes.append(_quantize_node(source))
@@ -104,10 +104,10 @@ def dynamic_weights(model: onnx.ModelProto) -> Iterator[StoredWeight]:
 
 
 def _store_weight(
-    weight: onnx.TensorProto, grid: Grid, fitted_node: onnx.NodeProto | None
+    weight: onnx.TensorProto, grid: Grid, fits_pairs_of: onnx.NodeProto | None
 ) -> list[onnx.TensorProto]:
     """Return the integers [K, N] and the float32 scales [N] of a float32 weight [K, N]."""
-    scales = compute_weight_scales(weight, 1, grid, fits=fitted_node)
+    scales = compute_weight_scales(weight, 1, grid, fits_pairs_of=fits_pairs_of)
     integers = quantize_weight(numpy_helper.to_array(weight), scales, 1, grid=grid)
     return [
         numpy_helper.from_array(np.ascontiguousarray(integers), f"{weight.name}/dynamic/quantized"),

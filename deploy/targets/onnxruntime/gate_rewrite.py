@@ -32,7 +32,10 @@ _REL_TOLERANCE = 1e-6  # constants of a gate that are equal up to float32
 
 
 def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write the gates (such as Hard-Swish) that stay float with fewer operators, in place."""
+    """Write the gates that stay float with fewer operators, in place.
+
+    A gate is a product with a clipped tensor, such as Hard-Swish, x * clip(x + 3, 0, 6) / 6.
+    """
     if not context.float_gates:
         return
     node_by_name = by_name(model.graph.node)
@@ -48,7 +51,7 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
     if not replacements:
         return
     rebuild(model.graph, replaced_nodes(model, replacements))
-    if opset_of(model) < _HARD_SWISH_OPSET:
+    if opset_of(model) < _HARD_SWISH_OPSET:  # which a gate may have become
         set_opset(model, _HARD_SWISH_OPSET)
 
 

@@ -60,6 +60,7 @@ _RAW_TYPES = {
     "<i4": onnx.TensorProto.INT32,
 }
 Scales32 = NDArray[np.float32]
+_WeightKey = tuple[str, int | None, bool, bytes]  # weight, axis, whether trained, its scales
 Memoize = Callable[[Hashable, Callable[[], Any]], Any]
 
 
@@ -167,11 +168,11 @@ class _QdqWriter:
         initializers: name -> constant of both models.
         producer: tensor -> the node that makes it.
         constant_nodes: nodes that read only constants.
-        following_nodes: tensor -> the Q/DQ pair that reads it.
-        replacements: replaced node -> new nodes.
+        nodes_after: tensor -> the Q/DQ pair that reads it.
+        replacements: name of a replaced node -> new nodes.
         gate_offsets: output of a gate -> the offset that it adds.
         clip_shifts: source of a gate whose integers may be clipped -> the shift.
-        weights: (weight, axis, whether trained, scales) -> its dequantized tensor.
+        dequantized_weights: weight and its scales -> its dequantized tensor.
     """
 
     graph: onnx.GraphProto
@@ -186,14 +187,14 @@ class _QdqWriter:
     def __post_init__(self) -> None:
         plan = self.plan
         self.weight_grid = plan.placement.weights
-        if self.weight_bits != self.weight_grid.bits:
+        if self.weight_bits != self.weight_grid.bits:  # the user wants fewer, see `write_qdq`
             self.weight_grid = signed_grid(self.weight_bits)
-        float_constants = self.float_model.graph.initializer  # those of `graph` are among them
         self.nodes: dict[str, onnx.NodeProto] = by_name(self.graph.node)
-        self.initializers: dict[str, onnx.TensorProto] = by_name(float_constants)
+        # `graph` lacks those that become integers
+        self.initializers: dict[str, onnx.TensorProto] = by_name(self.float_model.graph.initializer)
         self.producer = map_producers(self.graph.node)
         self.constant_nodes: Nodes = []
-        self.following_nodes: dict[str, Nodes] = {}
+        self.nodes_after: dict[str, Nodes] = {}
         self.replacements: dict[str, Nodes] = {}
         # no method: the gate writer would then refer to this writer, and this cycle would hold both
         # models in memory until Python looks for cycles
@@ -201,7 +202,7 @@ class _QdqWriter:
         self.gate_writer = GateWriter(self.constant, self.constant_nodes)
         self.gate_offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.clip_shifts = _clip_shifts(plan)
-        self.weights: dict[tuple[str, int | None, bool, bytes], str] = {}
+        self.dequantized_weights: dict[_WeightKey, str] = {}
 
     def quantization(self, tensor: str) -> ShiftedParams:
         """Return scale and zero point of a tensor, or of the owner whose scale it shares.
@@ -238,7 +239,7 @@ class _QdqWriter:
             self.constant(f"{tensor}/zero_point", np.array(scale_and_zero.zero, grid.dtype), grid),
         ]
         nodes = make_pair(float_name, dequantized_name, tensor, params, params)
-        self.following_nodes[float_name] = nodes
+        self.nodes_after[float_name] = nodes
 
     def fuse_gemm(self, target: WeightTarget) -> None:
         """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so."""
@@ -289,10 +290,12 @@ class _QdqWriter:
         if scales is not None and fits_pairs:
             scales = fit_trained_scales(tensor, scales, node)
         if scales is None:
-            fitted_node = node if fits_pairs else None
+            fits_pairs_of = node if fits_pairs else None
             scales = self.memoize(
                 (target.name, target.axis, grid, fits_pairs),
-                lambda: compute_weight_scales(tensor, target.axis, grid, fits=fitted_node),
+                lambda: compute_weight_scales(
+                    tensor, target.axis, grid, fits_pairs_of=fits_pairs_of
+                ),
             )
         scales = self.round_scales(scales)
         if self._has_integer_bias(target):  # a bias in too small steps exceeds int32
@@ -308,26 +311,27 @@ class _QdqWriter:
         tensor, grid = self.initializers[target.name], self.weight_grid
         is_trained = target.node in self.trained_scales
         key = (target.name, target.axis, is_trained, scales.tobytes())
-        if key in self.weights:
-            return self.weights[key]
+        if key in self.dequantized_weights:
+            return self.dequantized_weights[key]
 
         if is_trained:  # a trained weight may use the lowest integer, -128
             array = numpy_helper.to_array(tensor)
             steps = broadcast_parameter(scales, array.ndim, target.axis)
             integers = quantize(array, steps, 0, grid)
         else:
-            integers = self.memoize(
+            integers = self.memoize(  # the next build of a search has most of them too
                 (target.name, target.axis, grid, scales.tobytes()),
                 lambda: quantize_weight(
                     numpy_helper.to_array(tensor), scales, target.axis, grid=grid
                 ),
             )
-        name = target.name
-        stored_weights = {weight for weight, *_ in self.weights}
-        if name in stored_weights:  # with other scales
-            name = f"{name}/{node.name}"
-        self.weights[key] = self._dequantized(name, integers, scales, target.axis, grid)
-        return self.weights[key]
+        stored_name = target.name
+        weights_so_far = {weight for weight, *_ in self.dequantized_weights}
+        if target.name in weights_so_far:  # with other scales
+            stored_name = f"{target.name}/{node.name}"
+        dequantized = self._dequantized(stored_name, integers, scales, target.axis, grid)
+        self.dequantized_weights[key] = dequantized
+        return dequantized
 
     def _stored_bias(self, node: onnx.NodeProto, bias: str, weight_scales: Scales32) -> str:
         """Return the dequantized tensor of a bias, in steps of input scale * weight scale."""
@@ -366,20 +370,25 @@ class _QdqWriter:
         return output
 
     def write_gate(self, gate: Gate) -> None:
-        """Replace the nodes of a gate (such as Hard-Swish) by int8 ones."""
-        nodes = [self.nodes[name] for name in gate.nodes]
-        output = nodes[-1].output[0]
-        quantize_node, _ = self.following_nodes[output]  # the pair of the gate's output
+        """Replace the nodes of a gate by int8 ones.
+
+        A gate multiplies by clip(source + shift, 0, top), as Hard-Swish does with a shift of 3. Its
+        source gets the shift in one of three ways: in the bias of the layer upstream, by another
+        zero point of its integers, or by an Add.
+        """
+        gate_nodes = [self.nodes[name] for name in gate.nodes]
+        output = gate_nodes[-1].output[0]
+        quantize_node, _ = self.nodes_after[output]  # Q and DQ of the gate's output
         shifted_source = ""
-        clip_params = None
-        if gate in self.plan.bias_shifts.values():  # the layer upstream adds the shift
+        clip_params = None  # of the source's integers; None for an Add
+        if gate in self.plan.bias_shifts.values():
             shifted_source = self._rename_shifted_source(gate)
         else:
             clip_params = self._find_clip_params(gate)
         self.replacements |= {name: [] for name in gate.nodes}
         self.replacements[gate.name] = self.gate_writer.write_gate(
             gate,
-            nodes,
+            gate_nodes,
             quantize_node,
             self.scales[gate.output],
             shifted_source=shifted_source,
@@ -398,7 +407,7 @@ class _QdqWriter:
         """Rename a gate's source, which now includes the shift, and drop its pair."""
         producer = self.producer[gate.source]
         name = f"{gate.source}/shifted"
-        del self.following_nodes[producer.output[0]]
+        del self.nodes_after[producer.output[0]]
         producer.output[0] = name
         return name
 
@@ -408,12 +417,12 @@ class _QdqWriter:
         ONNX Runtime does not fuse a Pad between pairs into an integer kernel.
         """
         node = self.nodes[name]
-        quantize_node, dequantize_node = self.following_nodes.pop(node.output[0])
+        quantize_node, dequantize_node = self.nodes_after.pop(node.output[0])
         # from the integers of its input to those of its output, without the pair's Q
         tensor = node.input[0].removesuffix("/dequantized")
         node.input[0], node.output[0] = f"{tensor}/quantized", quantize_node.output[0]
         set_input(node, 2, quantize_node.input[2])
-        self.following_nodes[node.output[0]] = [dequantize_node]
+        self.nodes_after[node.output[0]] = [dequantize_node]
 
     def write_numbers(self, name: str) -> None:
         """Let an Add or Mul of a tensor and a number read the number from int8."""
@@ -427,11 +436,11 @@ class _QdqWriter:
         """Insert all nodes in an order in which each tensor is made before it is read."""
         ordered = list(self.constant_nodes)
         for value in self.graph.input:
-            ordered += self.following_nodes.pop(value.name, [])
+            ordered += self.nodes_after.pop(value.name, [])
         for node in self.graph.node:
             ordered += self.replacements.get(node.name, [node])
             for name in node.output:
-                ordered += self.following_nodes.pop(name, [])
+                ordered += self.nodes_after.pop(name, [])
         rebuild(self.graph, ordered)
         if self.plan.int8_pads:  # the DequantizeLinear that only a Pad read has no reader now
             drop_dead(self.graph)

@@ -134,22 +134,24 @@ class _PixelCopies(ReplacementNodes):
             [N, H r, W c, C]          rows of pixels
             [N, C, H r, W c]          channels first
         """
-        shape_nodes = self._write_shape(source)
+        shape, shape_nodes = self._write_shape(source)
         axes = self.constant("axes", [2, 4])
         repeats = self.constant("often", [1, 1, self.row_factor, 1, self.column_factor, 1])
+        # the output of a node that `make` returns has the node's name
         channels_last = self.make("Transpose", [source], "turned", perm=[0, 2, 3, 1])
         spread = self.make("Unsqueeze", [channels_last.name, axes], "apart")
         repeated = self.make("Tile", [spread.name, repeats], "repeated")
-        pixels = self.make("Reshape", [repeated.name, f"{self.name}/shape"], "rows")
+        pixels = self.make("Reshape", [repeated.name, shape], "rows")
         channels_first = make_node("Transpose", [pixels.name], output, self.name, perm=[0, 3, 1, 2])
         return [channels_last, spread, repeated, *shape_nodes, pixels, channels_first]
 
-    def _write_shape(self, source: str) -> Nodes:
-        """Return the nodes that compute NAME/shape; none if the sizes are known."""
+    def _write_shape(self, source: str) -> tuple[str, Nodes]:
+        """Return (name of the shape [N, H r, W c, C], the nodes that compute it).
+
+        It is a constant without nodes if the sizes are known.
+        """
         factors = [1, self.row_factor, self.column_factor, 1]
         _, channels, height, width = self.sizes
         if isinstance(channels, int) and isinstance(height, int) and isinstance(width, int):
-            shape = np.array([-1, height, width, channels]) * factors
-            self.constant("shape", shape)
-            return []
+            return self.constant("shape", np.array([-1, height, width, channels]) * factors), []
         return self.scaled_shape(source, [0, 2, 3, 1], factors)

@@ -119,7 +119,7 @@ class ReplacementNodes:
     def make(
         self, op_type: str, inputs: Sequence[str], suffix: str, **attributes: Any
     ) -> onnx.NodeProto:
-        """Return a node with one output; both are called NAME/suffix."""
+        """Return a node whose name, and that of its only output, is NAME/suffix."""
         name = f"{self.name}/{suffix}"
         return make_node(op_type, inputs, name, name, **attributes)
 
@@ -136,19 +136,25 @@ class ReplacementNodes:
 
     def scaled_shape(
         self, source: str, order: Sequence[int], factors: Sequence[int], channels: int | None = None
-    ) -> Nodes:
-        """Return the nodes that compute NAME/shape: sizes of a tensor in this order, multiplied.
+    ) -> tuple[str, Nodes]:
+        """Return (name of a shape, the nodes that compute it): sizes of a tensor, multiplied.
 
-        `channels`: size to append; None if the sizes are complete.
+        Args:
+            source: the tensor.
+            order: its axes, in the order of the shape.
+            factors: what the size of each of them is multiplied with.
+            channels: size to append; None if the sizes are complete.
         """
         sizes = self.make("Shape", [source], "sizes")
         ordered = self.make("Gather", [sizes.name, self.constant("order", order)], "ordered")
         operands = [ordered.name, self.constant("times", factors)]
         if channels is None:
-            return [sizes, ordered, self.make("Mul", operands, "shape")]
+            shape = self.make("Mul", operands, "shape")
+            return shape.name, [sizes, ordered, shape]
         larger = self.make("Mul", operands, "larger")
         parts = [larger.name, self.constant("channels", [channels])]
-        return [sizes, ordered, larger, self.make("Concat", parts, "shape", axis=0)]
+        shape = self.make("Concat", parts, "shape", axis=0)
+        return shape.name, [sizes, ordered, larger, shape]
 
 
 def replaced_nodes(

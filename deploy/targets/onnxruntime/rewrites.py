@@ -122,10 +122,10 @@ def _why_no_pool(node: onnx.NodeProto, scope: RewriteScope) -> str:
 
 
 def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
-    """Return the nodes in place of one ReduceMean; the pool keeps its name.
+    """Return the nodes in place of one ReduceMean; the pool gets the mean's name.
 
-    A mean without keepdims is a pool and a Reshape, which needs no float values: if its output is
-    quantized, a pair of the same scale stands before the Reshape too.
+    A mean without keepdims is a pool and a Reshape, which works on integers as well. So if its
+    output is quantized, a pair of the same scale stands before the Reshape too.
     """
     source, output, name = mean.input[0], mean.output[0], mean.name
     if attributes(mean).get("keepdims", 1):
@@ -134,12 +134,12 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     nodes = [make_node("GlobalAveragePool", [source], pooled, name)]
     readers = scope.graph.readers.get(output, ())
     quantize = next((reader for reader in readers if reader.op_type == "QuantizeLinear"), None)
-    reshaped = pooled
+    reshape_source = pooled
     if quantize is not None:
         params = quantize.input[1:]
-        reshaped = f"{pooled}/read"
-        nodes += make_pair(pooled, reshaped, pooled, params, params)
-    flatten = make_node("Reshape", [reshaped, _FLAT_SHAPE], output, f"{name}/flat")
+        reshape_source = f"{pooled}/read"
+        nodes += make_pair(pooled, reshape_source, pooled, params, params)
+    flatten = make_node("Reshape", [reshape_source, _FLAT_SHAPE], output, f"{name}/flat")
     return [*nodes, flatten]
 
 

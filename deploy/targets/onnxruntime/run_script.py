@@ -163,36 +163,35 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
     Outputs of a task without such functions are listed by their shapes and ranges ("values").
     """
     if isinstance(task, Classes):
-        return _part("classes", outputs=ascii(task.outputs))
+        return _template_part("classes", outputs=ascii(task.outputs))
     if isinstance(task, Labels):
         sigmoid = _SIGMOID if task.raw else ""
-        return _part("labels", output=ascii(task.output), sigmoid=sigmoid)
+        return _template_part("labels", output=ascii(task.output), sigmoid=sigmoid)
     if isinstance(task, Ranked):
-        return _part("ranked", output=ascii(task.output))
-    if isinstance(task, Text) and task.axis == 2:
+        return _template_part("ranked", output=ascii(task.output))
+    if isinstance(task, Text) and task.axis == 2:  # the program reads symbols in the last dimension
         merged = _MERGED_STEPS if task.merged else ""
         fields = {"symbols": task.symbols, "blank": task.blank, "merged": merged}
-        return _part("text", output=ascii(task.output), **fields)
+        return _template_part("text", output=ascii(task.output), **fields)
     if isinstance(task, Pixels):
         kinds = _pixel_classes(task, outputs)
-        return _part("map", interpolation="NEAREST") + _part(
-            "segmentation", output=ascii(task.output), kinds=kinds
-        )
+        resize_map = _template_part("map", interpolation="NEAREST")
+        return resize_map + _template_part("segmentation", output=ascii(task.output), kinds=kinds)
     if isinstance(task, MaskMaps):
-        masks = _part("masks", outputs=ascii(task.outputs))
-        return _part("map", interpolation="LINEAR") + masks
+        resize_map = _template_part("map", interpolation="LINEAR")
+        return resize_map + _template_part("masks", outputs=ascii(task.outputs))
     if isinstance(task, Points | HeatMaps | SimccPoints):
         scale = ""
         if isinstance(task, Points) and _are_relative(outputs[next(iter(task.outputs))]):
             scale = " * [WIDTH, HEIGHT]"
-        return _part("points", points=_point_lines(task, outputs), scale=scale)
+        return _template_part("points", points=_point_lines(task, outputs), scale=scale)
     if isinstance(task, BoxDetection):
-        return _box_text(task, outputs) or _part("values")
-    return _part("values")
+        return _box_text(task, outputs) or _template_part("values")
+    return _template_part("values")
 
 
-def _part(name: str, **fields: object) -> str:
-    """Return a part of run_tasks.txt, with its fields, and two empty lines after it."""
+def _template_part(name: str, **fields: object) -> str:
+    """Return a part of the template run_tasks.txt, filled in, and two empty lines after it."""
     text = read_package_text(__package__, "run_tasks.txt")
     (part,) = re.findall(rf"^=== {name}\n(.*?)\s*(?=^===|\Z)", text, re.MULTILINE | re.DOTALL)
     return Template(part).substitute(fields) + "\n\n\n"
@@ -316,10 +315,11 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     if decoder.coding not in _CORNER_LINES:
         return ""
     layouts = set()
-    for levels in _columns_by_name(decoder).values():
-        layouts |= {columns.layout for columns in levels}
+    for columns_of_levels in _columns_by_name(decoder).values():
+        layouts |= {columns.layout for columns in columns_of_levels}
     if len(layouts) > 1 or ANCHOR_MAP in layouts:
         return ""
+    (layout,) = layouts
 
     # boxes from 0 to 1 become pixels; codings by cells are in pixels already
     scale = ""
@@ -333,17 +333,17 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
         all_strides = [stride for grid in decoder.grids for stride in grid.strides]
         strides = f"STRIDES = {all_strides}  # pixels from cell to cell\n"
         functions += _cells_text(decoder)
-    rows = _part(
+    rows = _template_part(
         "rows",
         levels=_levels_text(decoder),
         strides=strides,
-        table=_TABLES[layouts.pop()],
+        table=_TABLES[layout],
         scores=_score_lines(decoder),
         corners=_CORNER_LINES[decoder.coding],
         scale=scale,
         extra=extras.expression,
     )
-    return rows + functions + _part("boxes", outline=extras.outline)
+    return rows + functions + _template_part("boxes", outline=extras.outline)
 
 
 def _list_text(decoder: RowDecoder, outputs: Outputs) -> str:
@@ -352,7 +352,9 @@ def _list_text(decoder: RowDecoder, outputs: Outputs) -> str:
     if _are_relative(decoder.boxes({}, outputs).boxes):
         scale = "    boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]\n"
     rows = _list_lines(decoder, outputs)
-    return _part("list", rows=rows, scale=scale) + _part("boxes", outline=_RECTANGLE)
+    return _template_part("list", rows=rows, scale=scale) + _template_part(
+        "boxes", outline=_RECTANGLE
+    )
 
 
 def _score_lines(decoder: RowDecoder) -> str:
@@ -396,7 +398,9 @@ def _box_extras(decoder: RowDecoder, *, is_relative: bool) -> _BoxExtras:
     if decoder.mask_maps:
         maps = f"outputs[{decoder.mask_maps!a}][0]"
         extra = f'np.tensordot(columns(outputs, "extra")[kept], {maps}, 1)'
-        return _BoxExtras(extra, _RECTANGLE + _MASK_TINT, _part("map", interpolation="LINEAR"))
+        return _BoxExtras(
+            extra, _RECTANGLE + _MASK_TINT, _template_part("map", interpolation="LINEAR")
+        )
     if decoder.has_angle:
         return _BoxExtras('columns(outputs, "extra")[kept]', _ROTATED)
     return _BoxExtras()
@@ -405,8 +409,8 @@ def _box_extras(decoder: RowDecoder, *, is_relative: bool) -> _BoxExtras:
 def _cells_text(decoder: RowDecoder) -> str:
     """Return the function that lists the cells of all levels."""
     if any(grid.up for grid in decoder.grids):  # the others have no incomplete cells
-        return _part("cells", rows="-(-HEIGHT // stride)", columns="-(-WIDTH // stride)")
-    return _part("cells", rows="HEIGHT // stride", columns="WIDTH // stride")
+        return _template_part("cells", rows="-(-HEIGHT // stride)", columns="-(-WIDTH // stride)")
+    return _template_part("cells", rows="HEIGHT // stride", columns="WIDTH // stride")
 
 
 def _are_relative(places: Array) -> bool:

@@ -191,7 +191,8 @@ class OnnxRuntime:
         """Return the model with its Q/DQ pairs, before the rewrites for fast kernels.
 
         A Q/DQ model of the user is kept if its pairs suit ONNX Runtime's kernels. The pairs of any
-        other model are planned here, from the ranges that were calibrated.
+        other model are planned here, from the ranges that were calibrated; MatMuls of
+        `dynamic_matmul` get none, since ONNX Runtime finds their ranges in each run.
         """
         from calibrators.grids import signed_grid
         from deploy.graph.plan import ModelAnalysis
@@ -206,7 +207,7 @@ class OnnxRuntime:
             analysis = ModelAnalysis(request.model)
             return _PairedModel(trained.model, decisions, dict(ranges.scales), analysis)
 
-        # a search builds one model many times: what does not change is computed once
+        # (key, function) -> its result, computed once for all builds of this model by a search
         memoize = partial(request.ranges.compute_once, of=request.model)
         analysis = memoize("read", lambda: ModelAnalysis(request.model))
         plan = self._plan_pairs(request, ranges, analysis, memoize)
@@ -224,12 +225,7 @@ class OnnxRuntime:
             fits_pairs = self.placement.fits_pairs
             model = write_dynamic(model, dynamic_nodes, grid, fits_pairs=fits_pairs)
         decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
-
-        pair_ranges = {name: ranges.scales[name] for name in plan.activations}
-        for gate in plan.bias_shifts.values():
-            # the layer upstream adds the gate's shift to its bias, so that only the sum has a pair
-            pair_ranges.pop(gate.source, None)
-        return _PairedModel(model, decisions, pair_ranges, analysis, plan)
+        return _PairedModel(model, decisions, _ranges_of_pairs(plan, ranges), analysis, plan)
 
     def _plan_pairs(
         self, request: BuildRequest, ranges: RangeSet, analysis: ModelAnalysis, memoize: Memoize
@@ -347,6 +343,16 @@ class OnnxRuntime:
         return OrtSession.open(engine, threads=threads)
 
 
+def _ranges_of_pairs(plan: Plan, ranges: RangeSet) -> dict[str, Scale]:
+    """Return tensor -> range, for the tensors that get a pair."""
+    pair_ranges = {name: ranges.scales[name] for name in plan.activations}
+    for gate in plan.bias_shifts.values():
+        # the layer upstream adds the shift of a gate (such as Hard-Swish, which adds 3) to its
+        # bias; the sum has a pair, and the source alone has none
+        pair_ranges.pop(gate.source, None)
+    return pair_ranges
+
+
 def _write_program(request: BuildRequest, engine: Path) -> Path | None:
     """Write the program that runs the engine on pictures; None if its inputs are no pictures."""
     from deploy.feed.preprocess import Preprocess
@@ -397,9 +403,12 @@ class _PairedModel:
     plan: Plan | None = None
 
     def engine(self, cpu: str) -> onnx.ModelProto:
-        """Return the model rewritten for ONNX Runtime's kernels on a CPU of a kind; in place.
+        """Return the model rewritten for ONNX Runtime's kernels on a kind of CPU.
 
-        `cpu`: "this" for that of this machine, or a key of `KERNELS`; others count as avx2.
+        `self.model` is no longer the model with pairs as planned: most rewrites change it.
+
+        `cpu`: "this" for that of this machine, or a key of `KERNELS`; any other counts as avx2, on
+            which the rewrites gain least.
         """
         from deploy.runtimes.ort import cpu_kind
         from deploy.targets.onnxruntime.rewrite_base import KERNELS, RewriteContext
@@ -413,7 +422,7 @@ class _PairedModel:
             float_graph=self.analysis.graph,
             float_nodes=frozenset(float_nodes),
             float_gates=tuple(float_gates),
-            has_given_pairs=self.plan is None,
+            has_given_pairs=self.plan is None,  # then the pairs are the user's
             kernels=KERNELS.get(kind, KERNELS["avx2"]),
         )
         return apply_rewrites(self.model, context)

@@ -160,13 +160,16 @@ class _TiledLayer(ReplacementNodes):
         _, _, height, width = sizes
         shape_nodes: Nodes = []
         if isinstance(height, int) and isinstance(width, int):
-            self.constant("shape", [-1, height, width, self.channels])
+            row_shape = self.constant("shape", [-1, height, width, self.channels])
         else:
-            shape_nodes = self.scaled_shape(tiles, [0, 2, 3], [1, rows, columns], self.channels)
+            factors = [1, rows, columns]
+            row_shape, shape_nodes = self.scaled_shape(tiles, [0, 2, 3], factors, self.channels)
+
+        # the output of a node that `make` returns has the node's name
         channels_last = self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1])
         cut_tiles = self.make("Reshape", [channels_last.name, cut_shape], "cut")
         tile_rows = self.make("Transpose", [cut_tiles.name], "moved", perm=[0, 1, 3, 2, 4])
-        pixels = self.make("Reshape", [tile_rows.name, f"{self.name}/shape"], "rows")
+        pixels = self.make("Reshape", [tile_rows.name, row_shape], "rows")
         name = f"{self.name}/whole"
         channels_first = make_node("Transpose", [pixels.name], output, name, perm=[0, 3, 1, 2])
         return [channels_last, cut_tiles, tile_rows, *shape_nodes, pixels, channels_first]

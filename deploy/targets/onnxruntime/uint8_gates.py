@@ -70,12 +70,13 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
         x            |0 ........... zero ........... 255|
         x + shift    |0 .. zero - steps ............ 255|     the same integers
 
-    A range that starts at 0 keeps its zero point 0, since that clip stands for a fused Relu.
+    The parameters stay as they are, without steps, if the shift is not positive or far from an
+    integer number of steps, and if x is never negative: the end at 0 may be that of a fused Relu.
 
     Args:
         scale: scale of the range of x.
         zero: zero point of that range.
-        shift: the number that is added; only a positive one gives steps.
+        shift: the number that is added.
 
     Returns:
         The parameters of x, and the steps from the zero point of x + shift to that of x.
@@ -90,8 +91,9 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
         return unshifted
     # of this scale, the shift is an integer number of steps
     widened_scale = np.float32(shift / steps)
-    widened_zero = int(np.rint(below_zero / float(widened_scale)))
-    return ShiftedParams(widened_scale, max(steps, widened_zero), steps)
+    zero_of_range = int(np.rint(below_zero / float(widened_scale)))
+    new_zero = max(zero_of_range, steps)  # the range reaches at least to -shift
+    return ShiftedParams(widened_scale, new_zero, steps)
 
 
 class GateWriter:
@@ -142,18 +144,20 @@ class GateWriter:
             nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
             quantize: the QuantizeLinear of its output, whose zero point may be replaced.
             output_range: range of its output.
-            shifted_source: float tensor source + shift, if the layer upstream computes it.
-            clip_params: parameters of the source, if its integers are clipped directly.
+            shifted_source: float tensor source + shift, if the layer upstream computes it; else "".
+            clip_params: parameters of the source, if its integers are clipped directly; else None,
+                and a pair of a narrower range clips.
         """
         read_name = map_read_names(nodes)  # name in the float model -> name in this one
         if clip_params is not None:
             clip_nodes = self._clip_integers(gate, clip_params)
         else:
             clip_nodes = self._clip_by_pair(gate, read_name[gate.source], shifted_source)
-        output = nodes[-1].output[0]
-        product, offset_nodes = self._add_offset(gate, output, quantize, output_range)
-        operands = [read_name[gate.factor], clip_nodes[-1].output[0]]
-        return [*clip_nodes, make_node("Mul", operands, product, gate.name), *offset_nodes]
+        gate_output = nodes[-1].output[0]
+        product, offset_nodes = self._add_offset(gate, gate_output, quantize, output_range)
+        clipped = clip_nodes[-1].output[0]
+        multiply = make_node("Mul", [read_name[gate.factor], clipped], product, gate.name)
+        return [*clip_nodes, multiply, *offset_nodes]
 
     def _clip_by_pair(self, gate: Gate, source: str, shifted: str) -> Nodes:
         """Return the Add of the shift, unless `shifted` has it, and a Q/DQ pair that clips.
@@ -212,15 +216,17 @@ class GateWriter:
         if not gate.offset:
             return output, []
         name = f"{gate.name}/product"
-        output_params = fit_output_offset(*output_range.on(UINT8), gate.offset)
+        scale, zero_point = output_range.on(UINT8)
+        output_params = fit_output_offset(scale, zero_point, gate.offset)
         if output_params.steps:
+            # product and product + offset have the same integers, of different zero points
             product_zero = np.array(output_params.zero + output_params.steps, np.uint8)
             quantize.input[2] = self.constant(f"{name}/zero_point", product_zero)
             return output, []
 
         product_lo, product_hi = output_range.lo - gate.offset, output_range.hi - gate.offset
-        scale, zero_point = affine_params(product_lo, product_hi)
-        params = self._parameters(name, float(scale), zero_point)
+        product_scale, zero_of_product = affine_params(product_lo, product_hi)
+        params = self._parameters(name, float(product_scale), zero_of_product)
         float_product = f"{name}/float"
         pair = make_pair(float_product, name, name, params, params)
         add = make_node("Add", [name, self.add_number(gate.offset)], output, f"{name}/Add")
