@@ -271,20 +271,20 @@ class Histogram(HistogramState):
         remaining.counts[:] = np.maximum(remaining.counts - removed.counts, 0)
         remaining.total = int(remaining.counts.sum())
         remaining.infinite = max(self.infinite - subset.infinite, 0)
-        # signed bins; 0 is around 0, and bin b > 0 ends at (b + 1) widths
-        occupied = np.flatnonzero(remaining.counts) - BINS
-        if not occupied.size:
+        occupied_bins = np.flatnonzero(remaining.counts) - BINS  # -BINS..BINS
+        if not occupied_bins.size:
             return Histogram()
 
-        # an extreme that may have been removed is replaced by the outer edge of its side's last bin
+        # an extreme that may have been removed is replaced by the edge of the last occupied bin:
+        # bin b is from b to b + 1 widths above 0, from b - 1 to b below 0, from -1 to 1 around 0
         width = remaining.full_range / BINS
-        low, high = int(occupied[0]), int(occupied[-1])
+        low_bin, high_bin = int(occupied_bins[0]), int(occupied_bins[-1])
         if subset.minimum <= self.minimum:
-            outer_edge = low if low > 0 else low - 1
-            remaining.minimum = max(self.minimum, outer_edge * width)
+            lower_edge = low_bin if low_bin > 0 else low_bin - 1
+            remaining.minimum = max(self.minimum, lower_edge * width)
         if subset.maximum >= self.maximum:
-            outer_edge = high if high < 0 else high + 1
-            remaining.maximum = min(self.maximum, outer_edge * width)
+            upper_edge = high_bin if high_bin < 0 else high_bin + 1
+            remaining.maximum = min(self.maximum, upper_edge * width)
         return remaining
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:

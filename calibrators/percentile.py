@@ -47,8 +47,8 @@ _MIN_VALUES_PER_TAIL_VALUE = 100  # the tail holds at most 1 / 100 of all values
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """Return the range that holds `percent` of a tensor's values.
 
-    `amax` cuts off 100 - percent of the |values|; `lo` and `hi` each cut off as much of the values,
-    but never at the other side of 0. Values count as evenly spread within a bin.
+    `amax` clips 100 - percent of the |values|. `lo` and `hi` each clip 100 - percent of the values
+    at their end, but are never on the other side of 0. Values count as evenly spread within a bin.
     `searches.PercentileParams` checks that 50 < percent <= 100.
     """
     share = percent / 100

@@ -85,24 +85,27 @@ def block_products(
     return total
 
 
-def _add_blocks(strip: FloatArray, block: NDArray[Any], right: NDArray[Any]) -> None:
-    """Add the products of a block and all blocks of `right`, all full blocks in one call.
+def _add_blocks(strip: FloatArray, left_block: NDArray[Any], right: NDArray[Any]) -> None:
+    """Add to `strip` the product of a block of rows and `right`, block of columns by block.
+
+    All B blocks of 64 columns are multiplied in one call, the columns that remain in another.
 
     Args:
         strip: sums [G, M, N]; changed in place.
-        block: [G, M, K].
+        left_block: [G, M, K].
         right: [G, K, N].
     """
     groups, inner, columns = right.shape
     block_count = columns // _BLOCK_SIZE
     full_columns = block_count * _BLOCK_SIZE
     if block_count:
-        tiles = right[:, :, :full_columns].reshape(groups, inner, block_count, _BLOCK_SIZE)
+        right_blocks = right[:, :, :full_columns].reshape(groups, inner, block_count, _BLOCK_SIZE)
         sums = strip[:, :, :full_columns]
-        sums = sums.reshape(*strip.shape[:2], block_count, _BLOCK_SIZE)  # a view
-        sums += (block[:, None] @ tiles.swapaxes(1, 2)).swapaxes(1, 2)
+        sums = sums.reshape(*strip.shape[:2], block_count, _BLOCK_SIZE)  # a view, [G, M, B, 64]
+        products = left_block[:, None] @ right_blocks.swapaxes(1, 2)  # [G, B, M, 64]
+        sums += products.swapaxes(1, 2)
     if full_columns < columns:
-        strip[:, :, full_columns:] += block @ right[:, :, full_columns:]
+        strip[:, :, full_columns:] += left_block @ right[:, :, full_columns:]
 
 
 def round_by_output(
@@ -161,13 +164,13 @@ def _sweep(
 ) -> None:
     """Let every weight take its other side if that lowers the error, until none changes.
 
-    With s the change of a weight's integer q, the error |(q - w) X|^2 changes by
-    ``2 s slope + s^2 (H_kk + damping)``.
+    The error of a row of weights w with the integers q is |(q - w) X|^2, with H = X X^T of the
+    inputs X. If integer k changes by s, the error changes by ``2 s slope + s^2 (H_kk + damping)``.
 
     Args:
         sweeps: largest number of visits of each weight.
         ends: the integers below and above each weight, [G, C, K] each.
-        integers: the rounded weights q, [G, C, K]; changed in place.
+        integers: q, the rounded weights, [G, C, K]; changed in place.
         slope: half the derivative of the error by q, (q - w) (H + damping); kept up to date.
         products: H of each group, [G, K, K].
         damping: of each group, [G].
@@ -182,6 +185,7 @@ def _sweep(
         products = np.ascontiguousarray(products, np.float64)
         fixed_bytes = np.ascontiguousarray(fixed).view(np.uint8)
         for g, group_damping in enumerate(damping):
+            # in the order of calib8_round
             arrays = (low[g], high[g], integers[g], slope[g], products[g])
             addresses = [array.ctypes.data for array in arrays]
             mask = fixed_bytes[g].ctypes.data
@@ -272,10 +276,15 @@ def sample_positions(seed: int, count: int, max_count: int) -> IntArray:
 def extract_patches(
     value: NDArray[Any], window: ConvWindow | None, seed: int, max_count: int
 ) -> Float32Array:
-    """Return at most `max_count` patches of one input, float32 [groups, K, P].
+    """Return P patches of one input, at most `max_count`, float32 [groups, K, P].
 
-    `value`: the input, [N, C, ...] of a convolution, [..., K] of a matrix product. `window`: window
-    of a convolution; None for a matrix product. `seed`: of the sampled positions.
+    A patch holds the K values that make an output of its group.
+
+    Args:
+        value: the input, [N, C, ...] of a convolution, [..., K] of a matrix product.
+        window: window of a convolution; None for a matrix product, whose patches are rows.
+        seed: of the sampled positions.
+        max_count: largest number of patches.
     """
     if window is None:
         rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])
@@ -286,15 +295,16 @@ def extract_patches(
     shape = (len(value), *window.output_sizes(sizes))
     positions = sample_positions(seed, math.prod(shape), max_count)
     batch, *output_positions = np.unravel_index(positions, shape)
-    taps = []
-    for tap in np.ndindex(window.kernel):
+    values_by_tap = []
+    for tap in np.ndindex(window.kernel):  # position in the window
         input_positions = []
         for axis, axis_positions in enumerate(output_positions):
             start = tap[axis] * window.dilations[axis] - paddings[axis][0]
             input_positions.append(_tap_positions(window, axis, axis_positions, start))
-        taps.append(_read_values(value, batch, input_positions))
-    rows = np.stack(taps, axis=2)  # [P, C, taps]
-    return np.ascontiguousarray(rows.reshape(len(positions), window.group, -1).transpose(1, 2, 0))
+        values_by_tap.append(_read_values(value, batch, input_positions))
+    patches = np.stack(values_by_tap, axis=2)  # [P, C, taps]
+    patches = patches.reshape(len(positions), window.group, -1)  # [P, groups, K]
+    return np.ascontiguousarray(patches.transpose(1, 2, 0))
 
 
 def _same_padding(size: int, span: int, stride: int, *, upper: bool) -> tuple[int, int]:

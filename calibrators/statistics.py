@@ -142,7 +142,7 @@ class HistogramOf:
 
     def restore(self, arrays: Arrays) -> Histogram:
         """Return a stored histogram."""
-        reals, integers = read_numbers(arrays, 4, 2)
+        reals, integers = read_numbers(arrays, reals=4, wholes=2)
         histogram = Histogram(initial_range=reals[0])
         histogram.full_range, histogram.minimum, histogram.maximum = reals[1:]
         histogram.total, histogram.infinite = integers
@@ -174,7 +174,7 @@ class AmaxOf:
     def restore(self, arrays: Arrays) -> Amax:
         """Return a stored maximum."""
         recorder = Amax()
-        (recorder.amax,) = read_numbers(arrays, 1, 0)[0]
+        (recorder.amax,) = read_numbers(arrays, reals=1, wholes=0)[0]
         return recorder
 
 
@@ -197,7 +197,7 @@ class Amax:
         return {"reals": np.array([self.amax])}
 
 
-def read_numbers(arrays: Arrays, reals: int, wholes: int) -> tuple[list[float], list[int]]:
+def read_numbers(arrays: Arrays, *, reals: int, wholes: int) -> tuple[list[float], list[int]]:
     """Return the arrays "reals" (float64) and "wholes" (int64) as lists of a given length.
 
     Raises:

@@ -180,10 +180,10 @@ class Callbacks:
     ) -> None:
         self._feed: Iterator[Mapping[str, Array]] = iter(feed)
         self._memory = memory
-        self._cache = cache
-        self._keep = keep
+        self._cache = cache  # that TensorRT is to use
+        self._keep = keep  # takes the bytes of a cache that TensorRT writes
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self._types: dict[str, str] = {}
+        self._types: dict[str, str] = {}  # input -> type; empty until `expect`
         self.batches = batches
         self.requests = 0
         self.batches_taken = 0

@@ -140,7 +140,7 @@ class Tiles:
     def of(
         cls, weight: FloatArray, scale: FloatArray, bias: FloatArray, inputs: FloatArray
     ) -> Tiles:
-        """Cut the K weights of each channel into A tiles of T, the last padded with 0.
+        """Return a layer's tiles: the K weights of a channel as A tiles of T, with 0 at the end.
 
         AMCT sums in float32 over one tile after the other. With G groups, M channels of a group and
         P positions, the arguments are weight [G, M, K], scale [G, M, 1], bias [G, M] and inputs
@@ -148,6 +148,9 @@ class Tiles:
         """
         groups, rows, row_width = weight.shape
         tile_count, tile_size = tile_layout(row_width)
+        # the positions of an iteration, in tiles too; none is padded, so a few may be left out
+        position_count = min(len(inputs), _MAX_POSITIONS)
+        batch_shape = tile_layout(position_count, drop_remainder=True)
         padding = tile_count * tile_size - row_width
         padded = np.pad(weight, ((0, 0), (0, 0), (0, padding)))
         tiled = padded.reshape(groups, rows, tile_count, tile_size).transpose(0, 2, 1, 3)
@@ -157,7 +160,7 @@ class Tiles:
             bias=np.ascontiguousarray(bias[:, None, :, None], np.float32),
             inputs=np.pad(inputs, ((0, 0), (0, 0), (0, padding))),
             row_width=row_width,
-            batch_shape=tile_layout(min(len(inputs), _MAX_POSITIONS), drop_remainder=True),
+            batch_shape=batch_shape,
         )
 
     def activate_targets(self, targets: FloatArray, activation: AdaActivation) -> FloatArray:
@@ -286,8 +289,9 @@ def round_block(
 ) -> NDArray[np.int8]:
     """Return the integers of one block of a problem, int8 [G, M, K].
 
-    During the search a code is ``floor(w / scale) + height``, with a height of 0 to 1 that `alpha`
-    decides (`alpha_heights`).
+    During the search a code is ``floor(w / scale) + height``. The height of a weight, 0 to 1, is a
+    clipped sigmoid of its variable `alpha`, which the steps change. A regularizer, whose exponent
+    `beta_of` lowers, drives each height to 0 or 1: the weight is rounded down or up.
 
     Args:
         problem: the block, at most 64 output channels.

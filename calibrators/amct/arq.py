@@ -248,15 +248,13 @@ def balance_factors(
     """Return the factors of AMCT's DMQ balancer for the input channels, float32 [C].
 
     Activations are divided by their channel's factor and weights multiplied by it, so that the
-    weights take over some of the activations' range.
+    weights take over some of the activations' range. A channel that is zero in both has factor 1;
+    if it is zero in one of them, the factor raises the other one to the maximum of its tensor.
 
     Args:
         act_max: largest |activation|, [C] from `channel_max`.
         weight_max: largest |weight|, [C] from `weight_channel_max`.
         strength: migration strength s in [0.2, 0.8].
-
-    A channel that is zero in both has factor 1; if it is zero in one of them, the factor raises the
-    other one to the maximum of its tensor.
 
     Raises:
         CalibrationError: s out of range, or a factor outside (FLT_EPSILON, 1 / FLT_EPSILON).
@@ -268,10 +266,11 @@ def balance_factors(
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # replaced or refused below
         factor = activation ** np.float32(strength) / weight ** np.float32(1 - strength)
         factor = np.where(has_no_activation | has_no_weight, np.float32(1), factor)
-        from_weight = (weight * factor).max() / weight
-        from_activation = activation / (activation / factor).max()
-    factor = np.where(has_no_activation & ~has_no_weight, from_weight, factor)
-    factor = np.where(has_no_weight & ~has_no_activation, from_activation, factor)
+        # factors that raise a channel to the balanced tensor's maximum
+        raising_weight = (weight * factor).max() / weight
+        raising_activation = activation / (activation / factor).max()
+    factor = np.where(has_no_activation & ~has_no_weight, raising_weight, factor)
+    factor = np.where(has_no_weight & ~has_no_activation, raising_activation, factor)
     factor = factor.astype(np.float32)
     if not ((factor > FLT_EPSILON) & (factor < np.float32(1) / FLT_EPSILON)).all():
         raise CalibrationError(
@@ -332,8 +331,8 @@ def _best_scales(counts: FloatArray, amax: Float32Array) -> Float32Array:
 def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
     """Return (p, q) of a cut, [C, bins that remain]: the counts, and their form in 255 levels.
 
-    A level is the mean of the bins that it merges, over those that are not empty; empty bins stay
-    empty, as in TensorRT's entropy calibration.
+    The cut of the least KL(p, q) decides the scale. A level is the mean of the bins that it merges,
+    over those that are not empty; empty bins stay empty, as in TensorRT's entropy calibration.
 
     Args:
         counts: histograms of the channels, float64 [C, 512].

@@ -147,14 +147,15 @@ def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendSca
     hi = kth_value(data, params.max_percentile, smallest=False)
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
 
-    # beyond these limits AMCT's float32 loss overflows, underflows or is mostly rounding error, so
-    # that the exact losses do not show which candidates may be AMCT's
+    # with more bits, or beyond these extremes, AMCT's float32 loss is mostly rounding error,
+    # overflows or underflows, so that the exact losses do not show which candidates may be AMCT's
     amax = max(abs(float(data[0])), abs(float(data[-1])))
-    has_exact_float32_losses = amax > 1e-12 and amax * amax * data.size < 1e37
-    if data.size >= _MIN_SORTED_SIZE and params.bits <= 8 and has_exact_float32_losses:
+    is_in_range = amax > 1e-12 and amax * amax * data.size < 1e37
+    has_exact_float32_losses = params.bits <= 8 and is_in_range
+    if data.size >= _MIN_SORTED_SIZE and has_exact_float32_losses:
         losses = _refine_losses(data, candidates, _sorted_losses(data, candidates))
     else:
-        losses = np.array([loss32(data, candidates, i) for i in range(candidates.hi.size)])
+        losses = np.array([loss32(data, candidates, i) for i in range(len(candidates.hi))])
     return best_scale(candidates, losses, lo, params)
 
 
@@ -199,9 +200,10 @@ def _rank(percentile: float, size: int) -> int:
 
 
 def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candidates:
-    """Return the candidate ranges around [lo, hi], one for each of `ratios`.
+    """Return the candidate ranges around [lo, hi] and their scales, one for each of `ratios`.
 
-    With offset a ratio scales only the upper end, as in AMCT; without, the larger magnitude.
+    With offset a ratio scales only the upper end, as in AMCT; without, the larger magnitude, whose
+    sign decides its code (128 or 127 with 8 bits). A scale of practically 0 becomes 1.
 
     Raises:
         CalibrationError: a scale is not finite.
@@ -214,8 +216,8 @@ def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candi
         else:
             highs = ratios(params) * np.maximum(np.abs(hi), np.abs(lo))
             lows = -highs
-            denominator = ascend_denominator(np.asarray(hi), np.asarray(lo), params.bits)
-            scales = highs / np.float32(denominator)
+            largest_code = ascend_denominator(np.asarray(hi), np.asarray(lo), params.bits)
+            scales = highs / np.float32(largest_code)
     scales = ascend_guard(scales)
     if not (np.isfinite(scales) & np.isfinite(np.float32(1) / scales)).all():
         raise CalibrationError(
@@ -280,7 +282,7 @@ def staircase_losses(
     scale = candidates.scale.astype(np.float64)
     lowest_code = np.rint(candidates.lo / candidates.scale).astype(np.int64)
     highest_code = np.rint(candidates.hi / candidates.scale).astype(np.int64)
-    # an empty staircase gets one step above its data
+    # a range near 0, of scale 1, has one code: it gets a step above all data, as reduceat needs one
     highest_code = np.maximum(highest_code, lowest_code + 1)
     step_counts = highest_code - lowest_code
 
@@ -320,7 +322,10 @@ def _refine_losses(
 def best_scale(
     candidates: Candidates, losses: Float64Array, lo: float, params: IfmrParams
 ) -> AscendScale:
-    """Return scale, offset and clip range of the candidate with the least loss."""
+    """Return scale, offset and clip range of the candidate with the least loss.
+
+    `lo`: the lower end, the same for all candidates with offset.
+    """
     best = int(np.argmin(losses))
     scale = np.float32(candidates.scale[best])
     qmin, _ = ascend_range(params.bits)
@@ -455,7 +460,7 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
     lo = min(0.0, density.kth_value(params.min_percentile, histogram.minimum, smallest=True))
     hi = max(0.0, density.kth_value(params.max_percentile, histogram.maximum, smallest=False))
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
-    value_sum = float(density.sums[-1])
+    value_sum = float(density.sums_below[-1])
     losses = staircase_losses(
         density.count_below, float(histogram.total), value_sum, density.squares, candidates
     )
@@ -472,16 +477,16 @@ class _Density:
     Attributes:
         edges: edges of the bins, [B + 1].
         lows, highs: ends of the values in each bin, [B].
-        numbers: number of values below each edge, [B + 1].
-        sums: sum of the values below each edge, [B + 1].
+        counts_below: number of values below each edge, [B + 1].
+        sums_below: sum of the values below each edge, [B + 1].
         squares: sum of the squares of all values.
     """
 
     edges: Float64Array
     lows: Float64Array
     highs: Float64Array
-    numbers: Float64Array
-    sums: Float64Array
+    counts_below: Float64Array
+    sums_below: Float64Array
     squares: float
 
     @classmethod
@@ -489,10 +494,10 @@ class _Density:
         """Return the density of a histogram of 2 * FINE_BINS + 1 bins that has counts.
 
         Its values count as spread evenly around the mean of their bin, as far as the bin allows.
+        The first and the last bin have no width: values exactly at -R and R are counted there.
         """
         width = (histogram.full_range or 1.0) / FINE_BINS
         positive_edges = width * np.arange(1, FINE_BINS + 1)
-        # the first and the last bin have no width: they hold the values at the ends of the range
         edges = np.concatenate(
             (-positive_edges[-1:], -positive_edges[::-1], positive_edges, positive_edges[-1:])
         )
@@ -504,10 +509,11 @@ class _Density:
         half_width = np.minimum(mean - edges[:-1], edges[1:] - mean)
         half_width[FINE_BINS] = 0.0  # the bin around 0 has only zeros
 
-        numbers = np.concatenate(([0.0], np.cumsum(counts)))
-        sums = np.concatenate(([0.0], np.cumsum(counts * mean)))
+        counts_below = np.concatenate(([0.0], np.cumsum(counts)))
+        sums_below = np.concatenate(([0.0], np.cumsum(counts * mean)))
         squares = float((counts * (mean**2 + half_width**2 / 3)).sum())
-        return cls(edges, mean - half_width, mean + half_width, numbers, sums, squares)
+        lows, highs = mean - half_width, mean + half_width
+        return cls(edges, lows, highs, counts_below, sums_below, squares)
 
     def count_below(self, boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return number and sum of the data below each boundary."""
@@ -517,24 +523,32 @@ class _Density:
         clipped = np.clip(boundaries, low, high)
         span = np.where(high > low, high - low, 1.0)
         share = np.where(boundaries >= high, 1.0, (clipped - low) / span)
-        # of the values in the boundary's own bin
-        number = share * (self.numbers[bins + 1] - self.numbers[bins])
-        return self.numbers[bins] + number, self.sums[bins] + number * (low + clipped) / 2
+        # number and sum of the values below the boundary in its own bin
+        number = share * (self.counts_below[bins + 1] - self.counts_below[bins])
+        value_sum = number * (low + clipped) / 2
+        return self.counts_below[bins] + number, self.sums_below[bins] + value_sum
 
     def kth_value(self, percentile: float, extreme: float, *, smallest: bool) -> float:
-        """Return an end of the initial range, as `kth_value`, but not yet moved to 0.
+        """Return an end of the initial range: the k-th smallest or k-th greatest of all values.
 
-        Within a bin it is interpolated; with k = 1 it is `extreme`, the least or greatest value.
+        It is interpolated within its bin.
+
+        Args:
+            percentile: share of the values that the end leaves inside, which gives k.
+            extreme: the least or greatest value, returned for k = 1.
+            smallest: whether it is the lower end.
         """
-        size = int(self.numbers[-1])
+        size = int(self.counts_below[-1])
         k = _rank(percentile, size)
         if k == 1:
             return extreme
-        rank = k if smallest else size - k
-        bin_index = int(np.searchsorted(self.numbers, rank, "left" if smallest else "right")) - 1
+        rank = k if smallest else size - k  # number of values below the end
+        edge = np.searchsorted(self.counts_below, rank, "left" if smallest else "right")
+        bin_index = int(edge) - 1
         bin_index = min(max(bin_index, 0), self.lows.size - 1)
-        number_below = self.numbers[bin_index]
-        share = (rank - number_below) / max(float(self.numbers[bin_index + 1] - number_below), 1.0)
+        below_bin = self.counts_below[bin_index]
+        bin_count = float(self.counts_below[bin_index + 1] - below_bin)
+        share = (rank - below_bin) / max(bin_count, 1.0)
         low, high = self.lows[bin_index], self.highs[bin_index]
         value = float(low + share * (high - low))
         return max(value, extreme) if smallest else min(value, extreme)

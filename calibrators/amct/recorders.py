@@ -58,14 +58,14 @@ class IfmrOf(_Ordered):
             CalibrationError: the arrays contradict each other.
         """
         recorder = IfmrHistogram()
-        reals, (recorder.total,) = read_numbers(arrays, 3, 1)
+        reals, (recorder.total,) = read_numbers(arrays, reals=3, wholes=1)
         recorder.minimum, recorder.maximum, recorder.full_range = reals
         stored_values, bins = arrays["kept"], arrays["bins"]
         if stored_values.size:
             recorder.set_values(np.array(stored_values, np.float32))
         elif bins.size:
             recorder.start_counting()
-            if bins.min() < 0 or bins.max() > 2 * FINE_BINS:
+            if bins.min() < 0 or bins.max() > 2 * FINE_BINS:  # the bin around 0 and both sides
                 raise CalibrationError("stored bins must lie within the histogram and do not")
             recorder.counts[bins] = arrays["counts"]
             recorder.sums[bins] = arrays["sums"]
@@ -96,7 +96,7 @@ class HfmgOf(_Ordered):
     def restore(self, arrays: Arrays) -> HfmgHistogram:
         """Return a stored histogram."""
         recorder = HfmgHistogram(self.nbins, samples_per_batch=self.samples_per_batch)
-        (lo, hi), _ = read_numbers(arrays, 2, 0)
+        (lo, hi), _ = read_numbers(arrays, reals=2, wholes=0)
         counts = np.array(arrays["counts"], np.int32)
         if counts.shape != (self.nbins,) or counts.min() < 0:
             raise CalibrationError(f"a stored histogram must have {self.nbins} counts of 0 or more")
@@ -245,7 +245,7 @@ class RoundedWeightsOf(_SampledPositions):
             CalibrationError: another number of integers or scales.
         """
         recorder = RoundedWeights(None, 0)
-        errors, _ = read_numbers(arrays, 2, 0)
+        errors, _ = read_numbers(arrays, reals=2, wholes=0)
         integers, scale = arrays["integers"], arrays["scale"]
         if integers.shape != (np.prod(self.shape),) or scale.shape != (self.scales,):
             raise CalibrationError("stored integers must be as many as the weights and are not")

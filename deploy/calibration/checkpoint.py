@@ -97,11 +97,11 @@ class Checkpoint:
         self._saved = 0  # number of samples in the file that this run wrote or resumed from
         self._save_start = time.monotonic()
         self._next_save = self._save_start + MIN_INTERVAL_S
-        self._unsavable = _find_unsavable(observations)
+        self._unsavable = _find_unsavable(observations)  # key of a statistic; None to save
         self._resumed: Shard | None = None
 
         existing = self._load_existing(force=force)
-        self._existing_samples = 0
+        self._existing_samples = 0  # number of samples in the earlier run's file
         if existing is not None and existing.counted is not None:
             self._existing_samples = existing.counted
         if resume and existing is not None:
@@ -129,30 +129,30 @@ class Checkpoint:
         self._save_start = time.monotonic()
         return self._unsavable is None and self._save_start >= self._next_save
 
-    def save(self, number: int, observed: ObservedStatistics) -> None:
-        """Write the statistics of the first `number` samples; a full disk does not end the run."""
-        has_new_samples = number > self._saved and number >= self._existing_samples
+    def save(self, sample_count: int, observed: ObservedStatistics) -> None:
+        """Write the statistics of the first samples; a full disk does not end the run."""
+        has_new_samples = sample_count > self._saved and sample_count >= self._existing_samples
         if self._unsavable is None and has_new_samples:
-            self._write(number, observed)
+            self._write(sample_count, observed)
         now = time.monotonic()
         self._next_save = now + max(MIN_INTERVAL_S, INTERVAL_RATIO * (now - self._save_start))
 
-    def _write(self, number: int, observed: ObservedStatistics) -> None:
-        """Replace the file by the statistics of the first `number` samples, or note why not."""
+    def _write(self, sample_count: int, observed: ObservedStatistics) -> None:
+        """Replace the file by the statistics of the first samples, or note why not."""
         sample_positions = self._feed.positions[:: self._feed.batch]  # of each sample's first image
-        digests, skipped = self._feed.progress_after(number)
+        digests, skipped = self._feed.progress_after(sample_count)
         data = shards.serialize_shard(
-            share=self._feed.complete_share,
+            share=self._feed.complete_share,  # of the run, which may be one of several shards
             made_from=self._fingerprint,
             digests=digests,
             skipped=skipped,
             peaks=self._peaks.rows(sample_positions),
             observed=observed,
-            counted=number,
+            counted=sample_count,
         )
         try:
             atomic.write_bytes(self.path, data)
-            self._saved = number
+            self._saved = sample_count
         except ExportError as error:
             note = f"no checkpoint could be kept: {error}"
             if note not in self.notes:
@@ -225,14 +225,16 @@ class Checkpoint:
         feed = self._feed
         feed.resume(existing.digests, existing.skipped)
 
-        # the checkpoint must hold exactly the samples that it says; a sample has the position of
-        # its first image, and the last batch may be filled up with images that were read before
+        # the checkpoint must hold exactly the images of the samples that it says it has counted;
+        # the last batch may be filled up with images that were read before
         counted = self._existing_samples
         good_images = len(existing.digests) - len(existing.skipped)
+        has_all_images = good_images == min(counted * feed.batch, feed.count)
+        # a sample has the position of its first image
         positions = feed.positions[: counted * feed.batch : feed.batch]
         number_by_position = {position: number for number, position in enumerate(positions, 1)}
-        has_all_images = good_images == min(counted * feed.batch, feed.count)
-        if not has_all_images or not existing.peak_positions <= number_by_position.keys():
+        has_own_peaks = existing.peak_positions <= number_by_position.keys()
+        if not has_all_images or not has_own_peaks:
             raise CacheError(f"{self.path} must hold the samples that it names; remove it")
 
         self._peaks.add_rows(existing.peaks, number_by_position)

@@ -178,7 +178,14 @@ class ShardMerger:
         self._count = 0
 
     def add(self, share: Share, worker: str, data: bytes) -> None:
-        """Merge the shard of a share.
+        """Merge the result of a piece into the statistics, and its samples into the feed.
+
+        If it is refused, the calibration ends: what is merged so far is of no use.
+
+        Args:
+            share: the piece: which of the images it is.
+            worker: address of the worker that observed it.
+            data: bytes of its shard file, the worker's result.
 
         Raises:
             CacheError: it is broken.
@@ -202,7 +209,8 @@ class ShardMerger:
                 f"the worker {worker} must see the same images as this machine, got another file"
                 f" ({error}); give a path that all machines share, or send them (--send images)"
             ) from error
-        self._peaks.add_rows(shard.peaks, {index: index + 1 for index in share.positions})
+        number_by_position = {position: position + 1 for position in share.positions}  # from 1
+        self._peaks.add_rows(shard.peaks, number_by_position)
         shards.merge_histograms(self._merged, shard.observed(self._observations))
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
@@ -315,7 +323,7 @@ class ClusterRun:
 
     def _collect_versions(self) -> Mapping[str, object]:
         """Return name of each machine -> its versions by program, or the error of asking."""
-        kind = self._job.kind  # of the images, since it decides which programs are used
+        kind = self._job.kind  # of the images: OpenCV's version counts only for image files
         client = self._client
         versions: dict[str, object] = {}
         try:
@@ -324,7 +332,7 @@ class ClusterRun:
             )
             # the other versions concern workers only
             versions["the scheduler"] = {"calib8": scheduler_versions["calib8"]}
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError) as error:  # no calib8 there, or an older one
             versions["the scheduler"] = error
         worker_versions = call_with_timeout(
             ANSWER_S, lambda: client.run(collect_versions, kind, on_error="return")
@@ -351,7 +359,7 @@ class ClusterRun:
             raise BackendError(f"all machines must have the same versions, {machine} {differences}")
 
     def run_pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, str, bytes]]:
-        """Run all shares; yield (share, its worker, bytes of its shard) as they finish.
+        """Run pieces, shares of the images; yield (share, worker, bytes of its shard) as they end.
 
         Raises:
             BackendError: the scheduler or all workers are gone, or a piece failed too often.
@@ -422,8 +430,10 @@ class ClusterRun:
         if self._cluster.sends_images:
             samples = self._feed.read_share(share)
         else:
-            self._feed.hash_entry(share.number - 1)  # to detect that the worker sees another file
-        # a new key for each attempt: dask would return the earlier failure for an equal one
+            # the digest of one image shows whether the worker reads the same files
+            self._feed.hash_entry(share.positions[0])
+        # a new key for each attempt: dask would return the earlier failure for an equal one;
+        # on the worker, dask replaces the job's future by the job
         future = self._client.submit(
             cluster_jobs.observe_piece,
             self._job_future,
@@ -459,11 +469,11 @@ class ClusterRun:
             self._submit(share)
 
     def _fetch_result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
-        """Return (worker, shard or failure) of a piece that ended.
+        """Return (address of the worker, bytes of the shard or the failure) of a piece that ended.
 
         Raises:
             TimeoutError: the result cannot be fetched, since its worker was lost.
-            BackendError: the scheduler dropped the piece, or it ended several workers.
+            BackendError: the scheduler dropped the piece, or the piece killed several workers.
         """
         share = self._running[future]
         if future.status in ("cancelled", "lost"):
@@ -474,7 +484,7 @@ class ClusterRun:
             )
         except TIMEOUT_ERRORS:
             raise
-        except Exception as error:  # dask: it killed several workers, or cannot be unpickled there
+        except Exception as error:  # the piece killed several workers, or is not unpickled there
             raise BackendError(
                 f"the workers must survive their pieces, got {type(error).__name__} of piece"
                 f" {share}: {first_line(error)}; see the workers' logs, use more --pieces, or give"

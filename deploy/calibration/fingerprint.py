@@ -123,9 +123,12 @@ class Fingerprint:
             if is_equal(old_part, new_part):
                 continue
             changes[part] = f"{noun} changed"
-            detail = _difference(old_part, new_part)
-            if part == "model":  # its identities are digests, which tell the user nothing
-                detail = "its external data" if _is_same_file(old_part, new_part) else ""
+            if part != "model":
+                detail = _difference(old_part, new_part)
+            elif _is_same_file(old_part, new_part):
+                detail = "its external data"
+            else:
+                detail = ""  # its identities are digests, which tell the user nothing
             if detail:
                 changes[part] += f" ({detail})"
         return changes
@@ -146,7 +149,10 @@ def _half(data: object, name: str) -> dict[str, Any]:
 
 
 def _convert_schema_4(data: object) -> dict[str, Any]:
-    """Return the parts of schema 4, which had no halves; {} for other data."""
+    """Return the parts of a fingerprint as an older calib8 wrote it (schema 4); {} for other data.
+
+    Its parts were not in two halves, "made_from" and "made_by".
+    """
     if not isinstance(data, dict) or data.keys() != _SCHEMA_4_PARTS:
         return {}
     versions, model = data["versions"], data["model"]

@@ -142,17 +142,17 @@ class _InputPath:
         self.tensors = {input_name}
 
     def read_layer(self, layer: onnx.NodeProto) -> FirstLayer | None:
-        """Return the statistics of the layer at the end of the path, or of the norm after it."""
-        if len(self.nodes) > MAX_NODES_BEFORE_LAYER:
+        """Return the statistics of the layer that the path leads to, or of the norm after it.
+
+        None if other nodes read the path too: the layer then saw other values than the input's.
+        The path is not used afterwards: a Conv or Gemm is appended to it.
+        """
+        if len(self.nodes) > MAX_NODES_BEFORE_LAYER or not self._is_only_reader(layer):
             return None
         if layer.op_type == "BatchNormalization":
-            if not self._is_only_reader(layer):
-                return None
             return self._read_norm(layer.input[0], layer)
 
         self.nodes.append(layer)
-        if not self._is_only_reader(layer):
-            return None
         norm = self.graph.only_reader(layer.output[0])
         if norm is not None and norm.op_type == "BatchNormalization" and is_standard(norm):
             return self._read_norm(layer.output[0], norm)
@@ -396,15 +396,22 @@ def _compare_with_training(
     distance = _distance(data, training)
     if distance > MIN_MISFIT:
         max_distance = min(MAX_FIT, distance / MIN_FIT_RATIO)
-        source = preprocess or _guess_preset(values)
-        for description, arrays in _normalize_by_presets(values, source):
+        current_preset = preprocess or _guess_preset(values)
+        for description, arrays in _normalize_by_presets(values, current_preset):
             if _distance(measure(arrays), training) < max_distance:
                 return (
                     f"the calibration data does not match the training data, but {description}"
                     " would, as the first BatchNormalization shows"
                 )
+    return _compare_units(data, training)
 
-    # no preset fits; but even other images have about the spread and mean of the training data
+
+def _compare_units(data: Moments, training: Moments) -> str:
+    """Return a warning if the data has another unit than the training data, or "".
+
+    Even other images than those of training have about their spread and their mean. Spreads are
+    shares of training's standard deviation, and so are the distances of the means.
+    """
     live_channels = _live_channels(training)
     deviation = np.sqrt(training.variance[live_channels])
     offsets = np.abs(data.mean - training.mean)[live_channels] / deviation
@@ -443,19 +450,21 @@ def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) 
 
     low, high = _extremes(values)
     has_small_values = max(-low, high) < MIN_PIXEL_MAXIMUM
-    if ratio <= MAX_BIAS_RATIO or has_small_values:
-        return ""
-    # only integers and images are known to be scaled for most models
-    are_integers = all(np.array_equal(array, np.rint(array)) for array in values)
-    in_pixel_range = low >= 0 and high <= 255
-    looks_like_pixels = in_pixel_range or _has_color(values[0])
-    are_images = looks_like_pixels and layout_of(values[0]) is not None
-    if not are_integers and not are_images:
+    if ratio <= MAX_BIAS_RATIO or has_small_values or not _are_usually_scaled(values):
         return ""
     return (
         f"the calibration data are values of {low:.4g} to {high:.4g}; the model's first Conv makes"
         f" {_round(ratio)} times its own bias of them, like one trained on smaller values"
     )
+
+
+def _are_usually_scaled(values: Sequence[Array]) -> bool:
+    """Whether most models get such values scaled: integers, and images of pixels or in color."""
+    if all(np.array_equal(array, np.rint(array)) for array in values):
+        return True
+    low, high = _extremes(values)
+    has_pixel_range = low >= 0 and high <= 255
+    return layout_of(values[0]) is not None and (has_pixel_range or _has_color(values[0]))
 
 
 def _has_color(image: Array) -> bool:

@@ -104,7 +104,9 @@ class _PassState:
         self._observations = observations
         self._observed = observed
         self._order_free = [o for o in observations if not o.statistic.ordered]
-        self._ordered = self._make_recorders(o for o in observations if o.statistic.ordered)
+        self._ordered_recorders = self._make_recorders(
+            o for o in observations if o.statistic.ordered
+        )
         self._peaks = peaks
         self._on_outputs = on_outputs
         trim_memory()  # which optimizing the models took
@@ -120,8 +122,8 @@ class _PassState:
             # every other slice belongs to one half, so their number is even; it is larger than the
             # number of threads, since `alternate_halves` moves a sample to its neighbor's slice
             self._slice_count += 2 - threads % 2
-        # the slices are added to it, so that those returned as halves or snapshots do not change;
-        # None if nothing of these is asked for, and the slices are added up at the end alone
+        # what slices are merged into, so that a slice that was returned does not change; None if
+        # none is returned before the end
         self._total: _Recorders | None = None
         if has_halves or has_snapshots:
             self._total = self._make_recorders(self._order_free)
@@ -155,7 +157,7 @@ class _PassState:
 
     def resume(self, earlier: ObservedStatistics) -> None:
         """Start from the statistics of an earlier pass."""
-        self._ordered = {o: earlier.recorder(o) for o in self._ordered}
+        self._ordered_recorders = {o: earlier.recorder(o) for o in self._ordered_recorders}
         _merge(self._slices[0], {o: earlier.recorder(o) for o in self._order_free})
 
     def work(self, worker: int, number: int, sample: Sample) -> list[Waiting]:
@@ -174,11 +176,11 @@ class _PassState:
     def record_waiting(self, number: int, waiting: list[Waiting]) -> None:
         """Record waiting values, in sample order."""
         for observation, value in waiting:
-            record(self._ordered[observation], observation, number, value)
+            record(self._ordered_recorders[observation], observation, number, value)
 
     def has_open_batch(self, number: int) -> bool:
         """Whether a recorder that takes several samples at once has some, but not all of them."""
-        for recorder in self._ordered.values():
+        for recorder in self._ordered_recorders.values():
             if isinstance(recorder, BatchRecorder) and number % recorder.samples_per_batch:
                 return True
         return False
@@ -199,7 +201,7 @@ class _PassState:
     def finish(self) -> None:
         """Finish after the last sample."""
         self._merge_peaks()
-        for observation, recorder in self._ordered.items():
+        for observation, recorder in self._ordered_recorders.items():
             if not isinstance(recorder, BatchRecorder):
                 continue
             try:
@@ -219,7 +221,7 @@ class _PassState:
         return self._all_statistics([self._total, *self._slices])
 
     def _all_statistics(self, slices: Sequence[_Recorders]) -> ObservedStatistics:
-        recorders = _merge_all(slices) | self._ordered
+        recorders = _merge_all(slices) | self._ordered_recorders
         return ObservedStatistics({o.key: recorders[o] for o in self._observations})
 
     def _merge_peaks(self) -> None:
@@ -356,6 +358,7 @@ def observe(
         remaining_samples = islice(remaining_samples, max(limit - resumed_count, 0))
 
     def consume(number: int, waiting: list[Waiting]) -> None:
+        """Record what waits for its turn: the values of order-dependent statistics."""
         state.record_waiting(number, waiting)
         for runner in state.runners:
             if is_within_limit(runner.limit, number):
@@ -365,11 +368,7 @@ def observe(
     run_samples = partial(
         run_in_order, work=state.work, consume=consume, threads=threads, pause=pause
     )
-    if should_stop is None:
-        run_count = run_samples(remaining_samples, first_number=resumed_count + 1)
-        sample_count = resumed_count + run_count
-    else:
-        sample_count = _run_until(should_stop, state, run_samples, remaining_samples, resumed_count)
+    sample_count = _run_until(should_stop, state, run_samples, remaining_samples, resumed_count)
     if sample_count == 0:
         raise FeedError("a calibration needs at least one sample, got none")
     state.finish()
@@ -379,7 +378,7 @@ def observe(
 
 
 def _run_until(
-    should_stop: StopCallback,
+    should_stop: StopCallback | None,
     state: _PassState,
     run_samples: Callable[..., int],
     samples: Iterator[Sample],
@@ -388,12 +387,14 @@ def _run_until(
     """Run samples until the stop rule is met or all are run; return how many are observed.
 
     Args:
-        should_stop: the stop rule, asked after 8, 16, 32 ... samples.
+        should_stop: the stop rule, asked after 8, 16, 32 ... samples; None to run all.
         state: recorders of the pass.
         run_samples: `run_in_order` of this pass; returns how many samples it ran.
         samples: the remaining samples.
         sample_count: how many are observed before.
     """
+    if should_stop is None:
+        return sample_count + run_samples(samples, first_number=sample_count + 1)
     while True:
         check_at = next_check(sample_count)
         next_samples = islice(samples, check_at - sample_count)
@@ -465,8 +466,8 @@ def _observe_preliminary(
     with phase("what it is made from"):
         while remaining:
             ready = [o for o in remaining if not observed.missing(o.variant.needs)]
-            # Order-free statistics are recorded by each thread and merged at the end, but those of
-            # the first samples, such as the largest |x|, cannot be merged: one thread records them.
+            # ordered statistics are recorded one sample after the other whatever the threads; of
+            # the others, several threads would record parts, and only histograms can be merged
             are_all_ordered = all(o.statistic.ordered for o in ready)
             usable_threads = threads if are_all_ordered else 1
             new = observe(ready, samples, observed=observed, threads=usable_threads, runs=runs)

@@ -45,8 +45,9 @@ from deploy.errors import CacheError, list_first
 from deploy.files import staging
 from deploy.files.staging import Stage, stage_files
 
-_SEARCH_PARTS = {"method", "rule"}  # these affect the search only, not the statistics
-_PARTIAL_PARTS = {"order"}  # these affect some observations only
+# parts of the fingerprint whose change leaves statistics valid: those of the search all of them,
+# the order of the images those that do not depend on it
+_VALID_CHANGES = {"method", "rule", "order"}
 NO_CACHE = "does not exist yet"  # end of the reason for a first calibration
 _MAX_LISTED = 5  # kinds of observations that a message lists
 _MAX_VARIANTS = 4  # variants retained from older runs, besides the cleaned model
@@ -248,10 +249,9 @@ def _match_cache(
             an observation.
     """
     changes = fingerprint.changes_since(stored.fingerprint)  # part -> clause
-    invalidating_changes = []
-    for part, clause in changes.items():
-        if part not in _SEARCH_PARTS | _PARTIAL_PARTS:
-            invalidating_changes.append(clause)
+    invalidating_changes = [
+        clause for part, clause in changes.items() if part not in _VALID_CHANGES
+    ]
     if invalidating_changes:
         raise CacheError("; ".join(invalidating_changes))
 
@@ -265,7 +265,8 @@ def _match_cache(
     reason = _describe_match(stored, changes, missing)
     reason += _describe_programs(stored.fingerprint, fingerprint)
     if stop_rule is not None:
-        if missing:  # they may be stable after another number of samples than the stored ones
+        # ranges of the missing ones may be stable after another number of samples
+        if missing:
             reason += "; what is observed until it is stable is observed at once"
             raise CacheError(reason)
         reason += f"; it was observed {stop_rule}"
@@ -342,6 +343,8 @@ def update_cache(
     if stored is not None and _is_up_to_date(
         decision, stored, calibration, subject.trt_version, cache_text
     ):
+        # a build's manifest lists the files of its stage; and a failed build saved its cache
+        # elsewhere
         is_staged = stage is not None and stage.staged_path(path) is not None
         if is_staged or stored.path != path:
             _write(path, stage, partial(store.copy_stored, stored))
@@ -360,13 +363,14 @@ def update_cache(
 def _add_stored(
     subject: CalibrationSubject, stored: store.StoredCalibration, calibration: Calibration
 ) -> tuple[Calibration, dict[Key, Arrays]]:
-    """Return the observations that the new cache takes over from the stored one.
+    """Add to a calibration what the stored cache holds and this run did not observe.
 
     A key of an observation is (variant of the model, tensor, statistic).
 
     Returns:
-        (the calibration with the stored histograms that the method can search, which get a range in
-        the text of the cache; key -> arrays of others, which are copied as they are).
+        (the calibration with the stored histograms that the method can search, since the text of
+        the cache has the ranges of their tensors; key -> arrays of all other stored observations,
+        which are copied as they are).
     """
     keys = list(stored.keys)
     if stored.fingerprint.order != calibration.fingerprint.order:
@@ -424,10 +428,10 @@ def _select_retained(keys: Iterable[Key], observed: ObservedStatistics) -> list[
 
 
 def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
-    """Return TensorRT's text of every tensor of the cleaned model that was searched.
+    """Return TensorRT's text of all tensors of the cleaned model whose ranges were searched.
 
-    If no target searches, the text holds the largest observed values. Names that the format cannot
-    hold are left out; a target with its own text refuses them.
+    If no target of this run searches ranges, it has those of the largest observed values. Names
+    that the format cannot hold are left out.
     """
     graph = subject.model.graph
     tensors = [value.name for value in graph.input]

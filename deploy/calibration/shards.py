@@ -171,12 +171,15 @@ def parse_shard(data: bytes, path: Path, *, what: str = _KIND) -> Shard:
 
 
 def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
-    """Return the shard of a JSON document; raise ValueError if its parts contradict each other.
+    """Return the shard of a JSON document.
 
     Args:
         document: the document, whose digests were checked.
-        path: path of the file.
+        path: names the file in later errors.
         packed: bytes of its statistics, which are unpacked later.
+
+    Raises:
+        ValueError, KeyError: its parts are missing, of other types, or contradict each other.
     """
     shard = Shard(
         share=msgspec.convert(document["share"], Share),
@@ -189,6 +192,7 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
         counted=msgspec.convert(document.get("counted"), int | None),
         packed=packed,
     )
+    # what `shard_fingerprint` writes
     if not {"kind", "batch", "skip_bad", "count", "names"} <= set(shard.made_from.images):
         raise ValueError("it does not tell what images it is of")
     _check_positions(shard)
@@ -327,7 +331,10 @@ class ShardSet:
 def _common_fingerprint(
     identities: Mapping[str, str], images: Mapping[str, Any], preprocess: Mapping[str, Any]
 ) -> Fingerprint:
-    """Return the fingerprint that all shards of one calibration share."""
+    """Return the fingerprint that all shards of one calibration share.
+
+    Fields that differ between shards, and those that only the merged cache has, are empty.
+    """
     return Fingerprint(
         model=identities,
         images=images,
@@ -337,7 +344,7 @@ def _common_fingerprint(
         program=CALIB8,
         rule="",
         method="",
-        numbers=feed_versions(str(images["kind"])),  # programs included: they must match as well
+        numbers=feed_versions(str(images["kind"])),  # ONNX Runtime's and OpenCV's must match too
         versions={},
     )
 

@@ -289,10 +289,11 @@ def _sort_by_use(keys: Iterable[Key], calibration: Calibration) -> list[Key]:
 
 
 def load_calibration(path: Path) -> StoredCalibration:
-    """Read the three files of a calibration: TensorRT's text, the statistics, the fingerprint.
+    """Read the three files of a calibration: TensorRT's text, the fingerprint and the statistics.
 
     Args:
-        path: path of the text; the other two files lie beside it (`sidecars`).
+        path: path of the text; beside it lie PATH.json, the fingerprint with the digests of the
+            other two, and PATH.npz, the statistics.
 
     Raises:
         CacheError: a file is missing, broken, or does not belong to the others.
@@ -301,13 +302,14 @@ def load_calibration(path: Path) -> StoredCalibration:
     document_bytes = read_cache_file(json_path)
     document = _parse_document(document_bytes, json_path)
     cache_text, fingerprint = _read_text(path, document)
-    if not document.sha256.statistics:  # it was made elsewhere, such as by TensorRT
+    statistics_digest = document.sha256.statistics
+    if not statistics_digest:  # another program made the cache, such as TensorRT
         raise CacheError(
             f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
             " uses it as it is)"
         )
     packed = read_cache_file(npz_path)
-    if sha256(packed) != document.sha256.statistics:
+    if sha256(packed) != statistics_digest:
         raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
     return StoredCalibration(
         cache_text=cache_text,

@@ -271,39 +271,39 @@ class TapReader:
         self._tap = tap
         self._session = BufferedSession(tap.session)
         self._last_located: LocatedArrays | None = None
-        # indices of tensors whose array lies elsewhere at each run, even if buffers are reused
+        # indices of tensors that are in no output buffer, so that each run has another array:
+        # inputs of the model, and values that are converted to float32
         self._moving_indices: list[int] = []
 
     def run(
         self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
     ) -> LocatedArrays:
-        """Run one sample; return each tensor's values in any order, valid until the next run.
+        """Run one sample; return the array of each tensor, valid until the next run.
 
-        If this run and the last one use the same output buffers, the `LocatedArrays` of the last
-        run, which hold the addresses of the arrays, are returned again, now with new values.
+        The elements of an array may be in any order. If this run and the last one use the same
+        output buffers, the `LocatedArrays` of the last run, which hold the addresses of the arrays,
+        are returned again, now with new values.
 
         Args:
             sample: input -> array.
             on_outputs: as in `Tap.run`.
         """
-        located = self._last_located
+        last_located = self._last_located
         self._last_located = None  # a failing run leaves none
-        had_buffers = self._session.reuses_buffers
-        if not had_buffers:
-            located = None  # frees its arrays before the run
+        if not self._session.reuses_buffers:
+            last_located = None  # frees its arrays before the run
         outputs = _run_sample(self._session, sample, on_outputs)
 
-        if located is None or not self._session.reuses_buffers:
-            located = self._locate(sample, outputs)
-        else:
-            for index in self._moving_indices:
-                values = self._tap.values_of(self._tensors[index], sample, outputs)
-                located.put(index, values)
-        self._last_located = located
-        return located
+        if last_located is None or not self._session.reuses_buffers:
+            self._last_located = self._locate(sample, outputs)
+            return self._last_located
+        for index in self._moving_indices:
+            last_located.put(index, self._tap.values_of(self._tensors[index], sample, outputs))
+        self._last_located = last_located
+        return last_located
 
     def _locate(self, sample: Sample, outputs: Mapping[str, Array]) -> LocatedArrays:
-        """Return the arrays of all tensors, and note which of them lie in no output buffer."""
+        """Return the arrays of all tensors, and note which of them are in no output buffer."""
         arrays = [self._tap.values_of(name, sample, outputs) for name in self._tensors]
         self._moving_indices = []
         for index, name in enumerate(self._tensors):
@@ -351,7 +351,7 @@ class VariantRunner:
         reader: TapReader,
         recorders: VariantRecorders,
         peaks: Peaks | None,
-        number: int,
+        sample_number: int,
         sample: Sample,
         on_outputs: OutputCallback | None,
     ) -> list[Waiting]:
@@ -361,36 +361,44 @@ class VariantRunner:
 
         Args:
             reader: the thread's reader of the tensors that are counted in histograms.
-            recorders: recorders of the slice of samples that this one belongs to.
+            recorders: recorders of one of the slices that the samples are divided into.
             peaks: receives the largest |x| of each tensor; None to record none.
-            number: number of the sample, counted from 1.
+            sample_number: counted from 1.
             sample: input -> array.
-            on_outputs: called with (number, outputs), if this is the cleaned model itself.
+            on_outputs: called with (sample number, outputs) for the cleaned model, not for a
+                variant of it.
         """
-        callback = None
+        report_outputs = None
         if on_outputs is not None and self.key == FOLDED:
-            callback = partial(on_outputs, number)
+            report_outputs = partial(on_outputs, sample_number)
 
         values: Mapping[str, Array] = {}
         if not self.uncounted:
-            located = reader.run(sample, callback)
+            located = reader.run(sample, report_outputs)
         else:  # their recorders may keep an array, so it must not lie in a reused buffer
-            values = self.tap.run(sample, callback)
+            values = self.tap.run(sample, report_outputs)
             located = LocatedArrays(values[o.tensor] for o in self.counted)
-        recorders.count(number, located)
-        waiting = recorders.record_uncounted(number, values)
-        if peaks is None:
-            return waiting
+        recorders.count(sample_number, located)
+        waiting = recorders.record_uncounted(sample_number, values)
+        if peaks is not None:
+            self._add_peaks(peaks, sample_number, recorders.group.histograms, values)
+        return waiting
 
+    def _add_peaks(
+        self,
+        peaks: Peaks,
+        sample_number: int,
+        histograms: Sequence[Histogram],
+        values: Mapping[str, Array],
+    ) -> None:
+        """Add the largest |x| of each tensor: as its histogram counted it, or of its values."""
         counted_tensors = set()
-        histograms = recorders.group.histograms
         for observation, histogram in zip(self.counted, histograms, strict=True):
             counted_tensors.add(observation.tensor)
-            peaks.add((self.key, observation.tensor), number, histogram.batch_amax)
+            peaks.add((self.key, observation.tensor), sample_number, histogram.batch_amax)
         for name, value in values.items():
-            if name not in counted_tensors:  # else its histogram knows its largest |x|
-                peaks.add((self.key, name), number, largest_magnitude(value))
-        return waiting
+            if name not in counted_tensors:
+                peaks.add((self.key, name), sample_number, largest_magnitude(value))
 
 
 class VariantRecorders:
