@@ -151,20 +151,19 @@ class Comparison:
             self._labels = labels
         self._metric = metric or Metric(None)
         self._metric_tally = self._metric.tally(self._labels)
+        if self._metric_tally is not None:
+            self._labels = None  # only the user's function uses them
         self._batch_inputs = (form or self._metric.declared).batch_inputs
         self._alike = AlikeOutputs()
         self._samples = 0
         self._errors = {name: RunningError(name) for name in names}
 
+        # what `_use_form` sets once the form is known
         self._buffered_batches: list[_Batch] = []
         self._form: OutputForm | None = None
         self._slice_errors: dict[OutputSlice, RunningError] = {}
         self._task_tally: TaskTally[Any] | None = None
         self._precision: PrecisionTally | None = None
-        self._tallies: list[TaskTally[Any] | MetricTally | PrecisionTally] = []
-        if self._metric_tally is not None:
-            self._tallies.append(self._metric_tally)
-            self._labels = None  # only the user's function uses them
         self._top1 = Top1(self._labels)
         if form is not None:
             self._use_form(form)
@@ -189,23 +188,22 @@ class Comparison:
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
-        rows = length = batch_length(feed, self._batch_inputs)
-        if count is not None:
-            rows = min(length, count - self._samples)
+        fed_count = batch_length(feed, self._batch_inputs)
+        sample_count = fed_count if count is None else min(fed_count, count - self._samples)
         batch = _Batch(
-            inputs=_first_rows(feed, feed, rows, length),
-            reference=_first_rows(reference, self._errors, rows, length),
-            candidate=_first_rows(candidate, self._errors, rows, length),
-            length=rows,
+            inputs=_first_rows(feed, feed, sample_count, fed_count),
+            reference=_first_rows(reference, self._errors, sample_count, fed_count),
+            candidate=_first_rows(candidate, self._errors, sample_count, fed_count),
+            length=sample_count,
         )
         for name, error in self._errors.items():
-            error.add(batch.reference[name], batch.candidate[name], rows)
-        self._alike.add(batch.reference, rows)
+            error.add(batch.reference[name], batch.candidate[name], sample_count)
+        self._alike.add(batch.reference, sample_count)
 
-        self._samples += rows
+        self._samples += sample_count
         self._buffered_batches.append(batch)
         # the slices and the task (the form) are derived once there are enough samples
-        samples_for_form = form_samples(batch.inputs, batch.reference, rows)
+        samples_for_form = form_samples(batch.inputs, batch.reference, sample_count)
         if self._form is not None or self._samples >= samples_for_form:
             self._count_buffered()
 
@@ -241,14 +239,12 @@ class Comparison:
             if part in form.means and part.at is None:
                 error.reference_sum = np.zeros(1)  # only what varies about the mean is signal
 
-        if isinstance(form.task, Classes | Ranked):  # then the output of the classes is known
+        if isinstance(form.task, Classes | Ranked):  # the output with the classes comes first
             self._top1 = Top1(self._labels, form.task.covered[0])
         if form.task is not None:
             self._task_tally = form.task.tally()
-            self._tallies.append(self._task_tally)
         if isinstance(self._task_tally, ThresholdTally):
             self._task_tally.fixed_threshold = self._metric.threshold
-
         if self._objects is None:
             return
         if not isinstance(form.task, BoxDetection) or not form.task.decoder.coding:
@@ -257,7 +253,6 @@ class Comparison:
                 " this one's cannot, so leave the labels out or give a metric of your own"
             )
         self._precision = PrecisionTally(form.task.decoder, self._objects)
-        self._tallies.append(self._precision)
 
     def _count(self, form: OutputForm, batch: _Batch) -> None:
         """Add a batch to the top-1 classes, the slices' errors and every tally."""
@@ -269,12 +264,16 @@ class Comparison:
             candidate_slice = part.of(candidate[part.output])
             error.add(reference_slice, candidate_slice, batch.length)
 
-        if not self._tallies:
+        tallies: list[TaskTally[Any] | MetricTally | PrecisionTally] = []
+        for tally in (self._metric_tally, self._task_tally, self._precision):
+            if tally is not None:
+                tallies.append(tally)
+        if not tallies:
             return
         samples = split_batches(batch.length, batch.inputs, batch.reference, batch.candidate)
-        for inputs, reference, candidate in samples:
-            for tally in self._tallies:
-                tally.add(inputs, reference, candidate)
+        for inputs, sample_reference, sample_candidate in samples:
+            for tally in tallies:
+                tally.add(inputs, sample_reference, sample_candidate)
 
     @property
     def watched(self) -> frozenset[int]:
@@ -310,7 +309,7 @@ class Comparison:
         task_name = ""
         if form.task is not None and (figure is None or not figure.beside):
             task_name = form.task.name
-        is_silent = form.task is not None and figure is None
+        is_silent = form.task is not None and figure is None  # FP32 predicts next to nothing
         return Accuracy(
             samples=self._samples,
             outputs=outputs,
@@ -361,6 +360,7 @@ class Comparison:
                     cosine_mean=figures.cosine_mean,
                     cosine_min=figures.cosine_min,
                     max_abs_error=figures.max_abs_error,
+                    # a slice that scores weight is rated like any other, though about its mean
                     less="" if part.at else part.less,
                 )
             )

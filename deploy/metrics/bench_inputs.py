@@ -19,6 +19,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 FEED_COUNT = 4  # number of different inputs, used in turn
 _EXAMPLE_SIZE = 224  # of an open dimension in the example of a message
+_VALUE_BYTES = 4  # of a number of a random input: float32
 
 
 def random_feeds(
@@ -55,7 +56,7 @@ def random_feeds(
         refuse_fixed_batch(inputs)
     input_shapes = [_choose_shape(spec, shapes.get(spec.name), batch) for spec in inputs]
 
-    needed_bytes = count * 4 * sum(map(prod, input_shapes))
+    needed_bytes = count * _VALUE_BYTES * sum(map(prod, input_shapes))
     memory = memory_bytes()
     if memory is not None and needed_bytes > memory:
         raise ConfigError(
@@ -114,8 +115,12 @@ def read_calibration_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return input -> the shape it was calibrated with, for inputs with open dimensions.
 
-    Read from the first manifest that lies next to one of `paths` and lists that file; empty without
-    such a manifest.
+    An engine is timed on inputs of that shape if the user gives none. It stands in the manifest of
+    the build that wrote the engine's file, which lies next to it; empty without a manifest.
+
+    Args:
+        paths: files of the engine and of the models beside it; the first with a manifest counts.
+        inputs: specs of the engine's inputs.
     """
     for path in paths:
         try:
@@ -126,7 +131,7 @@ def read_calibration_shapes(
             continue
         fitting_shapes = {}
         for spec in inputs:
-            shape = build.shapes.get(spec.name, ())
+            shape = build.shapes.get(spec.name, ())  # () does not fit
             if _has_open_dimension(spec) and _fits(spec, shape):
                 fitting_shapes[spec.name] = shape
         return fitting_shapes
@@ -179,7 +184,7 @@ def _choose_shape(
         )
     if batch is None:
         return tuple(shape)
-    if shape[0] != 1:
+    if shape[0] != 1:  # a scalar has no batch, and was refused before
         raise ConfigError(
             f"--batch gives the first dimension of every input, got --shape"
             f" {spec.name}:{_join(shape)}; write 1 there, or leave --batch out"

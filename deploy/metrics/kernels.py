@@ -81,14 +81,14 @@ def time_kernels(
     """
     fitting_runs = duration_ms / max(p50_ms, 1e-3)
     runs = round(min(max(fitting_runs, _MIN_RUNS), _MAX_RUNS)) + _WARMUP_RUNS
-    if isinstance(session, OrtSession):
+    if isinstance(session, OrtSession):  # ONNX Runtime profiles in a session that it opens itself
         executions = []
         for name, kind, us in profile_kernels(path, feeds, runs=runs, threads=session.threads):
             executions.append((name, kind, us / 1e3))
         return _summarize(executions, runs)
 
     refuse_untimed(path, session)
-    profiled_session = open_session()
+    profiled_session = open_session()  # it stays slow, so it is not the one that is timed
     assert isinstance(profiled_session, TimesLayers)
     return _summarize(profiled_session.layer_times(feeds, runs), runs)
 

@@ -231,10 +231,11 @@ def _ratio(rival_ms: float, engine_ms: float) -> float:
 
 
 def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> list[float]:
-    """Return the rival's median over the engine's in ten stretches of the iterations, ascending.
+    """Return how many times as fast the engine is as its rival, in ten stretches, ascending.
 
-    The lowest and the highest ratio are left out. Fewer than ten iterations are a stretch each, and
-    all count.
+    A stretch is a tenth of the iterations, in order; its ratio is that of the medians. The ratios
+    show how far the speed-up varies with the load of the machine. The lowest and the highest are
+    left out as outliers. Fewer than ten iterations are a stretch each, and all count.
     """
     stretch_count = min(_STRETCHES, len(rival_ms), len(engine_ms))
     if stretch_count == 0:
@@ -278,8 +279,8 @@ def measure(
         warmup_ms: warm-up time per session; at least one run.
         duration_s: measuring time, per session on average.
         min_iterations: minimum of measured runs of each session.
-        until_settled: whether to stop before the time is up once the interval of every session's
-            speed-up over the first is narrow.
+        until_settled: whether to stop before the time is up, once every session's speed-up over the
+            first hardly varies (`_SETTLED_RATIO`).
 
     Returns:
         label -> `Latency`, in the order of `sessions`.
@@ -302,7 +303,7 @@ def measure(
     warmup = _InterleavedTimer(sessions, feeds)
     warmup_s = len(sessions) * warmup_ms / 1000
     measured_s = len(sessions) * duration_s
-    with timed_phase("latency", warmup_s + measured_s):
+    with timed_phase("latency", warmup_s + measured_s):  # progress tells the time left of both
         warmup.run_rounds(seconds=warmup_s, rounds=1)
 
     timer = _InterleavedTimer(sessions, feeds)
@@ -431,18 +432,18 @@ class _InterleavedTimer:
         Args:
             seconds: least duration of all rounds.
             rounds: least number of rounds.
-            earliest_end_s: seconds after which the rounds may end before that, as soon as longer
-                measuring would hardly change the speed-ups.
+            earliest_end_s: from this many seconds on the rounds end as soon as longer measuring
+                would hardly change the speed-ups.
         """
         labels = list(self._sessions)
-        start, index = time.perf_counter(), 0
-        while index < rounds or time.perf_counter() - start < seconds:
-            feed = self._feeds[index % len(self._feeds)]
+        start, round_count = time.perf_counter(), 0
+        while round_count < rounds or time.perf_counter() - start < seconds:
+            feed = self._feeds[round_count % len(self._feeds)]
             for label in labels:
                 self._time(label, feed)
             if time.perf_counter() - start >= earliest_end_s and self._is_settled():
                 break
-            index += 1
+            round_count += 1
             labels.reverse()  # no session always runs first
 
     def _is_settled(self) -> bool:

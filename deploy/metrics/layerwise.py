@@ -58,16 +58,17 @@ def _without_padding(tensor: str) -> str:
 def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
     """Yield (name of a tensor, name of the tensor that layers read in its place).
 
-    A Q/DQ pair is a QuantizeLinear and its DequantizeLinear. A tensor in front of one is yielded
-    under its own name and under that of the pair's output, which layers read. Constants are left
-    out: they are weights, which another writer of models stores as initializers.
+    The latter is the output of the tensor's Q/DQ pair (a QuantizeLinear and its DequantizeLinear),
+    or the tensor itself without one. Each is yielded under both names, without the suffix that
+    marks additional channels. Constants are left out: they are weights, which another writer of
+    models stores as initializers.
     """
     dequantized_by_tensor = _find_dequantized(model)
-    from_kernels = _dequantized_from_kernels(model)
+    computed_as_integers = _dequantized_from_kernels(model)
     for node in model.graph.node:
         if node.op_type in ("QuantizeLinear", "Constant"):
             continue
-        if _is_dequantize(node) and node.output[0] not in from_kernels:
+        if _is_dequantize(node) and node.output[0] not in computed_as_integers:
             continue  # yielded with the tensor in front of its pair
         for output in filter(None, node.output):  # an optional output without a name is unused
             tensor = dequantized_by_tensor.get(output, output)
@@ -79,18 +80,17 @@ def _find_dequantized(model: ModelProto) -> dict[str, str]:
     """Return tensor -> tensor that layers read in its place, the output of a DequantizeLinear.
 
     The keys are inputs of QuantizeLinears, and the outputs of DequantizeLinears, which stand for
-    themselves.
+    themselves: if every reader reads int8, the output of the pair has the float tensor's name
+    (`deploy.targets.onnxruntime.qdq`).
     """
-    output_by_integers = {}
+    dequantized_by_integers = {}
     for node in model.graph.node:
         if _is_dequantize(node):
-            output_by_integers[node.input[0]] = node.output[0]
+            dequantized_by_integers[node.input[0]] = node.output[0]
     dequantized_by_tensor = {}
     for node in model.graph.node:
-        if _is_quantize(node) and node.output[0] in output_by_integers:
-            dequantized_by_tensor[node.input[0]] = output_by_integers[node.output[0]]
-    # if every reader reads int8, deploy.targets.onnxruntime.qdq moves the float tensor's name to
-    # the output of the pair
+        if _is_quantize(node) and node.output[0] in dequantized_by_integers:
+            dequantized_by_tensor[node.input[0]] = dequantized_by_integers[node.output[0]]
     for name in (*dequantized_by_tensor.values(), *_dequantized_from_kernels(model)):
         dequantized_by_tensor[name] = name
     return dequantized_by_tensor

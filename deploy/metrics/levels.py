@@ -71,10 +71,11 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     is_user_metric = task is not None and task.task == "metric"
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         lost_share = accuracy.top1_reference - accuracy.top1_candidate
-        return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, f"top-1 {_points(-lost_share)}")
+        text = f"top-1 {_percentage_points(-lost_share)}"
+        return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, text)
     if precision is not None and finds_objects(accuracy) and not is_user_metric:
         lost_share = precision.reference - precision.candidate
-        text = f"mAP .50:.95 {_points(-lost_share)}"
+        text = f"mAP .50:.95 {_percentage_points(-lost_share)}"
         return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, text)
     if task is not None:
         # boxes or labels that the float model lacks are no loss, but no good sign either
@@ -91,7 +92,7 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     return None
 
 
-def _points(share: float) -> str:
+def _percentage_points(share: float) -> str:
     """Return a gained share in percentage points, as "-0.37 points"; no change is "+0.00"."""
     return f"{100 * share + 0.0:+.2f} points"
 
@@ -134,7 +135,10 @@ def finds_objects(accuracy: Accuracy) -> bool:
 
 
 def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
-    """Yield (level, reason) for everything the figures show of int8.
+    """Yield (level, reason) for everything that the figures show of int8, in this order.
+
+    NaN, Inf and differing shapes; the loss of the task or of labels; the worst slice of the outputs
+    that the task does not cover; and the worst slice of all.
 
     `max_loss`: lost accuracy or share of the task that the user allows; None uses the limits above.
     """
@@ -151,18 +155,18 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
     if accuracy.task is not None:
         uncovered = [part for part in accuracy.parts if part.output in accuracy.task.beside]
         if uncovered:
-            worst_uncovered = uncovered[0]
+            worst_uncovered = uncovered[0]  # slices come in ascending order of SQNR
             yield _rate_slice(worst_uncovered, has_task=False, has_limit=False)
 
     worst = accuracy.worst
-    if worst is None or worst == worst_uncovered:
+    if worst is None or worst == worst_uncovered:  # rated above
         return
     has_task = accuracy.task is not None or accuracy.top1_reference is not None
     yield _rate_slice(worst, has_task=has_task, has_limit=max_loss is not None)
     if worst.less:  # the complete output, without an input or mean subtracted, counts too
-        (db,) = [output.sqnr_db for output in accuracy.outputs if output.name == worst.output]
+        output = next(output for output in accuracy.outputs if output.name == worst.output)
         limits = _TASK_PART_LIMITS if has_task else _PART_LIMITS
-        yield _level(-db, limits), f"{db:.1f} dB in {worst.output}"
+        yield _level(-output.sqnr_db, limits), f"{output.sqnr_db:.1f} dB in {output.name}"
 
 
 def _rate_slice(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple[str, str]:
@@ -187,30 +191,17 @@ def question_reference(accuracy: Accuracy) -> LevelReasons:
 
     Such as outputs of zeros, too few samples, and labels that do not fit.
     """
-    samples = accuracy.samples
-    if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
-        yield (
-            DOUBTFUL,
-            "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights",
-        )
-    elif samples < _MIN_SAMPLES:
-        samples_are = "sample is" if samples == 1 else "samples are"
-        missing = _MIN_SAMPLES - samples
-        yield DOUBTFUL, f"{samples} {samples_are} too few; {missing} more would do"
-    elif accuracy.alike:
-        yield (
-            DOUBTFUL,
-            f"{FLOAT_MODEL} gives nearly the same outputs for all {samples} samples; check the"
-            " inputs, or judge on samples that differ",
-        )
-    if samples < _MIN_CHANCE_SAMPLES:
+    yield from _doubt_outputs(accuracy)
+    if accuracy.samples < _MIN_CHANCE_SAMPLES:
         return  # neither classes nor boxes can be told from chance
+
+    favourite_share = accuracy.favourite or 0.0
     if accuracy.top1_reference is not None and accuracy.classes:
         yield from _doubt_top1(accuracy, accuracy.top1_reference, accuracy.classes)
-    elif accuracy.classes and (accuracy.favourite or 0) >= _MAX_FAVOURITE:
+    elif accuracy.classes and favourite_share >= _MAX_FAVOURITE:
         yield (
             DOUBTFUL,
-            f"{FLOAT_MODEL} gives one class to {100 * (accuracy.favourite or 0):.0f} % of its"
+            f"{FLOAT_MODEL} gives one class to {100 * favourite_share:.0f} % of its"
             " images; check the preprocessing, or judge on images of more classes",
         )
     precision = accuracy.precision
@@ -220,6 +211,26 @@ def question_reference(accuracy: Accuracy) -> LevelReasons:
             f"{FLOAT_MODEL} itself finds next to none of the {precision.objects} objects:"
             f" mAP .50 {100 * precision.reference_50:.2f} %; check --preprocess, --mean, --std,"
             " --color, and the boxes and categories of the labels",
+        )
+
+
+def _doubt_outputs(accuracy: Accuracy) -> LevelReasons:
+    """Doubt outputs of zeros, too few samples, or outputs that are the same in all samples."""
+    samples = accuracy.samples
+    if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
+        yield (
+            DOUBTFUL,
+            "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights",
+        )
+    elif samples < _MIN_SAMPLES:
+        subject = "sample is" if samples == 1 else "samples are"
+        missing = _MIN_SAMPLES - samples
+        yield DOUBTFUL, f"{samples} {subject} too few; {missing} more would do"
+    elif accuracy.alike:
+        yield (
+            DOUBTFUL,
+            f"{FLOAT_MODEL} gives nearly the same outputs for all {samples} samples; check the"
+            " inputs, or judge on samples that differ",
         )
 
 

@@ -122,14 +122,16 @@ class RunningError:
     def _add_row(self, reference: Array, candidate: Array) -> None:
         """Add one sample; one with NaN or Inf is only counted as such."""
         sums, max_error = _pair_sums(reference, candidate)
-        if not np.isfinite(sums).all():  # NaN, Inf, or finite values whose squares overflow
-            is_finite = [bool(np.isfinite(row).all()) for row in (reference, candidate)]
-            self.not_finite[0] += not is_finite[0]
-            self.not_finite[1] += not is_finite[1]
-            if not all(is_finite):
+        if not np.isfinite(sums).all():
+            reference_is_finite = bool(np.isfinite(reference).all())
+            candidate_is_finite = bool(np.isfinite(candidate).all())
+            self.not_finite[0] += not reference_is_finite
+            self.not_finite[1] += not candidate_is_finite
+            if not reference_is_finite or not candidate_is_finite:
                 return
+            # finite values whose squares overflow: the figures become Inf or NaN
         self.sums += sums
-        # rows of another length than the first have no mean with it
+        # the sum begins as a single 0; rows of another length than the first have no mean with it
         if self.reference_sum is not None and self.reference_sum.size in (1, reference.size):
             self.reference_sum = self.reference_sum + reference.astype(np.float64)
         self.max_values = max(self.max_values, reference.size)
@@ -144,23 +146,23 @@ class RunningError:
 
         They are NaN if any sample held NaN or Inf or differed in shape, and without any sample.
         """
-        reference_not_finite, candidate_not_finite = self.not_finite
         figures = OutputAccuracy(
             name=self.name,
             sqnr_db=math.nan,
             cosine_mean=math.nan,
             cosine_min=math.nan,
             max_abs_error=math.nan,
-            not_finite=(reference_not_finite, candidate_not_finite),
+            not_finite=(self.not_finite[0], self.not_finite[1]),
             other_shape=self.other_shape,
         )
         has_samples = self.samples > 0 or self.empty > 0
         if any(self.not_finite) or self.other_shape or not has_samples:
             return figures
 
-        signal, _, _, noise = map(float, self.sums)  # sums of squares, as in `_pair_sums`
+        signal, noise = float(self.sums[0]), float(self.sums[3])  # sums of r^2 and of (r - c)^2
         is_zero = signal == noise == 0
-        if self.reference_sum is not None:  # sum r^2 - n mean^2: only the deviation from the mean
+        if self.reference_sum is not None:
+            # sum r^2 - (sum r)^2 / n: only the deviation from the mean; n is 0 if all were empty
             signal -= float(np.square(self.reference_sum).sum()) / max(self.samples, 1)
         # the cosine of single values is only their sign, so one is taken over all samples
         cosine_mean = cosine_min = _cosine(self.sums)
@@ -261,7 +263,8 @@ class RepeatedInput(NamedTuple):
 def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedInput | None:
     """Return the input that an output repeats with a small change in all samples; or None.
 
-    Of several inputs and interpolations, the pair that leaves the smallest change is returned.
+    A denoiser or a super resolution does so: its input, perhaps resized, would have a good SQNR
+    already. Of several inputs and interpolations, the pair with the smallest change is returned.
 
     Args:
         samples: the output's array of each sample.
@@ -273,16 +276,15 @@ def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedI
             db = _unchanged_input_db(samples, [sample[name] for sample in inputs], resize)
             if db > best_db:
                 best_db, repeated_input = db, RepeatedInput(name, resize)
-    # a larger change is an output of its own; a smaller one is only rounding
-    if GIVEN_BACK_DB <= best_db <= ROUNDING_DB:
-        return repeated_input
-    return None
+    if best_db < GIVEN_BACK_DB or best_db > ROUNDING_DB:
+        return None  # the output is another one than the input, or differs by rounding alone
+    return repeated_input
 
 
 def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
     """Return the SQNR in dB of a model that would give its input back unchanged.
 
-    0 for an input that does not fit the output.
+    0 for an input that does not fit the output, and for one that the output equals.
 
     Args:
         outputs: output of each sample.
@@ -299,7 +301,7 @@ def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
             return 0.0
         signal += float(np.square(output, dtype=np.float64).sum())
         change += float(np.square(np.subtract(output, enlarged_input, dtype=np.float64)).sum())
-    if change <= 0:  # the output is the input: nothing to measure
+    if change <= 0:  # there is no change that could be measured
         return 0.0
     return sqnr_db(signal, change)
 
@@ -325,23 +327,24 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
     """
     if not resize:
         return source if source.shape == shape else None
-    if not len(shape) == source.ndim == _PICTURE_DIMENSIONS or not source.size:
+    are_pictures = source.ndim == len(shape) == _PICTURE_DIMENSIONS
+    if not are_pictures or not source.size:
         return None
 
     output = np.empty(shape, np.float64)
-    enlarged = output  # a view with the channels first, as of `source`
+    planes = output  # a view of it with the channels first, filled in place
     if source.shape[3] == shape[3] and source.shape[1] != shape[1]:  # channels last
-        source, enlarged = np.moveaxis(source, 3, 1), np.moveaxis(output, 3, 1)
+        source, planes = np.moveaxis(source, 3, 1), np.moveaxis(output, 3, 1)
     batch, channels, height, width = source.shape
-    scale = enlarged.shape[2] // height
+    scale = planes.shape[2] // height
     scaled_height, scaled_width = height * scale, width * scale
-    is_scaled = enlarged.shape == (batch, channels, scaled_height, scaled_width)
+    is_scaled = planes.shape == (batch, channels, scaled_height, scaled_width)
     if not is_scaled or not 2 <= scale <= _MAX_SCALE:
         return None
 
     for index in np.ndindex(batch, channels):
         plane = source[index].astype(np.float64)
-        enlarged[index] = cv2.resize(
+        planes[index] = cv2.resize(
             plane, (scaled_width, scaled_height), interpolation=_RESIZES[resize]
         )
     return output
@@ -353,10 +356,10 @@ _MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it c
 
 
 def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array | None:
-    """Return the mean over samples [1, ...], if most of the signal is in it; else None.
+    """Return the mean over samples [1, ...], if the values vary little about it; else None.
 
-    Then only the deviation from the mean is measured, since a model that always gives the mean
-    would look good.
+    They do if most of the signal, the sum of squares, is the mean's. A model that always gives the
+    mean would look good, so only the deviation from it is measured then.
 
     Args:
         samples: the array of each sample.
@@ -371,8 +374,8 @@ def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array |
     values = np.stack(samples)
     if weights is not None:
         return find_large_mean(values, np.stack(weights))
-    in_unit = values.min() >= 0 and values.max() <= 1
-    if in_unit and not are_relative(values.reshape(len(samples), -1)):
+    may_be_probabilities = values.min() >= 0 and values.max() <= 1
+    if may_be_probabilities and not are_relative(values.reshape(len(samples), -1)):
         return None  # probabilities near 1 deviate little from their mean, and are no regression
     return find_large_mean(values, np.ones(values.shape))
 

@@ -91,17 +91,18 @@ class OutputForm:
         """
         prepared = {**outputs}
         for part in self.parts:
+            name = part.output
+            is_minus_input = bool(part.less) and part not in self.means
+            if is_minus_input:  # no scores weight such a slice
+                prepared[name] = subtract_input(outputs[name], inputs[part.less], part.resize)
+                continue
             # slices are changed in place below, so their output is copied first
-            if (part.at or part in self.means) and prepared[part.output] is outputs[part.output]:
-                prepared[part.output] = np.array(outputs[part.output])
-            value = prepared[part.output]
+            if (part.at or part in self.means) and prepared[name] is outputs[name]:
+                prepared[name] = np.array(outputs[name])
             if part in self.means:
-                subtract_usual(part.of(value), self.means[part])
-            elif part.less:  # name of an input
-                source = inputs[part.less]
-                prepared[part.output] = subtract_input(value, source, part.resize)
+                subtract_usual(part.of(prepared[name]), self.means[part])
             if part.at:
-                part.weight(value, reference)
+                part.weight(prepared[name], reference)
         return prepared
 
 
@@ -126,8 +127,10 @@ def derive_form(
     """
     metric = metric or Metric(None)
     samples = _split_samples(reference_outputs, inputs, metric.declared)
-    count = form_samples(samples.inputs[0], samples.outputs[0])
-    first = replace(samples, inputs=samples.inputs[:count], outputs=samples.outputs[:count])
+    sample_count = form_samples(samples.inputs[0], samples.outputs[0])
+    first = replace(
+        samples, inputs=samples.inputs[:sample_count], outputs=samples.outputs[:sample_count]
+    )
     task, declared_by = recognise_task(first, metric.task)
     uncovered = () if task is None else _find_uncovered(task, first)
 
@@ -137,26 +140,23 @@ def derive_form(
     for name in reference_outputs[0]:
         slices[name] = task_slices[name] if name in task_slices else _slice_output(name, first)
 
-    # what is measured of each slice
+    # slice as it is measured -> mean to subtract from it, or None
     scores = _find_cell_scores(slices, first)
-    parts: list[OutputSlice] = []
-    means: dict[OutputSlice, Array] = {}
+    mean_by_part: dict[OutputSlice, Array | None] = {}
     for name, output_slices in slices.items():
         is_uncovered = task is None or name in uncovered
-        measured = _apply_rules(name, output_slices, task, is_uncovered, samples, scores)
+        measured = _choose_measures(name, output_slices, task, is_uncovered, samples, scores)
         slices[name] = tuple(measured)
-        for part, mean in measured.items():
-            parts.append(part)
-            if mean is not None:
-                means[part] = mean
+        mean_by_part |= measured
 
-    if not parts and task is None:
+    parts = list(mean_by_part)
+    if not parts and task is None:  # integers alone, which still are equal or not
         parts = [OutputSlice(output=name) for name in reference_outputs[0]]
     return OutputForm(
         parts=tuple(parts),
         task=task,
         states=find_states(first),
-        means=means,
+        means={part: mean for part, mean in mean_by_part.items() if mean is not None},
         uncovered=uncovered,
         reason=_describe_task(task, first, slices, declared_by),
         set_task=metric.task,
@@ -180,7 +180,7 @@ def _find_cell_scores(
     return find_cell_scores(values_by_slice)
 
 
-def _apply_rules(
+def _choose_measures(
     name: str,
     slices: Sequence[OutputSlice],
     task: EvaluationTask | None,
@@ -188,10 +188,13 @@ def _apply_rules(
     samples: FirstSamples,
     scores: Mapping[OutputSlice, OutputSlice],
 ) -> dict[OutputSlice, Array | None]:
-    """Return slice of an output -> mean to subtract from it, or None; with weights by scores.
+    """Return the slices of an output as they are measured, each with its mean to subtract, or None.
 
-    Values that the task reads count everywhere and without a mean, except key points, which vary
-    little about theirs. Other values may be weighted by scores, or have a mean.
+    ============================  ==================================================
+    outputs that the task reads   as the task slices and weights them, without a mean
+    its key points                the same, but about their mean: they vary little
+    other outputs                 weighted by scores of the same cells, or about a mean
+    ============================  ==================================================
 
     Args:
         name: name of the output.
@@ -207,6 +210,7 @@ def _apply_rules(
     if task is None or name not in task.parts:  # slices of the task have their weights already
         slices = [replace(part, at=part.at or scores.get(part)) for part in slices]
 
+    # beside slices that scores weight, the others say little without such a weight
     is_weighted = any(part.at for part in slices)
     may_have_mean = not is_weighted and (are_points or is_uncovered)
     measured = {}
@@ -223,11 +227,14 @@ def _apply_rules(
 def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) -> Array | None:
     """Return the mean that a slice varies little about; None if it has none.
 
-    `are_points`: whether the slice holds key points. Then each of its numbers has a mean.
+    Key points, or a few numbers a sample, have a mean for each number. A value per time step, such
+    as a pitch, has one for all steps.
+
+    `are_points`: whether the slice holds key points.
     """
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
     if part.at is None:  # no scores weight the slice
-        # of many numbers that are no points, none is meaningful by itself
+        # a single one of many numbers, such as of a feature map, means nothing
         if not are_points and values[0].size > FEW:
             return None
         return find_usual_values(values)
@@ -235,7 +242,7 @@ def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) ->
     if are_points:
         return find_usual_values(values, weights)
 
-    # one value per time step: all steps have one mean together
+    # one value per time step
     if not all(map(is_vector, values)):
         return None
     step_values = np.concatenate([value.reshape(-1, 1) for value in values])
@@ -246,19 +253,19 @@ def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) ->
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
     """Return the outputs that the figure of a task says nothing of.
 
-    Three kinds of outputs say nothing new and are not among them: scores before their activation,
-    states for the next call, and maps of the same shape as one of the task's, which an earlier
-    stage of the network computes.
+    Outputs that add nothing to what the task reads are left out, too.
     """
     if not task.covered:  # the task does not tell beforehand which outputs it reads
         return ()
-    covered = {*task.covered, *task.lists, *find_states(samples)}
-    covered |= {*samples.declared.probabilities}
+    covered = {*task.covered, *task.lists}
+    covered |= {*find_states(samples)}  # the next call takes them
+    covered |= {*samples.declared.probabilities}  # scores before their activation
     map_shapes = set()
     for name in covered:
         map_shapes |= {value.shape for value in samples.arrays(name) if value.ndim == _MAP}
     uncovered = []
     for name, values in samples.float_outputs.items():
+        # maps as of the task, such as those of an earlier stage of the network
         is_stage = any(value.shape in map_shapes for value in values)
         if name not in covered and not is_stage:
             uncovered.append(name)
@@ -287,7 +294,8 @@ def _describe_task(
             continue
         parts = [part for part in slices[name] if part.axis] or [OutputSlice(output=name)]
         for part in parts:
-            descriptions.append(_describe_slice(replace(part, at=None), samples.arrays(name)))
+            unweighted = replace(part, at=None)  # the label of a weighted slice names its scores
+            descriptions.append(_describe_slice(unweighted, samples.arrays(name)))
     hidden_count = len(descriptions) - _LISTED_SLICES
     text = f"{task.name}{declared_text}: {', '.join(descriptions[:_LISTED_SLICES])}"
     if hidden_count > 0:

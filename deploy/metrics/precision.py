@@ -226,8 +226,9 @@ class PrecisionTally:
     def _find_classes(self, categories: Integers) -> Integers:
         """Return the model's class number of each category id.
 
-        The number of the model's classes decides how they are numbered: as many as categories are
-        numbered in the order of the ids; more than the largest id are numbered by the id itself.
+        It depends on how many classes the model has. If there are as many as categories, they are
+        numbered in the order of the ids. If there are more than the largest id, the id is the
+        number; if as many as the largest id, the number is one less.
 
         Raises:
             FeedError: the model's classes do not match the categories.
