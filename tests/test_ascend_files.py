@@ -114,7 +114,8 @@ def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size)
     expected = preprocess_image(pixels, preprocess)[0]  # a tint that changes slowly survives 4:2:0
     placed, (top, left_column), box = pixels, (0, 0), pixels.shape[:2]
     if size is None:
-        (placed, (top, left_column)), box = resize_to_input(pixels, preprocess), preprocess.box
+        placed, (top, left_column) = resize_to_input(pixels, preprocess)
+        box = preprocess.input_size
     elif plan := files.frame_plan:
         (top, left_column), box = plan.corner, plan.stored
         placed = cv2.resize(pixels, plan.resized[::-1]).reshape(*plan.resized, -1)
@@ -291,7 +292,7 @@ def test_host_resizing_is_described_with_sizes(changes, options, size, note):
     files = aipp.write_aipp(preprocess, frame_source)
     assert files.host_notes[0] == note
     assert files.parameters.src_image_size_w % 16 == 0 or not frame_source.is_yuv
-    assert files.parameters.crop == (files.frame_plan.stored != preprocess.box)
+    assert files.parameters.crop == (files.frame_plan.stored != preprocess.input_size)
 
 
 SECRET = "/home/someone/secret/train.py"

@@ -115,8 +115,8 @@ def test_interrupt_takes_results_of_drawn_items(threads, monkeypatch):
         finish(self)
         has_ended.set()
 
-    has_ended, finish = threading.Event(), _OrderedRun.finish
-    monkeypatch.setattr(_OrderedRun, "finish", finished)
+    has_ended, finish = threading.Event(), _OrderedRun.stop_drawing
+    monkeypatch.setattr(_OrderedRun, "stop_drawing", finished)
     pause = Pause(is_due=lambda number: False, run=rested.append)
     samples = ({"x": np.zeros(1)} for _ in range(1000))
     handler_before = signal.signal(signal.SIGUSR1, raised)

@@ -585,7 +585,7 @@ def test_picture_uses_shorter_encoding():
 def select_views(folder, count=4, **options):
     """A feed of which so many samples are to be shown."""
     feed = open_feed(str(folder), [IMAGE], preprocess=Preprocess(size=(16, 16)), **options)
-    feed.cache_samples(0, previews=count)
+    feed.cache_samples(0, preview_count=count)
     return feed
 
 

@@ -108,7 +108,7 @@ def signal_at_sample(sample, send, patched):
     count = itertools.count(1)
     is_finished = threading.Event()
     run = VariantRunner.run
-    finish = _OrderedRun.finish
+    finish = _OrderedRun.stop_drawing
 
     def run_and_signal(self, *args):
         number = next(count)
@@ -124,7 +124,7 @@ def signal_at_sample(sample, send, patched):
 
     patched.setattr(signals, "GRACE_S", 300)  # for which an inference that was begun may last
     patched.setattr(VariantRunner, "run", run_and_signal)
-    patched.setattr(_OrderedRun, "finish", finish_and_release)
+    patched.setattr(_OrderedRun, "stop_drawing", finish_and_release)
     return run_numbers
 
 

@@ -58,9 +58,10 @@ _FILE_FLAGS = frozenset(
 
 
 def deployment_options(command: Callable[..., Report]) -> CommandFunction:
-    """Add where files go, what they are tried on, and Ascend's own options that do not calibrate.
+    """Add the output folder, trial inputs, and Ascend's options that do not affect calibration.
 
-    The command gets them as keyword arguments; the report that it returns is printed.
+    The command gets the inputs as `inputs`, Ascend's options as `target` and the others by name. It
+    returns a report, which is printed here.
     """
 
     @wraps(command)
@@ -267,11 +268,10 @@ def auto(
 
     evaluation_feed = calibrated.feed
     if evaluation is not None:
-        has_label_folders = label_values == BY_FOLDER
         evaluation_feed = calibrated.loaded.open_samples(
-            evaluation, labels_by_folder=has_label_folders
+            evaluation, labels_by_folder=label_values == BY_FOLDER
         )
-        apply_labels(label_values, evaluation_feed)
+        apply_labels(label_values, evaluation_feed)  # class numbers of a file
     result = ascend_auto.auto_calibrate(
         target,
         calibrated,

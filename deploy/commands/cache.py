@@ -327,6 +327,7 @@ def from_qdq(
         _print_inferred(inferred_scales)
         return
 
+    # tensors of the float model around which the Q/DQ model had no pair
     scales = float_model.scales
     unpaired_names = [name for name in trt_tensors(float_model.model) if name not in scales]
     if unpaired_names:

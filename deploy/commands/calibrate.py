@@ -88,10 +88,10 @@ def calibrate(
         cache_path = path
     else:
         number, count = _parse_shard(shard, calibration.cache)
-        shard_choice = replace(to_choice(dataset.limit), shard=(number, count))
-        dataset = replace(dataset, limit=shard_choice)
+        choice = to_choice(dataset.limit)  # of the images of all shards
+        dataset = replace(dataset, limit=replace(choice, shard=(number, count)))
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
-        cache_path = None  # shards are merged into one
+        cache_path = None  # `calib8 merge` writes it
         name_output(path, "shard", force=calibration.cache.force)
     options = calibration.options(
         cache_path,
@@ -99,7 +99,7 @@ def calibrate(
         images,
         scheduler=scheduler,
         resume=resume,
-        checkpoint=checkpoint_path(path),
+        checkpoint=checkpoint_path(path),  # beside the file that is written
     )
     resolved_model = resolve_model(model, input_texts, weights)
     calibrated = calibrate_with(resolved_model, dataset, options, targets=targets)

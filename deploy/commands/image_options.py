@@ -318,14 +318,15 @@ def _image_options(
 
     Args:
         command: the command.
-        takes_script: whether --calibrator-script may stand in place of --images.
-        is_required: whether one of both must be given; --images must be if `takes_script` is False.
+        takes_script: whether there is --calibrator-script, which may stand in place of --images.
+        is_required: whether the samples must be given, by one of these two.
     """
 
     @wraps(command)
     def run(**arguments: Any) -> None:
         from deploy.machine import worker_threads
 
+        # each option of the images is taken out of the arguments; the others are the command's own
         source = arguments.pop("images") or ""
         script = arguments.pop("calibrator_script", None) or ""
         if source and script:
@@ -336,14 +337,14 @@ def _image_options(
         if is_required and not source and not script:
             refuse_no_images()
         images = ImageArguments(
-            dataset=_dataset(arguments, source),
+            dataset=_take_dataset(arguments, source),
             script=script,
             until_stable=take_stable_share(arguments),
             threads=worker_threads(arguments.pop("threads")),
         )
         command(images=images, **arguments)
 
-    options = [*_options(f"{SOURCES}.", required=not takes_script)]
+    options = [*_options(help_text=f"{SOURCES}.", required=not takes_script)]
     if takes_script:
         options += [calibrator_script_option, *_STABILITY_OPTIONS]
     return base.add_options(run, [*options, base.threads_option(section=base.GENERAL)])
@@ -356,8 +357,11 @@ feed_options = partial(_image_options, takes_script=True)
 build_options = partial(_image_options, takes_script=True, is_required=False)
 
 
-def _dataset(arguments: dict[str, Any], source: str) -> Dataset:
-    """Take the options on how images are read out of a command's, as a `Dataset`."""
+def _take_dataset(arguments: dict[str, Any], source: str) -> Dataset:
+    """Take the options on how images are read out of `arguments`; return them as a `Dataset`.
+
+    `source`: path of the images; "" without.
+    """
     from deploy.feed.feed import Dataset
 
     return Dataset(
@@ -429,19 +433,19 @@ def input_options(purpose: str) -> Decorator:
             source = arguments.pop("images")
             if source is None:
                 base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
-            dataset = _dataset(arguments, source or "")
+            dataset = _take_dataset(arguments, source or "")
             command(dataset=dataset if source else None, **arguments)
 
-        return base.add_options(run, _options(f"{purpose}: {SOURCES}."))
+        return base.add_options(run, _options(help_text=f"{purpose}: {SOURCES}."))
 
     return add_images
 
 
-def _options(text: str, *, required: bool = False) -> Sequence[Callable[..., Any]]:
+def _options(*, help_text: str, required: bool = False) -> Sequence[Callable[..., Any]]:
     """Return --images with this help text, and the options on how images are read."""
     return (
         base.image_option(
-            "--images", type=base.IMAGE_SOURCE, required=required, metavar="PATH", help=text
+            "--images", type=base.IMAGE_SOURCE, required=required, metavar="PATH", help=help_text
         ),
         preprocess_options,
         raw_options,

@@ -248,9 +248,10 @@ def target_options(
 
 
 def one_target(section: str) -> Decorator:
-    """Return a decorator that adds `--target`, and options that place pairs in a PyTorch model.
+    """Return a decorator that adds `--target`, and options that place Q/DQ in a PyTorch model.
 
-    The command gets the one configured target as `target`.
+    A pair of QuantizeLinear and DequantizeLinear stands at each quantized tensor. The command gets
+    the one configured target as `target`.
 
     `section`: section of the help that lists `--target`.
     """

@@ -27,11 +27,12 @@ from deploy.tuning import CPU_NAMES, PREFERENCES
 _FIRST_LINE = "# The options of a build: calib8 {} --config {}"
 # of one run only, never in a file
 _ONE_RUN_KEYS = frozenset(("config", "trust-config", "force", "resume", "help"))
+# these say where and how a build runs, not what it builds
 _UNWRITTEN_KEYS = _ONE_RUN_KEYS | frozenset(
     ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
-)  # without effect on what is built, so not written
-# option on the command line -> options of the file that it replaces
-_REPLACED_BY = {
+)
+# option on the command line -> options of the file that have no effect then
+_OVERRIDDEN_OPTIONS = {
     "split": ("plan", "effort"),
     "plan": ("split", "effort"),
     "effort": ("split", "plan"),
@@ -97,9 +98,9 @@ class ConfiguredCommand(SectionedCommand):
         if the user typed its name too, or if no other user can write the file.
         """
         file_values = options_in(self, file)
-        for name in _REPLACED_BY.keys() & line_values.keys():
-            for replaced_name in _REPLACED_BY[name]:
-                file_values.pop(replaced_name, None)
+        for name in _OVERRIDDEN_OPTIONS.keys() & line_values.keys():
+            for overridden_name in _OVERRIDDEN_OPTIONS[name]:
+                file_values.pop(overridden_name, None)
         if "trust_config" not in line_values:
             from deploy.files.usercode import distrust_config
 
@@ -122,7 +123,7 @@ def _value_texts(value: Any) -> list[str]:
 
 
 def _setting_lines(command: click.Command, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a TOML file of a command's options.
+    """Yield the lines of a TOML file with the options that decide what a command builds.
 
     Args:
         command: the command.
@@ -137,7 +138,7 @@ def _setting_lines(command: click.Command, values: Mapping[str, Any]) -> Iterato
         if param.name not in values or key in _UNWRITTEN_KEYS:
             continue
         value = values[param.name]
-        if any(map(_UNDECODED_BYTE.search, _value_texts(value))):
+        if any(map(_UNDECODED_BYTE.search, _value_texts(value))):  # TOML holds Unicode only
             yield f"# {key} has a name that is no text: it must be typed"
         else:
             yield f"{toml.toml_key(key)} = {_toml_value(param, value)}"

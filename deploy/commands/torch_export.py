@@ -111,6 +111,7 @@ def export(
         exported, agreement = export_float(module, inputs, opset=opset, dynamic_batch=dynamic_batch)
         say(str(agreement))
     else:
+        # takes --raw-shape and --raw-dtype out, so that the options of preprocessing remain
         image_source = take_source(image_options, images or "") or None
         result = export_quantized(
             module,

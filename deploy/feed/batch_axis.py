@@ -45,25 +45,25 @@ def mark_first_axes(
         raise ConfigError(
             f"the batch axis must be {', '.join(CHOICES[:-1])} or {NONE}, got {choice!r}"
         )
-    fixed_batch = _find_fixed_batch(inputs)
+    common_rows = _find_common_rows(inputs)
     if choice != AUTO:
         has_batch = choice == FIRST
-    elif fixed_batch > 1:  # if an output has fewer rows, they are the parts of one sample
-        has_batch = all(_may_hold_samples(output.shape, fixed_batch) for output in outputs)
+    elif common_rows > 1:  # as many samples, unless an output has another number of rows
+        has_batch = all(_may_hold_samples(output.shape, common_rows) for output in outputs)
     else:
         has_batch = not _is_graph(inputs)
 
-    batch_meaning = FirstAxis.CONTENT
+    meaning = FirstAxis.CONTENT
     if has_batch:
-        batch_meaning = FirstAxis.ROWS
-    elif fixed_batch > 1:
-        batch_meaning = FirstAxis.PARTS
+        meaning = FirstAxis.ROWS
+    elif common_rows > 1:
+        meaning = FirstAxis.PARTS
 
     # an input of another fixed size, such as a state [2, N, 64], has no batch in front
     marked_inputs = []
     for spec in inputs:
-        may_be_batch = has_open_first(spec) or spec.shape[:1] in ((1,), (fixed_batch,))
-        first_axis = batch_meaning if may_be_batch else FirstAxis.CONTENT
+        has_this_meaning = has_open_first(spec) or spec.shape[:1] in ((1,), (common_rows,))
+        first_axis = meaning if has_this_meaning else FirstAxis.CONTENT
         marked_inputs.append(replace(spec, first_axis=first_axis))
     return tuple(marked_inputs)
 
@@ -73,10 +73,10 @@ def without_batch(inputs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     return tuple(replace(spec, first_axis=FirstAxis.CONTENT) for spec in inputs)
 
 
-def _find_fixed_batch(inputs: Iterable[TensorSpec]) -> int:
-    """Return the batch that all inputs fix in their first of several dimensions, else 1.
+def _find_common_rows(inputs: Iterable[TensorSpec]) -> int:
+    """Return the size that all inputs fix in their first of several dimensions; 1 without one.
 
-    An input [3, H, W] is an image without a batch dimension, no batch of 3.
+    An input [3, H, W] is an image without a batch dimension: it has no 3 rows.
     """
     first_sizes: set[int | str | None] = set()
     for spec in inputs:
@@ -116,14 +116,16 @@ def _may_hold_samples(shape: tuple[int | str | None, ...], size: int) -> bool:
 def _is_graph(inputs: Sequence[TensorSpec]) -> bool:
     """Whether inputs are those of a graph network, whose nodes are no batch.
 
-    Beside the nodes [N, ...] an input holds the edges: integers [2, E], or a matrix [N, N].
+    Beside the nodes [N, ...] an input holds the edges: integers [2, E], or a matrix [N, N]. N and E
+    are open: names, or None.
     """
     for spec in inputs:
-        if len(spec.shape) != 2 or isinstance(spec.shape[1], int):
-            continue  # no edges, whose number is open
+        may_be_edges = len(spec.shape) == 2 and not isinstance(spec.shape[1], int)
+        if not may_be_edges:
+            continue
         open_inputs = filter(has_open_first, inputs)
         node_counts = [other.shape[0] for other in open_inputs if other is not spec]
-        row_count, column_count = spec.shape  # a name such as "N", or None, where it is open
+        row_count, column_count = spec.shape
         if spec.dtype in ("int32", "int64"):
             has_edges = row_count == 2 and bool(node_counts)
         else:

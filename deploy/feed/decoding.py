@@ -199,9 +199,9 @@ class _StderrCapture:
         self._stderr, self._stream, self._descriptor = stderr, stream, descriptor
         self._original_stream: int | None = None
         self._changed = threading.Condition()
-        self._active_threads = 0  # threads decoding now
-        self._calls = 0  # captures ever started
-        self._exclusive_calls = 0  # captures that exclude other threads or wait to do so
+        self._active_count = 0  # captures that have begun and not ended, each in its thread
+        self._begun_count = 0  # captures that ever began
+        self._exclusive_count = 0  # captures that exclude other threads or wait to do so
 
     @contextmanager
     def capture(self, *, exclusive: bool) -> Iterator[_DecoderOutput]:
@@ -213,39 +213,39 @@ class _StderrCapture:
         output = _DecoderOutput()
         with self._changed:
             if exclusive:
-                self._exclusive_calls += 1
-                self._changed.wait_for(lambda: not self._active_threads)
+                self._exclusive_count += 1
+                self._changed.wait_for(lambda: not self._active_count)
             else:  # those that wait to be exclusive go first
-                self._changed.wait_for(lambda: not self._exclusive_calls)
-            size_before = self._start()
-            call_number = self._calls
-            started_alone = self._active_threads == 1
+                self._changed.wait_for(lambda: not self._exclusive_count)
+            self._active_count += 1
+            self._begun_count += 1
+            number = self._begun_count  # of this capture
+            is_alone = self._active_count == 1
+            if is_alone:
+                self._original_stream, self._stderr.value = self._stderr.value, self._stream
+            size_before = os.fstat(self._descriptor).st_size
         try:
             yield output
         finally:
             with self._changed:
-                self._exclusive_calls -= exclusive
-                # no other thread was decoding at the start, and none has started since
-                output.was_exclusive = started_alone and self._calls == call_number
-                output.lines += self._stop(size_before)
+                if exclusive:
+                    self._exclusive_count -= 1
+                # no other capture was in progress at the beginning, and none has begun since
+                output.was_exclusive = is_alone and self._begun_count == number
+                output.lines += self._end(size_before)
 
-    def _start(self) -> int:
-        """Start capturing; return the size of the file so far."""
-        self._active_threads += 1
-        self._calls += 1
-        if self._active_threads == 1:
-            self._original_stream, self._stderr.value = self._stderr.value, self._stream
-        return os.fstat(self._descriptor).st_size
+    def _end(self, size_before: int) -> list[str]:
+        """Return the lines printed since; the last thread restores the C library's stderr.
 
-    def _stop(self, size_before: int) -> list[str]:
-        """Return the new lines; the last thread restores the C library's stderr."""
-        self._active_threads -= 1
-        if not self._active_threads:
+        `size_before`: bytes in the temporary file when the capture began.
+        """
+        self._active_count -= 1
+        if not self._active_count:
             self._stderr.value = self._original_stream
         size = os.fstat(self._descriptor).st_size
         count = min(max(size - size_before, 0), _MAX_OUTPUT_BYTES)
         output = os.pread(self._descriptor, count, size_before)
-        if not self._active_threads and size:
+        if not self._active_count and size:
             os.ftruncate(self._descriptor, 0)
         self._changed.notify_all()
         return _printable_lines(output.decode("ascii", "backslashreplace"))
@@ -262,12 +262,14 @@ def _printable_lines(text: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _stderr_capture() -> _StderrCapture | None:
-    """Return the process's capture of the C library's stderr; None where that cannot be redirected.
+    """Return the process's capture of decoder output; None where it is not possible.
 
-    Its stream is never closed, since a thread may still write to it.
+    The decoders print to the stream in the C library's variable `stderr`. A stream of a temporary
+    file is opened to take its place. It is never closed, since a thread may still write to it.
     """
     try:
         library = ctypes.CDLL(None)
+        # the name of the variable in the library
         if sys.platform == "darwin":
             name = "__stderrp"
         elif sys.platform == "linux" and hasattr(library, "gnu_get_libc_version"):
@@ -277,7 +279,8 @@ def _stderr_capture() -> _StderrCapture | None:
         stderr = ctypes.c_void_p.in_dll(library, name)
         descriptor = _open_unnamed_file()
         library.fdopen.restype = ctypes.c_void_p
-        stream = library.fdopen(os.dup(descriptor), b"a")
+        stream = library.fdopen(os.dup(descriptor), b"a")  # "a": append
+        # without a buffer, so that the file has each line as soon as it is printed
         library.setvbuf(ctypes.c_void_p(stream), None, _UNBUFFERED, ctypes.c_size_t(0))
     except (OSError, ValueError, AttributeError):
         return None

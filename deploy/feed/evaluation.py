@@ -159,10 +159,11 @@ def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
 def apply_labels(
     labels: Sequence[int] | Annotations | str | None, evaluation: Feed | None
 ) -> GroundTruth | None:
-    """Return the annotated objects of the evaluation images; set class numbers on the feed instead.
+    """Give the evaluation images their labels: set class numbers on the feed, return objects.
 
     Args:
-        labels: annotated objects, class numbers, `BY_FOLDER`, or None for none.
+        labels: annotated objects, class numbers, `BY_FOLDER` (class numbers that the feed has
+            already, from `Dataset.open`), or None for none.
         evaluation: the evaluation images; None without any.
 
     Returns:
@@ -176,7 +177,7 @@ def apply_labels(
         return None
     if evaluation is None:
         raise ConfigError("labels are of evaluation images, got none; give --eval-images")
-    if isinstance(labels, str):  # by folder: `Dataset.open` reads them
+    if isinstance(labels, str):  # `BY_FOLDER`
         return None
     if not isinstance(labels, Annotations):
         evaluation.set_labels(labels)
@@ -274,8 +275,8 @@ class _ObjectsInInput:
         self._sizes = sizes
         self._annotations = annotations
         self._feed = feed
-        self._good_count = -1  # of the feed when `_names` were read
-        self._names: tuple[str, ...] = ()
+        self._names: tuple[str, ...] = ()  # of the images that are good
+        self._good_count = -1  # their number
 
     def of_sample(self, number: int) -> Objects:
         """Return the objects of an image, with boxes in pixels of the model's input.
@@ -298,5 +299,5 @@ class _ObjectsInInput:
         return replace(
             annotation,
             boxes=boxes_to_input(boxes, size, preprocess),
-            size=with_image_size(preprocess, size).box,
+            size=with_image_size(preprocess, size).input_size,
         )

@@ -261,9 +261,9 @@ class _SourceOpener:
         if not self.dataset.skip_bad:  # a missing file is found now, not in the middle of the run
             number, shard_count = self.choice.shard or (1, 1)
             chosen, _ = self.choice.choose(len(files.files))
-            own_indices = chosen[number - 1 :: shard_count]  # of this shard
-            own_files = (files.files[index] for index in own_indices)
-            check_present(own_files, len(own_indices), files.name)
+            shard_indices = chosen[number - 1 :: shard_count]  # only these are read here
+            shard_files = (files.files[index] for index in shard_indices)
+            check_present(shard_files, len(shard_indices), files.name)
         source = ImageSource(files.files, spec, preprocess, self.dataset.max_pixels)
         return self._create_feed(source, resolved, kind="images", notes=files.notes)
 

@@ -107,7 +107,7 @@ class SampleDigests:
     def __contains__(self, index: int) -> bool:
         return bool(self._is_known[index])
 
-    def record(self, index: int, digest: bytes, name: str) -> None:
+    def store_or_compare(self, index: int, digest: bytes, name: str) -> None:
         """Store a digest, or compare it with the stored one.
 
         Raises:

@@ -70,7 +70,8 @@ def peek_input_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collecti
 def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
     """Return (items of a Python object that serves as calibration data, whether they surely end).
 
-    Items of an object without a length, such as a generator, may not end.
+    Items of an object without a length, such as a generator, may not end. Items that the user's
+    code makes are read through `_iterate`, which reports an error of that code.
 
     Raises:
         FeedError: the object yields no items.
@@ -84,7 +85,7 @@ def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
         return [as_array(source, "the feed")], True
     if callable(getattr(source, "get_next", None)):
         return _iterate(_read_until_none(source)), False
-    if callable(getattr(source, "get_batch", None)):
+    if callable(getattr(source, "get_batch", None)):  # a TensorRT calibrator
         raise FeedError(
             f"a feed must give arrays, got the TensorRT calibrator {type(source).__name__}, which"
             " gives addresses; give the arrays it reads, or its script (--calibrator-script)"
@@ -93,11 +94,13 @@ def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
     count = _length(source)
     if isinstance(source, list | tuple):
         return source, True
-    if hasattr(source, "__iter__") and not isinstance(source, bytes):
+    if isinstance(source, bytes):
+        count = None  # no data, although it has a length and elements
+    elif hasattr(source, "__iter__"):
         return _iterate(source), count is not None
-    if count is not None and hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
-        return _iterate(map(source.__getitem__, range(count))), True  # a dataset of torch
-    if callable(source):
+    if count is not None and hasattr(source, "__getitem__"):  # a dataset of torch
+        return _iterate(map(source.__getitem__, range(count))), True
+    if callable(source):  # a function that returns one of these
         with wrap_user_errors("what gives the feed", error=FeedError):
             return iterate_items(source())
     raise FeedError(
@@ -308,14 +311,15 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
 def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedItem:
     """Return the inputs in a tuple or list, and the names of its other values.
 
-    The inputs are those of a mapping that is the first element, else the first elements in order.
+    A mapping as the first element holds all inputs by name; else the first elements are the inputs
+    in order. Elements after them are labels or other values.
     """
     if value and isinstance(value[0], Mapping):
         matched = _match_mapping(value[0], specs, item_name)
         if len(value) == 1:
             return matched
         return _with_unused_elements(
-            matched.arrays, value[1:], first_number=2, names=matched.unused_names
+            matched.arrays, value[1:], first_position=2, names=matched.unused_names
         )
 
     length_text = f"{type(value).__name__} of {len(value)}"
@@ -336,14 +340,14 @@ def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedI
             " arrays by input name"
         )
     item = {spec.name: array for spec, array in zip(specs, arrays, strict=True)}
-    return _with_unused_elements(item, unused_elements, first_number=len(specs) + 1)
+    return _with_unused_elements(item, unused_elements, first_position=len(specs) + 1)
 
 
 def _with_unused_elements(
     arrays: Item,
     elements: Sequence[object],
     *,
-    first_number: int,
+    first_position: int,
     names: tuple[str, ...] = (),
 ) -> MatchedItem:
     """Return an item of a tuple with the names of its elements that belong to no input.
@@ -353,15 +357,15 @@ def _with_unused_elements(
     Args:
         arrays: the inputs.
         elements: those after the inputs.
-        first_number: number of the first of them in the item, from 1.
+        first_position: position of the first of them in the item, from 1.
         names: of further values that belong to no input.
     """
-    count = min(len(elements), _MAX_IGNORED_NAMES)
-    numbers = range(first_number, first_number + count)
-    all_names = (*names, *(f"value {number}" for number in numbers))
+    named_count = min(len(elements), _MAX_IGNORED_NAMES)  # the note on them stays short
+    positions = range(first_position, first_position + named_count)
+    all_names = (*names, *(f"value {position}" for position in positions))
     if len(elements) != 1:
         return MatchedItem(arrays, all_names)
-    return MatchedItem(arrays, all_names, elements[0], all_names[-1])
+    return MatchedItem(arrays, all_names, label=elements[0], label_name=all_names[-1])
 
 
 def _match_mapping(value: Mapping[Any, Any], specs: Specs, item_name: str) -> MatchedItem:
@@ -377,7 +381,7 @@ def _match_mapping(value: Mapping[Any, Any], specs: Specs, item_name: str) -> Ma
     shown_names = tuple(unused_names[:_MAX_IGNORED_NAMES])
     for key in LABEL_KEYS:
         if key in value and key not in input_names:
-            return MatchedItem(item, shown_names, value[key], repr(key))
+            return MatchedItem(item, shown_names, label=value[key], label_name=repr(key))
     return MatchedItem(item, shown_names)
 
 

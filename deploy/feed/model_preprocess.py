@@ -55,8 +55,8 @@ def resolve_preprocess(
 ) -> ResolvedPreprocess:
     """Return the preprocessing to use: the user's, else the model's, else the default.
 
-    Options by name change single values of the model's. The model's input completes what they leave
-    open.
+    Options by name change single values of the model's or the default one. The model's input
+    completes what they leave open.
 
     Args:
         requested: complete preprocessing, a preset's name, some options by name, or None.
@@ -67,22 +67,21 @@ def resolve_preprocess(
         ConfigError, FeedError: see `apply_user_options` and `complete_preprocess`.
     """
     model_preprocess, metadata_notes = _resolve_metadata(metadata_preprocess, spec)
-    source = "" if metadata_preprocess is None else metadata_preprocess.source
+    metadata_title = "" if metadata_preprocess is None else metadata_preprocess.source
     if isinstance(requested, str):
         requested = find_preset(requested)
     if isinstance(requested, Preprocess):  # complete: the model's is only compared with it
         preprocess, notes = complete_preprocess(requested, spec)
         if model_preprocess and _normal_form(preprocess) != _normal_form(model_preprocess):
-            difference_note = (
-                f"{source} says {describe_preprocess(model_preprocess)}, although other options"
-                " were given, which are used"
+            notes = (
+                f"{metadata_title} says {describe_preprocess(model_preprocess)}, although other"
+                " options were given, which are used",
             )
-            notes = (difference_note, *notes)
         return ResolvedPreprocess(preprocess, notes=notes)
 
     options = _options(requested)
     if model_preprocess is None:
-        changed_default = None
+        changed_default = None  # without options: a note tells of the default
         if options:
             changed_default = apply_user_options(default_preprocess(spec), options)
         preprocess, notes = complete_preprocess(changed_default, spec)
@@ -91,7 +90,7 @@ def resolve_preprocess(
     if "size" in options:  # the model's short side belongs to another size
         model_preprocess = dataclasses.replace(model_preprocess, short_side=None)
     preprocess, _ = complete_preprocess(apply_user_options(model_preprocess, options), spec)
-    origin = f"{source}, but for {', '.join(options)}" if options else source
+    origin = f"{metadata_title}, but for {', '.join(options)}" if options else metadata_title
     return ResolvedPreprocess(preprocess, origin=origin, notes=metadata_notes)
 
 
@@ -110,28 +109,29 @@ def _options(requested: object) -> dict[str, object]:
 def _resolve_metadata(
     metadata_preprocess: MetadataPreprocess | None, spec: TensorSpec
 ) -> tuple[Preprocess | None, tuple[str, ...]]:
-    """Return the model's preprocessing, completed from its input, or None; and notes.
+    """Return (preprocessing of the metadata, completed from the model's input, or None; notes).
 
-    It is None without any, or if it does not go with the input: a note says why then.
+    It is None if there are no metadata, or if they are not followed, for which a note gives the
+    reason.
     """
     if metadata_preprocess is None:
         return None, ()
-    source, stated = metadata_preprocess.source, metadata_preprocess.preprocess
-    if stated is None:
-        return None, (f"{source} is not followed: {metadata_preprocess.reason}",)
+    title, stated_preprocess = metadata_preprocess.source, metadata_preprocess.preprocess
+    if stated_preprocess is None:
+        return None, (f"{title} is not followed: {metadata_preprocess.reason}",)
     try:
-        preprocess, _ = complete_preprocess(stated, spec)
+        preprocess, _ = complete_preprocess(stated_preprocess, spec)
     except (ConfigError, FeedError) as error:
-        return None, (f"{source} is not followed: {error}",)
+        return None, (f"{title} is not followed: {error}",)
 
     # the input decides the size, and the metadata may have been written for another one
-    stated_size, size = stated.default_size, preprocess.size
+    stated_size, size = stated_preprocess.default_size, preprocess.size
     if stated_size is None or size is None or stated_size == size:
         return preprocess, ()
     sizes = f"it says {format_size(stated_size)} pixels, the input is of {format_size(size)}"
-    if preprocess.resize == "short-side":  # the side before cropping is stated for that size
-        return None, (f"{source} is not followed: {sizes}",)
-    return preprocess, (f"{source} is followed but for its size: {sizes}",)
+    if preprocess.resize == "short-side":  # the short side is of images for the stated size
+        return None, (f"{title} is not followed: {sizes}",)
+    return preprocess, (f"{title} is followed but for its size: {sizes}",)
 
 
 def _normal_form(preprocess: Preprocess) -> tuple[object, ...]:

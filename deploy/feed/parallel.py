@@ -43,7 +43,8 @@ class Pause:
 
     Attributes:
         is_due: number of the last sample drawn -> whether to pause.
-        run: called with that number while no worker runs, also if the user interrupts the run.
+        run: what is to be done then, such as storing a checkpoint: called with that number while no
+            worker runs, also if the user interrupts the run.
     """
 
     is_due: Callable[[int], bool]
@@ -81,7 +82,9 @@ def run_in_order(
     Raises:
         The first exception of `samples`, `work` or `consume`; the other workers stop.
     """
-    run = _OrderedRun(samples, work, consume, threads, first_number - 1, pause)
+    run = _OrderedRun(
+        samples, work, consume, threads=threads, drawn_count=first_number - 1, pause=pause
+    )
     # in a thread of its own, so that a signal cannot interrupt it between two results
     with ThreadPoolExecutor(1) as pool:
         run_future = pool.submit(run.draw_and_consume)
@@ -89,9 +92,9 @@ def run_in_order(
             while wait([run_future], timeout=_SIGNAL_POLL_S).not_done:
                 pass  # any thread may receive a signal, but only this one acts on it
         except BaseException:  # the user's interrupt
-            run.finish()
+            run.stop_drawing()
             if run_future.exception() is None:  # waits for the samples already drawn
-                pause.run(run.drawn_count)
+                pause.run(run.drawn_count)  # such as to store a checkpoint, for --resume
             raise
     run_future.result()
     return run.drawn_count - first_number + 1
@@ -112,13 +115,13 @@ class _OrderedRun(Generic[Work]):
     drawn_count: int
     pause: Pause
     pending: deque[Future[Work]] = field(default_factory=deque)  # results of the last samples drawn
-    is_finished: bool = False
+    may_draw: bool = True
 
     def draw_and_consume(self) -> None:
         """Draw samples, let workers work on them, and consume the results in order.
 
         At most as many samples as workers are drawn ahead. It ends with the samples, or once
-        `finish` was called.
+        `stop_drawing` was called.
         """
         samples = iter(self.samples)
         with ThreadPoolExecutor(self.threads) as pool:
@@ -126,20 +129,21 @@ class _OrderedRun(Generic[Work]):
                 if self.pause.is_due(self.drawn_count):
                     self._consume_first(len(self.pending))
                     self.pause.run(self.drawn_count)
-                sample = None if self.is_finished else next(samples, None)
+                sample = next(samples, None) if self.may_draw else None
                 if sample is None:
                     break
                 self.drawn_count += 1
-                # numbers go round, so this worker's last sample is done: its result was consumed
+                # workers take turns, and fewer results are pending than there are workers: the last
+                # one of this worker was consumed
                 worker = self.drawn_count % self.threads
                 self.pending.append(pool.submit(self.work, worker, self.drawn_count, sample))
                 if len(self.pending) == self.threads:
                     self._consume_first(1)
             self._consume_first(len(self.pending))
 
-    def finish(self) -> None:
-        """Draw nothing more; samples already drawn are still taken."""
-        self.is_finished = True
+    def stop_drawing(self) -> None:
+        """Draw no more samples; the results of those already drawn are still consumed."""
+        self.may_draw = False
 
     def _consume_first(self, count: int) -> None:
         """Wait for the first results, and take them in order."""

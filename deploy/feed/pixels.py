@@ -63,14 +63,14 @@ def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
     if preprocess.color == "rgb":
         resized = resized[:, :, ::-1]
     if preprocess.layout == "nhwc":
-        input_values = np.empty((1, *preprocess.box, preprocess.channels), np.float32)
-        channels_first = input_values[0].transpose(2, 0, 1)  # a view
+        input_values = np.empty((1, *preprocess.input_size, preprocess.channels), np.float32)
+        channels_first = input_values[0].transpose(2, 0, 1)  # a view, as the ones below
     else:
-        input_values = np.empty((1, preprocess.channels, *preprocess.box), np.float32)
+        input_values = np.empty((1, preprocess.channels, *preprocess.input_size), np.float32)
         channels_first = input_values[0]
 
     height, width = resized.shape[:2]
-    if (height, width) != preprocess.box:  # fill all with the border; the image is written over it
+    if (height, width) != preprocess.input_size:  # the border, over which the image is written
         channels_first[:] = _per_channel(preprocess.pad)
         _scale_and_normalise(channels_first, preprocess, out=channels_first)
     image_region = channels_first[:, top : top + height, left : left + width]
@@ -79,14 +79,15 @@ def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
 
 
 def resize_to_input(pixels: Array, preprocess: Preprocess) -> tuple[Array, tuple[int, int]]:
-    """Resize and crop uint8 [H, W, C]; return it and its (top, left) in the input.
+    """Resize and crop uint8 [H, W, C]; return (the image, its (top, left) corner in the input).
 
     `preprocess` must be `with_image_size`.
     """
     size, (top, left) = resized_geometry((pixels.shape[0], pixels.shape[1]), preprocess)
     resized = _resize(pixels, size, preprocess)
     # a corner above or left of the input, at negative coordinates, is cropped
-    visible = resized[max(-top, 0) :, max(-left, 0) :][: preprocess.box[0], : preprocess.box[1]]
+    input_height, input_width = preprocess.input_size
+    visible = resized[max(-top, 0) :, max(-left, 0) :][:input_height, :input_width]
     return visible, (max(top, 0), max(left, 0))
 
 
@@ -247,18 +248,18 @@ def boxes_to_input(
 
 def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[int, int]]:
     """Return the image's size after resizing, and the (top, left) of its corner in the input."""
-    height, width = preprocess.box
+    height, width = preprocess.input_size
     if preprocess.resize == "short-side":
         resized = short_side_size(size, preprocess.short)
         return resized, (-((resized[0] - height) // 2), -((resized[1] - width) // 2))
     if preprocess.resize == "letterbox":
-        fitted = letterbox_size(size, preprocess.box)
+        fitted = letterbox_size(size, preprocess.input_size)
         if preprocess.anchor == "centre":
             return fitted, ((height - fitted[0]) // 2, (width - fitted[1]) // 2)
         return fitted, (0, 0)
     if preprocess.resize == "fit-height":
         return (height, min(width, -(-height * size[1] // size[0]))), (0, 0)
-    return preprocess.box, (0, 0)
+    return preprocess.input_size, (0, 0)
 
 
 _DIGEST_DIGITS = 16  # hex digits of a digest

@@ -129,8 +129,8 @@ class Preprocess:
         return COLORS[self.color or "rgb"]
 
     @property
-    def box(self) -> Size:
-        """`size`, if both sides are set; call `with_image_size` first."""
+    def input_size(self) -> Size:
+        """`size`, (height, width), whose sides must both be set: call `with_image_size` first."""
         height, width = self.size or (None, None)
         assert height is not None and width is not None
         return height, width
@@ -140,7 +140,7 @@ class Preprocess:
         """Short side in pixels for the resize "short-side"; `size` must be set."""
         if self.short_side is None and self.size is None:
             raise ConfigError("short_side follows from size, got neither; give one of them")
-        return self.short_side or (max(self.box) * 8 + 3) // 7
+        return self.short_side or (max(self.input_size) * 8 + 3) // 7
 
     @property
     def deep(self) -> bool:
@@ -221,6 +221,8 @@ def complete_preprocess(
     requested: Preprocess | None, spec: TensorSpec
 ) -> tuple[Preprocess, tuple[str, ...]]:
     """Return preprocessing whose size, color and layout are set, from the input; and notes.
+
+    There is one note, on the default, if nothing is requested.
 
     Args:
         requested: what the user or the model's metadata asks for; None for the default.
@@ -347,13 +349,14 @@ def _check_sides(preprocess: Preprocess) -> None:
             )
         return
 
-    has_height = preprocess.resize == "fit-height" and height is not None
-    if preprocess.resize != "stretch" and not has_height:
-        raise ConfigError(
-            "sizes that depend on the image go with resize stretch, or with fit-height and a"
-            f" height, got {preprocess.resize} to {format_size((height, width))}; give another"
-            " resize or both sides"
-        )
+    is_fit_to_height = preprocess.resize == "fit-height" and height is not None
+    if preprocess.resize == "stretch" or is_fit_to_height:
+        return
+    raise ConfigError(
+        "sizes that depend on the image go with resize stretch, or with fit-height and a"
+        f" height, got {preprocess.resize} to {format_size((height, width))}; give another"
+        " resize or both sides"
+    )
 
 
 def _check_mean(preprocess: Preprocess) -> None:
@@ -394,17 +397,17 @@ def _resolve_size(
     """Return the (height, width) of the input in pixels; None for a side that each image decides.
 
     Args:
-        preprocess: as requested; its own size comes first, then the model's, then the default.
+        preprocess: as requested; a `size` of its own comes first, then the sides that the model
+            fixes, then its `default_size`.
         model_sides: height and width of the model's input; a fixed side is an integer.
         spec: the model's input, for messages.
 
     Raises:
         FeedError: nothing gives the size, or it does not fit the model.
     """
-    size = preprocess.size
+    size = preprocess.size  # the only one that may leave a side to each image
     if size is None:
-        fallback = preprocess.default_size or (None, None)
-        sides = list(fallback)
+        sides = list(preprocess.default_size or (None, None))
         for axis, model_side in enumerate(model_sides):
             if isinstance(model_side, int):
                 sides[axis] = model_side

@@ -78,7 +78,13 @@ class SampleCache:
 
 @dataclass(frozen=True, slots=True)
 class _ReadResult:
-    """A sample that a thread read, or the error it met."""
+    """A sample that a thread read, or the error it met.
+
+    Attributes:
+        raw: the file's bytes or the like, and their digest; None if they could not be read.
+        sample: the decoded sample; None if it could not be decoded.
+        error: why one of both is None.
+    """
 
     raw: RawSample | None = None
     sample: Sample | None = None
@@ -91,7 +97,7 @@ class SampleReader:
     Attributes:
         digests: of the samples read.
         previews: of the samples read, as far as they were requested.
-        decodes: number of images or rows read for a run so far.
+        decodes: number of images or rows read for a run so far, not counting cached ones.
     """
 
     def __init__(
@@ -117,7 +123,7 @@ class SampleReader:
         self._source = source
         self._max_in_memory = max_in_memory
         self._in_memory: dict[int, Sample] = {}
-        self._on_disk = SampleCache(frozenset())
+        self._on_disk = SampleCache(frozenset())  # caches nothing, until `cache_samples`
 
     def cache_samples(self, indices: Iterable[int], previews: Previews) -> None:
         """Cache some samples on disk, and previews of some, as they are read from now on."""
@@ -135,11 +141,11 @@ class SampleReader:
         try:
             raw = self._source.load(index)
         except FeedError:
-            self.digests.record(index, UNREADABLE, name)
+            self.digests.store_or_compare(index, UNREADABLE, name)
             if not self.skip_bad:
                 raise
         else:
-            self.digests.record(index, raw.digest, name)
+            self.digests.store_or_compare(index, raw.digest, name)
 
     def hash_unread(self, indices: Sequence[int]) -> None:
         """Call `hash` for the samples that were not read yet."""
@@ -154,10 +160,10 @@ class SampleReader:
     ) -> Iterator[tuple[int, Sample]]:
         """Yield (index, sample of batch 1) for every good sample, in the order of `chosen`.
 
-        A sample is bad if it cannot be read or decoded.
+        A sample is bad if it cannot be read or decoded. It is then added to `chosen.skipped`.
 
         Args:
-            chosen: indices of samples in the source; bad ones are added to its `skipped`.
+            chosen: indices of samples in the source.
             selected_indices: yield these only; None for all.
 
         Raises:
@@ -168,7 +174,7 @@ class SampleReader:
             indices = (index for index in indices if index in selected_indices)
         # images are decoded in parallel; other sources are read one sample after the other
         threads = worker_threads() if isinstance(self._source, ImageSource) else 1
-        for index, result in prefetch(indices, self._fetch, threads=threads):
+        for index, result in prefetch(indices, self._read_uncached, threads=threads):
             try:
                 yield index, self.read(index, result)
             except SampleChangedError:  # not even with `skip_bad`: results would mix two files
@@ -180,13 +186,13 @@ class SampleReader:
                         " skip bad ones (--skip-bad)"
                     ) from error
                 chosen.skipped[index] = str(error)
-        if not chosen.count:
+        if not chosen.count:  # of good samples
             raise FeedError(
                 f"at least one sample must be good, all {len(chosen)} were skipped:"
                 f" {next(iter(chosen.skipped.values()))}"
             )
 
-    def _fetch(self, index: int) -> _ReadResult | None:
+    def _read_uncached(self, index: int) -> _ReadResult | None:
         """Read and decode a sample, in any thread; None if it is cached."""
         if index in self._in_memory or index in self._on_disk:
             return None
@@ -200,7 +206,8 @@ class SampleReader:
             result: what a thread has read of it; None to read it now, if it is not cached.
 
         Raises:
-            SampleChangedError: its digest, of the bytes as read, differs from the first time.
+            SampleChangedError: its digest, of the bytes as read, differs from that of an earlier
+                reading; `store_or_compare` raises it.
             FeedError: reading or decoding failed.
         """
         if index in self._in_memory:
@@ -212,7 +219,7 @@ class SampleReader:
         result = result or _read_sample(self._source, index)
         name = self._source.sample_name(index)
         digest = UNREADABLE if result.raw is None else result.raw.digest
-        self.digests.record(index, digest, printable_name(name))
+        self.digests.store_or_compare(index, digest, printable_name(name))
         if result.error is not None:
             raise result.error
         assert result.raw is not None and result.sample is not None
@@ -235,7 +242,7 @@ def _read_sample(source: SampleSource, index: int) -> _ReadResult:
 
 
 def iterate_batches(
-    reader: SampleReader, chosen: ChosenSamples, batch: int, without: range
+    reader: SampleReader, chosen: ChosenSamples, batch: int, already_read: range
 ) -> Iterator[Sample]:
     """Yield samples for a model that takes `batch` images or rows in each run.
 
@@ -243,13 +250,13 @@ def iterate_batches(
         reader: reads the images or rows.
         chosen: which images or rows, in which order.
         batch: images or rows concatenated to one sample, along the first dimension.
-        without: numbers of the samples to leave out, from 0; an earlier run has read them.
+        already_read: numbers of the samples, from 0, to leave out: an earlier run has read them.
     """
-    selected_indices = None
-    if without:
+    selected_indices = None  # all
+    if already_read:
         good_indices = list(chosen.good_indices())
-        skipped_indices = good_indices[without.start * batch : without.stop * batch]
-        selected_indices = frozenset(chosen.indices).difference(skipped_indices)
+        read_indices = good_indices[already_read.start * batch : already_read.stop * batch]
+        selected_indices = frozenset(chosen.indices).difference(read_indices)
 
     group: list[Sample] = []
     for _, sample in reader.walk(chosen, selected_indices=selected_indices):

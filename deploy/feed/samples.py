@@ -77,7 +77,7 @@ class Feed:
             preprocess: complete preprocessing of images.
             notes: for the user.
             origin: where the preprocessing comes from if from the model.
-            share: the shard that the samples are; None if there are no shards.
+            share: which shard the samples are; None if there are no shards.
             skipped: index -> why the sample there is known to be bad.
         """
         self.specs = tuple(specs)
@@ -96,9 +96,9 @@ class Feed:
         )
         self._cached_names_digest = ""
         self._user_labels: Mapping[int, int] | None = None  # index -> label not from the source
-        # labels of the good samples, and the number of bad samples known then
+        # cached labels of the good samples, and how many bad ones were known when they were cached
         self._good_labels: tuple[int, ...] = ()
-        self._good_labels_skipped = -1
+        self._bad_count_of_labels: int | None = None
 
     def __len__(self) -> int:
         """Number of samples that `samples()` yields; known bad ones do not count."""
@@ -175,10 +175,10 @@ class Feed:
         if labels is None:
             return None
         skipped_count = len(self._chosen.skipped)
-        if self._good_labels_skipped != skipped_count:
+        if self._bad_count_of_labels != skipped_count:
             good_labels = tuple(labels[index] for index in self._chosen.good_indices())
             self._good_labels = good_labels[:: self._rows_of_sample]
-            self._good_labels_skipped = skipped_count
+            self._bad_count_of_labels = skipped_count
         return self._good_labels
 
     def set_labels(self, labels: Sequence[int]) -> None:
@@ -309,8 +309,8 @@ class Feed:
 
         The digests are over the bytes of files or arrays, not over decoded pixels; samples that no
         pass has read are read now, and skipped samples count by their bytes. `sha256` does not
-        depend on file names, folder or list, nor on the order (unless the model fixes its batch:
-        then the order decides which samples share a batch). `ordered_sha256` depends on the order.
+        depend on file names, folder or list, nor, unless the model fixes its batch, on the order.
+        `ordered_sha256` depends on the order.
 
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
@@ -324,6 +324,7 @@ class Feed:
         return {
             **self.settings,
             "count": len(indices),
+            # single samples are fed independently, so their order does not matter
             "sha256": digests.combined(indices, in_digest_order=self.batch == 1),
             "ordered_sha256": digests.combined(indices),
         }
@@ -402,7 +403,7 @@ class Feed:
             SampleChangedError: a sample has another digest on this machine.
         """
         for index, digest in zip(self._chosen.indices_of(share), digests, strict=True):
-            self._reader.digests.record(index, bytes.fromhex(digest), self._name(index))
+            self._reader.digests.store_or_compare(index, bytes.fromhex(digest), self._name(index))
         for position, reason in skipped.items():
             self._chosen.skipped[self._chosen.indices[position]] = reason
         self._reader.decodes += len(share.positions) - len(skipped)  # read for this run
@@ -464,26 +465,26 @@ class Feed:
             self._notes = (*self._notes, note)
         self._chosen.keep_first(count)
         self._cached_names_digest = ""
-        self._good_labels_skipped = -1
+        self._bad_count_of_labels = None
 
     # --- Reading
 
-    def samples(self, without: range = range(0)) -> SampleStream[Sample]:
+    def samples(self, already_read: range = range(0)) -> SampleStream[Sample]:
         """Return a stream of {input name: array} with first dimension `batch`, in feed order.
 
         A background thread reads a few samples ahead; up to 4 other threads decode images. Several
         threads may pull from the stream. To leave it early, `close()` it or use it in a `with`.
 
         Args:
-            without: positions, from 0, of samples not to read: an earlier run read them.
+            already_read: numbers, from 0, of samples to leave out, since an earlier run read them.
 
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
-        return SampleStream(self._batches(without))
+        return SampleStream(self._batches(already_read))
 
-    def _batches(self, without: range = range(0)) -> Iterator[Sample]:
-        return iterate_batches(self._reader, self._chosen, self.batch, without)
+    def _batches(self, already_read: range = range(0)) -> Iterator[Sample]:
+        return iterate_batches(self._reader, self._chosen, self.batch, already_read)
 
     def first_samples(self, max_samples: int) -> list[Sample]:
         """Return at most `max_samples` first samples, and `SAMPLES_IN_MEMORY`; cached.
@@ -532,20 +533,20 @@ class Feed:
             return number - 1
         return self._chosen.indices[self._chosen.count_entries(number) - 1]
 
-    def cache_samples(self, spread: int, previews: int = 0) -> None:
+    def cache_samples(self, count: int, preview_count: int = 0) -> None:
         """Let samples be cached on disk when they are read from now on.
 
         Args:
-            spread: number of samples to cache, spread evenly: those of `spread_samples`.
-            previews: number of samples, spread evenly, of which two small images are stored too, as
-                the method `previews` returns them.
+            count: number of samples to cache, those that `spread_samples` yields.
+            preview_count: number of samples, spread evenly, of which a `Preview` is stored too:
+                two small images.
         """
         indices = self._chosen.indices
-        if self.batch > 1:
-            cached_indices = list(indices[: spread * self.batch])  # the first samples
+        if self.batch > 1:  # a sample is made of images that follow each other: the first ones
+            cached_indices = list(indices[: count * self.batch])
         else:
-            cached_indices = self.spread(indices, spread)
-        preview_indices = self.spread(indices, previews)
+            cached_indices = self.spread(indices, count)
+        preview_indices = self.spread(indices, preview_count)
         self._reader.cache_samples(
             (*cached_indices, *preview_indices), Previews(self.preprocess, preview_indices)
         )

@@ -346,7 +346,7 @@ class RemoteSample:
 
     Attributes:
         name: of the sample.
-        digest: of the sample as read; 32 bytes.
+        digest: of arrays as read, 32 bytes; `UNREADABLE` if they could not be read, and for images.
         content: the bytes of an image file; or arrays by input; or the reason why there are none.
     """
 
@@ -365,15 +365,15 @@ class RemoteSample:
 def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[RemoteSample]:
     """Return samples to be sent to another machine: images as file bytes, all others as arrays.
 
-    In place of a sample that cannot be read stands the reason.
+    In place of a sample that cannot be read or decoded stands the reason.
     """
     samples = []
     for index in indices:
-        digest: bytes = UNREADABLE
+        digest: bytes = UNREADABLE  # also of an image, whose bytes are sent as they are
         content: bytes | Sample | str
         try:
-            if isinstance(source, ImageSource):
-                content = source.read(index)  # the other machine computes the digest
+            if isinstance(source, ImageSource):  # the other machine computes the digest
+                content = source.read(index)
             else:
                 raw = source.load(index)
                 digest = raw.digest
@@ -424,10 +424,9 @@ class RemoteSource:
         if isinstance(content, dict):
             return RawSample(sample.digest, lambda: dict(content))
         if sample.digest == UNREADABLE:
-            _refuse(content)
-        # it was read there, with this digest, but not decoded
-        return RawSample(sample.digest, lambda: _refuse(content))
+            raise FeedError(content)
 
+        def refuse_decoding() -> NoReturn:
+            raise FeedError(content)
 
-def _refuse(reason: str) -> NoReturn:
-    raise FeedError(reason)
+        return RawSample(sample.digest, refuse_decoding)  # it was read there, but not decoded

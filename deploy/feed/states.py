@@ -247,31 +247,34 @@ class OwnStates:
 
         Args:
             states: of the model; none for a model without, which is run as it is.
-            is_one_pass: whether no sequence goes on after another one began.
+            is_one_pass: whether each sequence ends before the next one begins; then the states of
+                earlier sequences are dropped.
         """
         self._states = states
         self._is_one_pass = is_one_pass
-        self._by_sequence: dict[int, dict[str, Array]] = {}
+        self._states_by_sequence: dict[int, dict[str, Array]] = {}  # for the next step of each
 
     def run(
         self, session: Session, sample: Mapping[str, Array], sequence: int
     ) -> Mapping[str, Array]:
-        """Return the outputs of an engine for a step, with the states that it computed before it.
+        """Return the outputs of an engine for a step, fed its own states of the step before.
 
         Args:
             session: the engine.
-            sample: all inputs of the step; its states, the float model's, are fed only at the start
-                of a sequence.
+            sample: all inputs of the step; the states in it, which are the float model's, are fed
+                only at the start of a sequence.
             sequence: number of the sequence that the step is in.
 
         Raises:
             BackendError: the runtime refused the step.
         """
-        outputs = session.run({**sample, **self._by_sequence.get(sequence, {})})
+        own_states = self._states_by_sequence.get(sequence, {})
+        outputs = session.run({**sample, **own_states})
         if self._states:
-            if self._is_one_pass and sequence not in self._by_sequence:  # the others have ended
-                self._by_sequence.clear()
-            self._by_sequence[sequence] = next_states(self._states, outputs)
+            is_start = sequence not in self._states_by_sequence
+            if self._is_one_pass and is_start:
+                self._states_by_sequence.clear()
+            self._states_by_sequence[sequence] = next_states(self._states, outputs)
         return outputs
 
 

@@ -121,15 +121,16 @@ def refuse_output(path: Path | str, *, named: bool = False) -> None:
 
     Args:
         path: of the file to be written; it may not exist yet.
-        named: whether it is written as the output that the user named, by an option with its path.
-            Then the check that `add_output` got decides about a file that is there.
+        named: whether it is the output that the user named, by an option with this path. An
+            existing file is then refused by the check that `add_output` got for it. Any other
+            output must not have the path of a named one.
 
     Raises:
         ExportError: `path` is one of these.
     """
     run = _RUN.get() or _RunFiles()
-    check = run.check_by_output.get(_real_location(path))
-    if check is not None and not named:
+    check_existing_file = run.check_by_output.get(_real_location(path))
+    if check_existing_file is not None and not named:
         raise ExportError(f"each output must have a path of its own, got {path} twice; change one")
 
     inode = _find_inode(path)
@@ -144,8 +145,8 @@ def refuse_output(path: Path | str, *, named: bool = False) -> None:
         raise ExportError(
             f"an output must not be an input, got {path}, which this run reads; give another path"
         )
-    if check is not None:
-        check()
+    if check_existing_file is not None:
+        check_existing_file()
 
 
 def refuse_unwritable(path: Path | str) -> None:

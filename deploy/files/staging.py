@@ -89,21 +89,22 @@ class Stage:
             return self.records / path.name
         return self.temporary_folder / path.name if parent == self.folder.resolve() else None
 
-    def publish(self, complete: Callable[[], object] = lambda: None) -> None:
+    def publish(self, write_last_files: Callable[[], object] = lambda: None) -> None:
         """Move the written files into `folder`, replacing those of the same names.
 
         The journal, a list of the files, is written first: if this run is killed then, the next run
         moves the rest.
 
         Args:
-            complete: called while the folder is locked; the files it writes are published too.
+            write_last_files: writes files into the stage that depend on those in the folder, which
+                is locked meanwhile.
 
         Raises:
             ExportError: a file would replace an input, a folder or a device, or the disk refuses.
         """
         try:
             with atomic.lock_folder(self.folder):
-                complete()
+                write_last_files()
                 names = self.file_names()
                 if (self.folder / RECORDS).is_symlink():
                     raise ExportError(
@@ -114,7 +115,8 @@ class Stage:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.temporary_folder / _JOURNAL, json.dumps(names))
                 _move_all(self.temporary_folder, self.folder)
-                for name in names:  # what a failed run saved for it is older now
+                # a published cache replaces the calibration that a failed run saved for it
+                for name in names:
                     _remove_saved_calibration(self.folder / name)
         except OSError as error:
             raise ExportError(
@@ -195,8 +197,9 @@ def recover(folder: Path) -> None:
     """
     folders = [folder, *filter(atomic.is_real_folder, [folder / RECORDS])]
     leftovers = chain.from_iterable(parent.glob(f"{atomic.PREFIX}*") for parent in folders)
+    # nothing to do: a calibration that a failed run saved stays for the next build
     if all(path.name == _SAVED_FOLDER for path in leftovers):
-        return  # a calibration saved for the next build stays
+        return
     with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is
         for parent in folders:
             atomic.remove_leftovers(parent)

@@ -146,7 +146,7 @@ def wrap_user_errors(
     import numpy as np  # not at the top, for a quick --help
 
     try:
-        with _SURROUNDINGS.restored(), np.errstate():
+        with _SURROUNDINGS.set_up(), np.errstate():
             yield
     except (Calib8Error, KeyboardInterrupt, Terminated):
         raise
@@ -165,21 +165,21 @@ def wrap_user_errors(
 
 
 class _Surroundings:
-    """What a user's code may change for the process, in any thread."""
+    """The working folder and the signal handlers, which a user's code may change in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active_calls = 0
         self._original_folder: str | None = None  # before the first of the calls in progress
-        # original folder -> the working folder that the user's code set there
+        # original folder -> the folder that the user's code changed to from there
         self._user_folder_by_original: dict[str | None, str | None] = {}
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run the user's code in the working folder that its last call set; restore all at the end.
+    def set_up(self) -> Iterator[None]:
+        """Change to the folder that the user's last call left; restore all at the end of the body.
 
-        The working folder is the process's, so calls that overlap in several threads share it. The
-        handlers of SIGINT and SIGTERM are restored too.
+        The working folder is the process's, so calls that overlap in several threads share it: the
+        first one finds the original folder. The handlers of SIGINT and SIGTERM are restored too.
         """
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with self._lock:

@@ -336,7 +336,7 @@ def _observe_missing(
     with (
         phase("observing", len(feed) - counted_samples, "samples") as show_progress,
         nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
-        feed.samples(without=skipped_samples) as samples,
+        feed.samples(already_read=skipped_samples) as samples,
     ):
         return observe(
             decision.missing,

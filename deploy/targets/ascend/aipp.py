@@ -233,7 +233,7 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     A frame is what the camera gives, a picture what AIPP (the input stage of the .om) takes. AIPP
     only crops. So the host resizes, or DVPP, the chip's image unit, whose pictures are YUV.
     """
-    input_size = preprocess.box  # (height, width) of the model's input
+    input_size = preprocess.input_size  # (height, width) of the model's input
     frame_size = source.size or input_size
     # with dynamic AIPP the program on the device sets the crop itself
     if frame_size == input_size or source.dynamic:
@@ -286,7 +286,7 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
     row, column = plan.corner  # of the resized frame in the picture, negative where it is cropped
     calibrated_size, calibrated_corner = resized_geometry(plan.frame, preprocess)
     is_cropped = min(calibrated_corner) < 0
-    height, width = preprocess.box
+    height, width = preprocess.input_size
     input_size = format_size((height, width))
     if source.is_yuv:  # DVPP writes even sides
         input_size = format_size((_round_up(height, 2), _round_up(width, 2)))
@@ -302,10 +302,10 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
         border = _describe_border(preprocess, source)
         text += f", paste at row {row}, column {column} of {input_size} filled with {border}"
     text += "."
-    if plan.stored != preprocess.box:
+    if plan.stored != preprocess.input_size:
         text += (
             f" It is {format_size(plan.stored)} in memory; AIPP crops the upper left"
-            f" {format_size(preprocess.box)}."
+            f" {format_size(preprocess.input_size)}."
         )
     if (calibrated_size, calibrated_corner) != (plan.resized, plan.corner):
         action = "cropped" if is_cropped else "pasted"
@@ -339,7 +339,7 @@ def _set_sizes(
 
     `plan`: how a frame of the camera becomes AIPP's picture; None if the picture is the frame.
     """
-    input_size = preprocess.box
+    input_size = preprocess.input_size
     height, width = plan.stored if plan else source.size or input_size
     for name, side in (("width", width), ("height", height)):
         if not _MIN_SIDE <= side <= _MAX_SIDE:

@@ -141,8 +141,8 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
     if position != "top-left":
         corner = "(HEIGHT - rows) // 2, (WIDTH - columns) // 2"
     return {
-        "height": preprocess.box[0],
-        "width": preprocess.box[1],
+        "height": preprocess.input_size[0],
+        "width": preprocess.input_size[1],
         "sizes": _SIZES[preprocess.resize].format(short=preprocess.short),
         "kind": _interpolation_text(preprocess.interpolation),
         "channels": preprocess.channels,
